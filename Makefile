@@ -56,7 +56,7 @@ help:
 	@echo "make demo      the main job on real text, in a few minutes; results in out/demo"
 	@echo "make test      ctest and pytest; test-full adds the slow tests"
 	@echo "make docs      the site of docs/ in build/site, warnings are errors; docs-serve shows it, docs-shoot draws it"
-	@echo "make lint      ruff, clang-format and pyrefly's types; format applies the first two"
+	@echo "make lint      ruff, clang-format, imports and pyrefly's types; format applies the first two"
 	@echo "make sanitize  the C++ tests under ASan and UBSan"
 	@echo "make test-ptx  nvcc's kernels translated to C++, by the tests of the twins; needs nvcc, no GPU"
 	@echo "make test-real  packages that drive FSDP2, installed and run on both engines; skips what cannot be had"
@@ -176,6 +176,7 @@ lint: $(TOOLS)
 	$(BIN)/ruff check $(PY_DIRS)
 	$(BIN)/ruff format --check $(PY_DIRS)
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	$(BIN)/lint-imports
 	$(BIN)/pyrefly check --python-interpreter-path $(RUN_PYTHON) --output-format min-text
 
 # What a type checker knows of the compiled module, read from it; a unit test says when that is due.

@@ -127,7 +127,7 @@ def _read_bytes() -> int:
 
 def own_memory(folder: str) -> None:
     """Uses what the files take, in huge pages, and frees it: memory that the machine then has."""
-    from fsdp2x.checkpoint.disk import page_aligned
+    from fsdp2x.io.checkpoint.disk import page_aligned
 
     page_aligned(sum(file.stat().st_size for file in Path(folder).iterdir())).fill_(1)
 

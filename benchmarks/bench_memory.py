@@ -31,8 +31,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import harness
 from bench_step import build_model
-from fsdp2x.memory.bound import memory_bound
-from fsdp2x.memory.plan import planned_facts
+from fsdp2x.plan.bound import memory_bound
+from fsdp2x.plan.plan import planned_facts
 from peers import ZeRO3, has_deepspeed, shard_stock
 from step_cases import CASES, Case
 

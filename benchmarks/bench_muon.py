@@ -90,7 +90,7 @@ def matrices(shapes: list[tuple[int, ...]], mesh: DeviceMesh) -> list[nn.Paramet
 
 def run_case(name: str, mesh: DeviceMesh, steps: int) -> dict:
     import fsdp2x
-    from fsdp2x.runtime import torch_private
+    from fsdp2x.base import torch_private
 
     shapes = CASES[name]
     sides = {side: matrices(shapes, mesh) for side in ("fsdp2x", "gather", "torch")}

@@ -76,7 +76,7 @@ def addresses() -> dict[str, str]:
 
 def serve(shapes, pair, memory) -> None:
     """The engine: follows what rank 0 says comes next, until it says None."""
-    from fsdp2x.sync.engine import Parameters, Receiver
+    from fsdp2x.rl.sync.receiver.engine import Parameters, Receiver
 
     held = {name: torch.zeros(shape) for name, shape in shapes}
     receivers = {address: Receiver(address, Parameters(held)) for address in set(addresses().values())}

@@ -19,7 +19,7 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 def _units(model: nn.Module) -> list:
     """The units that fsdp2x plans."""
-    from fsdp2x.units.wrap import plan_units
+    from fsdp2x.sharding.wrap import plan_units
 
     return plan_units(model, None)
 

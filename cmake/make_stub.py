@@ -1,6 +1,6 @@
 """Writes ``python/fsdp2x/_C.pyi``, what a type checker knows of the compiled module, from the module itself.
 
-``make stub`` runs it after a build; ``tests/unit/test_stub.py`` fails where the file and the module differ.
+``make stub`` runs it after a build; ``tests/unit/project/test_stub.py`` fails where the file and the module differ.
 """
 
 import ast
@@ -108,7 +108,7 @@ def stub_of(module: ModuleType) -> str:
 
 
 def main() -> None:
-    from fsdp2x.runtime.native import _C
+    from fsdp2x.base.native import _C
 
     STUB.write_text(stub_of(_C))
 

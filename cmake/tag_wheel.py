@@ -2,7 +2,7 @@
 
 `make wheel` runs it. A version such as `0.1.0+torch2.15.cu130` is of a build for torch 2.15 with kernels of CUDA 13.0,
 `+torch2.15.cpu` of one without kernels. The wheel requires that minor version of torch, so pip refuses another one; one
-that is changed afterwards is refused at import, by `fsdp2x.runtime.native`.
+that is changed afterwards is refused at import, by `fsdp2x.base.native`.
 """
 
 import argparse

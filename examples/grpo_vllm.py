@@ -132,7 +132,7 @@ def copy_engine_files(path: Path) -> None:
     from fsdp2x import sync
 
     for name in ENGINE_FILES:
-        shutil.copy(Path(sync.__file__).with_name(name), path)
+        shutil.copy(Path(sync.engine.__file__).with_name(name), path)
 
 
 def end_server(process: subprocess.Popen) -> None:

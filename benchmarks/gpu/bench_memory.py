@@ -65,8 +65,8 @@ def as_nccl() -> Iterator[None]:
 
     The fake group gathers, but its reductions may leave memory as it was, and in it is who has used which parameter.
     """
-    from fsdp2x.runtime import transport
-    from fsdp2x.runtime.native import _C
+    from fsdp2x.base.native import _C
+    from fsdp2x.sharding import transport
 
     with (
         mock.patch.object(transport, "pack_below_bytes", lambda gathers, world: _C.PACK_BELOW_BYTES),

@@ -50,7 +50,8 @@ CASES += [Case(8, policy, gathers=gathers) for gathers in ("packed", "alone") fo
 @contextlib.contextmanager
 def gathering(how: str) -> Iterator[None]:
     """fsdp2x takes the fake group for a backend that gathers so; many gathers are what one is, each in turn."""
-    from fsdp2x.runtime import torch_private, transport
+    from fsdp2x.base import torch_private
+    from fsdp2x.sharding import transport
 
     def gather_each(group: dist.ProcessGroup, outputs: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -446,7 +446,7 @@ void bind_unit(py::module_& m) {
 
 // What is bound first is known by its name in the signatures of what follows, from which the stub is made.
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "The engine of fsdp2x; import it through fsdp2x.runtime.native only.";
+  m.doc() = "The engine of fsdp2x; import it through fsdp2x.base.native only.";
   pybind11::register_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);

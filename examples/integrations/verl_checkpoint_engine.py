@@ -17,8 +17,8 @@ from verl.utils.device import get_device_name
 from verl.workers.engine import FSDPEngine
 
 import fsdp2x
-from fsdp2x.sync.engine import Receiver
-from fsdp2x.sync.engine_tcp import TcpReceiver
+from fsdp2x.rl.sync.receiver.engine import Receiver
+from fsdp2x.rl.sync.receiver.engine_tcp import TcpReceiver
 
 TIMEOUT_S = 300.0
 

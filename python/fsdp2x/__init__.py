@@ -4,7 +4,7 @@
 """
 
 # First: it says what to do when the installed torch is not the one the extension was built for.
-from fsdp2x.runtime import native  # noqa: F401
+from fsdp2x.base import native  # noqa: F401
 
 # isort: split
 from importlib.metadata import version as _version
@@ -13,28 +13,28 @@ import torch.distributed.fsdp as _torch_fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp2x import checkpoint, export, moe, optim, rl, rollout, sync
-from fsdp2x.api import fully_shard
-from fsdp2x.contexts import accumulate, unsharded
-from fsdp2x.full_tensors import full_tensors
-from fsdp2x.handles import GradientReductionHandle, UnshardHandle
-from fsdp2x.hf.load import LoadReport, load_hf
-from fsdp2x.hf.pretrained import from_pretrained
-from fsdp2x.hf.save import save_hf
+from fsdp2x.base import gloo_threads  # noqa: F401, at the end of the process it waits for gloo
 from fsdp2x.install import install, uninstall
+from fsdp2x.io.full_tensors import full_tensors
+from fsdp2x.io.hf.load import LoadReport, load_hf
+from fsdp2x.io.hf.lora import add_lora, load_adapter, save_adapter
+from fsdp2x.io.hf.pretrained import from_pretrained
+from fsdp2x.io.hf.save import save_hf
+from fsdp2x.lifecycle.api import fully_shard
+from fsdp2x.lifecycle.contexts import accumulate, unsharded
+from fsdp2x.lifecycle.handles import GradientReductionHandle, UnshardHandle
+from fsdp2x.lifecycle.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
+from fsdp2x.lifecycle.replicas import check_module_states, sync_module_states
+from fsdp2x.lifecycle.sleep import sleep, wake
 from fsdp2x.memory import memory_report
 from fsdp2x.models.freeze import freeze_module_prefix
-from fsdp2x.models.lora import add_lora, load_adapter, save_adapter
 from fsdp2x.models.tiled_mlp import apply_tiled_mlp
 from fsdp2x.models.vision import shard_vision_language
-from fsdp2x.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from fsdp2x.optim import clip_grad_norm_, local_optimizer
 from fsdp2x.optim.rebind import rebind_optimizer
-from fsdp2x.runtime import gloo_threads  # noqa: F401, at the end of the process it waits for gloo
-from fsdp2x.runtime.offload import HostOffloadPolicy
-from fsdp2x.runtime.replicas import check_module_states, sync_module_states
-from fsdp2x.tools.describe import describe
-from fsdp2x.tools.profile import profile
-from fsdp2x.tools.sleep import sleep, wake
+from fsdp2x.plan.describe import describe
+from fsdp2x.plan.profile import profile
+from fsdp2x.sharding.offload import HostOffloadPolicy
 
 __all__ = [
     "CPUOffloadPolicy",

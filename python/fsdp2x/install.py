@@ -23,10 +23,10 @@ from typing import Any
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
-from fsdp2x import api
-from fsdp2x.accelerate_on_cpu import FollowAccelerate
-from fsdp2x.arguments import checked
-from fsdp2x.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
+from fsdp2x.base.accelerate_on_cpu import FollowAccelerate
+from fsdp2x.base.arguments import checked
+from fsdp2x.lifecycle import api
+from fsdp2x.lifecycle.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from fsdp2x.optim import torch_clip
 
 logger = logging.getLogger("fsdp2x")

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _install_aloud(auto_wrap: bool) -> None:
     """Installs, and shows on the standard error stream that it did: the script has not set up its logging yet."""
-    from fsdp2x import install
+    from fsdp2x.install import install
 
     logger = logging.getLogger("fsdp2x")
     handler, level = logging.StreamHandler(), logger.level

@@ -105,7 +105,7 @@ def test_under_torchrun(folder):
     words = [*programs.TORCHRUN, "--standalone", "--nproc_per_node=2", "-m", "fsdp2x.run", "train.py"]
     done = _python(*words, cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert [(folder / f"{rank}.txt").read_text() for rank in (0, 1)] == ["fsdp2x.module"] * 2
+    assert [(folder / f"{rank}.txt").read_text() for rank in (0, 1)] == ["fsdp2x.lifecycle.module"] * 2
 
 
 @pytest.mark.parametrize("words", [(), ("--auto-wrap",)])

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from fsdp2x.cli import make_parser
+from fsdp2x.train.cli import make_parser
 from fsdp2x.train.parse import known_keys
 from pages import CODE, ROOT, commands, fences, name_of, pages
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2x
-from fsdp2x.runtime.native import _C, build_info
+from fsdp2x.base.native import _C, build_info
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp2x
-from fsdp2x.runtime.native import _C
+from fsdp2x.base.native import _C
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from one_gpu import clean_base, needs_gpu, requested_bytes

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import one_gpu
-from fsdp2x.runtime.memory_file import collect_handed
-from fsdp2x.sync.targets.transports import HandedMemory
+from fsdp2x.base.memory_file import collect_handed
+from fsdp2x.rl.sync.targets.transports import HandedMemory
 
 pytestmark = [one_gpu.needs_gpu, pytest.mark.shows("broadcasts")]
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp2x.runtime import torch_private, transport
+from fsdp2x.base import torch_private
+from fsdp2x.sharding import transport
 from harness import distributed
 from one_gpu import device_of, each_backend, skipped_without_windows
 from reference import only_fsdp2x

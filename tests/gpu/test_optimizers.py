@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2x
 from device_twins import clip_by_twins, step_by_twins
-from fsdp2x.runtime.native import _C
+from fsdp2x.base.native import _C
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from one_gpu import device_work, needs_traces

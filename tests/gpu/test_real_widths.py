@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import one_gpu
-from fsdp2x.units.wrap import plan_units
+from fsdp2x.sharding.wrap import plan_units
 from harness import distributed
 from one_gpu import POLICIES, hf_shapes, on_gpu
 from reference import only_fsdp2x, shard_auto, shard_stock

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2x
 import one_gpu
-from fsdp2x.runtime.native import _C
+from fsdp2x.base.native import _C
 from harness import distributed
 from models import STACK_UNITS, Branches, Mlp, Stack, inputs
 from one_gpu import CLOSE, POLICIES, clean_base, on_gpu, requested_bytes

@@ -122,7 +122,7 @@ class Verdict:
 
 def machine() -> str:
     """The device, and what of torch, CUDA and ours would run on it."""
-    from fsdp2x.runtime.native import _C
+    from fsdp2x.base.native import _C
 
     kernels = "with" if _C.has_device_kernels() else "without"
     built = f"torch {torch.__version__}, CUDA {torch.version.cuda}, fsdp2x built {kernels} kernels"

@@ -36,7 +36,7 @@ _PRELOAD += ["hypothesis", "numpy.ma", "peft", "torch._decomp.decompositions_for
 _PRELOAD += [
     "fsdp2x.train",
     "fsdp2x.train.trainer",
-    "fsdp2x.selftest",
+    "fsdp2x.train.selftest",
     "torch.distributed.run",
     "reference",
     "models",

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2x.runtime import torch_private, transport
+from fsdp2x.base import torch_private
+from fsdp2x.sharding import transport
 
 _GATHERS = ("all_gather_single", "all_gather_into_tensor")
 _REDUCTIONS = ("reduce_scatter_single", "reduce_scatter_tensor")

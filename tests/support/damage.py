@@ -300,8 +300,8 @@ def lying(rng: random.Random, tensors: dict[str, torch.Tensor], nest: Callable[[
 
     `nest` makes the tree to pickle from what stands for each tensor.
     """
-    from fsdp2x.checkpoint.archive import Archive, Stored
-    from fsdp2x.checkpoint.disk import bytes_of
+    from fsdp2x.io.checkpoint.archive import Archive, Stored
+    from fsdp2x.io.checkpoint.disk import bytes_of
 
     stored = {name: Stored(key, t.dtype, tuple(t.shape)) for key, (name, t) in enumerate(tensors.items())}
     name = rng.choice(list(tensors))

@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 from torch.multiprocessing import reductions
 
+from fsdp2x.rl.sync.targets.transports import HandedMemory
 from fsdp2x.sync import engine
-from fsdp2x.sync.targets.transports import HandedMemory
 
 UUID, INDEX = "8f3c1c3e-0000-0000-0000-000000000007", 5
 

@@ -5,8 +5,8 @@ import contextlib
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp2x.base.native import _C
 from fsdp2x.optim import clip
-from fsdp2x.runtime.native import _C
 
 
 def step_by_twins(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2x
-from fsdp2x.runtime.failures import exchange
+from fsdp2x.base.failures import exchange
 from reference import full
 
 WIDTH = 6

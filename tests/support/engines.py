@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 import device_handles
 import fsdp2x
-from fsdp2x.hf.names import TensorSpec
+from fsdp2x.io.names import TensorSpec
+from fsdp2x.rl.sync.receiver import engine as engine_file
+from fsdp2x.rl.sync.receiver.engine import Parameters, Receiver
+from fsdp2x.rl.sync.receiver.engine_tcp import TcpReceiver
+from fsdp2x.rl.sync.targets.base import PushBucket, WireLayout
 from fsdp2x.sync import Peer, SyncError
-from fsdp2x.sync import engine as engine_file
-from fsdp2x.sync.engine import Parameters, Receiver
-from fsdp2x.sync.engine_tcp import TcpReceiver
-from fsdp2x.sync.targets.base import PushBucket, WireLayout
 
 # How receivers are reached: their address, and what else a target is told.
 SECRET = "of the engines of the tests"

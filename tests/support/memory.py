@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.runtime import gloo_threads
+from fsdp2x.base import gloo_threads
 
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),

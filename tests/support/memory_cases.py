@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2x
 import models
-from fsdp2x.memory.bound import MemoryBound, memory_bound
-from fsdp2x.memory.plan import planned_facts, planned_report
-from fsdp2x.memory.report import MemoryReport
-from fsdp2x.memory.steps import MicroBatches
-from fsdp2x.units.wrap import plan_units
+from fsdp2x.plan.bound import MemoryBound, memory_bound
+from fsdp2x.plan.plan import planned_facts, planned_report
+from fsdp2x.plan.report import MemoryReport
+from fsdp2x.plan.steps import MicroBatches
+from fsdp2x.sharding.wrap import plan_units
 from reference import shard_stock
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2x.runtime.native import _C
+from fsdp2x.base.native import _C
 from reference import install_streams
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"

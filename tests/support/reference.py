@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp2x.units.wrap import UnitPlan, plan_units
+from fsdp2x.sharding.wrap import UnitPlan, plan_units
 from harness import context
 
 # Minor version of torch 2: upstream's behaviour changed on the way, and a test of ours says where.

@@ -32,7 +32,7 @@ class Engine:
     """The engine of this process, whose calls can be counted and refused."""
 
     def __init__(self, library: str):
-        from fsdp2x.runtime.native import _C
+        from fsdp2x.base.native import _C
 
         self._library = ctypes.CDLL(library)
         self._library.name_of.restype = ctypes.c_char_p

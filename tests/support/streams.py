@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from fsdp2x import api
-from fsdp2x.runtime import transport
-from fsdp2x.runtime.native import _C
+from fsdp2x.base.native import _C
+from fsdp2x.lifecycle import api
+from fsdp2x.sharding import transport
 from models import Stack, inputs
 
 # Those of the engine, the host, and streams of the user beside the first one.

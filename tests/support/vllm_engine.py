@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch
 from torch import nn
 
-from fsdp2x.sync.vllm_worker import Fsdp2xWorker
+from fsdp2x.rl.sync.receiver.vllm_worker import Fsdp2xWorker
 from http_server import http_server
 
 # ---- layers

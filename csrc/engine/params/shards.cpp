@@ -14,7 +14,7 @@ namespace fsdp2x {
 namespace {
 
 // Who holds the storage of a shard that nobody else looks at: the local tensor, `ShardedParam.storage` in Python, and
-// this object (dist/test_resting_shards.py).
+// this object (dist/engine/test_resting_shards.py).
 constexpr size_t kNumHolders = 3;
 
 const char* to_string(ShardState state) {

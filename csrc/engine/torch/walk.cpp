@@ -11,7 +11,7 @@ bool is_plain_leaf(PyObject* object) {
 }
 
 py::object python_walk(const char* function, PyObject* tree, const py::object& argument) {
-  return py::module_::import("fsdp2x.runtime.walk").attr(function)(py::reinterpret_borrow<py::object>(tree), argument);
+  return py::module_::import("fsdp2x.base.walk").attr(function)(py::reinterpret_borrow<py::object>(tree), argument);
 }
 
 py::object wrap(const TensorMap& replace) {

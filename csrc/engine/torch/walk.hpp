@@ -1,5 +1,5 @@
 // Finds and replaces tensors in the arguments and outputs of a forward. Tuples, lists and dicts are walked here; other
-// containers (dataclasses, named tuples, ModelOutput) by the Python helpers of runtime/walk.py.
+// containers (dataclasses, named tuples, ModelOutput) by the Python helpers of base/walk.py.
 #pragma once
 
 #include <torch/csrc/autograd/python_variable.h>

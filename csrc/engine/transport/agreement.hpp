@@ -1,6 +1,6 @@
 // The ranks of a process group agree on each collective before it is posted. As long as a rank repeats what all ranks
 // have done before, that costs a hash and no message. Anything else is compared through the group's store first
-// (python/fsdp2x/runtime/agreement.py has the protocol), so unequal collectives never meet.
+// (python/fsdp2x/base/agreement.py has the protocol), so unequal collectives never meet.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

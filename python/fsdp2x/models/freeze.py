@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from fsdp2x.arguments import checked
-from fsdp2x.units.names import clean_name
+from fsdp2x.base.arguments import checked
+from fsdp2x.sharding.names import clean_name
 
 logger = logging.getLogger("fsdp2x")
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp2x.arguments import checked
+from fsdp2x.base.arguments import checked
 
 _ATTRIBUTE = "_fsdp2x_tiling"
 _LOW_PRECISION = (torch.bfloat16, torch.float16)

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.api import fully_shard
-from fsdp2x.arguments import checked
-from fsdp2x.module import FSDPModule
-from fsdp2x.units.names import clean_name
-from fsdp2x.units.wrap import plan_units
+from fsdp2x.base.arguments import checked
+from fsdp2x.lifecycle.api import fully_shard
+from fsdp2x.lifecycle.module import FSDPModule
+from fsdp2x.sharding.names import clean_name
+from fsdp2x.sharding.wrap import plan_units
 
 _USUAL_NAMES = ("visual", "vision_tower", "vision_model", "vision_encoder", "vision_embed_tokens", "image_encoder")
 

@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw as torch_adamw
 
-from fsdp2x.arguments import checked
+from fsdp2x.base import torch_private
+from fsdp2x.base.arguments import checked
+from fsdp2x.base.native import _C
 from fsdp2x.optim.clip import scaled
 from fsdp2x.optim.coded_moments import narrowed, widened, widened_states
 from fsdp2x.optim.engine_step import EngineStep
 from fsdp2x.optim.host_moments import HostMoments, Wanted, selection, step_bytes
 from fsdp2x.optim.local import local_tensors, number, refuse_sparse
 from fsdp2x.optim.moments import INT8, moments_dtype_of, new_pieces, pieces, place_in_whole
-from fsdp2x.runtime import torch_private
-from fsdp2x.runtime.native import _C
-from fsdp2x.runtime.offload import host_state, marks_exist
+from fsdp2x.sharding.offload import host_state, marks_exist
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -171,6 +171,10 @@ class AdamW(EngineStep, torch.optim.AdamW):
         """As torch's; moments in 8 bits come as their values, in float32."""
         with widened_states(self):
             return super().state_dict()
+
+    def _widened_state(self, param: Tensor) -> dict[str, Any]:
+        """The state of one parameter as checkpoints have it: as in ``state_dict``."""
+        return widened(self.state[param])
 
     def step_scaled(self, grad_scale: Tensor | None) -> None:
         run = functools.partial(self._run, grad_scale)

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp2x.arguments import checked
+from fsdp2x.base import torch_private
+from fsdp2x.base.agreement import all_reduce_agreed
+from fsdp2x.base.arguments import checked
+from fsdp2x.base.collectives import explained
+from fsdp2x.base.native import _C
+from fsdp2x.base.processes import require_own_process
 from fsdp2x.optim.local import cut_like, local_tensor, refuse_sparse
-from fsdp2x.runtime import torch_private
-from fsdp2x.runtime.agreement import all_reduce_agreed
-from fsdp2x.runtime.collectives import explained
-from fsdp2x.runtime.native import _C
-from fsdp2x.runtime.processes import require_own_process
 
 
 @checked

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fsdp2x.base.native import _C
 from fsdp2x.optim.local import cut_like, local_tensor
 from fsdp2x.optim.moments import CODES, INT8, SCALES
-from fsdp2x.runtime.native import _C
 
 _SIGNED = {"exp_avg"}
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp2x.base import torch_private
 from fsdp2x.optim.local import local_tensor, number
-from fsdp2x.runtime import torch_private
 
 # Multiplies the gradients of each step, so that thresholds and ratios between steps take effect.
 _FACTORS = (1.0, 1.0, 30.0, 0.02, -1.0, 1000.0, 1.0, 0.1)

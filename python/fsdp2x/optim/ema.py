@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp2x.arguments import checked
+from fsdp2x.base.arguments import checked
+from fsdp2x.base.optimizer_hooks import swapped_values
+from fsdp2x.lifecycle.tree import running_step, unit_states
 from fsdp2x.optim.local import cut_like, local_tensor
-from fsdp2x.runtime.offload import host_state
-from fsdp2x.runtime.optimizer_hooks import swapped_values
-from fsdp2x.runtime.tree import running_step, unit_states
+from fsdp2x.sharding.offload import host_state
 
 
 class EMA:

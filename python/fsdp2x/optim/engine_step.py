@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp2x.base.native import _C
+from fsdp2x.base.optimizer_hooks import refuse_stale
 from fsdp2x.optim.clip import check_max_grad_norm, measure_in_step
 from fsdp2x.optim.local import loss_of
-from fsdp2x.runtime.native import _C
-from fsdp2x.runtime.optimizer_hooks import refuse_stale
 
 _UNSUPPORTED = ("capturable", "differentiable")
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp2x.base.native import _C
 from fsdp2x.optim.local import cut_like, local_tensor
 from fsdp2x.optim.moments import MomentTensor
-from fsdp2x.runtime import transport
-from fsdp2x.runtime.native import _C
-from fsdp2x.runtime.offload import HostState, host_state
+from fsdp2x.sharding import transport
+from fsdp2x.sharding.offload import HostState, host_state
 
 _NUM_BUFFERS = 2
 

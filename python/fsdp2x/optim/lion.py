@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2x.arguments import checked
+from fsdp2x.base.arguments import checked
+from fsdp2x.base.native import _C
 from fsdp2x.optim.clip import scaled
 from fsdp2x.optim.engine_step import EngineStep
 from fsdp2x.optim.local import local_tensors, number, refuse_sparse
-from fsdp2x.runtime.native import _C
 
 _SIXTEEN_BITS = {torch.bfloat16, torch.float16}
 

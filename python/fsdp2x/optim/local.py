@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2x.runtime import torch_private
+from fsdp2x.base import torch_private
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:

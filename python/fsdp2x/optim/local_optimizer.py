@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2x.arguments import checked
+from fsdp2x.base import torch_private
+from fsdp2x.base.arguments import checked
+from fsdp2x.base.optimizer_hooks import refuse_stale
 from fsdp2x.optim.element_wise import INSTEAD, require_element_wise
 from fsdp2x.optim.engine_step import EngineStep
 from fsdp2x.optim.local import local_tensor, loss_of, refuse_sparse
-from fsdp2x.runtime import torch_private
-from fsdp2x.runtime.optimizer_hooks import refuse_stale
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 

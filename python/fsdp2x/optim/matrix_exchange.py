@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp2x.base import torch_private
+from fsdp2x.base.collectives import explained
+from fsdp2x.base.memory_file import aligned_starts, tensor_at
 from fsdp2x.optim.dealing import MatrixBlock, MatrixJob
-from fsdp2x.runtime import torch_private
-from fsdp2x.runtime.collectives import explained
-from fsdp2x.runtime.memory_file import aligned_starts, tensor_at
 
 # Writes a block; to nowhere where a replica sends it.
 Fill = Callable[[MatrixJob, MatrixBlock, Tensor | None], None]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fsdp2x.base import torch_private
+from fsdp2x.base.native import _C
 from fsdp2x.optim.local import cut_like, local_tensor
-from fsdp2x.runtime import torch_private
-from fsdp2x.runtime.native import _C
 
 INT8 = "int8"  # stands for a dtype: codes in 8 bits with a scale for each block of them
 CODES, SCALES = "_codes", "_scales"  # behind the name of a moment

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2x.arguments import checked
+from fsdp2x.base.arguments import checked
 from fsdp2x.optim.adamw import AdamW, count_on_host
 from fsdp2x.optim.clip import scaled
-from fsdp2x.optim.coded_moments import widened_states
+from fsdp2x.optim.coded_moments import widened, widened_states
 from fsdp2x.optim.dealing import MatrixBlock, MatrixJob
 from fsdp2x.optim.engine_step import EngineStep
 from fsdp2x.optim.local import local_tensor, number, refuse_sparse
@@ -169,6 +169,10 @@ class Muon(EngineStep):
         """As torch's; moments in 8 bits come as their values, in float32."""
         with widened_states(self):
             return super().state_dict()
+
+    def _widened_state(self, param: Tensor) -> dict[str, Any]:
+        """The state of one parameter as checkpoints have it: as in ``state_dict``."""
+        return widened(self.state[param])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; moments come in ``moments_dtype``, as in ``AdamW``."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp2x.arguments import checked
+from fsdp2x.base.arguments import checked
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp2x.base import torch_private
+from fsdp2x.base.failures import exchange
 from fsdp2x.optim.dealing import Deal, Extent, MatrixJob, blocks_of, deal
 from fsdp2x.optim.matrix_exchange import Round
-from fsdp2x.runtime import torch_private
-from fsdp2x.runtime.failures import exchange
-from fsdp2x.runtime.mesh import covering_group
+from fsdp2x.sharding.mesh import covering_group
 
 # What an owner receives at most in one round, or one matrix. Four times as much is taken at a time.
 ROUND_BYTES = 64 * 2**20

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd as torch_sgd
 
-from fsdp2x.arguments import checked
+from fsdp2x.base.arguments import checked
+from fsdp2x.base.native import _C
 from fsdp2x.optim.clip import scaled
 from fsdp2x.optim.engine_step import EngineStep
 from fsdp2x.optim.local import cut_like, local_tensors, number, refuse_sparse
-from fsdp2x.runtime.native import _C
 
 
 class SGD(EngineStep, torch.optim.SGD):

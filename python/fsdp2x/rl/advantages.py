@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from fsdp2x.arguments import checked
-from fsdp2x.runtime.failures import exchange
+from fsdp2x.base.arguments import checked
+from fsdp2x.base.failures import exchange
 
 
 @checked(own=("rewards", "group_ids"))

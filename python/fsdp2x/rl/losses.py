@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from fsdp2x.arguments import checked
+from fsdp2x.base.arguments import checked
 from fsdp2x.rl.rows import RowTokens, StepCount
 from fsdp2x.rl.score import Scores
 

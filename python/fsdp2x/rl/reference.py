@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2x.module import FSDPModule
+from fsdp2x.lifecycle.module import FSDPModule
+from fsdp2x.lifecycle.sleep import sleep, wake
+from fsdp2x.lifecycle.tree import units_of
 from fsdp2x.rl.score import score
-from fsdp2x.runtime.tree import units_of
-from fsdp2x.tools.sleep import sleep, wake
 
 
 class Reference:

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from fsdp2x.sequence.packing import IGNORE, PackedBatch
-from fsdp2x.sequence.ulysses import SequenceShard
+from fsdp2x.models.sequence.packing import IGNORE, PackedBatch
+from fsdp2x.models.sequence.ulysses import SequenceShard
 
 
 class RowTokens:

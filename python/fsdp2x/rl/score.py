@@ -25,9 +25,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from fsdp2x.base import torch_private
+from fsdp2x.models.sequence.decoder import base_model
 from fsdp2x.rl.head import HeadScores, LogitTransform, head_scores
-from fsdp2x.runtime import torch_private
-from fsdp2x.sequence.decoder import base_model
 
 # What the model is shown in place of logits: small numbers tell its scale, the last one its soft cap.
 # All are exact in bf16 and fp16.

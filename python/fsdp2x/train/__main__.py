@@ -2,7 +2,7 @@
 
 import sys
 
-from fsdp2x.cli import main
+from fsdp2x.train.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(["train", *sys.argv[1:]]))

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from ..errors import ConfigError
-from ..memory.optimizers import may_be_on_host
+from fsdp2x.base.errors import ConfigError
+from fsdp2x.plan.optimizers import may_be_on_host
 
 
 class TrainingError(RuntimeError):

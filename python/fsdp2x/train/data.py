@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 
-from fsdp2x.runtime.failures import rank_and_size
-
-from .config import ConfigError, DataConfig
-from .tokenizer import Tokenizer
+from fsdp2x.base.failures import rank_and_size
+from fsdp2x.train.config import ConfigError, DataConfig
+from fsdp2x.train.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

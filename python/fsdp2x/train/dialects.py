@@ -12,8 +12,19 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from .config import ConfigError, DType
-from .translate import Dialect, ForeignKey, KeyResult, Row, Translation, becomes, leaves, no_effect, only, table
+from fsdp2x.train.config import ConfigError, DType
+from fsdp2x.train.translate import (
+    Dialect,
+    ForeignKey,
+    KeyResult,
+    Row,
+    Translation,
+    becomes,
+    leaves,
+    no_effect,
+    only,
+    table,
+)
 
 # ---- flat
 

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp2x.runtime.failures import LostRanks
-
-from .config import ConfigError
+from fsdp2x.base.failures import LostRanks
+from fsdp2x.train.config import ConfigError
 
 logger = logging.getLogger(__name__)
 

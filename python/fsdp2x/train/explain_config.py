@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from ..units.wrap import plan_units
-from .config import TrainConfig, as_config_error
-from .load_config import OWN, TITLES, idle_settings, translate_file
-from .model import build_on_meta, idle_expert_units, prepare, unit_policy
-from .parse import SECTIONS, build, parse_config, show
-from .strategy import MeshPlan, plan_mesh, resolve_batching, usual_node
-from .tokenizer import choose_tokenizer, make_tokenizer
-from .translate import Translation
+from fsdp2x.sharding.wrap import plan_units
+from fsdp2x.train.config import TrainConfig, as_config_error
+from fsdp2x.train.load_config import OWN, TITLES, idle_settings, translate_file
+from fsdp2x.train.model import build_on_meta, idle_expert_units, prepare, unit_policy
+from fsdp2x.train.parse import SECTIONS, build, parse_config, show
+from fsdp2x.train.strategy import MeshPlan, plan_mesh, resolve_batching, usual_node
+from fsdp2x.train.tokenizer import choose_tokenizer, make_tokenizer
+from fsdp2x.train.translate import Translation
 
 
 @dataclass

@@ -14,11 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..sequence import apply_ulysses, count_label_tokens, micro_batches, token_mean_loss, use_varlen_attention
-from .config import DataConfig, as_config_error
-from .data import Blocks, BlockStream, Samples, held_out_batches
-from .distributed import mean_over_ranks
-from .strategy import Batching
+from fsdp2x.models.sequence.attention import use_varlen_attention
+from fsdp2x.models.sequence.loss import count_label_tokens, token_mean_loss
+from fsdp2x.models.sequence.packing import micro_batches
+from fsdp2x.models.sequence.ulysses import apply_ulysses
+from fsdp2x.train.config import DataConfig, as_config_error
+from fsdp2x.train.data import Blocks, BlockStream, Samples, held_out_batches
+from fsdp2x.train.distributed import mean_over_ranks
+from fsdp2x.train.strategy import Batching
 
 Share = Callable[[], torch.Tensor]
 

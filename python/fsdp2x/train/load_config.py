@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..arguments import checked
-from .config import ConfigError, TrainConfig
-from .dialects import DIALECTS, no_role
-from .parse import (
+from fsdp2x.base.arguments import checked
+from fsdp2x.train.config import ConfigError, TrainConfig
+from fsdp2x.train.dialects import DIALECTS, no_role
+from fsdp2x.train.parse import (
     SECTIONS,
     apply_overrides,
     check_sections,
@@ -27,7 +27,7 @@ from .parse import (
     read_yaml,
     type_name,
 )
-from .translate import Dialect, KeyResult, Translation
+from fsdp2x.train.translate import Dialect, KeyResult, Translation
 
 logger = logging.getLogger(__name__)
 

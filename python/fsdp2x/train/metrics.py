@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2x.reading.safe_files import parse_json, read_text
-from fsdp2x.runtime.failures import exchange
-
-from ..memory import memory_report
-from ..optim.local import local_tensor
-from ..runtime import torch_private
-from ..tables import columns
-from .config import ConfigError, LoggingConfig
+from fsdp2x.base import torch_private
+from fsdp2x.base.failures import exchange
+from fsdp2x.base.tables import columns
+from fsdp2x.io.formats.safe_files import parse_json, read_text
+from fsdp2x.optim.local import local_tensor
+from fsdp2x.plan.report import memory_report
+from fsdp2x.train.config import ConfigError, LoggingConfig
 
 logger = logging.getLogger(__name__)
 

@@ -14,21 +14,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-import fsdp2x
-from fsdp2x.errors import CheckpointError
-
-from ..hf.empty import build_empty, plain_config, read_config, read_hf_config
-from ..hf.files import Checkpoint
-from ..models.freeze import freeze_module_prefix
-from ..models.lora import add_lora
-from ..models.tiled_mlp import apply_tiled_mlp
-from ..moe import apply_expert_patch, expert_parallel, find_experts, use_grouped_gemm
-from ..units.wrap import AutoWrap, plan_units
-from .config import ConfigError, ModelConfig, ParallelConfig, TrainConfig, as_config_error
-from .schedule import decay_groups
-from .strategy import MeshPlan, plan_expert_mesh
-from .tokenizer import Tokenizer
+from fsdp2x.base.errors import CheckpointError
+from fsdp2x.io.hf.empty import build_empty, plain_config, read_config, read_hf_config
+from fsdp2x.io.hf.files import Checkpoint
+from fsdp2x.io.hf.lora import add_lora
+from fsdp2x.io.hf.pretrained import from_pretrained
+from fsdp2x.lifecycle.api import fully_shard
+from fsdp2x.models.freeze import freeze_module_prefix
+from fsdp2x.models.moe.grouped import use_grouped_gemm
+from fsdp2x.models.moe.parallel import expert_parallel
+from fsdp2x.models.moe.units import apply_expert_patch, find_experts
+from fsdp2x.models.tiled_mlp import apply_tiled_mlp
+from fsdp2x.sharding.offload import HostOffloadPolicy
+from fsdp2x.sharding.wrap import AutoWrap, plan_units
+from fsdp2x.train.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig, as_config_error
+from fsdp2x.train.schedule import decay_groups
+from fsdp2x.train.strategy import MeshPlan, plan_expert_mesh
+from fsdp2x.train.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +212,7 @@ def make_sharded(
         empty = build_on_meta(config.model, torch.float32)
         policy = _told_policy(empty, parallel)
         with as_config_error("model"):
-            model = fsdp2x.from_pretrained(
+            model = from_pretrained(
                 Path(config.model.path).expanduser(),
                 dtype=getattr(torch, config.model.dtype),
                 attn_implementation=config.model.attn_implementation,
@@ -224,7 +228,7 @@ def make_sharded(
         spread_experts(model, parallel, device, options)
         policy = True if policy is None else policy  # None would see that a part is sharded already
     with as_config_error("parallel"):
-        fsdp2x.fully_shard(model, auto_wrap=policy, **options)
+        fully_shard(model, auto_wrap=policy, **options)
     _set_wire(model, parallel)
     return RunModel(model, **noted)
 
@@ -343,10 +347,10 @@ def spread_experts(model: torch.nn.Module, config: ParallelConfig, device: torch
 
 def sharding(config: ParallelConfig, plan: MeshPlan, device: torch.device, param_dtype: torch.dtype | None) -> dict:
     """Arguments of `fsdp2x.fully_shard` beside the model and `auto_wrap`; collective, for it makes the mesh."""
-    policy = fsdp2x.HostOffloadPolicy(offload_mode(config.offload), pin_memory=device.type != "cpu")
+    policy = HostOffloadPolicy(offload_mode(config.offload), pin_memory=device.type != "cpu")
     return {
         "mesh": plan.make(device.type),
-        "mp_policy": fsdp2x.MixedPrecisionPolicy(
+        "mp_policy": MixedPrecisionPolicy(
             param_dtype=param_dtype, reduce_dtype=getattr(torch, config.reduce_dtype) if config.reduce_dtype else None
         ),
         "offload_policy": policy,

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union
 
-from .config import DTYPE_NAMES, ConfigError, TrainConfig, dtype_name
-from .safe_yaml import load_yaml, load_yaml_file
+from fsdp2x.train.config import DTYPE_NAMES, ConfigError, TrainConfig, dtype_name
+from fsdp2x.train.safe_yaml import load_yaml, load_yaml_file
 
 # ---- plain mappings
 

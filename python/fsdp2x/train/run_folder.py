@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from ..checkpoint.directory import LATEST, candidates, whole_checkpoints
-from ..errors import ConfigError
-from .metrics import METRICS, read_metrics
+from fsdp2x.base.errors import ConfigError
+from fsdp2x.io.checkpoint.directory import LATEST, candidates, whole_checkpoints
+from fsdp2x.train.metrics import METRICS, read_metrics
 
 logger = logging.getLogger(__name__)
 

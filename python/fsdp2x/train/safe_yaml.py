@@ -6,10 +6,9 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from fsdp2x.errors import CheckpointError
-
-from ..reading.safe_files import read_text
-from .config import ConfigError
+from fsdp2x.base.errors import CheckpointError
+from fsdp2x.io.formats.safe_files import read_text
+from fsdp2x.train.config import ConfigError
 
 MOST_BYTES = 1 << 20
 MOST_VALUES = 20_000

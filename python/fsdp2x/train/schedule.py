@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import fsdp2x
-
-from ..optim.local import local_tensor
-from ..optim.muon_groups import named_matrices
-from .config import ConfigError, OptimizerConfig, ScalerConfig, ScheduleConfig
+from fsdp2x import optim
+from fsdp2x.optim.local import local_tensor
+from fsdp2x.optim.muon_groups import named_matrices
+from fsdp2x.train.config import ConfigError, OptimizerConfig, ScalerConfig, ScheduleConfig
 
 TORCH_LOOPS = {"foreach": {"foreach": True}, "fused": {"fused": True}, "for_loop": {"foreach": False}}
 
@@ -151,16 +150,16 @@ def make_optimizer(
     ours = config.is_ours
     options: dict[str, Any] = {"max_grad_norm": max_grad_norm} if ours else TORCH_LOOPS[config.implementation]
     if config.name == "sgd":
-        make = fsdp2x.optim.SGD if ours else torch.optim.SGD
+        make = optim.SGD if ours else torch.optim.SGD
         return make(groups, lr=config.lr, momentum=config.momentum or 0.0, **options)
     if config.name == "lion":
-        return fsdp2x.optim.Lion(groups, lr=config.lr, betas=config.betas, **options)
+        return optim.Lion(groups, lr=config.lr, betas=config.betas, **options)
     if config.moments_dtype is not None:
         options["moments_dtype"] = getattr(torch, config.moments_dtype) if config.moments_dtype != "int8" else "int8"
         options["stochastic_rounding"] = config.stochastic_rounding
     if config.name == "muon":
         rest = {"use_muon": False, "betas": config.betas, "eps": config.eps, "lr": config.adamw_lr or config.lr}
-        return fsdp2x.optim.Muon(
+        return optim.Muon(
             [{"params": matrices}] * bool(matrices) + [{**group, **rest} for group in groups],
             lr=config.lr,
             weight_decay=config.weight_decay,
@@ -168,7 +167,7 @@ def make_optimizer(
             adjust_lr_fn=config.muon_lr_scale,
             **options,
         )
-    make = fsdp2x.optim.AdamW if ours else torch.optim.AdamW
+    make = optim.AdamW if ours else torch.optim.AdamW
     return make(groups, lr=config.lr, betas=config.betas, eps=config.eps, **options)
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .config import ConfigError, ModelConfig, ParallelConfig, ScalerConfig, TrainSection
+from fsdp2x.train.config import ConfigError, ModelConfig, ParallelConfig, ScalerConfig, TrainSection
 
 HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 RESHARD: dict[str, bool | None] = {

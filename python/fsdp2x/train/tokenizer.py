@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from ..hf.save import TOKENIZER_FILES
-from .config import ConfigError
+from fsdp2x.io.hf.save import TOKENIZER_FILES
+from fsdp2x.train.config import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
 

@@ -13,26 +13,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import fsdp2x
-from fsdp2x.runtime.failures import on_rank_0, run_on_all_ranks
-
-from .. import checkpoint
-from ..arguments import checked
-from ..checkpoint import CheckpointError
-from ..checkpoint.background import Saver
-from ..checkpoint.directory import find, repair
-from ..checkpoint.rng import seed_all
-from ..models.lora import save_adapter
-from .config import ConfigError, TrainConfig, TrainingError
-from .data import BlockStream, read_blocks
-from .distributed import Interrupt, World, deterministic_algorithms, open_world, sums_over_ranks
-from .feeds import make_feed
-from .metrics import Logger, Metrics, Observer, WandbLogger, memory_bytes, shard_report
-from .model import build_model, build_on_meta, check_folder, make_sharded
-from .run_folder import RunFolder, check_writable
-from .schedule import GradScaler, Schedule, make_optimizer, restore_settings
-from .strategy import plan_mesh, resolve_batching, resolve_param_dtype, resolve_scaling, resolve_steps
-from .tokenizer import choose_tokenizer, make_tokenizer, replaces_tokenizer
+from fsdp2x import checkpoint
+from fsdp2x.base.arguments import checked
+from fsdp2x.base.errors import CheckpointError
+from fsdp2x.base.failures import on_rank_0, run_on_all_ranks
+from fsdp2x.io.checkpoint.background import Saver
+from fsdp2x.io.checkpoint.directory import find, repair
+from fsdp2x.io.checkpoint.rng import seed_all
+from fsdp2x.io.hf.lora import save_adapter
+from fsdp2x.lifecycle.contexts import accumulate
+from fsdp2x.optim import clip_grad_norm_
+from fsdp2x.train.config import ConfigError, TrainConfig, TrainingError
+from fsdp2x.train.data import BlockStream, read_blocks
+from fsdp2x.train.distributed import Interrupt, World, deterministic_algorithms, open_world, sums_over_ranks
+from fsdp2x.train.feeds import make_feed
+from fsdp2x.train.metrics import Logger, Metrics, Observer, WandbLogger, memory_bytes, shard_report
+from fsdp2x.train.model import build_model, build_on_meta, check_folder, make_sharded
+from fsdp2x.train.run_folder import RunFolder, check_writable
+from fsdp2x.train.schedule import GradScaler, Schedule, make_optimizer, restore_settings
+from fsdp2x.train.strategy import plan_mesh, resolve_batching, resolve_param_dtype, resolve_scaling, resolve_steps
+from fsdp2x.train.tokenizer import choose_tokenizer, make_tokenizer, replaces_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -314,7 +314,7 @@ class Trainer:
         scale = self.scaler.scale if self.scaler else 1.0
         for index, share in enumerate(shares):
             last = index == len(shares) - 1
-            with fsdp2x.accumulate(self.model, last=last, before_last=config.parallel.accumulate):
+            with accumulate(self.model, last=last, before_last=config.parallel.accumulate):
                 loss = share()
                 (loss * scale).backward()
             loss_sum += loss.detach()
@@ -338,7 +338,7 @@ class Trainer:
         clip, norm = self.config.train.clip, None
         clips_itself = getattr(self.optimizer, "max_grad_norm", None) is not None
         if clip is not None and not clips_itself:
-            norm = fsdp2x.clip_grad_norm_(parameters, clip)
+            norm = clip_grad_norm_(parameters, clip)
         self.optimizer.step()
         if clips_itself:
             norm = self.optimizer.grad_norm

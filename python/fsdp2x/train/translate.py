@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from .config import ConfigError
-from .parse import convert, describe, known_keys, nearest_key, set_path, show
+from fsdp2x.train.config import ConfigError
+from fsdp2x.train.parse import convert, describe, known_keys, nearest_key, set_path, show
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 # Without it some runs of stock end with "terminate called without an active exception", all their work done. Loaded
 # alone: a run of stock has nothing else of fsdp2x.
-_ENDS_OF_GLOO = Path(__file__).parents[3] / "python" / "fsdp2x" / "runtime" / "gloo_threads.py"
+_ENDS_OF_GLOO = Path(__file__).parents[3] / "python" / "fsdp2x" / "base" / "gloo_threads.py"
 _spec = importlib.util.spec_from_file_location("gloo_threads", _ENDS_OF_GLOO)
 _spec.loader.exec_module(importlib.util.module_from_spec(_spec))
 

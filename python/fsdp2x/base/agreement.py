@@ -1,0 +1,406 @@
+"""Makes the ranks of a process group agree on each collective before it is posted.
+
+The engine (``csrc/engine/transport/agreement.hpp``) calls ``Agreement._ask`` for a collective that does not repeat what
+all ranks did before. The ranks then compare through the group's store, under keys that every rank derives alike:
+
+    K          the first rank that asks for the K-th time writes what it is about to post, and the others compare
+    K/count    how many agree; the last one writes K/go, and all post. A rank that waits too long writes it instead,
+               and all raise
+    K/left     the rank whose forward or backward raised, how many collectives it had posted, and why
+    K/alarm    something of the above needs ranks that wait in a collective: they look
+    failed     the message that every rank raises
+    again/...  after a failure: how many collectives each rank has posted
+
+A rank that posts what is expected writes nothing. If its peers ask at that moment, the collectives differ, or a peer
+has come back after its forward raised. The rank answers when it has waited for ``_LOOK_S``. A steady step neither
+writes nor reads the store.
+
+After a failure, the ranks meet at their next collective. Each rank repeats the collectives that only its peers have
+posted, with zeros. Then collectives match again.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp2x.base import torch_private
+from fsdp2x.base.collectives import Diverged, all_gather, all_to_all, explained, reduce_scatter, wait
+from fsdp2x.base.native import _C
+from fsdp2x.base.processes import introduced, name_ended
+
+_LOOK_S = 0.1  # how often a rank that waits for a collective looks at the store
+_ALARM_S = 0.05  # a rank that asks for longer raises the alarm
+_POLL_S = 0.0003  # the first pause; the next ones are a third of what this rank has waited
+_LOOK_FOR_DEATHS_S = 1.0
+_VERBS = {"all_gather": "gathers", "reduce_scatter": "reduces", "all_to_all": "reduces", "all_reduce": "all-reduces"}
+_DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
+_ADVICE = "Every rank must run the same units and calls in the same order, with the same settings."
+
+_agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = weakref.WeakKeyDictionary()
+
+
+def agreement_of(group: dist.ProcessGroup | None) -> Agreement | None:
+    """The agreement of the ranks of ``group``; None where they have none."""
+    return None if group is None else _agreements.get(group)
+
+
+def make_agreement(group: dist.ProcessGroup, token: str) -> Agreement | None:
+    """The agreement of the ranks of ``group``, made at the first call; None where the group has no store.
+
+    ``token``: the same on all ranks, and never used before.
+    """
+    store = torch_private.store_of(group)
+    if store is None:
+        return None
+    if group not in _agreements:
+        _agreements[group] = Agreement(group, store, token)
+    return _agreements[group]
+
+
+def all_reduce_agreed(group: dist.ProcessGroup, values: torch.Tensor, op: Any, what: str) -> None:
+    """An all-reduce of ``values`` that belongs to no unit; ``what`` follows the rank in messages: "clips gradients".
+
+    Raises:
+        Diverged: a peer does something else.
+    """
+    agreement = agreement_of(group)
+    if agreement is not None:
+        agreement.post(what, values)
+    if agreement is None or agreement.group is None:
+        dist.all_reduce(values, op=op, group=group)
+    else:
+        agreement.wait(dist.all_reduce(values, op=op, group=agreement.group, async_op=True))
+
+
+class Agreement:
+    """Compares this rank's collectives over one process group with those of its peers.
+
+    ``engine`` is the engine's part. ``group``: what the collectives of a CPU run over, None on a device. ``timeout``:
+    how many seconds to wait for a peer.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, store: dist.Store, token: str) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self._users_group = weakref.ref(group)
+        self._store = dist.PrefixStore(f"fsdp2x/{token}", store)
+        self._rank = dist.get_rank(group)
+        self._ranks = dist.get_process_group_ranks(group)
+        self.timeout = torch_private.group_timeout(group, torch.device("cpu")).total_seconds()
+        weak = weakref.ref(self)
+        self.engine = _C.Agreement(lambda mine: weak()._ask(mine), lambda *left: weak()._leave(*left))
+        self._generation = 0
+        self._num_asked = 0
+        self._has_answered = False  # a peer that came back
+        self._has_left = False
+        self._failed = ""  # the message, once a failure is known
+        self._must_raise = False  # that message, from this rank's own thread
+        self._lock = threading.Lock()
+        self._watcher: threading.Thread | None = None
+
+    # --- calls before a collective, and while it runs ---
+
+    def post(self, what: str, values: torch.Tensor) -> None:
+        """Before ``values`` are all-reduced. ``what`` follows the rank in messages: "clips gradients"."""
+        self.engine.post(what, what, values.nbytes, values.dtype)
+
+    def meet(self, call: str) -> None:
+        """Returns when all ranks are about to exchange objects. ``call``: what this rank is in, for messages.
+
+        Raises:
+            Diverged: a peer does something else.
+        """
+        self.engine.ask_next()
+        self.engine.post("exchange of objects", f"is in the {call}")
+
+    def wait(self, work: Any, timeout: timedelta | None = None) -> bool:
+        """Waits for what a collective returned, and looks at the peers meanwhile.
+
+        Raises:
+            Diverged: a peer has left, or posts something else.
+        """
+        if not hasattr(work, "is_completed"):  # of a synchronous collective, or the user's
+            return wait(work, timeout)
+        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        while not _is_done(work, _LOOK_S):
+            with self._lock:
+                self._look()
+            if deadline is not None and time.monotonic() > deadline:
+                work.wait(timedelta(milliseconds=1))  # raises what the backend raises
+        return True
+
+    def watch(self) -> None:
+        """Answers peers from a thread: with a device, the host does not wait for collectives."""
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True)
+            self._watcher.start()
+
+    # --- the protocol ---
+
+    def _key(self, name: Any) -> str:
+        return f"{self._generation}/{name}"
+
+    def _has(self, name: Any) -> bool:
+        return self._store.check([self._key(name)])
+
+    def _read(self, name: Any) -> Any:
+        return json.loads(self._store.get(self._key(name)))
+
+    def _write(self, name: Any, value: Any = 1) -> None:
+        self._store.set(self._key(name), json.dumps(value))
+
+    def _count(self, name: str) -> None:
+        if self._store.add(self._key(f"{name}/count"), 1) == len(self._ranks):
+            self._end_wait(f"{name}/go", "all came")
+
+    def _end_wait(self, name: str, how: str) -> str:
+        """How the wait for ``name`` ends: as the first rank says."""
+        return json.loads(self._store.compare_set(self._key(name), "", json.dumps(how)))
+
+    def _ask(self, mine: dict) -> bool:
+        """Returns when all ranks are about to post ``mine``. Raises Diverged."""
+        mine["rank"] = self._ranks[self._rank]
+        with self._lock, explained(self._users_group(), _operation(mine)):
+            if self._must_raise:
+                self._must_raise = False
+                raise Diverged(self._failed)
+            while not self._compare(mine):
+                self._restart()
+                mine |= {"number": 0, "num_passes": 1}
+        return True
+
+    def _compare(self, mine: dict) -> bool:
+        """False: the peers have failed because this rank left, or all have failed before. They begin again."""
+        if self._failed or (self._has_left and self._has("failed")):
+            return False
+        try:
+            if self._has_answered:
+                self._wait_for(f"{self._num_asked}/go", mine)
+                self._finish_asking()
+            asked = self._key(self._num_asked)
+            first = json.loads(self._store.compare_set(asked, "", json.dumps(mine)))
+            if difference := _difference(first, mine):
+                self._fail(difference)
+            self._count(str(self._num_asked))
+            self._wait_for(f"{self._num_asked}/go", mine)
+            self._finish_asking()
+        except Diverged:
+            if not self._has_left:
+                raise
+            return False  # its caller knows why it left
+        return True
+
+    def _finish_asking(self) -> None:
+        if self._rank == 0 and self._num_asked > 0:
+            # All ranks have finished the last exchange, or they could not have come to this one.
+            for name in ("", "/count", "/go", "/left", "/alarm"):
+                self._store.delete_key(self._key(f"{self._num_asked - 1}{name}"))
+        self._num_asked += 1
+        self._has_answered = self._has_left = False
+        self.engine.is_broken = False
+
+    def _leave(self, why: str, num_posted: int, num_passes: int) -> bool:
+        self.engine.is_broken = True
+        self.engine.ask_next()
+        if not self._failed:
+            self._has_left = True
+            left = {"rank": self._ranks[self._rank], "why": why, "number": num_posted, "num_passes": num_passes}
+            self._write(f"{self._num_asked}/left", left)
+            self._write(f"{self._num_asked}/alarm")
+        return True
+
+    def _look(self) -> None:
+        """While this rank waits for a collective that it has posted. Raises Diverged."""
+        if self._failed:
+            raise Diverged(self._failed)
+        num = self._num_asked
+        if not self._has(f"{num}/alarm"):
+            return
+        last = self.engine.num_posted - 1
+        posted = self.engine.describe_posted(last)
+        self._check_peers(last, posted["num_passes"])
+        if self._has_answered:
+            if self._has(f"{num}/go"):
+                self._finish_asking()
+        elif self._has(num) and (asked := self._read(num))["number"] <= last:
+            mine = self.engine.describe_posted(asked["number"])
+            if mine is None:
+                self._fail(f"rank {asked['rank']} {_told(asked)} after its peers have gone on")
+            if difference := _difference(asked, mine | {"rank": self._ranks[self._rank]}):
+                self._fail(difference)
+            self._has_answered = True
+            self._count(str(num))
+
+    def _check_peers(self, number: int, num_passes: int) -> None:
+        """Raises Diverged if a peer has found a failure, or has left before collective ``number`` of this pass."""
+        if self._has("failed"):
+            self._fail("")
+        if not self._has_left and self._has(f"{self._num_asked}/left"):
+            left = self._read(f"{self._num_asked}/left")
+            if number >= left["number"] and num_passes <= left["num_passes"]:
+                _raise_if_ended()  # then that is why the peer has left
+                self._fail(f"rank {left['rank']} {left['why']}")
+
+    def _wait_for(self, name: str, mine: dict | None = None) -> None:
+        """Waits until a peer writes ``name``. ``mine``: the collective that this rank asks for, if it asks.
+
+        Raises:
+            Diverged: a peer has failed, has ended, or does not come within the group's timeout.
+        """
+        began = time.monotonic()
+        look_for_deaths = began + _LOOK_FOR_DEATHS_S
+        alarmed = False
+        while not self._has(name):
+            now = time.monotonic()
+            if mine is not None and now - began > _ALARM_S:
+                self._check_peers(mine["number"], mine["num_passes"])
+                if not alarmed:
+                    self._write(f"{self._num_asked}/alarm")
+                    alarmed = True
+            if now > look_for_deaths:
+                look_for_deaths = now + _LOOK_FOR_DEATHS_S
+                _raise_if_ended()
+            # Ranks that come back may try again.
+            if now - began > self.timeout and (mine is None or self._end_wait(name, "too late") == "too late"):
+                what = "came back after a failure" if mine is None else _told(mine)
+                self._fail(f"rank {self._ranks[self._rank]} {what}, and some peers did not in {self.timeout:.0f} s")
+            time.sleep(min(max(_POLL_S, (now - began) / 3), 0.02))
+        if self._read(name) == "too late":
+            self._fail("")
+
+    def _fail(self, difference: str) -> None:
+        """Raises Diverged with the message of the first rank that fails. ``difference``: empty if that was a peer."""
+        if difference:
+            if self._has(f"{self._num_asked}/left"):
+                left = self._read(f"{self._num_asked}/left")
+                difference = f"rank {left['rank']} {left['why']}"
+            text = f"fsdp2x: the ranks diverged: {difference}. {_ADVICE}"
+            self._store.compare_set(self._key("failed"), "", json.dumps(text))
+            self._write(f"{self._num_asked}/alarm")
+        self._failed = self._read("failed")
+        self.engine.is_broken = True
+        self.engine.ask_next()
+        raise Diverged(self._failed)
+
+    def _restart(self) -> None:
+        """Meets all ranks after a failure, and posts what is missing here. Raises Diverged when that is impossible."""
+        why = self._failed or self._read("failed")
+        if self._watcher is not None:
+            raise Diverged(f"{why} The process group cannot be used again: a device may still wait. Restart all ranks.")
+        num = self.engine.num_posted
+        recent = [self.engine.describe_posted(number) for number in range(max(num - 256, 0), num)]
+        if not self._has(f"again/{self._rank}"):  # else it has waited in vain before
+            self._write(f"again/{self._rank}", {"number": num, "recent": recent})
+            self._count("again")
+        self._wait_for("again/go")
+        states = [self._read(f"again/{rank}") for rank in range(len(self._ranks))]
+        furthest = max(states, key=lambda state: state["number"])
+        known = {posted["number"]: posted for posted in furthest["recent"]}
+        missing = [known.get(n) for n in range(min(state["number"] for state in states), furthest["number"])]
+        for posted in missing:
+            if posted is None:
+                raise Diverged(f"{why} The process group cannot be used again: too much is missing. Restart all ranks.")
+        for posted in missing[len(missing) - (furthest["number"] - num) :]:
+            if not posted["is_custom"] and posted["operation"] != "other":  # those run over the user's group
+                _repeat(self.group, posted)
+        self._generation += 1
+        self._num_asked = 0
+        self._has_answered = self._has_left = False
+        self._failed = ""
+        self.engine.restart()
+
+
+def _watch(weak: weakref.ref[Agreement]) -> None:
+    while (agreement := weak()) is not None and agreement._users_group() is not None:
+        try:
+            with agreement._lock:
+                if not agreement._failed and agreement.engine.num_posted > 0:
+                    agreement._look()
+        except Diverged:
+            agreement._must_raise = True
+        except RuntimeError:
+            return  # the store is gone
+        del agreement
+        time.sleep(_LOOK_S)
+
+
+def _told(collective: dict) -> str:
+    """Describes a collective, to follow the number of its rank: "gathers unit 'a' in forward"."""
+    if collective["subject"] == 0:
+        return collective["name"]
+    return f"{_VERBS[collective['operation']]} unit {collective['name']!r} {collective['pass']}"
+
+
+def _raise_if_ended() -> None:
+    if ended := name_ended(introduced(), wait_s=0):
+        raise RuntimeError(f"{ended} ended")
+
+
+def _operation(collective: dict) -> str:
+    """Names a collective as errors of a backend do: "all-gather of unit 'a'"."""
+    if collective["subject"] == 0:
+        return collective["name"].removeprefix("is in the ")
+    kind = {"all_gather": "all-gather", "all_reduce": "all-reduce"}.get(collective["operation"], "reduction")
+    return f"{kind} of unit {collective['name']!r}"
+
+
+def _difference(first: dict, second: dict) -> str:
+    """How two ranks' collectives differ; empty if they fit together."""
+    if (first["tag"], first["num_passes"]) == (second["tag"], second["num_passes"]):
+        return ""
+    ranks = f"rank {first['rank']}", f"rank {second['rank']}"
+    if any(first[key] != second[key] for key in ("subject", "name", "operation", "pass")):
+        told = [_told(one) for one in (first, second)]
+        if first["model"] != second["model"]:
+            told = [
+                f"{text} of {one['model']}" if one["model"] else text
+                for text, one in zip(told, (first, second), strict=True)
+            ]
+        return f"{ranks[0]} {told[0]}, {ranks[1]} {told[1]}"
+    what = f"unit {first['name']!r}" if first["subject"] else first["name"]
+    for name, value in first["settings"].items():
+        if value != (other := second["settings"][name]):
+            return f"{name} of {what} is {value} on {ranks[0]} and {other} on {ranks[1]}"
+    for name, is_trained in first.get("trained", {}).items():
+        if is_trained != second.get("trained", {}).get(name, is_trained):
+            return f"requires_grad of {name!r} is {is_trained} on {ranks[0]} and {not is_trained} on {ranks[1]}"
+    if first["num_passes"] != second["num_passes"]:
+        passes = f"in its pass {first['num_passes']}", f"in its pass {second['num_passes']}"
+        return f"{ranks[0]} {_told(first)} {passes[0]}, {ranks[1]} {passes[1]}"
+    if first["segment_bytes"] == second["segment_bytes"]:
+        return f"{ranks[0]} and {ranks[1]} train different parameters of {what}"
+    return f"{ranks[0]} {_told(first)} with {first['segment_bytes']} bytes, {ranks[1]} with {second['segment_bytes']}"
+
+
+def _repeat(group: dist.ProcessGroup, posted: dict) -> None:
+    """Posts a collective that the peers wait for, with zeros."""
+    dtype = _DTYPES.get(posted["dtype"], torch.uint8)
+    part = torch.zeros(posted["segment_bytes"] // dtype.itemsize, dtype=dtype)
+    whole = part.new_zeros(part.numel() * dist.get_world_size(group))
+    op = dist.ReduceOp.AVG if posted["averages"] else dist.ReduceOp.SUM
+    if posted["operation"] == "all_gather":
+        all_gather(group, whole, part).wait()
+    elif posted["operation"] == "reduce_scatter":
+        reduce_scatter(group, part, whole, posted["averages"]).wait()
+    elif posted["operation"] == "all_to_all":
+        all_to_all(group, whole, whole.clone()).wait()
+    else:
+        dist.all_reduce(part, op=op, group=group)
+
+
+def _is_done(work: Any, seconds: float) -> bool:
+    """Waits for at most ``seconds``. Raises what the collective raised."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()
+    return True

@@ -1,0 +1,213 @@
+"""Collectives of the CPU's process groups: started under the names that upstream's FSDP2 uses, packed, waited for.
+
+``explained`` adds rank, operation and unit to what a failed collective raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp2x.base import torch_private
+from fsdp2x.base.annotations import skips_checks
+from fsdp2x.base.memory_file import aligned_starts
+from fsdp2x.base.processes import introduced, name_ended, own_host
+
+
+@skips_checks
+def all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
+    """Starts an all-gather of ``source`` into ``output``; returns the work."""
+    gather = _gather()
+    if source.nbytes < _LARGE_BYTES or gather is not _GATHER or not _is_unobserved_gloo(group):
+        return gather(output, source, group=group, async_op=True)
+    # gloo's own gathers into memory that it allocates each time, and copies it.
+    parts = output.view(dist.get_world_size(group), -1).view(torch.uint8)
+    own = parts[dist.get_rank(group)]
+    if own.data_ptr() != source.data_ptr():
+        own.copy_(source.view(-1).view(torch.uint8))
+    return _Parts([dist.broadcast(part, group=group, group_src=i, async_op=True) for i, part in enumerate(parts)])
+
+
+def _is_unobserved_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether other collectives may stand for those that a dispatch mode would see."""
+    return torch_private.is_gloo(group) and not torch_private.is_observed()
+
+
+# Upstream's FSDP2 of this torch uses one of two names. Looked up at each call: patches and counters must see it.
+def _gather() -> Callable[..., Any]:
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class _Parts:
+    """The work of the broadcasts that stand for an all-gather."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self, *timeout: timedelta) -> bool:
+        for work in self._works:
+            work.wait(*timeout)
+        return True
+
+
+@skips_checks
+def reduce_scatter(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, average: bool):
+    """Starts a reduce-scatter of ``source``, which it may overwrite, into ``output``; returns the work."""
+    scatter = _scatter()
+    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+    if scatter is not _SCATTER or not _is_unobserved_gloo(group):
+        return scatter(output, source, op=op, group=group, async_op=True)
+    # gloo's own is an all-reduce of a copy, whose work waits without a limit.
+    return _PartOfSum(dist.all_reduce(source, group=group, async_op=True), output, source, group, average)
+
+
+def _scatter() -> Callable[..., Any]:
+    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+_GATHER, _SCATTER = _gather(), _scatter()  # as long as nobody patches them
+_LARGE_BYTES = 1 << 20  # below, one operation is faster than several
+
+
+class _PartOfSum:
+    """The work of an all-reduce that stands for a reduce-scatter: this rank's part goes into ``output`` at its end."""
+
+    def __init__(
+        self, work: dist.Work, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, average: bool
+    ) -> None:
+        self._work, self._output = work, output
+        self._divisor = dist.get_world_size(group) if average else 1
+        self._part = source.narrow(0, dist.get_rank(group) * output.numel(), output.numel())
+        self.is_completed = work.is_completed
+
+    def wait(self, *timeout: timedelta) -> bool:
+        self._work.wait(*timeout)
+        self._output.copy_(self._part)
+        if self._divisor != 1:
+            self._output.div_(self._divisor)
+        return True
+
+
+@skips_checks
+def all_to_all(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
+    """Starts an all-to-all of equal parts of ``source``, one for each rank, into ``output``; returns the work."""
+    return dist.all_to_all_single(output, source, group=group, async_op=True)
+
+
+@skips_checks
+def wait(work, timeout: timedelta | None = None) -> bool:
+    """Waits for what a collective returned; ``timeout``: as long as this, in place of its process group's."""
+    # Synchronous process groups (fake, threaded) return nothing to wait for.
+    if work is not None and hasattr(work, "wait"):
+        work.wait() if timeout is None else work.wait(timeout)
+    return True
+
+
+# --- several gathers in one ---
+
+# What every backend transports by name; inputs of several dtypes, and of any other (float8, int16), travel as bytes.
+_TRANSPORTED = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.uint8, torch.int8, torch.int32, torch.int64),
+)
+Gather = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+def gather_packed(gather: Gather, world: int, rank: int, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """Starts ``gather(output, source)`` for all (output, source) at once; returns the work to ``wait`` for, or None.
+
+    Args:
+        gather: the collective, asynchronous or not.
+        pairs: contiguous tensors; an output holds ``world`` sources one after the other and has their dtype.
+    """
+    dtypes = {source.dtype for _, source in pairs}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+    if dtype not in _TRANSPORTED:
+        dtype = torch.uint8
+    columns = [(output.reshape(-1).view(dtype), source.reshape(-1).view(dtype)) for output, source in pairs]
+    if len(columns) == 1:
+        return gather(*columns[0])
+    starts, width = aligned_starts(source.numel() for _, source in columns)
+    staging = torch.empty(world, width, dtype=dtype, device=columns[0][0].device)
+    for start, (_, source) in zip(starts, columns, strict=True):
+        staging[rank, start : start + source.numel()].copy_(source)
+    work = gather(staging.view(-1), staging[rank])
+    return _Unpack(work, staging, starts, columns)
+
+
+class _Unpack:
+    """A work whose end distributes what was gathered."""
+
+    def __init__(self, work: Any, staging: torch.Tensor, starts: list[int], columns: list) -> None:
+        self._work, self._staging, self._starts, self._columns = work, staging, starts, columns
+
+    def wait(self) -> bool:
+        if self._columns:
+            wait(self._work)
+            for start, (output, source) in zip(self._starts, self._columns, strict=True):
+                rows = self._staging[:, start : start + source.numel()]
+                output.view(self._staging.shape[0], source.numel()).copy_(rows)
+            self._columns = []
+        return True
+
+
+# --- what a failure means ---
+
+
+class Diverged(RuntimeError):
+    """The ranks of a process group were about to post different collectives, or one of them has left. All raise it."""
+
+
+@contextlib.contextmanager
+def explained(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
+    """A collective of the block over ``group`` that fails is told as by ``explain_collective``."""
+    try:
+        yield
+    except Exception as error:
+        told = explain_collective(group, error, what)
+        if told is error:
+            raise
+        raise told  # noqa: B904 (it has its cause)
+
+
+def explain_collective(group: dist.ProcessGroup | None, error: BaseException, what: str) -> BaseException:
+    """The exception to raise in place of ``error``, which a collective of ``group`` raised on this rank.
+
+    ``what``: the operation, and its unit where it has one. Errors that are not the backend's get a note and stay
+    themselves. Ranks are those of the default group.
+    """
+    if isinstance(error, Diverged):
+        return error
+    where = f"{_place_in(group)} was in the {what}"
+    if not isinstance(error, RuntimeError) or isinstance(error, NotImplementedError):
+        error.add_note(f"fsdp2x: {where}")
+        return error
+    known = introduced()
+    if ended := name_ended(known):
+        said = f"{ended} ended meanwhile: its own output says why; restart all ranks"
+    else:
+        here = own_host()
+        said = "no rank of this host has ended"
+        if len(known) < dist.get_world_size():
+            said = f"none of the {len(known)} ranks that this one has met has ended"
+        if any(process.host != here for process in known.values()):
+            said += ", one of another host may have"
+        said += "; where none has, one hangs, has raised and lives, or runs other modules: look at the stacks of all"
+    explained = RuntimeError(f"process group: {where}, when it failed: {said} (the backend says: {error})")
+    explained.__cause__ = error
+    return explained
+
+
+def _place_in(group: dist.ProcessGroup | None) -> str:
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    if world == dist.get_world_size():
+        return f"rank {rank} of {world}"
+    return f"rank {dist.get_rank()}, which is {rank} of the {world} of its group,"

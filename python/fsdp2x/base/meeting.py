@@ -1,0 +1,182 @@
+"""The ranks of a group introduce themselves, and share memory where they can.
+
+    introduce      every rank says who it is and where it runs            one exchange
+    why_not_shared what follows from that: several hosts, users, threads  the same on every rank
+    shm_group      the engine's group, or why a rank could not enter it   the same on every rank
+    memory_file    a file of the same memory for every rank, or why not   the same on every rank
+
+Nothing here waits for a rank that failed: after each step that can fail the ranks exchange how it ended.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fsdp2x.base import torch_private
+from fsdp2x.base.calls import UnitParams, digest, disagreement
+from fsdp2x.base.failures import exchange
+from fsdp2x.base.native import _C
+from fsdp2x.base.processes import Process, boot_id, introduced, remember, require_own_process
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """What a rank says of itself."""
+
+    process: Process
+    uid: int
+    host: str  # equal for processes that can hand each other file descriptors; empty when it cannot be told
+    fault: str  # why it cannot
+    socket: str  # rank 0's count, as does its token
+    token: bytes
+    group_name: str  # how torch would name its next group over these ranks
+    checks_ranks: bool  # its collectives are compared with the others'
+    is_observed: bool  # a dispatch mode watches this rank's collectives
+    shapes: bytes  # digest of the units' parameters
+    training: bytes  # and of which of them are trained
+    others: dict[int, Process]  # whom it knows outside of this group
+
+
+@dataclass(frozen=True)
+class Introductions:
+    """The greetings of a group's ranks, in rank order."""
+
+    group: dist.ProcessGroup
+    greetings: list[Greeting]
+    units: list[UnitParams]
+    trained: list[UnitParams]
+
+    @property
+    def ranks(self) -> list[int]:
+        """What messages call the ranks: their numbers in the whole job."""
+        return dist.get_process_group_ranks(self.group)
+
+    @property
+    def is_observed(self) -> bool:
+        return any(greeting.is_observed for greeting in self.greetings)
+
+    @property
+    def checks_ranks(self) -> bool:
+        return all(greeting.checks_ranks for greeting in self.greetings)
+
+    @property
+    def fault(self) -> str | None:
+        """Why a rank cannot tell where it runs."""
+        for rank, greeting in zip(self.ranks, self.greetings, strict=True):
+            if greeting.fault:
+                return f"rank {rank} cannot tell which host it runs on ({greeting.fault})"
+        return None
+
+    @property
+    def why_not_shared(self) -> str | None:
+        """Why the ranks cannot share memory, None when they can."""
+        if len({greeting.host for greeting in self.greetings if not greeting.fault}) > 1:
+            return "the ranks run on several hosts"
+        if self.fault is not None:
+            return self.fault
+        if len({greeting.uid for greeting in self.greetings}) > 1:
+            return "the ranks belong to several users"
+        if len({greeting.process.pid for greeting in self.greetings}) < len(self.greetings):
+            return "several ranks are threads of one process"
+        return None
+
+    def _exchange(self, mine: str) -> list[str]:
+        return exchange(mine, self.group)
+
+    def shm_group(self, timeout: timedelta):
+        """(the engine's group, "") or (None, why a rank could not enter it). Collective."""
+        return _C.shm_group(*self._place, timeout.total_seconds(), self._exchange)
+
+    def memory_file(self, num_bytes: int, use: Callable[[int], None]) -> str:
+        """Calls ``use`` with the descriptor of a file of the same anonymous memory on every rank. Collective.
+
+        Returns "", or why a rank could not have the file or use it. The descriptor is closed afterwards.
+        """
+        return _C.share_memory_file(*self._place, self._exchange, num_bytes, use)
+
+    def twin_of_group(self) -> dist.ProcessGroup:
+        """Another gloo group of the same ranks, or ``group`` itself where there can be none. Collective.
+
+        What a failed step leaves in the twin does not meet the collectives of the user.
+        """
+        cpu = torch.device("cpu")
+        if not torch_private.is_gloo(self.group):
+            return self.group
+        if len({greeting.group_name for greeting in self.greetings}) > 1:
+            return self.group  # torch would wait for the ranks under different names
+        timeout = torch_private.group_timeout(self.group, cpu)
+        made = dist.new_group(self.ranks, timeout, "gloo", use_local_synchronization=True, group_desc="fsdp2x")
+        assert isinstance(made, dist.ProcessGroup), "every caller is a member"
+        return made
+
+    def require_same_units(self, caller: str = "fully_shard") -> None:
+        """Raises ValueError, the same on every rank, when the ranks do not have the same parameters."""
+        self._require_same("shapes", self.units, caller, "every rank must have the same modules, shapes and dtypes")
+
+    def require_same_training(self) -> None:
+        """Raises ValueError, the same on every rank, when they do not train the same parameters: over a process group
+        gradients would be of different sizes."""
+        demand = "over a process group every rank must train the same parameters"
+        self._require_same("training", self.trained, "fully_shard", demand)
+
+    def _require_same(self, what: str, units: list[UnitParams], caller: str, demand: str) -> None:
+        if len({getattr(greeting, what) for greeting in self.greetings}) > 1:
+            difference = disagreement(dict(zip(self.ranks, exchange(units, self.group), strict=True)))
+            raise ValueError(f"{caller}: the ranks have different models: {difference}; {demand}")
+
+    @property
+    def _place(self) -> tuple[int, list[int], str, bytes]:
+        first = self.greetings[0]
+        return dist.get_rank(self.group), self.ranks, first.socket, first.token
+
+
+def introduce(
+    group: dist.ProcessGroup,
+    units: Sequence[UnitParams] = (),
+    trained: Sequence[UnitParams] = (),
+    checks_ranks: bool = False,
+) -> Introductions | None:
+    """Collective over ``group``. None where the process group is fake: nobody is there to answer.
+
+    ``units`` and ``trained``: what the ranks are about to shard, and to train of it. ``checks_ranks``: whether this
+    rank wants each collective compared with its peers'.
+    """
+    require_own_process("talk to the other ranks")
+    if dist.get_backend(group) == "fake":
+        return None
+    host, fault = "", ""
+    try:
+        host = _host_identity()
+    except OSError as error:
+        fault = str(error)
+    mine = Greeting(
+        Process.own(),
+        os.getuid(),
+        host,
+        fault,
+        f"fsdp2x-{secrets.token_hex(16)}",
+        secrets.token_bytes(32),
+        torch_private.next_group_name(dist.get_process_group_ranks(group)),
+        checks_ranks,
+        torch_private.is_observed(),
+        digest(units),
+        digest(trained),
+        {} if dist.get_world_size(group) == dist.get_world_size() else introduced(),
+    )
+    greetings = exchange(mine, group)
+    for greeting in greetings:
+        remember(greeting.others)
+    remember(dict(zip(dist.get_process_group_ranks(group), (g.process for g in greetings), strict=True)))
+    return Introductions(group, greetings, units, trained)
+
+
+def _host_identity() -> str:
+    """Equal for processes that can hand each other file descriptors: same boot, same network namespace."""
+    return f"{boot_id()}/{os.stat('/proc/self/ns/net').st_ino}"

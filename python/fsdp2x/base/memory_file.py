@@ -1,0 +1,62 @@
+"""Memory in whole pages that others can map by its descriptor, and several tensors packed into one buffer of bytes.
+
+    buffer | tensor 0 |pad| tensor 1 |pad| ...        so that one collective or one copy moves them all
+
+The segments of the engine (``csrc/core/layout.cpp``) are laid out apart from this: they hold rows of all ranks in one
+dtype, by rules that gathers, reductions and resting shards share.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from fsdp2x.base.native import _C
+
+
+def whole_pages(num_bytes: int) -> int:
+    """At least one page: nothing maps none."""
+    return -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def aligned_starts(sizes: Iterable[int], begin: int = 0) -> tuple[list[int], int]:
+    """Where each of some tensors of so many bytes, or elements, starts, from ``begin`` on, and where the last ends."""
+    starts, end = [], begin
+    for size in sizes:
+        starts.append(end)
+        end += _C.align_up(size)
+    return starts, end
+
+
+def tensor_at(buffer: torch.Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Returns the tensor that begins at byte ``start`` of a buffer of bytes."""
+    return buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+class MemoryFile:
+    """``num_bytes`` of whole pages, which are there where somebody writes; ``file`` is closed with this object.
+
+    ``bytes``, uint8 of shape (num_bytes,), is mapped by itself and may live longer.
+    """
+
+    def __init__(self, name: str, num_bytes: int) -> None:
+        self.num_bytes = whole_pages(num_bytes)
+        self.file = os.memfd_create(name, os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.file)
+        os.ftruncate(self.file, self.num_bytes)
+        self.bytes = torch.frombuffer(mmap.mmap(self.file, self.num_bytes), dtype=torch.uint8)
+
+
+def collect_handed() -> None:
+    """Returns GPU memory to torch's allocator that was handed to other processes and dropped since.
+
+    Without this, torch looks again only when it next hands memory out. Memory stays taken while a reader maps it. If a
+    reader died, it stays until this process ends.
+    """
+    if torch.cuda.is_initialized():
+        torch.cuda.ipc_collect()

@@ -1,0 +1,36 @@
+"""The only importer of `fsdp2x._C`: checks that the extension fits the installed torch before the loader meets it."""
+
+import re
+
+import torch
+
+
+def check_torch(built_for: str, installed: str) -> None:
+    """Raises ImportError unless major and minor agree: torch's C++ interface changes from one minor to the next.
+
+    Without this check the dynamic loader would end the import with the mangled name of a missing symbol.
+    """
+    built, found = (re.match(r"(\d+)\.(\d+)", version) for version in (built_for, installed))
+    if built is not None and found is not None and built.groups() == found.groups():
+        return
+    wanted = ".".join(built.groups()) if built is not None else built_for
+    raise ImportError(
+        f"fsdp2x was built for torch {built_for}, but torch {installed} is installed. Rebuild it for this torch with "
+        "`pip install --no-build-isolation --no-cache-dir --no-deps --force-reinstall fsdp2x` (with `.` in place of "
+        f"`fsdp2x` in a checkout), or install torch {wanted}."
+    )
+
+
+try:
+    import fsdp2x._build_info as build_info
+except ImportError as error:
+    raise ImportError(
+        "fsdp2x has not been built: its files are here, but not the compiled part. Run `make build` in a checkout, or "
+        "`pip install .`, and import it from outside the source folder."
+    ) from error
+
+check_torch(build_info.TORCH_VERSION, torch.__version__)
+
+import fsdp2x._C as _C  # noqa: E402  (the check above must come first)
+
+__all__ = ["_C", "build_info", "check_torch"]

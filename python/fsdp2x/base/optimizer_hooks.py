@@ -1,0 +1,199 @@
+"""Hooks on torch's optimizers and on ``zero_grad``, which cannot know of sharding. They are process-wide.
+
+- *Stale parameters*: originals that sharding has replaced, and gathered ones. An optimizer that was built before
+  ``fully_shard``, or while parameters were gathered, would silently train nothing. Each optimizer is checked at its
+  first step, and again after it got parameters or a model was sharded.
+- *Swapped values*: parameters that hold other values for a while, so that calls which keep, move, or change them raise.
+- *Shards in slots*: peers may read a shard in its unit's slot during forward and backward. A step comes after all ranks
+  have read, so that it writes in place, without a copy.
+- *Waiting gradients* are no ``.grad`` yet. ``zero_grad`` of a module clears those of its parameters. That of an
+  optimizer leaves them, as FSDP2 does, and the next forward or backward warns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fsdp2x.base.native import _C
+
+_NUMBER = "_fsdp2x_number"  # on originals and gathered parameters: of the original
+_GATHERED = "_fsdp2x_gathered"  # on gathered ones: their name
+_CHECKED = "_fsdp2x_checked"  # on optimizers: what they were like
+MARKS = (_NUMBER, _GATHERED)
+_last_number = 0
+
+
+@functools.cache
+def _watch_for_stale() -> None:
+    register_optimizer_step_pre_hook(_check_step)
+
+
+def mark_original(param: nn.Parameter) -> int:
+    """Remembers that a sharded parameter takes the place of ``param``; returns a number that no other one ever had."""
+    if _NUMBER not in param.__dict__:
+        param.__dict__[_NUMBER] = new_number()
+    return param.__dict__[_NUMBER]
+
+
+def new_number() -> int:
+    """A number that no parameter ever had; optimizers are looked at again in their next step."""
+    global _last_number
+    _watch_for_stale()
+    _last_number += 1
+    return _last_number
+
+
+def mark_gathered(param: nn.Parameter, number: int, name: str) -> None:
+    """Remembers that ``param`` is the gathered form of the parameter whose original has ``number``."""
+    param.__dict__.update({_NUMBER: number, _GATHERED: name})
+
+
+def original_number(param: nn.Parameter) -> int | None:
+    """The number under which ``fully_shard`` knows ``param``, from before sharding or gathered; None: it does not."""
+    return param.__dict__.get(_NUMBER)
+
+
+def refuse_stale(caller: str, params: Iterable[nn.Parameter]) -> None:
+    """For an optimizer's new parameters; ``caller``: its name.
+
+    Raises:
+        ValueError: some of them are stale.
+    """
+    if found := _describe(_stale(params, steps=False)):
+        raise ValueError(f"fsdp2x.{caller}: {found}")
+
+
+def _stale(params: Iterable[nn.Parameter], *, steps: bool) -> list[nn.Parameter]:
+    stale = [param for param in params if original_number(param) is not None]
+    if steps:  # who gave a gathered parameter a gradient wants it stepped
+        stale = [param for param in stale if _GATHERED not in param.__dict__ or param.grad is None]
+    return stale
+
+
+def _describe(stale: list[nn.Parameter]) -> str:
+    if not stale:
+        return ""
+    gathered = [param for param in stale if _GATHERED in param.__dict__]
+    kinds = []
+    if len(gathered) < len(stale):
+        shape = next(tuple(param.shape) for param in stale if _GATHERED not in param.__dict__)
+        kinds.append(
+            f"{len(stale) - len(gathered)} parameter(s) from before fully_shard (the first has shape {shape}), which "
+            "the model does not use any more"
+        )
+    if gathered:
+        kinds.append(
+            f"{len(gathered)} gathered parameter(s) (the first is {gathered[0].__dict__[_GATHERED]!r}), which modules "
+            "register after unshard(), in fsdp2x.unsharded and from a forward to the end of its backward"
+        )
+    return (
+        f"the optimizer holds {' and '.join(kinds)}: stepping them does not change the model. Build the optimizer "
+        "after fully_shard while the model is sharded (model.reshard()), or call "
+        "fsdp2x.rebind_optimizer(optimizer, model)"
+    )
+
+
+def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    now = (_last_number, sum(len(group["params"]) for group in optimizer.param_groups))
+    if optimizer.__dict__.get(_CHECKED) == now:
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    stale = _stale(params, steps=True)
+    if stale:
+        name = f"{type(optimizer).__name__}.step: "
+        if len(stale) == len(params) or getattr(optimizer, "refuses_stale_params", False):
+            raise RuntimeError(name + _describe(stale))
+        warnings.warn(name + _describe(stale), stacklevel=3)
+    optimizer.__dict__[_CHECKED] = now
+
+
+# --- swapped values ---
+
+_swapped: list[set[int]] = []
+
+
+@contextlib.contextmanager
+def swapped_values(params: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Lists ``params`` during the block, in which the caller keeps other values in them."""
+    ids = {id(param) for param in params}
+    _swapped.append(ids)
+    hook = register_optimizer_step_pre_hook(_before_step)
+    try:
+        yield
+    finally:
+        hook.remove()
+        _swapped.remove(ids)
+
+
+def why_swapped(params: Iterable[torch.Tensor]) -> str:
+    """Returns what is wrong if one of ``params`` holds other values, else an empty string."""
+    if not _swapped or not any(id(param) in ids for param in params for ids in _swapped):
+        return ""
+    return "the parameters hold averages inside of EMA.swapped(), whose end gives them their own values. Leave it first"
+
+
+def refuse_swapped(caller: str, params: Iterable[torch.Tensor]) -> None:
+    """Raises RuntimeError if one of ``params`` holds other values; ``caller`` begins the message."""
+    if why := why_swapped(params):
+        raise RuntimeError(f"{caller}: {why}.")
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    refuse_swapped(f"{type(optimizer).__name__}.step", params)
+
+
+# --- shards in slots ---
+
+_OPEN = "_fsdp2x_open"  # on optimizers, while they step: what they may write to
+
+
+@functools.cache
+def watch_steps() -> None:
+    """From now on, for every optimizer of the process."""
+    register_optimizer_step_pre_hook(_open)
+    register_optimizer_step_post_hook(_close)
+
+
+def _open(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        optimizer.__dict__[_OPEN] = _C.WritableShards(optimizer.param_groups)
+
+
+def _close(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not torch.compiler.is_compiling() and (shards := optimizer.__dict__.pop(_OPEN, None)) is not None:
+        shards.close()
+
+
+# --- waiting gradients ---
+
+
+@functools.cache
+def watch_zero_grad() -> None:
+    """From now on, for every module and every optimizer of the process."""
+    of_module, of_optimizer = nn.Module.zero_grad, torch.optim.Optimizer.zero_grad
+
+    @functools.wraps(of_module)
+    def zero_module(self: nn.Module, set_to_none: bool = True) -> None:
+        of_module(self, set_to_none)
+        if not torch.compiler.is_compiling():
+            _C.clear_waiting_gradients(list(self.parameters()), set_to_none)
+
+    @functools.wraps(of_optimizer)
+    def zero_optimizer(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        of_optimizer(self, set_to_none)
+        if not torch.compiler.is_compiling():
+            _C.note_zeroed_gradients([param for group in self.param_groups for param in group["params"]])
+
+    nn.Module.zero_grad = zero_module
+    torch.optim.Optimizer.zero_grad = zero_optimizer

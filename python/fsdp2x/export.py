@@ -1,0 +1,5 @@
+"""Whole tensors out of a sharded model: ``stream`` gathers them a bucket at a time."""
+
+from fsdp2x.io.export.stream import Bucket, stream
+
+__all__ = ["Bucket", "stream"]

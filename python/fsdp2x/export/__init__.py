@@ -1,5 +1,0 @@
-"""Whole tensors out of a sharded model: ``stream`` gathers them a bucket at a time."""
-
-from fsdp2x.export.stream import Bucket, stream
-
-__all__ = ["Bucket", "stream"]

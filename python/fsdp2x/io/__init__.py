@@ -1,0 +1,1 @@
+"""Weights and states in and out: file formats, checkpoints, HuggingFace folders, conversions, whole tensors."""

@@ -1,0 +1,257 @@
+"""The folder of checkpoints: names, the atomic rename, the `latest` pointer, retention and repair after a kill.
+
+    checkpoints/
+      latest                 text: name of the newest whole checkpoint; replaced by rename
+      step-000010/           whole: it got this name after everything in it was on disk
+      .tmp-step-000020/      being written, or left by a kill; removed by the next save
+      .old-step-000010/      the former step-000010 while a new one takes its place; put back if the kill came between
+      step-000005/marked     an empty file: this checkpoint is never deleted
+
+Only rank 0 of a training run writes here. Readers never change anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+
+from fsdp2x.base.arguments import checked
+from fsdp2x.base.errors import CheckpointError
+from fsdp2x.io.formats.dcp import METADATA
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest"
+MARKED = "marked"
+MANIFEST = "manifest.json"
+ASSETS_FOLDER = "hf"
+FULL_FILE = "checkpoint.pt"
+PARTS_FILE = "trainer.pt"
+_STEP = re.compile(r"step-([0-9]{1,18})")
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.pt"
+
+
+def rng_file(rank: int) -> str:
+    return f"rng-{rank:05d}.json"
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def step_of(name: str) -> int | None:
+    match = _STEP.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def temporary_path(root: Path, step: int) -> Path:
+    return root / f".tmp-{step_name(step)}"
+
+
+def whole_checkpoints(root: Path) -> list[Path]:
+    """Folders with a final name, oldest step first."""
+    steps = (
+        [(step, path) for path in root.iterdir() if (step := step_of(path.name)) is not None] if root.is_dir() else []
+    )
+    return [path for _, path in sorted(steps)]
+
+
+@checked
+def resolve(path: str | Path) -> Path:
+    """The checkpoint that `path` means: itself, or the latest of a folder of them; raises `CheckpointError`."""
+    path = Path(path).expanduser()
+    if not path.exists():
+        replaced = path.parent / f".old-{path.name}"
+        if replaced.is_dir():
+            return replaced
+        raise CheckpointError(f"{path}: no such checkpoint")
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: got a file, expected the folder of a checkpoint")
+    if (path / MANIFEST).is_file():
+        return path
+    pointer = path / LATEST
+    if not pointer.is_file():
+        nested = path / "checkpoints"
+        if (nested / LATEST).is_file():
+            return resolve(nested)
+        raise CheckpointError(
+            f"{path}: neither a checkpoint (no manifest.json) nor a folder of them (no file '{LATEST}')"
+        )
+    name = _pointed(pointer)
+    if step_of(name) is None:
+        raise CheckpointError(
+            f"{pointer}: got {name[:80]!r}, expected the name of a checkpoint such as {step_name(10)}"
+        )
+    return resolve(path / name)
+
+
+def _pointed(pointer: Path) -> str:
+    """What `latest` says, which may be anything."""
+    with open(pointer, "rb") as file:
+        return file.read(200).decode("utf-8", errors="replace").strip()
+
+
+def find(path: str | Path) -> Path:
+    """`path`, when something that `load` may read is there: a checkpoint of any form, or a folder of them.
+
+    Raises:
+        CheckpointError: there is nothing of that kind.
+    """
+    path = Path(path).expanduser()
+    if path.is_file() or (path / METADATA).is_file() or is_root(path) or is_root(path / "checkpoints"):
+        return path
+    return resolve(path)
+
+
+def candidates(root: Path) -> list[Path]:
+    """Whole checkpoints in the order in which a resuming run tries them: the one of `latest`, then newest first."""
+    checkpoints = whole_checkpoints(root)[::-1]
+    checkpoints += [path for path in sorted(root.glob(".old-step-*"))[::-1] if root / path.name[5:] not in checkpoints]
+    pointer = root / LATEST
+    name = _pointed(pointer) if pointer.is_file() else ""
+    newest = [path for path in checkpoints if path.name.removeprefix(".old-") == name]
+    if not newest:
+        return checkpoints
+    # A run resumed from an older step leaves higher steps of the former run behind: those are tried last.
+    current = step_of(name) or 0
+    older = [path for path in checkpoints if (step_of(path.name.removeprefix(".old-")) or 0) < current]
+    return [*newest, *older, *(path for path in checkpoints if path not in newest and path not in older)]
+
+
+def is_root(path: Path) -> bool:
+    """Whether this is a folder of checkpoints rather than one of them."""
+    return path.is_dir() and ((path / LATEST).is_file() or bool(candidates(path)))
+
+
+@checked
+def mark(checkpoint: str | Path, marked: bool = True) -> None:
+    """Keeps a checkpoint from being deleted by later saves, or lets it go again; one process calls."""
+    file = Path(checkpoint) / MARKED
+    if not (Path(checkpoint) / MANIFEST).is_file():
+        raise CheckpointError(f"{checkpoint}: not a checkpoint that could be marked (no {MANIFEST})")
+    if marked:
+        write_file(file, "")
+    else:
+        file.unlink(missing_ok=True)
+    sync_folder(file.parent)
+
+
+def prepare(root: Path, step: int) -> Path:
+    """Removes leftovers and makes an empty temporary folder for `step`."""
+    root.mkdir(parents=True, exist_ok=True)
+    repair(root)
+    temporary = temporary_path(root, step)
+    temporary.mkdir()
+    return temporary
+
+
+def discard(root: Path, step: int) -> None:
+    """Undoes what a failed save of `step` has left: its temporary folder, the former one of that step renamed."""
+    final, replaced = root / step_name(step), root / f".old-{step_name(step)}"
+    remove(temporary_path(root, step))
+    remove(root / f".tmp-{LATEST}")
+    if replaced.exists() and not final.exists():
+        os.rename(replaced, final)
+
+
+def publish(root: Path, step: int) -> Path:
+    """Gives the temporary folder its final name and points `latest` to it. Its files must be on disk already."""
+    temporary, final = temporary_path(root, step), root / step_name(step)
+    replaced = root / f".old-{final.name}"
+    sync_folder(temporary)
+    if final.exists():
+        os.rename(final, replaced)
+    os.rename(temporary, final)
+    sync_folder(root)
+    write_file(root / f".tmp-{LATEST}", final.name + "\n")
+    os.replace(root / f".tmp-{LATEST}", root / LATEST)
+    sync_folder(root)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return final
+
+
+def retain(root: Path, keep: int) -> list[Path]:
+    """Deletes all but the newest `keep` checkpoints and the marked ones, never the one `latest` names.
+
+    Returns what was deleted. Marked ones do not count.
+    """
+    pointer = root / LATEST
+    newest = _pointed(pointer) if pointer.is_file() else ""
+    checkpoints = [path for path in whole_checkpoints(root) if not (path / MARKED).exists()]
+    # A run resumed from an older step leaves higher steps of the former run behind: those are older work.
+    current = step_of(newest)
+    former = [path for path in checkpoints if current is not None and (step_of(path.name) or 0) > current]
+    ours = [path for path in checkpoints if path not in former]
+    kept = {*ours[-keep:], *former[: max(keep - len(ours), 0)]}
+    deleted = []
+    for path in checkpoints:
+        if path not in kept and path.name != newest:
+            # Renamed first, so that a kill while deleting leaves no half checkpoint under a whole one's name.
+            doomed = root / f".tmp-delete-{path.name}"
+            os.rename(path, doomed)
+            remove(doomed)
+            deleted.append(path)
+    return deleted
+
+
+def repair(root: Path) -> None:
+    """Undoes what a kill left, and says so: half-written folders go, a checkpoint being replaced comes back."""
+    if not root.is_dir():
+        return
+    for path in list(root.iterdir()):
+        if path.name.startswith(".old-step-"):
+            final = root / path.name.removeprefix(".old-")
+            if final.exists():
+                remove(path)
+            else:
+                os.rename(path, final)
+                logger.warning("%s: put back, the save that was to replace it was cut off", final)
+        elif path.name.startswith(".tmp-"):
+            remove(path)
+            if path.name.startswith(".tmp-step-"):
+                logger.warning("%s: removed, the save that wrote it was cut off", path)
+
+
+def remove(path: Path) -> None:
+    """Takes away a file, a folder with all in it, or a link, but not what it leads to; there may be none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Writes text and waits until it is on disk."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes bytes and waits until they are on disk."""
+    try:
+        with open(path, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def sync_file(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Makes names in a folder durable: renames and new files are only after this."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,331 @@
+"""The forms of a checkpoint: what a save asks of them is `Form`.
+
+    sharded     __R_0.distcp   an archive (see archive.py) per chunk that rank R writes, one after another
+                __R_1.distcp   entries that are no tensors, likewise; each archive has a label (see io/formats/dcp.py)
+                .metadata      torch DCP's table of contents
+    per_rank    rank-0000R.pt  one archive: the trees of rank R with its local tensors
+    full        checkpoint.pt  one archive that holds everything complete, written by all ranks at once
+
+In the full form the place of every tensor follows from its shape, so each rank writes its rows where they belong, and
+rank 0 adds what stands between them. No rank holds more than its own shards.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import uuid
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorStorageMetadata
+
+from fsdp2x.base import torch_private
+from fsdp2x.base.errors import CheckpointError
+from fsdp2x.base.failures import on_rank_0
+from fsdp2x.io.checkpoint.archive import ALIGN_BYTES, Archive, Record, Stored
+from fsdp2x.io.checkpoint.directory import FULL_FILE, rank_file, write_bytes
+from fsdp2x.io.checkpoint.disk import Sink, combine
+from fsdp2x.io.checkpoint.plan import Chunk, Plan
+from fsdp2x.io.checkpoint.trees import nest, to_bytes
+from fsdp2x.io.formats.dcp import METADATA, label
+from fsdp2x.io.formats.records import LABEL
+from fsdp2x.io.formats.tensors import runs_of_box
+
+Files = dict[str, dict[str, int]]
+
+
+@dataclass
+class Contents:
+    """What a save holds on this rank beside the tensors. `rngs` and `small` are those of all ranks, on rank 0."""
+
+    objects: dict[str, Any]
+    paths: Mapping[str, tuple]
+    aliases: Mapping[str, str]
+    manifest: dict[str, Any]
+    small: dict[str, Any] = field(default_factory=dict)
+    rngs: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Written:
+    """What a rank reports about its part."""
+
+    files: Files
+    details: Any = None
+
+
+class Form:
+    """One save of this rank: where its data goes, the writing, and on rank 0 what joins the parts of all ranks."""
+
+    name: str
+    chunks: Sequence[Chunk]  # of this rank
+    holds_parts = False  # the small parts and the generators of all ranks; else they get files of their own
+
+    def place(self, folder: Path, contents: Contents, group: dist.ProcessGroup | None) -> None:
+        """What all ranks do together before they write."""
+
+    def write(self, folder: Path, contents: Contents, data: Iterable[torch.Tensor]) -> Written:
+        """Writes the bytes of `chunks`, which come one after the other."""
+        raise NotImplementedError
+
+    def finish(self, folder: Path, contents: Contents, written: Sequence[Written]) -> Files:
+        """On rank 0, after all have written."""
+        return {}
+
+
+class Sharded(Form):
+    """`torch.distributed.checkpoint`'s directory."""
+
+    name = "sharded"
+
+    def __init__(self, plan: Plan, rank: int):
+        self.plan, self.rank = plan, rank
+        self.chunks = plan.mine
+
+    def write(self, folder: Path, contents: Contents, data: Iterable[torch.Tensor]) -> Written:
+        entries: list[tuple] = []
+        files: Files = {}
+        step = contents.manifest["step"]
+        if self.chunks:
+            file = f"__{self.rank}_0.distcp"
+
+            def fill(sink: Sink) -> None:
+                for chunk, source in zip(self.chunks, data, strict=True):
+                    stored = Stored(0, chunk.dtype, chunk.sizes)
+                    archive = Archive(stored, [stored], label(chunk.name, chunk.offsets, step))
+                    entries.append((chunk.name, chunk.offsets, file, sink.num_bytes, archive.num_bytes))
+                    archive.write(sink, [source])
+                    sink.put(bytes(-sink.num_bytes % ALIGN_BYTES))
+
+            files[file] = write_sink(folder / file, fill)
+        if self.plan.objects:
+            file = f"__{self.rank}_1.distcp"
+            content = b""
+            for name in self.plan.objects:
+                part = _labelled(to_bytes(contents.objects[name]), label(name, None, step))
+                entries.append((name, None, file, len(content), len(part)))
+                content += part
+            files[file] = write_described(folder / file, content)
+        return Written(files, entries)
+
+    def finish(self, folder: Path, contents: Contents, written: Sequence[Written]) -> Files:
+        """The table of contents. A tied weight is stored once and listed under each of its names, as stock expects."""
+        described = dict(self.plan.metadata.state_dict_metadata)
+        paths = dict(self.plan.paths)
+        storage = {
+            MetadataIndex(name, offsets): torch_private.storage_info(file, start, length)
+            for one in written
+            for name, offsets, file, start, length in one.details
+        }
+        for alias, kept in contents.aliases.items():
+            alias, kept = f"model.{alias}", f"model.{kept}"
+            described[alias] = described[kept]
+            paths[alias] = ("model", alias.removeprefix("model."))
+            for index in [index for index in storage if index.fqn == kept]:
+                storage[MetadataIndex(alias, index.offset)] = storage[index]
+        metadata = replace(
+            self.plan.metadata,
+            state_dict_metadata=described,
+            planner_data=paths,
+            storage_data=storage,
+            storage_meta=StorageMeta(checkpoint_id=None, save_id=str(uuid.uuid4())),
+            version="1.0.0",
+        )
+        return {METADATA: write_described(folder / METADATA, pickle.dumps(metadata))}
+
+
+class PerRank(Form):
+    """A file of each rank, for the same number of ranks only."""
+
+    name = "per_rank"
+
+    def __init__(self, plan: Plan, rank: int, contents: Contents):
+        self.rank = rank
+        self.chunks = plan.held
+        stored = {chunk.name: Stored(key, chunk.dtype, chunk.sizes) for key, chunk in enumerate(self.chunks)}
+        tree = nest(contents.paths, {**stored, **contents.objects})
+        tree["chunks"] = {chunk.name: _described(chunk) for chunk in self.chunks}
+        tree["owner"] = {"rank": rank, **{key: contents.manifest[key] for key in ("world_size", "step")}}
+        self._archive = Archive(tree, list(stored.values()))
+
+    def write(self, folder: Path, contents: Contents, data: Iterable[torch.Tensor]) -> Written:
+        file = rank_file(self.rank)
+        return Written({file: write_sink(folder / file, lambda sink: self._archive.write(sink, data))})
+
+
+def _described(chunk: Chunk) -> dict[str, list[int]]:
+    return {"shape": list(chunk.shape), "offsets": list(chunk.offsets), "sizes": list(chunk.sizes)}
+
+
+def _labelled(archive: bytes, text: bytes) -> bytes:
+    """A file of `torch.save` with one more record."""
+    buffer = io.BytesIO(archive)
+    with zipfile.ZipFile(buffer, "a") as file:
+        prefix = file.namelist()[0].partition("/")[0]
+        file.writestr(zipfile.ZipInfo(f"{prefix}/{LABEL}"), text)  # without the time of day
+    return buffer.getvalue()
+
+
+def write_sink(path: Path, fill: Callable[[Sink], None]) -> dict[str, int]:
+    """Lets `fill` write a file through a sink; returns its size and checksum."""
+    sink = Sink(path)
+    try:
+        fill(sink)
+    except BaseException:
+        sink.abandon()
+        raise
+    sink.close()
+    return {"bytes": sink.num_bytes, "crc32": sink.crc}
+
+
+def write_described(path: Path, content: bytes) -> dict[str, int]:
+    write_bytes(path, content)
+    return {"bytes": len(content), "crc32": zlib.crc32(content)}
+
+
+_BLOCK_BYTES = 8 << 20
+
+
+class Full(Form):
+    """One file; `place` says where the tensors lie in it."""
+
+    name = "full"
+    holds_parts = True
+
+    def __init__(self, plan: Plan, rank: int, file_name: str = FULL_FILE):
+        self.plan, self.rank, self.file_name = plan, rank, file_name
+        self.chunks = plan.mine
+        self._archive: Archive | None = None
+        self._starts: dict[str, int] = {}
+
+    def place(self, folder: Path, contents: Contents, group: dist.ProcessGroup | None) -> None:
+        """Lays the file out and makes it, empty; collective."""
+
+        def lay_out() -> dict[str, int]:
+            described = self.plan.metadata.state_dict_metadata
+            missing = [
+                name
+                for name, entry in described.items()
+                if not isinstance(entry, TensorStorageMetadata) and name not in contents.objects
+            ]
+            if missing:
+                raise CheckpointError(f"{missing[0]} is on another rank than rank 0; save with form='sharded'")
+            stored = {
+                name: Stored(key, entry.properties.dtype, tuple(entry.size))
+                for key, (name, entry) in enumerate(
+                    (name, entry) for name, entry in described.items() if isinstance(entry, TensorStorageMetadata)
+                )
+            }
+            leaves = {**stored, **{name: contents.objects[name] for name in described if name not in stored}}
+            tree = nest(self.plan.paths, leaves)
+            for alias, kept in contents.aliases.items():
+                tree["model"][alias] = tree["model"][kept]
+            tree.update(contents.small, rng=contents.rngs, step=contents.manifest["step"], manifest=contents.manifest)
+            self._archive = Archive(tree, list(stored.values()))
+            with open(folder / self.file_name, "wb") as file:
+                file.truncate(self._archive.num_bytes)
+            return dict(zip(stored, self._archive.data_offsets, strict=True))
+
+        self._starts = on_rank_0(lay_out, group=group)
+
+    def write(self, folder: Path, contents: Contents, data: Iterable[torch.Tensor]) -> Written:
+        pieces = []
+        path = folder / self.file_name
+        file = os.open(path, os.O_WRONLY)
+        try:
+            for chunk, source in zip(self.chunks, data, strict=True):
+                host = source.cpu()
+                crc: int | None = 0
+                num_runs = 0
+                for begin, start, num_bytes in runs(chunk):
+                    crc = _write(file, path, host[start : start + num_bytes], self._starts[chunk.name] + begin)
+                    num_runs += 1
+                first = next(runs(chunk))[0] if chunk.num_bytes else 0
+                if chunk.num_bytes:
+                    pieces.append((chunk.name, first, chunk.num_bytes, crc if num_runs == 1 else None))
+            os.fsync(file)
+        except OSError as error:
+            error.filename = str(path)
+            raise
+        finally:
+            os.close(file)
+        return Written({}, pieces)
+
+    def finish(self, folder: Path, contents: Contents, written: Sequence[Written]) -> Files:
+        """Headers, checksums and directory."""
+        pieces: dict[str, list[tuple]] = {}
+        for one in written:
+            for name, *piece in one.details:
+                pieces.setdefault(name, []).append(tuple(piece))
+        names = iter(self._starts)
+        archive = self._archive
+        path = folder / self.file_name
+        crcs: list[int] = []
+        whole = at = 0
+        with open(path, "r+b") as file:
+
+            def put(content: bytes, offset: int) -> None:
+                nonlocal whole, at
+                assert offset == at, f"{offset} != {at}"
+                file.seek(offset)
+                file.write(content)
+                whole, at = zlib.crc32(content, whole), at + len(content)
+
+            for record in archive.records:
+                put(record.header, record.header_offset)
+                if record.content is None:
+                    crcs.append(_crc_of(path, record, pieces.get(next(names), [])))
+                    whole, at = combine(whole, crcs[-1], record.num_bytes), at + record.num_bytes
+                else:
+                    crcs.append(zlib.crc32(record.content))
+                    put(record.content, record.offset)
+                put(record.descriptor(crcs[-1]), record.offset + record.num_bytes)
+            put(archive.directory(crcs), archive.directory_offset)
+            file.flush()
+            os.fsync(file.fileno())
+        return {self.file_name: {"bytes": archive.num_bytes, "crc32": whole}}
+
+
+def runs(chunk: Chunk) -> Iterator[tuple[int, int, int]]:
+    """(first byte in the whole tensor, first byte in the chunk, number of bytes) of each run of bytes of a chunk."""
+    found = [first * chunk.dtype.itemsize for _, first in runs_of_box(chunk.shape, chunk.offsets, chunk.sizes)]
+    for number, begin in enumerate(found):
+        run_bytes = chunk.num_bytes // len(found)
+        yield begin, number * run_bytes, run_bytes
+
+
+def _write(file: int, path: Path, source: torch.Tensor, offset: int) -> int:
+    content = memoryview(source.numpy())
+    crc = 0
+    while content:
+        block = content[:_BLOCK_BYTES]
+        written = os.pwrite(file, block, offset)
+        crc = zlib.crc32(block[:written], crc)
+        content, offset = content[written:], offset + written
+    return crc
+
+
+def _crc_of(path: Path, record: Record, pieces: list[tuple[int, int, int | None]]) -> int:
+    """CRC-32 of a tensor from its pieces (first byte, bytes, CRC-32), or from the file where they do not line up."""
+    crc = end = 0
+    for start, num_bytes, piece in sorted(pieces, key=lambda piece: piece[0]):
+        if piece is None or start != end:
+            break
+        crc, end = combine(crc, piece, num_bytes), end + num_bytes
+    if end == record.num_bytes:
+        return crc
+    crc, end = 0, 0
+    with open(path, "rb") as file:
+        file.seek(record.offset)
+        while end < record.num_bytes:
+            block = file.read(min(_BLOCK_BYTES, record.num_bytes - end))
+            crc, end = zlib.crc32(block, crc), end + len(block)
+    return crc

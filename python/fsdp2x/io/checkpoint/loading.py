@@ -1,0 +1,394 @@
+"""Loads a checkpoint of any form into a model and its optimizer: the newest complete one if a folder is given."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp2x.base.arguments import checked
+from fsdp2x.base.calls import named_call
+from fsdp2x.base.errors import CheckpointError, CorruptFile
+from fsdp2x.base.failures import gather_all, join_failures, rank_and_size, run_on_all_ranks
+from fsdp2x.base.optimizer_hooks import why_swapped
+from fsdp2x.io.checkpoint import directory
+from fsdp2x.io.checkpoint.background import Saver
+from fsdp2x.io.checkpoint.directory import MANIFEST, PARTS_FILE, rng_file
+from fsdp2x.io.checkpoint.manifest import check_entries, manifest_in, model_layout, read_manifest, verify_files
+from fsdp2x.io.checkpoint.match import Found, FoundState, find_parts, match_model, match_optimizer
+from fsdp2x.io.checkpoint.optimizer import Optimizers, Restore, as_optimizers
+from fsdp2x.io.checkpoint.plan import PARTS
+from fsdp2x.io.checkpoint.rng import check_rng, device_of, read_rng, seed_all, set_rng
+from fsdp2x.io.checkpoint.sources import Copy, open_source, run, verify_archive
+from fsdp2x.io.checkpoint.trees import mismatch
+from fsdp2x.io.formats.dcp import METADATA
+from fsdp2x.io.formats.safe_files import OpenFiles
+from fsdp2x.lifecycle.replicas import check_again
+from fsdp2x.lifecycle.tree import unit_states
+from fsdp2x.sharding.names import clean_name
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Choice:
+    """A checkpoint. `manifest` is None for a lone file, and for a directory that others wrote."""
+
+    path: Path
+    form: str
+    manifest: dict[str, Any] | None
+
+
+def choose(path: Path, verify: bool, look_into: Callable[[Choice], None], what: str) -> Choice:
+    """The checkpoint to load; collective.
+
+    Args:
+        verify: its files are compared with their checksums.
+        look_into: called on every rank with a checkpoint whose files are those that were written. When it raises
+            `CorruptFile` anywhere, the next checkpoint is tried.
+
+    Raises:
+        CheckpointError: on every rank, naming all that were refused; or what `look_into` raised.
+    """
+    rank, world_size = rank_and_size()
+    refused = []
+    for option in run_on_all_ranks(lambda: _options(path), what=what):
+        found: list[Choice] = []
+        failures = _failures(lambda found=found, option=option: found.append(_examine(option, verify)), what)
+        if not failures:
+            failures = _failures(lambda found=found: look_into(found[0]), what)
+        if not failures:
+            if refused:
+                logger.warning("%s; using %s instead", "; ".join(refused), option)
+            return found[0]
+        refused.append(join_failures(failures, world_size, ""))
+    raise CheckpointError(f"{what}: {'; '.join(refused) or 'no checkpoint there'}")
+
+
+def _failures(work: Callable[[], Any], what: str) -> dict[int, str]:
+    """Runs `work` on every rank; rank -> what is damaged there. Any other failure is raised on all."""
+
+    def attempt() -> str | None:
+        try:
+            work()
+        except CorruptFile as error:
+            return str(error)
+        return None
+
+    said = gather_all(attempt, what=what)
+    return {rank: one for rank, one in enumerate(said) if one is not None}
+
+
+def _options(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    root = path if directory.is_root(path) else path / "checkpoints"
+    if (path / MANIFEST).is_file() or (path / METADATA).is_file() or not directory.is_root(root):
+        return [path if path.is_dir() and (path / METADATA).is_file() else directory.resolve(path)]
+    return directory.candidates(root)
+
+
+def _examine(option: Path, verify: bool) -> Choice:
+    """Looks at the manifest and at this rank's part of the files."""
+    rank, world_size = rank_and_size()
+    if option.is_file():
+        if verify:
+            verify_archive(option, rank, world_size)
+        return Choice(option, "full", None)
+    if not (option / MANIFEST).is_file() and (option / METADATA).is_file():
+        if (option / PARTS_FILE).is_file():
+            raise CorruptFile(f"{option}: damaged, {MANIFEST} is missing")
+        return Choice(option, "sharded", None)
+    manifest = read_manifest(option)
+    if verify:
+        verify_files(option, manifest, rank=rank, world_size=world_size)
+    return Choice(option, manifest["form"], manifest)
+
+
+@dataclass
+class Loaded:
+    """What `load` found. Tensors are in model and optimizer already; `scheduler`, `scaler` and `data` also where
+    objects were given. `missing` and `unexpected` are empty unless `strict` was False. `step` is None when the
+    checkpoint, written by others, does not say.
+    """
+
+    path: Path
+    step: int | None
+    form: str
+    world_size: int | None
+    scheduler: Any = None
+    scaler: Any = None
+    data: Any = None
+    extra: Any = None
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+
+@checked
+@named_call("fsdp2x.checkpoint.load")
+def load(
+    path: str | Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    *,
+    scheduler: Any = None,
+    scaler: Any = None,
+    data: Any = None,
+    strict: bool = True,
+    verify: bool = True,
+    trusted: bool = False,
+    seed: int = 0,
+) -> Loaded:
+    """Loads what `save` wrote, or what stock `torch.distributed.checkpoint` did, into sharded tensors; collective.
+
+    A folder of checkpoints means the one that `latest` names; where that is damaged, the newest whole one, and a
+    warning says so. Any world size and mesh, but for per-rank files. The optimizer may be fresh. Nothing is changed
+    when anything is missing, damaged or of another model.
+
+    Args:
+        path: a checkpoint, a folder of them, or the file of a full one.
+        model: the model, sharded as it will be trained.
+        optimizer: one or several; None leaves the saved state alone.
+        scheduler, scaler, data: objects whose `load_state_dict` is called with what was saved.
+        strict: what the model, the optimizer or an argument expects and the checkpoint lacks, and what only the
+            checkpoint has, is an error that names it. False: the rest is loaded, both are reported.
+        verify: compare all files with their checksums before anything is loaded; the ranks share the reading.
+        trusted: the checkpoint may execute code while it is read. Otherwise what needs that is refused.
+        seed: generators of ranks that did not exist at the save are drawn from it.
+
+    Raises:
+        CheckpointError: on every rank, naming the file, tensor or part.
+    """
+    path = Path(path).expanduser()
+    optimizers = as_optimizers(optimizer)
+    what = f"loading checkpoint {path}"
+    objects = {"scheduler": scheduler, "scaler": scaler, "data": data}
+    wanted = {name: part for name, part in objects.items() if part is not None}
+    rank, world_size = rank_and_size()
+    saver = Saver.of(model)
+    with saver.known_ranks().named(what), OpenFiles() as files:
+        saver.wait()
+        matches: list[Match] = []
+
+        def look_into(choice: Choice) -> None:
+            matches.clear()
+            files.close()
+            matches.append(_match(choice, files, model, optimizers, wanted, strict, trusted))
+
+        choice = choose(path, verify, look_into, what)
+        (match,) = matches
+        said = _apply(match, wanted, what)
+    saver.roots.add(choice.path.parent.resolve())
+    for state in unit_states(model):
+        check_again(state)
+    for sentence in said:
+        logger.warning("optimizer: %s", sentence)
+    parts, manifest = match.parts, match.manifest
+    saved_by = manifest.get("world_size")
+    if saved_by not in (None, world_size):
+        logger.info("checkpoint of %d ranks loaded on %d", saved_by, world_size)
+    if match.rng is None and saved_by is not None:
+        logger.warning("rank %d has no random generators in %s: seeded from %d", rank, choice.path, seed)
+        seed_all(seed, rank)
+    return Loaded(
+        choice.path,
+        parts.get("step", manifest.get("step")),
+        choice.form,
+        saved_by,
+        *(parts.get(name) for name in PARTS),
+        match.missing,
+        match.unexpected,
+    )
+
+
+@dataclass
+class Match:
+    """A checkpoint that was found to fit, before anything is changed. `parts["data"]` is the position of this rank."""
+
+    model: torch.nn.Module
+    parts: dict[str, Any]
+    manifest: Mapping[str, Any]
+    tensors: Mapping[str, Any]
+    aliases: Mapping[str, str]
+    found: Found
+    restore: Restore
+    state: FoundState | None
+    missing: list[str]
+    unexpected: list[str]
+    rng: dict[str, Any] | None
+    model_copies: list[Copy]
+    state_copies: list[Copy]
+
+    def hand_over(self, wanted: Mapping[str, Any], undo: list[Callable[[], None]]) -> list[str]:
+        """Gives their states to optimizers and other objects; `undo` gets what gives them back the former ones.
+
+        Returns what an optimizer could not take over.
+        """
+        for name, part in wanted.items():
+            if name not in self.parts:
+                continue
+            if hasattr(part, "state_dict"):
+                undo.append(functools.partial(part.load_state_dict, copy.deepcopy(part.state_dict())))
+            try:
+                part.load_state_dict(self.parts[name])
+            except Exception as error:
+                raise CheckpointError(f"{name} does not take what was saved: {type(error).__name__}: {error}") from None
+        if self.state is None or not self.state.groups:
+            return []
+        for optimizer in self.restore.optimizers:
+            undo.append(functools.partial(optimizer.load_state_dict, optimizer.state_dict()))
+        return self.restore.apply(self.state.saved())
+
+    def fill(self) -> None:
+        """Reads into the model, and sets the random generators."""
+        run(self.model_copies)
+        whole = {**self.tensors, **self.found.objects}
+        full = {**whole, **{alias: whole[kept] for alias, kept in self.aliases.items()}}
+        # The model's own tensors are filled already; load_state_dict is for the hooks that the model may have.
+        self.model.load_state_dict({name: full[clean_name(name)] for name in self.model.state_dict()})
+        if self.rng is not None:
+            set_rng(self.rng, device_of(self.model))
+
+
+def _apply(match: Match, wanted: Mapping[str, Any], what: str) -> list[str]:
+    """Changes model, optimizers, generators and objects; collective. Returns what an optimizer could not take over.
+
+    What others may refuse comes first and is taken back when any rank fails. The model is filled in place, last: only
+    its files can still fail, such as by a disk, and have been read once.
+    """
+    run_on_all_ranks(lambda: run(match.state_copies), what=what)
+    undo: list[Callable[[], None]] = []
+    try:
+        said = run_on_all_ranks(lambda: match.hand_over(wanted, undo), what=what)
+    except CheckpointError:
+        for give_back in reversed(undo):
+            give_back()
+        raise
+    try:
+        run_on_all_ranks(match.fill, what=what)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; a part of it is in the model: load again before it is used") from (
+            error.__cause__
+        )
+    return said
+
+
+def _match(
+    choice: Choice,
+    files: OpenFiles,
+    model: torch.nn.Module,
+    optimizers: Optimizers,
+    wanted: Mapping[str, Any],
+    strict: bool,
+    trusted: bool,
+) -> Match:
+    """Opens the checkpoint and compares it with itself and with what is here.
+
+    Raises:
+        CorruptFile: it contradicts itself.
+        CheckpointError: it does not fit, or needs to be trusted.
+    """
+    rank, world_size = rank_and_size()
+    if why := why_swapped(model.parameters()):
+        raise CheckpointError(why)
+    if choice.form == "per_rank" and choice.manifest["world_size"] != world_size:
+        raise CheckpointError(
+            f"{choice.path}: per-rank files of {choice.manifest['world_size']} ranks cannot be loaded by {world_size}; "
+            "use as many ranks, or save with form='sharded' or 'full', which any number of ranks loads"
+        )
+    source = open_source(choice.path, choice.form, files, rank, trusted, choice.manifest)
+    parts = source.parts()
+    manifest = choice.manifest or manifest_in(parts) or {}
+    rng = None
+    if manifest:
+        check_entries(choice.path, manifest, source.entries, rank if choice.form == "per_rank" else None)
+        _check_parts(choice.path, parts, manifest)
+        rng = _rng_of(choice, parts, manifest, rank, device_of(model))
+    elif isinstance(parts.get("rng"), list):
+        raise CorruptFile(f"{choice.path}: damaged, it has random generators of each rank, and no manifest")
+    tensors, aliases = model_layout(model)
+    nodes = find_parts(source.tree, {**tensors, **aliases})
+    found = match_model(nodes, tensors, aliases, strict)
+    restore = Restore(model, optimizers)
+    state = match_optimizer(nodes, restore, manifest.get("layouts", {})) if optimizers else None
+    missing = [*found.missing, *(state.missing if state else [])]
+    missing += [name for name in wanted if not {name, f"{name}_of_ranks"} & set(parts)]
+    unexpected = [*found.unexpected, *(state.unexpected if state else [])]
+    if strict and (missing or unexpected):
+        raise CheckpointError(_differences(choice.path, missing, unexpected))
+    if strict and state and (mixed := restore.mixed_groups(state.groups)):
+        raise CheckpointError(
+            f"{choice.path}: {'; '.join(mixed)}; strict=False keeps their settings and loads the rest"
+        )
+    _take_own_position(parts, rank, world_size, "data" in wanted and strict)
+    for name in ("scheduler", "scaler"):
+        part = wanted.get(name)
+        if strict and name in parts and hasattr(part, "state_dict"):
+            if wrong := mismatch(parts[name], part.state_dict(), name):
+                raise CheckpointError(f"{choice.path}: {wrong}")
+    model_copies = source.prepare(found.targets)
+    state_copies = source.prepare(state.targets) if state else []
+    return Match(
+        model, parts, manifest, tensors, aliases, found, restore, state, missing, unexpected, rng,
+        model_copies, state_copies,
+    )  # fmt: skip
+
+
+def _check_parts(path: Path, parts: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
+    """Raises `CorruptFile` unless the small parts are those that the manifest names."""
+    names = sorted(parts.keys() - {"step", "rng", "manifest", "chunks", "owner"})
+    if names != sorted(manifest["parts"]) or parts.get("step") != manifest["step"]:
+        raise CorruptFile(
+            f"{path}: damaged, it has {', '.join(names)} of step {parts.get('step')}, the manifest lists "
+            f"{', '.join(manifest['parts'])} of step {manifest['step']}"
+        )
+    positions = parts.get("data_of_ranks")
+    if positions is not None and (not isinstance(positions, list) or len(positions) != manifest["world_size"]):
+        raise CorruptFile(f"{path}: damaged, it has no data position of each of {manifest['world_size']} ranks")
+
+
+def _rng_of(
+    choice: Choice, parts: Mapping[str, Any], manifest: Mapping[str, Any], rank: int, device: torch.device
+) -> dict[str, Any] | None:
+    """The random generators of this rank, None where there was no such rank; raises `CorruptFile`."""
+    if choice.form == "full":
+        states = parts.get("rng")
+        if not isinstance(states, list) or len(states) != manifest["world_size"]:
+            raise CorruptFile(f"{choice.path}: damaged, it has no random generators of {manifest['world_size']} ranks")
+        for other, state in enumerate(states):
+            check_rng(state, device, f"{choice.path}: rank {other}")
+        return states[rank] if rank < len(states) else None
+    if rank >= manifest["world_size"]:
+        return None
+    state = read_rng(choice.path, rank, manifest["step"])
+    check_rng(state, device, str(choice.path / rng_file(rank)))
+    return state
+
+
+def _take_own_position(parts: dict[str, Any], rank: int, world_size: int, needed: bool) -> None:
+    """Puts the data position of this rank into `parts`, where each rank saved its own."""
+    positions = parts.get("data_of_ranks")
+    if positions is None:
+        return
+    if len(positions) == world_size:
+        parts["data"] = positions[rank]
+    elif needed:
+        raise CheckpointError(
+            f"data: each of {len(positions)} ranks saved a position of its own, which {world_size} ranks cannot "
+            "continue; load with data=None and place the data yourself"
+        )
+
+
+def _differences(path: Path, missing: list[str], unexpected: list[str]) -> str:
+    said = []
+    for names, text in ((missing, "it lacks"), (unexpected, "only it has")):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            said.append(f"{text} {', '.join(names[:5])}{more}")
+    return f"{path}: {'; '.join(said)}; strict=False loads the rest"

@@ -1,0 +1,193 @@
+"""Finding model and optimizer in the tree of a checkpoint, ours or another's, and matching them with what is here.
+
+Others name the top of their trees as they like ("model", "model_state.model", "optim", nothing at all): the model is
+the node that has the names of its tensors, the optimizer the one with `state` and `param_groups`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fsdp2x.base.errors import CheckpointError, CorruptFile
+from fsdp2x.io.checkpoint.optimizer import Restore, own_form
+from fsdp2x.io.checkpoint.sources import Leaf
+from fsdp2x.io.checkpoint.trees import mismatch
+
+_DEPTH = 4
+
+
+@dataclass
+class Parts:
+    """Nodes of the tree; None where there is none."""
+
+    model: Mapping[str, Any] | None
+    optimizer: Mapping[str, Any] | None
+
+
+@dataclass
+class Found:
+    """Tensors to read and where to, values that are no tensors, and what does not match."""
+
+    targets: dict[Leaf, torch.Tensor] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+
+@dataclass
+class FoundState(Found):
+    """Of an optimizer: `state` and `groups` by parameter name, with a `Leaf` where `targets` has the tensor."""
+
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    layouts: Mapping[str, str] = field(default_factory=dict)
+
+    def saved(self) -> dict[str, Any]:
+        """As `optimizer.named_state` gives it, when the targets are read."""
+
+        def value(item: Any) -> Any:
+            return own_form(self.targets[item], self.layouts.get(item.name)) if isinstance(item, Leaf) else item
+
+        return {
+            "state": {name: {key: value(item) for key, item in one.items()} for name, one in self.state.items()},
+            "param_groups": [{key: value(item) for key, item in group.items()} for group in self.groups],
+        }
+
+
+def find_parts(tree: Mapping[str, Any], names: Collection[str]) -> Parts:
+    """`names`: of the model's tensors, aliases too."""
+    best: tuple[int, Mapping[str, Any] | None] = (0, None)
+    optimizer = None
+
+    def visit(node: Any, depth: int) -> None:
+        nonlocal best, optimizer
+        if not isinstance(node, Mapping) or depth > _DEPTH:
+            return
+        if "param_groups" in node and isinstance(node.get("state", {}), Mapping):
+            optimizer = optimizer or node
+            return
+        if any(key.startswith("param_groups.") for key in node if isinstance(key, str)):
+            optimizer = optimizer or node
+            return
+        hits = sum(name in node for name in names)
+        if hits > best[0]:
+            best = (hits, node)
+        for child in node.values():
+            visit(child, depth + 1)
+
+    visit(tree, 0)
+    model = best[1]
+    if model is None:
+        empty = tree.get("model")
+        model = empty if isinstance(empty, Mapping) else None
+    return Parts(model, optimizer)
+
+
+def match_model(parts: Parts, tensors: Mapping[str, Any], aliases: Mapping[str, str], strict: bool) -> Found:
+    """What to read for the model. Another shape is an error also without `strict`."""
+    found = Found()
+    saved = {name: value for name, value in (parts.model or {}).items() if not isinstance(value, Mapping)}
+    other_names: dict[str, list[str]] = {}
+    for alias, kept in aliases.items():
+        other_names.setdefault(kept, []).append(alias)
+    for name, mine in tensors.items():
+        known = next((one for one in (name, *other_names.get(name, [])) if one in saved), None)
+        if known is None:
+            found.missing.append(name)
+            continue
+        leaf = saved[known]
+        if not isinstance(mine, torch.Tensor):
+            if isinstance(leaf, Leaf):
+                found.objects[name] = found.targets[leaf] = torch.empty(leaf.shape, dtype=leaf.dtype)
+            elif wrong := mismatch(leaf, mine, name):
+                raise CheckpointError(f"of another model, {wrong}")
+            else:
+                found.objects[name] = leaf
+            continue
+        if not isinstance(leaf, Leaf) or leaf.shape != tuple(mine.shape):
+            got = list(leaf.shape) if isinstance(leaf, Leaf) else type(leaf).__name__
+            raise CheckpointError(f"of another model, {name} has shape {got} there, {list(mine.shape)} here")
+        if leaf.dtype != mine.dtype and strict:
+            there, here = (str(dtype).removeprefix("torch.") for dtype in (leaf.dtype, mine.dtype))
+            raise CheckpointError(
+                f"of another model, {name} has dtype {there} there, {here} here; strict=False converts it"
+            )
+        found.targets[leaf] = mine
+    found.unexpected = [name for name in saved if name not in tensors and name not in aliases]
+    return found
+
+
+def match_optimizer(parts: Parts, restore: Restore, layouts: Mapping[str, str]) -> FoundState:
+    """What to read for the optimizers."""
+    found = FoundState(layouts=layouts)
+    if parts.optimizer is None:
+        found.missing = ["optimizer"]
+        found.groups = []
+        return found
+    saved = _by_group(parts.optimizer, restore)
+    _check_form(saved)
+    described = {name: {key: _described(item) for key, item in one.items()} for name, one in saved["state"].items()}
+    groups = [{key: 0.0 if isinstance(item, Leaf) else item for key, item in g.items()} for g in saved["param_groups"]]
+    restore.check({"state": described, "param_groups": groups})
+    lacking, foreign = restore.differences(saved)
+    found.missing = [f"optimizer state of {name}" for name in lacking]
+    found.unexpected = [f"optimizer state of {name}" for name in foreign]
+    found.groups = saved["param_groups"]
+    for name, one in saved["state"].items():
+        if name not in restore.params:
+            continue
+        found.state[name] = one
+        for item in one.values():
+            if isinstance(item, Leaf):
+                layout = layouts.get(item.name)
+                found.targets[item] = restore.target(name, item.shape, item.dtype, layout)
+    for group in found.groups:
+        for item in group.values():
+            if isinstance(item, Leaf):
+                found.targets[item] = torch.empty(item.shape, dtype=item.dtype)
+    return found
+
+
+def _described(item: Any) -> Any:
+    """Shape and dtype of a stored tensor, any other value itself."""
+    return (item.shape, item.dtype) if isinstance(item, Leaf) else item
+
+
+def _check_form(saved: Mapping[str, Any]) -> None:
+    """Raises `CorruptFile` for what is no optimizer's state: names to states by key, groups of settings with names."""
+    state, groups = saved["state"], saved["param_groups"]
+    if not all(isinstance(name, str) and isinstance(one, Mapping) for name, one in state.items()):
+        raise CorruptFile("the optimizer's state is not kept by the names of parameters")
+    members: set[str] = set()
+    for index, group in enumerate(groups):
+        names = group.get("params")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise CorruptFile(f"group {index} of the optimizer does not name its parameters: {str(names)[:100]}")
+        twice = sorted(members.intersection(names)) or [name for name in names if names.count(name) > 1][:1]
+        if twice:
+            raise CorruptFile(f"{twice[0]} is in the optimizer's groups twice")
+        members.update(names)
+
+
+def _by_group(node: Mapping[str, Any], restore: Restore) -> dict[str, Any]:
+    """The saved state in the form of `optimizer.named_state`; also what `flatten_optimizer_state_dict` makes."""
+    if "param_groups" in node:
+        groups = node["param_groups"]
+        if not isinstance(groups, list | tuple) or not all(isinstance(group, Mapping) for group in groups):
+            raise CorruptFile(f"the optimizer's groups are {str(groups)[:100]}")
+        return {"state": dict(node.get("state", {})), "param_groups": [dict(group) for group in groups]}
+    names = sorted(restore.params, key=len, reverse=True)
+    state: dict[str, dict[str, Any]] = {}
+    settings: dict[str, dict[str, Any]] = {}
+    for key, value in node.items():
+        section, _, rest = key.partition(".")
+        name = next((one for one in names if rest.startswith(one + ".")), None)
+        if name is None:
+            name = rest.rpartition(".")[0]
+        target = state if section == "state" else settings
+        target.setdefault(name, {})[rest[len(name) + 1 :]] = value
+    return {"state": state, "param_groups": [{**values, "params": [name]} for name, values in settings.items()]}

@@ -1,0 +1,232 @@
+"""What belongs to a checkpoint, and who writes what: exactly one rank writes each chunk, agreed once per layout.
+
+`tree` holds model and optimizer as nested dicts, `flat` the same leaves by dotted name, as DCP names them. Small parts
+(schedule, scaler, data position, extra) are kept apart: they are Python values, read back with `weights_only=True`.
+
+torch's own planner says which chunk of a tensor a rank holds and which replica writes it, so that meshes of any shape
+are cut in a checkpoint as FSDP2 cuts them. The plan depends on names, shapes and layouts alone and is kept for the next
+save of the same model.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from fsdp2x.base.errors import CheckpointError
+from fsdp2x.base.failures import gather_on_rank_0, on_rank_0, rank_and_size
+from fsdp2x.base.optimizer_hooks import why_swapped
+from fsdp2x.io.checkpoint.manifest import Entries, model_layout
+from fsdp2x.io.checkpoint.optimizer import Optimizers, layout_of, named_state
+from fsdp2x.io.checkpoint.rng import device_of, rng_state
+from fsdp2x.io.checkpoint.trees import check_loadable, flatten
+from fsdp2x.io.formats.dcp import KeyPath
+
+PARTS = ("scheduler", "scaler", "data", "extra")
+
+
+@dataclass
+class State:
+    """Of this rank. `signature` is equal exactly when names, shapes, dtypes and layouts of the tensors are.
+
+    `plain`: the layouts of plain tensors that an optimizer keeps beside DTensors.
+    """
+
+    tree: dict[str, Any]
+    flat: dict[str, Any]
+    paths: dict[str, KeyPath]
+    aliases: dict[str, str]
+    model_names: dict[str, torch.Tensor]
+    small: dict[str, Any]
+    rng: dict[str, Any]
+    signature: tuple = field(default=())
+    layouts: dict[str, str] = field(default_factory=dict)
+    plain: dict[str, str] = field(default_factory=dict)
+
+
+def collect(model: torch.nn.Module, optimizers: Optimizers, small: Mapping[str, Any], trusted: bool) -> State:
+    """Everything of this rank; no collective. Raises `CheckpointError` for what could not be loaded again."""
+    if why := why_swapped(model.parameters()):
+        raise CheckpointError(why)
+    tensors, aliases = model_layout(model)
+    tree: dict[str, Any] = {"model": tensors}
+    plain: dict[KeyPath, str] = {}
+    if optimizers:
+        tree["optimizer"], plain = named_state(model, optimizers)
+    flat, paths = flatten(tree)
+    layouts = {name: layout for name, value in flat.items() if (layout := layout_of(value)) is not None}
+    plain_layouts = {name: plain[path[1:]] for name, path in paths.items() if path[1:] in plain}
+    layouts.update(plain_layouts)
+    for name, value in flat.items():
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            raise CheckpointError(f"{name} is on the meta device: it has no values to save")
+    # Copied: some state dicts hold the lists that the next step changes, while a thread may still write this.
+    parts = {name: copy.deepcopy(state_of(value)) for name, value in small.items() if value is not None}
+    if not trusted:
+        check_loadable({**{n: v for n, v in flat.items() if not isinstance(v, torch.Tensor)}, **parts})
+    signature = tuple(
+        (name, value.dtype, value.shape, layouts.get(name)) if isinstance(value, torch.Tensor) else (name,)
+        for name, value in flat.items()
+    )
+    return State(
+        tree, flat, paths, aliases, tensors, parts, rng_state(device_of(model)), signature, layouts, plain_layouts
+    )
+
+
+def state_of(part: Any) -> Any:
+    """What an object with `state_dict()` says, or the value itself."""
+    return part.state_dict() if hasattr(part, "state_dict") else part
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A block of the whole tensor `name`: what one rank holds of it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.sizes).numel() * self.dtype.itemsize
+
+
+@dataclass
+class Plan:
+    """`held`: every chunk of this rank. `mine`: those that it writes where each chunk is written once; `objects` the
+    entries that are no tensors, likewise. `metadata` and `paths` (of all ranks): on rank 0 only.
+    """
+
+    signature: tuple
+    held: list[Chunk]
+    mine: list[Chunk]
+    objects: list[str]
+    metadata: Metadata | None = None
+    paths: Mapping[str, tuple] | None = None
+
+    @functools.cached_property
+    def entries(self) -> Entries:
+        """All entries with shape and dtype; on rank 0, elsewhere none."""
+        described = self.metadata.state_dict_metadata if self.metadata is not None else {}
+        return {
+            name: (tuple(entry.size), entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+            for name, entry in described.items()
+        }
+
+
+def local_plan(flat: Mapping[str, Any]) -> SavePlan:
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(dict(flat), is_coordinator=True)
+    return planner.create_local_plan()
+
+
+def chunks_of(flat: Mapping[str, Any]) -> list[Chunk]:
+    """The chunks of the tensors in `flat` that this rank holds."""
+    return _chunks(local_plan(flat).items)
+
+
+def make_plan(flat: Mapping[str, Any], paths: Mapping[str, KeyPath], signature: tuple = ()) -> Plan:
+    """Agrees with all ranks; collective. Raises `CheckpointError` when chunks overlap or leave holes."""
+    local: list[SavePlan] = []
+
+    def describe() -> tuple[SavePlan, Mapping[str, tuple]]:
+        local.append(local_plan(flat))
+        return local[0], paths
+
+    everything = gather_on_rank_0(describe)
+    metadata: list[Metadata] = []
+
+    def assign() -> list[list[tuple]]:
+        plans, described = _global_plan([plan for plan, _ in everything])
+        metadata.append(described)
+        whole = _first_holders([plan for plan, _ in everything])
+        dealt = [[_key(item) for item in plan.items if item.type == WriteItemType.SHARD] for plan in plans]
+        return [[*keys, *(key for key, owner in whole.items() if owner == rank)] for rank, keys in enumerate(dealt)]
+
+    assigned = on_rank_0(assign)
+    rank, _ = rank_and_size()
+    mine = _kept(local[0], assigned[rank])
+    objects = [item.index.fqn for item in mine if item.type == WriteItemType.BYTE_IO]
+    plan = Plan(signature, _chunks(local[0].items), _chunks(mine), objects)
+    if rank == 0:
+        plan.metadata = metadata[0]
+        plan.paths = {name: path for _, some in reversed(everything) for name, path in some.items()}
+    return plan
+
+
+def plan_alone(tensors: Mapping[str, torch.Tensor], paths: Mapping[str, KeyPath]) -> Plan:
+    """The plan of a process that writes everything by itself. No collective."""
+    local = local_plan(tensors)
+    chunks = _chunks(local.items)
+    return Plan((), chunks, chunks, [], _global_plan([local])[1], paths)
+
+
+def _global_plan(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner({}, is_coordinator=True)
+    try:
+        return planner.create_global_plan(plans)
+    except ValueError as error:
+        raise CheckpointError(f"the ranks do not hold each tensor exactly once: {error}") from None
+
+
+def _first_holders(plans: Sequence[SavePlan]) -> dict[tuple, int]:
+    """The rank that writes each entry that is no shard: the first one that has it.
+
+    Buffers may differ by rank, such as statistics of batches. torch would take each from another rank, to write alike
+    many bytes on all.
+    """
+    found: dict[tuple, int] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            if item.type != WriteItemType.SHARD:
+                found.setdefault(_key(item), rank)
+    return found
+
+
+def _kept(plan: SavePlan, keys: Sequence[tuple]) -> list[WriteItem]:
+    wanted = set(keys)
+    return [item for item in plan.items if _key(item) in wanted]
+
+
+def _chunks(items: Sequence[WriteItem]) -> list[Chunk]:
+    return [_chunk(item) for item in items if item.type != WriteItemType.BYTE_IO]
+
+
+def local_data(flat: Mapping[str, Any], chunk: Chunk) -> torch.Tensor:
+    """The memory of a chunk on this rank; raises `CheckpointError` for a tensor that is more than its bytes."""
+    tensor = flat[chunk.name]
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    local = local.detach()
+    if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout is not torch.strided:
+        raise CheckpointError(
+            f"{chunk.name} is a {type(local).__name__} of layout {local.layout}, which this form of checkpoint cannot "
+            "hold; save what `get_model_state_dict` makes of it with torch.distributed.checkpoint"
+        )
+    if tuple(local.shape) != chunk.sizes:
+        raise CheckpointError(
+            f"{chunk.name}: this rank holds {tuple(local.shape)}, its placements say {chunk.sizes}; the sharding is "
+            "not one that a checkpoint can describe"
+        )
+    return local
+
+
+def _chunk(item: WriteItem) -> Chunk:
+    data = item.tensor_data
+    offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+    return Chunk(item.index.fqn, data.properties.dtype, tuple(data.size), offsets, sizes)
+
+
+def _key(item: WriteItem) -> tuple:
+    offset = item.index.offset
+    return (item.index.fqn, None if offset is None else tuple(offset))

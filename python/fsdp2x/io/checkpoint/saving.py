@@ -1,0 +1,378 @@
+"""`save`: a checkpoint of this moment, at once or in the background; `wait`: until it is written.
+
+Order of a save, whatever its form: collect on every rank (errors reach all before anything is written), agree who
+writes what, [async: copy the shards and go on], temporary folder, data, small files, manifest, fsync of each, rename,
+fsync of the folder, `latest`, retention. See `directory.py` for what a kill may leave.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, assert_never
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp2x.base.arguments import checked
+from fsdp2x.base.calls import calling, current_call, named_call
+from fsdp2x.base.errors import CheckpointError
+from fsdp2x.base.failures import Group, gather_all, gather_on_rank_0, on_rank_0, rank_and_size, run_on_all_ranks
+from fsdp2x.io.checkpoint import directory
+from fsdp2x.io.checkpoint.background import Saved, Saver
+from fsdp2x.io.checkpoint.directory import ASSETS_FOLDER, PARTS_FILE
+from fsdp2x.io.checkpoint.disk import bytes_of
+from fsdp2x.io.checkpoint.forms import Contents, Form, Full, PerRank, Sharded, write_described
+from fsdp2x.io.checkpoint.manifest import (
+    FormName,
+    describe_entries,
+    describe_files,
+    file_names,
+    make_manifest,
+    write_manifest,
+)
+from fsdp2x.io.checkpoint.optimizer import as_optimizers, require_same_cut
+from fsdp2x.io.checkpoint.plan import Plan, State, collect, local_data, make_plan
+from fsdp2x.io.checkpoint.rng import save_rng
+from fsdp2x.io.checkpoint.trees import same, to_bytes
+
+logger = logging.getLogger(__name__)
+
+FILE_SUFFIXES = (".pt", ".pth")
+
+
+@checked
+@named_call("fsdp2x.checkpoint.save", "step", "form", "async_save")
+def save(
+    path: str | Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    *,
+    step: int,
+    scheduler: Any = None,
+    scaler: Any = None,
+    data: Any = None,
+    extra: Any = None,
+    form: Literal["sharded", "full", "per_rank"] = "sharded",
+    keep: int = 2,
+    marked: bool = False,
+    overwrite: bool = False,
+    async_save: bool = False,
+    trusted: bool = False,
+    write_assets: Callable[[Path], None] | None = None,
+) -> Saved:
+    """Writes `path/step-<step>` from all ranks, points `path/latest` to it and deletes old ones; collective.
+
+    With `form="full"` and a `path` that ends with `.pt` or `.pth`: that one file, and nothing else.
+
+    A kill at any moment leaves the previous checkpoint whole. All ranks must see the folder. Saved are the model's
+    state dict (tied weights once), the optimizer's state and groups under parameter names, the small parts given here
+    and the random generators of all ranks.
+
+    Args:
+        path: the folder of the run's checkpoints, or a file.
+        model: sharded by fsdp2x or by stock FSDP2, or not at all. Tensors that are not sharded, such as buffers, are
+            those of the first rank that has them, except with `form="per_rank"`.
+        optimizer: torch's, ours, wrapped by `local_optimizer`, or several; None leaves it out.
+        step: names the checkpoint; 0 or more.
+        scheduler, scaler, data: objects with `state_dict()`, or values, of plain Python and tensors. `data` may differ
+            between ranks (and then loads at the same number of ranks only); of the others rank 0's is kept.
+        extra: any such value of the caller's.
+        form: "sharded": the directory of `torch.distributed.checkpoint`, for any world size, readable by torch and by
+            stock FSDP2. "full": one file that `torch.load(weights_only=True)` reads, for any world size. "per_rank":
+            a file of each rank, for the same number of ranks.
+        keep: how many checkpoints stay in the folder beside the marked ones.
+        marked: this one is never deleted by later saves; see `mark`.
+        overwrite: the folder may have checkpoints of `step` and later ones that this model was not loaded from: work of
+            another run, which this save and those after it would replace and delete. Without it they are refused, also
+            while another model's asynchronous save still writes them.
+        async_save: return after the shards were copied; a thread writes them, and the next save waits for it. One copy
+            of this rank's shards stays in memory for that. Ranks then agree over a process group of their own.
+        trusted: allow parts whose reading executes code; `load` must then be told, too.
+        write_assets: called with a folder on rank 0, adds files such as configurations (in the thread, when async).
+
+    Returns:
+        Saved: path, bytes and seconds; of an asynchronous save also `wait()`.
+
+    Raises:
+        CheckpointError: on every rank when any rank fails, also when the former asynchronous save failed, or the
+            folder has another run's checkpoints; the new one is not begun then.
+        ValueError, TypeError: for arguments.
+    """
+    begun = time.perf_counter()
+    target = SaveTarget(Path(path).expanduser(), int(step), keep, marked)
+    _check(target, form)
+    optimizers = as_optimizers(optimizer)
+    what = f"saving checkpoint {target.final}"
+    saver = Saver.of(model)
+    lost_ranks = saver.known_ranks()
+    with lost_ranks.named(what):
+        saver.wait()
+        root = target.path.resolve()
+        small = {"scheduler": scheduler, "scaler": scaler, "data": data, "extra": extra}
+
+        def begin() -> State:
+            if rank_and_size()[0] == 0:
+                _make_way(saver, target, root, is_refused=not (target.is_file or overwrite or root in saver.roots))
+            return collect(model, optimizers, small, trusted)
+
+        state, plan, sources = _agree(saver, begin, what)
+        saver.roots.add(root)
+    manifest = make_manifest(
+        step=target.step,
+        world_size=rank_and_size()[1],
+        mesh=_mesh_of(state.model_names),
+        aliases=state.aliases,
+        model_type=str(getattr(getattr(model, "config", None), "model_type", type(model).__name__)),
+        form=form,
+        layouts=state.layouts,
+    )
+    job = Job(target, form, plan, state, what, lost_ranks, manifest, write_assets)
+    data = [bytes_of(sources[chunk.name]) for chunk in job.form.chunks]
+    saved = Saved(target.final, target.step, form, sum(part.numel() for part in data))
+    if async_save:
+        saved._saver, saver.writing_to, saver.writing_step = saver, root, target.step
+        saver.start(data, job.run, saved, begun)
+    else:
+        job.run(data, None)
+        saved.seconds = saved.stall_s = time.perf_counter() - begun
+    return saved
+
+
+@checked
+def wait(model: torch.nn.Module) -> None:
+    """Until the asynchronous save of `model` is written, if there is one; raises its `CheckpointError`."""
+    Saver.of(model).wait()
+
+
+@dataclass(frozen=True)
+class SaveTarget:
+    """Where a checkpoint goes: a folder of a root, or one file."""
+
+    path: Path
+    step: int
+    keep: int
+    marked: bool
+
+    @property
+    def is_file(self) -> bool:
+        return self.path.suffix in FILE_SUFFIXES
+
+    @property
+    def final(self) -> Path:
+        return self.path if self.is_file else self.path / directory.step_name(self.step)
+
+    @property
+    def temporary(self) -> Path:
+        """Of a lone file: a folder beside it that holds it until it is whole."""
+        if self.is_file:
+            return self.path.parent / f".tmp-{self.path.name}"
+        return directory.temporary_path(self.path, self.step)
+
+    def refuse_former_run(self) -> None:
+        """Raises `CheckpointError` where other work would be taken for this run's and be deleted in time."""
+        there = [path.name for path in directory.whole_checkpoints(self.path)]
+        later = [name for name in there if (directory.step_of(name) or 0) >= self.step]
+        if later:
+            raise CheckpointError(
+                f"{self.path} has {later[-1]}, which this model was not loaded from: another run's work, which saves "
+                f"from step {self.step} on would replace. Load from there first, choose another folder, or pass "
+                "overwrite=True"
+            )
+
+    def prepare(self) -> None:
+        if self.is_file:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(self.temporary, ignore_errors=True)
+            self.temporary.mkdir()
+        else:
+            directory.prepare(self.path, self.step)
+
+    def discard(self) -> None:
+        """Takes away what a save that failed has left. A disk that lets nothing be removed is left to the next one."""
+        try:
+            if self.is_file:
+                shutil.rmtree(self.temporary, ignore_errors=True)
+            else:
+                directory.discard(self.path, self.step)
+        except OSError as error:
+            logger.warning("%s: what the failed save left stays: %s", self.temporary, error)
+
+    def publish(self) -> None:
+        if self.is_file:
+            directory.sync_folder(self.temporary)
+            os.replace(self.temporary / self.path.name, self.path)
+            shutil.rmtree(self.temporary, ignore_errors=True)
+            directory.sync_folder(self.path.parent)
+            return
+        directory.publish(self.path, self.step)
+        for old in directory.retain(self.path, self.keep):
+            logger.info("deleted old checkpoint %s", old)
+
+
+class Job:
+    """One save after its state was collected: what is left can be done at any later moment, by any thread."""
+
+    def __init__(self, target, form: FormName, plan: Plan, state: State, what, lost_ranks, manifest, write_assets):
+        self.target, self.what, self.lost_ranks, self.write_assets = target, what, lost_ranks, write_assets
+        self.call = current_call(what)
+        self.state = replace(state, tree={}, flat={}, model_names={})
+        objects = {name: value for name, value in state.flat.items() if not isinstance(value, torch.Tensor)}
+        self.contents = Contents(objects, state.paths, state.aliases, manifest)
+        self.num_entries = len(state.flat)
+        self.entries = plan.entries
+        rank, _ = rank_and_size()
+        self.form: Form
+        match form:
+            case "sharded":
+                self.form = Sharded(plan, rank)
+            case "per_rank":
+                self.form = PerRank(plan, rank, self.contents)
+            case "full":
+                self.form = Full(plan, rank, target.path.name) if target.is_file else Full(plan, rank)
+            case _:
+                assert_never(form)
+
+    def run(self, data: list[torch.Tensor], group: Group) -> None:
+        """Writes and publishes the data of `form.chunks`; collective over `group`.
+
+        Raises:
+            CheckpointError: on every rank.
+        """
+        with calling(self.call), self.lost_ranks.named(self.what):
+            target, contents, what = self.target, self.contents, self.what
+            rank, _ = rank_and_size(group)
+            mine = (self.state.small.get("data"), self.state.rng, self.num_entries)
+            gathered = gather_on_rank_0(lambda: mine, group=group)
+            on_rank_0(lambda: self._begin(gathered), what=what, group=group)
+            try:
+                self.form.place(target.temporary, contents, group)
+                written = gather_on_rank_0(lambda: self._write(data), what=what, group=group)
+                on_rank_0(lambda: self._finish(written), what=what, group=group)
+            except CheckpointError:
+                # Raised on every rank, and by none before it has stopped to write.
+                on_rank_0(target.discard, what=what, group=group)
+                raise
+            except BaseException:
+                if rank == 0:
+                    target.discard()  # a rank is gone, or this one is told to end: nobody is left to agree with
+                raise
+
+    def _begin(self, gathered: list[tuple[Any, dict, int]]) -> None:
+        """On rank 0: what all ranks contribute to the small files, and the folder."""
+        contents = self.contents
+        contents.small = self._small([data for data, *_ in gathered])
+        contents.rngs = [rng for _, rng, _ in gathered]
+        contents.manifest |= {
+            "parts": sorted(contents.small),
+            "entries": describe_entries(self.entries),
+            "num_entries": [num for *_, num in gathered],
+        }
+        self.target.prepare()
+
+    def _small(self, positions: list[Any]) -> dict[str, Any]:
+        """Small parts of all ranks; the data position once where all ranks have the same."""
+        if all(same(positions[0], other) for other in positions[1:]):
+            return self.state.small
+        return {**{k: v for k, v in self.state.small.items() if k != "data"}, "data_of_ranks": positions}
+
+    def _write(self, data: list[torch.Tensor]) -> Any:
+        folder = self.target.temporary
+        rank, _ = rank_and_size()
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"rank {rank} does not see the folder {folder}, which rank 0 made: all ranks must save to one file "
+                "system that they share"
+            )
+        if not self.form.holds_parts:
+            save_rng(folder, rank, self.target.step, self.state.rng)
+        return self.form.write(folder, self.contents, data)
+
+    def _finish(self, written: list) -> None:
+        folder, contents = self.target.temporary, self.contents
+        files = {name: described for one in written for name, described in one.files.items()}
+        files.update(self.form.finish(folder, contents, written))
+        if not self.target.is_file:
+            if not self.form.holds_parts:
+                parts = {**contents.small, "step": self.target.step}
+                files[PARTS_FILE] = write_described(folder / PARTS_FILE, to_bytes(parts))
+            if self.write_assets is not None:
+                (folder / ASSETS_FOLDER).mkdir()
+                self.write_assets(folder / ASSETS_FOLDER)
+            rest = [name for name in file_names(folder) if name not in files]
+            write_manifest(folder, contents.manifest, {**files, **describe_files(folder, rest)})
+            if self.target.marked:
+                directory.write_file(folder / directory.MARKED, "")
+        self.target.publish()
+
+
+def _check(target: SaveTarget, form: str) -> None:
+    if target.step < 0:
+        raise ValueError(f"checkpoint.save: step is {target.step}, expected 0 or more")
+    if target.keep < 1:
+        raise ValueError(f"checkpoint.save: keep is {target.keep}, expected at least 1")
+    if target.is_file and form != "full":
+        raise ValueError(f"checkpoint.save: {target.path} is one file, which only form='full' writes; got {form!r}")
+
+
+def _make_way(saver: Saver, target: SaveTarget, root: Path, is_refused: bool) -> None:
+    """On rank 0: nobody else writes to this folder when it returns.
+
+    Raises:
+        CheckpointError: other work is there, or on its way, and ``is_refused``.
+    """
+    others = saver.others_writing(root)
+    if is_refused:
+        if ahead := [one.writing_step for one in others if one.writing_step >= target.step]:
+            name = target.path.name if target.is_file else directory.step_name(ahead[0])
+            raise CheckpointError(
+                f"{target.path}: another model's {name} is being written there. Save to another folder, or pass "
+                "overwrite=True"
+            )
+        target.refuse_former_run()
+    for other in others:
+        other.finish_writing()
+
+
+def _agree(saver: Saver, work: Callable[[], State], what: str) -> tuple[State, Plan, dict[str, torch.Tensor]]:
+    """State and data of this rank, and the plan: that of the last save where nothing changed on any rank.
+
+    One meeting of the ranks in that case, since training waits for it.
+    """
+    state: State | None = None
+
+    def data_of(plan: Plan) -> dict[str, torch.Tensor]:
+        return {chunk.name: local_data(state.flat, chunk) for chunk in plan.held}
+
+    sources: dict[str, torch.Tensor] = {}
+
+    def is_known() -> tuple[bool, dict[str, str]]:
+        nonlocal state, sources
+        state = work()
+        if saver.plan is None or saver.plan.signature != state.signature:
+            return False, state.plain
+        sources = data_of(saver.plan)
+        return True, state.plain
+
+    known, plain = zip(*gather_all(is_known, what=what), strict=True)
+    if not all(known):
+        require_same_cut(plain, what)
+        saver.plan = plan = make_plan(state.flat, state.paths, state.signature)
+        sources = run_on_all_ranks(lambda: data_of(plan), what=what)
+    assert state is not None and saver.plan is not None
+    return state, saver.plan, sources
+
+
+def _mesh_of(tensors: Mapping[str, Any]) -> list[list[Any]]:
+    """Axis names and sizes of the mesh that shards the model; empty when nothing is sharded."""
+    for tensor in tensors.values():
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            names = mesh.mesh_dim_names or [None] * mesh.ndim
+            return [[name, mesh.size(axis)] for axis, name in enumerate(names)]
+    return []

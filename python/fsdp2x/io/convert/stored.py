@@ -1,0 +1,226 @@
+"""Opens checkpoints: ``open_dcp`` directories of torch's distributed checkpoint, ``open_ranks`` one file per rank.
+
+Both give a source for each tensor by its key, made of shards wherever they lie. ``match`` finds the weights of a model
+among the keys: prefixes of wrappers and frameworks are stripped by best match.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+from fsdp2x.base.errors import CheckpointError, CorruptFile
+from fsdp2x.io.checkpoint.directory import MANIFEST, resolve
+from fsdp2x.io.checkpoint.manifest import check_entries, read_manifest, tied_names, verify_files
+from fsdp2x.io.formats.dcp import METADATA, DcpTensors, Ours
+from fsdp2x.io.formats.records import Placement, Shard, box_of, read_records
+from fsdp2x.io.formats.safe_files import OpenFiles, read_text
+from fsdp2x.io.formats.tensors import Source, Tile, tiled
+from fsdp2x.io.hf.sources import Piece
+from fsdp2x.sharding.names import clean_name
+
+_RANK_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
+# Where frameworks put the DCP directory of the model inside a checkpoint.
+_BELOW = ("", "model", "dcp", "pytorch_model_fsdp_0")
+
+
+def dcp_folder(path: Path) -> Path:
+    """The folder with .metadata that ``path`` means: itself, below it, or of the newest checkpoint in it.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    pointer = path / "latest_checkpointed_iteration.txt"
+    roots = [path]
+    if pointer.is_file():
+        step = read_text(pointer, 100).strip()
+        roots += [path / f"iter_{int(step):07d}", path / f"global_step_{step}"] if step.isdecimal() else []
+    for root in roots:
+        for below in _BELOW:
+            if (root / below / METADATA).is_file():
+                return root / below
+    try:
+        return resolve(path)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}; nor is there a DCP directory ({METADATA}) in {', '.join(one or '.' for one in _BELOW)}"
+        ) from None
+
+
+def open_dcp(path: Path, files: OpenFiles, *, verify: bool = True) -> tuple[Mapping[str, Source], dict[str, str]]:
+    """Tensors by key, and the aliases (name -> the name that is kept) where the checkpoint was written by fsdp2x.
+
+    Args:
+        verify: compare the files with the checksums of the manifest, where there is one.
+    """
+    folder = dcp_folder(path)
+    if not (folder / MANIFEST).is_file():
+        return DcpTensors(folder, files), {}
+    manifest = read_manifest(folder)
+    if manifest["form"] != "sharded":
+        raise CheckpointError(
+            f"{folder}: a checkpoint of form {manifest['form']}; load it into the model and save it with "
+            "form='sharded', or with fsdp2x.save_hf"
+        )
+    if verify:
+        verify_files(folder, manifest)
+    tensors = DcpTensors(folder, files, Ours(manifest["step"], tied_names(manifest)))
+    check_entries(folder, manifest, tensors.table.entries)
+    return tensors, dict(manifest["tied"])
+
+
+def open_ranks(folder: Path, files: OpenFiles) -> dict[str, Source]:
+    """Tensors by key from files ``model_world_size_{W}_rank_{r}.pt``, each a state dict of DTensors and tensors.
+
+    Raises:
+        CheckpointError: a rank's file is missing, or there are files of several world sizes; ranks hold other names.
+    """
+    paths = _rank_files(folder)
+    states: list[dict[str, Source | Shard]] = []
+    for path in paths:
+        state = read_records(files, path)
+        wrong = [state]
+        if isinstance(state, dict):
+            plain = {key: one.local if isinstance(one, Shard) else one for key, one in state.items()}
+            wrong = [key for key, one in plain.items() if not (isinstance(key, str) and isinstance(one, Source))]
+        if wrong:
+            raise CheckpointError(f"{path}: expected a state dict of tensors, got {str(wrong[:3])[:200]}")
+        if states and state.keys() != states[0].keys():
+            other = sorted(state.keys() ^ states[0].keys())
+            raise CheckpointError(f"{path}: holds other tensors than the file of rank 0: {', '.join(other[:5])}")
+        states.append(state)
+    return {key: _joined(f"{folder}: {key}", [state[key] for state in states]) for key in states[0]}
+
+
+def _rank_files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder")
+    found = {path: match for path in folder.iterdir() if (match := _RANK_FILE.fullmatch(path.name))}
+    worlds = sorted({int(match[1]) for match in found.values()})
+    if len(worlds) != 1:
+        several = f"files of world sizes {worlds}" if worlds else "no file model_world_size_W_rank_R.pt"
+        raise CheckpointError(f"{folder}: holds {several}; one checkpoint is needed")
+    by_rank = {int(match[2]): path for path, match in found.items()}
+    missing = sorted(set(range(worlds[0])) - set(by_rank))
+    if missing:
+        raise CheckpointError(f"{folder}: the files of ranks {missing} of {worlds[0]} are missing")
+    return [by_rank[rank] for rank in range(worlds[0])]
+
+
+def _joined(name: str, ranks: list[Source | Shard]) -> Source:
+    kinds = {(type(one) is Shard, one.shape, one.dtype) for one in ranks}
+    if len(kinds) > 1:
+        raise CorruptFile(f"{name}: some ranks hold another tensor than others: {sorted(map(str, kinds))}")
+    if isinstance(ranks[0], Source):
+        return ranks[0]
+    _check_shards(name, ranks)
+    sizes = [max(column) + 1 for column in zip(*(one.coordinate for one in ranks), strict=True)]
+    tiles = []
+    for rank, shard in enumerate(ranks):
+        start, shape = box_of(shard.shape, sizes, shard.coordinate, shard.placements)
+        if shard.local.shape != shape:
+            raise CorruptFile(
+                f"{name}: rank {rank} holds {list(shard.local.shape)}, but {list(shape)} follows from its placements"
+            )
+        tiles.append(Tile(start, shard.local))
+    return tiled(name, ranks[0].shape, ranks[0].dtype, tiles)
+
+
+def _check_shards(name: str, shards: list[Shard]) -> None:
+    """Raises `CorruptFile` for what no DTensor can be."""
+    placements = [(one.kind, one.dim) for one in shards[0].placements]
+    for rank, shard in enumerate(shards):
+        fits = all(type(size) is int and size >= 0 for size in shard.shape)
+        fits = fits and [(one.kind, one.dim) for one in shard.placements] == placements
+        fits = fits and len(shard.coordinate) == len(placements)
+        fits = fits and all(type(place) is int and 0 <= place < len(shards) for place in shard.coordinate)
+        if not fits or not all(_is_placement(one, len(shard.shape)) for one in shard.placements):
+            raise CorruptFile(f"{name}: rank {rank} holds a DTensor that contradicts itself or those of the others")
+
+
+def _is_placement(one: Placement, num_dims: int) -> bool:
+    return one.kind not in ("Shard", "_StridedShard") or type(one.dim) is int and 0 <= one.dim < num_dims
+
+
+logger = logging.getLogger("fsdp2x")
+
+GROUPED = ".group_mlp."
+
+
+def match(keys: Iterable[str], names: Collection[str], prefix: str | None, where: str) -> dict[str, str]:
+    """Name -> key, for the keys that are ``prefix`` and one of ``names``.
+
+    Args:
+        prefix: None: the one that fits most names, such as ``"model_state.model."``.
+
+    Raises:
+        CheckpointError: no prefix fits any name, or several fit equally many: two copies of a model, perhaps averaged.
+    """
+    cleaned = {clean_name(key): key for key in keys}
+    if prefix is None:
+        prefix = _best_prefix(cleaned, names, where)
+    found = {name: cleaned[prefix + name] for name in names if prefix + name in cleaned}
+    if not found:
+        raise CheckpointError(
+            f"{where}: no key is {prefix!r} and the name of a weight; there are {', '.join(sorted(cleaned)[:4])}, ..."
+        )
+    taken = set(found.values())
+    rest = sorted(key for name, key in cleaned.items() if name.startswith(prefix) and key not in taken)
+    rest = [key for key in rest if prefix or not key.startswith(("optim", "scheduler", "rng", "trainer"))]
+    if rest:
+        logger.warning(
+            "%s: %d tensors are no weights of the origin's model and are left out: %s",
+            where,
+            len(rest),
+            ", ".join(rest[:5]) + (", ..." if len(rest) > 5 else ""),
+        )
+    return found
+
+
+def _best_prefix(keys: Collection[str], names: Collection[str], where: str) -> str:
+    hits: Counter[str] = Counter()
+    for key in keys:
+        cut = 0
+        while True:
+            if key[cut:] in names:
+                hits[key[:cut]] += 1
+            cut = key.find(".", cut) + 1
+            if not cut:
+                break
+    if not hits:
+        some = ", ".join(sorted(keys)[:4])
+        raise CheckpointError(f"{where}: no key ends with the name of a weight of the origin; there are {some}, ...")
+    (best, most), *others = hits.most_common(2)
+    if others and others[0][1] == most:
+        both = f"{best!r} and {others[0][0]!r}"
+        raise CheckpointError(f"{where}: the prefixes {both} fit {most} weights each; choose with --prefix (prefix=)")
+    return best
+
+
+def without_groups(tensors: Mapping[str, Source], num_experts: int | None, where: str) -> dict[str, Source]:
+    """Weights of grouped experts, stacked row-wise as (experts x rows, columns), become one weight per expert.
+
+    ``mlp.group_mlp.up_proj.weight`` holds ``mlp.experts.{i}.up_proj.weight`` one after the other.
+
+    Raises:
+        CheckpointError: no such weights, or their rows are no multiple of the number of experts.
+    """
+    if not num_experts:
+        raise CheckpointError(f"{where}: --groupgemm, but the origin's config.json has no num_experts")
+    result: dict[str, Source] = {}
+    for key in tensors:
+        source = tensors[key]
+        if GROUPED not in key:
+            result[key] = source
+            continue
+        if source.shape[0] % num_experts:
+            raise CheckpointError(f"{where}: {key} has {source.shape[0]} rows, no multiple of {num_experts} experts")
+        rows = source.shape[0] // num_experts
+        for index in range(num_experts):
+            result[key.replace(GROUPED, f".experts.{index}.")] = Piece(source, 0, index * rows, rows)
+    if len(result) == len(tensors):
+        raise CheckpointError(f"{where}: --groupgemm, but no tensor is named *{GROUPED}*")
+    return result

@@ -1,0 +1,332 @@
+"""Checkpoints of DTensors to HuggingFace folders laid out like the one that the training started from.
+
+The origin's files say which tensors there are, in which file and of which dtype; the checkpoint has their values. A
+few rows at a time go from file to file: memory does not grow with the model.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from fsdp2x.base.arguments import checked
+from fsdp2x.base.errors import CheckpointError
+from fsdp2x.io.checkpoint.directory import ASSETS_FOLDER, resolve
+from fsdp2x.io.convert.stored import match, open_dcp, open_ranks, without_groups
+from fsdp2x.io.formats.safe_files import OpenFiles
+from fsdp2x.io.formats.tensors import Source
+from fsdp2x.io.hf.empty import empty_model, read_config
+from fsdp2x.io.hf.files import Checkpoint
+from fsdp2x.io.hf.folder import refuse_existing, refuse_inside, written
+from fsdp2x.io.hf.layout import Layout, Writer, layout_of, make_files, plan_layout
+from fsdp2x.io.hf.recipes import Undone, undo_loading
+from fsdp2x.io.hf.sources import RemoteTensor, differ
+from fsdp2x.io.hf.targets import Target, find_targets
+from fsdp2x.io.names import TensorSpec, source_families
+
+logger = logging.getLogger("fsdp2x")
+
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt"}
+
+
+@checked
+def dcp_to_hf(
+    input_dir: str | Path,
+    output_dir: str | Path,
+    origin_hf_dir: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    prefix: str | None = None,
+    force: bool = False,
+) -> Path:
+    """Writes the model of a DCP directory, by whomever, as the HuggingFace folder that ``origin_hf_dir`` would be.
+
+    Names, files, index, dtypes and fused or separate experts are the origin's; its other files are copied. Keys may be
+    names of the model or of the origin's files behind any prefix (``model.``, ``model_state.model.``). Weights of the
+    origin that the model's class does not have are copied from there. Needs no process group and no accelerator;
+    besides metadata, memory is a few MiB (where transformers has to convert whole weights, two of those).
+
+    Args:
+        input_dir: a folder with .metadata, one with it in ``model/`` or ``dcp/``, or a folder of checkpoints.
+        output_dir: appears when it is whole.
+        origin_hf_dir: config and weights of the same architecture, safetensors or ``.bin``.
+        dtype: of floating-point weights instead of the origin's.
+        prefix: of the model's keys; default the one that fits most weights.
+        force: replace ``output_dir``.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileExistsError: ``output_dir`` exists and not ``force``.
+        CheckpointError: what is missing, damaged, of another model, or ambiguous; nothing is left behind.
+    """
+    source, origin = Path(input_dir).expanduser(), Path(origin_hf_dir).expanduser()
+    with OpenFiles() as files, _Output(output_dir, origin, [source, origin], dtype, force) as output:
+        tensors, aliases = open_dcp(source, files)
+        output.take(tensors, aliases, prefix, str(source))
+        return output.write()
+
+
+@checked
+def ranks_to_hf(
+    hf_dir: str | Path,
+    ckpt_dir: str | Path,
+    save_dir: str | Path,
+    iteration: int,
+    *,
+    groupgemm: bool = False,
+    dtype: torch.dtype | None = None,
+    prefix: str | None = None,
+    force: bool = False,
+) -> Path:
+    """Writes the model of the files ``ckpt_dir/iteration/model_world_size_W_rank_R.pt`` as ``dcp_to_hf`` does.
+
+    Each file is a state dict of DTensors (any mesh of sharded and replicated axes) and plain tensors. The files are
+    never unpickled into objects, whichever version of torch wrote them.
+
+    Args:
+        hf_dir: the origin; also a single file without an index, and tied weights.
+        ckpt_dir, iteration: the folder and the name of the folder in it.
+        save_dir: the output.
+        groupgemm: experts were trained as ``group_mlp`` weights, all experts of a layer stacked row-wise.
+        dtype, prefix, force: as for ``dcp_to_hf``.
+
+    Raises:
+        FileExistsError, CheckpointError: as for ``dcp_to_hf``.
+    """
+    source, origin = Path(ckpt_dir).expanduser() / str(iteration), Path(hf_dir).expanduser()
+    with OpenFiles() as files, _Output(save_dir, origin, [source, origin], dtype, force) as output:
+        tensors: Mapping[str, Source] = open_ranks(source, files)
+        if groupgemm:
+            tensors = without_groups(tensors, output.num_experts, str(source))
+        output.take(tensors, {}, prefix, str(source))
+        return output.write()
+
+
+class _Output:
+    """One conversion: the origin, open, and what is known of the values of its tensors. A context manager."""
+
+    def __init__(
+        self, out: str | Path, origin: Path, inputs: list[Path], dtype: torch.dtype | None, force: bool
+    ) -> None:
+        self.out, self.origin, self.dtype, self.force = Path(out).expanduser(), origin, dtype, force
+        refuse_existing(self.out, force)
+        for path in inputs:
+            refuse_inside(self.out, path)
+        self.files = Checkpoint([origin])
+        self.values: dict[str, Source] = {}
+        self.extra: list[TensorSpec] = []
+
+    def __enter__(self) -> _Output:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.files.close()
+
+    @property
+    def num_experts(self) -> int | None:
+        path = self.origin / "config.json"
+        config = read_config(path) if path.is_file() else {}
+        found = config.get("num_experts") or config.get("num_local_experts")
+        return found if type(found) is int and found > 0 else None
+
+    def take(self, tensors: Mapping[str, Source], aliases: Mapping[str, str], prefix: str | None, where: str) -> None:
+        """Finds the values of all tensors of the origin in those of a checkpoint.
+
+        Raises:
+            CheckpointError: some are missing, or of another shape.
+        """
+        model = empty_model(self.origin)
+        targets = find_targets(model)
+        stored_in = self.files.tensors
+        names = {name for target in targets for name in target.names} | set(stored_in)
+        keys = match(tensors, names, prefix, where)
+        stored = {name: tensors[key] for name, key in keys.items()}
+        held = _values_of(targets, stored, aliases, where)
+        undone = undo_loading(model, stored_in, _shapes(targets), held)
+        self.values = undone.values
+        for name in stored_in:
+            # Also keys that are names of the files, such as those of single experts that the class fuses today.
+            if name not in self.values and name in stored:
+                self.values[name] = stored[name]
+        missing = sorted(undone.used - set(self.values))
+        if missing:
+            hint = "; it holds LoRA weights: merge them first" if any("lora_" in key for key in tensors) else ""
+            raise CheckpointError(
+                f"{where}: lacks {len(missing)} tensors of {self.origin}: {', '.join(missing[:5])}"
+                f"{', ...' if len(missing) > 5 else ''}{hint}"
+            )
+        copied = [name for name in stored_in if name not in self.values]
+        if copied:
+            logger.warning(
+                "%s: %d tensors that %s does not have are copied from the origin: %s",
+                where, len(copied), type(model).__name__, ", ".join(copied[:5]) + (", ..." if len(copied) > 5 else ""),
+            )  # fmt: skip
+            self.values |= {name: stored_in[name] for name in copied}
+        self._check_shapes(where)
+        self._add_extra(targets, held, undone, where)
+
+    def _check_shapes(self, where: str) -> None:
+        for name, value in self.values.items():
+            if tuple(value.shape) != tuple(self.files.tensors[name].shape):
+                raise CheckpointError(
+                    f"{where}: {name} would have shape {list(value.shape)}, the origin's has "
+                    f"{list(self.files.tensors[name].shape)}"
+                )
+
+    def _add_extra(self, targets: list[Target], held: Mapping[str, Source], undone: Undone, where: str) -> None:
+        """Weights of the model that no file of the origin holds: what was trained is not lost."""
+        for target in targets:
+            name = target.names[0]
+            if name in held and not undone.weights & set(target.names):
+                self.extra.append(TensorSpec(name, torch.Size(target.shape), target.dtype))
+                self.values[name] = held[name]
+        if self.extra:
+            logger.warning("%s: not in the origin, added: %s", where, ", ".join(spec.name for spec in self.extra))
+
+    def write(self) -> Path:
+        """Writes everything under a temporary name and gives it its own; returns the folder."""
+        layout, specs = self._layout()
+        return _write(self.out, self.force, layout, specs, self.values, self.origin, self.dtype)
+
+    def _layout(self) -> tuple[Layout, list[TensorSpec]]:
+        parts: dict[str, list[TensorSpec]] = {}
+        for file, names in self.files.names_in.items():
+            name = file.name
+            if file.suffix != ".safetensors":
+                name = file.with_suffix(".safetensors").name.replace("pytorch_model", "model")
+            sources = self.files.tensors
+            parts[name] = [TensorSpec(one, torch.Size(sources[one].shape), self._dtype(sources[one])) for one in names]
+        last = next(reversed(parts.values()))
+        last += [TensorSpec(spec.name, spec.shape, self._dtype(spec)) for spec in self.extra]
+        is_indexed = len(parts) > 1 or any(self.origin.glob("*.index.json"))
+        return layout_of(parts, is_indexed=is_indexed), [spec for part in parts.values() for spec in part]
+
+    def _dtype(self, described: Source | TensorSpec) -> torch.dtype:
+        return self.dtype if self.dtype is not None and described.dtype.is_floating_point else described.dtype
+
+
+def _write(
+    out: Path,
+    force: bool,
+    layout: Layout,
+    specs: list[TensorSpec],
+    values: Mapping[str, Source],
+    assets: Path,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Writes a folder that appears when it is complete. ``dtype``: what its config.json names instead of its own."""
+    with written(out, "convert", force) as folder:
+        make_files(folder, layout)
+        with Writer(folder, layout) as writer:
+            for spec in specs:
+                writer.copy(spec.name, values[spec.name], spec.dtype)
+        copy_assets(assets, folder)
+        if dtype is not None:
+            config = read_config(folder / "config.json")
+            config.pop("torch_dtype", None)
+            config["dtype"] = str(dtype).removeprefix("torch.")
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return out
+
+
+def copy_assets(origin: Path, folder: Path) -> None:
+    """Config, tokenizer and every other file of a folder but weights and hidden ones."""
+    for file in origin.iterdir():
+        is_weights = file.suffix in _WEIGHT_SUFFIXES or file.name.endswith(".index.json")
+        if file.is_file() and not is_weights and not file.name.startswith("."):
+            shutil.copyfile(file, folder / file.name)
+
+
+@checked
+def export_checkpoint(
+    checkpoint: str | Path, out: str | Path, *, max_shard_size: int | str = "5GB", force: bool = False
+) -> Path:
+    """Writes a checkpoint of `fsdp2x train` in HuggingFace form, in one process and without a process group.
+
+    Memory: a few MiB; where transformers has to convert whole weights to write them, two of those.
+
+    Raises `FileExistsError` when `out` exists and not `force`, `CheckpointError` when the checkpoint cannot be read.
+    """
+    out = Path(out).expanduser()
+    refuse_existing(out, force)
+    source = resolve(checkpoint)
+    refuse_inside(out, source)
+    assets = source / ASSETS_FOLDER
+    if not (assets / "config.json").is_file():
+        raise CheckpointError(f"{assets / 'config.json'}: missing, without the model's config nothing can be exported")
+    with OpenFiles() as files:
+        tensors, aliases = open_dcp(source, files)
+        model = empty_model(assets)
+        targets = find_targets(model)
+        names = [name for target in targets for name in target.names]
+        stored = {name: tensors[f"model.{name}"] for name in names if f"model.{name}" in tensors}
+        held = _values_of(targets, stored, aliases, str(source))
+        missing = [target.fqn for target in targets if target.names[0] not in held]
+        if missing:
+            raise CheckpointError(f"{source}: lacks {len(missing)} weights of its model: {', '.join(missing[:5])}")
+        values, specs = _tensors(model, targets, held)
+        return _write(out, force, plan_layout(specs, max_shard_size, "model"), specs, values, assets)
+
+
+def _tensors(
+    model: torch.nn.Module, targets: list[Target], held: Mapping[str, Source]
+) -> tuple[dict[str, Source], list[TensorSpec]]:
+    """What the files will hold: values by name, and the tensors in the order of the model's weights."""
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    kept = [target for target in targets if not set(target.names) & ignored]
+    described = {
+        target.names[0]: (torch.Size(target.shape), held[target.names[0]].dtype)
+        for target in kept
+        if not target.is_buffer
+    }
+    specs = [spec for family in source_families(model, described) for spec in family.outputs]
+    specs += [
+        TensorSpec(target.names[0], torch.Size(target.shape), target.dtype) for target in kept if target.is_buffer
+    ]
+    names: dict[str, Source] = {spec.name: RemoteTensor(tuple(spec.shape), spec.dtype) for spec in specs}
+    values = undo_loading(model, names, _shapes(targets), held).values
+    lost = sorted(set(names) - set(values))
+    if lost:
+        raise CheckpointError(f"{type(model).__name__} would not load {', '.join(lost[:5])} from the files it writes")
+    return values, specs
+
+
+def _shapes(targets: list[Target]) -> dict[str, tuple[int, ...]]:
+    return {name: target.shape for target in targets for name in target.names}
+
+
+def _values_of(
+    targets: list[Target], stored: Mapping[str, Source], aliases: Mapping[str, str], where: str
+) -> dict[str, Source]:
+    """Each name of a target -> its values, from ``stored`` under any of its names.
+
+    Raises:
+        CheckpointError: tied weights that differ; a weight of another shape than the model's.
+    """
+    stored = {**{alias: stored[kept] for alias, kept in aliases.items() if kept in stored}, **stored}
+    found: dict[str, Source] = {}
+    for target in targets:
+        held = [name for name in target.names if name in stored]
+        if not held:
+            continue
+        first = stored[held[0]]
+        for name in held:
+            if stored[name].shape != target.shape:
+                raise CheckpointError(
+                    f"{where}: {name} has shape {list(stored[name].shape)}, the origin's model {list(target.shape)}"
+                )
+            is_other = stored[name] is not first
+            if is_other and differ(first, stored[name], [0] * len(target.shape), target.shape):
+                raise CheckpointError(
+                    f"{where}: {held[0]} and {name} are tied in the origin's model, but differ; set "
+                    "tie_word_embeddings to false in its config.json to keep both"
+                )
+        found.update(dict.fromkeys(target.names, first))
+    return found

@@ -1,0 +1,1 @@
+"""Whole tensors out of a sharded model: ``stream`` gathers them a bucket at a time."""

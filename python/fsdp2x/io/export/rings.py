@@ -1,0 +1,418 @@
+"""Memory that buckets are gathered into in turn: shared between the ranks of a host, or each rank's own.
+
+A bucket lies there parameter by parameter, each whole and contiguous. Two buckets are there at a time, one behind the
+other in the order of gathers; they begin and end at the ring's two ends, so that a large one takes no room twice:
+
+    bucket  | p0: rows of r0 r1 .. |pad| p1: rows of r0 r1 .. |pad| ...       bytes; every parameter starts aligned
+    ring    | 0, 2, 4, .. from here on ->             <- 1, 3, 5, .. up to here |
+
+``SharedRing``: one mapping for all ranks of the group. Each rank writes its rows into it, cast on the way, so a bucket
+is one copy per host. Tensors look through a second, copy-on-write mapping: what a rank writes to them stays its own.
+``GroupRing``: the next bucket comes through the process group. Large parameters that are cut along dim 0 go straight
+from the shard (or its cast copy) to their place: on the CPU from rank to rank, which takes no other memory there, else
+by a collective, where they are cut evenly and all ranks want them. All others are packed into one collective, and
+sorted into their places when it is done.
+
+For bucket k of a ring every rank does, in this order: ``fill(k)``, ``finish(k)``, use it, ``fill(k+1)`` may come before
+the use ends. ``finish(k)`` is the only meeting: every rank has filled k, and is done with k-1, so that k+1 may go
+where k-1 was. There the ranks also compare: all of them are at the k-th meeting of this ring, and no parameter has
+changed since the pass began."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from fsdp2x.base.calls import Call, UnitParams, calling, current_call
+from fsdp2x.base.collectives import explained
+from fsdp2x.base.failures import exchange
+from fsdp2x.base.meeting import Introductions, introduce
+from fsdp2x.base.memory_file import MemoryFile, aligned_starts, whole_pages
+from fsdp2x.base.native import _C
+from fsdp2x.base.processes import require_own_process
+from fsdp2x.io.export.entries import Entry
+from fsdp2x.sharding.transport import Transport
+
+
+class Meetings:
+    """Synchronizes the ranks of one ring over a process group. ``token``: equal on all ranks, unique to the ring."""
+
+    def __init__(self, group: dist.ProcessGroup, token: bytes) -> None:
+        self.call: Call = current_call("export of weights")
+        self._group, self._token = group, int.from_bytes(token[:7], "little")
+        self.num = 0
+
+    def meet(self, changed: str, device: torch.device) -> None:
+        """Waits for all ranks at the next bucket.
+
+        Args:
+            changed: a parameter of this rank that has changed since the first bucket; empty: none.
+
+        Raises:
+            ValueError, RuntimeError: on every rank: see ``require``.
+        """
+        self.num += 1
+        if device.type == "cpu":
+            with calling(self.call):
+                said = exchange((self._token, self.num, changed), self._group)
+        else:
+            mine = torch.tensor([self._token, self.num, bool(changed)], device=device)
+            everyone = mine.new_empty(dist.get_world_size(self._group) * 3)
+            dist.all_gather_into_tensor(everyone, mine, group=self._group)
+            said = [(token, num, changed or is_changed) for token, num, is_changed in everyone.view(-1, 3).tolist()]
+        self.require([(token, num) == (self._token, self.num) for token, num, _ in said], [one for *_, one in said])
+
+    def require(self, arrived: Sequence[bool], changed: Sequence[str | bool]) -> None:
+        """Checks what the ranks of the group have said.
+
+        Raises:
+            ValueError: one is not at this meeting.
+            RuntimeError: the parameters of one have changed.
+        """
+        ranks = dist.get_process_group_ranks(self._group)
+        for rank, is_here in zip(ranks, arrived, strict=True):
+            if not is_here:
+                raise ValueError(
+                    f"{self.call}: rank {rank} is at another bucket, or in another pass over the weights. Take the "
+                    "same buckets in the same order on every rank."
+                )
+        if any(changed):
+            raise_changed(self.call, next((name for name in changed if isinstance(name, str) and name), True))
+
+
+def raise_changed(call: Call, name: str | bool) -> None:
+    """Raises RuntimeError for a parameter that changed between two buckets."""
+    what = f"parameter {name!r}" if isinstance(name, str) else "a parameter of another rank"
+    raise RuntimeError(
+        f"{call}: {what} changed between two buckets, which would mix two versions. Run optimizer steps and loads "
+        "before the first bucket or after the last one."
+    )
+
+
+# What is given each shard.
+Seen = Callable[[Entry, torch.Tensor], None]
+# Of each rank, behind the buckets: its last meeting, and the one that found a parameter changed.
+_NUM_WORDS = 2
+# From here on two passes over the bytes cost more than one more exchange.
+_DIRECT_BYTES = 1 << 20
+
+
+def copy_past_caches(target: torch.Tensor, source: torch.Tensor) -> None:
+    """For targets that others read, or nobody soon: half of the time of a copy that reads them first."""
+    is_plain = target.dtype == source.dtype and target.is_cpu and source.is_cpu
+    if is_plain and target.is_contiguous() and source.is_contiguous():
+        _C.stream_copies([target], [source])
+    else:
+        target.copy_(source)
+
+
+def place(entries: Sequence[Entry]) -> tuple[list[int], int]:
+    """Where each whole parameter starts in a slot, and where the last one ends."""
+    return aligned_starts(entry.whole_bytes for entry in entries)
+
+
+def ring_bytes(sizes: Sequence[int], in_order: bool) -> int:
+    """Of a ring for buckets of these sizes, which come in this order, or in any and perhaps not all."""
+    if not in_order:
+        return 2 * max(sizes)
+    return max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)))
+
+
+def _place_in_ring(index: int, num_bytes: int, ring: int) -> slice:
+    """Of the ``index``-th bucket in a ring of so many bytes."""
+    return slice(ring - num_bytes, ring) if index % 2 else slice(num_bytes)
+
+
+def make_ring(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    buckets: Sequence[Sequence[Entry]],
+    transport: str,
+    receivers: list[bool],
+    keep_file: bool = False,
+    in_order: bool = True,
+):
+    """The ring of one process group for these buckets; collective over it.
+
+    ``receivers``: by rank of the group, who wants the tensors. ``keep_file``: on the CPU it has a ``file``, where this
+    rank wants them. ``in_order``: all buckets are gathered, one after the other.
+
+    Raises:
+        ValueError: ``transport="shm"`` where the ranks cannot share memory; they have other buckets.
+    """
+    sizes = [place(bucket)[1] for bucket in buckets]
+    known = introduce(group, [_facts(index, bucket) for index, bucket in enumerate(buckets)])
+    if known is not None:
+        known.require_same_units("fsdp2x.export")
+    reason = "the process group is fake" if known is None else "the parameters are not on the CPU"
+    if transport != Transport.PROCESS_GROUP and device.type == "cpu" and known is not None:
+        num_bytes = ring_bytes([whole_pages(size) for size in sizes], in_order)
+        ring, reason = _shared_ring(known, num_bytes, transport, keep_file)
+        if ring is not None:
+            return ring
+    if transport == Transport.SHM:
+        raise ValueError(f'transport="shm" is not possible: {reason}; use transport="process_group"')
+    token = b"" if known is None else known.greetings[0].token
+    return GroupRing(group, device, ring_bytes(sizes, in_order), receivers, keep_file, token)
+
+
+def _shared_ring(
+    known: Introductions, num_bytes: int, transport: str, keep_file: bool
+) -> tuple[SharedRing | None, str]:
+    """(a ring in shared memory, "") or (None, why not); the same on every rank."""
+    if transport == "auto" and known.is_observed:
+        return None, "a dispatch mode watches the collectives"
+    if known.why_not_shared is not None:
+        return None, known.why_not_shared
+    rings: list[SharedRing] = []
+    words_bytes = whole_pages(_NUM_WORDS * 8 * len(known.greetings))
+    reason = known.memory_file(
+        num_bytes + words_bytes, lambda file: rings.append(SharedRing(known.group, num_bytes, file, keep_file))
+    )
+    return (None, reason) if reason else (rings[0], "")
+
+
+def _facts(index: int, bucket: Sequence[Entry]) -> UnitParams:
+    params = ((entry.name, (tuple(entry.param.shape), str(entry.dtype))) for entry in bucket)
+    return UnitParams(f"bucket {index}", tuple(params))
+
+
+def _gather_of(entries: Sequence[Entry]) -> str:
+    return f"export of '{entries[0].name}' to '{entries[-1].name}'"
+
+
+class GroupRing:
+    """Memory of this rank, and for what is packed one send and one receive buffer, reused by every bucket.
+
+    With ``keep_file`` it is an anonymous memory file, as a ``SharedRing`` has one, on a rank of the CPU that receives.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        num_bytes: int,
+        receivers: list[bool],
+        keep_file: bool = False,
+        token: bytes = b"",
+    ) -> None:
+        self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
+        self.device, self.receivers = device, receivers
+        self._meetings = Meetings(group, token)
+        self.num_bytes, self.file = num_bytes, None
+        self._memory: torch.Tensor | None = None
+        if keep_file and receivers[self.rank] and device.type == "cpu":
+            self._kept = MemoryFile("fsdp2x-ring", num_bytes)
+            self.num_bytes, self.file, self._memory = self._kept.num_bytes, self._kept.file, self._kept.bytes
+        self._index = 0
+        self._sent = self._received = torch.empty(0, dtype=torch.uint8, device=device)
+        self._work: list = []
+        self._packed: dict[int, int] = {}  # index in the bucket -> start in the send buffer
+        self._end = 0
+
+    @torch.no_grad()
+    def fill(self, entries: Sequence[Entry], seen: Seen | None = None) -> None:
+        """Starts the gather of a bucket; at most one runs at a time. ``seen`` is given this rank's shards."""
+        if self.world > 1:
+            with explained(self.group, _gather_of(entries)):
+                self._start(entries)
+        for entry in entries if seen is not None else ():
+            seen(entry, entry.local)
+
+    def _start(self, entries: Sequence[Entry]) -> None:
+        direct = [self._is_direct(entry) for entry in entries]
+        sizes = [entry.num_bytes(entry.rows(0, self.world)[1]) for entry in entries]
+        packed = [index for index in range(len(entries)) if not direct[index]]
+        copied = [index for index, entry in enumerate(entries) if direct[index] and self._needs_copy(entry)]
+        starts, self._end = aligned_starts(sizes[index] for index in packed)
+        self._packed = dict(zip(packed, starts, strict=True))
+        starts, end = aligned_starts((sizes[index] for index in copied), self._end)
+        staged = dict(zip(copied, starts, strict=True))
+        if self._sent.numel() < end:
+            self._sent = torch.zeros(end, dtype=torch.uint8, device=self.device)
+        for index, start in (*self._packed.items(), *staged.items()):
+            entry = entries[index]
+            entry.part(self._sent, start, entry.rows(self.rank, self.world)[1]).copy_(entry.param.to_local())
+        for index, (entry, place_bytes) in enumerate(zip(entries, place(entries)[0], strict=True)):
+            if direct[index]:
+                mine = entry.param.to_local().detach()
+                if index in staged:
+                    mine = entry.part(self._sent, staged[index], mine.shape[0])
+                whole = entry.whole(self._slot(entries), place_bytes) if self.receivers[self.rank] else None
+                if self.device.type == "cpu":
+                    self._exchange(index, entry, mine, whole)
+                    continue
+                self._work.append(
+                    dist.all_gather_into_tensor(whole.view(-1), mine.view(-1), group=self.group, async_op=True)
+                )
+        if self._packed:
+            self._gather_packed(self._sent[: self._end])
+
+    def _exchange(self, index: int, entry: Entry, mine: torch.Tensor, whole: torch.Tensor | None) -> None:
+        """From each rank to each that receives; ``whole``: where it goes on this rank."""
+        for step in range(1, self.world):
+            sender, receiver = (self.rank - step) % self.world, (self.rank + step) % self.world
+            begin, num_rows = entry.rows(sender, self.world)
+            if whole is not None and num_rows:
+                part, source = whole.narrow(0, begin, num_rows), dist.get_global_rank(self.group, sender)
+                self._work.append(dist.irecv(part, source, group=self.group, tag=index))
+            if self.receivers[receiver] and mine.numel():
+                target = dist.get_global_rank(self.group, receiver)
+                self._work.append(dist.isend(mine, target, group=self.group, tag=index))
+        begin, num_rows = entry.rows(self.rank, self.world)
+        if whole is not None and num_rows:
+            whole.narrow(0, begin, num_rows).copy_(mine)
+
+    def _is_direct(self, entry: Entry) -> bool:
+        """Whether the ranks' parts, one after the other, are the whole; worth an exchange of its own."""
+        if not entry.param.dim() or entry.shard_dim != 0 or entry.whole_bytes < _DIRECT_BYTES:
+            return False
+        return self.device.type == "cpu" or all(self.receivers) and entry.param.shape[0] % self.world == 0
+
+    def _needs_copy(self, entry: Entry) -> bool:
+        local = entry.param.to_local()
+        return local.dtype != entry.dtype or local.device != self.device or not local.is_contiguous()
+
+    def _gather_packed(self, mine: torch.Tensor) -> None:
+        if self.receivers[self.rank] and self._received.numel() < self.world * self._end:
+            self._received = torch.empty(self.world * self._end, dtype=torch.uint8, device=self.device)
+        received = self._received[: self.world * self._end]
+        if all(self.receivers):
+            self._work.append(dist.all_gather_into_tensor(received, mine, group=self.group, async_op=True))
+            return
+        for receiver in range(self.world):
+            if self.receivers[receiver]:
+                parts = list(received.chunk(self.world)) if receiver == self.rank else None
+                destination = dist.get_global_rank(self.group, receiver)
+                self._work.append(dist.gather(mine, parts, dst=destination, group=self.group, async_op=True))
+
+    def _slot(self, entries: Sequence[Entry]) -> torch.Tensor:
+        """Where the bucket in work goes; the one before is at the other end."""
+        if self._memory is None:
+            self._memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+        return self._memory[_place_in_ring(self._index, place(entries)[1], self.num_bytes)]
+
+    @torch.no_grad()
+    def finish(self, entries: Sequence[Entry], changed: str = "") -> list[torch.Tensor] | None:
+        """The whole tensors, in the order of ``entries``; None where this rank does not receive.
+
+        ``changed``: a parameter of this rank that is not what it was when the pass began.
+
+        Raises:
+            ValueError, RuntimeError: on every rank: see ``Meetings.require``.
+        """
+        works, self._work = self._work, []
+        with explained(self.group, _gather_of(entries)):
+            for work in works:
+                if work is not None:
+                    work.wait()
+        self._meetings.meet(changed, self.device)
+        if not self.receivers[self.rank]:
+            return None
+        tensors, slot = [], self._slot(entries)
+        for index, (entry, start) in enumerate(zip(entries, place(entries)[0], strict=True)):
+            whole = entry.whole(slot, start)
+            if self.world == 1:
+                whole.copy_(entry.param.to_local())
+            elif index in self._packed:
+                for rank in range(self.world):
+                    begin, num_rows = entry.rows(rank, self.world)
+                    if num_rows:
+                        rows = entry.part(self._received, rank * self._end + self._packed[index], num_rows)
+                        whole.narrow(entry.shard_dim, begin, num_rows).copy_(rows)
+            tensors.append(whole)
+        self._index += 1
+        return tensors
+
+
+class SharedRing:
+    """One anonymous memory file, mapped by all ranks of the group; gone with the last of them.
+
+    ``num_bytes`` are whole pages, as is the place of a bucket. With ``keep_file`` the ring has a descriptor of its
+    ``file``, for processes that are not ranks; a tensor's place in it is its storage offset.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, num_bytes: int, file: int, keep_file: bool = False) -> None:
+        self.group = group
+        self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self._written = mmap.mmap(file, num_bytes, mmap.MAP_SHARED)
+        num_words = _NUM_WORDS * self.world
+        self._words = memoryview(mmap.mmap(file, 8 * num_words, mmap.MAP_SHARED, offset=num_bytes)).cast("q")
+        self._meetings = Meetings(group, b"")
+        self._private = mmap.mmap(file, num_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.num_bytes, self.file = num_bytes, os.dup(file) if keep_file else None
+        if self.file is not None:
+            weakref.finalize(self, os.close, self.file)
+        self._num_filled = self._num_finished = 0
+        self._given: list[tuple[slice, list[tuple[torch.Tensor, int]]]] = []  # the last two, with versions
+
+    @torch.no_grad()
+    def fill(self, entries: Sequence[Entry], seen: Seen | None = None) -> None:
+        """Writes this rank's rows of a bucket; ``seen`` is given each shard while it is in the caches."""
+        slot = self._next_slot(place(entries)[1])
+        for entry, start in zip(entries, place(entries)[0], strict=True):
+            first, num_rows = entry.rows(self.rank, self.world)
+            local = entry.local
+            if num_rows:
+                part = entry.whole(slot, start).narrow(entry.shard_dim, first, num_rows)
+                copy_past_caches(part, local)
+            if seen is not None:
+                seen(entry, local)
+
+    def finish(self, entries: Sequence[Entry], changed: str = "") -> list[torch.Tensor]:
+        """Waits until every rank has written, and returns the whole tensors in the order of ``entries``.
+
+        ``changed``, what it raises: as ``GroupRing.finish``.
+        """
+        starts, num_bytes = place(entries)
+        slot = self._meet(num_bytes, _gather_of(entries), changed)
+        with torch.inference_mode(False):
+            tensors = [entry.whole(slot, start) for entry, start in zip(entries, starts, strict=True)]
+        self._given[-1][1].extend((tensor, tensor._version) for tensor in tensors)
+        return tensors
+
+    # In place of a bucket: bytes of each rank, behind each other.
+
+    def part(self, num_bytes: int) -> torch.Tensor:
+        """Memory for this rank's, to be written before ``finish_parts``; all ranks have as much."""
+        return self._next_slot(self.world * num_bytes)[self.rank * num_bytes : (self.rank + 1) * num_bytes]
+
+    def finish_parts(self, num_bytes: int, what: str) -> torch.Tensor:
+        """Waits until every rank has written; those of all."""
+        parts = self._meet(self.world * num_bytes, what)[: self.world * num_bytes]
+        self._given[-1][1].append((parts, parts._version))
+        return parts
+
+    def _next_slot(self, num_bytes: int) -> torch.Tensor:
+        require_own_process("export a sharded model")
+        part = _place_in_ring(self._num_filled, whole_pages(num_bytes), self.num_bytes)
+        self._num_filled += 1
+        return torch.frombuffer(self._written, dtype=torch.uint8)[part]
+
+    def _meet(self, num_bytes: int, what: str, changed: str = "") -> torch.Tensor:
+        """The place that every rank has written to."""
+        require_own_process("export a sharded model")
+        part = _place_in_ring(self._num_finished, whole_pages(num_bytes), self.num_bytes)
+        self._num_finished += 1
+        if changed:
+            self._words[_NUM_WORDS * self.rank + 1] = self._num_finished
+        self._words[_NUM_WORDS * self.rank] = self._num_finished
+        with explained(self.group, what):
+            dist.barrier(group=self.group)
+        # Others may be at the next meeting already: what they found there is not for this one.
+        found = [0 < number <= self._num_finished for number in self._words[1::_NUM_WORDS]]
+        found[self.rank] = changed or found[self.rank]
+        self._meetings.require([number >= self._num_finished for number in self._words[::_NUM_WORDS]], found)
+        for before, tensors in self._given:
+            if any(tensor._version != version for tensor, version in tensors):
+                # Somebody wrote to the tensors that were here: his pages would hide what the ranks write.
+                begin = before.start or 0
+                self._private.madvise(mmap.MADV_DONTNEED, begin, before.stop - begin)
+        self._given = [*self._given[-1:], (part, [])]
+        with torch.inference_mode(False):
+            return torch.frombuffer(self._private, dtype=torch.uint8)[part]

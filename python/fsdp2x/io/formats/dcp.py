@@ -1,0 +1,339 @@
+"""The entries of a directory of torch's distributed checkpoint (DCP). Its ``.metadata`` is checked as a whole.
+
+torch unpickles ``.metadata`` with plain pickle: whoever can write a checkpoint could run code in whoever loads it. Here
+no class is looked up, and what comes out is compared: chunks lie inside their tensor and cover it, each has a run of
+bytes inside a file, runs do not overlap, and names, paths and entries belong together.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from fsdp2x.base.errors import CheckpointError, CorruptFile, first_line
+from fsdp2x.io.formats.records import load_run, read_records
+from fsdp2x.io.formats.safe_files import OpenFiles, open_regular
+from fsdp2x.io.formats.tensors import FileTensor, Source, Tile, Tiled, covers, is_shape
+
+METADATA = ".metadata"
+KeyPath = tuple[str | int, ...]
+
+_KINDS = {
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )  # fmt: skip
+} | {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout")}
+_PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
+_LONGEST_PATH = 64
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of bytes in a file of the directory."""
+
+    file: str
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """``chunks``: (offsets, sizes, where) of blocks that make up the tensor; empty ones are left out."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...], Run], ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """``paths``: where in the tree an entry was; a table that does not say has each at the top, under its name."""
+
+    tensors: dict[str, StoredTensor]
+    objects: dict[str, Run]
+    paths: dict[str, KeyPath]
+
+    @property
+    def entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype] | None]:
+        """Shape and dtype of each entry; None for one that is no tensor."""
+        found = {name: (one.shape, one.dtype) for name, one in self.tensors.items()}
+        return {**found, **dict.fromkeys(self.objects)}
+
+
+def read_table(folder: Path, tied: Collection[Collection[str]] | None = None) -> Table:
+    """The table of a directory.
+
+    Args:
+        tied: the names that may share their bytes. None: any.
+
+    Raises:
+        CorruptFile: it is none, contradicts itself or the files, or refers to more than a table needs.
+        CheckpointError: it cannot be opened, or was written through a transform.
+    """
+    path = folder / METADATA
+    with open(open_regular(path), "rb") as file:
+        table = _unpickled(path, file)
+    _check_runs(folder, table, tied)
+    return table
+
+
+def _unpickled(path: Path, file: IO[bytes]) -> Table:
+    try:
+        return _table(_Unpickler(file).load())
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from None
+    except CorruptFile as error:
+        raise CorruptFile(f"{path}: damaged, {error}") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: not the metadata of a checkpoint: {error}") from None
+    except Exception as error:
+        raise CorruptFile(f"{path}: not the metadata of a checkpoint: {first_line(error)}") from None
+
+
+class _Kind:
+    """An object of one of torch's classes, or what looks like one: its arguments and its state."""
+
+    args: tuple = ()
+    state: Any = None
+
+    def __new__(cls, *args: Any) -> _Kind:
+        self = super().__new__(cls)
+        self.args = args
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def get(self, name: str) -> Any:
+        return self.state.get(name) if isinstance(self.state, dict) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Resolves only the names that DCP itself writes, and none of them to what it means elsewhere."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _KINDS:
+            return type(name, (_Kind,), {})
+        if (module, name) == ("torch", "Size"):
+            return lambda sizes=(): tuple(sizes)
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        if module in ("pathlib", "pathlib._local") and name in _PATHS:
+            return type(name, (_Kind,), {})  # the folder it was written to: never used, and of any system
+        raise CorruptFile(f"it refers to {module}.{name}, which no checkpoint needs")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise CorruptFile("it holds a persistent reference, which no checkpoint needs")
+
+
+def _is(value: Any, kind: str) -> bool:
+    return isinstance(value, _Kind) and type(value).__name__ == kind
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise CorruptFile(sentence)
+
+
+def _table(found: Any) -> Table:
+    if not _is(found, "Metadata"):
+        raise CorruptFile(f"not the metadata of a checkpoint: got {type(found).__name__}")
+    described, stored = found.get("state_dict_metadata"), found.get("storage_data")
+    for what, value in (("entries", described), ("places", stored)):
+        _require(isinstance(value, dict), f"its {what} are a {type(value).__name__}")
+    runs: dict[tuple[str, tuple[int, ...] | None], Run] = {}
+    for index, info in stored.items():
+        key = _index(index)
+        _require(key not in runs, f"it says twice where {key[0]} at {key[1]} is")
+        runs[key] = _run(info, key[0])
+    tensors: dict[str, StoredTensor] = {}
+    objects: dict[str, Run] = {}
+    used: set[tuple[str, tuple[int, ...] | None]] = set()
+    for name, entry in described.items():
+        _require(isinstance(name, str), f"an entry is named {name!r}"[:200])
+        if _is(entry, "BytesStorageMetadata"):
+            _require((name, None) in runs, f"it does not say where {name} is")
+            objects[name] = runs[name, None]
+            used.add((name, None))
+        elif _is(entry, "TensorStorageMetadata"):
+            tensors[name] = _tensor(name, entry, runs, used)
+        else:
+            raise CorruptFile(f"{name} is a {type(entry).__name__}, neither a tensor nor a value")
+    lost = sorted(f"{name} at {offsets}" for name, offsets in runs.keys() - used)
+    _require(not lost, f"it says where {lost[:1]} is, but not what" if lost else "")
+    return Table(tensors, objects, _paths(found.get("planner_data"), {*tensors, *objects}))
+
+
+def _index(index: Any) -> tuple[str, tuple[int, ...] | None]:
+    name, offset = (index.get("fqn"), index.get("offset")) if _is(index, "MetadataIndex") else (None, None)
+    if not isinstance(name, str):
+        raise CorruptFile("a place belongs to no entry")
+    return name, None if offset is None else _sizes(offset, f"the place of {name}")
+
+
+def _run(info: Any, name: str) -> Run:
+    _require(_is(info, "_StorageInfo"), f"the place of {name} is a {type(info).__name__}")
+    file, offset, num_bytes = (info.get(key) for key in ("relative_path", "offset", "length"))
+    if not isinstance(file, str) or os.path.basename(file) != file or file in ("", ".", "..") or "\0" in file:
+        raise CorruptFile(f"it points to the file {str(file)[:200]!r}, which is not inside the checkpoint")
+    _require(type(offset) is int and type(num_bytes) is int, f"the place of {name} is {offset!r}, {num_bytes!r}"[:200])
+    if transforms := info.get("transform_descriptors"):
+        raise CheckpointError(f"{file} was written through {transforms}, which is not supported")
+    return Run(file, offset, num_bytes)
+
+
+def _tensor(name: str, entry: _Kind, runs: Mapping, used: set) -> StoredTensor:
+    shape = _sizes(entry.get("size"), name)
+    properties = entry.get("properties")
+    state = properties.state if _is(properties, "TensorProperties") else None
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    _require(isinstance(dtype, torch.dtype), f"{name} has no dtype")
+    _require(isinstance(entry.get("chunks"), list), f"{name} has no chunks")
+    chunks: dict[tuple, tuple[tuple[int, ...], tuple[int, ...], Run]] = {}
+    for chunk in entry.get("chunks"):
+        _require(_is(chunk, "ChunkStorageMetadata"), f"a chunk of {name} is a {type(chunk).__name__}")
+        offsets, sizes = (_sizes(chunk.get(key), f"a chunk of {name}") for key in ("offsets", "sizes"))
+        _require((name, offsets) in runs, f"it does not say where {name} at {offsets} is")
+        used.add((name, offsets))
+        if 0 not in sizes:
+            chunks[offsets, sizes] = (offsets, sizes, runs[name, offsets])  # one that is there twice is a replica
+    if wrong := covers(shape, [(offsets, sizes) for offsets, sizes, _ in chunks.values()]):
+        raise CorruptFile(f"the chunks of {name} {wrong}")
+    return StoredTensor(dtype, shape, tuple(chunks.values()))
+
+
+def _sizes(value: Any, what: str) -> tuple[int, ...]:
+    _require(isinstance(value, tuple) and is_shape(value), f"{what} has the sizes {str(value)[:100]}")
+    return value
+
+
+def _paths(paths: Any, names: Collection[str]) -> dict[str, KeyPath]:
+    if not isinstance(paths, dict) or not paths:
+        return {name: (name,) for name in names}
+    found = {}
+    for name in names:
+        path = paths.get(name, (name,))
+        is_path = isinstance(path, tuple | list) and 0 < len(path) <= _LONGEST_PATH
+        is_path = is_path and all(type(key) in (str, int) for key in path)
+        _require(is_path and ".".join(map(str, path)) == name, f"the path of {name} is {str(path)[:200]}")
+        found[name] = tuple(path)
+    more = [name for name in paths if name not in found]
+    _require(not more, f"it has a path, but no entry, for {str(more[:1])[:200]}")
+    return found
+
+
+def _check_runs(folder: Path, table: Table, tied: Collection[Collection[str]] | None) -> None:
+    """Every run lies inside its file; two share bytes only when they are the same, of names that may."""
+    kept = {name: min(names) for names in tied or () for name in names}
+    by_file: dict[str, dict[Run, set[str]]] = {}
+    runs = [(run, name) for name, tensor in table.tensors.items() for _, _, run in tensor.chunks]
+    for run, name in [*runs, *((run, name) for name, run in table.objects.items())]:
+        by_file.setdefault(run.file, {}).setdefault(run, set()).add(kept.get(name, name))
+    for file, places in by_file.items():
+        try:
+            size = os.stat(folder / file).st_size
+        except OSError as error:
+            raise CorruptFile(f"{folder / file}: {error.strerror or error}") from None
+        end, before = 0, ""
+        for run, names in sorted(places.items(), key=lambda item: (item[0].offset, item[0].num_bytes)):
+            first, reach = min(names), run.offset + run.num_bytes
+            if run.offset < end or run.num_bytes <= 0 or reach > size:
+                raise CorruptFile(
+                    f"{folder / METADATA}: damaged, {first} would lie at {run.offset} to {reach} of {file}, which has "
+                    f"{size} bytes; before it lies {before or 'nothing'}, up to {end}"
+                )
+            if tied is not None and len(names) > 1:
+                raise CorruptFile(f"{folder / METADATA}: damaged, {first} and {max(names)} have one place in {file}")
+            end, before = reach, first
+
+
+@dataclass(frozen=True)
+class Ours:
+    """What is known of a directory that we wrote: its step, and the names that share their bytes."""
+
+    step: int
+    tied: Collection[Collection[str]]
+
+    def labels(self, name: str, offsets: Sequence[int] | None) -> set[bytes]:
+        """What the archive of an entry may be labelled as."""
+        names = next((names for names in self.tied if name in names), {name})
+        return {label(one, offsets, self.step) for one in names}
+
+
+def label(name: str, offsets: Sequence[int] | None, step: int) -> bytes:
+    """What an archive of ours says that it holds, so that one in another's place is found out; as long for any step."""
+    return f"{step:020d} {name} {'' if offsets is None else list(offsets)}".encode()
+
+
+class DcpTensors(Mapping):
+    """Key -> source of every tensor in the directory. Its files are looked at when a source is asked for.
+
+    ``table`` has the other entries, too. Raises as ``read_table``.
+
+    Args:
+        ours: None where others wrote it.
+    """
+
+    def __init__(self, folder: Path, files: OpenFiles, ours: Ours | None = None) -> None:
+        self.folder, self._files, self._ours = folder, files, ours
+        self.table = read_table(folder, None if ours is None else ours.tied)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.table.tensors)
+
+    def __len__(self) -> int:
+        return len(self.table.tensors)
+
+    def __getitem__(self, key: str) -> Source:
+        return self.part(key)
+
+    def part(self, key: str, box: tuple | None = None) -> Source:
+        """The source of a tensor; with a box (start, sizes), only what is inside of it is looked at and can be read."""
+        entry = self.table.tensors[key]
+        tiles = []
+        for offsets, sizes, run in entry.chunks:
+            if box is not None and not _meet(box, (offsets, sizes)):
+                continue
+            path = self.folder / run.file
+            labels = None if self._ours is None else self._ours.labels(key, offsets)
+            # What stands for an object in an archive of ours is no tensor: damaged, whatever it is.
+            opaque = self._ours is not None
+            found = read_records(self._files, path, run.offset, run.num_bytes, opaque=opaque, labels=labels)
+            if not isinstance(found, Source) or (found.shape, found.dtype) != (sizes, entry.dtype):
+                got = f"{list(found.shape)} of {found.dtype}" if isinstance(found, Source) else type(found).__name__
+                raise CorruptFile(
+                    f"{path}: damaged, it holds {got} where {METADATA} describes a part of {key}, {list(sizes)} of "
+                    f"{entry.dtype}"
+                )
+            if self._ours is not None and not (isinstance(found, FileTensor) and found.is_whole):
+                raise CorruptFile(f"{path}: damaged, {key} at {list(offsets)} is not all of its record")
+            tiles.append(Tile(offsets, found))
+        return Tiled(entry.shape, entry.dtype, tiles)
+
+    def value(self, key: str, trusted: bool = False) -> Any:
+        """An entry that is no tensor."""
+        run = self.table.objects[key]
+        labels = None if self._ours is None else self._ours.labels(key, None)
+        return load_run(self._files, self.folder / run.file, run.offset, run.num_bytes, key, trusted, labels)
+
+
+def _meet(one: tuple, other: tuple) -> bool:
+    (start, sizes), (first, more) = one, other
+    return all(a < b + m and b < a + n for a, n, b, m in zip(start, sizes, first, more, strict=True))

@@ -1,0 +1,172 @@
+"""Opens and reads what others may have written, within limits: regular files, JSON, trees of plain values."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdp2x.base.errors import CheckpointError, CorruptFile, first_line
+
+DEEPEST = 100
+MOST_VALUES = 20_000_000
+
+
+def check_plain(tree: Any, where: str) -> None:
+    """Raises `CorruptFile` for mappings and sequences that hold themselves, are nested too deep, or become too many.
+
+    A file names what it has said before, so that a few bytes may stand for a tree that no memory holds.
+    """
+    known: dict[int, tuple[int, int]] = {}
+    open_: set[int] = set()
+
+    def measure(node: Any, depth: int) -> tuple[int, int]:
+        """Values below a node, and levels."""
+        if isinstance(node, Mapping):
+            children = node.values()
+        elif isinstance(node, list | tuple | set | frozenset):
+            children = node
+        else:
+            return 1, 0
+        if id(node) in open_:
+            raise CorruptFile(f"{where}: damaged, a value in it holds itself")
+        if id(node) not in known:
+            if depth == DEEPEST:
+                raise CorruptFile(f"{where}: damaged, its values are nested deeper than {DEEPEST} levels")
+            open_.add(id(node))
+            num = levels = 0
+            for child in children:
+                num_below, levels_below = measure(child, depth + 1)
+                num, levels = num + num_below, max(levels, levels_below)
+            open_.discard(id(node))
+            known[id(node)] = num + 1, levels + 1
+        num, levels = known[id(node)]
+        if depth + levels > DEEPEST:
+            raise CorruptFile(f"{where}: damaged, its values are nested deeper than {DEEPEST} levels")
+        if num > MOST_VALUES:
+            raise CorruptFile(f"{where}: damaged, references make more than {MOST_VALUES} values of it")
+        return num, levels
+
+    measure(tree, 0)
+
+
+_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO}
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor of a regular file, for reading; raises `CheckpointError` naming it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        kind = CorruptFile if error.errno in _DAMAGE else CheckpointError
+        raise kind(f"{path}: {error.strerror or error}") from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CorruptFile(f"{path}: not a regular file")
+    return fd
+
+
+class OpenFiles:
+    """Files that stay open while sources point into them, the last `most` of them; a context manager.
+
+    A checkpoint of many ranks has more files than a process may open at once.
+    """
+
+    def __init__(self, most: int = 256) -> None:
+        self.read_bytes = 0
+        self._most = most
+        self._fds: dict[Path, int] = {}
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds = {}
+
+    def read(self, path: Path, offset: int, num_bytes: int) -> bytes:
+        """So many bytes of a file, fewer at its end."""
+        return os.pread(self._fd(path), num_bytes, offset)
+
+    def fill(self, path: Path, offset: int, target: memoryview) -> None:
+        """Reads into memory until it is full; raises `CorruptFile` when the file ends before."""
+        self.read_bytes += len(target)
+        while len(target):
+            count = os.preadv(self._fd(path), [target], offset)
+            if count == 0:
+                raise CorruptFile(f"{path}: ends {len(target)} bytes before a tensor does: the file is truncated")
+            target, offset = target[count:], offset + count
+
+    def num_bytes(self, path: Path) -> int:
+        return os.fstat(self._fd(path)).st_size
+
+    def _fd(self, path: Path) -> int:
+        fd = self._fds.pop(path, None)
+        if fd is None:
+            if len(self._fds) >= self._most:
+                os.close(self._fds.pop(next(iter(self._fds))))
+            fd = open_regular(path)
+        self._fds[path] = fd  # at the end: the least recently used comes first
+        return fd
+
+
+MOST_BYTES = 1 << 30
+
+
+def read_text(path: Path, most_bytes: int = MOST_BYTES, *, may_be_pipe: bool = False) -> str:
+    """A UTF-8 file of at most so many bytes; raises `CheckpointError`, or `CorruptFile` for what is no such text."""
+    try:
+        with open(path if may_be_pipe else open_regular(path), "rb") as file:
+            content = file.read(most_bytes + 1)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from None
+    if len(content) > most_bytes:
+        raise CorruptFile(f"{path}: damaged, it has more than {most_bytes} bytes")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CorruptFile(f"{path}: damaged, not UTF-8 text: {error}") from None
+
+
+def read_json(path: Path, *, unique: bool = True) -> dict[str, Any]:
+    """The mapping in a JSON file.
+
+    Args:
+        unique: a key that is there twice is an error; JSON itself would take the last one without a word.
+
+    Raises:
+        CheckpointError: the file cannot be opened.
+        CorruptFile: not JSON, no mapping, nested too deep.
+    """
+    return parse_json(read_text(path), str(path), unique=unique)
+
+
+def parse_json(text: str | bytes, where: str, *, unique: bool = True) -> dict[str, Any]:
+    """The same for text; `where` names it in errors."""
+    try:
+        value = json.loads(text, object_pairs_hook=_unique if unique else None)
+    except RecursionError:
+        raise CorruptFile(f"{where}: damaged, its values are nested too deep") from None
+    except ValueError as error:
+        raise CorruptFile(f"{where}: damaged, not valid JSON: {first_line(error)}") from None
+    if not isinstance(value, dict):
+        raise CorruptFile(f"{where}: got {type(value).__name__}, expected a mapping")
+    check_plain(value, where)
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {twice[:100]!r} is there twice")
+    return found

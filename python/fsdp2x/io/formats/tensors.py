@@ -1,0 +1,196 @@
+"""Tensors that are not in memory, of which any box can be read, from one place or from several.
+
+A source has a shape and a dtype, and ``read(start, out)`` fills ``out`` with the box of ``out.shape`` that begins at
+``start``, converted to ``out.dtype``. Only the bytes of the box are read, straight into ``out`` where dtype and layout
+allow it, otherwise through a small buffer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fsdp2x.base.errors import CorruptFile
+from fsdp2x.io.formats.safe_files import OpenFiles
+
+# Large enough for full disk bandwidth, small enough to stay in the cache while it is converted.
+BUFFER_BYTES = 4 << 20
+_MOST_DIMS = 64
+
+
+def is_shape(sizes: object) -> bool:
+    """Whether a tensor can have these sizes; torch itself counts elements in 64 bits."""
+    if not isinstance(sizes, list | tuple) or len(sizes) > _MOST_DIMS:
+        return False
+    return all(type(size) is int and size >= 0 for size in sizes) and math.prod(max(n, 1) for n in sizes) < 2**59
+
+
+class Source:
+    """Base of all: ``shape``, ``dtype``, ``read``."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, start: Sequence[int], out: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def undo(self, held: Source) -> list[tuple[Source, Source, tuple[int, int] | None]] | None:
+        """What ``held``, which has this source's values, says about its inputs; None: nothing, it was computed.
+
+        Each: the input, its values in ``held``, and None for all of it, or the (dim, first index) of a part.
+        """
+        return []
+
+    def __setstate__(self, state: object) -> None:
+        """A pickle could give the source that stands for its tensor another place to read from."""
+        raise TypeError("a tensor's attributes are set by the file that holds it")
+
+    def whole(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        out = torch.empty(self.shape, dtype=dtype or self.dtype)
+        self.read([0] * len(self.shape), out)
+        return out
+
+
+def runs_of_box(
+    shape: Sequence[int], start: Sequence[int], box: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], int]]:
+    """The runs of elements of a box in a row-major tensor: the index in the box, and the first element in the tensor.
+
+    All runs are equally long. An empty box has none.
+    """
+    if 0 in box:
+        return
+    # Rows below `outer` are one run: every later dim is complete.
+    outer = max((dim for dim in range(len(box)) if box[dim] != shape[dim]), default=0)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    base = sum(first * stride for first, stride in zip(start, strides, strict=True))
+    for index in itertools.product(*(range(size) for size in box[:outer])):
+        yield index, base + sum(i * stride for i, stride in zip(index, strides, strict=False))
+
+
+class FileTensor(Source):
+    """A row-major tensor at a byte offset of a file. Whoever makes it has checked that the file is long enough.
+
+    ``is_whole``: it is all that was saved in its place, and not a part of something larger.
+    """
+
+    def __init__(
+        self,
+        files: OpenFiles,
+        path: Path,
+        offset: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        is_whole: bool = True,
+    ):
+        self.shape, self.dtype, self.is_whole, self.offset = shape, dtype, is_whole, offset
+        self._files, self._path = files, path
+
+    def read(self, start: Sequence[int], out: torch.Tensor) -> None:
+        for index, first in runs_of_box(self.shape, start, out.shape):
+            self._read_run(self.offset + first * self.dtype.itemsize, out[index])
+
+    def _read_run(self, offset: int, out: torch.Tensor) -> None:
+        if out.dtype == self.dtype and out.is_contiguous() and out.device.type == "cpu":
+            self._fill(offset, out)
+            return
+        rows = out if out.dim() else out.view(1)
+        row_bytes = math.prod(rows.shape[1:]) * self.dtype.itemsize
+        step = max(1, BUFFER_BYTES // max(row_bytes, 1))
+        buffer = torch.empty((min(step, rows.shape[0]), *rows.shape[1:]), dtype=self.dtype)
+        for begin in range(0, rows.shape[0], step):
+            part = rows[begin : begin + step]
+            self._fill(offset + begin * row_bytes, buffer[: part.shape[0]])
+            part.copy_(buffer[: part.shape[0]])
+
+    def _fill(self, offset: int, out: torch.Tensor) -> None:
+        flat = out.as_strided((out.numel(),), (1,))  # also where a dim of size 1 has another stride
+        self._files.fill(self._path, offset, memoryview(flat.view(torch.uint8).numpy()))
+
+
+class LoadedTensor(Source):
+    """A tensor that is in memory, or mapped from a file."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype, self._tensor = tuple(tensor.shape), tensor.dtype, tensor
+
+    def read(self, start: Sequence[int], out: torch.Tensor) -> None:
+        box = self._tensor
+        for dim, (first, size) in enumerate(zip(start, out.shape, strict=True)):
+            box = box.narrow(dim, first, size)
+        out.copy_(box)
+
+
+@dataclass
+class Tile:
+    """``source`` holds the box of its shape that begins at ``start``."""
+
+    start: tuple[int, ...]
+    source: Source
+
+
+class Tiled(Source):
+    """A tensor of ``shape`` of which ``tiles`` hold what is read; whoever makes it has checked that they do."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, tiles: Sequence[Tile]) -> None:
+        self.shape, self.dtype, self._tiles = tuple(shape), dtype, tiles
+
+    def read(self, start: Sequence[int], out: torch.Tensor) -> None:
+        for tile in self._tiles:
+            lows = [max(a, b) for a, b in zip(start, tile.start, strict=True)]
+            ends = zip(start, out.shape, tile.start, tile.source.shape, strict=True)
+            highs = [min(a + n, b + m) for a, n, b, m in ends]
+            if any(low >= high for low, high in zip(lows, highs, strict=True)):
+                continue
+            part = out
+            for dim, (low, high) in enumerate(zip(lows, highs, strict=True)):
+                part = part.narrow(dim, low - start[dim], high - low)
+            tile.source.read([low - first for low, first in zip(lows, tile.start, strict=True)], part)
+
+
+def tiled(name: str, shape: Sequence[int], dtype: torch.dtype, tiles: Sequence[Tile]) -> Tiled:
+    """The tensor that ``tiles`` make up; those at one place are replicas, of which the first counts.
+
+    Raises:
+        CorruptFile: the tiles leave a part out, overlap, or have another dtype.
+    """
+    boxes = {(tile.start, tile.source.shape): tile for tile in reversed(tiles) if 0 not in tile.source.shape}
+    for tile in boxes.values():
+        if tile.source.dtype != dtype:
+            raise CorruptFile(f"{name}: a shard has dtype {tile.source.dtype}, the tensor {dtype}")
+    if wrong := covers(shape, list(boxes)):
+        raise CorruptFile(f"{name}: the shards {wrong}")
+    return Tiled(shape, dtype, list(boxes.values()))
+
+
+def covers(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str:
+    """What is wrong with boxes (start, sizes) that are to make up ``shape``, none of them empty; "" where they do."""
+    for start, sizes in boxes:
+        fits = len(start) == len(sizes) == len(shape)
+        if not fits or any(a < 0 or a + n > whole for a, n, whole in zip(start, sizes, shape, strict=True)):
+            return f"of {list(sizes)} at {list(start)} reach beyond {list(shape)}"
+    held, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
+    if held != whole:
+        return f"hold {held} elements of {whole}"
+    return "overlap, and leave a part out" if _overlap(shape, boxes) else ""
+
+
+def _overlap(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Sweeps along the dim that is cut into most parts: few boxes are side by side there."""
+    if not shape:
+        return len(boxes) > 1
+    sweep = max(range(len(shape)), key=lambda dim: len({start[dim] for start, _ in boxes}))
+    beside: list[tuple[Sequence[int], Sequence[int]]] = []
+    for start, sizes in sorted(boxes, key=lambda box: box[0][sweep]):
+        beside = [(other, n) for other, n in beside if other[sweep] + n[sweep] > start[sweep]]
+        for other, more in beside:
+            if all(a < b + m and b < a + n for a, n, b, m in zip(start, sizes, other, more, strict=True)):
+                return True
+        beside.append((start, sizes))
+    return False

@@ -1,0 +1,159 @@
+"""Models of HuggingFace configs on the meta device: the class that a config names, without weights.
+
+A config is checked before transformers follows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2x.base.errors import CheckpointError, first_line
+from fsdp2x.io.formats.safe_files import read_json
+from fsdp2x.io.hf.files import Checkpoint
+from fsdp2x.sharding.names import unsharded_class
+
+# Of what is made one by one, more than any model has.
+_COUNTED = re.compile(r"(?:^|_)(layers?|depths?|blocks?|experts|heads|labels|codebooks)(?:_|$)")
+_MOST = 100_000
+_MOST_LAYERS = 10_000
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The mapping in a config.json; transformers may be given the file then.
+
+    Raises:
+        CheckpointError: the file cannot be opened, is no JSON, or counts layers and the like of which no model has so
+            many: transformers would make one after the other.
+    """
+    settings = read_json(file, unique=False)
+    _check_counts(settings, str(file))
+    return settings
+
+
+def _check_counts(settings: dict[str, Any], where: str) -> None:
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            _check_counts(value, f"{where}: {key}")
+        elif found := _COUNTED.search(key):
+            most = _MOST_LAYERS if found[1].startswith(("layer", "depth", "block")) else _MOST
+            for number in value if isinstance(value, list) else [value]:
+                if isinstance(number, int | float) and not number <= most:
+                    raise CheckpointError(f"{where}: {key} is {number:g}, expected at most {most}")
+
+
+def plain_config(model: torch.nn.Module) -> Any:
+    """A copy of the model's config that names the unsharded class and the dtype, as `save_pretrained` does."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [unsharded_class(model).__name__]
+    config.dtype = next(p.dtype for p in model.parameters())
+    return config
+
+
+def empty_model(folder: Path) -> nn.Module:
+    """The model of a folder's config, on the meta device, with parameters of the config's dtype or that of the files.
+
+    Raises:
+        CheckpointError: no config.json, one of quantized weights, or of a model that transformers does not have.
+    """
+    with told_of(folder):
+        config = read_hf_config(folder)
+        if getattr(config, "quantization_config", None) is not None:
+            raise CheckpointError(f"{folder / 'config.json'}: asks for quantized weights, which are not supported")
+        return build_empty(None, config, config.dtype or dtype_of_files(folder))
+
+
+@contextlib.contextmanager
+def told_of(path: Path) -> Iterator[None]:
+    """Whatever transformers raises about what a config.json says, or the one in a folder, is one `CheckpointError`."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        if error.strerror is None:
+            raise CheckpointError(f"{path}: {first_line(error)}") from None
+        raise CheckpointError(f"{error.filename or path}: {error.strerror}") from None
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise CheckpointError(f"{_file_of(path)}: transformers cannot build the model: {reason}") from None
+
+
+def read_hf_config(path: Path) -> Any:
+    """transformers' config of a config.json, or of a folder with one. Code that it names is not run.
+
+    Raises:
+        FileNotFoundError: there is none; a name is never one of a hub's repository.
+        Exception: as `read_config`, and whatever transformers raises.
+    """
+    from transformers import AutoConfig
+
+    file = _file_of(path)
+    if not file.is_file():
+        raise FileNotFoundError(2, "no such file; a local HuggingFace folder is needed", str(file))
+    read_config(file)
+    return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+
+
+def _file_of(path: Path) -> Path:
+    return path if path.is_file() or path.suffix == ".json" else path / "config.json"
+
+
+def build_empty(
+    model_class: type | None,
+    config: Any,
+    dtype: torch.dtype,
+    attn_implementation: str | None = None,
+    *,
+    keeps_float32: bool = True,
+) -> nn.Module:
+    """A model on the meta device; without a class the one that the config names.
+
+    Args:
+        keeps_float32: weights that the class wants in float32 whatever the dtype are, as when files are loaded into it;
+            transformers makes new models without such exceptions.
+    """
+    import transformers
+
+    if model_class is None:
+        names = config.architectures or []
+        found = (getattr(transformers, name, None) for name in names if isinstance(name, str))
+        is_model = lambda one: isinstance(one, type) and issubclass(one, transformers.PreTrainedModel)  # noqa: E731
+        model_class = next(filter(is_model, found), None)
+        model_class = model_class or transformers.AutoModelForCausalLM
+    options: dict[str, Any] = {"dtype": dtype}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    make = getattr(model_class, "_from_config", None)
+    if make is None:
+        make, options["trust_remote_code"] = model_class.from_config, False
+    with torch.device("meta"):
+        model = make(config, **options)
+    if keeps_float32:
+        _keep_in_float32(model, dtype)
+    return model
+
+
+def dtype_of_files(folder: Path) -> torch.dtype:
+    """Of the first weight of real numbers."""
+    with Checkpoint([folder]) as files:
+        floating = (source.dtype for source in files.tensors.values() if source.dtype.is_floating_point)
+        return next(floating, torch.float32)
+
+
+def _keep_in_float32(model: nn.Module, dtype: torch.dtype) -> None:
+    """Weights that the model's class wants in float32 whatever the dtype."""
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    pattern = re.compile("|".join(f"(?:{key.replace('*', '.*')})" for key in plan))
+    for name, param in model.named_parameters():
+        if pattern.search(name):
+            param.data = param.data.to(torch.float32)

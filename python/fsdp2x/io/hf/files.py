@@ -1,0 +1,172 @@
+"""Finds and opens the weight files of a HuggingFace folder: safetensors or torch's pickles, one or several.
+
+``Checkpoint`` owns the open files. Nothing that is read is executed, and what an index says is compared with the files.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from fsdp2x.base.errors import CheckpointError, CorruptFile, first_line
+from fsdp2x.io.formats.records import read_records
+from fsdp2x.io.formats.safe_files import OpenFiles, read_json
+from fsdp2x.io.formats.safetensors_file import read_safetensors
+from fsdp2x.io.formats.tensors import LoadedTensor, Source
+
+logger = logging.getLogger("fsdp2x")
+
+# In the order in which they are looked for; an index names its files.
+_WEIGHTS = (
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+)
+
+
+def weight_files(path: str | Path) -> list[Path]:
+    """The weight files of a folder, or ``path`` itself when it is one.
+
+    Raises:
+        CheckpointError: there is none, or one that the index names is missing.
+    """
+    path = Path(path).expanduser()
+    if path.is_file():
+        return _of_index(path) if path.name.endswith(".index.json") else [path]
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path}: no such folder or file; download a model of the hub first, for instance with "
+            "huggingface_hub.snapshot_download"
+        )
+    for name in _WEIGHTS:
+        if (path / name).is_file():
+            return weight_files(path / name)
+    raise CheckpointError(f"{path}: holds none of {', '.join(_WEIGHTS)}")
+
+
+def _of_index(index: Path) -> list[Path]:
+    files = list(dict.fromkeys(index.parent / name for name in _weight_map(index).values()))
+    missing = [file.name[:200] for file in files if not os.path.isfile(file)]  # also one that no file could have
+    if missing:
+        raise CheckpointError(f"{index}: names files that are missing: {', '.join(missing)}")
+    return files
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Name of a tensor -> name of its file."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CorruptFile(f"{index}: not an index of weight files: no weight_map")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CorruptFile(f"{index}: {name} would be in {str(file)[:200]!r}, which is no file of the folder")
+    return weight_map
+
+
+class Checkpoint:
+    """The tensors of some folders, by name; a context manager that closes the files.
+
+    ``folders``: those of the files, in the order given. Raises as ``weight_files``, and for files that are damaged,
+    hold a name twice, or lack what their index says.
+    """
+
+    def __init__(self, paths: Sequence[str | Path]) -> None:
+        self.files = [file for path in paths for file in weight_files(path)]
+        self.folders = list(dict.fromkeys(file.parent for file in self.files))
+        self.tensors: dict[str, Source] = {}
+        self.names_in: dict[Path, list[str]] = {}
+        self._open = OpenFiles()
+        try:
+            for file in self.files:
+                found = read_safetensors(self._open, file) if file.suffix == ".safetensors" else self._pickle(file)
+                twice = next((name for name in found if name in self.tensors), None)
+                if twice is not None:
+                    raise CheckpointError(f"{file}: holds {twice!r}, which another of the files holds too")
+                self.tensors.update(found)
+                self.names_in[file] = list(found)
+            for path in paths:
+                self._compare_with_index(Path(path).expanduser())
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_pickled(self) -> bool:
+        return any(file.suffix != ".safetensors" for file in self.files)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of tensors that were read from the files so far."""
+        return self._open.read_bytes
+
+    def close(self) -> None:
+        """Closes the files; sources must not be read any more."""
+        self._open.close()
+        self.tensors = {}
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def _compare_with_index(self, path: Path) -> None:
+        """Raises `CorruptFile` where files lack what their index says."""
+        index = path if path.is_file() else index_of(path)
+        if index is None or not index.name.endswith(".index.json"):
+            return
+        said: dict[Path, set[str]] = {}
+        for name, file in _weight_map(index).items():
+            said.setdefault(index.parent / file, set()).add(name)
+        for file, names in said.items():
+            lost = sorted(names - set(self.names_in[file]))
+            if lost:
+                raise CorruptFile(
+                    f"{file}: damaged, it lacks {len(lost)} tensors that {index.name} says are in it: "
+                    f"{', '.join(lost[:5])}"
+                )
+
+    def _pickle(self, file: Path) -> dict[str, Source]:
+        found = read_records(self._open, file) if zipfile.is_zipfile(file) else _load_old(file)
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{file}: expected a dict of tensors, got {type(found).__name__}")
+        for name, one in found.items():
+            if not isinstance(name, str) or not isinstance(one, Source):
+                raise CheckpointError(
+                    f"{file}: expected a dict of tensors, got a {type(one).__name__} under {str(name)[:200]!r}"
+                )
+        return found
+
+
+def index_of(folder: Path) -> Path | None:
+    """The index that names the weight files of a folder, where there is one."""
+    first = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
+    return first if first is not None and first.name.endswith(".index.json") else None
+
+
+def _load_old(file: Path) -> object:
+    """What torch wrote before it wrote archives: read whole, with sources for the tensors."""
+    logger.warning("fsdp2x: %s has torch's old format, of which no part can be read: it is read whole", file)
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{file}: cannot be read with weights_only ({type(error).__name__}: {first_line(error)})"
+        ) from None
+    if not isinstance(state, dict):
+        return state
+    return {name: LoadedTensor(one.detach()) if _is_plain(one) else one for name, one in state.items()}
+
+
+def _is_plain(one: object) -> bool:
+    return isinstance(one, torch.Tensor) and one.layout == torch.strided and one.device.type == "cpu"

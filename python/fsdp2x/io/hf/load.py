@@ -1,0 +1,381 @@
+"""``load_hf``: the weights of HuggingFace files into a model that is sharded already, or not at all.
+
+Every rank plans alike from names and shapes; then either each rank reads its own rows, or rank 0 reads and sends each
+rank its rows, a bucket of parameters at a time. Between two meetings of the ranks nothing is collective, so an error
+anywhere is raised everywhere. What rank r is sent for a bucket; the same length for every rank, all starts aligned:
+
+    | flag |pad| rows of r of p0 |pad| rows of r of p1 |pad| ...        flag 1: rank 0 failed, nothing follows
+
+Rank 0 holds one bucket (or one larger parameter) at a time, the others their part of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2x.base.arguments import checked
+from fsdp2x.base.calls import named_call
+from fsdp2x.base.errors import CheckpointError
+from fsdp2x.base.failures import exchange, on_rank_0, rank_and_size, run_on_all_ranks
+from fsdp2x.base.memory_file import aligned_starts, tensor_at
+from fsdp2x.base.native import _C
+from fsdp2x.base.optimizer_hooks import why_swapped
+from fsdp2x.io.formats.safe_files import read_json
+from fsdp2x.io.formats.tensors import Source
+from fsdp2x.io.hf.files import Checkpoint
+from fsdp2x.io.hf.initialise import check_buffers, initial_values
+from fsdp2x.io.hf.layout import in_runs
+from fsdp2x.io.hf.progress import ProgressBar
+from fsdp2x.io.hf.recipes import Recipes, kind_of, make_recipes
+from fsdp2x.io.hf.sources import RemoteTensor
+from fsdp2x.io.hf.targets import Target, check_ties, find_targets, materialize
+from fsdp2x.io.names import hf_base, is_adapter, is_quantized, is_transformers, original_classes, remember_source
+from fsdp2x.lifecycle.replicas import check_again
+from fsdp2x.lifecycle.tree import unit_states
+from fsdp2x.sharding.names import unsharded_class
+
+BUCKET_BYTES = 16 << 20
+
+Box = tuple[list[int], list[int]]
+
+
+@torch.no_grad()
+def send_from_rank_0(steps: list[tuple[Target, list[Source]]], bar: Any, what: str) -> None:
+    """Fills the targets of all ranks from the sources of rank 0. Collective over the default process group.
+
+    Raises:
+        CheckpointError: on every rank, when reading failed on rank 0.
+    """
+    rank, world = rank_and_size()
+    mine = [target.box() or ([0] * len(target.shape), list(target.shape)) for target, _ in steps]
+    boxes: list[list[Box]] = exchange(mine)
+    error: Exception | None = None
+    for bucket in in_runs(range(len(steps)), lambda index: steps[index][0].num_bytes, BUCKET_BYTES):
+        sizes = [_place_bucket(bucket, steps, boxes[other])[1] for other in range(world)]
+        sent = None
+        if rank == 0:
+            sent = [torch.zeros(max(sizes), dtype=torch.uint8) for _ in range(world)]
+            try:
+                _read_bucket(bucket, steps, boxes, sent)
+            except Exception as failed:
+                error = failed
+                for part in sent:
+                    part[0] = 1
+        received = _scatter(sent, max(sizes))
+        if received[0]:
+            break
+        for index, start in zip(bucket, _place_bucket(bucket, steps, mine)[0], strict=True):
+            target = steps[index][0]
+            part = tensor_at(received, start, mine[index][1], target.dtype)
+            if target.box() is None:
+                target.fill_from_whole(part)
+            else:
+                target.local.copy_(part)
+            bar.add(target.num_bytes)
+
+    def tell() -> None:
+        if error is not None:
+            raise error
+
+    run_on_all_ranks(tell, what=what)
+
+
+def _scatter(sent: list[torch.Tensor] | None, num_bytes: int) -> torch.Tensor:
+    if rank_and_size()[1] == 1:
+        return sent[0]
+    # Without a CPU backend the bytes travel through the accelerator.
+    device = torch.device("cpu")
+    if "cpu" not in dist.get_backend_config():
+        device = torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
+        sent = None if sent is None else [part.to(device) for part in sent]
+    received = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    dist.scatter(received, sent, src=0)
+    return received.cpu()
+
+
+def _place_bucket(bucket: list[int], steps: list, boxes: list[Box]) -> tuple[list[int], int]:
+    sizes = (math.prod(boxes[index][1]) * steps[index][0].dtype.itemsize for index in bucket)
+    return aligned_starts(sizes, begin=_C.ALIGN_BYTES)
+
+
+def _read_bucket(bucket: list[int], steps: list, boxes: list[list[Box]], sent: list[torch.Tensor]) -> None:
+    places = [_place_bucket(bucket, steps, boxes[rank])[0] for rank in range(len(sent))]
+    for position, index in enumerate(bucket):
+        target, sources = steps[index]
+        done: dict[tuple, torch.Tensor] = {}
+        for rank, part in enumerate(sent):
+            box = boxes[rank][index]
+            view = tensor_at(part, places[rank][position], box[1], target.dtype)
+            key = (tuple(box[0]), tuple(box[1]))
+            if key in done:
+                view.copy_(done[key])  # a replica
+            else:
+                sources[0].read(box[0], view)
+                done[key] = view
+
+
+logger = logging.getLogger("fsdp2x")
+Mode = Literal["auto", "each", "broadcast"]
+
+
+@dataclass
+class LoadReport:
+    """What ``load_hf`` did. Names and meaning of the first three are transformers'; ``read_bytes`` is of this rank."""
+
+    missing_keys: set[str] = field(default_factory=set)
+    unexpected_keys: set[str] = field(default_factory=set)
+    mismatched_keys: set[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=set)
+    read_bytes: int = 0
+
+
+@checked
+@named_call("fsdp2x.load_hf", "mode")
+def load_hf(
+    model: nn.Module,
+    path: str | Path | Sequence[str | Path],
+    *,
+    mode: Mode = "auto",
+    strict: bool | None = None,
+    ignore_mismatched_sizes: bool = False,
+    progress: bool = True,
+) -> LoadReport:
+    """Fills ``model`` in place from safetensors or ``.bin`` files, each rank its own rows, cast on the way.
+
+    The model may be on the meta device, sharded there (``with torch.device("meta")``, ``fully_shard``, ``load_hf``):
+    its shards then get their memory here, once. Dtypes are the model's: a float32 model keeps float32 masters of
+    bfloat16 files. Renamed and fused weights are mapped by transformers' tables for the model's class. Weights that the
+    files need not hold, such as the head of another class or a new adapter, are reported and initialised as the class
+    does it, the same on all ranks; so are non-persistent buffers on the meta device. All buffers are compared between
+    ranks. The model's train or eval mode stays. Nothing is changed before all files have been found to fit.
+
+    Collective over the default process group, with the same arguments on every rank.
+
+    Args:
+        model: a transformers model, a PEFT model around one, or any module whose state dict has the files' names.
+        path: a folder, a weight file, an index; or several of them, such as a base model and an adapter.
+        mode: ``"each"``: every rank reads its rows from the files. ``"broadcast"``: rank 0 reads and sends, for files
+            that only it sees. ``"auto"``: each, but broadcast for ``.bin``, of which no part can be read alone.
+        strict: None: a weight that the files lack is an error where they must hold it: the config.json beside them
+            names the model's class, or the model is not transformers'; or they hold a part of its adapter. True:
+            missing and unexpected names are an error. False: missing weights are reported and initialised.
+        ignore_mismatched_sizes: initialise weights whose shape differs, instead of raising.
+        progress: a bar on rank 0 where standard error is a terminal and tqdm is installed.
+
+    Raises:
+        CheckpointError: on every rank: files that are missing, damaged or do not fit; a weight of another kind of
+            dtype (integers for floating point); tied weights that differ in the files; a weight that is neither in a
+            file nor initialised by the model's class.
+        NotImplementedError: the model is quantized, and the files hold more than its adapter.
+        ValueError: an unknown mode.
+    """
+    paths = [path] if isinstance(path, (str, Path)) else list(path)
+    what = f"loading {', '.join(map(str, paths))}"
+    base, _ = hf_base(model)
+    targets = find_targets(model)
+    opened, tensors, mode, seed, classes = _open(paths, mode, what)
+    try:
+        if is_quantized(base) and not all(map(is_adapter, tensors)):
+            raise NotImplementedError(
+                "fsdp2x.load_hf: the model's config asks for quantized weights, which are not supported; load them "
+                "with transformers and shard the result"
+            )
+        plan = run_on_all_ranks(lambda: _plan(model, base, targets, tensors), what=what)
+        report = _report(base, plan, what, strict, ignore_mismatched_sizes, classes)
+        reads = mode == "each" or rank_and_size()[0] == 0
+        run_on_all_ranks(lambda: _check(plan.steps, mode) if reads else None, what=what)
+        bar = ProgressBar(sum(target.num_bytes for target, _ in plan.steps), "Loading weights", progress)
+        run_on_all_ranks(lambda: materialize(model, targets), what=what)
+        place_initial = run_on_all_ranks(lambda: initial_values(model, targets, plan.missing, seed), what=what)
+        with _partly_filled():
+            if mode == "each":
+                run_on_all_ranks(lambda: _read(plan.steps, bar), what=what)
+            else:
+                send_from_rank_0(plan.steps, bar, what)
+            run_on_all_ranks(place_initial, what=what)
+        bar.close()
+        for state in unit_states(model):
+            check_again(state)
+        check_buffers(model)
+        loaded = {target.names[0]: sources[0].dtype for target, sources in plan.steps}
+        if any(not is_adapter(name) for name in loaded):
+            remember_source(base, plan.recipes.conversions, loaded, paths[0])
+        report.read_bytes = 0 if opened is None else opened.read_bytes
+        return report
+    finally:
+        if opened is not None:
+            opened.close()
+
+
+@contextlib.contextmanager
+def _partly_filled() -> Iterator[None]:
+    """What fails after all was found to fit, such as a disk, leaves the model between two states."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; a part of the weights is filled: load again before the model is used") from (
+            error.__cause__
+        )
+
+
+def _open(paths: list, mode: Mode, what: str) -> tuple[Checkpoint | None, dict[str, Source], Mode, int, set[str]]:
+    """Opens the files on the ranks that read; the others get the names and shapes from rank 0.
+
+    Returns the files, their tensors, the mode ("auto" decided), rank 0's seed of the moment, and the classes that
+    configs beside the files name.
+    """
+    rank, _ = rank_and_size()
+    opened: Checkpoint | None = None
+
+    def on_first() -> tuple[Mode, int, dict, set[str]]:
+        nonlocal opened
+        opened = Checkpoint(paths)
+        guessed = "broadcast" if opened.is_pickled and dist.is_initialized() else "each"
+        chosen: Mode = guessed if mode == "auto" else mode
+        described = {name: (source.shape, source.dtype) for name, source in opened.tensors.items()}
+        return chosen, torch.initial_seed(), described, _classes(opened.folders)
+
+    try:
+        mode, seed, described, classes = on_rank_0(on_first, what=what)
+        if mode == "broadcast":
+            remote: dict[str, Source] = {name: RemoteTensor(*one) for name, one in described.items()}
+            return opened, remote if opened is None else opened.tensors, mode, seed, classes
+
+        def on_each() -> None:
+            nonlocal opened
+            opened = opened or Checkpoint(paths)
+            if {name: (source.shape, source.dtype) for name, source in opened.tensors.items()} != described:
+                raise CheckpointError(
+                    f"rank {rank} sees other files than rank 0; use mode='broadcast' where only rank 0 has the files"
+                )
+
+        run_on_all_ranks(on_each, what=what)
+        assert opened is not None
+        return opened, opened.tensors, mode, seed, classes
+    except BaseException:
+        if opened is not None:
+            opened.close()
+        raise
+
+
+def _classes(folders: list[Path]) -> set[str]:
+    """The classes whose weights the folders are said to hold; empty where no config says it."""
+    named: set[str] = set()
+    for folder in folders:
+        if (folder / "config.json").is_file():
+            found = read_json(folder / "config.json", unique=False).get("architectures")
+            named |= {name for name in found if isinstance(name, str)} if isinstance(found, list) else set()
+    return named
+
+
+@dataclass
+class _Plan:
+    recipes: Recipes
+    steps: list[tuple[Target, list[Source]]] = field(default_factory=list)  # several sources: tied weights stored apart
+    missing: list[Target] = field(default_factory=list)
+
+
+def _plan(model: nn.Module, base: nn.Module, targets: list[Target], tensors: Mapping[str, Source]) -> _Plan:
+    if why := why_swapped(model.parameters()):
+        raise CheckpointError(why)
+    shapes = {name: target.shape for target in targets for name in target.names}
+    plan = _Plan(make_recipes(base, tensors, shapes))
+    # An adapter alone goes into a model whose base has its weights, and the other way round.
+    holds_base = any(not is_adapter(name) for name in plan.recipes.sources)
+    holds_adapter = any(is_adapter(name) for name in plan.recipes.sources)
+    for target in targets:
+        sources = [plan.recipes.sources[name] for name in target.names if name in plan.recipes.sources]
+        if sources:
+            kinds = {kind_of(one.dtype) for one in (target, *sources)}
+            if len(kinds) > 1:
+                raise CheckpointError(
+                    f"{target.names[0]} has dtype {sources[0].dtype} in the files and {target.dtype} here: another "
+                    "kind of number is not converted"
+                )
+            plan.steps.append((target, sources))
+        elif target.tensor.is_meta or (holds_adapter if is_adapter(target.names[0]) else holds_base):
+            plan.missing.append(target)
+    return plan
+
+
+def _report(
+    base: nn.Module, plan: _Plan, what: str, strict: bool | None, ignore_mismatched_sizes: bool, classes: set[str]
+) -> LoadReport:
+    """Says what does not fit, on rank 0 and in transformers' form; raises alike on every rank."""
+    recipes = plan.recipes
+    mismatched = {(name, *shapes) for name, shapes in recipes.mismatched.items()}
+    missing = {target.names[0] for target in plan.missing} - set(recipes.mismatched)
+    report = LoadReport(missing, set(recipes.unexpected), mismatched)
+    if is_transformers(base):
+        report = _as_transformers(base, report, what)
+    if mismatched and not ignore_mismatched_sizes:
+        told = "; ".join(f"{name} has {there} in the files and {here} here" for name, there, here in sorted(mismatched))
+        raise CheckpointError(f"{what}: shapes differ: {told}; pass ignore_mismatched_sizes=True to initialise them")
+    if strict and (report.missing_keys or report.unexpected_keys):
+        raise CheckpointError(
+            f"{what}: missing: {sorted(report.missing_keys)}; "
+            f"unexpected: {sorted(report.unexpected_keys)} (strict=True)"
+        )
+    lost = sorted(name for name in report.missing_keys if strict is None and _must_hold(name, base, plan, classes))
+    if lost:
+        raise CheckpointError(
+            f"{what}: the files lack {len(lost)} weights of the model: {', '.join(lost[:5])}"
+            f"{', ...' if len(lost) > 5 else ''}"
+            + (f"; unexpected: {', '.join(sorted(report.unexpected_keys)[:5])}" if report.unexpected_keys else "")
+            + "; pass strict=False to initialise them"
+        )
+    return report
+
+
+def _must_hold(name: str, base: nn.Module, plan: _Plan, classes: set[str]) -> bool:
+    """Whether files that lack a weight are not whole."""
+    if is_adapter(name):
+        return any(is_adapter(one) for one in plan.recipes.sources)
+    return not is_transformers(base) or not classes or unsharded_class(base).__name__ in classes
+
+
+def _as_transformers(base: nn.Module, report: LoadReport, what: str) -> LoadReport:
+    from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report
+
+    info = LoadStateDictInfo(
+        missing_keys=report.missing_keys,
+        unexpected_keys=report.unexpected_keys,
+        mismatched_keys=report.mismatched_keys,
+        error_msgs=[],
+        conversion_errors={},
+        skipped_pp_keys=set(),
+    )
+    with original_classes(base):
+        # The class knows names that may be missing, or left over from older versions.
+        base._adjust_missing_and_unexpected_keys(info)
+        if rank_and_size()[0] == 0:
+            log_state_dict_report(base, what.removeprefix("loading "), True, info, logger)
+    return LoadReport(info.missing_keys, info.unexpected_keys, info.mismatched_keys)
+
+
+def _check(steps: list[tuple[Target, list[Source]]], mode: str) -> None:
+    """Raises when tied weights that are stored several times differ, in the part that this rank reads."""
+    for target, sources in steps:
+        box = target.box() if mode == "each" else None
+        start, shape = box if box is not None else ([0] * len(target.shape), target.shape)
+        check_ties(target, sources, start, shape)
+
+
+@torch.no_grad()
+def _read(steps: list[tuple[Target, list[Source]]], bar: Any) -> None:
+    for target, sources in steps:
+        box = target.box()
+        if box is None:
+            target.fill_from_whole(sources[0].whole(target.dtype))
+        else:
+            sources[0].read(box[0], target.local)
+        bar.add(target.num_bytes)

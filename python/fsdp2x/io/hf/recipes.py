@@ -1,0 +1,250 @@
+"""Which tensors of the files make up which weights of a model, by transformers' tables of conversions, and back.
+
+Reads names and shapes only. What transformers fuses while loading is described by sources, so that a rank can read its
+rows of the fused weight; a conversion that is not made of stacking, joining, cutting and turning is run on whole
+tensors by transformers itself.
+
+``undo_loading`` goes back along the same recipes: they say which part of a weight is which tensor of the files. It is
+not ``source_families`` of ``hf.names``, which asks transformers what the files of a model would be named: files that
+exist may be named otherwise, such as GPT-2's without ``transformer.``, and what is written has their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2x.base.errors import CheckpointError, first_line
+from fsdp2x.io.formats.tensors import Source
+from fsdp2x.io.hf.sources import Computed, Joined, Piece, Stacked, Turned
+from fsdp2x.io.names import Family, is_transformers, original_classes, run_converter, source_families
+
+
+@dataclass
+class Recipes:
+    """``sources``: by name of the weight in the model. Names of the report are as in transformers'."""
+
+    sources: dict[str, Source] = field(default_factory=dict)
+    unexpected: set[str] = field(default_factory=set)
+    mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)  # file, model
+    conversions: list | None = None  # those that were used, which saving undoes
+
+
+def make_recipes(base: nn.Module, stored: Mapping[str, Source], shapes: Mapping[str, tuple[int, ...]]) -> Recipes:
+    """Recipes for the weights named in ``shapes`` (names in ``base``, and PEFT's names of adapter weights)."""
+    recipes = Recipes()
+    found = _converted(base, stored, shapes, recipes) if is_transformers(base) else dict(stored)
+    for name, source in found.items():
+        if name not in shapes:
+            recipes.unexpected.add(name)
+        elif tuple(source.shape) != tuple(shapes[name]):
+            recipes.mismatched[name] = (tuple(source.shape), tuple(shapes[name]))
+        else:
+            recipes.sources[name] = source
+    return recipes
+
+
+def _converted(base, stored: Mapping[str, Source], shapes: Mapping, recipes: Recipes) -> dict[str, Source]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    with original_classes(base):
+        conversions = get_model_conversion_mapping(base)
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    prefix = base.base_model_prefix
+    found: dict[str, Source] = {}
+    collected: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+    for key in sorted(stored, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, shapes)
+        if name not in shapes and key in shapes:
+            # An original name that the table would have changed without need.
+            name, pattern = rename_source_key(key, [], [], prefix, shapes)
+        if pattern is None:
+            found[name] = stored[key]
+        elif name in shapes:
+            collected.setdefault(name, (by_pattern[pattern], []))[1].append((pattern, key))
+        else:
+            targets = by_pattern[pattern].target_patterns
+            recipes.unexpected.update(name.replace(targets[0], target) for target in targets)
+    for name, (converter, members) in collected.items():
+        found.update(_Conversion(base, name, converter, members, stored).outputs())
+    recipes.conversions = [one for one in conversions if one.was_used()]
+    return found
+
+
+class _Conversion:
+    """One converter applied to the tensors that make up one weight, or several."""
+
+    def __init__(self, model, name: str, converter, members: list[tuple[str, str]], stored: Mapping[str, Source]):
+        self._model, self._name, self._converter = model, name, converter
+        self._members, self._stored = members, stored
+        self._made: dict[str, torch.Tensor] = {}
+
+    def outputs(self) -> dict[str, Source]:
+        dtype = next(self._stored[key].dtype for _, key in self._members)
+        odd = [key for _, key in self._members if kind_of(self._stored[key].dtype) != kind_of(dtype)]
+        if odd:
+            raise self._unfit(f"{odd[0]} has dtype {self._stored[odd[0]].dtype}")
+        # On the meta device, for the names and shapes of the results; transformers decides both.
+        try:
+            made = self._run(lambda key: torch.empty(self._stored[key].shape, dtype=dtype, device="meta"))
+        except Exception as error:
+            raise self._unfit(first_line(error)) from None
+        try:
+            described = self._describe()
+        except _NotDescribable:
+            described = []
+        if [source.shape for source in described] == [tuple(tensor.shape) for tensor in made.values()]:
+            return dict(zip(made, described, strict=True))
+        return {
+            name: Computed(tuple(tensor.shape), dtype, lambda name=name: self._take(name))
+            for name, tensor in made.items()
+        }
+
+    def _unfit(self, reason: str) -> CheckpointError:
+        one = self._members[0][1]
+        return CheckpointError(
+            f"{self._name} is made of {len(self._members)} tensors that do not fit together in the files: {reason}; "
+            f"{one} is {list(self._stored[one].shape)} of {self._stored[one].dtype}"
+        )
+
+    def _run(self, tensor_of) -> dict[str, torch.Tensor]:
+        tensors = ((key, pattern, tensor_of(key)) for pattern, key in self._members)
+        return run_converter(self._converter, self._model, self._name, tensors)
+
+    def _take(self, name: str) -> torch.Tensor:
+        if name not in self._made:
+            self._made = self._run(lambda key: self._stored[key].whole())
+        return self._made.pop(name)
+
+    def _describe(self) -> list[Source]:
+        """The results as sources, in the converter's order."""
+        from transformers import core_model_loading as loading
+
+        values: dict[str, list[Source]] = {}
+        for pattern, key in self._members:
+            values.setdefault(pattern, []).append(self._stored[key])
+        converter = self._converter
+        for op in converter.operations:
+            if type(op) is loading.MergeModulelist:
+                values = {pattern: [Stacked(sources, op.dim)] for pattern, sources in values.items()}
+            elif type(op) is loading.Concatenate:
+                order = [pattern for pattern in converter.source_patterns if pattern in values]
+                values = {"": [Joined([source for pattern in order for source in values[pattern]], op.dim)]}
+            elif type(op) is loading.Chunk:
+                source = _only(values)
+                num = len(op.get_target_patterns(converter.target_patterns, config=self._model.config))
+                size = source.shape[op.dim]
+                if size % num:
+                    raise _NotDescribable
+                part = size // num
+                values = {str(i): [Piece(source, op.dim, i * part, part)] for i in range(num)}
+            elif type(op) is loading.Transpose and not op.check_dims:
+                values = {"": [Turned(_only(values), op.dim0, op.dim1)]}
+            else:
+                raise _NotDescribable
+        if any(len(sources) > 1 for sources in values.values()):
+            raise _NotDescribable
+        return [sources[0] for sources in values.values()]
+
+
+class _NotDescribable(Exception):
+    """An operation needs whole tensors."""
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    """Numbers of one kind are converted into each other."""
+    return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"
+
+
+def _only(values: dict[str, list[Source]]) -> Source:
+    if len(values) != 1 or len(next(iter(values.values()))) != 1:
+        raise _NotDescribable
+    return next(iter(values.values()))[0]
+
+
+@dataclass
+class Undone:
+    """``values``: of the files' tensors by name. ``used``: those that loading uses, for the model's ``weights``."""
+
+    values: dict[str, Source] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+    weights: set[str] = field(default_factory=set)
+
+
+def undo_loading(
+    model: Any, files: Mapping[str, Source], shapes: Mapping[str, tuple[int, ...]], held: Mapping[str, Source]
+) -> Undone:
+    """What tensors the files of a model have whose weights are ``held``.
+
+    Args:
+        model: on the meta device.
+        files: the tensors of the folder to write; only names, shapes and dtypes are looked at.
+        shapes: of the weights, by each of their names.
+        held: by every name of each weight.
+    """
+    recipes = make_recipes(model, files, shapes)
+    if recipes.mismatched:
+        name, (there, here) = next(iter(recipes.mismatched.items()))
+        raise CheckpointError(f"the origin's config.json and files disagree: {name} is {there} there and {here} here")
+    names = {id(source): name for name, source in files.items()}
+    undone = Undone(weights=set(recipes.sources))
+    values, used = undone.values, undone.used
+    parts: dict[int, tuple[Source, dict[tuple[int, int], Source]]] = {}
+    computed: list[str] = []
+
+    def undo(source: Source, value: Source | None, weight: str) -> None:
+        if id(source) in names:
+            used.add(names[id(source)])
+            if value is not None:
+                values[names[id(source)]] = value
+            return
+        steps = source.undo(value if value is not None else source)
+        if steps is None and value is None:
+            raise CheckpointError(f"the checkpoint lacks {weight}")
+        if steps is None:
+            computed.append(weight)
+            return
+        for inner, part_value, part in steps:
+            if value is None or part is None:
+                undo(inner, None if value is None else part_value, weight)
+            else:
+                parts.setdefault(id(inner), (inner, {}))[1][part] = part_value
+
+    for weight, source in recipes.sources.items():
+        undo(source, held.get(weight), weight)
+    while parts:
+        inner, pieces = parts.popitem()[1]
+        (dim,) = {dim for dim, _ in pieces}
+        whole = Joined([value for _, value in sorted(pieces.items(), key=lambda item: item[0][1])], dim)
+        undo(inner, whole if whole.shape == inner.shape else None, "")
+    if computed:
+        for name, value in _convert_back(model, computed, shapes, held).items():
+            if name in files:
+                values[name] = value
+                used.add(name)
+    return undone
+
+
+def _convert_back(model: Any, weights: list[str], shapes: Mapping, held: Mapping[str, Source]) -> dict[str, Source]:
+    """Conversions that need whole tensors, run backwards by transformers; results are made when they are read."""
+    described = {name: (torch.Size(shapes[name]), held[name].dtype) for name in weights if name in held}
+    values: dict[str, Source] = {}
+    for family in source_families(model, described):
+        pending: dict[str, torch.Tensor] = {}
+
+        def take(name: str, family: Family = family, pending: dict[str, torch.Tensor] = pending) -> torch.Tensor:
+            if name not in pending:
+                made = family.convert([held[one].whole() for one in family.params])
+                pending.update(zip((spec.name for spec in family.outputs), made, strict=True))
+            return pending.pop(name)
+
+        for spec in family.outputs:
+            values[spec.name] = Computed(tuple(spec.shape), spec.dtype, lambda name=spec.name, take=take: take(name))
+    return values

@@ -1,0 +1,255 @@
+"""``save_hf``: a sharded model as a HuggingFace folder, written by all ranks at once where they share a file system.
+
+The layout of the files is known before the bytes: a rank writes its rows of each weight at their place, without any
+communication. What is not a matter of rows (un-fused experts, other shard dims, tensor parallel weights) is gathered
+through ``export.stream`` and written by rank 0; without a shared file system all of it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsdp2x.base.arguments import checked
+from fsdp2x.base.calls import named_call
+from fsdp2x.base.errors import CheckpointError
+from fsdp2x.base.failures import exchange, on_rank_0, rank_and_size, run_on_all_ranks
+from fsdp2x.io.export.entries import Entry
+from fsdp2x.io.export.stream import BUCKET_BYTES, stream_as
+from fsdp2x.io.hf.empty import plain_config
+from fsdp2x.io.hf.folder import make_temporary, publish, refuse_existing, temporary
+from fsdp2x.io.hf.layout import Layout, Writer, make_files, parse_size, plan_layout
+from fsdp2x.io.names import Family, TensorSpec, has_adapters, hf_base, is_adapter, source_families
+from fsdp2x.lifecycle.tree import named_params
+
+# A folder has a tokenizer when it has one of these.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model",
+)  # fmt: skip
+# What it or a processor consists of besides; copied from the folder the model was loaded from.
+_BESIDES = (
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "merges.txt", "preprocessor_config.json",
+    "video_preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+
+
+@checked
+@named_call("fsdp2x.save_hf", "weights", "writers")
+def save_hf(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    tokenizer: Any = None,
+    weights: Literal["auto", "base", "adapter"] = "auto",
+    writers: Literal["auto", "all", "one"] = "auto",
+    force: bool = False,
+) -> Path:
+    """Writes safetensors, index, config, generation config and tokenizer, with the names and layout of the source.
+
+    The folder appears under its name when it is whole and synced. Memory: two buckets and 4 MiB. Works at any time
+    between two steps, also for models that are not sharded.
+
+    Collective over the default process group, with the same arguments on every rank.
+
+    Args:
+        model: a transformers model, a PEFT model around one, or any module (which has no config to write).
+        dtype: of floating-point weights. Default the dtype that ``load_hf`` found in the files, else the parameter's.
+        max_shard_size: bytes of a file, or a size such as ``"5GB"``.
+        tokenizer: anything with ``save_pretrained``; default the files of the folder the model was loaded from.
+        weights: of a PEFT model: its ``"adapter"`` (``"auto"``; with adapter_config.json), or its ``"base"``.
+        writers: ``"all"`` ranks write their rows, ``"one"``: rank 0 writes everything. ``"auto"``: all, if every rank
+            sees the folder of rank 0.
+        force: replace what is at ``path``.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: on every rank: the folder exists, or cannot be written (disk full, not allowed); nothing is
+            left behind, and what was at ``path`` is still there.
+        ValueError: an unknown choice or size; ``writers="all"`` without a shared file system.
+        RuntimeError: a parameter is on the meta device.
+        NotImplementedError: a PEFT model with several adapters; weights of a quantized model.
+    """
+    out = Path(path).expanduser()
+    what = f"saving to {out}"
+    job = _Job(model, dtype, max_shard_size, weights)
+
+    def start() -> None:
+        refuse_existing(out, force)
+        folder = make_temporary(out, "save")
+        job.write_assets(folder, tokenizer)
+        make_files(folder, job.layout)
+
+    folder = temporary(out, "save")
+    try:
+        on_rank_0(start, what=what)
+        sees = run_on_all_ranks(lambda: (folder / job.layout.files[0].name).is_file(), what=what)
+        everyone = exchange(sees)
+        if writers == "all" and not all(everyone):
+            blind = [rank for rank, one in enumerate(everyone) if not one]
+            raise ValueError(
+                f'fsdp2x.save_hf: writers="all", but ranks {blind} do not see {folder} of rank 0; use writers="one"'
+            )
+        job.write(folder, by_rows=writers != "one" and all(everyone), what=what)
+        on_rank_0(lambda: publish(out, folder, force), what=what)
+    except CheckpointError:
+        # Raised on every rank, and on none before the folder is gone.
+        on_rank_0(lambda: shutil.rmtree(folder, ignore_errors=True), what=what)
+        raise
+    finally:
+        if rank_and_size()[0] == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    return out
+
+
+class _Job:
+    """What is to be written where; equal on all ranks."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None, max_shard_size: int | str, weights: str) -> None:
+        self.model = model
+        self.base, to_source = hf_base(model)
+        is_peft = has_adapters(model)
+        self.adapter = is_peft and weights != "base"
+        if self.adapter and len(model.peft_config) > 1:
+            raise NotImplementedError(
+                f"fsdp2x.save_hf: the model has the adapters {', '.join(model.peft_config)}; one at a time can be saved"
+            )
+        if weights == "adapter" and not is_peft:
+            raise ValueError(f'fsdp2x.save_hf: weights="adapter", but {type(model).__name__} is no PEFT model')
+        meta = [name for name, param, _ in named_params(model) if param.is_meta]
+        if meta:
+            raise RuntimeError(f"fsdp2x.save_hf: parameters on the meta device have no values yet: {meta}")
+        ignored = set(getattr(self.base, "_keys_to_ignore_on_save", None) or ())
+        source_dtypes = getattr(self.base, "_fsdp2x_source_dtypes", {})
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.entries: dict[str, Entry] = {}
+        for fqn, param, _ in named_params(model):
+            name = to_source(fqn)
+            if is_adapter(name) != self.adapter or name in ignored:
+                continue
+            wanted = dtype or source_dtypes.get(name, param.dtype)
+            self.dtypes[fqn] = wanted if wanted.is_floating_point and param.is_floating_point() else param.dtype
+            self.entries[fqn] = Entry.of(fqn, param, self.dtypes[fqn])
+        self.families: list[Family] = source_families(
+            model, {fqn: (entry.param.shape, entry.dtype) for fqn, entry in self.entries.items()}
+        )
+        self.buffers: dict[str, torch.Tensor] = {} if self.adapter else self._persistent_buffers(to_source, ignored)
+        specs = [spec for family in self.families for spec in family.outputs]
+        specs += [TensorSpec(name, buffer.shape, buffer.dtype) for name, buffer in self.buffers.items()]
+        parse_size(max_shard_size)
+        # PEFT reads adapters from one file only.
+        self.layout: Layout = (
+            plan_layout(specs, sys.maxsize, "adapter_model")
+            if self.adapter
+            else plan_layout(specs, max_shard_size, "model")
+        )
+        self._written_dtype = next((spec.dtype for spec in specs if spec.dtype.is_floating_point), None)
+
+    def _persistent_buffers(self, to_source: Callable[[str], str], ignored: set[str]) -> dict[str, torch.Tensor]:
+        found = {}
+        for prefix, module in self.model.named_modules():
+            for name, buffer in module._buffers.items():
+                key = to_source(f"{prefix}.{name}" if prefix else name)
+                if buffer is not None and name not in module._non_persistent_buffers_set and key not in ignored:
+                    found[key] = buffer.detach()
+        return found
+
+    def write_assets(self, folder: Path, tokenizer: Any) -> None:
+        """Config and tokenizer. On rank 0."""
+        if self.adapter:
+            (config,) = self.model.peft_config.values()
+            config = copy.deepcopy(config)
+            config.inference_mode = True
+            config.save_pretrained(str(folder))
+        elif hasattr(self.base, "config"):
+            config = plain_config(self.base)
+            config.dtype = self._written_dtype or config.dtype
+            config.save_pretrained(str(folder))
+            if getattr(self.base, "generation_config", None) is not None:
+                self.base.generation_config.save_pretrained(str(folder))
+        source = Path(getattr(self.base, "_fsdp2x_source", None) or os.devnull)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(folder))
+        elif source.is_dir():
+            for name in (*TOKENIZER_FILES, *_BESIDES):
+                if (source / name).is_file():
+                    shutil.copyfile(source / name, folder / name)
+
+    def write(self, folder: Path, *, by_rows: bool, what: str) -> None:
+        """All tensors. Collective; raises on every rank."""
+        rows = [family for family in self.families if by_rows and self._is_rows(family)]
+        done = {name for family in rows for name in family.params}
+        rank, world = rank_and_size()
+        num_writers = world if by_rows else 1
+        with Writer(folder, self.layout, num_writers=num_writers) as writer:
+            run_on_all_ranks(lambda: self._write_rows(rows, writer), what=what)
+            rest = {name for name in self.entries if name not in done}
+            buckets = stream_as(
+                "fsdp2x.save_hf",
+                self.model,
+                BUCKET_BYTES,
+                self.dtypes,
+                "hf",
+                lambda name, param: name in rest,
+                rank == 0,
+                "auto",
+            )
+            failed: Exception | None = None
+            for bucket in buckets:
+                for name, tensor in bucket.items():
+                    if failed is None:
+                        try:
+                            writer.write(name, tensor)
+                        except OSError as error:
+                            failed = error  # the others are in the next gather already
+
+            def finish() -> None:
+                if failed is not None:
+                    raise failed
+                if rank == 0:
+                    for name, buffer in self.buffers.items():
+                        writer.write(name, buffer)
+                writer.sync()
+
+            run_on_all_ranks(finish, what=what)
+
+    def _is_rows(self, family: Family) -> bool:
+        """Whether the weight is written as it is, and a rank's shard is a run of its bytes."""
+        if not family.is_renamed_only:
+            return False
+        entry = self.entries[family.params[0]]
+        return not isinstance(entry.param, DTensor) or entry.group is not None and entry.shard_dim == 0
+
+    @torch.no_grad()
+    def _write_rows(self, families: list[Family], writer: Writer) -> None:
+        for family in families:
+            entry, (spec,) = self.entries[family.params[0]], family.outputs
+            if not isinstance(entry.param, DTensor):
+                if rank_and_size()[0] == 0:
+                    writer.write(spec.name, entry.param.detach(), dtype=entry.dtype)
+                continue
+            mesh = entry.param.device_mesh
+            coordinate = mesh.get_coordinate()
+            replicas = (
+                here for here, one in zip(coordinate, entry.param.placements, strict=True) if one == Replicate()
+            )
+            if any(replicas):
+                continue
+            first, _ = entry.rows(dist.get_rank(entry.group), dist.get_world_size(entry.group))
+            writer.write(
+                spec.name, entry.param.detach().to_local(), dtype=entry.dtype, skip_bytes=entry.num_bytes(first)
+            )

@@ -1,0 +1,249 @@
+"""Names and layout of a model's original files: which tensors each parameter, or family of parameters, becomes there.
+
+transformers renames and fuses weights while it loads (experts become one tensor a layer); its public tables say how,
+and how to undo it. A *family* is the parameters that one such conversion needs together, usually one parameter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp2x.sharding.names import clean_name, unsharded_class
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A whole tensor as it is handed out or written."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Family:
+    """``params``: FQNs that are converted together; ``outputs``: what becomes of them, in this order."""
+
+    params: tuple[str, ...]
+    outputs: tuple[TensorSpec, ...]
+    convert: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+    is_renamed_only: bool = True
+
+
+def plain_families(params: Mapping[str, tuple[torch.Size, torch.dtype]]) -> list[Family]:
+    """Every parameter by itself, under its FQN."""
+    return [Family((name,), (TensorSpec(name, *described),), list) for name, described in params.items()]
+
+
+def source_families(model: nn.Module, params: Mapping[str, tuple[torch.Size, torch.dtype]]) -> list[Family]:
+    """The families of ``params`` (FQN to shape and dtype), in the order of their first members.
+
+    Names are those of the model's original files where the model comes from transformers; adapter weights of a PEFT
+    model have the names of PEFT's adapter files. Any other parameter keeps its FQN, without wrappers.
+
+    Raises:
+        NotImplementedError: some of ``params`` are of a base model that is quantized: such a file is not only weights.
+    """
+    base, to_source = hf_base(model)
+    names = {fqn: to_source(fqn) for fqn in params}
+    quantized = [name for name in names.values() if not is_adapter(name)] if is_quantized(base) else []
+    if quantized:
+        raise NotImplementedError(
+            f"fsdp2x: {type(base).__name__} is quantized; under the names of files nobody could read its weights, such "
+            f"as {quantized[0]!r}, without what they are quantized by: save or push adapters alone "
+            '(fsdp2x.save_adapter, params=lambda name, param: "lora_" in name), or take tensors as they are with '
+            'names="model"'
+        )
+    reverse = _Reverse(base, [name for name in names.values() if not is_adapter(name)])
+    members: dict[Any, list[str]] = {}
+    for fqn, name in names.items():
+        members.setdefault(reverse.key(name), []).append(fqn)
+    families = []
+    for key, fqns in members.items():
+        specs = [TensorSpec(names[fqn], *params[fqn]) for fqn in fqns]
+        families.append(reverse.family(key, tuple(fqns), specs))
+    return families
+
+
+def is_quantized(base: nn.Module) -> bool:
+    """Whether transformers has loaded (or would load) ``base`` in another form than its weights, such as 4 bits."""
+    return getattr(getattr(base, "config", None), "quantization_config", None) is not None
+
+
+def is_adapter(name: str) -> bool:
+    """Whether ``name`` (of ``hf_base``) belongs to a PEFT adapter and not to the model below it."""
+    return name.startswith("base_model.model.")
+
+
+def hf_base(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
+    """The model whose files the names refer to, and the map from FQN to the name in it.
+
+    Below a PEFT model that is the base model; its adapter weights keep the prefix of PEFT's own files. A model with
+    transformers' ``add_adapter`` is its own base.
+    """
+    model = _unwrapped(model)
+    if not has_adapters(model):
+        return model, clean_name
+    wraps = hasattr(model, "get_base_model")
+    adapters = "|".join(re.escape(name) for name in model.peft_config)
+    prefix = re.compile(r"base_model\.model\.")
+
+    def to_source(fqn: str) -> str:
+        name = clean_name(fqn)
+        if "lora_" in name or ".modules_to_save." in name:
+            name = name.replace(".modules_to_save.", ".")
+            name = re.sub(rf"\.(?:{adapters})(?=\.|$)", "", name, count=1)
+            return name if wraps else f"base_model.model.{name}"
+        name = name.replace(".base_layer.", ".").replace(".original_module.", ".")
+        return prefix.sub("", name, count=1)
+
+    return _unwrapped(model.get_base_model()) if wraps else model, to_source
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether PEFT has attached adapters to ``model``: in a model around it, or in place."""
+    return bool(getattr(_unwrapped(model), "peft_config", None))
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    while (inner := model._modules.get("_orig_mod")) is not None:
+        model = inner
+    return model
+
+
+def is_transformers(model: nn.Module) -> bool:
+    """Whether transformers can say how the model's files are named; imports nothing for any other model."""
+    return any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__) and hasattr(model, "config")
+
+
+@contextlib.contextmanager
+def original_classes(model: nn.Module) -> Iterator[None]:
+    """Modules have the classes of before ``fully_shard``: transformers looks conversions up by class name."""
+    swapped = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+    try:
+        for module, _ in swapped:
+            module.__class__ = unsharded_class(module)
+        yield
+    finally:
+        for module, cls in swapped:
+            module.__class__ = cls
+
+
+def remember_source(base: nn.Module, conversions: list | None, dtypes: dict[str, torch.dtype], path) -> None:
+    """Keeps on the model what saving it in the form of its files needs; ``dtypes`` by name in ``base``.
+
+    The conversions are where transformers' own ``save_pretrained`` looks for them.
+    """
+    if conversions is not None:
+        base._weight_conversions = conversions
+    known = getattr(base, "_fsdp2x_source_dtypes", {})
+    base._fsdp2x_source_dtypes = {**known, **dtypes}
+    base._fsdp2x_source = str(path)
+
+
+class _Reverse:
+    """transformers' conversions of a model, reversed: from the names in memory to those of the files."""
+
+    def __init__(self, model: nn.Module, names: list[str]) -> None:
+        self._model = model
+        self._renamings, self._converters = _reversed_conversions(model)
+        # Some renamings depend on which names came before, in transformers' order.
+        self._renamed: dict[str, str] = {}
+        self._patterns: dict[str, str] = {}
+        self._layers: dict[str, str] = {}
+        if not self._renamings and not self._converters:
+            return
+        from transformers.core_model_loading import dot_natural_key
+
+        for name in sorted(names, key=dot_natural_key):
+            layer, pattern = _first_match(name, self._converters)
+            if pattern is None:
+                self._renamed[name] = _renamed_by(self._renamings, name)
+            else:
+                self._layers[name], self._patterns[name] = layer, pattern
+
+    def key(self, name: str) -> Any:
+        """Equal for parameters that are converted together."""
+        return ("converted", self._layers[name]) if name in self._layers else ("renamed", name)
+
+    def family(self, key: Any, fqns: tuple[str, ...], specs: list[TensorSpec]) -> Family:
+        kind, layer = key
+        if kind == "renamed":
+            spec = specs[0]
+            if len(specs) > 1:
+                raise ValueError(
+                    f"{fqns[0]!r} and {fqns[1]!r} are both {spec.name!r} in files; take one of the adapters by params"
+                )
+            name = self._renamed.get(spec.name, spec.name)
+            return Family(fqns, (TensorSpec(name, spec.shape, spec.dtype),), list)
+        patterns = [self._patterns[spec.name] for spec in specs]
+        converter = next(one for one in self._converters if patterns[0] in one.source_patterns)
+        names = [spec.name for spec in specs]
+
+        def run(tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+            return run_converter(converter, self._model, layer, zip(names, patterns, tensors, strict=True))
+
+        outputs = [
+            TensorSpec(_renamed_by(self._renamings, name), value.shape, value.dtype)
+            for name, value in run([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in specs]).items()
+        ]
+        return Family(fqns, tuple(outputs), lambda tensors: list(run(tensors).values()), is_renamed_only=False)
+
+
+def run_converter(
+    converter: Any, model: nn.Module, layer: str, tensors: Iterable[tuple[str, str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """What transformers' ``converter`` makes for ``layer`` of (name, pattern, tensor), by the names of the results."""
+    fresh = copy.deepcopy(converter)
+    for name, pattern, tensor in tensors:
+        fresh.add_tensor(layer, name, pattern, tensor)
+    made = fresh.convert(layer, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def _first_match(name: str, converters: list) -> tuple[str, str | None]:
+    """The name that the first converter which knows ``name`` makes of it, and that one's pattern; else (name, None)."""
+    for converter in converters:
+        found, pattern = converter.rename_source_key(name)
+        if pattern is not None:
+            return found, pattern
+    return name, None
+
+
+def _renamed_by(renamings: list, name: str) -> str:
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
+
+
+def _reversed_conversions(model: nn.Module) -> tuple[list, list]:
+    """(renamings, converters) from memory to files: those that loading used, else transformers' table for the class."""
+    if not is_transformers(model):
+        return [], []
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
+
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        with original_classes(model):
+            conversions = get_model_conversion_mapping(model, add_legacy=False)
+        # Nobody knows whether the files of a model made from a config would have the prefix.
+        conversions = [one for one in conversions if not isinstance(one, PrefixChange)]
+    reverse = [one.reverse_transform() for one in reversed(conversions)]
+    return (
+        [one for one in reverse if isinstance(one, WeightRenaming)],
+        [one for one in reverse if isinstance(one, WeightConverter)],
+    )

@@ -1,0 +1,252 @@
+"""The hooks of one unit on its modules: around their forward, on modules called past the root, and for state dicts.
+
+The engine's objects cannot take part in Python's cycle collection: they must not lead back to the modules.
+
+``model.base_model.model(...)``, ``model.model(...)`` for hidden states, and ``model.lm_head(...)`` on them skip the
+root. After a forward without gradients nothing is gathered, so these modules would see sharded weights.
+``watch_entries`` makes such calls forwards of the root.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2x.base import annotations, torch_private
+from fsdp2x.base.native import _C
+from fsdp2x.base.optimizer_hooks import refuse_swapped
+from fsdp2x.lifecycle import replicas
+from fsdp2x.lifecycle.moving import adopt_all
+from fsdp2x.lifecycle.tree import depth_of, get_state, is_running
+from fsdp2x.lifecycle.unit import ShardedUnit
+from fsdp2x.sharding.collect import managed_modules
+
+
+def register_hooks(state: ShardedUnit, managed: list[nn.Module]) -> None:
+    """Gives ``state`` its engine's hooks; ``managed``: the modules of its parameters."""
+    weak = weakref.ref(state)
+
+    @annotations.skips_checks
+    def lazy_init() -> None:
+        weak().lazy_init()
+
+    def explain(error: BaseException) -> None:
+        explain_error(error, weak())
+
+    hooked = [weakref.ref(hooks) for hooks in torch_private.backward_hooks(managed)]
+    hooks = state.hooks = _C.UnitHooks(list(state.modules), lazy_init, explain, is_running, hooked)
+    hooks.set_marks(mark_inputs, mark_output)
+
+    # Hooks stay outside of compiled graphs, with all Python that the engine calls from them.
+    # They do not hold the engine's: Dynamo's wrappers live until the cycle collector runs.
+    def engine_pre_forward(module, args, kwargs):
+        return weak().hooks.pre_forward(module, args, kwargs)
+
+    if annotations.imported_package() is not None:
+        engine_pre_forward = annotations.follow_inputs(engine_pre_forward)
+
+    @torch_private.never_compiled
+    def pre_forward(module, args, kwargs):
+        return engine_pre_forward(module, args, kwargs)
+
+    @torch_private.never_compiled
+    def checked_pre_forward(module, args, kwargs):
+        weak().check_pools()
+        return engine_pre_forward(module, args, kwargs)
+
+    if os.environ.get("FSDP2X_DEBUG", "0") not in ("", "0"):
+        pre_forward = checked_pre_forward
+
+    @torch_private.never_compiled
+    def post_forward(module, args, output):
+        return weak().hooks.post_forward(module, args, output)
+
+    for module in state.modules:
+        module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(post_forward, always_call=True)
+    watch_loading(state, {id(m): m for param in state.params for m, _ in param.owners}.values())
+
+
+def watch_loading(state: ShardedUnit, modules: Iterable[nn.Module]) -> None:
+    """State dicts of ``modules`` are read from, and loaded into, the sharded parameters of ``state``."""
+    weak = weakref.ref(state)
+    for module in modules:
+        module.register_state_dict_pre_hook(lambda *args: weak().reshard())
+        module._register_load_state_dict_pre_hook(lambda *args: before_load(weak()))
+        module.register_load_state_dict_post_hook(lambda *args: adopt_all(weak().groups))
+        module.register_load_state_dict_post_hook(lambda *args: replicas.check_again(weak()))
+
+
+def before_load(state: ShardedUnit) -> None:
+    refuse_swapped("load_state_dict", (param.param for param in state.params))
+    state.reshard()
+
+
+def follow_modules_of(root: ShardedUnit) -> None:
+    """``root`` looks at its modules before each of its forwards."""
+    weak = weakref.ref(root)
+
+    @torch_private.never_compiled
+    def follow(module, args):
+        weak().follow_modules()
+        watch_entries(weak())
+
+    root.modules[0].register_forward_pre_hook(follow, prepend=True)
+
+
+# --- calls past the root ---
+
+
+def watch_entries(root: ShardedUnit) -> None:
+    """Hooks modules that hold units or weights of the root's unit, at the first forward without gradients.
+
+    Without units below, only modules that hold all weights: a hook on each small module would cost time.
+    """
+    if torch.is_grad_enabled() or root.entered is not None:
+        return
+    root.entered = lambda: None
+    owners = {id(module) for param in root.params for module, _ in param.owners}
+    below = managed_modules(root.modules, lambda module: get_state(module) is not None)[:-1]  # the root comes last
+    for module in below:
+        inner = {id(each) for each in module.modules()}
+        holds_units = any(get_state(each) is not None for each in module.modules())
+        if holds_units or owners <= inner or len(root.tree) > 1 and id(module) in owners:
+            _watch(root, module)
+
+
+def _watch(root: ShardedUnit, module: nn.Module) -> None:
+    weak = weakref.ref(root)
+
+    def enter(module: nn.Module, args: tuple, kwargs: dict):
+        if torch.compiler.is_compiling():
+            return None
+        state = weak()
+        if state.root is not None and (state.root.in_backward or not _begins_forward(state)):
+            return None
+        state.entered = weakref.ref(module)
+        return state.hooks.pre_forward(module, args, kwargs)
+
+    def leave(module: nn.Module, args: tuple, output):
+        if torch.compiler.is_compiling() or (state := weak()).entered() is not module or depth_of(module) > 1:
+            return None
+        state.entered = lambda: None
+        return state.hooks.post_forward(module, args, output)
+
+    module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+    module.register_forward_hook(leave, always_call=True)
+
+
+def _begins_forward(state: ShardedUnit) -> bool:
+    """Whether the root is between steps and sharded, or an interrupt ended its forward."""
+    if not state.root.in_forward:
+        return state.unit.param_state == "SHARDED"
+    entered = state.entered()
+    return entered is not None and not depth_of(entered) and not depth_of(state.modules[0])
+
+
+# --- what an exception has to do with sharding ---
+
+
+def explain_error(error: BaseException, root: ShardedUnit) -> None:
+    """Adds a note when ``error`` came of a sharded weight that was used outside of its unit's forward."""
+    if not isinstance(error, RuntimeError) or "DTensor" not in str(error):
+        return
+    owners = {id(param.param): (param.fqn, state) for state in root.tree for param in state.params}
+    found = _sharded_in(error.__traceback__, owners)
+    if not found:
+        return
+    names = " or ".join(f"{name!r} of unit '{state.name}'" for name, state in found[:4])
+    error.add_note(
+        f"fsdp2x: {names} is sharded at this point (rank {root.ranks.rank}): it is whole only inside the forward of "
+        "its unit's module. Call that module, call unshard() on it first, use "
+        "fsdp2x.register_fsdp_forward_method for another method than forward, or put both modules into one unit with "
+        "fully_shard([first, second])."
+    )
+
+
+def _sharded_in(traceback: TracebackType | None, owners: dict) -> list:
+    """Names and units of the sharded parameters in the innermost frame that holds any, or whose code spells any."""
+    frames = []
+    while traceback is not None:
+        frames.append(traceback.tb_frame)
+        traceback = traceback.tb_next
+    for frame in reversed(frames):
+        held = []
+        for value in frame.f_locals.values():
+            if isinstance(value, nn.Parameter):
+                held.append(value)
+            elif isinstance(value, nn.Module):
+                held += [param for param in value._parameters.values() if param is not None]
+        found = [owners[id(param)] for param in held if id(param) in owners]
+        if not found and any(isinstance(value, nn.Module) for value in frame.f_locals.values()):
+            spelled = set(frame.f_code.co_names)
+            found = [owner for owner in owners.values() if _attributes(owner[0]) <= spelled]
+        if found:
+            return list(dict.fromkeys(found))
+    return []
+
+
+def _attributes(fqn: str) -> set[str]:
+    return {part for part in fqn.split(".") if not part.isdigit()}
+
+
+# --- the two autograd nodes of a unit's call, for torch.func's transforms, which follow functions of Python only ---
+
+
+def mark_inputs(call, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """``tensors`` as they are; their backward ends ``call``, a ``_C.UnitCall``."""
+    return list(_EndOfBackward.apply(call, *tensors))
+
+
+def mark_output(unit, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` as it is; its backward begins that of ``unit``, a ``_C.Unit``."""
+    return _BeginOfBackward.apply(unit, tensor)
+
+
+class _EndOfBackward(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(call, *tensors: torch.Tensor):
+        return tensors
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.call = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        ctx.call.end()
+        return None, *grads
+
+    @staticmethod
+    def jvp(ctx: Any, _, *tangents: torch.Tensor):
+        return tangents
+
+
+class _BeginOfBackward(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(unit, tensor: torch.Tensor):
+        return tensor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.unit = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):
+        ctx.unit.pre_backward()
+        return None, grad
+
+    @staticmethod
+    def jvp(ctx: Any, _, tangent: torch.Tensor | None):
+        # The tangent may be differentiated, too.
+        return None if tangent is None else _BeginOfBackward.apply(ctx.unit, tangent)

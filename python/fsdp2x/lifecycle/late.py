@@ -1,0 +1,210 @@
+"""Adopts parameters that modules register after ``fully_shard``: adapters, new heads.
+
+They are replicated instead of sharded, so that the ``nn.Parameter`` objects stay what they were: an optimizer that was
+built from them before the adoption steps the right tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp2x.base import optimizer_hooks, torch_private
+from fsdp2x.base.agreement import agreement_of
+from fsdp2x.base.collectives import explained
+from fsdp2x.lifecycle.hooks import watch_loading
+from fsdp2x.lifecycle.tree import get_state
+from fsdp2x.lifecycle.unit import ShardedUnit
+from fsdp2x.sharding import collect
+from fsdp2x.sharding import spec as specs
+from fsdp2x.sharding.collect import OwnedParam, Owners, Placed
+from fsdp2x.sharding.mesh import ShardGroup, covering_group
+from fsdp2x.sharding.param_group import ShardedParamGroup
+from fsdp2x.sharding.shapes import keeps_dtype
+from fsdp2x.sharding.sharded_param import ShardedParam, user_attributes
+
+
+def replicated_ranks(ranks: ShardGroup) -> ShardGroup:
+    """The ranks of a unit as replicas of one another. Collective at the first call for a mesh of several axes."""
+    if ranks.group is None and not ranks.has_replicate_axis:
+        return ranks
+    group = ranks.group if ranks.mesh.ndim == 1 and ranks.group is not None else covering_group(ranks.mesh)
+    return dataclasses.replace(
+        ranks, group=None, rank=0, world=1, replicate_group=group, replicas=dist.get_world_size(group)
+    )
+
+
+class ReplicatedParamGroup(ShardedParamGroup):
+    """To the engine a group with one shard and as many replicas as there are ranks.
+
+    The ``nn.Parameter`` objects stay plain tensors, and move into the group's pool. Modules register others, of the
+    compute dtype, while the unit is gathered.
+    """
+
+    is_replicated = True
+    is_shared = False  # every rank has the values of the first one
+
+    def _shard(self, placed: Placed) -> None:
+        param, owners = placed.owned.param, placed.owned.owners
+        spec = specs.replicated_spec(param, self.ranks)
+        keeps = keeps_dtype(param, self._mp_policy)
+        self.params.append(ShardedParam(param, Owners(owners), spec, param.shape, user_attributes(param), keeps, False))
+
+    def _take_places(self, placed: list[Placed]) -> None:
+        for sharded in self.params:
+            sharded.original = optimizer_hooks.new_number()
+
+    def _is_replacement(self, current: nn.Parameter, sharded: ShardedParam) -> bool:
+        return type(current) is nn.Parameter and current is not sharded.param
+
+    @torch.no_grad()
+    def share(self) -> None:
+        """Gives every rank the values of the first one. Collective, once."""
+        if self.is_shared or self.pool is None:
+            return
+        group = self.ranks.replicate_group
+        if group is not None and self.ranks.replicas > 1:
+            values = self.pool.to(self.ranks.device)
+            with torch_private.unobserved(), explained(group, "broadcast of parameters added after fully_shard"):
+                dist.broadcast(values, src=dist.get_global_rank(group, 0), group=group)
+            if values is not self.pool:
+                self.pool.copy_(values)
+        self.is_shared = True
+
+
+def snapshot(root: nn.Module) -> tuple:
+    """Returns the modules of ``root`` and the number of parameters of each, for ``_C.is_same_tree``."""
+    entries: list = []
+    for module in root.modules():
+        num_params = sum(param is not None for param in module._parameters.values())
+        entries += [module._modules, tuple(module._modules.values()), module._parameters, num_params]
+    return tuple(entries)
+
+
+def adopt_late(root: ShardedUnit, tree: list[ShardedUnit]) -> bool:
+    """Gives each unit in ``tree`` a group of the parameters that its modules register since the last call.
+
+    Dissolves groups of earlier calls if parameters have left the model, and adopts the remaining ones again. All units
+    must be sharded. Local: ``_make_root`` and ``share_late`` tell the engine and the other ranks.
+
+    Returns:
+        Whether the engine and the other ranks must be told.
+
+    Raises:
+        ValueError: a trainable parameter is a scalar.
+        NotImplementedError: a parameter is not contiguous, or trainable and of a dtype or class that cannot be reduced.
+    """
+    present = set(map(id, root.modules[0].modules()))
+    dissolved = [_dissolve(state, present) for state in tree]
+    changed = [_adopt_in(state, entries) for state, entries in _find(root, tree)]
+    return any(dissolved) or bool(changed) or any(not group.is_shared for group in late_groups(tree))
+
+
+def meet(ranks: ShardGroup) -> None:
+    """Waits until all ranks have seen a change. Raises Diverged if one of them goes on without it."""
+    for group in (ranks.group, ranks.replicate_group):
+        if (agreement := agreement_of(group)) is not None:
+            agreement.meet("adoption of parameters that were added after fully_shard")
+
+
+def share_late(tree: list[ShardedUnit]) -> None:
+    """Gives late parameters the values of the first rank. Collective, once for each group of them."""
+    for group in late_groups(tree):
+        group.share()
+
+
+def late_groups(tree: list[ShardedUnit]) -> list[ReplicatedParamGroup]:
+    """The groups of adopted parameters of all units."""
+    return [group for state in tree for group in state.groups if isinstance(group, ReplicatedParamGroup)]
+
+
+def _dissolve(state: ShardedUnit, present: set[int]) -> bool:
+    """Drops late groups with a parameter whose module or name is gone, and forgets deleted names."""
+    places = [(ref, names, ref()) for ref, names in state.places]
+    state.places = [(ref, names & module._parameters.keys()) for ref, names, module in places if module is not None]
+    before = len(state.groups)
+    state.groups = [
+        group
+        for group in state.groups
+        if not group.is_replicated
+        or all(
+            module is not None and id(module) in present and name in module._parameters
+            for sharded in group.params
+            for module, name in map(sharded.owners.__getitem__, range(len(sharded.owners)))
+        )
+    ]
+    return len(state.groups) < before
+
+
+def _find(root: ShardedUnit, tree: list[ShardedUnit]) -> list[tuple[ShardedUnit, list[OwnedParam]]]:
+    """Returns units and their late parameters, and registers new ties to parameters of the units."""
+    groups = [group for state in tree for group in state.groups]
+    records = {id(sharded.param): (group, i) for group in groups for i, sharded in enumerate(group.params)}
+    places = [(ref(), names) for state in tree for ref, names in state.places]
+    known = {(id(module), name) for module, names in places if module is not None for name in names}
+    known |= {(id(module), name) for s in tree for sharded in s.params for module, name in sharded.owners}
+    homes: dict[int, tuple[OwnedParam, set[int]]] = {}
+    for state in tree:
+        for module in collect.managed_modules(state.modules, _is_managed_elsewhere):
+            for name, param in module._parameters.items():
+                if param is None or (id(module), name) in known:
+                    continue
+                if id(param) in records:
+                    _tie(*records[id(param)], state, module, name)
+                elif type(param) is nn.Parameter and param.dim() > 0:
+                    entry, states = homes.setdefault(id(param), (OwnedParam(param), set()))
+                    entry.owners.append((module, name))
+                    states.add(id(state))
+                elif param.requires_grad:
+                    _refuse(param, f"parameter {name!r} of {type(module).__name__}")
+    found: dict[int, list[OwnedParam]] = {}
+    for entry, states in homes.values():
+        # What several units share is gathered with the root, which contains them.
+        found.setdefault(states.pop() if len(states) == 1 else id(root), []).append(entry)
+    return [(state, found[id(state)]) for state in tree if id(state) in found]
+
+
+def _refuse(param: nn.Parameter, what: str) -> None:
+    what = f"fsdp2x: {what} was added after fully_shard and is a"
+    if type(param) is nn.Parameter:
+        raise ValueError(
+            f"{what} scalar. Change it to a 1D tensor with one element, or add it before fully_shard and pass it in "
+            "ignored_params."
+        )
+    raise NotImplementedError(
+        f"{what} {type(param).__name__}, whose gradients would not be reduced. Add it before fully_shard, or make it "
+        "an nn.Parameter over a plain tensor."
+    )
+
+
+def _is_managed_elsewhere(module: nn.Module) -> bool:
+    return get_state(module) is not None or isinstance(module, DistributedDataParallel)
+
+
+def _tie(group, index: int, state: ShardedUnit, module: nn.Module, name: str) -> None:
+    """Registers a parameter of a unit in one more place, if that unit is gathered there."""
+    home = group.unit_state()
+    inside = {id(inner) for outer in home.modules for inner in outer.modules()}
+    if all(id(one) in inside for one in state.modules):
+        group.add_owner(index, module, name)
+        watch_loading(state, [module])
+
+
+def _adopt_in(state: ShardedUnit, entries: list[OwnedParam]) -> None:
+    if not state.offload.of_shards:
+        collect.move_to_device([entry.param for entry in entries], state.ranks.device)
+    ranks = replicated_ranks(state.ranks)
+    with torch.inference_mode(False):
+        group = ReplicatedParamGroup([Placed(entry, ranks, 0) for entry in entries], state.mp_policy, state.offload)
+    group.unit_state = weakref.ref(state)
+    state.groups.append(group)
+    modules = list({id(module): module for entry in entries for module, _ in entry.owners}.values())
+    watch_loading(state, modules)
+    state.hooks.add_backward_hooks([weakref.ref(hooks) for hooks in torch_private.backward_hooks(modules)])
+    for module in modules:
+        module._is_fsdp_managed_module = module._fsdp_use_orig_params = True

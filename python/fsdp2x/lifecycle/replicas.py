@@ -1,0 +1,205 @@
+"""Compares the values that several ranks hold copies of by checksums, and makes them equal by broadcasts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp2x.base import torch_private
+from fsdp2x.base.arguments import checked
+from fsdp2x.base.failures import exchange
+from fsdp2x.lifecycle.tree import named_params, units_of
+from fsdp2x.lifecycle.unit import ShardedUnit
+
+# Tensors that the ranks of a group hold copies of, by name.
+Copies = dict[dist.ProcessGroup, dict[str, Tensor]]
+
+# Not int64: a sum of products modulo 2**64 loses the sign bits of two words.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_CHUNK_NUMEL = 1 << 20
+_NUM_NAMED = 3
+
+
+def shard_copies(states: Iterable[ShardedUnit]) -> Copies:
+    """Returns the local shards of replicated units."""
+    copies: Copies = {}
+    for state in states:
+        for group in state.groups:
+            replicas = group.ranks.replicate_group
+            if replicas is not None and group.ranks.replicas > 1 and dist.get_backend(replicas) != "fake":
+                of_group = copies.setdefault(replicas, {})
+                of_group.update({p.fqn or p.owners[0][1]: torch_private.local_tensor(p.param) for p in group.params})
+    return copies
+
+
+def shard_groups(states: Iterable[ShardedUnit]) -> list[dist.ProcessGroup]:
+    """Returns the process groups that units are sharded over, each once, in the same order on every rank."""
+    groups = dict.fromkeys(group.ranks.group for state in states for group in state.groups)
+    return [group for group in groups if group is not None and dist.get_backend(group) != "fake"]
+
+
+def require_equal_shards(root: ShardedUnit) -> None:
+    """Compares the root's replicas, and enables the hooks of its units if they are equal. Collective over replicas.
+
+    Raises:
+        ValueError: see ``require_equal``. The next forward tries again.
+    """
+    if root.has_equal_replicas:
+        return
+    require_equal("fully_shard", shard_copies(root.tree), shard_groups(root.tree))
+    root.has_equal_replicas = True
+    for state in root.tree:
+        state.hooks.set_unit(state.unit)
+
+
+def check_again(state: ShardedUnit) -> None:
+    """Makes the next forward of the root compare its replicas; called when shards of ``state`` were loaded."""
+    root = state.root_state()
+    if root is None or not root.has_equal_replicas:
+        return
+    if root.root is not None and (root.root.in_forward or root.root.in_backward):
+        return
+    if shard_copies(root.tree):
+        root.has_equal_replicas = False
+        for below in root.tree:
+            below.hooks.set_unit(None)  # type: ignore[arg-type]
+
+
+def require_equal(caller: str, copies: Copies, others: Iterable[dist.ProcessGroup]) -> None:
+    """Compares checksums of the bits over each group. Collective, also over ``others``, whose ranks raise as well.
+
+    Raises:
+        ValueError: on every rank, if some copies differ; it names the first ones and the ranks.
+    """
+    problem = ""
+    for group, tensors in copies.items():
+        sums = exchange([checksum(tensor) for tensor in tensors.values()], group, "comparison of replicas")
+        problem = problem or _difference(dist.get_process_group_ranks(group), list(tensors), sums)
+    for group in [*copies, *others] if copies else ():
+        problem = next(filter(None, exchange(problem, group, "comparison of replicas")), "")
+    if problem:
+        raise ValueError(
+            f"{caller}: {problem}. Build or load every replica with the same values, or call "
+            "fsdp2x.sync_module_states(model) before the first forward to take those of the first replica."
+        )
+
+
+def _difference(ranks: list[int], names: list[str], sums: list[list[int]]) -> str:
+    differing = [name for name, *values in zip(names, *sums, strict=True) if len(set(values)) > 1]
+    if not differing:
+        return ""
+    other = next(rank for rank, values in zip(ranks, sums, strict=True) if values != sums[0])
+    named = ", ".join(map(repr, differing[:_NUM_NAMED]))
+    more = f", and {len(differing) - _NUM_NAMED} more" if len(differing) > _NUM_NAMED else ""
+    return f"ranks {ranks[0]} and {other} are replicas of each other, but hold other values of {named}{more}"
+
+
+def make_equal(copies: Copies, device: torch.device) -> None:
+    """Broadcasts the values of each group's first rank, by way of ``device``. Collective."""
+    with torch.no_grad(), torch_private.unobserved():
+        for group, tensors in copies.items():
+            for tensor in tensors.values():
+                for part in _plain(tensor):
+                    sent = part.to(device).contiguous()
+                    dist.broadcast(sent, group=group, group_src=0)
+                    if sent is not part:
+                        part.copy_(sent)
+
+
+def checksum(tensor: Tensor) -> int:
+    """Hashes the bits, so that signs of zero and payloads of NaN count. The result is the same on every machine.
+
+    Sums integers, each times another odd number, so that one that differs changes the sum modulo 2**64.
+    """
+    total = torch.zeros((), dtype=torch.int64)
+    for part in _plain(tensor):
+        real = torch.view_as_real(part) if part.is_complex() else part
+        bits = real.contiguous().flatten().view(_BITS[real.element_size()])
+        odd = 2 * torch.arange(min(len(bits), _CHUNK_NUMEL), device=part.device) + 1
+        for chunk in bits.split(_CHUNK_NUMEL):
+            total = 31 * total + (chunk.long() * odd[: len(chunk)]).sum()
+    return int(total) % 2**64
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields the plain tensors that a tensor subclass consists of, or ``tensor`` itself."""
+    tensor = tensor.detach()
+    if not torch_private.is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain(getattr(tensor, name))
+
+
+@checked
+def sync_module_states(model: nn.Module) -> None:
+    """Gives every replica the values of the first one; collective over the mesh of ``model``.
+
+        fsdp2x.fully_shard(model, mesh=mesh)  # 2-D: (replicate, shard)
+        fsdp2x.sync_module_states(model)
+
+    Shards are broadcast over the replicate axis. Buffers and parameters that are not sharded (``ignored_params``) are
+    broadcast over all ranks of the mesh, also of a 1-D one. Each keeps its dtype and device. Call it when replicas were
+    built with different seeds, before the first forward; the name is FSDP1's. On a 1-D mesh shards stay as they are.
+
+    Raises:
+        ValueError: nothing in ``model`` is sharded.
+        RuntimeError: a parameter is on the meta device.
+    """
+    states = units_of(model, "sync_module_states")
+    _refuse_meta(model, "sync_module_states")
+    for state in states:
+        state.reshard()
+    device = states[0].ranks.device
+    make_equal(shard_copies(states), device)
+    for group in _groups_of_all(states):
+        make_equal({group: _copied(model)}, device)
+
+
+@checked
+def check_module_states(model: nn.Module, *, buffers: bool = True) -> None:
+    """Compares copies on several ranks bit by bit, through checksums; collective over the mesh of ``model``.
+
+    Shards are compared over the replicate axis; the first forward, and the first one after a load, do so too.
+    Buffers and parameters that are not sharded are compared over all ranks of the mesh.
+
+    Args:
+        buffers: compare buffers, too. Running statistics of BatchNorm differ between ranks that see other data.
+
+    Raises:
+        ValueError: on every rank, if some copies differ: it names the first ones and two ranks. Or nothing in ``model``
+            is sharded.
+        RuntimeError: a parameter is on the meta device.
+    """
+    states = units_of(model, "check_module_states")
+    _refuse_meta(model, "check_module_states")
+    copies = shard_copies(states)
+    for group in _groups_of_all(states):
+        copies[group] = {**copies.get(group, {}), **_copied(model, buffers)}
+    require_equal("fsdp2x.check_module_states", copies, shard_groups(states))
+
+
+def _copied(model: nn.Module, buffers: bool = True) -> dict[str, torch.Tensor]:
+    """Returns the tensors that every rank of the mesh holds completely."""
+    found: dict[str, torch.Tensor] = {name: param for name, param, record in named_params(model) if record is None}
+    if buffers:
+        found.update(model.named_buffers())
+    return found
+
+
+def _groups_of_all(states: list[ShardedUnit]) -> list:
+    """Returns process groups that together reach all ranks of the outermost unit's mesh from its first rank."""
+    ranks = states[0].ranks
+    groups = (ranks.replicate_group if ranks.replicas > 1 else None, ranks.group)
+    return [group for group in groups if group is not None]
+
+
+def _refuse_meta(model: nn.Module, caller: str) -> None:
+    for name, param in model.named_parameters():
+        if param.is_meta:
+            raise RuntimeError(
+                f"fsdp2x.{caller}: parameter {name!r} is on the meta device. Load or initialize the model first."
+            )

@@ -1,0 +1,364 @@
+"""The lazy initialization of a root: it finds its units, takes their parameters, and makes the engine and transports.
+
+One ``UnitState`` exists per ``fully_shard`` call; ``fully_shard.state(module)`` returns it. The engine's objects
+(hooks from the start, unit and root from the first forward on) hang below it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from datetime import timedelta
+
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp2x.base import calls
+from fsdp2x.base.native import _C
+from fsdp2x.lifecycle import comms, moving, replicas, wire_formats
+from fsdp2x.lifecycle.hooks import follow_modules_of, register_hooks, watch_entries
+from fsdp2x.lifecycle.late import adopt_late, late_groups, meet, share_late, snapshot
+from fsdp2x.lifecycle.transport_choice import TransportChoice
+from fsdp2x.lifecycle.tree import check_tree, find_tree, name_units, places_in, set_names
+from fsdp2x.lifecycle.unit import ShardedUnit
+from fsdp2x.sharding.mesh import ShardGroup, post_forward_group, smaller_world
+from fsdp2x.sharding.param_group import ShardedParamGroup, mark_aliases
+from fsdp2x.sharding.transport import has_streams
+
+
+class UnitState(ShardedUnit):
+    """A unit, and the root that it is or belongs to."""
+
+    def configure(
+        self,
+        modules: tuple[nn.Module, ...],
+        ranks: ShardGroup,
+        mp_policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | int | None,
+        transport: str,
+        timeout: timedelta | None,
+        checks_ranks: bool,
+        groups: list[ShardedParamGroup],
+        managed: list[nn.Module],
+    ) -> None:
+        self.modules, self.ranks, self.mp_policy, self.checks_ranks = modules, ranks, mp_policy, checks_ranks
+        self.number = calls.number_unit(self, ranks.mesh.mesh.flatten().tolist())
+        self.transport, self.timeout, self.groups = transport, timeout, groups
+        self.places = places_in(managed)
+        for group in groups:
+            group.unit_state = weakref.ref(self)
+        self.auto_reshard = reshard_after_forward is None
+        gathers_alone = any(param.spec.unsharded is not None or param.is_wrapper for param in self.params)
+        self.post_forward_world = smaller_world(
+            reshard_after_forward, [ranks, *(group.ranks for group in groups)], gathers_alone=gathers_alone
+        )
+        is_off = reshard_after_forward is False or reshard_after_forward == 1 and reshard_after_forward is not True
+        self.options.reshard_after_forward = not is_off
+        self.options.cast_forward_inputs = mp_policy.cast_forward_inputs
+        self.options.param_dtype = mp_policy.param_dtype
+        self.options.output_dtype = mp_policy.output_dtype
+        register_hooks(self, managed)
+
+    def lazy_init(self) -> None:
+        """Makes this unit's module a root: the first one to run forward. Collective.
+
+        Units below that were unsharded before move to it, as they are.
+
+        Raises:
+            RuntimeError: parameters are still on the meta device; a unit below was run before its root.
+            ValueError: two units claim one parameter, or replicas hold different values.
+        """
+        root = None if self.is_root is None else self.root_state()
+        if root is None:
+            self.is_root, root = None, self  # nobody was the root yet, or its module is gone
+        with contextlib.ExitStack() as held:
+            held.enter_context(root._initializing)
+            if self.is_root is None:
+                self._become_root(held)
+            elif root.unit is None or root.root.has_replaced_shards:
+                root._adopt_again(held)  # another thread may have done it while this one waited
+            replicas.require_equal_shards(self.root_state() or self)
+
+    def _adopt_again(self, held: contextlib.ExitStack) -> None:
+        """After the first forward: takes replaced shards, and makes the engine's objects again if it has to."""
+        for state in self.tree:
+            held.enter_context(state._initializing)
+            state.reshard()
+        if self.unit is not None:
+            self._prepare(self.tree)
+        if self.unit is None:
+            self._follow()
+
+    def _become_root(self, held: contextlib.ExitStack) -> None:
+        if len(self.modules) > 1:
+            raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
+        tree = find_tree(self)
+        for state in tree:
+            held.enter_context(state._initializing)
+        # Names, ties and replaced parameters are read from what modules register while they are sharded.
+        moves = [_C.UnitMove(state.unit) for state in tree if state.unit is not None]
+        name_units(self, tree)
+        self._adopt_late(tree)
+        set_names(self, tree)
+        self._prepare(tree)
+        self.tree = tree
+        self._make_root()
+        share_late(tree)
+        if self.auto_reshard and self.unit.options.reshard_after_forward:
+            # Gathered again at once by backward, if there is one.
+            self.unit.options.reshard_after_forward = False
+            self.unit.options.reshard_without_grad = True
+        self._hook_tree()
+        for move in moves:
+            move.finish()
+        self.modules_seen = snapshot(self.modules[0])
+        follow_modules_of(self)
+        watch_entries(self)
+        moving.warn_of_raw_buffers(self)
+
+    def _adopt_late(self, tree: list[UnitState]) -> bool:
+        changed = adopt_late(self, tree)
+        for state in tree:
+            if state.unit is not None:
+                state.unit.set_groups([group.engine for group in state.groups if group.engine is not None])
+        return changed
+
+    def follow_modules(self) -> None:
+        """Adopts what the modules of a root register since its last forward. Collective if there is something.
+
+        Raises:
+            RuntimeError: there is something, and gradients wait for their reduction.
+        """
+        if not self.is_root:
+            return
+        moving.warn_of_raw_buffers(self)
+        root = self.root
+        if root is not None and (root.in_forward or root.in_backward or _C.is_same_tree(self.modules_seen)):
+            return
+        with self._initializing:
+            self._follow()
+
+    def _follow(self) -> None:
+        units = [state.unit for state in self.tree if state.unit is not None]
+        for unit in units:
+            for group in unit.groups:
+                group.forget_missing_owners()
+        try:
+            moves = [_C.UnitMove(unit) for unit in units]
+        except RuntimeError as error:
+            raise RuntimeError(
+                "fsdp2x: modules or parameters were added to the model, or removed from it, between two "
+                f"micro-batches. Do that after a step's last backward. ({error})"
+            ) from error
+        name_units(self, self.tree)
+        if self._adopt_late(self.tree) or self.unit is None:
+            meet(self.ranks)
+            set_names(self, self.tree)
+            self._prepare(self.tree)
+            self._make_root()
+            share_late(self.tree)
+            self._hook_tree()
+        for move in moves:
+            move.finish()
+        self.modules_seen = snapshot(self.modules[0])
+
+    def _hook_tree(self) -> None:
+        for state in self.tree:
+            state.is_root = state is self
+            if self.has_equal_replicas:  # else the comparison does
+                state.hooks.set_unit(state.unit)
+        self.hooks.set_all([state.hooks for state in self.tree])
+
+    def make_unit(self) -> None:
+        """For what needs the engine's unit before the first forward: under a provisional root of its own. Collective.
+
+        Which module is the root shows at the first forward.
+        """
+        if self.is_root is not None:
+            if self.unit is None or self.root.has_replaced_shards:
+                self.lazy_init()
+            return
+        with self._initializing:
+            if self.unit is None:
+                set_names(self, [self])
+                self._prepare([self])
+                self.tree = [self]
+                self._make_root()
+
+    @staticmethod
+    def _prepare(tree: list[UnitState]) -> None:
+        mark_aliases([group for state in tree for group in state.groups])
+        groups = [group for state in tree for group in state.groups]
+        for group in groups:
+            group.find_extensions()
+        moving.adopt_all(groups)
+        check_tree(tree)
+
+    def _make_root(self) -> None:
+        """Makes the engine's root for ``self.tree`` and its transports. Collective."""
+        tree = self.tree
+        root = _C.Root()
+        root.is_last_backward = self.is_last_backward
+        root.set_post_optimizer_event(self.post_optimizer_event)
+        root.manual_finalization = self.manual_finalization
+        choice = TransportChoice(
+            self.transport,
+            self.timeout,
+            needs_group=next((needed for state in tree if (needed := state.needs_group)), ""),
+            comm_memory=next((state.comm_memory for state in tree if state.comm_memory is not None), None),
+            model=f"{self.number.kind} {self.number.number}",
+            checks_ranks=all(state.checks_ranks for state in tree),
+            layers=next((state.layers for state in tree if state.layers is not None), None),
+            units=[(state.name, state.mp_policy, group) for state in tree for group in state.groups],
+        )
+        new = [state for state in tree if state.unit is None]
+        try:
+            units = [state._engine_unit() for state in tree]
+            joins = [state._transports(choice) for state in tree]
+        except BaseException:
+            # The next forward tries again.
+            for state in new:
+                state.forget_unit()
+            for group in late_groups(tree):
+                if not group.is_shared:
+                    group.forget_engine()
+            raise
+        moves = [_C.UnitMove(state.unit) for state in tree if state.unit is not None]
+        for state, unit, transports in zip(tree, units, joins, strict=True):
+            state._join(root, unit, choice, *transports)
+        for state in tree:
+            state.root_state = weakref.ref(self)
+            state.apply_prefetch()
+            state.apply_reduce_buffers()
+        for move in moves:
+            move.finish()
+
+    def remake_transports(self, what: str) -> None:
+        """Makes the root's transports again, because ``what`` (for the message) has changed.
+
+        Raises:
+            RuntimeError: a forward or backward is running.
+        """
+        if self.unit is None or not has_streams(self.ranks.device):
+            return
+        if self.root.in_forward or self.root.in_backward:
+            raise RuntimeError(f"the {what} of collectives cannot be changed during forward or backward")
+        self.root_state()._make_root()
+
+    def release_memory(self) -> None:
+        """Reshards all units of the root and gives back what the engine keeps for the next forward. Collective.
+
+        Pages of shared memory live as long as their transport, so that one is made again.
+
+        Raises:
+            RuntimeError: a forward or backward is running.
+        """
+        if self.root is None:
+            return
+        if self.root.in_forward or self.root.in_backward:
+            raise RuntimeError("the engine's memory cannot be released during forward or backward")
+        root_state = self.root_state()
+        for state in root_state.tree:
+            state.reshard()
+        self.root.release_idle()
+        if any(group.transport.shares_memory for state in root_state.tree for group in state.groups):
+            root_state._make_root()
+
+    @property
+    def needs_group(self) -> str:
+        """What of this unit's settings runs over a process group alone; "" if nothing does."""
+        if self.comms.is_custom:
+            return "custom collectives"
+        return "wire formats" if wire_formats.is_used(self.live_options()) else ""
+
+    def apply_comms(self) -> None:
+        """Hands changed custom collectives to the engine; moves the tree to a process group when it shares memory.
+
+        Raises:
+            RuntimeError: a forward or backward is running.
+        """
+        if self.unit is None:
+            return
+        shares_memory = any(group.transport.shares_memory for group in self.groups)
+        if not (self.needs_group and shares_memory):
+            comms.apply(self)
+            return
+        if self.root.in_forward or self.root.in_backward:
+            raise RuntimeError(f"{self.needs_group} cannot be set during forward or backward")
+        self.root_state()._make_root()
+
+    def _engine_unit(self):
+        policy = self.mp_policy
+        for group in self.groups:
+            if group.engine is None:
+                streams = has_streams(group.ranks.device)
+                group.make_engine_group(policy.param_dtype, policy.reduce_dtype, has_streams=streams)
+            comms.connect(group, policy)
+        if self.unit is not None:
+            return self.unit
+        return _C.Unit(self.name, self.ranks.device, [group.engine for group in self.groups], self.options)
+
+    def _transports(self, choice: TransportChoice) -> tuple[list, list, list]:
+        """Per group: its transport, the all-reduce over its replicas or None, the transport it has after forward."""
+        all_reduces = [
+            choice.all_reduce_of(group.ranks) if group.ranks.has_replicate_axis and group.ranks.replicas > 1 else None
+            for group in self.groups
+        ]
+        small = []
+        if self.post_forward_world is not None:
+            sharded = (group for group in self.groups if not group.is_replicated)
+            small = [choice.transport_of(post_forward_group(g.ranks, self.post_forward_world)) for g in sharded]
+        return [choice.transport_of(group.ranks) for group in self.groups], all_reduces, small
+
+    def _join(
+        self, root, unit, choice: TransportChoice, transports: list, all_reduces: list, post_forward: list
+    ) -> None:
+        """Puts the engine's unit, a new one or one of another root, under ``root``."""
+        if len(unit.groups) != len(self.groups):
+            unit.set_groups([group.engine for group in self.groups])
+        root.add_unit(unit, transports)
+        for group, all_reduce in zip(self.groups, all_reduces, strict=True):
+            group.engine.explain = choice.explain_of(group.ranks.group)
+            if all_reduce is not None:
+                group.engine.all_reduce = all_reduce
+                if isinstance(all_reduce, _C.HostAllReduce):
+                    root.add_replicas(all_reduce)
+                group.engine.explain_all_reduce = choice.explain_of(group.ranks.replicate_group)
+        for group, transport in zip(self.groups, post_forward, strict=False):  # replicated groups are the last
+            smaller = post_forward_group(group.ranks, self.post_forward_world)
+            group.make_post_forward(smaller, choice.explain_of(smaller.group))
+            root.add_post_forward(group.engine, transport)
+        for group in self.groups:
+            choice.agree(root, group, self.post_forward_world if post_forward else None)
+        self.unit, self.root = unit, root
+        comms.apply(self)
+
+    def adopt(self) -> None:
+        """Takes parameters that were replaced or moved back into the pool."""
+        moving.adopt_all(self.groups)
+
+
+def set_wire_formats(states: list[UnitState], weights: _C.WireFormat, gradients: _C.WireFormat) -> None:
+    """Sets the formats of ``states``, all or none. Collective where they shared memory until now.
+
+    Raises:
+        RuntimeError: a forward or backward is running; and what ``wire_formats.check`` raises.
+    """
+    if any(state.root is not None and (state.root.in_forward or state.root.in_backward) for state in states):
+        raise RuntimeError("wire formats cannot be set during forward or backward")
+    before = [(state, state.live_options().wire_weights, state.live_options().wire_gradients) for state in states]
+    try:
+        for state in states:
+            _set_formats(state, weights, gradients)
+            wire_formats.check(state)
+        for state in states:
+            state.apply_comms()
+    except BaseException:
+        for found in before:
+            _set_formats(*found)
+        raise
+
+
+def _set_formats(state: UnitState, weights: _C.WireFormat, gradients: _C.WireFormat) -> None:
+    options = state.live_options()
+    options.wire_weights, options.wire_gradients = weights, gradients

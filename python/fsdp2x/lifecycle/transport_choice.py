@@ -1,0 +1,246 @@
+"""Chooses how the ranks of a shard group of a root talk: shared memory, the process group, or nothing at world size 1.
+
+Collective over the shard group; runs once per root at lazy initialization. The engine's groups own their transports.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp2x.base import torch_private
+from fsdp2x.base.agreement import Agreement, agreement_of, make_agreement
+from fsdp2x.base.annotations import skips_checks
+from fsdp2x.base.calls import UnitParams, facts_of_model
+from fsdp2x.base.collectives import all_gather, all_to_all, explain_collective, reduce_scatter, wait
+from fsdp2x.base.meeting import Introductions, introduce
+from fsdp2x.base.native import _C
+from fsdp2x.lifecycle import wire_formats
+from fsdp2x.sharding import transport
+from fsdp2x.sharding.mesh import ShardGroup, post_forward_group
+from fsdp2x.sharding.param_group import ShardedParamGroup
+from fsdp2x.sharding.transport import Transport, has_streams
+
+
+class TransportChoice:
+    """Makes the transports of one root, one per shard group, all by the same rule."""
+
+    def __init__(
+        self,
+        name: str,
+        timeout: timedelta | None,
+        *,
+        needs_group: str = "",
+        comm_memory: str | None = None,
+        layers: dict[torch.device, Any] | None = None,
+        checks_ranks: bool = True,
+        model: str = "",
+        units: Iterable[tuple[str, MixedPrecisionPolicy, ShardedParamGroup]] = (),
+    ) -> None:
+        """``units``: what the transports are for, in an order that is the same on every rank.
+
+        ``needs_group``: what of the user's settings runs over a process group alone. ``model``: class, and number in
+        the order of ``fully_shard`` calls.
+        """
+
+        if needs_group and name == Transport.SHM:
+            raise ValueError(
+                f'fully_shard: {needs_group} need a process group, but transport="shm" was asked for; use '
+                'transport="process_group" or "auto"'
+            )
+        self._name = Transport.PROCESS_GROUP if needs_group else name
+        self._timeout = timeout
+        self._comm_memory = comm_memory
+        self._layers = {} if layers is None else layers  # streams; shared with whoever has the same dict
+        self.model = model
+        self._checks_ranks = checks_ranks
+        self._units = list(units)
+        self._on_device = any(has_streams(group.ranks.device) for _, _, group in self._units)
+        self._known: dict[Any, Introductions | None] = {}
+        self._made: dict[Any, Any] = {}
+        self._all_reduces: dict[Any, Any] = {}
+
+    def transport_of(self, ranks: ShardGroup):
+        """The engine's transport of one shard group; the same object for the same group. Collective at the first call.
+
+        Raises:
+            ValueError: ``transport="shm"`` where the ranks cannot share memory, or they have different models; the
+                message says why, and is the same on every rank.
+        """
+        if ranks.group not in self._made:
+            self._made[ranks.group] = self._make(ranks)
+        return self._made[ranks.group]
+
+    def all_reduce_of(self, ranks: ShardGroup):
+        """What sums over the replicas; the same object for the same group. Collective over it at the first call.
+
+        Raises ValueError, the same on every replica, when they have, or train, different parameters.
+
+        Replicas on several hosts, or watched by a dispatch mode, use the process group whatever the shards use.
+        """
+        group = ranks.replicate_group
+        if group not in self._all_reduces:
+            known = self._introductions(group)
+            shared, _ = self._shared(group, ranks.device)
+            if known is not None:
+                known.require_same_training()  # each replica's gradients are as many bytes
+            if shared is None:
+                self._use_twin(group)
+                self._all_reduces[group] = functools.partial(_all_reduce, group, self._timeout)
+            else:
+                self._all_reduces[group] = _C.HostAllReduce(shared)
+        return self._all_reduces[group]
+
+    def _make(self, ranks: ShardGroup):
+        is_alone = ranks.world == 1 and not has_streams(ranks.device)
+        if is_alone and (self._name != Transport.PROCESS_GROUP or ranks.group is None):
+            return _C.local_transport()
+        shared, reason = self._shared(ranks.group, ranks.device)
+        if shared is not None:
+            return _C.shm_transport(shared)
+        if self._name == Transport.SHM:
+            raise ValueError(f'fully_shard: transport="shm" is not possible: {reason}; use transport="process_group"')
+        known = self._introductions(ranks.group)
+        if known is not None:
+            known.require_same_training()
+        return self._over_process_group(ranks)
+
+    def agreement_of(self, group: dist.ProcessGroup | None):
+        """The engine's agreement of the ranks of ``group``, which must have met; None: nothing is compared."""
+        known = self._known.get(group)
+        agreement = agreement_of(group) if known is not None and known.checks_ranks else None
+        return agreement and agreement.engine
+
+    def agree(self, root, group: ShardedParamGroup, post_forward_world: int | None) -> None:
+        """Has each collective of ``group`` compared with the peers' from now on; they are told when a pass raises.
+
+        ``root``: the engine's, of the group's unit. ``post_forward_world``: how many ranks keep it after forward.
+        """
+        replicas = group.ranks.replicate_group if group.engine.all_reduce is not None else None
+        keeps = bool(post_forward_world) and group.ranks.group is not None  # a replicated group has no shards
+        kept = post_forward_group(group.ranks, post_forward_world).group if keeps else None
+        agreements = [self.agreement_of(one) for one in (group.ranks.group, replicas, kept)]
+        if group.transport.shares_memory:
+            agreements[0] = None  # peers look at each other's memory
+        if isinstance(group.engine.all_reduce, _C.HostAllReduce):
+            agreements[1] = None
+        for agreement in agreements:
+            if agreement is not None:
+                root.add_agreement(agreement)
+        group.engine.take_seats(*agreements, self.model)
+
+    def explain_of(self, group: dist.ProcessGroup | None) -> Callable[[BaseException, str], BaseException] | None:
+        """What a failed collective of ``group`` is told with: see ``explain_collective``."""
+        return None if self._known.get(group) is None else functools.partial(explain_collective, group)
+
+    def _introductions(self, group: dist.ProcessGroup | None) -> Introductions | None:
+        """The ranks of ``group``; collective at the first call. None: there is nobody else.
+
+        Raises:
+            ValueError: they have different models.
+        """
+        if group not in self._known:
+            members = [unit for unit in self._units if group in (unit[2].ranks.group, unit[2].ranks.replicate_group)]
+            units = [facts_of(*unit) for unit in members]
+            units.append(facts_of_model(self.model))
+            trained = [facts_of(*unit, with_training=True) for unit in members]
+            known = None if group is None else introduce(group, units, trained, self._checks_ranks)
+            if known is not None:
+                known.require_same_units()
+                if known.checks_ranks:
+                    self._agree(known)
+            self._known[group] = known
+        return self._known[group]
+
+    def _agree(self, known: Introductions) -> None:
+        agreement = make_agreement(known.group, known.greetings[0].token.hex())
+        if agreement is not None and self._timeout is not None:
+            agreement.timeout = self._timeout.total_seconds()
+        if agreement is not None and self._on_device:
+            agreement.watch()
+
+    def _use_twin(self, group: dist.ProcessGroup) -> Agreement | None:
+        """The agreement over ``group``, whose collectives run over another group from now on. Collective at first."""
+        agreement, known = agreement_of(group), self._introductions(group)
+        if agreement is not None and agreement.group is None and not self._on_device:
+            agreement.group = known.twin_of_group()
+        return agreement
+
+    def _over_process_group(self, ranks: ShardGroup):
+        if ranks.device not in self._layers:
+            make = transport.layer_maker(ranks.device)
+            self._layers[ranks.device] = make and make()
+        layer = self._layers[ranks.device]
+        if layer is not None:
+            return transport.device_transport(layer, ranks.group, self._comm_memory)
+        agreement = self._use_twin(ranks.group)
+        group = ranks.group if agreement is None else agreement.group
+        return _C.group_transport(
+            functools.partial(all_gather, group),
+            functools.partial(reduce_scatter, group),
+            functools.partial(all_to_all, group),
+            functools.partial(wait if agreement is None else agreement.wait, timeout=self._timeout),
+        )
+
+    def _shared(self, group: dist.ProcessGroup, device: torch.device) -> tuple[Any, str]:
+        """The engine's memory that the ranks of a group share, or None and why they do not. Collective.
+
+        With "auto" a rank that could share memory but for a limit or a fault of its system is warned of, once.
+        """
+        if device.type != "cpu":
+            return None, "the mesh is not on the CPU"
+        if self._name == Transport.PROCESS_GROUP:
+            return None, "a process group was asked for"
+        known = self._introductions(group)
+        if known is None:
+            return None, "the process group is fake"
+        if self._name == "auto" and known.is_observed:
+            return None, "a dispatch mode watches the collectives"
+        shared, fault = None, known.fault
+        reason = known.why_not_shared
+        if reason is None:
+            shared, fault = known.shm_group(self._timeout or torch_private.group_timeout(group, device))
+            reason = fault
+        if fault and reason == fault and self._name == "auto" and dist.get_rank(group) == 0:
+            warnings.warn(
+                f"fsdp2x: the ranks do not share memory: {fault}. Gathers and reductions go through the process group, "
+                'which is slower; transport="process_group" chooses that without this warning.',
+                stacklevel=2,
+            )
+        return shared, reason
+
+
+@skips_checks
+def _all_reduce(group: dist.ProcessGroup, timeout: timedelta | None, rows: torch.Tensor, average: bool) -> bool:
+    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+    agreement = agreement_of(group)
+    if agreement is not None and agreement.group is not None:
+        return agreement.wait(dist.all_reduce(rows, op=op, group=agreement.group, async_op=True), timeout)
+    if timeout is None or agreement is not None:  # in the order of the current stream on a device
+        dist.all_reduce(rows, op=op, group=group)
+        return True
+    return wait(dist.all_reduce(rows, op=op, group=group, async_op=True), timeout)
+
+
+def facts_of(
+    name: str, policy: MixedPrecisionPolicy, group: ShardedParamGroup, *, with_training: bool = False
+) -> UnitParams:
+    """The facts of one group of the unit ``name``; with which of its parameters are trained, where that counts."""
+    params = []
+    shapes = group.shapes(policy.param_dtype, policy.reduce_dtype)
+    for sharded, (_, _, _, original, compute, reduce, _) in zip(group.params, shapes, strict=True):
+        facts = [tuple(sharded.local_size), f"cut along {sharded.spec.shard_dim}", str(original)]
+        facts += [f"gathered as {compute}", f"reduced as {reduce}"]
+        if with_training:
+            facts.append("trained" if sharded.param.requires_grad else "frozen")
+        if (state := group.unit_state()) is not None:
+            facts += wire_formats.told(state.live_options())
+        params.append((sharded.fqn or sharded.owners[0][1], tuple(facts)))
+    return UnitParams(name, tuple(params))

@@ -1,0 +1,259 @@
+"""What one ``fully_shard`` call makes: modules, their parameters and settings. It makes no root and no transport.
+
+``state.UnitState`` adds the lazy initialization. The other modules of this folder stand between the two.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp2x.base import torch_private
+from fsdp2x.base.calls import UnitNumber
+from fsdp2x.base.native import _C
+from fsdp2x.sharding.mesh import ShardGroup
+from fsdp2x.sharding.offload import Offload
+from fsdp2x.sharding.param_group import ShardedParamGroup
+from fsdp2x.sharding.sharded_param import ShardedParam
+from fsdp2x.sharding.upstream_names import StateNames
+
+# A module, weakly, since its number may be another's when it is gone; and the names that it registers parameters under.
+Place = tuple[weakref.ref[nn.Module], frozenset[str]]
+# Buffers without values: where they are, weakly, and the versions of their memory.
+RawBuffers = list[tuple["weakref.ref[torch.Tensor]", int]]
+
+
+class WeakTuple:
+    """An attribute for objects that hold the one it belongs to: what it is set to, held weakly.
+
+    So a model and its engine go when nobody refers to the model any more, without Python's cycle collector.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._key = f"_{name}_refs"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> tuple:
+        found = (ref() for ref in instance.__dict__.get(self._key, ()))
+        return tuple(value for value in found if value is not None)
+
+    def __set__(self, instance: Any, values: Iterable) -> None:
+        instance.__dict__[self._key] = [weakref.ref(value) for value in values]
+
+
+@dataclass
+class CustomComms:
+    """Collectives and hooks that the user set on a unit, before or after the engine's groups exist."""
+
+    all_gather: Any = None
+    reduce_scatter: Any = None
+    all_reduce_hook: Callable[[torch.Tensor], Any] | None = None
+    all_reduce_hook_stream: Any = None
+    separate_reduction: bool = False  # over a process group of its own
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether collectives must go through a process group."""
+        return self.all_gather is not None or self.reduce_scatter is not None
+
+
+class ShardedUnit(StateNames, torch_private.State):
+    """One unit. Attributes without a comment are what the call was given."""
+
+    modules = WeakTuple()
+    tree = WeakTuple()  # all units below a root, set on the root only
+    ranks: ShardGroup
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = UnitNumber()
+        self.mp_policy = MixedPrecisionPolicy()
+        self.transport = "auto"
+        self.timeout: timedelta | None = None
+        self.checks_ranks = True
+        self.groups: list[ShardedParamGroup] = []  # one per mesh; none without parameters
+        self.offload = Offload()
+        self.places: list[Place] = []  # of all parameters when the unit was made, ignored ones among them
+        self.auto_reshard = True  # reshard_after_forward was None: the root keeps its parameters
+        self.post_forward_world: int | None = None  # reshard_after_forward as an int
+        self.is_root: bool | None = None  # decided at lazy initialization
+        self.hooks = None  # _C.UnitHooks
+        self.unit = None  # _C.Unit, from lazy initialization on, or from an earlier unshard()
+        self.root = None  # _C.Root, shared by all units of one root module; provisional until is_root is decided
+        self.modules_seen: tuple = ()  # by the root's last forward; see ``late.snapshot``
+        self.options = _C.UnitOptions()  # becomes the unit's own at lazy initialization
+        self.names: list[str] = []  # FQNs of the modules from the root
+        self.prefetch: dict[
+            str, list[weakref.ref[ShardedUnit]]
+        ] = {}  # engine setter -> units, given before or after the unit exists
+        self.raw_buffers: RawBuffers = []  # of to_empty, until the next forward
+        self.comms = CustomComms()  # the user's collectives and hooks
+        self.root_state: Callable[[], ShardedUnit | None] = lambda: None  # weak reference to the state of the root
+        # Threads may come first to one root side by side; ranks meet while one of them makes it, without the GIL. Ranks
+        # that are threads of one process have a model each.
+        self._initializing = threading.RLock()
+        # Read on the root only.
+        self.has_equal_replicas = False  # since the last load
+        self.entered: Callable[[], nn.Module | None] | None = None  # the module below that was called past it
+        self.is_last_backward = True
+        self.post_optimizer_event: Any = None  # given before there is a root
+        self.manual_finalization = False
+        self.reduction_pending = False  # a handle of finalize_backward was not waited for
+        self.generation = 0  # counts resets, which invalidate handles
+        self.comm_memory: str | None = None  # where slots come from: "process_group", "symmetric"; None: torch
+        self.max_reduce_buffers: int | None = None  # None: the engine's default
+        self.layers: dict[torch.device, Any] | None = None  # streams of several roots; None: the root's own
+
+    def lazy_init(self) -> None:
+        """Makes this unit's module a root, at the first forward: see ``UnitState``."""
+        raise NotImplementedError
+
+    def make_unit(self) -> None:
+        """Makes the engine's unit before that: see ``UnitState``."""
+        raise NotImplementedError
+
+    def follow_modules(self) -> None:
+        """Adopts what the modules of a root register since its last forward: see ``UnitState``."""
+        raise NotImplementedError
+
+    @property
+    def units_of_root(self) -> list[ShardedUnit]:
+        """This unit and all units under its root; before that is made, this unit alone."""
+        root = self.root_state()
+        return [self, *(root.tree if root is not None else ())]
+
+    @property
+    def params(self) -> list[ShardedParam]:
+        """The parameters of all groups."""
+        return [param for group in self.groups for param in group.params]
+
+    @property
+    def name(self) -> str:
+        """FQNs of the modules, ``<root>`` for the root itself."""
+        return ", ".join(name or "<root>" for name in self.names) or type(self.modules[0]).__name__
+
+    def live_options(self):
+        """The settings the engine reads: the unit's once it exists."""
+        return self.options if self.unit is None else self.unit.options
+
+    def set_reshard_after_forward(self, reshard: bool) -> None:
+        """From the next forward on; nothing is kept by fewer ranks any more."""
+        self.post_forward_world = None
+        for group in self.groups:
+            if group.engine is not None:
+                group.engine.clear_post_forward()
+        options = self.live_options()
+        options.reshard_after_forward, options.reshard_without_grad = reshard, False
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Of the whole root."""
+        (self.root_state() or self).is_last_backward = is_last_backward
+        if self.root is not None:
+            self.root.is_last_backward = is_last_backward
+
+    def set_prefetch(self, setter: str, targets: list[ShardedUnit]) -> None:
+        self.prefetch[setter] = [weakref.ref(target) for target in targets]
+        self.apply_prefetch()
+
+    def apply_prefetch(self) -> None:
+        """Hands the explicit prefetch lists to the engine once all units in them exist."""
+        for setter, refs in self.prefetch.items():
+            targets = [target for ref in refs if (target := ref()) is not None]
+            if self.unit is not None and all(target.unit is not None for target in targets):
+                getattr(self.unit, setter)([target.unit for target in targets])
+
+    def apply_reduce_buffers(self) -> None:
+        """Hands the number of reduction buffers to the engine: the largest that any unit of the root asks for."""
+        if self.root is None or self.root_state() is None:
+            return
+        wanted = [state.max_reduce_buffers for state in self.root_state().tree if state.max_reduce_buffers is not None]
+        if wanted:
+            self.root.set_max_reduce_buffers(max(wanted))
+
+    def check_finalization(self) -> None:
+        """What ``finalize_backward`` demands, in upstream's words."""
+        if self.reduction_pending:
+            raise RuntimeError("The previous gradient reduction must be waited on before finalizing backward again")
+        if not self.is_root:
+            raise RuntimeError("finalize_backward must be called on the root FSDP module")
+        if not self.manual_finalization:
+            raise RuntimeError(
+                "finalize_backward requires manual backward finalization. Call set_manual_backward_finalization(True) "
+                "before forward"
+            )
+        if self.root.in_backward:
+            raise RuntimeError("finalize_backward must be called after backward completes")
+
+    def finish_held_backwards(self) -> None:
+        """Reduces what backwards without gradient sync left, in all units of the root; nothing before a forward."""
+        if self.root is None:
+            return
+        if self.root.in_backward:
+            raise RuntimeError(f"post_backward of unit '{self.name}' must be called after backward completes")
+        self.root.finish_held_backwards()
+
+    # --- what may move parameters ---
+
+    def reshard(self) -> None:
+        """Registers the sharded parameters; frees the unsharded ones."""
+        if self.unit is not None:
+            self.unit.reshard()
+
+    def forget_unit(self) -> None:
+        """Undoes ``make_unit``."""
+        if self.unit is not None:
+            self.options = _C.UnitOptions(self.unit.options)
+            self.unit.retire()
+        self.unit = self.root = None
+        for group in self.groups:
+            group.forget_engine()
+
+    def forget_engine(self) -> None:
+        """The tree of this unit has no engine until its next forward makes one for what the parameters are then.
+
+        Raises:
+            RuntimeError: units of the tree hold unreduced gradients.
+        """
+        refuse_unreduced(self.units_of_root)
+        for state in (self.root_state() or self).tree or (self,):
+            state.forget_unit()
+            state.hooks.set_unit(None)
+
+    def check_pools(self) -> None:
+        """Before each forward of a root, with FSDP2X_DEBUG=1: no shard has left its pool since the last one."""
+        if self.is_root:
+            for state in self.tree:
+                for group in state.groups:
+                    group.check_pool()
+
+    def reset(self) -> None:
+        """Drops the running iteration: every unit of this root is resharded and idle, its gradients are gone."""
+        if self.is_root is False:
+            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+        if self.root is None:
+            return
+        for state in self.tree:
+            state.hooks.forget_progress()
+            for sharded in state.params:
+                sharded.param.grad = None
+        self.reduction_pending = False
+        self.generation += 1
+        self.root.reset()
+
+
+def refuse_unreduced(units: Iterable[ShardedUnit]) -> None:
+    """Raises RuntimeError if one of ``units`` holds gradients that another dtype or device would spoil."""
+    for state in units:
+        if any(group.holds_unreduced for group in state.groups):
+            raise RuntimeError(
+                f"fsdp2x: unit '{state.name}' holds gradients that are not reduced yet, so the model's parameters "
+                "cannot change their dtype or device. End the step with a synchronized backward, or call "
+                "reset_iter_state() on the root module."
+            )

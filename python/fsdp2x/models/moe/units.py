@@ -1,0 +1,315 @@
+"""Experts as units of their own, with the same collectives on every rank whatever the routing.
+
+Gathers and reductions must come in the same order on all ranks, but a rank runs only the experts that its tokens chose.
+
+* Fused experts are one module that every rank runs: one unit. Without any token it would leave no trace in the graph,
+  so a rank with no token gets an output that depends on the weights and is empty.
+* Experts in a list are called one by one, those with tokens only, in ascending order. The block as one unit needs
+  nothing but that trace. With a unit for each expert, an expert that is passed over runs on no rows at its turn:
+
+      rank 0    e0(5 rows)  e1(0 rows)  e2(9 rows)  e3(0 rows)
+      rank 1    e0(0 rows)  e1(2 rows)  e2(0 rows)  e3(7 rows)      gathers, backwards and reductions in one order
+
+  No rows mean gradients of exactly zero, and no value that could be infinite.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdp2x.base.arguments import checked
+from fsdp2x.lifecycle.api import fully_shard
+from fsdp2x.sharding.names import unsharded_class
+
+# On fused experts that expert_parallel spread: their forward is a collective, which no rank may skip.
+PARALLEL_STATE = "_fsdp2x_expert_parallel"
+
+
+@dataclass(frozen=True)
+class ExpertGroup:
+    """The experts of one block.
+
+    ``experts``: the fused module (``is_fused``; transformers 5), whose parameters have ``num_experts`` rows, or the
+    ``ModuleList`` (transformers 4 and remote code). ``block``: the innermost module with a forward around them.
+    """
+
+    name: str
+    experts: nn.Module
+    block: nn.Module
+    num_experts: int
+    is_fused: bool
+
+
+@checked
+def find_experts(model: nn.Module) -> list[ExpertGroup]:
+    """All experts of ``model`` in the order of its modules; empty for a model without any."""
+    modules = dict(model.named_modules())
+    found = []
+    for name, module in modules.items():
+        block = modules.get(name.rpartition(".")[0], model)
+        if (count := _fused_count(module)) is not None:
+            found.append(ExpertGroup(name, module, block, count, True))
+        elif _is_list(name, module) and unsharded_class(block).forward is not nn.Module.forward:
+            found.append(ExpertGroup(name, module, block, len(module), False))
+    return found
+
+
+def experts_of(model: nn.Module, caller: str) -> list[ExpertGroup]:
+    """The same; raises ValueError, which begins with ``caller``, where there are none."""
+    groups = find_experts(model)
+    if not groups:
+        raise ValueError(
+            f"fsdp2x.{caller}: {type(model).__name__} has no experts: neither a module with 3-D weights that takes "
+            "hidden states, expert indices and weights, nor a ModuleList named 'experts'"
+        )
+    return groups
+
+
+def _fused_count(module: nn.Module) -> int | None:
+    """The number of experts, when two tensors or more have three dims, the first of them the same size."""
+    stacked = [param for param in module._parameters.values() if param is not None and param.dim() == 3]
+    if len(stacked) < 2 or len({param.shape[0] for param in stacked}) != 1:
+        return None
+    # hidden states, which experts, their weights: the interface of transformers' experts, whatever the names.
+    parameters = list(inspect.signature(unsharded_class(module).forward).parameters)
+    return stacked[0].shape[0] if len(parameters) >= 4 else None
+
+
+def _is_list(name: str, module: nn.Module) -> bool:
+    if not isinstance(module, nn.ModuleList) or name.rpartition(".")[2] != "experts" or len(module) < 2:
+        return False
+    return len({unsharded_class(expert) for expert in module}) == 1
+
+
+logger = logging.getLogger("fsdp2x")
+
+_TURNS = "_fsdp2x_turns"
+_ALLOWS_NO_TOKENS = "_fsdp2x_allows_no_tokens"
+
+
+@checked
+def shard_experts(model: nn.Module, *, per: Literal["block", "expert"] = "block", **options: Any) -> int:
+    """Makes units of the experts; returns how many. ``fully_shard(model, auto_wrap=True)`` then makes the others.
+
+    Without this call experts belong to their layer's unit, which is right on every transport and fastest where the
+    layer fits. Units of their own bound the memory of a gather.
+
+    Args:
+        model: not sharded yet.
+        per: ``"block"``: one unit for the experts of a block: the fused experts, or the block around a list (router and
+            shared expert included). ``"expert"``: one unit for each expert of a list; experts that got no token run on
+            no rows at their turn.
+        options: arguments of ``fully_shard``, such as ``mesh``, ``mp_policy``, ``reshard_after_forward``.
+
+    Raises:
+        ValueError: no experts in the model, or an unknown ``per``.
+        NotImplementedError: ``per="expert"`` for fused experts, whose tensors hold all of them; or for experts that
+            take more than one tensor.
+    """
+    groups = experts_of(model, "shard_experts")
+    fused = [group for group in groups if group.is_fused]
+    if per == "expert" and fused:
+        raise NotImplementedError(
+            f"fsdp2x.shard_experts: {fused[0].name} holds {fused[0].num_experts} experts in each of its tensors; "
+            'they cannot be units one by one, use per="block" or expert_parallel'
+        )
+    count = 0
+    for group in groups:
+        if group.is_fused:
+            allow_no_tokens(group.experts)
+            units = [group.experts]
+        elif per == "block":
+            group.block.register_forward_hook(_connect)
+            units = [group.block]
+        else:
+            take_turns(group)
+            units = list(group.experts)
+        for unit in units:
+            fully_shard(unit, auto_wrap=False, **options)
+        count += len(units)
+    return count
+
+
+@checked
+def apply_expert_patch(model: nn.Module) -> int:
+    """Makes any routing safe where experts are units one by one; returns the number of blocks that needed it.
+
+    Other frameworks replace the forward of MoE blocks by one that runs idle experts on a token times zero. Here
+
+    * fused experts (transformers 5) are one module that every rank runs: nothing to patch, 0 is returned;
+    * a list of experts that are not units of their own belongs to the unit around it: nothing to patch either;
+    * a list whose experts are each a unit, by ``fully_shard(expert)`` or by class name: experts without tokens run on
+      no rows at their turn, through hooks; the model's code stays, and no value is multiplied by zero.
+
+    Before or after ``fully_shard``, once or twice. A model without experts: ValueError.
+    """
+    count = 0
+    for group in experts_of(model, "apply_expert_patch"):
+        if group.is_fused:
+            allow_no_tokens(group.experts)
+        else:
+            take_turns(group)
+            count += 1
+    if count == 0:
+        logger.info(
+            "apply_expert_patch: the experts of %s are fused, every rank runs them: nothing to patch",
+            type(model).__name__,
+        )
+    return count
+
+
+# ---- fused experts
+
+
+def allow_no_tokens(experts: nn.Module) -> None:
+    """On no tokens, fused experts return no rows that depend on their weights, instead of running."""
+    if hasattr(experts, _ALLOWS_NO_TOKENS) or hasattr(experts, PARALLEL_STATE):
+        return
+    setattr(experts, _ALLOWS_NO_TOKENS, (experts.__dict__.get("forward"),))
+    experts.forward = types.MethodType(_forward, experts)
+
+
+def _forward(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if hidden_states.numel() == 0:
+        return _joined(hidden_states, touch(self._parameters.values()))
+    (replaced,) = getattr(self, _ALLOWS_NO_TOKENS)
+    forward: Callable = types.MethodType(unsharded_class(self).forward, self) if replaced is None else replaced
+    return forward(hidden_states, *args, **kwargs)
+
+
+def touch(tensors: Any) -> torch.Tensor | None:
+    """A zero that depends on those of ``tensors`` that need gradients, which then exist and are zero; or None."""
+    total: torch.Tensor | None = None
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            zero = local.reshape(-1)[:0].sum()
+            total = zero if total is None else total + zero
+    return total
+
+
+def _joined(output: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+    return output if zero is None else _Joined.apply(output, zero.to(output.dtype))
+
+
+class _Joined(torch.autograd.Function):
+    """``output`` plus a zero that depends on weights which no token used.
+
+    It saves a tensor and reads it in backward, so that a checkpoint around the block recomputes all of it before the
+    first expert's backward, and on every rank alike; else that would depend on which operations the routing caused.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(zero)
+        return output + zero
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (zero,) = ctx.saved_tensors
+        return grad, torch.zeros_like(zero)
+
+
+# ---- lists of experts
+
+
+def _connect(block: nn.Module, args: tuple, output: Any) -> Any:
+    """Before the unit's own hook: an output without graph (no tokens, no expert ran) depends on the block's weights.
+
+    Otherwise backward would pass the unit by on this rank, and the others would gather it alone.
+    """
+    first, *rest = output if isinstance(output, tuple) else (output,)
+    if first.requires_grad or not torch.is_grad_enabled():
+        return None
+    first = _joined(first, touch([*block.parameters(), *(one for one in args if isinstance(one, torch.Tensor))]))
+    return (first, *rest) if isinstance(output, tuple) else first
+
+
+def take_turns(group: ExpertGroup) -> None:
+    """Experts of a list that are units run in ascending order on every rank, without rows where they have no tokens."""
+    if not hasattr(group.block, _TURNS):
+        for expert in group.experts:
+            _check_signature(expert, group.name)
+        setattr(group.block, _TURNS, _Turns(group))
+
+
+def _check_signature(expert: nn.Module, name: str) -> None:
+    parameters = inspect.signature(unsharded_class(expert).forward).parameters.values()
+    required = [p for p in list(parameters)[1:] if p.default is inspect.Parameter.empty and p.kind < p.VAR_POSITIONAL]
+    if len(required) != 1:
+        raise NotImplementedError(
+            f"fsdp2x.moe: experts of {name} are {unsharded_class(expert).__name__}, whose forward takes "
+            f"{', '.join(p.name for p in required)}; only experts that take one tensor of tokens can be units one by "
+            'one. Use shard_experts(model, per="block")'
+        )
+
+
+class _Turns:
+    """Hooks on one block and its experts. State lives from the block's pre-forward to its post-forward."""
+
+    def __init__(self, group: ExpertGroup) -> None:
+        self._experts, self._name = list(group.experts), group.name
+        self._no_rows: torch.Tensor | None = None
+        self._next = 0  # the expert whose turn it is
+        self._passed_over: list[torch.Tensor] = []
+        self._passing = False  # an expert runs on no rows
+        self._hooked = False
+        group.block.register_forward_pre_hook(self._begin, with_kwargs=True)
+        group.block.register_forward_hook(self._end)
+
+    def _begin(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
+        if not any(isinstance(expert, FSDPModule) for expert in self._experts):
+            self._no_rows = None
+            return
+        if not self._hooked:
+            # Now, when all sharding is done: before the hooks that gather, so that earlier experts come first.
+            for index, expert in enumerate(self._experts):
+                expert.register_forward_pre_hook(lambda *_, index=index: self._turn(index), prepend=True)
+            self._hooked = True
+        (hidden, *_) = (*args, *kwargs.values())
+        self._no_rows = hidden.reshape(-1, hidden.shape[-1])[:0]
+        self._next, self._passed_over = 0, []
+
+    def _turn(self, index: int) -> None:
+        if self._no_rows is None or self._passing:
+            return
+        if index < self._next:
+            raise RuntimeError(
+                f"fsdp2x.moe: expert {index} of {self._name} was called after expert {self._next - 1}; experts that "
+                'are units must be called once each, in ascending order. Use shard_experts(model, per="block")'
+            )
+        self._pass_over(index)
+        self._next = index + 1
+
+    def _pass_over(self, until: int) -> None:
+        while self._next < until:
+            expert = self._experts[self._next]
+            self._next += 1
+            self._passing = True
+            try:
+                self._passed_over.append(expert(self._no_rows))
+            finally:
+                self._passing = False
+
+    def _end(self, block: nn.Module, args: tuple, output: Any) -> Any:
+        if self._no_rows is None:
+            return None
+        self._pass_over(len(self._experts))
+        zeros = [out.sum() for out in self._passed_over if out.requires_grad]
+        self._no_rows, self._passed_over = None, []
+        first, *rest = output if isinstance(output, tuple) else (output,)
+        if not torch.is_grad_enabled() or not (first.requires_grad or zeros):
+            return None
+        zero = torch.stack(zeros).sum() if zeros else first.new_zeros(())
+        first = _joined(first, zero)
+        return (first, *rest) if isinstance(output, tuple) else first

@@ -1,0 +1,1 @@
+"""Long sequences and samples of different lengths: packing, attention over samples, Ulysses, and the loss of both."""

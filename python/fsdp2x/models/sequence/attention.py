@@ -1,0 +1,308 @@
+"""Attention over layouts inside transformers: one implementation, registered in its attention interface.
+
+``use_varlen_attention(model)`` points a model's decoder at it. Hooks on the decoder put the layout among the keyword
+arguments of the forward, from where transformers carries it to every attention call. What a layout cannot express
+(other masks, layers that mix tokens elsewhere) is an error and never a wrong result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2x.base import torch_private
+from fsdp2x.base.arguments import checked
+from fsdp2x.models.sequence import exchange, layout
+from fsdp2x.models.sequence.decoder import attention_configs, check_rope, cut_decoder_inputs, find_decoder
+from fsdp2x.models.sequence.layout import KEYWORD, RankPart, SequenceLayout
+from fsdp2x.models.sequence.varlen import Rules, attend
+
+IMPLEMENTATION = "fsdp2x_varlen"
+
+# transformers' builders of the masks that a layout (samples) and a call's own arguments (window) already express.
+_KNOWN_MASKS = {
+    "and_masks",
+    "causal_mask_function",
+    "packed_sequence_mask_function",
+    "padding_mask_function",
+    "remap_positions_for_packed_sequence",
+    "sliding_window_overlay",
+}
+
+
+class _Forward:
+    """What one forward of a decoder asked for: compared at its end, so that no layer escapes unseen."""
+
+    def __init__(self, owner: SequenceAttention, layout: SequenceLayout) -> None:
+        self.owner, self.layout = owner, layout
+        self.num_calls = self.num_windowed = 0
+        self.mask_kinds: set[str] = set()
+
+
+# The decoder forward that runs now; a recomputation in backward is none.
+_running: ContextVar[_Forward | None] = ContextVar("fsdp2x_sequence_forward", default=None)
+
+
+@checked
+def use_varlen_attention(model: nn.Module) -> SequenceAttention:
+    """Makes the decoder of a HuggingFace model attend inside samples only, without a mask of the whole row.
+
+    Call it before or after ``fully_shard``, once. Each forward takes its samples from, in this order: the layout of
+    ``PackedBatch.inputs``, a 2-D ``attention_mask``, ``position_ids`` that restart, else a row is one sample. A forward
+    with a cache (``generate``) runs the implementation the model had before.
+
+    Args:
+        model: a transformers model with a causal decoder, plain, inside a vision-language model, sharded or in PEFT.
+            Sliding windows, soft caps (Gemma 2) and attention sinks (GPT-OSS) are computed.
+
+    Returns:
+        The handle; ``handle.remove()`` undoes the call.
+
+    Raises:
+        TypeError: not a transformers model. ValueError: called twice. NotImplementedError: a model that carries
+            information between tokens otherwise (convolutions, state spaces, chunked or bidirectional attention).
+    """
+    return SequenceAttention(model)
+
+
+class SequenceAttention:
+    """A model's decoder under attention over layouts; owns the hooks and remembers what was there before."""
+
+    shard: RankPart | None = None  # Ulysses: this rank's part of every sequence
+
+    def __init__(self, model: nn.Module) -> None:
+        self.decoder = find_decoder(model)
+        self._configs = attention_configs(self.decoder)
+        before = [config._attn_implementation for config in self._configs]
+        if IMPLEMENTATION in before:
+            raise ValueError(
+                f"{type(model).__name__} runs attention over layouts already; call remove() on the earlier handle first"
+            )
+        _register()
+        self._before = before
+        self._depth = 0
+        self._switch(True)
+        self._hooks = [
+            self.decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            self.decoder.register_forward_hook(self._after_forward, always_call=True),
+        ]
+
+    @property
+    def config(self) -> Any:
+        return self.decoder.config
+
+    def remove(self) -> None:
+        """Takes the hooks off and gives the model the attention implementation it had."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._switch(False)
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Inside, the model runs as if it had not been changed: for ``generate`` and evaluation of whole sequences."""
+        self._switch(False)
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._switch(True)
+
+    def _switch(self, on: bool) -> None:
+        for config, before in zip(self._configs, self._before, strict=True):
+            config._attn_implementation = IMPLEMENTATION if on else before
+
+    # ---- hooks of the decoder
+
+    def make_layout(self, inputs: dict[str, Any]) -> SequenceLayout | None:
+        """The layout of a forward that was given none; None: run as before the call. Ulysses has its own."""
+        if inputs.get("past_key_values") is not None or inputs.get("use_cache"):
+            return None
+        return layout_of(inputs)
+
+    def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        if self._depth:
+            if kwargs.pop(KEYWORD, None) is not None:
+                raise RuntimeError(f"{type(module).__name__} got a layout while attention over layouts is disabled")
+            return args, kwargs
+        if args:
+            kwargs = {"input_ids": args[0], **kwargs}
+            if len(args) > 1:
+                raise TypeError(f"{type(module).__name__}: pass its inputs by keyword, got {len(args)} positional ones")
+        found = kwargs.get(KEYWORD)
+        if found is None and (found := self.make_layout(kwargs)) is None:
+            self._switch(False)
+            return (), kwargs
+        self._check(found, kwargs)
+        length = found.length
+        if found.shard is not None and not found.inputs_sliced:
+            if kwargs.get("position_ids") is None:
+                first = next(x for n in ("inputs_embeds", "input_ids") if (x := kwargs.get(n)) is not None)
+                kwargs["position_ids"] = torch.arange(length, device=first.device).unsqueeze(0)
+            kwargs = cut_decoder_inputs(kwargs, *found.local_range, length)
+        _running.set(_Forward(self, found))
+        return (), {**kwargs, KEYWORD: found, "attention_mask": None, "use_cache": False}
+
+    def _check(self, found: SequenceLayout, inputs: dict[str, Any]) -> None:
+        if inputs.get("past_key_values") is not None:
+            raise ValueError("attention over layouts keeps no cache; pass past_key_values=None, or use disabled()")
+        if found.shard is not self.shard:
+            raise ValueError(
+                f"{type(self.decoder).__name__}: {found} was not made for this model; under Ulysses pass the inputs "
+                "that its own context's shard_inputs(batch) returns, else those of the batch"
+            )
+        tokens = next((x for n in ("inputs_embeds", "input_ids") if (x := inputs.get(n)) is not None), None)
+        if tokens is None:
+            return
+        start, stop = found.local_range if found.inputs_sliced else (0, found.length)
+        if tuple(tokens.shape[:2]) != (found.num_rows, stop - start):
+            raise ValueError(
+                f"{type(self.decoder).__name__}: {found} expects tokens of shape [{found.num_rows}, {stop - start}], "
+                f"got {list(tokens.shape[:2])}; pass what the layout was made for"
+            )
+        check_rope(self.config, max((stop - start for _, start, stop in found.samples), default=0))
+
+    def _after_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
+        forward = _running.get()
+        _running.set(None)
+        if forward is None:
+            if not self._depth:
+                self._switch(True)
+        elif output is not None:  # None: the forward raised
+            _check_coverage(module, forward)
+
+
+def layout_of(inputs: dict[str, Any]) -> SequenceLayout:
+    """The layout of a plain batch: from its padding mask, else from restarting positions, else whole rows."""
+    tokens = next(x for n in ("inputs_embeds", "input_ids") if (x := inputs.get(n)) is not None)
+    if (mask := inputs.get("attention_mask")) is not None:
+        found = layout.from_attention_mask(mask)
+        if (found.num_rows, found.length) != tuple(tokens.shape[:2]):
+            raise ValueError(f"attention_mask of shape {tuple(mask.shape)} for tokens of {tuple(tokens.shape[:2])}")
+        return found
+    if (positions := inputs.get("position_ids")) is not None:
+        return layout.from_position_ids(positions, tokens.shape[0])
+    return layout.whole_rows(*tokens.shape[:2])
+
+
+def _check_coverage(module: nn.Module, forward: _Forward) -> None:
+    """Every layer attended through us, and with the window that the masks the model asked for imply."""
+    name, config = type(module).__name__, forward.owner.config
+    if forward.num_calls != config.num_hidden_layers:
+        raise NotImplementedError(
+            f"{name}: {forward.num_calls} attention calls in {config.num_hidden_layers} layers carried the layout; the "
+            "others mix tokens in another way, so samples would leak or slices miss their neighbours"
+        )
+    kinds = list(getattr(config, "layer_types", None) or ())
+    if len(kinds) == config.num_hidden_layers:
+        expected = sum("sliding" in kind or kind == "local" for kind in kinds)
+    else:
+        expected = {frozenset({"sliding"}): forward.num_calls, frozenset({"full"}): 0}.get(
+            frozenset(forward.mask_kinds)
+        )
+    if expected is not None and forward.num_windowed != expected:
+        raise NotImplementedError(
+            f"{name}: {expected} layers have a sliding window by the model's masks, but {forward.num_windowed} "
+            "attention calls were told of one"
+        )
+
+
+# ---- what transformers calls
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(IMPLEMENTATION, sequence_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, sequence_mask)
+
+
+def sequence_mask(*_: Any, mask_function: Any = None, use_vmap: bool = False, **__: Any) -> None:
+    """transformers' request for a mask: none is made, but a kind that layouts do not express is refused.
+
+    Raises:
+        NotImplementedError: chunked, block-wise, bidirectional or user-supplied masks.
+    """
+    names = set() if mask_function is None else _builders(mask_function)
+    if use_vmap or not names <= _KNOWN_MASKS:
+        other = ", ".join(sorted(names - _KNOWN_MASKS)) or "an overlay of its own"
+        raise NotImplementedError(
+            f"the model asks for an attention mask built with {other}; attention over layouts is causal inside "
+            "samples, with or without a sliding window, and nothing else"
+        )
+    forward = _running.get()
+    if forward is not None:
+        forward.mask_kinds.add("sliding" if "sliding_window_overlay" in names else "full")
+
+
+def _builders(function: Any) -> set[str]:
+    """Names of the functions that made a mask function and the ones it encloses."""
+    found = {function.__qualname__.partition(".")[0]}
+    for cell in function.__closure__ or ():
+        inner = cell.cell_contents
+        for one in inner if isinstance(inner, tuple) else (inner,):
+            if callable(one) and hasattr(one, "__qualname__"):
+                found |= _builders(one)
+    return found
+
+
+@torch_private.never_compiled
+def sequence_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
+    output_attentions: bool | None = None,
+    sequence_layout: SequenceLayout | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention call over a layout: from [rows, heads, positions, dim] to [rows, positions, heads, dim].
+
+    Under Ulysses the positions are this rank's, and heads are exchanged for positions around the computation.
+
+    Raises:
+        RuntimeError: no layout arrived. ValueError, NotImplementedError: a mask, cache or bias that layouts exclude.
+    """
+    name = type(module).__name__
+    if sequence_layout is None:
+        raise RuntimeError(
+            f"{name} was called without a layout: its decoder passes no keyword arguments on to attention, or the "
+            "layer was called outside of the decoder's forward"
+        )
+    if attention_mask is not None or position_bias is not None:
+        what = "attention mask" if attention_mask is not None else "position bias"
+        raise NotImplementedError(f"{name}: an {what} of its own is not supported over layouts")
+    if output_attentions:
+        raise NotImplementedError(f"{name}: output_attentions=True has no weights to return over layouts")
+    if is_causal is False or (is_causal is None and not getattr(module, "is_causal", True)):
+        raise NotImplementedError(f"{name}: attention that is not causal is not supported over layouts")
+    start, stop = sequence_layout.local_range
+    if query.shape[2] != stop - start or key.shape[2] != stop - start or query.shape[0] != sequence_layout.num_rows:
+        raise ValueError(
+            f"{name}: {sequence_layout} expects [{sequence_layout.num_rows}, heads, {stop - start}, dim], got queries "
+            f"{list(query.shape)} and keys {list(key.shape)}; caches and attention to other sequences are not supported"
+        )
+    forward = _running.get()
+    if forward is not None:
+        forward.num_calls += 1
+        forward.num_windowed += sliding_window is not None
+    rules = Rules(scaling, dropout, sliding_window, softcap, s_aux)
+    shard = sequence_layout.shard
+    if shard is None or shard.size == 1:
+        return attend(query, key, value, sequence_layout, rules).contiguous(), None
+    return exchange.attend_over_ranks(query, key, value, sequence_layout, rules), None

@@ -1,0 +1,236 @@
+"""The mean loss over all label tokens of a step, wherever they lie, and log-probabilities without copies of the logits.
+
+Ranks and micro-batches hold different numbers of label tokens, so a mean of means is wrong. Here every token weighs
+``1 / num_tokens`` with ``num_tokens`` counted over all ranks and micro-batches of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from fsdp2x.base.arguments import checked
+from fsdp2x.models.sequence.packing import IGNORE
+from fsdp2x.models.sequence.softmax import RowGradients, RowSums
+
+_CHUNK_TOKENS = 1024
+
+
+@checked
+def count_label_tokens(
+    next_labels: torch.Tensor | Iterable[torch.Tensor], *, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Label tokens of one optimizer step over all ranks: a float64 scalar, at least 1. Collective.
+
+    Args:
+        next_labels: int64 labels of this rank, already shifted, -100 where there is none; of one micro-batch or an
+            iterable of all micro-batches of the step. Slices of sequence-parallel ranks count their own.
+        group: the ranks over which gradients are averaged; default all.
+    """
+    labels = [next_labels] if isinstance(next_labels, torch.Tensor) else list(next_labels)
+    if not labels:
+        raise ValueError(
+            "count_label_tokens: no micro-batches; a rank without samples passes the labels of an empty bin"
+        )
+    count = sum((part != IGNORE).sum() for part in labels).to(torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(count, group=group)
+    return count.clamp(min=1.0)
+
+
+@checked
+def token_mean_loss(
+    logits: torch.Tensor,
+    next_labels: torch.Tensor,
+    num_tokens: torch.Tensor | float,
+    *,
+    group: dist.ProcessGroup | None = None,
+    temperature: float | torch.Tensor = 1.0,
+) -> torch.Tensor:
+    """This rank's part of the mean cross-entropy over ``num_tokens``, for gradients that are averaged over ranks.
+
+        num_tokens = count_label_tokens(row.next_labels for row in rows)
+        for i, row in enumerate(rows):
+            with fsdp2x.accumulate(model, last=i == len(rows) - 1):
+                token_mean_loss(model(**row.inputs).logits, row.next_labels, num_tokens).backward()
+
+    ``sum of this rank's token losses * ranks / num_tokens``: the mean over ranks, which ``fully_shard`` makes of the
+    gradients, cancels ``ranks``; gradients of the micro-batches add up. ``mean_over_ranks`` of the losses, summed over
+    micro-batches, is the loss itself. Without labels the result is zero and still reaches every parameter.
+
+    Args:
+        logits: [..., tokens, vocabulary], any floating dtype; the loss is computed in fp32.
+        next_labels: [..., tokens], int64, already shifted; -100 where there is none.
+        num_tokens: what ``count_label_tokens`` returned for the step.
+        group: the ranks over which gradients are averaged; default all.
+    """
+    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    total = -token_log_probs(logits, next_labels, temperature=temperature).sum()
+    return total * (ranks / num_tokens if isinstance(num_tokens, float | int) else (ranks / num_tokens).to(total))
+
+
+@checked
+@torch.no_grad()
+def mean_over_ranks(value: torch.Tensor, *, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """The mean of a scalar over ranks, detached. Collective."""
+    mean = value.detach().clone()
+    if dist.is_initialized():
+        dist.all_reduce(mean, group=group)
+        mean /= dist.get_world_size(group)
+    return mean
+
+
+@checked
+def token_log_probs(
+    logits: torch.Tensor,
+    next_labels: torch.Tensor,
+    *,
+    temperature: float | torch.Tensor = 1.0,
+    chunk_tokens: int = _CHUNK_TOKENS,
+) -> torch.Tensor:
+    """``log_softmax(logits / temperature)`` at the labels, of their shape, zero where the label is -100.
+
+    Computed in fp32 (fp64 for fp64 logits), and so returned, over chunks of tokens, forward and backward: beside the
+    logits and their gradient, in their own dtype, only ``chunk_tokens`` rows exist at a time. ``fsdp2x.rl.score`` needs
+    no logits at all.
+
+    Args:
+        logits: [..., vocabulary]. next_labels: [...], int64.
+        temperature: a positive number, or one for each token, of the labels' shape.
+
+    Raises:
+        ValueError: shapes that do not belong together, a temperature that is not positive, a label outside of the
+            vocabulary (on a CPU; on a device its log-probability is NaN, so that nothing waits).
+    """
+    temperature = check_temperature(temperature, next_labels.shape)
+    _check(logits, next_labels.shape)
+    if next_labels.device.type == "cpu":
+        check_labels(next_labels, logits.shape[-1])
+    log_probs, _ = _FromLogits.apply(logits, next_labels, temperature, chunk_tokens, True, False)
+    return log_probs
+
+
+@checked
+def token_entropy(
+    logits: torch.Tensor, *, temperature: float | torch.Tensor = 1.0, chunk_tokens: int = _CHUNK_TOKENS
+) -> torch.Tensor:
+    """Entropy of ``softmax(logits / temperature)`` in nats: [...] for logits [..., vocabulary], in chunks.
+
+    Temperature and dtypes as for :func:`token_log_probs`.
+    """
+    temperature = check_temperature(temperature, logits.shape[:-1])
+    no_labels = torch.full(logits.shape[:-1], IGNORE, device=logits.device)
+    _, entropies = _FromLogits.apply(logits, no_labels, temperature, chunk_tokens, False, True)
+    return entropies
+
+
+def check_temperature(temperature: float | torch.Tensor, shape: torch.Size) -> float | torch.Tensor:
+    """The temperature as given: a positive number, or a detached tensor of positive numbers of this shape.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(temperature, torch.Tensor):
+        if not temperature > 0:
+            raise ValueError(f"temperature must be positive, got {temperature}")
+        return temperature
+    if temperature.shape != shape:
+        raise ValueError(
+            f"temperature must be a number or one for each token, of shape {list(shape)}; got {list(temperature.shape)}"
+        )
+    if temperature.requires_grad:
+        raise ValueError("temperature must not require a gradient: none is computed for it; pass temperature.detach()")
+    if not bool((temperature > 0).all()):
+        raise ValueError(f"temperature must be positive, the smallest of the tokens is {float(temperature.min())}")
+    return temperature
+
+
+def check_labels(labels: torch.Tensor, num_tokens: int) -> int:
+    """How many positions have a label. Synchronises with the device.
+
+    Raises:
+        ValueError: a label that is neither -100 nor one of ``num_tokens`` tokens.
+    """
+    has_label = labels != IGNORE
+    wrong = has_label & ((labels < 0) | (labels >= num_tokens))
+    num_labels, num_wrong = torch.stack((has_label.sum(), wrong.sum())).tolist()
+    if num_wrong:
+        raise ValueError(
+            f"{num_wrong} labels are outside of the vocabulary of {num_tokens} tokens, the first is "
+            f"{int(labels[wrong][0])}; positions without a label have {IGNORE}"
+        )
+    return num_labels
+
+
+def _check(logits: torch.Tensor, shape: torch.Size) -> None:
+    if logits.shape[:-1] != shape:
+        raise ValueError(f"logits of shape {list(logits.shape)} do not belong to labels of shape {list(shape)}")
+
+
+class _FromLogits(torch.autograd.Function):
+    """Log-probabilities and entropies, each if wanted, of chunks of rows, each chunk one tile of all columns."""
+
+    @staticmethod
+    def forward(ctx, logits, labels, temperature, chunk: int, log_probs: bool, entropy: bool):
+        ctx.set_materialize_grads(False)
+        rows, targets, scale = _flat(logits, labels, temperature)
+        sums = RowSums.start(rows.shape[0], rows, _wide(rows.dtype), entropy=entropy)
+        tiles = _Tiles(rows, chunk, sums.total.dtype, num_tiles=1 + entropy)
+        for part in tiles.parts:
+            sums.rows(part).add(tiles.scores(part, scale), targets[part], 0, tiles.spare(part))
+        entropies = sums.entropies if entropy else None
+        ctx.save_for_backward(logits, labels, sums.highest, sums.total, entropies)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        found = torch.where(targets == IGNORE, 0.0, sums.log_probs) if log_probs else None
+        return tuple(None if one is None else one.view(labels.shape) for one in (found, entropies))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_log_probs, grad_entropies):
+        logits, labels, highest, total, entropies = ctx.saved_tensors
+        rows, targets, scale = _flat(logits, labels, ctx.temperature)
+        if grad_log_probs is not None:
+            grad_log_probs = torch.where(targets == IGNORE, 0.0, grad_log_probs.reshape(-1))
+        if grad_entropies is not None:
+            grad_entropies = grad_entropies.reshape(-1)
+        gradients = RowGradients.of(highest, total, grad_log_probs, grad_entropies, entropies, scale)
+        result = torch.empty_like(rows)
+        tiles = _Tiles(rows, ctx.chunk, total.dtype, num_tiles=1 + (grad_entropies is not None))
+        for part in tiles.parts:
+            scores = tiles.scores(part, scale)
+            gradients.rows(part).apply_(scores, targets[part], 0, tiles.spare(part))
+            result[part] = scores
+        return result.view(logits.shape), None, None, None, None, None
+
+
+class _Tiles:
+    """Chunks of rows in the wide dtype, in the same memory one after the other."""
+
+    def __init__(self, rows: torch.Tensor, chunk: int, dtype: torch.dtype, *, num_tiles: int) -> None:
+        self._rows = rows
+        self.parts = [slice(start, min(start + chunk, rows.shape[0])) for start in range(0, rows.shape[0], chunk)]
+        height = min(chunk, rows.shape[0])
+        self._memory = [torch.empty(height, rows.shape[1], dtype=dtype, device=rows.device) for _ in range(num_tiles)]
+
+    def scores(self, part: slice, scale: torch.Tensor | float) -> torch.Tensor:
+        tile = self._memory[0][: part.stop - part.start].copy_(self._rows[part])
+        return tile.mul_(scale[part].unsqueeze(1) if isinstance(scale, torch.Tensor) else scale)
+
+    def spare(self, part: slice) -> torch.Tensor | None:
+        return self._memory[1][: part.stop - part.start] if len(self._memory) > 1 else None
+
+
+def _flat(logits: torch.Tensor, labels: torch.Tensor, temperature: float | torch.Tensor):
+    """Rows of logits, their labels, and what multiplies them: a number, or one for each row."""
+    scale = 1.0 / temperature
+    if isinstance(scale, torch.Tensor):
+        scale = scale.to(_wide(logits.dtype)).reshape(-1)
+    return logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), scale
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What is computed in: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,277 @@
+"""Ulysses sequence parallelism for HuggingFace models: each rank of a group computes a slice of every sequence.
+
+Everything but attention works on the slice; around attention heads are exchanged for positions (``exchange.py``). Ranks
+of a group pass the same batch. Parameters are sharded over all ranks, data-parallel times sequence-parallel: each
+rank's gradient is that of its own tokens, and their sum over ranks is right.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fsdp2x.base import torch_private
+from fsdp2x.base.arguments import checked
+from fsdp2x.models.sequence.attention import SequenceAttention, layout_of
+from fsdp2x.models.sequence.decoder import base_model, cut_decoder_inputs, head_counts
+from fsdp2x.models.sequence.exchange import HeadPlan
+from fsdp2x.models.sequence.layout import KEYWORD, RankPart, SequenceLayout
+from fsdp2x.models.sequence.packing import PackedBatch, next_labels
+
+# Inputs of shape [rows, length] (or with more dims behind) that are padded, with zeros.
+_PADDED = ("input_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids")
+
+
+@dataclass(frozen=True)
+class SequenceMesh:
+    """The axes of all ranks: ``data``, ``sequence``, and for ``fully_shard`` one of
+
+    ``shard``: 1-D over all ranks; ``grid``: 2-D (data, sequence), which replicates over the first and shards over the
+    second (HSDP).
+    """
+
+    shard: DeviceMesh
+    grid: DeviceMesh
+    data: DeviceMesh
+    sequence: DeviceMesh
+
+
+@checked
+def init_sequence_mesh(sequence_size: int, device_type: str | None = None) -> SequenceMesh:
+    """All ranks as data-parallel times sequence-parallel; consecutive ranks share their sequences. Collective.
+
+        mesh = init_sequence_mesh(2)
+        fsdp2x.fully_shard(model, mesh=mesh.shard)
+        context = apply_ulysses(model, mesh.sequence)
+        sampler = DistributedSampler(data, mesh.data.size(), mesh.data.get_local_rank())
+
+    Raises:
+        ValueError: the size does not divide the number of ranks.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group()
+    world = dist.get_world_size()
+    if sequence_size < 1 or world % sequence_size:
+        raise ValueError(f"sequence parallel size {sequence_size} does not divide the {world} ranks")
+    device_type = device_type or torch_private.accelerator_type()
+    mesh = init_device_mesh(device_type, (world // sequence_size, sequence_size), mesh_dim_names=("data", "sequence"))
+    return SequenceMesh(torch_private.flatten_mesh(mesh, "data_sequence"), mesh, mesh["data"], mesh["sequence"])
+
+
+@dataclass(frozen=True)
+class SequenceShard:
+    """One micro-batch as a rank of a sequence-parallel group sees it.
+
+    Attributes:
+        inputs: keyword arguments of the model's forward. Its logits are those of this rank's positions.
+        next_labels: [rows, positions of this rank], int64: the label that each position predicts, already shifted
+            by one; -100 where there is none, at padding and at each sample's last token. None without labels.
+        layout: the samples in the padded rows.
+        length: positions of a row before padding.
+    """
+
+    inputs: dict[str, Any]
+    next_labels: torch.Tensor | None
+    layout: SequenceLayout = field(repr=False)
+    length: int
+
+
+@checked
+def apply_ulysses(model: nn.Module, group: dist.ProcessGroup | DeviceMesh):
+    """Makes a HuggingFace model compute slices of sequences over the ranks of ``group``; returns the context.
+
+        context = apply_ulysses(model, mesh.sequence)
+        shard = context.shard_inputs(batch)                       # the same batch on all ranks of the group
+        num_tokens = count_label_tokens(shard.next_labels)
+        loss = token_mean_loss(model(**shard.inputs).logits, shard.next_labels, num_tokens)
+
+    Call it before or after ``fully_shard``; parameters must be sharded over the data-parallel and the
+    sequence-parallel ranks together (1-D over all, or HSDP), so that gradients are summed over the slices.
+
+    Args:
+        model: as ``use_varlen_attention`` takes. Its attention heads must divide evenly over the ranks; kv heads need
+            not: those that several ranks use are sent to each, and their gradients are summed.
+        group: the sequence-parallel process group, or a 1-D mesh (``mesh["sequence"]``).
+
+    Raises:
+        ValueError: heads that do not divide; a mesh with several axes; parameters sharded over a mesh without some of
+            the group's ranks. NotImplementedError, TypeError: as ``use_varlen_attention``.
+    """
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"apply_ulysses takes the sequence axis of a mesh, got {group}; pass mesh['sequence']")
+        group = group.get_group()
+    return UlyssesContext(model, RankPart(group, dist.get_rank(group), dist.get_world_size(group)))
+
+
+class UlyssesContext(SequenceAttention):
+    """A model under sequence parallelism: cuts its inputs and gathers its outputs. Made by :func:`apply_ulysses`."""
+
+    def __init__(self, model: nn.Module, shard: RankPart) -> None:
+        self.shard = shard
+        self._ranks = dist.get_process_group_ranks(shard.group)
+        self._checked_meshes = False
+        _check_meshes(model, self._ranks)
+        outer = base_model(model)
+        config = outer.get_decoder().config if hasattr(outer, "get_decoder") else None
+        if config is not None and hasattr(config, "num_attention_heads"):
+            HeadPlan(*head_counts(config), shard.size)
+        super().__init__(model)
+        # A vision-language model merges images into whole sequences first: its decoder's inputs are cut, not its own.
+        self._cuts_early = self.decoder is outer or self.decoder is outer.base_model
+        self._hooks.append(model.register_forward_pre_hook(self._before_model, with_kwargs=True))
+
+    @property
+    def size(self) -> int:
+        """Ranks of the sequence-parallel group."""
+        return self.shard.size
+
+    def make_layout(self, inputs: dict[str, Any]) -> SequenceLayout | None:
+        raise RuntimeError(
+            "this model computes slices of sequences: call it with the inputs that shard_inputs(batch) returns, or "
+            "inside `with context.disabled()` for whole sequences (generate, evaluation)"
+        )
+
+    def _before_model(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self._depth:
+            return
+        if not self._checked_meshes:  # sharded after apply_ulysses: the first forward is the first chance to look
+            _check_meshes(module, self._ranks)
+            self._checked_meshes = True
+        if kwargs.get("labels") is not None:
+            raise ValueError(
+                f"{type(module).__name__}: a model's own loss is wrong at the ends of slices; leave labels out and use "
+                "token_mean_loss(logits, shard.next_labels, num_tokens)"
+            )
+
+    # ---- inputs
+
+    def shard_inputs(self, batch: Mapping[str, Any] | PackedBatch) -> SequenceShard:
+        """Pads the rows of ``batch`` to a multiple of the ranks and cuts out this rank's part. Collective.
+
+        Args:
+            batch: what the model takes, the same on every rank of the group: ``input_ids`` [rows, length] (or
+                ``inputs_embeds``), optionally ``attention_mask`` [rows, length] with padding at the ends,
+                ``position_ids`` (restarting for packed samples; default: counted from the row's start), ``labels``,
+                and a vision-language model's other inputs, which stay whole. Or a ``PackedBatch``.
+
+        Raises:
+            ValueError: ranks of the group passed different batches. NotImplementedError: an input that runs along the
+                sequence but is not known.
+        """
+        if isinstance(batch, PackedBatch):
+            inputs, layout, labels = {**batch.inputs}, batch.layout, batch.labels
+            inputs.pop(KEYWORD)
+        else:
+            inputs = {name: value for name, value in batch.items() if value is not None}
+            labels = inputs.pop("labels", None)
+            layout = None
+        tokens = next((inputs[name] for name in ("input_ids", "inputs_embeds") if name in inputs), None)
+        if tokens is None:
+            raise ValueError(f"shard_inputs: expected input_ids or inputs_embeds, got {', '.join(inputs) or 'nothing'}")
+        self._compare(tokens, {**inputs, "labels": labels})
+        layout = layout_of(inputs) if layout is None else layout
+        rows, length = tokens.shape[:2]
+        padding = -length % self.size
+        layout = layout.cut(self.shard, length + padding, inputs_sliced=self._cuts_early)
+        positions = inputs.get("position_ids")
+        if positions is None and self._cuts_early:
+            positions = torch.arange(length, device=tokens.device).unsqueeze(0)
+        if positions is not None:
+            tail = torch.arange(padding, device=positions.device).expand(*positions.shape[:-1], -1)
+            inputs["position_ids"] = torch.cat((positions, tail), dim=-1)
+        if "attention_mask" in inputs:
+            inputs["attention_mask"] = F.pad(inputs["attention_mask"], (0, padding))
+        for name in _PADDED:
+            if name in inputs:
+                behind = (0, 0) * (inputs[name].ndim - 2)
+                inputs[name] = F.pad(inputs[name], (*behind, 0, padding))
+        start, stop = layout.local_range
+        if self._cuts_early:
+            inputs.pop("attention_mask", None)  # the layout says what it said
+            inputs = cut_decoder_inputs(inputs, start, stop, length)
+        inputs |= {KEYWORD: layout, "use_cache": False}
+        if labels is not None:
+            if labels.shape != (rows, length):
+                raise ValueError(f"labels of shape {tuple(labels.shape)} for {rows} rows of {length} tokens")
+            labels = next_labels(F.pad(labels, (0, padding), value=-100), layout)[:, start:stop]
+        return SequenceShard(inputs, labels, layout, length)
+
+    def _compare(self, tokens: torch.Tensor, inputs: Mapping[str, Any]) -> None:
+        """Every rank of the group must see the same batch: a difference would mix two batches, or hang."""
+        names = [name for name, value in inputs.items() if isinstance(value, torch.Tensor)]
+        mine = [*tokens.shape[:2], zlib.crc32(repr([(n, *inputs[n].shape[1:]) for n in names]).encode())]
+        whole = inputs.get("input_ids")
+        mine.append(
+            0 if whole is None else int((whole * torch.arange(1, whole.numel() + 1).to(whole).view_as(whole)).sum())
+        )
+        seen = torch.tensor(mine, device=tokens.device)
+        everyone = torch.empty(self.size * len(mine), dtype=seen.dtype, device=tokens.device)
+        dist.all_gather_into_tensor(everyone, seen, group=self.shard.group)
+        everyone = everyone.view(self.size, -1).tolist()
+        if any(one != everyone[0] for one in everyone):
+            shapes = "; ".join(f"rank {r}: {one[0]} x {one[1]}" for r, one in zip(self._ranks, everyone, strict=True))
+            raise ValueError(
+                f"shard_inputs: the ranks of a sequence-parallel group must pass the same batch, but shapes, names or "
+                f"tokens differ ({shapes}); give the data loader the data-parallel rank, not the global one"
+            )
+
+    # ---- outputs
+
+    def gather_outputs(
+        self, values: torch.Tensor, shard: SequenceShard, *, gradient_scale: float | None = None
+    ) -> torch.Tensor:
+        """The whole sequence's values on every rank: [rows, positions of this rank, ...] -> [rows, length, ...].
+
+        Padding at the end is dropped. Backward hands each rank the gradient of its own slice (summing the ranks' equal
+        gradients would count each loss once per rank), times ``gradient_scale``. Default: the group's size, right when
+        every rank of the group computes the same loss from the gathered values and gradients are averaged over all
+        ranks, as ``fully_shard`` over data-parallel times sequence-parallel ranks does; the result is then the mean
+        over data-parallel ranks. Collective, in forward only.
+        """
+        if values.shape[:2] != (shard.layout.num_rows, shard.layout.length // self.size):
+            raise ValueError(
+                f"gather_outputs: values of shape {tuple(values.shape)} do not belong to {shard.layout}; expected "
+                f"[{shard.layout.num_rows}, {shard.layout.length // self.size}, ...]"
+            )
+        scale = float(self.size) if gradient_scale is None else gradient_scale
+        return _Gather.apply(values, self.shard, scale)[:, : shard.length]
+
+
+class _Gather(torch.autograd.Function):
+    """Slices of dim 1 from all ranks; backward: the own slice of the gradient."""
+
+    @staticmethod
+    def forward(ctx, values: torch.Tensor, shard: RankPart, scale: float):
+        ctx.shard, ctx.scale, ctx.part = shard, scale, values.shape[1]
+        everyone = values.new_empty(shard.size * values.numel())
+        dist.all_gather_into_tensor(everyone, values.contiguous().view(-1), group=shard.group)
+        return everyone.view(shard.size, *values.shape).transpose(0, 1).flatten(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        start = ctx.shard.rank * ctx.part
+        return grad[:, start : start + ctx.part] * ctx.scale, None, None
+
+
+def _check_meshes(model: nn.Module, ranks: list[int]) -> None:
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor) and param.requires_grad:
+            missing = set(ranks) - set(param.device_mesh.mesh.flatten().tolist())
+            if missing:
+                raise ValueError(
+                    f"{name} is sharded over the ranks {param.device_mesh.mesh.flatten().tolist()}, without "
+                    f"{sorted(missing)} of the sequence-parallel group {ranks}: its gradient would miss their part of "
+                    "every sequence. Shard over data-parallel times sequence-parallel ranks: init_sequence_mesh().shard"
+                )

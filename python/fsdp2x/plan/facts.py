@@ -1,0 +1,219 @@
+"""What a memory plan knows of a model's units, counted by the engine's own ``Layout``: nothing is allocated.
+
+Where it comes from, a model that runs or one that is only planned, is the business of ``sources.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp2x.base.native import _C
+from fsdp2x.lifecycle.wire_formats import GRADIENTS, WEIGHTS
+from fsdp2x.sharding import transport
+from fsdp2x.sharding.offload import Offload
+from fsdp2x.sharding.padding import Padding
+from fsdp2x.sharding.shapes import REDUCIBLE, ParamFacts, kept_shapes, layout_shapes
+from fsdp2x.sharding.transport import Transport
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who shares a group. Groups with equal ``key`` share a transport."""
+
+    key: Hashable
+    world: int
+    rank: int
+    transport: Transport
+    replicas: int = 1
+    has_streams: bool = False  # collectives run beside the compute, on a device
+    replicas_share: bool = False  # memory of one host: they all-reduce through it
+    gathers: str = "unknown"  # how many gathers run, on a device: see torch_private.gathers_of
+    registers_memory: bool = False  # buffers are of memory that is registered with the backend, on a device
+    max_reduce_buffers: int | None = None  # packed units on their way to their reduction, on a device; None: by bytes
+
+
+@dataclass(frozen=True, eq=False)
+class GroupFacts:
+    """One group of a unit on one rank, in bytes. Compared by identity."""
+
+    ranks: Ranks
+    shard_pool_bytes: int
+    shard_pad_bytes: int  # of the pool: not this rank's rows
+    slot_bytes: int
+    scratch_bytes: int
+    gather_segment_bytes: int  # of a rank, in what a process group gathers
+    reduce_segment_bytes: int  # of a rank, in what a process group reduces, flags included
+    replica_segment_bytes: int  # what waits for the all-reduce over the replicas
+    row_bytes: int  # this rank's rows in the dtype of compute: what it writes at a gather
+    packed_bytes: int  # the whole gradients as they are packed for peers that read them
+    gradient_bytes: int  # unsharded gradients at once, as autograd makes them: the largest, on a device all of them
+    wide_scratch_bytes: int  # a scratch of gradients that others are added to, without gradient sync
+    num_trained: int  # parameters
+    trained: tuple[tuple[int, torch.dtype], ...]  # elements of this rank's rows of each, and its dtype
+    gradient_pool_bytes: int = 0
+    staging_bytes: int = 0  # of all ranks, in what a device gathers packed
+    reduces_in_place: bool = False  # the reduced rows are the gradients, on a device
+    offloads: bool = False  # shards and gradients are in host memory
+    keeps_shards: bool = False  # and the device has a copy of the shards
+    reduced_bytes: int = 0  # the reduced rows of this rank
+    landing_bytes: int = 0  # where reduced rows lie on the host until it has cast them; 0: they are the gradients
+    rests: bool = False  # its shards are rows of the slot that it is gathered in, which takes no other memory
+    keeps_host_state: bool = False  # the optimizer's state is in host memory, while the gradients are not
+    reduces_unused: bool = False
+    small: GroupFacts | None = None  # the smaller world that keeps the rows after forward
+    params: tuple[ParamFacts, ...] = ()
+    trains: tuple[bool, ...] = ()
+    coded_reduce_bytes: int = 0  # of a rank, in an all-to-all in a wire format; 0: reductions travel as they are
+    wire_bytes: int = 0  # kept from step to step: this rank's encoded rows, and what gradients have lost
+
+    @property
+    def is_trainable(self) -> bool:
+        return self.num_trained > 0
+
+
+@dataclass(frozen=True, eq=False)
+class UnitFacts:
+    """One unit: what is gathered together, and by whose forward. Compared by identity."""
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    owners: tuple[frozenset[int], ...]  # of each group: ids of the modules that use its trainable parameters
+    groups: tuple[GroupFacts, ...]
+    num_params: int
+    num_elements: int
+    reshards_after_forward: bool
+    reshards_after_backward: bool = True
+    expert_parallel: int = 1  # ranks over which its parameters are spread before they are sharded
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model's units in the order of ``named_modules``, and the bytes that every rank holds whole."""
+
+    model: nn.Module
+    units: tuple[UnitFacts, ...]
+    unsharded_bytes: int  # buffers and parameters outside of any unit
+    padded: tuple[Padding, ...] = ()  # parameters that take much more than their bytes
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """What of a unit's settings decides where a device's collectives read and write."""
+
+    gathers_packed: bool = False  # by a function of the user's, or with the inputs of extensions
+    reduces_aside: bool = False  # into memory that is not the gradients'
+    averages: bool = True  # divides while it sums
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Formats between ranks by the names of ``set_wire_dtype``; None: none."""
+
+    weights: str | None = None
+    gradients: str | None = None
+
+
+def _count(
+    params: Sequence[ParamFacts],
+    shapes: list[tuple],
+    trains: Sequence[bool],
+    ranks: Ranks,
+    reduces_unused: bool = False,
+    small: GroupFacts | None = None,
+    offload: Offload = Offload(),  # noqa: B008 (a tuple)
+    collectives: Collectives = Collectives(),
+    wire: Wire = Wire(),
+    may_rest: bool = True,
+) -> GroupFacts:
+    layout = _C.Layout(shapes, ranks.world, ranks.rank, ranks.has_streams)
+    training = layout.training(trains)
+    trained = [shape for shape, is_trained in zip(shapes, trains, strict=True) if is_trained]
+    gradients = [shape[0] * shape[1] * shape[2] * shape[4].itemsize for shape in trained]  # autograd's, in bytes
+    owned = list(zip(layout.shard_numels, shapes, trains, strict=True))  # this rank's elements of each
+    offloads = offload.of_shards and ranks.has_streams
+    averages = collectives.averages and all(shape[5] != torch.float16 for shape in trained)
+    below = transport.pack_below_bytes(ranks.gathers, ranks.world)
+    pack_below = _C.PACK_EVERYTHING if below is None or collectives.gathers_packed else below
+    plan = _C.ReductionPlan(layout, trains)
+    reduced_bytes = training.reduce_segment_bytes
+    rows_are_pool = ranks.has_streams and training.can_reduce_in_place
+    segment_bytes, coded_bytes, wire_bytes = _wire_bytes(layout, training, ranks, wire)
+    gathers_coded = wire.weights is not None and ranks.world > 1 and _C.gathers_codes(layout, WEIGHTS[wire.weights])
+    return GroupFacts(
+        ranks=ranks,
+        shard_pool_bytes=layout.shard_pool_bytes,
+        shard_pad_bytes=layout.shard_pool_bytes - sum(numel * shape[3].itemsize for numel, shape, _ in owned),
+        slot_bytes=layout.slot_bytes,
+        scratch_bytes=layout.scratch_bytes,
+        gather_segment_bytes=segment_bytes,
+        coded_reduce_bytes=coded_bytes,
+        wire_bytes=wire_bytes,
+        reduce_segment_bytes=plan.segment_bytes,
+        replica_segment_bytes=training.flagged_segment_bytes,
+        row_bytes=sum(numel * shape[4].itemsize for numel, shape, _ in owned if shape[6]),
+        packed_bytes=sum(shape[0] * shape[1] * shape[2] * _C.packed_itemsize(shape) for shape in trained),
+        gradient_bytes=(sum if ranks.has_streams else max)([0, *gradients]),
+        wide_scratch_bytes=layout.wide_scratch_bytes,
+        num_trained=len(trained),
+        trained=tuple((numel, shape[3]) for numel, shape, is_trained in owned if is_trained),
+        # On a device a reduction may end in it, flags included.
+        gradient_pool_bytes=max(
+            training.gradient_pool_bytes, training.flagged_segment_bytes if rows_are_pool and not offloads else 0
+        ),
+        staging_bytes=(segment_bytes if gathers_coded else _C.packed_segment_bytes(layout, pack_below)) * ranks.world,
+        reduces_in_place=rows_are_pool and not offloads and not collectives.reduces_aside,
+        offloads=offloads,
+        reduced_bytes=reduced_bytes,
+        keeps_shards=offloads and offload.mode == "gradients",
+        landing_bytes=0 if not offloads or not trained or rows_are_pool and averages else max(reduced_bytes, 1),
+        rests=ranks.transport.shares_memory and ranks.world > 1 and layout.can_rest_in_slot and may_rest,
+        keeps_host_state=offload.mode == "optimizer" and ranks.has_streams,
+        reduces_unused=reduces_unused,
+        small=small,
+        params=tuple(params),
+        trains=tuple(trains),
+    )
+
+
+def _wire_bytes(layout: Any, training: Any, ranks: Ranks, wire: Wire) -> tuple[int, int, int]:
+    """A rank's segment that is gathered and that is reduced, in their formats, and what is kept of both."""
+    segment, coded, kept = layout.gather_segment_bytes, 0, 0
+    if ranks.world > 1 and segment and wire.weights is not None:
+        segment = _C.wire_gather_bytes(layout, WEIGHTS[wire.weights])
+        kept = 0 if ranks.has_streams else segment  # a device encodes for each gather
+    if ranks.world > 1 and training.reduce_segment_bytes and wire.gradients is not None:
+        coded = _C.wire_reduce_bytes(training, GRADIENTS[wire.gradients])
+        kept += coded * ranks.world if wire.gradients == "int8" else 0
+    return segment, coded, kept
+
+
+def group_facts(
+    params: Sequence[ParamFacts],
+    requires_grad: Sequence[bool],
+    policy: MixedPrecisionPolicy,
+    ranks: Ranks,
+    *,
+    small_ranks: Ranks | None = None,
+    reduces_unused: bool = False,
+    offload: Offload = Offload(),  # noqa: B008 (a tuple)
+    collectives: Collectives = Collectives(),
+    wire: Wire = Wire(),
+    may_rest: bool = True,
+) -> GroupFacts:
+    """Counts one group.
+
+    ``small_ranks``: the smaller world that keeps the rows after forward. ``may_rest``: none of its shards lies in the
+    pool of another group.
+    """
+    shapes = layout_shapes(params, policy.param_dtype, policy.reduce_dtype)
+    trains = [wanted and shape[3] in REDUCIBLE for shape, wanted in zip(shapes, requires_grad, strict=True)]
+    small = None
+    if small_ranks is not None:
+        small = _count(params, kept_shapes(shapes), [False] * len(shapes), small_ranks, may_rest=False)
+    return _count(params, shapes, trains, ranks, reduces_unused, small, offload, collectives, wire, may_rest)

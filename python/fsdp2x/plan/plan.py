@@ -1,0 +1,195 @@
+"""``plan_memory``: the memory of a run before it exists, from a model that is not sharded, on meta or not.
+
+Units, ranks and dtypes come from the arguments of ``fully_shard`` and go to the report that running models use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp2x.base import torch_private
+from fsdp2x.base.arguments import checked
+from fsdp2x.base.errors import ConfigError
+from fsdp2x.lifecycle import wire_formats
+from fsdp2x.plan.facts import ModelFacts, Ranks, Wire
+from fsdp2x.plan.optimizers import PLANNED, may_be_on_host, planned_bytes
+from fsdp2x.plan.report import MemoryReport, check_micro_batches, report_of
+from fsdp2x.plan.sources import ExpertRanks, facts_of_plan
+from fsdp2x.plan.steps import MicroBatches
+from fsdp2x.sharding.offload import OFFLOAD_MODES, Offload
+from fsdp2x.sharding.transport import Transport
+from fsdp2x.sharding.wrap import AutoWrap
+
+
+class PlanError(ConfigError):
+    """A config or an option that cannot be planned for; the message says what was got and what is expected."""
+
+
+@checked(own=("auto_wrap",))
+def plan_memory(
+    model: nn.Module,
+    world_size: int,
+    *,
+    replicas: int = 1,
+    transport: str = "process_group",
+    device: str | None = None,
+    offload: str = "none",
+    optimizer: str = "adamw",
+    auto_wrap: AutoWrap = None,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    ignored_params: Collection[nn.Parameter] = (),
+    expert_parallel: int = 1,
+    expert_fsdp_size: int | None = None,
+    micro_batches: int = 1,
+    before_last: str = "nothing",
+    local_world_size: int | None = None,
+    wire_weights: str | None = None,
+    wire_gradients: str | None = None,
+) -> MemoryReport:
+    """What ``memory_report`` would say on rank 0, which has the most rows, after ``fully_shard`` with these arguments.
+
+    ``model`` stays as it is, and may be on the meta device. ``world_size`` counts all ranks, ``replicas`` of whose
+    groups hold copies of the same shards. ``transport="shm"``: all ranks of a group on one host. ``device``: "cuda",
+    with NCCL, or "cpu"; None: the CPU where memory is shared, else CUDA. ``offload``: a mode of ``HostOffloadPolicy``.
+    ``optimizer``: adamw, lion, muon with ``muon_param_groups(model)``, sgd, sgd_momentum or none; adamw_float32,
+    adamw_bfloat16, adamw_int8 with that ``moments_dtype``, likewise muon. ``expert_parallel``: ranks that share the
+    experts of a block, each part of which ``expert_fsdp_size`` ranks shard; None: all others. ``micro_batches``,
+    ``before_last``: as for ``memory_report``. ``local_world_size``: ranks of one host; None: all.
+    ``wire_weights``, ``wire_gradients``: of ``set_wire_dtype``, over a process group.
+
+    Raises:
+        ValueError: sizes that do not divide each other; shared memory on CUDA; an optimizer that cannot be offloaded;
+            muon for a model without ``get_output_embeddings()``; what ``fully_shard`` refuses of ``auto_wrap`` and
+            ``reshard_after_forward``.
+    """
+    accumulation = check_micro_batches("plan_memory", micro_batches, before_last)
+    facts = planned_facts(
+        model,
+        world_size,
+        replicas=replicas,
+        transport=transport,
+        device=device,
+        offload=offload,
+        auto_wrap=auto_wrap,
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=mp_policy,
+        ignored_params=ignored_params,
+        expert_parallel=expert_parallel,
+        expert_fsdp_size=expert_fsdp_size,
+        local_world_size=local_world_size,
+        wire_weights=wire_weights,
+        wire_gradients=wire_gradients,
+    )
+    return planned_report(facts, optimizer, accumulation)
+
+
+def usual_device(transport: str) -> str:
+    """Where a model is when only its transport is known."""
+    return "cpu" if transport == Transport.SHM else "cuda"
+
+
+def planned_report(facts: ModelFacts, optimizer: str, micro_batches: MicroBatches) -> MemoryReport:
+    """What ``plan_memory`` says of units that ``planned_facts`` counted.
+
+    Raises:
+        PlanError: an optimizer that is not known, or whose state cannot be offloaded.
+    """
+    if optimizer not in PLANNED:
+        raise PlanError(f"optimizer: got {optimizer!r}, expected one of {', '.join(PLANNED)}")
+    keeps_state = any(group.keeps_host_state for unit in facts.units for group in unit.groups)
+    if keeps_state and not may_be_on_host(optimizer):
+        raise PlanError(f"offload: got optimizer, which AdamW alone can do; expected gradients or all with {optimizer}")
+    try:
+        state = planned_bytes(optimizer, facts)
+    except ValueError as error:
+        raise PlanError(f"optimizer: got {optimizer}: {error}") from error
+    return report_of(facts, state, micro_batches=micro_batches)
+
+
+def planned_facts(
+    model: nn.Module,
+    world_size: int,
+    *,
+    replicas: int = 1,
+    transport: str = "process_group",
+    device: str | None = None,
+    offload: str = "none",
+    auto_wrap: AutoWrap = None,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    ignored_params: Collection[nn.Parameter] = (),
+    expert_parallel: int = 1,
+    expert_fsdp_size: int | None = None,
+    local_world_size: int | None = None,
+    wire_weights: str | None = None,
+    wire_gradients: str | None = None,
+) -> ModelFacts:
+    """The units that ``plan_memory`` counts, with the same arguments and errors."""
+    if world_size < 1 or replicas < 1 or world_size % replicas:
+        raise PlanError(f"{replicas} replicas do not divide a world of {world_size} rank(s)")
+    if transport not in (Transport.PROCESS_GROUP, Transport.SHM):
+        raise PlanError(f"transport: got {transport!r}, expected process_group or shm")
+    if offload not in OFFLOAD_MODES:
+        raise PlanError(f"offload: got {offload!r}, expected one of {', '.join(OFFLOAD_MODES)}")
+    device = device or usual_device(transport)
+    if device not in ("cuda", "cpu"):
+        raise PlanError(f"device: got {device!r}, expected cuda or cpu")
+    if device == "cuda" and transport == Transport.SHM:
+        raise PlanError("transport: got shm, which ranks on the CPU share; expected process_group with device cuda")
+    wire = Wire(wire_weights, wire_gradients)
+    _check_wire(wire, device, transport, mp_policy, reshard_after_forward)
+    on_one_host = transport == Transport.SHM and world_size <= (local_world_size or world_size)
+
+    def ranks_of(key: str, world: int, copies: int) -> Ranks:
+        if device == "cuda":
+            how = torch_private.gathers_of_nccl()
+            return Ranks(key, world, 0, Transport.PROCESS_GROUP, copies, has_streams=True, gathers=how)
+        share = copies > 1 and on_one_host
+        return Ranks(
+            key, world, 0, Transport.LOCAL if world == 1 else Transport(transport), copies, replicas_share=share
+        )
+
+    experts = None
+    if expert_parallel > 1:
+        others, rest = divmod(world_size, expert_parallel)
+        size = expert_fsdp_size or others
+        if rest or others % size:
+            raise PlanError(
+                f"expert_parallel: {expert_parallel} ranks, with {size} that shard a part, do not divide {world_size}"
+            )
+        experts = ExpertRanks(expert_parallel, ranks_of("experts", size, others // size))
+    return facts_of_plan(
+        model,
+        ranks_of("shards", world_size // replicas, replicas),
+        auto_wrap=auto_wrap,
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=mp_policy,
+        ignored_params=ignored_params,
+        offload=Offload(offload),
+        experts=experts,
+        wire=wire,
+    )
+
+
+def _check_wire(
+    wire: Wire, device: str, transport: str, policy: MixedPrecisionPolicy | None, reshard: bool | int | None
+) -> None:
+    """What ``set_wire_dtype`` would refuse."""
+    if wire == Wire():
+        return
+    wire_formats.formats_of("plan", wire.weights, wire.gradients)
+    if transport != Transport.PROCESS_GROUP:
+        raise PlanError(f"wire formats: got transport {transport}, expected process_group, where they travel")
+    if wire.weights is not None and reshard not in (None, True, False):
+        raise PlanError(
+            f"wire formats: got reshard_after_forward={reshard}, expected true or false with weights in one"
+        )
+    if wire.gradients is not None and policy is not None and policy.reduce_dtype not in (None, torch.float32):
+        raise PlanError(
+            f"wire formats: got reduce_dtype {policy.reduce_dtype}, expected torch.float32 with gradients in one"
+        )

@@ -1,0 +1,367 @@
+"""``memory_report``: bytes at rest and at the peak of a step, per rank, from the plan that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+
+from fsdp2x.base.arguments import checked
+from fsdp2x.base.tables import columns
+from fsdp2x.lifecycle.contexts import BEFORE_LAST
+from fsdp2x.lifecycle.state import UnitState
+from fsdp2x.lifecycle.tree import roots_of, units_of
+from fsdp2x.plan.bound import MemoryBound
+from fsdp2x.plan.facts import GroupFacts, ModelFacts, UnitFacts
+from fsdp2x.plan.optimizers import StateBytes, optimizer_bytes
+from fsdp2x.plan.sources import facts_of_model
+from fsdp2x.plan.steps import HELD, MicroBatches, PlannedTree, Traffic, all_reduce_scratch_bytes
+from fsdp2x.sharding.offload import host_state
+from fsdp2x.sharding.padding import advice
+from fsdp2x.sharding.transport import Transport, has_streams
+
+_MEASURED = ("gather_slot_bytes", "peak_gather_bytes", "scratch_bytes", "resident_shard_bytes", "wire_bytes")
+
+
+@dataclass(frozen=True)
+class UnitMemory:
+    """One unit on this rank. ``slot_bytes`` is the unsharded unit in the dtype of compute."""
+
+    name: str
+    num_params: int
+    num_elements: int
+    shard_bytes: int
+    pad_bytes: int  # of shard_bytes
+    gradient_bytes: int
+    slot_bytes: int
+    scratch_bytes: int
+    reshard_after_forward: bool
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of one rank. ``str()`` prints a table, ``to_dict()`` is for machines.
+
+    At rest, from the first step on: ``shard_bytes`` (pools, with ``pad_bytes`` of padding), ``gradient_bytes`` (pools),
+    ``optimizer_bytes``, ``unsharded_bytes`` (buffers, ignored parameters), ``after_forward_bytes`` (rows kept in a
+    smaller world), ``wire_bytes`` (of wire formats: this rank's encoded rows, and what its gradients have lost). On top
+    while a step runs: ``gather_slot_bytes`` (of which ``peak_gather_bytes`` are owned at once),
+    ``scratch_bytes`` (reduce scratches; over a process group one pool of memory for slots, gathers and reductions),
+    ``replica_bytes`` (gradients that wait for the all-reduce, and its own scratches over shared memory),
+    ``autograd_bytes`` (one unsharded gradient; on a device those of a unit, which are packed together). Slots and
+    scratches are kept for the next step. On a device they are not: there they, gradients and activations take turns in
+    the same memory, and ``step_bytes`` is the most that they hold at once beyond ``gradient_bytes``, all of a step's
+    schedule considered; it is None elsewhere, where everything adds up.
+    Of units that offload, host and device together: ``resident_shard_bytes`` (the device's copies of shards that are
+    the host's) at rest, and ``landing_bytes`` (the host's blocks for gradients that it casts), kept for the next step;
+    while the optimizer steps ``optimizer_step_bytes`` (moments that are brought to the device). ``host_bytes`` is what
+    of all that is in host memory, so ``device_resting_bytes`` and ``device_peak_bytes`` are without it.
+    ``own_gather_slot_bytes`` is what ``peak_bytes`` counts of the slots: this rank's part where the ranks of a host
+    share one copy, so that ``peak_bytes`` of all ranks add up to what the host needs; nothing where ``scratch_bytes``
+    has them already.
+
+    Not in it: activations, what tensor subclasses with an all-gather of their own hold, what a quantizer keeps outside
+    of parameters and buffers (bitsandbytes' ``quant_state``), pages of shared memory that a rank wrote to in place, the
+    control page of shared memory, and slots that a device keeps from one step to the next while
+    ``set_post_optim_event`` is in use.
+
+    ``advice``: sentences about parameters whose padding takes much more than their bytes, and how to do without.
+    ``measured`` has the engine's own ledger for the same names after the model ran, else it is None.
+    """
+
+    units: tuple[UnitMemory, ...]
+    world: int
+    rank: int
+    replicas: int
+    transport: str
+    shard_bytes: int
+    pad_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int | None
+    unsharded_bytes: int
+    after_forward_bytes: int
+    gather_slot_bytes: int
+    own_gather_slot_bytes: int
+    peak_gather_bytes: int
+    scratch_bytes: int
+    replica_bytes: int
+    autograd_bytes: int
+    resident_shard_bytes: int
+    landing_bytes: int
+    optimizer_step_bytes: int
+    step_bytes: int | None
+    host_bytes: int
+    traffic: Traffic
+    wire_bytes: int = 0
+    advice: tuple[str, ...] = ()
+    measured: dict[str, int] | None = None
+
+    @property
+    def resting_bytes(self) -> int:
+        """What a rank holds between steps, besides slots and scratches that are kept for the next one."""
+        held = self.shard_bytes + self.gradient_bytes + self.unsharded_bytes + self.after_forward_bytes
+        return held + self.resident_shard_bytes + self.wire_bytes + (self.optimizer_bytes or 0)
+
+    @property
+    def peak_bytes(self) -> int:
+        """What a rank holds at most, without activations."""
+        held = self.resting_bytes + self.replica_bytes + self.landing_bytes
+        if self.step_bytes is not None:
+            return held + max(self.step_bytes, self.optimizer_step_bytes)
+        kept = self.own_gather_slot_bytes + self.scratch_bytes
+        return held + kept + max(self.autograd_bytes, self.optimizer_step_bytes)
+
+    @property
+    def device_resting_bytes(self) -> int:
+        """``resting_bytes`` without what is in host memory; the same where nothing is offloaded."""
+        return self.resting_bytes - (self.host_bytes - self.landing_bytes)
+
+    @property
+    def device_peak_bytes(self) -> int:
+        """``peak_bytes`` without what is in host memory; the same where nothing is offloaded."""
+        return self.peak_bytes - self.host_bytes
+
+    def to_dict(self) -> dict:
+        """Everything as numbers, strings and lists, sums included."""
+        result = asdict(self)
+        result["traffic"]["total_bytes"] = self.traffic.total_bytes
+        sums = ("resting_bytes", "peak_bytes", "device_resting_bytes", "device_peak_bytes")
+        return {**result, **{name: getattr(self, name) for name in sums}}
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self, bound: MemoryBound | None = None) -> str:
+        """Units, and rows with bytes, next to their lower bounds if there are any."""
+        head = ("unit", "params", "elements", "shard", "pad", "gradients", "slot", "scratch", "reshard")
+        rows = [
+            (
+                unit.name,
+                str(unit.num_params),
+                f"{unit.num_elements:,}",
+                *map(readable, (unit.shard_bytes, unit.pad_bytes, unit.gradient_bytes)),
+                *map(readable, (unit.slot_bytes, unit.scratch_bytes)),
+                "yes" if unit.reshard_after_forward else "no",
+            )
+            for unit in self.units
+        ]
+        lines = columns([head, *_folded(rows)])
+        shown = [
+            (name, readable(size or 0), note) for name, size, note in self.sizes() if size or note or name == "at rest"
+        ]
+        if bound is not None:
+            bounds = {"": "lower bound", **{name: readable(size) for name, size in bound.rows()}}
+            shown = [(name, size, bounds.get(name, ""), note) for name, size, note in [("", "plan", ""), *shown]]
+        ranks = f"{self.world} rank(s)" + (f" x {self.replicas} replicas" if self.replicas > 1 else "")
+        return "\n".join(
+            [
+                *lines,
+                "",
+                f"rank {self.rank} of {ranks}, transport {self.transport}",
+                *columns(shown, {0, len(shown[0]) - 1}),
+                *self.advice,
+            ]
+        )
+
+    def sizes(self) -> list[tuple[str, int | None, str]]:
+        """Rows of the table: what it is (``fsdp2x plan --explain`` says more), bytes, and a remark."""
+        return [
+            ("shards", self.shard_bytes, f"padding {readable(self.pad_bytes)}"),
+            ("gradients", self.gradient_bytes, ""),
+            ("optimizer", self.optimizer_bytes, "" if self.optimizer_bytes is not None else "not asked for"),
+            ("buffers, unsharded parameters", self.unsharded_bytes, ""),
+            ("rows kept after forward", self.after_forward_bytes, ""),
+            ("copies of shards on the device", self.resident_shard_bytes, ""),
+            ("kept for wire formats", self.wire_bytes, ""),
+            ("at rest", self.resting_bytes, ""),
+            ("gather slots", self.own_gather_slot_bytes, self._sharing()),
+            ("slots and staging" if self._is_pooled() else "scratch", self.scratch_bytes, ""),
+            ("waiting for the all-reduce", self.replica_bytes, ""),
+            ("gradients on their way to the host", self.landing_bytes, ""),
+            ("gradients of autograd", self.autograd_bytes, ""),
+            ("of slots to autograd at once, beyond gradients", self.step_bytes or 0, ""),
+            ("moments of a step", self.optimizer_step_bytes, ""),
+            ("peak, without activations", self.peak_bytes, ""),
+            ("of it in host memory", self.host_bytes, ""),
+            *([("of it on the device", self.device_peak_bytes, "")] if self.host_bytes else []),
+            ("sent in a step", self.traffic.total_bytes, self._sent()),
+        ]
+
+    def _is_pooled(self) -> bool:
+        return Transport.PROCESS_GROUP in self.transport
+
+    def _sharing(self) -> str:
+        shared = 0 < self.own_gather_slot_bytes != self.gather_slot_bytes
+        return f"a part of {readable(self.gather_slot_bytes)} shared by the ranks of the host" if shared else ""
+
+    def _sent(self) -> str:
+        traffic = self.traffic
+        text = f"{traffic.gathers} gathers {readable(traffic.gather_bytes)}"
+        text += f", {traffic.reductions} reductions {readable(traffic.reduce_bytes)}"
+        return text + (f", all-reduces {readable(traffic.all_reduce_bytes)}" if traffic.all_reduce_bytes else "")
+
+
+@checked
+def memory_report(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    micro_batches: int = 1,
+    before_last: str = "nothing",
+) -> MemoryReport:
+    """Bytes that this rank holds at rest and at the peak of a training step. Local: no communication, no allocation.
+
+    The plan's numbers are those of the engine's ledger after a few steps, when every unit runs once a step in the order
+    of registration, on what the one before it returned, and every trainable parameter gets a gradient. Works before the
+    first forward (then ``transport="auto"`` is taken for what it chooses on one host) and on the meta device. With
+    ``optimizer``, its state is counted, of Adam, AdamW and SGD also before their first step.
+
+    Args:
+        micro_batches: backwards of a step. ``before_last``: what those before the last one communicate, as in
+            :func:`fsdp2x.accumulate`, whose gradients wait in memory.
+
+    Raises:
+        ValueError: nothing in ``model`` is sharded; an optimizer without state whose state cannot be foretold.
+    """
+    accumulation = check_micro_batches("fsdp2x.memory_report", micro_batches, before_last)
+    states = units_of(model, "memory_report")
+    stats = [root.stats() for root in roots_of(states)]
+    measured = {name: sum(one[name] for one in stats) for name in _MEASURED} if stats else None
+    state_bytes = optimizer_bytes(optimizer, _on_host(states)) if optimizer is not None else None
+    return report_of(facts_of_model(model), state_bytes, measured, accumulation)
+
+
+def check_micro_batches(caller: str, num: int, before_last: str) -> MicroBatches:
+    if num < 1:
+        raise ValueError(f"{caller}: micro_batches must be at least 1, got {num}")
+    if before_last not in BEFORE_LAST:
+        raise ValueError(f"{caller}: before_last must be one of {', '.join(BEFORE_LAST)}, got {before_last!r}")
+    return MicroBatches(num, before_last)
+
+
+def _on_host(states: list[UnitState]) -> Callable[[torch.Tensor], bool]:
+    """Which parameters have their optimizer state in host memory, because they are there or were asked to."""
+    offloaded = {
+        id(param.param)
+        for state in states
+        for group in state.groups
+        if group.offloads and has_streams(group.ranks.device)
+        for param in group.params
+    }
+    return lambda param: id(param) in offloaded or host_state(param) is not None
+
+
+def report_of(
+    facts: ModelFacts,
+    state: StateBytes | None,
+    measured: dict[str, int] | None = None,
+    micro_batches: MicroBatches = MicroBatches(),  # noqa: B008 (frozen)
+) -> MemoryReport:
+    """The report of a running or planned model."""
+    planned = [PlannedTree(root, units, micro_batches) for root, units in trees_of(facts)]
+    traffic = sum((tree.run() for tree in planned), Traffic())
+    groups = [group for unit in facts.units for group in unit.groups]
+    ranks = groups[0].ranks if groups else None
+    offloaded = [group for group in groups if group.offloads]
+    in_pools = sum(group.shard_pool_bytes + group.gradient_pool_bytes for group in offloaded)
+    replicated = [group for group in groups if group.ranks.replicas > 1 and group.is_trainable]
+
+    def total(name: str) -> int:
+        return sum(tree.held(name) for tree in planned)
+
+    return MemoryReport(
+        units=tuple(_unit_memory(unit) for unit in facts.units),
+        world=ranks.world if ranks else 1,
+        rank=ranks.rank if ranks else 0,
+        replicas=ranks.replicas if ranks else 1,
+        transport=", ".join(dict.fromkeys(group.ranks.transport for group in groups)) or "none",
+        shard_bytes=sum(group.shard_pool_bytes for group in groups),
+        pad_bytes=sum(group.shard_pad_bytes for group in groups),
+        gradient_bytes=sum(group.gradient_pool_bytes for group in groups),
+        optimizer_bytes=None if state is None else state.total,
+        unsharded_bytes=facts.unsharded_bytes,
+        after_forward_bytes=sum(group.small.shard_pool_bytes for group in groups if group.small),
+        **{name: total(name) for name in HELD},
+        replica_bytes=sum(group.replica_segment_bytes for group in replicated) + all_reduce_scratch_bytes(replicated),
+        autograd_bytes=max((group.gradient_bytes for group in groups), default=0),
+        wire_bytes=sum(group.wire_bytes for group in groups),
+        optimizer_step_bytes=0 if state is None else state.step,
+        step_bytes=_step_bytes(planned, groups),
+        host_bytes=in_pools + total("landing_bytes") + (0 if state is None else state.on_host),
+        traffic=traffic,
+        advice=tuple(advice(facts.padded)),
+        measured=measured,
+    )
+
+
+def _step_bytes(planned: list[PlannedTree], groups: list[GroupFacts]) -> int | None:
+    if not all(tree.is_on_device for tree in planned):
+        return None
+    gradients = sum(group.gradient_pool_bytes for group in groups if not group.offloads)
+    return sum(tree.device_bytes for tree in planned) - gradients
+
+
+def trees_of(facts: ModelFacts) -> list[tuple[nn.Module, list[UnitFacts]]]:
+    """Each outermost unit with the units below it; forward starts there."""
+    trees: list[tuple[nn.Module, list[UnitFacts]]] = []
+    taken: set[int] = set()
+    for unit in facts.units:
+        if id(unit) in taken:
+            continue
+        below = {id(module) for top in unit.modules for module in top.modules()}
+        tree = [other for other in facts.units if id(other.modules[0]) in below]
+        taken.update(map(id, tree))
+        trees.append((unit.modules[0] if len(unit.modules) == 1 else facts.model, tree))
+    return trees
+
+
+def _unit_memory(unit: UnitFacts) -> UnitMemory:
+    return UnitMemory(
+        name=unit.name,
+        num_params=unit.num_params,
+        num_elements=unit.num_elements,
+        shard_bytes=sum(group.shard_pool_bytes for group in unit.groups),
+        pad_bytes=sum(group.shard_pad_bytes for group in unit.groups),
+        gradient_bytes=sum(group.gradient_pool_bytes for group in unit.groups),
+        slot_bytes=sum(group.slot_bytes for group in unit.groups),
+        scratch_bytes=sum(
+            group.reduce_segment_bytes * group.ranks.world
+            if group.ranks.transport.is_collective
+            else group.scratch_bytes
+            for group in unit.groups
+        ),
+        reshard_after_forward=unit.reshards_after_forward,
+    )
+
+
+def readable(num_bytes: int) -> str:
+    """``num_bytes`` in the largest binary unit of which there is at least one."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if abs(num_bytes) >= 1024**power:
+            return f"{num_bytes / 1024**power:.2f} {unit}"
+    return f"{num_bytes} B"
+
+
+def _folded(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """More than four like units in a row become one line; likewise pairs and triples, as of layers and experts."""
+    folded: list[tuple[str, ...]] = []
+    start = 0
+    while start < len(rows):
+        for period in (1, 2, 3):
+            end = start + period
+            while end < len(rows) and rows[end][1:] == rows[end - period][1:]:
+                end += 1
+            times = (end - start) // period
+            if times > 4:
+                break
+        else:
+            folded.append(rows[start])
+            start += 1
+            continue
+        for row in range(start, start + period):
+            last = rows[row + (times - 1) * period]
+            folded.append((f"{rows[row][0]} .. {last[0]} ({times} units, each)", *rows[row][1:]))
+        start += times * period
+    return folded

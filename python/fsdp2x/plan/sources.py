@@ -1,0 +1,272 @@
+"""Where the facts of a memory plan come from: the units that run, or a model that is only planned. Nobody is asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp2x.base import torch_private
+from fsdp2x.base.native import _C
+from fsdp2x.lifecycle import wire_formats
+from fsdp2x.lifecycle.state import UnitState
+from fsdp2x.lifecycle.tree import unit_states
+from fsdp2x.models.moe.parallel import cuts_columns, spreadable
+from fsdp2x.plan.facts import Collectives, GroupFacts, ModelFacts, Ranks, UnitFacts, Wire, group_facts
+from fsdp2x.sharding import collect
+from fsdp2x.sharding.mesh import ShardGroup, post_forward_group
+from fsdp2x.sharding.offload import Offload
+from fsdp2x.sharding.padding import Padding, even_placement, padding_in, padding_of
+from fsdp2x.sharding.param_group import ShardedParamGroup
+from fsdp2x.sharding.shapes import ParamFacts, keeps_dtype
+from fsdp2x.sharding.transport import Transport, has_streams
+from fsdp2x.sharding.wrap import AutoWrap, plan_units, should_auto_wrap
+
+# ---- from the units of a sharded model
+
+
+def facts_of_model(model: nn.Module) -> ModelFacts:
+    """A sharded model, before or after its first forward."""
+    names = {id(module): name for name, module in model.named_modules()}
+    states = unit_states(model)
+    below = {id(inner) for state in states for inner in _below(state, states)}
+    buffers = (state.max_reduce_buffers for state in states if state.max_reduce_buffers is not None)
+    common = {  # what one unit sets for all of its root
+        "registers_memory": any(state.comm_memory is not None for state in states),
+        "max_reduce_buffers": max(buffers, default=None),
+    }
+    units = tuple(_unit_of_state(state, names, common, is_root=id(state) not in below) for state in states)
+    sharded = {(id(owner), name) for state in states for param in state.params for owner, name in param.owners}
+    return ModelFacts(
+        model,
+        units,
+        _unsharded_bytes(model, sharded),
+        tuple(padding_in((group for state in states for group in state.groups), model)),
+    )
+
+
+def _below(outer: UnitState, states: list[UnitState]) -> list[UnitState]:
+    inside = {id(module) for top in outer.modules for module in top.modules()}
+    return [state for state in states if state is not outer and id(state.modules[0]) in inside]
+
+
+def _unit_of_state(state: UnitState, names: dict[int, str], common: dict[str, Any], *, is_root: bool) -> UnitFacts:
+    options = state.live_options()
+    reshards = options.reshard_after_forward and not (is_root and state.auto_reshard)
+    return UnitFacts(
+        name=", ".join(names.get(id(module), "?") or "<root>" for module in state.modules),
+        modules=state.modules,
+        owners=tuple(
+            frozenset(id(module) for param in group.params if param.param.requires_grad for module, _ in param.owners)
+            for group in state.groups
+        ),
+        groups=tuple(_group_of_state(state, group, common) for group in state.groups),
+        num_params=len(state.params),
+        num_elements=sum(param.local_size.numel() for param in state.params),
+        reshards_after_forward=reshards,
+        reshards_after_backward=options.reshard_after_backward,
+    )
+
+
+def _group_of_state(state: UnitState, group: ShardedParamGroup, common: dict[str, Any]) -> GroupFacts:
+    ranks, small_ranks = group.ranks, None
+    comms, options = state.comms, state.live_options()
+    if state.post_forward_world is not None and not group.is_replicated:
+        small = post_forward_group(ranks, state.post_forward_world)
+        small_ranks = _ranks(small, state, group, common, replicas=1)
+    return group_facts(
+        [param.facts for param in group.params],
+        [param.param.requires_grad for param in group.params],
+        state.mp_policy,
+        _ranks(ranks, state, group, common, ranks.replicas, _replicas_share(state, group)),
+        small_ranks=small_ranks,
+        reduces_unused=options.reduce_unused_params,
+        offload=group.offload,
+        collectives=Collectives(
+            gathers_packed=comms.all_gather is not None or any(param.extension is not None for param in group.params),
+            reduces_aside=comms.reduce_scatter is not None
+            or comms.all_reduce_hook is not None
+            or common["registers_memory"],
+            averages=not options.force_sum_reduction and options.divide_factor in (None, ranks.world * ranks.replicas),
+        ),
+        wire=Wire(*wire_formats.names_of(options)),
+        may_rest=not any(param.is_alias for param in group.params),
+    )
+
+
+def _ranks(
+    ranks: ShardGroup,
+    state: UnitState,
+    group: ShardedParamGroup,
+    common: dict[str, Any],
+    replicas: int,
+    replicas_share: bool = False,
+) -> Ranks:
+    name, has_streams = _transport_of(state, group), _has_streams(group)
+    return Ranks(
+        ranks.group,
+        ranks.world,
+        ranks.rank,
+        name,
+        replicas,
+        has_streams,
+        replicas_share,
+        gathers=torch_private.gathers_of(ranks.group, ranks.device),
+        **common,
+    )
+
+
+def _has_streams(group: ShardedParamGroup) -> bool:
+    return group.engine.has_streams if group.engine is not None else has_streams(group.ranks.device)
+
+
+def _transport_of(state: UnitState, group: ShardedParamGroup) -> Transport:
+    """The one that runs; before the first forward the one that ``"auto"`` chooses for the ranks of one host."""
+    if group.engine is not None:
+        return group.transport
+    if _has_streams(group):
+        return Transport.PROCESS_GROUP
+    if not _may_share(state, group):
+        return Transport.PROCESS_GROUP if group.ranks.group is not None else Transport.LOCAL
+    return Transport.LOCAL if group.ranks.world == 1 else Transport.SHM
+
+
+def _may_share(state: UnitState, group: ShardedParamGroup) -> bool:
+    on_cpu = group.ranks.device.type == "cpu"
+    return on_cpu and state.transport != Transport.PROCESS_GROUP and not state.needs_group
+
+
+def _replicas_share(state: UnitState, group: ShardedParamGroup) -> bool:
+    """Whether they do; before the first forward whether ``"auto"`` lets the replicas of one host."""
+    if group.ranks.replicas == 1:
+        return False
+    if group.engine is not None:
+        return isinstance(group.engine.all_reduce, _C.HostAllReduce)
+    return _may_share(state, group)
+
+
+# ---- from a model that is only planned
+
+
+def facts_of_plan(
+    model: nn.Module,
+    ranks: Ranks,
+    *,
+    auto_wrap: AutoWrap = None,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    ignored_params: Collection[nn.Parameter] = (),
+    offload: Offload = Offload(),  # noqa: B008 (a tuple)
+    experts: ExpertRanks | None = None,
+    wire: Wire = Wire(),  # noqa: B008 (frozen)
+) -> ModelFacts:
+    """What ``fully_shard`` with these arguments would make of ``model``, which it leaves alone.
+
+    ``experts``: after ``expert_parallel`` had spread those of the model.
+
+    Raises:
+        ValueError: ``auto_wrap`` names no module; an int ``reshard_after_forward`` that does not divide the world; no
+            experts to spread.
+    """
+    policy = mp_policy or MixedPrecisionPolicy()
+    ignored = set(ignored_params)
+    planned: set[nn.Module] = set()
+    names = {module: name for name, module in model.named_modules()}
+    param_names = {param: name for name, param in model.named_parameters()}
+    found: list[UnitFacts] = []
+    sharded: set[tuple[int, str]] = set()
+    padded: list[Padding] = []
+    spread = {} if experts is None else {group.experts: group for group in spreadable(model, experts.ep)}
+    splits = should_auto_wrap(model, auto_wrap)
+    taken = {param for module in spread for param in module.parameters()}
+    inner = plan_units(model, auto_wrap, ignored_params=ignored | taken) if splits else []
+    plans: list[tuple] = [((module,), None) for module in spread]
+    plans += [(plan.modules, plan.reshard_after_forward) for plan in inner]
+    for modules, own in [*plans, ((model,), None)]:
+        wanted = reshard_after_forward if own is None else own
+        managed = collect.managed_modules(modules, planned.__contains__)
+        owned = collect.collect_params(managed, ignored)
+        planned.update(modules)
+        sharded.update((id(module), name) for one in owned for module, name in one.owners)
+        group = spread.get(modules[0])
+        ours = ranks if group is None else experts.ranks
+        params = [_param_of_plan(one, param_names[one.param], policy, ours.world, splits) for one in owned]
+        if group is not None:
+            dim = 1 if cuts_columns(group, experts.ep, ours.world) else 0
+            params = [replace(one, size=(one.size[0] // experts.ep, *one.size[1:]), shard_dim=dim) for one in params]
+        for one, facts in zip(owned, params, strict=True):
+            if told := padding_of(param_names[one.param], facts, ours.world):
+                padded.append(told)
+        trains = [one.param.requires_grad for one in owned]
+        small = _small_ranks(wanted, ours) if owned else None
+        counted = group_facts(
+            params,
+            trains,
+            policy,
+            ours,
+            small_ranks=small,
+            offload=offload if group is None else Offload(),
+            # The gradients of spread experts are divided by another number than that of their ranks.
+            collectives=Collectives(averages=group is None),
+            wire=wire,
+        )
+        found.append(
+            UnitFacts(
+                name=", ".join(names[module] or "<root>" for module in modules),
+                modules=modules,
+                owners=(frozenset(id(m) for one in owned if one.param.requires_grad for m, _ in one.owners),),
+                groups=(counted,) if owned else (),
+                num_params=len(owned),
+                num_elements=sum(math.prod(one.size) for one in params),
+                reshards_after_forward=modules != (model,) if wanted is None else wanted is True or wanted > 1,
+                expert_parallel=1 if group is None else experts.ep,
+            )
+        )
+    position = {module: index for index, module in enumerate(model.modules())}
+    found.sort(key=lambda unit: min(position[module] for module in unit.modules))
+    return ModelFacts(model, tuple(found), _unsharded_bytes(model, sharded), tuple(padded))
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """The experts of each block are spread over ``ep`` ranks; ``ranks`` share those of one part."""
+
+    ep: int
+    ranks: Ranks
+
+
+def _param_of_plan(
+    one: collect.OwnedParam, name: str, policy: MixedPrecisionPolicy, world: int, splits: bool
+) -> ParamFacts:
+    placement = even_placement(one.param, world) if splits else None
+    dim = 0 if placement is None else placement.dim
+    return ParamFacts(name, one.param.shape, dim, one.param.dtype, keeps_dtype(one.param, policy))
+
+
+def _small_ranks(reshard: bool | int | None, ranks: Ranks) -> Ranks | None:
+    if reshard is None or isinstance(reshard, bool):
+        return None
+    if not 1 <= reshard <= ranks.world or ranks.world % reshard:
+        raise ValueError(
+            f"If passing reshard_after_forward as an int, it should be a factor of {ranks.world}, not {reshard}"
+        )
+    if reshard in (1, ranks.world):
+        return None
+    rank = ranks.rank % reshard
+    return replace(ranks, key=("after forward", ranks.key), world=reshard, rank=rank, replicas=1)
+
+
+def _unsharded_bytes(model: nn.Module, sharded: set[tuple[int, str]]) -> int:
+    """Bytes of buffers, and of parameters other than the (id of module, name) in ``sharded``."""
+    tensors: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        tensors.update((id(buffer), buffer) for buffer in module.buffers(recurse=False))
+        for name, param in module.named_parameters(recurse=False):
+            if (id(module), name) not in sharded:
+                tensors[id(param)] = param
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())

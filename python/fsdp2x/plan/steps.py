@@ -1,0 +1,200 @@
+"""Training steps of a model that is only planned: the engine's schedule runs them and counts bytes.
+
+Modules are taken to run once each, in the order of their registration, and every trainable parameter to get a
+gradient; ranks that share memory may be late. The numbers are those of ``Root.stats()``.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Hashable, Iterator
+from dataclasses import astuple, dataclass
+
+from torch import nn
+
+from fsdp2x.base.native import _C
+from fsdp2x.plan.facts import GroupFacts, Ranks, UnitFacts
+
+# What the transports of a model hold, in bytes. ``own_gather_slot_bytes`` is this rank's part of slots that ranks
+# share.
+HELD = (
+    "gather_slot_bytes", "own_gather_slot_bytes", "peak_gather_bytes", "scratch_bytes", "resident_shard_bytes",
+    "landing_bytes",
+)  # fmt: skip
+
+# The engine's name of a size, and ours.
+_BYTES = {
+    "shard_pool": "shard_pool_bytes",
+    "slot": "slot_bytes",
+    "scratch": "scratch_bytes",
+    "wide_scratch": "wide_scratch_bytes",
+    "gather_segment": "gather_segment_bytes",
+    "reduce_segment": "reduce_segment_bytes",
+    "coded_reduce": "coded_reduce_bytes",
+    "staging": "staging_bytes",
+    "gradient": "gradient_bytes",
+    "gradient_pool": "gradient_pool_bytes",
+    "reduced": "reduced_bytes",
+    "landing": "landing_bytes",
+    "is_trainable": "is_trainable",
+    "reduces_in_place": "reduces_in_place",
+    "offloads": "offloads",
+    "keeps_shards": "keeps_shards",
+    "rests": "rests",
+    "reduces_unused": "reduces_unused",
+}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one steady training step moves on this rank, forward, backward and reduction.
+
+    Over a process group the bytes a rank sends when collectives go around a ring; over shared memory the bytes it
+    writes for others to read: its rows at each gather, its packed gradients at each reduction.
+    """
+
+    gathers: int = 0
+    reductions: int = 0
+    gather_bytes: int = 0
+    reduce_bytes: int = 0
+    all_reduce_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.gather_bytes + self.reduce_bytes + self.all_reduce_bytes
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """The backwards of a step, as ``fsdp2x.accumulate`` runs them: ``before_last`` is what the others do."""
+
+    num: int = 1
+    before_last: str = "nothing"
+
+    @property
+    def backwards(self) -> list[_C.PlannedBackward]:
+        """The first one, those between, the last: whether it reduces, and how many are like it."""
+        syncs = self.before_last != "nothing"
+        before = [(syncs, 1)] * (self.num > 1) + [(syncs, self.num - 2)] * (self.num > 2)
+        return [_C.PlannedBackward(*one) for one in [*before, (True, 1)]]
+
+
+class PlannedTree:
+    """All units below one root module, in the order of ``named_modules``."""
+
+    def __init__(self, root: nn.Module, units: list[UnitFacts], micro_batches: MicroBatches = MicroBatches()) -> None:
+        self._units = units
+        self._backwards = micro_batches.backwards
+        self._steps = _C.PlannedSteps(mmap.PAGESIZE)
+        self._groups: list[GroupFacts] = []  # by the number that the engine gave them
+        self._transports: dict[Hashable, int] = {}
+        self.is_on_device = True
+        for facts in units:
+            unit = self._steps.add_unit(facts.name, facts.reshards_after_forward, facts.reshards_after_backward)
+            for group in facts.groups:
+                small = self._add_group(None, group.small, None) if group.small else None
+                self._add_group(unit, group, small)
+        self._events = list(self._walk(root))
+
+    def _add_group(self, unit: int | None, group: GroupFacts, small: int | None) -> int:
+        sizes = _C.GroupBytes()
+        for theirs, ours in _BYTES.items():
+            setattr(sizes, theirs, getattr(group, ours))
+        self._groups.append(group)
+        return self._steps.add_group(unit, self._transport(group.ranks), sizes, small)
+
+    def _transport(self, ranks: Ranks) -> int:
+        if ranks.key not in self._transports:
+            kinds = _C.PlannedTransport
+            is_device = ranks.transport.is_collective and ranks.has_streams
+            self.is_on_device = self.is_on_device and is_device
+            kind = kinds.process_group if ranks.transport.is_collective else kinds.shared_memory
+            planned = _C.PlannedRanks(ranks.world, ranks.replicas, ranks.registers_memory, ranks.max_reduce_buffers)
+            self._transports[ranks.key] = self._steps.add_transport(kinds.device if is_device else kind, planned)
+        return self._transports[ranks.key]
+
+    def run(self) -> Traffic:
+        """Runs steps until the transports' memory stays as it is; returns what the last one moved."""
+        moved = [
+            (num, [self._groups[i] for i in gathers], [self._groups[i] for i in reductions])
+            for num, gathers, reductions in self._steps.run(self._events, self._backwards)
+        ]
+        return Traffic(
+            gathers=sum(num * len(gathers) for num, gathers, _ in moved),
+            reductions=sum(num * len(reductions) for num, _, reductions in moved),
+            gather_bytes=sum(num * sum(map(_gather_sent_bytes, gathers)) for num, gathers, _ in moved),
+            reduce_bytes=sum(num * sum(map(_reduce_sent_bytes, groups)) for num, _, groups in moved),
+            all_reduce_bytes=sum(map(_all_reduce_sent_bytes, moved[-1][2])),
+        )
+
+    def held(self, name: str) -> int:
+        """One of ``HELD``."""
+        return getattr(self._steps, name)
+
+    @property
+    def device_bytes(self) -> int:
+        """The most that a device holds at once of slots, buffers and gradients."""
+        return self._steps.device_bytes
+
+    def _walk(self, root: nn.Module) -> Iterator[_C.PlannedEvent]:
+        """What the root's forward meets: first modules of units, users of trainable parameters, ends of units."""
+        kinds = _C.PlannedEventKind
+        remaining = [set(map(id, unit.modules)) for unit in self._units]
+        unit_of = {id(module): number for number, unit in enumerate(self._units) for module in unit.modules}
+        users: dict[int, list[tuple[int, int]]] = {}
+        for number, unit in enumerate(self._units):
+            for index, owners in enumerate(unit.owners):
+                for owner in owners:
+                    users.setdefault(owner, []).append((number, index))
+        visited: set[int] = set()
+        is_traced = False  # some trainable parameter was used before
+
+        def visit(module: nn.Module) -> Iterator[_C.PlannedEvent]:
+            nonlocal is_traced
+            visited.add(id(module))
+            unit = unit_of.get(id(module))
+            if unit is not None and len(remaining[unit]) == len(self._units[unit].modules):
+                yield _C.PlannedEvent(kinds.open, unit, 0, is_traced)
+            for user, index in users.get(id(module), ()):
+                is_traced = True
+                yield _C.PlannedEvent(kinds.use, user, index, False)
+            for child in module.children():
+                if id(child) not in visited:
+                    yield from visit(child)
+            if unit is not None:
+                remaining[unit].discard(id(module))
+                if not remaining[unit]:
+                    yield _C.PlannedEvent(kinds.close, unit, 0, is_traced)
+
+        return visit(root)
+
+
+def all_reduce_scratch_bytes(groups: list[GroupFacts]) -> int:
+    """Scratches of the all-reduce over replicas of one host, some in turn, for groups in the order of their units."""
+    segments: dict[int, list[int]] = {}
+    for group in [*reversed(groups), *reversed(groups)]:
+        if group.ranks.replicas_share:
+            segments.setdefault(group.ranks.replicas, []).append(group.replica_segment_bytes)
+    return sum(_C.all_reduce_scratch_bytes(sizes, mmap.PAGESIZE) for sizes in segments.values())
+
+
+def _gather_sent_bytes(group: GroupFacts) -> int:
+    if group.ranks.transport.is_collective:  # around a ring everybody's segment but the next one's is passed on
+        return (group.ranks.world - 1) * group.gather_segment_bytes
+    return group.row_bytes if group.ranks.world > 1 else 0
+
+
+def _reduce_sent_bytes(group: GroupFacts) -> int:
+    if group.ranks.transport.is_collective:
+        return (group.ranks.world - 1) * (group.coded_reduce_bytes or group.reduce_segment_bytes)
+    return group.packed_bytes if group.ranks.world > 1 else 0
+
+
+def _all_reduce_sent_bytes(group: GroupFacts) -> int:
+    replicas = group.ranks.replicas
+    if group.ranks.replicas_share:
+        return group.replica_segment_bytes
+    return -(-2 * (replicas - 1) * group.replica_segment_bytes // replicas)

@@ -1,0 +1,211 @@
+"""``RolloutServer``: an engine process that samples for trainers and takes their weights between two tokens.
+
+Two sockets of this host: requests come at ``address``, pushes of ``fsdp2x.sync.Peer`` at ``weights_address(address)``.
+Frames are those of ``fsdp2x.sync.engine``: a head and JSON, nothing is unpickled. Each request has one answer:
+
+    status  {}                            -> {ok, state, version, reason, pid, vocab_size, has_weights}
+    sample  {prompts, <Sampling's fields>} -> {ok, completions: [[prompt, tokens, log_probs, spans, admitted], ...]}
+
+An answer that is not ``ok`` has the text of the ``error``; torn weights are one. One thread does everything, a request
+after the other. Pushes are taken between two tokens, so that a trainer that pushes waits for one token at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2x.rl.rollout.sampling import FIELDS, Sampling, Version, sample
+from fsdp2x.rl.sync.receiver.engine import (
+    Parameters,
+    Receiver,
+    WireError,
+    bind_address,
+    close_files,
+    peer_uid,
+    receive_frame,
+    send_frame,
+)
+
+ANSWER = "answer"
+# How long a trainer may take to send the rest of a request, or to read its answer.
+_FRAME_S = 60.0
+
+
+def weights_address(address: str) -> str:
+    """Where the engine that samples at ``address`` takes weights."""
+    return f"{address}.weights"
+
+
+class RolloutServer:
+    """Owns the sockets; ``model`` belongs to the caller, who leaves it alone while this serves.
+
+    A context manager that closes itself.
+    """
+
+    def __init__(
+        self, model: nn.Module, address: str, *, has_weights: bool = True, push_timeout_s: float = 300.0
+    ) -> None:
+        """
+        Args:
+            model: a transformers model with a language-model head, unsharded.
+            address: "@name", which leaves no file behind, or the path of a socket, which must not exist.
+            has_weights: False: its weights mean nothing before the first push, and nothing is sampled.
+            push_timeout_s: how long a trainer may be silent in the middle of a push.
+
+        Raises:
+            OSError: an address is taken, or cannot be one. ValueError: it is empty.
+        """
+        if not address.removeprefix("@"):
+            raise ValueError(f"RolloutServer: {address!r} is no address; give @name or the path of a socket")
+        self._model, self._address, self._has_weights = model.eval(), address, has_weights
+        self._connections: list[socket.socket] = []
+        self._num_visits = 0
+        parameters = Parameters(dict(model.named_parameters()))
+        self._receiver = Receiver(weights_address(address), parameters, timeout_s=push_timeout_s)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._listener.bind(bind_address(address))
+        except BaseException:
+            self._listener.close()
+            self._receiver.close()
+            raise
+        self._listener.listen()
+
+    def __enter__(self) -> RolloutServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of trainers and sockets."""
+        self._receiver.close()
+        for connection in (self._listener, *self._connections):
+            connection.close()
+        self._connections = []
+        if not self._address.startswith("@"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._address)
+
+    def serve(self, *, contact_s: float | None = None) -> None:
+        """Answers trainers.
+
+        Args:
+            contact_s: None: for ever. Otherwise until all trainers that had come have left, or none has come in so many
+                seconds.
+        """
+        began = time.monotonic()
+        while True:
+            waiting = [self._listener, *self._connections, *self._receiver.sockets]
+            ready, _, _ = select.select(waiting, [], [], 1.0)
+            self._receiver.poll()
+            if self._listener in ready:
+                self._accept()
+            for connection in [connection for connection in self._connections if connection in ready]:
+                self._answer(connection)
+            if contact_s is not None and not self._connections:
+                if self._num_visits or time.monotonic() - began > contact_s:
+                    return
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        if peer_uid(connection) == os.getuid():
+            self._connections.append(connection)
+            self._num_visits += 1
+        else:
+            connection.close()
+
+    def _answer(self, connection: socket.socket) -> None:
+        """One request; a trainer that has left, or does not speak this protocol, is let go."""
+        try:
+            kind, body, files = receive_frame(connection, time.monotonic() + _FRAME_S)
+            close_files(files)
+            send_frame(connection, ANSWER, self._reply(kind, body), time.monotonic() + _FRAME_S)
+        except WireError:
+            connection.close()
+            self._connections.remove(connection)
+
+    def _reply(self, kind: str, body: dict[str, Any]) -> dict[str, Any]:
+        try:
+            if kind == "status":
+                return {"ok": True, **self._status()}
+            if kind == "sample":
+                return {"ok": True, "completions": self._sample(body)}
+            raise ValueError(f"an unknown request {kind!r}; there are 'status' and 'sample'")
+        except Exception as error:
+            return {"ok": False, "error": f"{type(error).__name__}: {error}"}
+
+    def _status(self) -> dict[str, Any]:
+        vocab_size = self._model.config.get_text_config().vocab_size  # type: ignore[operator, union-attr]
+        return {**self._receiver.status, "vocab_size": vocab_size, "has_weights": self._is_ready()}
+
+    def _is_ready(self) -> bool:
+        return self._has_weights or self._receiver.status["state"] != "initial"
+
+    def _sample(self, body: dict[str, Any]) -> list[list[Any]]:
+        if not self._is_ready():
+            raise RuntimeError("this engine was started without weights: push before anything is sampled")
+        found = sample(self._model, *read_request(body), weights=self._weights)
+        return [[c.prompt, c.tokens, c.log_probs, c.spans, c.admitted] for c in found]
+
+    @contextlib.contextmanager
+    def _weights(self) -> Iterator[Version]:
+        """The weights for one forward; a push that waits is taken before."""
+        self._receiver.poll()
+        with self._receiver.reading() as version:
+            yield version
+
+
+def read_request(body: dict[str, Any]) -> tuple[list[list[int]], Sampling]:
+    """Prompts and settings of a request.
+
+    Raises:
+        ValueError: something is missing or unknown. TypeError: or is of another kind.
+    """
+    unknown = sorted(set(body) - {"prompts", *FIELDS})
+    missing = sorted({"prompts", "max_tokens"} - set(body))
+    if unknown or missing:
+        raise ValueError(f"a request to sample: unknown {unknown}, missing {missing}; known are prompts, {FIELDS}")
+    prompts = body["prompts"]
+    if not isinstance(prompts, list) or not all(isinstance(prompt, list) for prompt in prompts):
+        raise TypeError("a request to sample: prompts must be lists of token ids")
+    if not all(type(token) is int for prompt in prompts for token in prompt):
+        raise TypeError("a request to sample: token ids must be ints")
+    settings = {name: value for name, value in body.items() if name in FIELDS}
+    if not isinstance(settings.get("stop_ids", []), list):
+        raise TypeError(f"a request to sample: stop_ids must be a list, got {settings['stop_ids']!r}")
+    settings["stop_ids"] = tuple(settings.get("stop_ids", ()))
+    return prompts, Sampling(**settings)
+
+
+def load_model(path: str, *, dtype: torch.dtype, device: str) -> tuple[nn.Module, bool]:
+    """The model for an engine, and whether it has weights: those of a folder, none with a ``config.json`` alone.
+
+    Raises:
+        FileNotFoundError: nothing is at ``path``. ValueError: transformers can make no such model, or not there.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"no model is at {path!r}: give a folder with config.json and weights, or config.json")
+    names = os.listdir(path) if os.path.isdir(path) else []
+    has_weights = any(name.endswith((".safetensors", ".bin")) for name in names)
+    try:
+        if has_weights:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+        else:
+            config = AutoConfig.from_pretrained(path, local_files_only=True)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return model.to(device).eval(), has_weights
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"no model can be made of {path!r} on {device}: {said}") from None

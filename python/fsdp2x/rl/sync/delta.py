@@ -1,0 +1,289 @@
+"""Deltas: which elements of this rank's shards differ from what the engines committed last, and their new values.
+
+A snapshot holds the shards in the dtypes of the wire, at their ranks, on their devices. Bits are compared, so NaNs with
+other payloads and zeros of the other sign are changes. It takes what differs in the pass that finds it, and what goes
+out whole bucket by bucket; a push that fails leaves it useless, and is followed by a full one, which fills it anew.
+The ranks exchange one count for each parameter, agree what is sent how, and gather positions and values, those of as
+many buckets at once as have room where one of them would lie, in the ranks' shared ring or by the process group:
+
+    unchanged   nothing is sent
+    sparse      positions in the whole tensor (int64) and values: at most half of the tensor's bytes
+    dense       gathered whole, as in a full push: what changed more, what is converted (un-fused experts, merged
+                adapters), and what is not gathered with others (replicated, or cut over several axes)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2x.base.collectives import explained
+from fsdp2x.base.native import _C
+from fsdp2x.io.export.entries import Entry
+from fsdp2x.io.export.plans import BucketPlan
+from fsdp2x.io.export.rings import SharedRing, copy_past_caches
+from fsdp2x.io.names import Family
+from fsdp2x.rl.sync.receiver.engine import POSITION_BYTES, delta_bytes
+from fsdp2x.rl.sync.targets.base import Delta
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat tensor viewed as integers; complex numbers of 16 bytes as two each."""
+    if tensor.itemsize not in _BITS:
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_BITS[tensor.itemsize])
+
+
+class Snapshot:
+    """What the engines hold of this rank's shards, by FQN, after a push that was committed."""
+
+    def __init__(self, plans: list[BucketPlan]) -> None:
+        """
+        Raises:
+            NotImplementedError: a shard is a tensor subclass, whose bits are not its own.
+        """
+        for entry in [entry for plan in plans for entry in plan.entries]:
+            if type(local := entry.local) not in (torch.Tensor, nn.Parameter):
+                raise NotImplementedError(
+                    f"fsdp2x.sync.connect: deltas of {entry.name!r}, which is a {type(local).__name__}, are not "
+                    "supported; connect with deltas=False"
+                )
+        self._held: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def hold(self, entry: Entry, values: torch.Tensor) -> None:
+        """This shard, which is ``values``, goes out as it is now."""
+        held = self._held.get(entry.name)
+        if held is None:
+            self._held[entry.name] = values.to(entry.dtype, copy=True, memory_format=torch.contiguous_format)
+        else:
+            copy_past_caches(held, values)
+
+    @torch.no_grad()
+    def take_changes(self, entry: Entry) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(positions, values) of what differs, both flat, positions in the local shard, which are held from here on.
+
+        None: more than is worth it; then some may be held, and the shard must go out whole.
+        """
+        now, held = entry.local.detach().contiguous().view(-1), self._held[entry.name].view(-1)
+        # Positions and values of so many take half of the bytes of all.
+        most = held.nbytes // (2 * (POSITION_BYTES + held.itemsize))
+        if now.device.type == "cpu" or _C.can_run_kernels(now.device):
+            return _C.take_changes(now, held, most)
+        now = now.to(entry.dtype)
+        differs = _bits(now) != _bits(held)
+        positions = (differs if differs.dim() == 1 else differs.any(-1)).nonzero().view(-1)
+        if positions.numel() > most:
+            return None
+        held[positions] = values = now[positions]
+        return positions, values
+
+
+_MANY = -1  # in place of a count: more than is worth to be told one by one
+
+
+@dataclass
+class BucketDelta:
+    """What changed in one bucket: its dense part as a plan, and the sparse families; those of later buckets may follow.
+
+    ``sparse``: (family, its only parameter, positions, values), the last two of this rank, positions in its shard.
+    ``counts``: of each sparse family, the changes of each rank of the ring. ``rank_bytes``: of all of them, by rank.
+    """
+
+    dense: BucketPlan
+    sparse: list[tuple[Family, Entry, torch.Tensor, torch.Tensor]]
+    counts: list[list[int]]
+    rank_bytes: list[int]
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes where it is gathered, each rank's part as long as the longest, and where it is handed over."""
+        handed_bytes = _C.ALIGN_BYTES * len(self.sparse) + sum(self.rank_bytes)
+        return max(len(self.rank_bytes) * max(self.rank_bytes), handed_bytes)
+
+    def can_take(self, other: BucketDelta, limit_bytes: int) -> bool:
+        """Whether the sparse parts of both can be gathered at once."""
+        if self.dense.families or other.dense.families or self.dense.group is not other.dense.group:
+            return False
+        return self.dense.device == other.dense.device and 2 * (self.num_bytes + other.num_bytes) <= limit_bytes
+
+    def take(self, other: BucketDelta) -> None:
+        self.sparse += other.sparse
+        self.counts += other.counts
+        self.rank_bytes = [a + b for a, b in zip(self.rank_bytes, other.rank_bytes, strict=True)]
+
+
+class Changes:
+    """What differs in all buckets of a push; takes at most half of the bytes of a snapshot."""
+
+    def __init__(self, plans: list[BucketPlan], snapshot: Snapshot, group: dist.ProcessGroup | None) -> None:
+        """Collective over ``group``, which exchanges one count for each parameter."""
+        entries = [entry for plan in plans for entry in plan.entries]
+        self._column = {entry.name: index for index, entry in enumerate(entries)}
+        self._found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        counts = []
+        for entry in entries:
+            changes = snapshot.take_changes(entry)
+            if changes is not None:
+                self._found[entry.name] = changes
+            counts.append(_MANY if changes is None else changes[0].numel())
+        device = torch.device("cpu")
+        if dist.get_backend(group) == "nccl":
+            device = next((entry.wire_device for entry in entries if entry.group is not None), entries[0].device)
+        mine = torch.tensor(counts, dtype=torch.int64, device=device)
+        everyone = torch.empty(dist.get_world_size(group) * len(counts), dtype=torch.int64, device=device)
+        with explained(group, "exchange of what changed"):
+            dist.all_gather_into_tensor(everyone, mine, group=group)
+        self._counts = everyone.view(-1, len(counts)).t().tolist()  # by parameter, then by rank
+        whole = [sum(entry.whole_bytes for entry in plan.gathered) for plan in plans]
+        sent = [sum(spec.num_bytes for spec in plan.specs) for plan in plans]
+        self._limit_bytes = max(map(min, whole, sent))
+
+    def of_buckets(
+        self, plans: Sequence[BucketPlan], first_rings: Sequence[list[int]], own_rings: Sequence[list[int]]
+    ) -> Iterator[BucketDelta]:
+        """What is to be sent, in the buckets' order; the arguments are those of ``_of_bucket`` for each."""
+        before: BucketDelta | None = None
+        for plan, first_ring, own_ring in zip(plans, first_rings, own_rings, strict=True):
+            changes = self._of_bucket(plan, first_ring, own_ring)
+            if not changes.dense.families and not changes.sparse:
+                continue
+            if before is not None and before.can_take(changes, self._limit_bytes):
+                before.take(changes)
+                continue
+            if before is not None:
+                yield before
+            before = changes
+        if before is not None:
+            yield before
+
+    def _of_bucket(self, plan: BucketPlan, first_ring: list[int], own_ring: list[int]) -> BucketDelta:
+        """Its part of the changes, which are forgotten here.
+
+        Args:
+            first_ring: ranks of the group that gather this bucket on rank 0: their counts decide, so that replicas do
+                not decide differently.
+            own_ring: those of this rank's ring.
+        """
+        gathered = {entry.name: entry for entry in plan.gathered}
+        slot_bytes = sum(entry.whole_bytes for entry in plan.gathered)
+        changes = BucketDelta(BucketPlan(plan.index, plan.group, plan.device), [], [], [0] * len(first_ring))
+        dense = changes.dense
+        for family in plan.families:
+            of_family = [self._counts[self._column[name]] for name in family.params]
+            found = [self._found.pop(name, None) for name in family.params]
+            name = family.params[0]
+            if not any(map(any, of_family)):
+                continue
+            entry = gathered.get(name)
+            if family.is_renamed_only and entry is not None and _MANY not in of_family[0]:
+                sizes = [delta_bytes(of_family[0][rank], entry.dtype)[1] for rank in first_ring]
+                # The ranks' parts are padded to the longest when they are gathered.
+                longest_bytes = max(a + b for a, b in zip(changes.rank_bytes, sizes, strict=True))
+                if 2 * len(first_ring) * longest_bytes <= slot_bytes and 2 * sum(sizes) <= entry.whole_bytes:
+                    mine = [of_family[0][rank] for rank in own_ring]
+                    changes.take(BucketDelta(dense, [(family, entry, *found[0])], [mine], sizes))
+                    continue
+            dense.families.append(family)
+            dense.gathered += [gathered[name] for name in family.params if name in gathered]
+            dense.alone += [entry for entry in plan.alone if entry.name in family.params]
+        return changes
+
+
+def ring_for(changes: BucketDelta, rings: Mapping) -> SharedRing | None:
+    """The ring in whose next slot all of ``changes`` have room; None: they are gathered by the process group."""
+    ring = rings.get((id(changes.dense.group), changes.dense.device))
+    if not isinstance(ring, SharedRing) or changes.dense.families or not changes.sparse:
+        return None
+    return ring if ring.world * max(map(sum, _sizes(changes))) <= ring.num_bytes // 2 else None
+
+
+def _sizes(changes: BucketDelta) -> list[list[int]]:
+    """Bytes of each rank of the ring, of each sparse family."""
+    pairs = list(zip(changes.counts, changes.sparse, strict=True))
+    return [
+        [delta_bytes(of[peer], entry.dtype)[1] for of, (_, entry, _, _) in pairs]
+        for peer in range(len(changes.counts[0]))
+    ]
+
+
+@torch.no_grad()
+def _pack(changes: BucketDelta, packed: torch.Tensor, rank: int, world: int) -> None:
+    """This rank's part, with positions in the whole tensors."""
+    end = 0
+    for _, entry, positions, values in changes.sparse:
+        where, what = _parts(packed, end, positions.numel(), entry.dtype)
+        where.copy_(_whole_positions(entry, positions, rank, world))
+        what.copy_(values)
+        end += delta_bytes(positions.numel(), entry.dtype)[1]
+
+
+def fill_changes(changes: BucketDelta, ring: SharedRing) -> None:
+    """Writes this rank's to the ring."""
+    _pack(changes, ring.part(max(map(sum, _sizes(changes)))), ring.rank, ring.world)
+
+
+def finish_changes(changes: BucketDelta, ring: SharedRing) -> tuple[Delta, ...]:
+    """Those of all ranks where they lie in the ring's file: of a tensor a delta for each rank. Collective over it."""
+    sizes = _sizes(changes)
+    largest = max(map(sum, sizes))
+    received = ring.finish_parts(largest, f"gather of the changes in bucket {changes.dense.index}")
+    deltas = []
+    for peer, row in enumerate(sizes):
+        end = peer * largest
+        for (family, entry, _, _), of, size in zip(changes.sparse, changes.counts, row, strict=True):
+            if of[peer]:
+                deltas.append(Delta(family.outputs[0], *_parts(received, end, of[peer], entry.dtype)))
+            end += size
+    return tuple(deltas)
+
+
+@torch.no_grad()
+def gather_changes(changes: BucketDelta, receive: bool) -> tuple[Delta, ...]:
+    """The sparse part, by the process group. Collective over the bucket's ring."""
+    if not changes.sparse:
+        return ()
+    group = changes.dense.group
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    device = changes.sparse[0][1].wire_device
+    sizes = _sizes(changes)
+    largest = max(map(sum, sizes))
+    packed = torch.zeros(largest, dtype=torch.uint8, device=device)
+    _pack(changes, packed, rank, world)
+    received = torch.empty(world * largest, dtype=torch.uint8, device=device)
+    with explained(group, f"gather of the changes in bucket {changes.dense.index}"):
+        dist.all_gather_into_tensor(received, packed, group=group)
+    if not receive:
+        return ()
+    deltas, ends = [], [peer * largest for peer in range(world)]
+    for index, (family, entry, _, _) in enumerate(changes.sparse):
+        parts = [_parts(received, ends[p], changes.counts[index][p], entry.dtype) for p in range(world)]
+        ends = [end + row[index] for end, row in zip(ends, sizes, strict=True)]
+        positions, values = (torch.cat(column) for column in zip(*parts, strict=True))
+        deltas.append(Delta(family.outputs[0], positions, values))
+    return tuple(deltas)
+
+
+def _parts(memory: torch.Tensor, begin: int, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    values = begin + delta_bytes(count, dtype)[0]
+    where = memory[begin : begin + count * POSITION_BYTES].view(torch.int64)
+    return where, memory[values : values + count * dtype.itemsize].view(dtype)
+
+
+def _whole_positions(entry: Entry, positions: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    """Positions in the flattened whole of positions in the flattened shard."""
+    begin, num_rows = entry.rows(rank, world)
+    inner = entry.param.shape[entry.shard_dim + 1 :].numel()
+    if entry.shard_dim == 0:
+        return positions + begin * inner  # the shard is one piece of the whole
+    if num_rows == 0:
+        return positions
+    block = num_rows * inner
+    outer = torch.div(positions, block, rounding_mode="floor")
+    return outer * (entry.param.shape[entry.shard_dim] * inner) + begin * inner + positions % block

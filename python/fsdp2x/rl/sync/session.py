@@ -1,0 +1,469 @@
+"""``connect`` and ``Session``: weights of a sharded model into running engines, a version at a time.
+
+    fresh --push--> open --commit--> clean          what a delta needs
+                     |                 |
+                     +----> torn <-----+            only a full push, which heals
+
+A push: the ranks agree (version, mode, nothing runs); engines begin; per bucket: gather, hand over, fill the next one
+while engines load, wait for their answers. Then engines finish, and commit. The ranks exchange how each phase ended
+before the next begins: no engine commits before all have finished. What a target raises is kept as a value until the
+buckets have come to their end, so that no rank leaves the others alone in a collective.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2x.base.arguments import checked
+from fsdp2x.base.calls import call_of, calling
+from fsdp2x.base.failures import exchange
+from fsdp2x.base.processes import require_own_process
+from fsdp2x.io.export.entries import Entry
+from fsdp2x.io.export.plans import BucketPlan, check_bucket_bytes, chosen_params, finish, make_rings, ring_of
+from fsdp2x.io.export.stream import BUCKET_BYTES
+from fsdp2x.lifecycle.tree import named_params, running_step
+from fsdp2x.rl.sync.delta import BucketDelta, Changes, Snapshot, fill_changes, finish_changes, gather_changes, ring_for
+from fsdp2x.rl.sync.merged import AdapterMerge
+from fsdp2x.rl.sync.outcomes import Failure, PushReport, SyncError
+from fsdp2x.rl.sync.receiver.engine import POSITION_BYTES
+from fsdp2x.rl.sync.targets.base import EngineTarget, PushBucket, TargetError
+from fsdp2x.rl.sync.wire import describe_wire, layout_digest, lies_in_ring, plan_wire
+from fsdp2x.sharding.transport import check_transport
+
+_numbers = itertools.count()  # of sessions; those of the first rank count
+
+
+@checked
+def connect(
+    model: nn.Module,
+    target: EngineTarget,
+    *,
+    dtype: torch.dtype | None = None,
+    keep: Mapping[str, torch.dtype] | None = None,
+    names: Literal["hf", "model"] = "hf",
+    params: Callable[[str, nn.Parameter], bool] | None = None,
+    merge_adapters: bool = False,
+    deltas: bool = False,
+    bucket_bytes: int = BUCKET_BYTES,
+    transport: str = "auto",
+    timeout_s: float = 300.0,
+    group: dist.ProcessGroup | None = None,
+) -> Session:
+    """Plans how the weights of ``model`` get into engines; the result's ``push`` sends them.
+
+    Collective over ``group``, with the same arguments on every rank, the target's excepted where its
+    class says so. Nothing is sent yet, and no engine has to run. Memory: two buckets that follow one another, of whole
+    tensors, per host (over a process group: per rank that has an engine), with ``deltas`` twice the largest one, and
+    what the target adds. Over a process group also the small parameters of a bucket, and this rank's part of what is
+    cast.
+
+    Args:
+        model: sharded by ``fully_shard``, or a part of one.
+        target: ``fsdp2x.sync.InProcess``, ``Peer``, ``Vllm``, ``Sglang`` or ``CheckpointEngine``.
+        dtype: of floating-point weights on the wire, cast at the shard; default that of the parameters.
+        keep: dtypes by pattern, such as ``{"*.mlp.gate.weight": torch.float32}`` for routers, matched against the
+            parameters' names and the names in files; ``*`` also matches dots.
+        names: ``"hf"``: names and layout of the model's original files, as engines load them. ``"model"``: FQNs.
+        params: which parameters, by FQN and sharded parameter; the same choice on every rank. Default all.
+        merge_adapters: the model is PEFT's with LoRA: what goes out is its base with the active adapters merged, equal
+            to ``merge_and_unload`` bit by bit and then cast. Without it adapters are pushed alone, by ``params``.
+        deltas: keep a snapshot of what engines hold, so that ``push(mode="delta")`` can send what changed. Takes the
+            bytes of the wire's weights, divided by the ranks, on the parameters' device; and half of it while a delta
+            is sent.
+        bucket_bytes: limit of a bucket; what must be converted together, or one larger parameter, exceeds it.
+        transport: as for ``fully_shard``.
+        timeout_s: seconds to wait for an engine's answer. Less than the process group's own timeout, so that it is
+            the push that fails, and not the group.
+        group: all ranks that have a part of ``model``; default the default process group.
+
+    Raises:
+        ValueError: an argument that cannot be; a pattern of ``keep`` that matches nothing; ranks disagree.
+        NotImplementedError: a PEFT model whose adapters are pushed with its base, unmerged: engines know one or the
+            other; adapters that cannot be merged layer by layer; weights of a quantized model under ``names="hf"``.
+        RuntimeError: a parameter is on the meta device.
+    """
+    caller = "fsdp2x.sync.connect"
+    check_bucket_bytes(caller, bucket_bytes)
+    if not timeout_s > 0:
+        raise ValueError(f"{caller}: timeout_s must be positive, got {timeout_s}")
+    transport = check_transport(transport)
+    chosen = chosen_params(caller, model, params)
+    if not chosen:
+        raise ValueError(f"{caller}: no parameter is chosen")
+    merge = None
+    if merge_adapters:
+        if names != "hf":
+            raise ValueError(f'{caller}: merge_adapters=True names what it sends as files do; leave names="hf"')
+        merge = AdapterMerge(caller, model, chosen)
+    else:
+        _check_adapters(caller, model, chosen, names)
+    plans = plan_wire(caller, model, chosen, dtype, keep or {}, names, bucket_bytes, merge=merge)
+    return Session(model, target, plans, deltas, transport, float(timeout_s), group)
+
+
+def _check_adapters(caller: str, model: nn.Module, chosen: Mapping[str, Any], names: str) -> None:
+    adapters = [name for name in chosen if "lora_" in name]
+    if names == "hf" and adapters and len(adapters) < len(chosen):
+        raise NotImplementedError(
+            f"{caller}: base weights and adapters ({adapters[0]!r}) under the names of files: an engine's loader takes "
+            'one of them; choose by params=lambda name, param: "lora_" in name (or not in name), or push all of them '
+            'under their own names with names="model"; merge_adapters=True pushes the base with the adapters in it'
+        )
+
+
+def _refusal_of(target: EngineTarget, deltas: bool) -> Exception | None:
+    """What the target of this rank refuses, for all ranks to raise."""
+    try:
+        target.check("fsdp2x.sync.connect", deltas)
+    except (ValueError, NotImplementedError) as error:
+        return error
+    return None
+
+
+class Session:
+    """What ``connect`` returns; a context manager that closes itself."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        target: EngineTarget,
+        plans: list[BucketPlan],
+        deltas: bool,
+        transport: str,
+        timeout_s: float,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._group = group
+        self._model, self._target, self._plans, self._timeout_s = model, target, plans, timeout_s
+        self._transport, self._deltas = transport, deltas
+        self._receives = target.receives(dist.get_rank(group))
+        refusal = _refusal_of(target, deltas)
+        # Ranks that gather a bucket: this rank's ring, and that of rank 0.
+        rings = [[dist.get_rank()] if p.group is None else dist.get_process_group_ranks(p.group) for p in plans]
+        introduction = None if refusal else target.introduction()
+        params = [entry.param for plan in plans for entry in plan.entries]
+        self._call = call_of("fsdp2x.sync.connect", model, params, names_shapes=True)
+        said = self._exchange((layout_digest(plans), self._receives, refusal, rings, introduction, next(_numbers)))
+        digests, receivers, refusals, everywhere, introductions, numbers = zip(*said, strict=True)
+        self._call = replace(self._call, name=f"fsdp2x.sync.push (session {numbers[0]})")
+        if refusal := refusal or next(filter(None, refusals), None):
+            raise refusal
+        if len(set(digests)) > 1:
+            odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+            raise ValueError(
+                f"fsdp2x.sync.connect: rank {odd} has other names, shapes or dtypes than rank 0; every rank must have "
+                "the same model and pass the same arguments"
+            )
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        outside = sorted({rank for of_rank in everywhere for ring in of_rank for rank in ring} - set(ranks))
+        if outside:
+            raise ValueError(
+                f"fsdp2x.sync.connect: ranks {outside} have parts of the model, but are not in group; pass all of them"
+            )
+        if not any(receivers):
+            raise ValueError(
+                "fsdp2x.sync.connect: no rank has an engine: Peer(rank=...) names none of the ranks, or every rank has "
+                "InProcess(None)"
+            )
+        target.meet(list(introductions))
+        self._own_rings, self._first_rings = (
+            [[ranks.index(rank) for rank in ring] for ring in of_rank] for of_rank in (rings, everywhere[0])
+        )
+        self._snapshot = Snapshot(plans) if deltas else None
+        self._state = "fresh"
+        self._version: int | str | None = None
+        self._rings: dict | None = None
+        self._gather_error: Exception | None = None
+        self._make_rings()
+
+    def _make_rings(self) -> None:
+        with calling(self._call):
+            self._rings = make_rings(
+                self._plans, self._receives, self._transport, keep_files=True, in_order=not self._deltas
+            )
+        self._layout = describe_wire(self._plans, self._rings, self._deltas)
+
+    @property
+    def version(self) -> int | str | None:
+        """What was committed last; None before, and while engines are torn."""
+        return self._version if self._state == "clean" else None
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a push failed in between, so that engines may hold weights of two versions."""
+        return self._state == "torn"
+
+    def require_clean(self) -> None:
+        """For loops that generate in this process: raises unless engines hold the weights of one version.
+
+        Raises:
+            RuntimeError: a push failed, or runs, and no full one was committed since.
+        """
+        if self._state in ("open", "torn"):
+            raise RuntimeError(
+                f"fsdp2x.sync: the engine's weights are {self._state}: a push was not committed; nothing may be "
+                'generated before push(version=..., mode="full") succeeds'
+            )
+
+    @checked(own=("mode",))  # all ranks raise what one of them passes
+    def push(self, *, version: int | str, mode: Literal["full", "delta"] = "full") -> PushReport:
+        """Sends the weights as they are now; when it returns, all engines have committed ``version``. Collective.
+
+        Args:
+            version: a name for these weights, such as the number of optimizer steps.
+            mode: ``"full"``: everything. ``"delta"``: what differs, bit by bit, from what was committed last.
+
+        Raises:
+            SyncError: on every rank: an engine or its loader failed, or said nothing in time. Engines are torn then,
+                and generate nothing until a full push succeeds; that is all it takes. One whose answer to the commit
+                was lost may have committed, and goes on with the new version.
+            ValueError: an unknown mode; ranks disagree on version or mode, or push other sessions; a delta without
+                ``deltas=True``, before the first full push, or while engines are torn.
+            RuntimeError: on every rank: a forward or backward runs, the session is closed, or a parameter was replaced
+                by another kind of one. A rank that dies: as for any collective; engines are torn.
+        """
+        began = time.perf_counter()
+        self._agree(version, mode)
+        self._report, self._gather_error, failure = PushReport(version, mode), None, None
+        for plan in self._plans:
+            plan.begin()
+        try:
+            self._move("open")
+            self._settle(version, self._guarded("begin", lambda: self._begin(version, mode)))
+            buckets = self._buckets(mode)
+            failure = self._guarded("load", lambda: self._target.take(buckets))
+            for _ in buckets if self._gather_error is None else ():
+                pass  # the other ranks are in these gathers
+            if self._gather_error is not None:
+                raise self._gather_error
+            self._settle(version, failure)
+            self._settle(version, self._guarded("finish", lambda: self._target.finish(version)))
+            self._settle(version, self._guarded("commit", lambda: self._target.commit(version)))
+        except SyncError:
+            raise
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        finally:
+            self._gather_error = failure = None  # their tracebacks lead to this frame, and to the memory of buckets
+        self._move("clean")
+        self._version = version
+        self._report.seconds = time.perf_counter() - began
+        return self._report
+
+    def close(self) -> None:
+        """Lets go of the engines, which keep what they hold, and of the memory. Not collective."""
+        self._target.close()
+        self._rings = self._snapshot = None
+        self._state = "closed"
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _exchange(self, mine: Any) -> list:
+        with calling(self._call):
+            return exchange(mine, self._group)
+
+    # ---- what must be so before a push
+
+    def _agree(self, version: int | str, mode: str) -> None:
+        """Raises the same on every rank, before anything has changed."""
+        require_own_process("push weights")
+        said = self._exchange((version, mode, self._why_not(mode), self._rings is None))
+        for rank, (_, _, problem, _) in enumerate(said):
+            if problem is not None:
+                kind, text = problem
+                where = f" (rank {rank})" if len({other[2] for other in said}) > 1 else ""
+                raise (ValueError if kind == "value" else RuntimeError)(f"fsdp2x.sync.push{where}: {text}")
+        different = next((rank for rank, other in enumerate(said) if other[:2] != said[0][:2]), None)
+        if different is not None:
+            raise ValueError(
+                f"fsdp2x.sync.push: rank 0 pushes version {said[0][0]!r} as {said[0][1]!r}, rank {different} version "
+                f"{said[different][0]!r} as {said[different][1]!r}; pass the same on every rank"
+            )
+        if any(other[3] for other in said):
+            self._make_rings()
+
+    def _why_not(self, mode: str) -> tuple[str, str] | None:
+        """(kind of error, sentence) where this rank cannot push, else None."""
+        if self._state == "closed":
+            return "runtime", "the session is closed; connect again"
+        if self._state == "open":
+            return "runtime", "a push of this session is running in another thread"
+        if mode not in ("full", "delta"):
+            return "value", f'mode must be "full" or "delta", got {mode!r}'
+        if mode == "delta" and self._snapshot is None:
+            return "value", "this session keeps no snapshot to compare with; connect with deltas=True"
+        if mode == "delta" and self._state != "clean":
+            why = "nothing was committed yet" if self._state == "fresh" else "the last push failed: engines are torn"
+            return "value", f'{why}; push mode="full" first'
+        if (step := running_step(self._model)) is not None:
+            return "runtime", f"a {step} of the model is running; push between two steps"
+        return self._why_not_params()
+
+    def _why_not_params(self) -> tuple[str, str] | None:
+        now = {name: param for name, param, _ in named_params(self._model)}
+        for plan in self._plans:
+            for entry in plan.entries:
+                param = now.get(entry.name)
+                if param is entry.param:
+                    continue
+                if param is None or Entry.of(entry.name, param, entry.dtype).layout != entry.layout:
+                    return "runtime", f"parameter {entry.name!r} is not what it was when connecting; connect again"
+                entry.param = param
+        entry = next(entry for plan in self._plans for entry in plan.entries)
+        try:
+            entry.local.reshape(-1)[:1].clone()
+        except RuntimeError as error:
+            return "runtime", f"parameter {entry.name!r} cannot be read: {error}"
+        return None
+
+    # ---- a push
+
+    def _begin(self, version: int | str, mode: str) -> None:
+        self._target.open(self._layout, self._timeout_s)
+        self._target.begin(version, mode, self._version)
+
+    def _guarded(self, phase: str, call: Callable[[], None]) -> tuple[Failure, BaseException] | None:
+        """What ``call`` raises on a rank that has an engine, as a value."""
+        if not self._receives:
+            return None
+        try:
+            call()
+        except TargetError as error:
+            return error.failure, error.__cause__ or error
+        except Exception as error:
+            return Failure(phase, f"{type(error).__name__}: {error}"), error
+        return None
+
+    def _settle(self, version: int | str, mine: tuple[Failure, BaseException] | None) -> None:
+        """Every rank learns how a phase ended; raises on all of them where it failed on one."""
+        failures = self._exchange(None if mine is None else mine[0])
+        rank, failure = next(((r, f) for r, f in enumerate(failures) if f is not None), (0, None))
+        if failure is None:
+            return
+        reason = f"version {version!r} failed on rank {rank} in {failure.place}: {failure.reason}"
+        self._tear(reason)
+        # The commit is the last that an engine waits for: nobody can tell it any more that another one has failed.
+        but = (
+            " (an engine whose answer was lost may have committed, and generates)" if failure.phase == "commit" else ""
+        )
+        raise SyncError(
+            f"fsdp2x.sync.push: {reason}. Engines are torn and generate nothing{but} until a full push succeeds: mend "
+            'the cause, then push(version=..., mode="full")',
+            failure,
+            rank,
+        ) from (None if mine is None else mine[1])
+
+    def _tear(self, reason: str) -> None:
+        self._move("torn")
+        try:
+            if self._receives:
+                self._target.abort(reason)
+        except Exception as error:
+            warnings.warn(f"fsdp2x.sync: abort raised {type(error).__name__}: {error}; {reason}", stacklevel=3)
+
+    def _give_up(self, error: BaseException) -> None:
+        """A gather failed, so that ranks may be at different places: memory and connections are made again."""
+        if self._state == "open":
+            self._tear(f"a trainer failed: {type(error).__name__}: {error}")
+        self._target.close()
+        self._rings = None
+
+    def _move(self, state: str) -> None:
+        allowed = {"fresh": ("open",), "clean": ("open",), "torn": ("open",), "open": ("clean", "torn"), "closed": ()}
+        assert state in allowed[self._state], f"a session that is {self._state} cannot be {state}"
+        self._state = state
+
+    # ---- buckets
+
+    def _buckets(self, mode: str) -> Iterator[PushBucket]:
+        try:
+            yield from self._all() if mode == "full" else self._changes()
+        except Exception as error:
+            self._gather_error = error
+            raise
+
+    def _all(self) -> Iterator[PushBucket]:
+        before = None
+        for plan, following in zip(self._plans, [*self._plans, None][1:], strict=True):
+            if before is None:
+                self._fill(plan)
+            bucket = self._gathered(plan, before)
+            yield bucket
+            if following is not None:
+                self._fill(following)
+            before = bucket
+
+    def _changes(self) -> Iterator[PushBucket]:
+        before = None
+        found = Changes(self._plans, self._snapshot, self._group)
+        for changes in found.of_buckets(self._plans, self._first_rings, self._own_rings):
+            if (ring := ring_for(changes, self._rings)) is not None:
+                fill_changes(changes, ring)
+                self._await_answer(before)
+                deltas = finish_changes(changes, ring)
+                self._count(changes.dense)
+                bucket = PushBucket(changes.dense.index, ())
+                if self._receives:
+                    bucket.deltas, bucket.file = deltas, ring.file
+            else:
+                deltas = gather_changes(changes, self._receives)
+                self._fill(changes.dense)
+                bucket = self._gathered(changes.dense, before)
+                bucket.deltas = deltas
+            self._count_changes(changes)
+            yield bucket
+            before = bucket
+
+    def _fill(self, plan: BucketPlan) -> None:
+        hold = None if self._snapshot is None else self._snapshot.hold
+        if plan.gathered:
+            ring_of(self._rings, plan).fill(plan.gathered, hold)
+        for entry in plan.alone if hold is not None else ():
+            hold(entry, entry.local)
+
+    def _gathered(self, plan: BucketPlan, before: PushBucket | None) -> PushBucket:
+        """A bucket that was filled, complete; only then is the memory of ``before`` free."""
+        self._await_answer(before)
+        with calling(self._call):
+            tensors = finish(plan, self._rings, self._receives)
+        self._count(plan)
+        if tensors is None:
+            return PushBucket(plan.index, ())
+        for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
+            torch.get_device_module(device).current_stream(device).synchronize()
+        file = ring_of(self._rings, plan).file if lies_in_ring(plan, self._rings) else None
+        return PushBucket(plan.index, plan.specs, tensors, file=file)
+
+    # ---- what a push has sent so far, the same on every rank but ``waited_s``
+
+    def _await_answer(self, before: PushBucket | None) -> None:
+        """Returns when engines are done with the bucket before."""
+        if before is not None:
+            began = time.perf_counter()
+            before.wait()
+            self._report.waited_s += time.perf_counter() - began
+
+    def _count(self, plan: BucketPlan) -> None:
+        self._report.num_buckets += 1
+        self._report.num_tensors += len(plan.specs)
+        self._report.bytes_sent += sum(spec.num_bytes for spec in plan.specs)
+
+    def _count_changes(self, changes: BucketDelta) -> None:
+        for index, (_, entry, _, _) in enumerate(changes.sparse):
+            count = sum(changes.counts[index])
+            self._report.num_changed += count
+            self._report.bytes_sent += count * (POSITION_BYTES + entry.dtype.itemsize)

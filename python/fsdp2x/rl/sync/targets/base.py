@@ -1,0 +1,146 @@
+"""What a target is given, and what it has to do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fsdp2x.io.names import TensorSpec
+from fsdp2x.rl.sync.outcomes import Failure
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New values of some elements: ``positions`` are int64, into the flattened tensor, each once.
+
+    A tensor may have several in a bucket, of other elements each.
+    """
+
+    spec: TensorSpec
+    positions: torch.Tensor
+    values: torch.Tensor
+
+
+def _nothing_pending() -> None:
+    """Nobody reads the bucket any more."""
+
+
+@dataclass
+class PushBucket:
+    """One bucket of a push. On a rank that does not receive, there is nothing in it.
+
+    The memory of ``tensors`` is used again when the next bucket but one is made, and then ``wait`` has returned: a
+    target that goes on reading after it was given the next bucket sets it. ``file``: the memory file in which the
+    tensors lie, at their storage offsets, where all do; without tensors, the deltas, values behind their positions.
+    """
+
+    index: int
+    specs: tuple[TensorSpec, ...]
+    tensors: tuple[torch.Tensor, ...] = ()
+    deltas: tuple[Delta, ...] = ()
+    file: int | None = None
+    wait: Callable[[], None] = field(default=_nothing_pending)
+
+    def failure(self, phase: str, reason: str) -> Failure:
+        """A failure at this bucket, with its first and last name."""
+        names = [spec.name for spec in self.specs] + [delta.spec.name for delta in self.deltas]
+        return Failure(phase, reason, self.index, tuple(names) if len(names) < 3 else (names[0], names[-1]))
+
+
+@dataclass(frozen=True)
+class WireLayout:
+    """The tensors of each bucket in the order in which they come, and the memory files that buckets may lie in.
+
+    ``files``: descriptor and bytes of each. ``spare_bytes``: what a bucket takes that is in none of them, at most.
+    """
+
+    buckets: tuple[tuple[TensorSpec, ...], ...]
+    files: tuple[tuple[int, int], ...]
+    spare_bytes: int
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        return tuple(spec for bucket in self.buckets for spec in bucket)
+
+
+class BackgroundCall(threading.Thread):
+    """A call of an engine that lasts as long as a push, in a thread. ``result`` or ``error`` is known at its end."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__(name="fsdp2x-call", daemon=True)
+        self._call = call
+        self.result: Any = None
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self._call()
+        except Exception as error:
+            self.error = error
+
+
+class TargetError(RuntimeError):
+    """A target that failed at a known place."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
+
+    @classmethod
+    def at(cls, phase: str, reason: str, bucket: PushBucket | None = None) -> TargetError:
+        return cls(Failure(phase, reason) if bucket is None else bucket.failure(phase, reason))
+
+
+def refuse_adapters(layout: WireLayout, why: str) -> None:
+    """Raises TargetError for engines that load adapters otherwise."""
+    adapter = next((spec.name for spec in layout.specs if "lora_" in spec.name), None)
+    if adapter is not None:
+        raise TargetError.at("begin", f"{why}, and not as weights: {adapter!r}; save_hf them")
+
+
+class EngineTarget:
+    """An engine, as this rank sees it. Whatever it raises is told to all ranks; the gathers go on to their end."""
+
+    whole_only = ""  # why an engine takes no deltas
+
+    def receives(self, rank: int) -> bool:
+        """Whether ``rank`` of the session's group wants the tensors; asked once."""
+        raise NotImplementedError
+
+    def check(self, caller: str, deltas: bool) -> None:
+        """Raises ValueError or NotImplementedError for what can be known before anything is gathered."""
+        if deltas and self.whole_only:
+            raise NotImplementedError(f"{caller}: {self.whole_only}, it takes no deltas; connect with deltas=False")
+
+    def introduction(self) -> Any:
+        """What the targets of other ranks are told when a session is made; called after ``check``."""
+
+    def meet(self, introductions: list[Any]) -> None:
+        """Those of all ranks, in their order. Raises ValueError, the same on every rank."""
+
+    def open(self, layout: WireLayout, timeout_s: float) -> None:
+        """Called on ranks that receive before each push; connects where there is no connection."""
+
+    def begin(self, version: int | str, mode: str, base: int | str | None) -> None:
+        """From here on the engine generates nothing. ``base``: the version that a delta changes."""
+
+    def take(self, buckets: Iterator[PushBucket]) -> None:
+        """Takes all buckets of a push."""
+        raise NotImplementedError
+
+    def finish(self, version: int | str) -> None:
+        """All ranks have handed over everything: what an engine does once per push, and may fail at."""
+
+    def commit(self, version: int | str) -> None:
+        """All engines have finished: they may generate, with this version."""
+
+    def abort(self, reason: str) -> None:
+        """The push has failed, here or elsewhere."""
+
+    def close(self) -> None:
+        """Lets go of the engine."""

@@ -1,0 +1,115 @@
+"""``InProcess``: an engine in the trainer's own process, given as a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+
+from fsdp2x.base.arguments import checked
+from fsdp2x.rl.sync.targets.base import EngineTarget, PushBucket, TargetError
+
+Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
+
+
+class InProcess(EngineTarget):
+    """Hands (name, whole tensor) to ``load_weights`` on every rank that has an engine.
+
+        InProcess(llm_model.load_weights)                     a list for each bucket
+        InProcess(rollout.update_weights, calls="push")       one generator for the whole push
+        InProcess(None)                                       this rank has no engine
+
+    What ``load_weights`` is given it may keep: engines such as vLLM hold tensors until a layer is complete. With
+    ``copies=False`` it is given the gathered memory itself, which is used again after the next bucket was taken.
+    """
+
+    @checked
+    def __init__(
+        self,
+        load_weights: Callable | None,
+        *,
+        calls: Literal["bucket", "push"] = "bucket",
+        copies: bool = True,
+        start: Callable | None = None,
+        apply_delta: Callable | None = None,
+        finish: Callable | None = None,
+        abort: Callable | None = None,
+    ) -> None:
+        """
+        Args:
+            load_weights: called with an iterable of (name, tensor), on the parameters' device.
+            calls: how often: once a bucket, or once a push. Then it must take the iterable to its end.
+            copies: False: ``load_weights`` copies what it needs before it returns, or takes the next one.
+            start: ``start(mode)`` before the first bucket, such as an engine's ``start_weight_update``.
+            apply_delta: ``apply_delta(name, positions, values)``, int64 positions in the flattened tensor; without it
+                delta pushes are refused.
+            finish: ``finish(version)`` once after all ranks have loaded everything: what follows an update, such as
+                ``finish_weight_update`` or a reset of the prefix cache.
+            abort: ``abort(reason)`` when a push failed, on this rank or another: the engine must not generate.
+        """
+        self._load, self._calls, self._copies = load_weights, calls, copies
+        self._start, self._apply, self._finish, self._abort = start, apply_delta, finish, abort
+
+    def receives(self, rank: int) -> bool:
+        return self._load is not None
+
+    def check(self, caller: str, deltas: bool) -> None:
+        if deltas and self._load is not None and self._apply is None:
+            raise NotImplementedError(
+                f"{caller}: engines load whole tensors, so deltas need InProcess(load_weights, apply_delta=...); "
+                "without it connect with deltas=False and push whole weights"
+            )
+
+    def begin(self, version: int | str, mode: str, base: int | str | None) -> None:
+        if self._start is not None:
+            self._start(mode)
+
+    def take(self, buckets: Iterator[PushBucket]) -> None:
+        if self._calls == "bucket":
+            for bucket in buckets:
+                self._take_one(bucket)
+            return
+        place: list[PushBucket] = []
+        items = self._items_of(buckets, place)
+        try:
+            self._load(items)
+        except Exception as error:
+            raise _told(error, place[-1] if place else None) from error
+        if next(items, None) is not None:
+            raise _told(RuntimeError("load_weights returned before it had taken all tensors"), place[-1])
+
+    def _take_one(self, bucket: PushBucket) -> None:
+        try:
+            items = [(spec.name, self._given(t)) for spec, t in zip(bucket.specs, bucket.tensors, strict=True)]
+            if items:
+                self._load(items)
+            self._apply_deltas(bucket)
+        except Exception as error:
+            raise _told(error, bucket) from error
+
+    def _items_of(self, buckets: Iterator[PushBucket], place: list[PushBucket]) -> Iterator[tuple[str, torch.Tensor]]:
+        for bucket in buckets:
+            place[:] = [bucket]
+            for spec, tensor in zip(bucket.specs, bucket.tensors, strict=True):
+                yield spec.name, self._given(tensor)
+            self._apply_deltas(bucket)
+
+    def _given(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if self._copies else tensor
+
+    def _apply_deltas(self, bucket: PushBucket) -> None:
+        for delta in bucket.deltas:
+            self._apply(delta.spec.name, delta.positions, delta.values)
+
+    def finish(self, version: int | str) -> None:
+        if self._finish is not None:
+            self._finish(version)
+
+    def abort(self, reason: str) -> None:
+        if self._abort is not None:
+            self._abort(reason)
+
+
+def _told(error: Exception, bucket: PushBucket | None) -> TargetError:
+    return TargetError.at("load", f"load_weights raised {type(error).__name__}: {error}", bucket)

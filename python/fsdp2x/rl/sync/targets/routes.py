@@ -1,0 +1,75 @@
+"""Requests to an engine's HTTP server."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+from fsdp2x.rl.sync.targets.base import TargetError
+
+
+class ControlError(RuntimeError):
+    """The engine refused, or did not answer. ``status``: of HTTP, None where nothing was answered."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """What an engine refuses is a failure of this phase."""
+    try:
+        yield
+    except ControlError as error:
+        raise TargetError.at(name, str(error)) from error
+
+
+class Routes:
+    """The routes of one server. ``timeout_s`` is how long it may take to answer; ``missing``: why it may lack one."""
+
+    def __init__(self, url: str, missing: str) -> None:
+        self.name, self.timeout_s, self._missing = url.rstrip("/"), 300.0, missing
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # engines are near
+
+    def ask(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """``send`` to a route that answers in JSON; ``{}`` for an empty answer."""
+        text = self.send(*args, **options)
+        try:
+            return json.loads(text) if text else {}
+        except (ValueError, RecursionError) as error:
+            raise ControlError(f"{self.name} answers {args[1]} with {text[:200]!r}, which is no JSON") from error
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        query: dict[str, Any] | None = None,
+        body: dict[str, Any] | None = None,
+        patient: bool = False,
+    ) -> bytes:
+        """What is answered. ``patient``: however long it takes.
+
+        Raises:
+            ControlError: nothing is, or with a status of failure.
+        """
+        url = f"{self.name}{path}" + (f"?{urllib.parse.urlencode(query, doseq=True)}" if query else "")
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+        try:
+            with self._opener.open(request, timeout=None if patient else self.timeout_s) as response:
+                return response.read()
+        except urllib.error.HTTPError as error:
+            said = error.read(2000).decode(errors="replace")
+            if error.code == 404:
+                said = f"it has no such route; {self._missing}"
+            raise ControlError(f"{self.name} answers {path} with {error.code}: {said}", error.code) from error
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", None) or error or type(error).__name__
+            raise ControlError(f"{self.name} does not answer {path}: {reason}") from error

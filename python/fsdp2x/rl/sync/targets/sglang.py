@@ -1,0 +1,410 @@
+"""``Sglang``: SGLang servers, steered by HTTP.
+
+    pause, wake weights, begin session | buckets | end session | wake the KV cache, flush, label, continue
+                 begin                 |   load  |   finish    |                 commit
+
+A request for each bucket says where its bytes are: in memory of a GPU that the server's workers share with this rank,
+or in a broadcast. Servers answer when their workers have loaded it, and the next bucket is gathered meanwhile. No such
+request flushes or labels: a flush that is refused would fail a bucket that was loaded, and a label would be out before
+all servers have ended their sessions.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import pickle
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import torch
+from torch.multiprocessing import reductions
+
+from fsdp2x.base.arguments import checked
+from fsdp2x.base.memory_file import aligned_starts, collect_handed
+from fsdp2x.rl.sync.outcomes import Failure
+from fsdp2x.rl.sync.receiver.engine import WireError
+from fsdp2x.rl.sync.receiver.engine_group import BroadcastGroup, common_host
+from fsdp2x.rl.sync.receiver.engine_tcp import own_host
+from fsdp2x.rl.sync.targets.base import EngineTarget, PushBucket, TargetError, WireLayout, refuse_adapters
+from fsdp2x.rl.sync.targets.routes import ControlError, Routes, phase
+from fsdp2x.rl.sync.targets.transports import HandedMemory
+
+_MISSING = "start SGLang 0.5.10 or newer"
+_IDLE_S = 60  # until what was aborted has left the scheduler
+
+
+class Sglang(EngineTarget):
+    """SGLang servers, by their addresses.
+
+        Sglang("http://127.0.0.1:30000")                   whose workers see the GPU of this rank; also a list of them
+        Sglang("http://10.0.0.7:30000", group="nccl")      on any host
+
+    Each worker is given whole tensors, of which it takes its part. A commit is labelled ``str(version)``. A push that
+    fails leaves servers paused until a full push succeeds. SGLang ignores tensors whose names it does not know, with a
+    line in its log and an answer of success.
+
+    Tested against a stand-in with the routes, orders and traps of SGLang 0.5.23, not against SGLang itself: compare the
+    log-probabilities of a few fixed tokens, trainer and engine, after the first push of a run.
+    """
+
+    whole_only = "SGLang loads whole tensors"
+
+    @checked(own=("pause",))  # which says why there is no third way
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        rank: int = 0,
+        pause: Literal["retract", "abort"] = "retract",
+        group: Literal["gloo", "nccl"] | None = None,
+    ) -> None:
+        """
+        Args:
+            address: of servers, the same on every rank.
+            rank: of the session's group, that talks to them.
+            pause: what becomes of their requests. ``"retract"``: they go on with the new weights, what is cached of
+                them is computed again. ``"abort"``: they end.
+            group: None: servers are sent handles of memory of this rank's GPU, by CUDA IPC. It holds all buckets until
+                the push ends, because SGLang answers before its copies ran: the bytes of all weights on the wire. A
+                worker that cannot load ends its server. Otherwise buckets are broadcast to all workers of all servers
+                at once, in SGLang's weights-update group of this backend, which lasts as long as a push. ``"nccl"``: no
+                worker shares a GPU with this rank, whose current GPU a bucket is copied to. SGLang's side of a
+                broadcast that failed has no limit of ours: start such servers again. SGLang answers for the first
+                tensor-parallel worker: another one that could not load is a line in its log.
+        """
+        addresses = [address] if isinstance(address, str) else list(address)
+        if not addresses or not all(isinstance(a, str) and a.startswith("http") for a in addresses):
+            raise ValueError(f'fsdp2x.sync.Sglang: addresses such as "http://127.0.0.1:30000", got {address!r}')
+        if pause not in ("retract", "abort"):
+            raise ValueError(
+                f'fsdp2x.sync.Sglang: pause must be "retract" or "abort", got {pause!r}: what is paused in place keeps '
+                "the cache of the old weights"
+            )
+        self._servers = [Routes(one, _MISSING) for one in addresses]
+        self._rank, self._pause, self._acts = rank, pause, False
+        self._num_workers: dict[str, int] = {}
+        self._backend = group
+        self._group: UpdateGroup | None = None  # of the push that is under way
+        self._handed: list[HandedMemory] = []  # what workers may still read
+        self._open: set[str] = set()  # servers with a session of ours
+        self._has_begun = False
+        self._asleep: set[str] = set()
+        self._pool: ThreadPoolExecutor | None = None
+        self._sent: tuple[PushBucket, list[Future]] | None = None
+        self._failure: Failure | None = None
+
+    def receives(self, rank: int) -> bool:
+        self._acts = rank == self._rank
+        return self._acts
+
+    def sleep(self) -> None:
+        """Servers give the memory of weights and KV cache back until the next push, which wakes them.
+
+        Requests are aborted. On a rank that talks to no server nothing happens. SGLang keeps no weights meanwhile.
+
+        Raises:
+            RuntimeError: a server refuses; it sleeps already.
+        """
+        if self._asleep:
+            raise RuntimeError("fsdp2x.sync.Sglang.sleep: it is asleep already; push")
+        if not self._acts:
+            return
+        for server in self._servers:
+            server.ask("POST", "/pause_generation", body={"mode": "abort"})
+            self._flush(server)  # memory is released by idle servers alone: others end
+            server.ask("POST", "/release_memory_occupation", body={"tags": ["kv_cache", "weights"]})
+        self._asleep = {"weights", "kv_cache"}
+
+    # ---- a push
+
+    def open(self, layout: WireLayout, timeout_s: float) -> None:
+        refuse_adapters(layout, "SGLang loads adapters by requests of their own")
+        self._failure, self._sent, self._has_begun = None, None, False
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(len(self._servers), "fsdp2x-sglang")
+        with phase("begin"):
+            for server in self._servers:
+                server.timeout_s = timeout_s
+                about = server.ask("GET", "/server_info")
+                if about.get("dp_size", 1) > 1:
+                    raise ControlError(
+                        f"{server.name} has {about['dp_size']} data-parallel replicas, and passes weights on to none "
+                        "of them; start a server for each, and give Sglang all their addresses"
+                    )
+                if self._backend is not None and about.get("pp_size", 1) > 1:
+                    raise ControlError(
+                        f"{server.name} has {about['pp_size']} pipeline stages, and numbers the workers of a group by "
+                        "their tensor-parallel rank alone; leave group out"
+                    )
+                self._num_workers[server.name] = about.get("tp_size", 1)
+
+    def begin(self, version: int | str, mode: str, base: int | str | None) -> None:
+        self._has_begun = True
+        with phase("begin"):
+            for server in self._servers:
+                server.ask("POST", "/pause_generation", body={"mode": self._pause})
+            self._wake("weights")
+            for server in self._servers:
+                self._begin_session(server)
+            if self._backend is not None:
+                counts = [self._num_workers[server.name] for server in self._servers]
+                self._group = UpdateGroup(self._servers, counts, self._backend, self._pool)
+
+    def _begin_session(self, server: Routes) -> None:
+        try:
+            server.ask("POST", "/begin_weight_update", body={})
+        except ControlError as error:
+            if error.status == 404:  # of a release before sessions, which takes buckets without
+                return
+            if error.status != 400 or "already open" not in str(error):
+                raise
+            # Of a push that did not come to its end, perhaps of a trainer that is gone.
+            server.ask("POST", "/end_weight_update", body={})
+            server.ask("POST", "/begin_weight_update", body={})
+        self._open.add(server.name)
+
+    def take(self, buckets: Iterator[PushBucket]) -> None:
+        for bucket in buckets:
+            self._answered()
+            if self._failure is None and bucket.tensors:
+                self._sent = bucket, self._group.send(bucket) if self._group is not None else self._send(bucket)
+                bucket.wait = self._answered
+        self._answered()
+        if self._failure is not None:
+            raise TargetError(self._failure)
+
+    def _send(self, bucket: PushBucket) -> list[Future]:
+        counts = [self._num_workers[server.name] for server in self._servers]
+        memory, payloads = handed_bucket(bucket, sum(counts))
+        self._handed.append(memory)
+        return [
+            self._pool.submit(self._load, server, [payloads.pop() for _ in range(count)])
+            for server, count in zip(self._servers, counts, strict=True)
+        ]
+
+    def _load(self, server: Routes, payloads: list[str]) -> None:
+        _ask(server, "/update_weights_from_tensor", {"serialized_named_tensors": payloads, **_BUCKET})
+
+    def _answered(self) -> None:
+        """All servers have loaded the bucket that was sent last, or it is known why not."""
+        if self._sent is None:
+            return
+        (bucket, answers), self._sent = self._sent, None
+        reasons = [str(error) for error in (answer.exception() for answer in answers) if error is not None]
+        if reasons:
+            self._failure = bucket.failure("load", "; ".join(reasons))
+
+    def finish(self, version: int | str) -> None:
+        with phase("finish"):
+            if self._group is not None:
+                group, self._group = self._group, None
+                group.leave()
+            for server in self._servers:
+                if server.name in self._open:
+                    _ask(server, "/end_weight_update", {})
+                    self._open.discard(server.name)
+
+    def commit(self, version: int | str) -> None:
+        with phase("commit"):
+            self._wake("kv_cache")
+            for server in self._servers:
+                self._flush(server)
+            for server in self._servers:
+                _ask(server, "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+            for server in self._servers:
+                server.ask("POST", "/continue_generation", body={})
+        self._drop_handed()
+
+    def abort(self, reason: str) -> None:
+        self._abandon_group()
+        self._answered()
+        for server in self._servers if self._has_begun else ():
+            # Some may have gone on already, when another one failed at its commit.
+            self._quietly(server, "/pause_generation", {"mode": self._pause})
+            if server.name in self._open:
+                self._open.discard(server.name)
+                self._quietly(server, "/end_weight_update", {})
+        self._drop_handed()
+
+    def close(self) -> None:
+        self._abandon_group()
+        self._drop_handed()
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    # ---- parts
+
+    def _drop_handed(self) -> None:
+        self._handed.clear()
+        collect_handed()
+
+    def _abandon_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.abandon()
+
+    def _wake(self, tag: str) -> None:
+        if tag in self._asleep:
+            for server in self._servers:
+                server.ask("POST", "/resume_memory_occupation", body={"tags": [tag]})
+            self._asleep.discard(tag)
+
+    def _quietly(self, server: Routes, path: str, body: dict[str, Any]) -> None:
+        """What cannot be told any more: the server is gone, or takes no requests."""
+        with contextlib.suppress(ControlError):
+            server.ask("POST", path, body=body)
+
+    def _flush(self, server: Routes) -> None:
+        """Refused while requests run, with a status of failure; aborted ones may take a moment to leave."""
+        server.send("POST", "/flush_cache", {"timeout": min(_IDLE_S, server.timeout_s / 2)})
+
+
+# ---- buckets in memory of a GPU
+
+# How a bucket is laid out, and that loading it does nothing else.
+_BUCKET = {"load_format": "flattened_bucket", "flush_cache": False, "abort_all_requests": False}
+
+
+def handed_bucket(bucket: PushBucket, num_workers: int) -> tuple[HandedMemory, list[str]]:
+    """The bucket in memory of its GPU, and a payload in base64 for each worker. The memory must outlive their reads.
+
+        | t0 |gap| t1 |gap| t2 ...       a tensor begins at a multiple of 64 bytes, as views of its dtype must
+
+    SGLang unpickles a payload by an exact list of globals, and this one needs nothing of SGLang's own. The number of
+    the GPU in the handle is its UUID, as SGLang writes it itself and reads it in place of torch's.
+
+    Raises:
+        ValueError: the tensors are not on a GPU.
+    """
+    starts, num_bytes = aligned_starts(spec.num_bytes for spec in bucket.specs)
+    memory = HandedMemory(bucket.tensors[0].device, num_bytes)
+    places = []
+    for spec, begin, tensor in zip(bucket.specs, starts, bucket.tensors, strict=True):
+        place = {"name": spec.name, "shape": spec.shape, "dtype": spec.dtype, "numel": spec.num_bytes}
+        places.append(SimpleNamespace(**place, start_idx=begin, end_idx=begin + spec.num_bytes))
+        memory.bytes[begin : begin + spec.num_bytes].view(spec.dtype).view(spec.shape).copy_(tensor)
+    memory.synchronize()
+    handles = [_Handle(memory.device_handle()) for _ in range(num_workers)]
+    pickles = [pickle.dumps({"flattened_tensor": handle, "metadata": places}, protocol=4) for handle in handles]
+    return memory, [base64.b64encode(data).decode() for data in pickles]
+
+
+class _Handle:
+    """Unpickles as the tensor."""
+
+    def __init__(self, arguments: tuple) -> None:
+        self._arguments = arguments
+
+    def __reduce__(self) -> tuple:
+        return reductions.rebuild_cuda_tensor, self._arguments
+
+
+# ---- buckets in a broadcast
+
+
+class UpdateGroup:
+    """SGLang's weights-update group, with this rank as its rank 0.
+
+    It lives as long as a push: a server that was started again knows no group, and would end at a bucket of one. A
+    bucket is one broadcast of tensors without gaps, which both sides lay out in the order of the request. That order is
+    by itemsize, largest first, so that each tensor begins where views of its dtype may.
+    """
+
+    def __init__(
+        self, servers: Sequence[Routes], counts: Sequence[int], backend: str, pool: ThreadPoolExecutor
+    ) -> None:
+        """All workers join. ``counts``: of each server's workers; ``pool``: a thread for each server.
+
+        Raises:
+            ControlError: a server refuses, or they did not meet in time.
+        """
+        self._servers, self._pool = servers, pool
+        timeout_s = min(server.timeout_s for server in servers)
+        deadline = time.monotonic() + timeout_s
+        try:
+            hosts = [own_host(urlsplit(server.name).hostname or "").strip("[]") for server in servers]
+            self._group, invitation = BroadcastGroup.opened(backend, sum(counts), common_host(hosts), timeout_s)
+        except (OSError, WireError) as error:
+            raise ControlError(f"no group with {servers[0].name}: {error}") from error
+        self._name = invitation["name"]
+        about = {"master_port": invitation["port"], "world_size": invitation["size"]}
+        about |= {"group_name": self._name, "backend": backend}
+        answers, rank = [], 1
+        for server, host, count in zip(servers, hosts, counts, strict=True):
+            body = {**about, "master_address": host, "rank_offset": rank}
+            answers.append(self._ask(server, "/init_weights_update_group", body))
+            rank += count
+        try:
+            self._group.join(True, deadline, lambda: any(map(_has_failed, answers)))
+            reasons = [str(error) for error in (answer.exception() for answer in answers) if error is not None]
+        except WireError as error:
+            reasons = [str(answer.exception()) for answer in answers if _has_failed(answer)] + [str(error)]
+        if reasons:
+            self.abandon()
+            raise ControlError("; ".join(reasons))
+
+    def send(self, bucket: PushBucket) -> list[Future]:
+        """Broadcasts the tensors; the answers of all servers, whose workers load them, and what failed besides."""
+        deadline = time.monotonic() + min(server.timeout_s for server in self._servers)
+        tensors = sorted(zip(bucket.specs, bucket.tensors, strict=True), key=lambda pair: -pair[0].dtype.itemsize)
+        body: dict[str, Any] = {
+            "names": [spec.name for spec, _ in tensors],
+            "dtypes": [str(spec.dtype).removeprefix("torch.") for spec, _ in tensors],
+            "shapes": [list(spec.shape) for spec, _ in tensors],
+            "group_name": self._name,
+            **_BUCKET,
+        }
+        data = torch.cat([one.detach().reshape(-1).view(torch.uint8).to(self._group.device) for _, one in tensors])
+        answers = [self._ask(server, "/update_weights_from_distributed", body) for server in self._servers]
+        try:
+            self._group.broadcast(data, deadline, lambda: any(map(_has_failed, answers)))
+        except WireError as error:
+            answers.append(Future())
+            answers[-1].set_exception(error)
+        return answers
+
+    def leave(self) -> None:
+        """Ends the group everywhere at the same time, when what was sent has arrived.
+
+        Raises:
+            ControlError: a server does not.
+        """
+        ends = self._end()
+        self._group.end(time.monotonic() + min(server.timeout_s for server in self._servers))
+        for end in ends:
+            end.result()
+
+    def abandon(self) -> None:
+        """Ends the group here, which ends what servers wait for over gloo, and there, where they still can."""
+        self._group.close()
+        for end in self._end():
+            with contextlib.suppress(ControlError):
+                end.result()
+
+    def _end(self) -> list[Future]:
+        body = {"group_name": self._name}
+        return [self._ask(server, "/destroy_weights_update_group", body) for server in self._servers]
+
+    def _ask(self, server: Routes, path: str, body: dict[str, Any]) -> Future:
+        return self._pool.submit(_ask, server, path, body)
+
+
+def _ask(server: Routes, path: str, body: dict[str, Any]) -> None:
+    """Some releases say in a value, with a status of success, that they failed.
+
+    Raises:
+        ControlError: the server refuses, or does not answer.
+    """
+    answer = server.ask("POST", path, body=body)
+    if answer and not answer.get("success", True):
+        raise ControlError(f"{server.name}: {answer.get('message')}")
+
+
+def _has_failed(answer: Future) -> bool:
+    return answer.done() and answer.exception() is not None

@@ -1,0 +1,293 @@
+"""How buckets reach receivers: in memory that receivers on this host map, or by a broadcast to any host."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch.multiprocessing import reductions
+
+from fsdp2x.base import torch_private
+from fsdp2x.base.memory_file import MemoryFile, collect_handed
+from fsdp2x.base.native import _C
+from fsdp2x.rl.sync.receiver import engine, engine_group, engine_tcp
+from fsdp2x.rl.sync.targets.base import PushBucket, WireLayout
+
+Handle = tuple[Callable[..., torch.Tensor], tuple]
+DEVICE_ARGUMENT = 6  # of `rebuild_cuda_tensor`: the device's number, which need not be the same in the other process
+
+
+class BucketTransport:
+    """What ``Peer`` needs from each transport. One bucket is on its way at a time."""
+
+    is_group = False  # receivers are members of a process group: when one is lost, all of them connect again
+    files: Mapping[int, int] = {}  # descriptors of the layout's files that receivers map, and their numbers
+    memory: torch.Tensor  # flat bytes with room for a bucket that lies in no file; receivers number it after the files
+
+    def prepare(self, layout: WireLayout) -> None:
+        """Called before each push."""
+        raise NotImplementedError
+
+    def connect(self, address: str, timeout_s: float) -> socket.socket:
+        """Connects to a receiver of the same user on this host.
+
+        Raises:
+            OSError: there is none.
+        """
+        return connected(address, timeout_s)
+
+    def invite(self, receivers: Collection[socket.socket], timeout_s: float) -> dict[str, Any] | None:
+        """What all receivers are sent before they ``join`` a group. None if there is no group, or they are in it.
+
+        Raises:
+            engine.WireError: no group is possible.
+        """
+        return None
+
+    def join(self, deadline: float, is_lost: Callable[[], bool]) -> None:
+        """Meets the receivers in the group. ``is_lost`` returns True if one of them cannot come.
+
+        Raises:
+            engine.WireError: they did not come in time.
+        """
+
+    def describe_memory(self) -> tuple[dict[str, Any], list[int]]:
+        """What one receiver is sent about the memory that buckets lie in, and the descriptors to send along."""
+        raise NotImplementedError
+
+    def place(self, bucket: PushBucket, indices: Mapping[str, int]) -> dict[str, Any]:
+        """Copies what lies in no file of the layout into ``memory``. Returns the body of the bucket's request.
+
+        ``indices``: positions of the names in the layout.
+        """
+        shared, number = None if bucket.file is None else self.files.get(bucket.file), len(self.files)
+        tensors: list[list[int]] = []
+        deltas: list[list[int]] = []
+        end = 0
+        for spec, tensor in zip(bucket.specs, bucket.tensors, strict=True):
+            if shared is not None:
+                tensors.append([indices[spec.name], shared, tensor.storage_offset() * tensor.itemsize])
+                continue
+            tensors.append([indices[spec.name], number, end])
+            end = _C.align_up(self._copied(tensor, end))
+        for delta in bucket.deltas:
+            index, count = indices[delta.spec.name], delta.positions.numel()
+            if shared is not None and not bucket.tensors:
+                begin = delta.positions.storage_offset() * engine.POSITION_BYTES
+                deltas.append([index, shared, begin, count])
+                continue
+            deltas.append([index, number, end, count])
+            values = self._copied(delta.positions, end)  # positions end where values may begin
+            end = _C.align_up(self._copied(delta.values, values))
+        return {"bucket": bucket.index, "bytes": end, "tensors": tensors, "deltas": deltas}
+
+    def _copied(self, tensor: torch.Tensor, begin: int) -> int:
+        end = begin + tensor.nbytes
+        self.memory[begin:end].view(tensor.dtype).copy_(tensor.reshape(-1))
+        return end
+
+    def deliver(self, deadline: float, is_lost: Callable[[], bool]) -> None:
+        """Sends what was placed, after all receivers were sent the request.
+
+        Raises:
+            engine.WireError: it did not reach all of them.
+        """
+
+    def close(self) -> None:
+        """Frees the memory."""
+
+
+class FileTransport(BucketTransport):
+    """Receivers map the ring that buckets are gathered into.
+
+    Some tensors do not lie in it: un-fused experts, merged adapters, parameters over several axes, weights on a device,
+    and deltas that a process group has gathered. They are copied into a file of this rank.
+    """
+
+    def __init__(self) -> None:
+        self._own: MemoryFile | None = None
+        self._sizes: list[int] = []
+
+    def prepare(self, layout: WireLayout) -> None:
+        if self._own is None:
+            self._own = MemoryFile("fsdp2x-sync", layout.spare_bytes)
+            self.memory = self._own.bytes
+        self.files = {descriptor: number for number, (descriptor, _) in enumerate(layout.files)}
+        self._sizes = [*(num_bytes for _, num_bytes in layout.files), self._own.num_bytes]
+
+    def describe_memory(self) -> tuple[dict[str, Any], list[int]]:
+        return {"files": self._sizes}, [*self.files, self._own.file]
+
+    def close(self) -> None:
+        self._own, self.memory = None, torch.empty(0)
+
+
+class IpcTransport(BucketTransport):
+    """Receivers on this host map a buffer of this rank's GPU, once for all pushes of a layout."""
+
+    def __init__(self) -> None:
+        self._handed: HandedMemory | None = None
+
+    def prepare(self, layout: WireLayout) -> None:
+        if self._handed is None:
+            self._handed = HandedMemory(accelerator_or_cpu(), room_for(layout))
+            self.memory = self._handed.bytes
+
+    def describe_memory(self) -> tuple[dict[str, Any], list[int]]:
+        return {"files": [], "device": engine.describe_handle(self._handed.device_handle())}, []
+
+    def place(self, bucket: PushBucket, indices: Mapping[str, int]) -> dict[str, Any]:
+        body = super().place(bucket, indices)
+        self._handed.synchronize()
+        return body
+
+    def close(self) -> None:
+        self._handed, self.memory = None, torch.empty(0)
+        collect_handed()
+
+
+class BroadcastTransport(BucketTransport):
+    """Each bucket is broadcast to all receivers at once, in a process group with them. Requests go over TCP."""
+
+    is_group = True
+
+    def __init__(self, secret: str, backend: str, num_engines: int) -> None:
+        self._secret, self._backend, self._num_engines = secret, backend, num_engines
+        self._group: engine_group.BroadcastGroup | None = None
+        self._room, self._num_bytes = 0, 0
+
+    def prepare(self, layout: WireLayout) -> None:
+        self._room = room_for(layout)
+
+    def connect(self, address: str, timeout_s: float) -> socket.socket:
+        connection = socket.create_connection(engine_tcp.split_address(address), timeout_s)
+        try:
+            engine_tcp.set_options(connection)
+            engine_tcp.greet_engine(connection, self._secret, timeout_s)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def invite(self, receivers: Collection[socket.socket], timeout_s: float) -> dict[str, Any] | None:
+        if self._group is not None:
+            return None
+        host = engine_group.common_host([receiver.getsockname()[0] for receiver in receivers])
+        opened = engine_group.BroadcastGroup.opened(self._backend, self._num_engines, host, timeout_s)
+        self._group, invitation = opened
+        self.memory = torch.empty(self._room, dtype=torch.uint8, device=self._group.device)
+        return invitation
+
+    def join(self, deadline: float, is_lost: Callable[[], bool]) -> None:
+        self._group.join(True, deadline, is_lost)
+        self._group.meet(deadline, is_lost)
+
+    def describe_memory(self) -> tuple[dict[str, Any], list[int]]:
+        return {"files": [self._room]}, []
+
+    def place(self, bucket: PushBucket, indices: Mapping[str, int]) -> dict[str, Any]:
+        body = super().place(bucket, indices)
+        self._num_bytes = body["bytes"]
+        return body
+
+    def deliver(self, deadline: float, is_lost: Callable[[], bool]) -> None:
+        self._group.broadcast(self.memory[: self._num_bytes], deadline, is_lost)
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group, self.memory = None, torch.empty(0)
+
+
+def room_for(layout: WireLayout) -> int:
+    """Bytes that any bucket takes, copied. Deltas take at most half of their tensors' bytes, and what aligns them."""
+    buckets = (sum(_C.align_up(spec.num_bytes) for spec in bucket) for bucket in layout.buckets)
+    return max([_C.ALIGN_BYTES, *buckets]) + _C.ALIGN_BYTES * len(layout.specs)
+
+
+def connected(address: str, timeout_s: float) -> socket.socket:
+    """A connection to a receiver of the same user on this host."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(engine.bind_address(address))
+        if engine.peer_uid(connection) != os.getuid():
+            raise PermissionError("it belongs to another user")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+# ---- memory for other processes
+
+
+class HandedMemory:
+    """``num_bytes`` of ``device`` in ``bytes``, a flat tensor that other processes of this host map by a handle.
+
+    Memory of an accelerator is handed out by CUDA IPC, that of the host as a file. torch counts the readers of memory
+    of a device, one for each handle, so every reader needs its own handle. Readers must unmap it before it is freed, or
+    it stays taken.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        """
+        Raises:
+            NotImplementedError: neither CUDA nor the CPU.
+        """
+        self.device = device
+        self._file: MemoryFile | None = None
+        if device.type == "cuda":
+            with torch_private.outside_expandable_segments():
+                self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            return
+        if device.type != "cpu":
+            raise NotImplementedError(
+                f"fsdp2x.sync: memory of {device} cannot be handed to another process; CUDA's and the CPU's can"
+            )
+        self._file = MemoryFile("fsdp2x-handed", num_bytes)
+        self._num_bytes = num_bytes
+        self.bytes = self._file.bytes[:num_bytes]
+
+    def handle(self) -> Handle:
+        """For one reader, which ``pickle`` can write."""
+        if self._file is None:
+            return reductions.reduce_tensor(self.bytes)
+        rebuild = functools.partial(torch.from_file, dtype=torch.uint8)
+        return rebuild, (f"/proc/{os.getpid()}/fd/{self._file.file}", True, self._num_bytes)
+
+    def device_handle(self) -> tuple:
+        """The arguments of ``rebuild_cuda_tensor`` for one reader, with the GPU's UUID for its number.
+
+        Raises:
+            ValueError: the memory is not that of a GPU.
+        """
+        if self._file is not None:
+            raise ValueError(
+                "fsdp2x.sync: engines are handed memory of a GPU, and this rank gathers weights on the CPU; "
+                'use memory="host" of Peer and Vllm, group="gloo" of Sglang'
+            )
+        arguments = reductions.reduce_tensor(self.bytes)[1]
+        return (*arguments[:DEVICE_ARGUMENT], device_uuid(self.device), *arguments[DEVICE_ARGUMENT + 1 :])
+
+    def synchronize(self) -> None:
+        """Waits until what was written is visible to other processes."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+def accelerator_or_cpu() -> torch.device:
+    """The current accelerator of this process, the CPU where there is none."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def device_uuid(device: torch.device) -> str:
+    """A GPU's own name, which it has in every process."""
+    return str(torch.cuda.get_device_properties(device).uuid)

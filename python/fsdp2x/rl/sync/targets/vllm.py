@@ -1,0 +1,423 @@
+"""``Vllm``: vLLM servers, or an ``LLM`` of this process.
+
+    wake weights, pause | begin, buckets, finish, commit | reset caches, label, wake the KV cache, resume
+         control        |   sockets and memory files     |                  control
+
+Weights go to the receiver of each worker, as with ``Peer``: in memory files on this host, by broadcasts to others. A
+worker has no loop of ours: one call of all workers (``fsdp2x_receive``) lasts as long as a push. vLLM hears nothing
+else meanwhile, so control comes before and after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from fsdp2x.base.arguments import checked
+from fsdp2x.rl.sync.receiver.engine_tcp import SCHEME, own_host
+from fsdp2x.rl.sync.receiver.vllm_worker import place_of_process
+from fsdp2x.rl.sync.targets.base import BackgroundCall, EngineTarget, PushBucket, WireLayout, refuse_adapters
+from fsdp2x.rl.sync.targets.peer import Peer
+from fsdp2x.rl.sync.targets.routes import ControlError, Routes, phase
+
+CONTACT_S = 60.0  # from a call of all workers to the begin that they wait for; vLLM may be in the middle of a step
+
+
+class Vllm(EngineTarget):
+    """vLLM, whose workers have the extension ``fsdp2x.sync.vllm_worker.Fsdp2xWorker``.
+
+        Vllm("http://127.0.0.1:8000")                     a server; VLLM_SERVER_DEV_MODE=1; also a list of them
+        Vllm(llm)                                         an LLM of this rank's process; Vllm(None) on ranks without one
+
+    If a worker of a server does not run beside the rank that talks to it, all workers get weights by broadcasts in a
+    process group, and requests on a port that each opens. The secret for the port is made here and goes by the server's
+    own HTTP. An ``LLM`` has its workers on its own host. Each
+    worker is given whole tensors, of which it takes its part (tensor and pipeline parallel). A commit is labelled
+    ``str(version)``.
+
+    A push that fails leaves servers paused, with layers of two versions, until a full push succeeds. An ``LLM`` cannot
+    be paused: ask ``Session.require_clean()`` before ``generate``. Drafters of speculative decoding keep their weights.
+
+    Tested with vLLM 0.32.0 on CPUs, whose sleep gives no memory back; accelerators and quantised weights against
+    stand-ins alone: compare the log-probabilities of a few fixed tokens, trainer and engine, after the first push.
+    """
+
+    whole_only = "vLLM loads whole tensors and repacks them"
+
+    @checked
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        rank: int = 0,
+        pause: Literal["keep", "wait", "abort"] = "keep",
+        partial: bool = False,
+        memory: Literal["host", "device"] = "host",
+        group: Literal["gloo", "nccl"] | None = None,
+    ) -> None:
+        """
+        Args:
+            engine: address or addresses of servers, the same on every rank; or what this rank has: an LLM or None.
+            rank: of the session's group, that talks to servers.
+            pause: what becomes of a server's requests. ``"keep"``: they go on with the new weights, what is cached of
+                them is computed again. ``"wait"``: the push waits for their end. ``"abort"``: they end.
+            partial: parameters that a push leaves out (``connect(params=...)``) keep what the engine holds. False: an
+                error. After ``sleep(2)`` they are one in any case.
+            memory: as for ``Peer``: ``"device"`` hands workers that see this rank's GPU a buffer there, by CUDA IPC.
+            group: as for ``Peer``, also for workers on this host. None: memory files where all workers run beside the
+                rank that talks to them, else ``"gloo"``.
+        """
+        addresses = [engine] if isinstance(engine, str) else engine
+        self._controls: Sequence[ServerControl | LocalControl]
+        if isinstance(addresses, Sequence):
+            if not addresses or not all(isinstance(a, str) and a.startswith("http") for a in addresses):
+                raise ValueError(f'fsdp2x.sync.Vllm: addresses such as "http://127.0.0.1:8000", got {engine!r}')
+            self._controls, self._rank = [ServerControl(address) for address in addresses], rank
+        elif engine is None or hasattr(engine, "collective_rpc"):
+            self._controls, self._rank = ([] if engine is None else [LocalControl(engine)]), None
+        else:
+            raise TypeError(f"fsdp2x.sync.Vllm: an address, a vllm.LLM or None, got a {type(engine).__name__}")
+        if group is not None and (self._rank is None or memory == "device"):
+            raise ValueError('fsdp2x.sync.Vllm: a group is for servers, and takes the place of memory="device"')
+        self._pause, self._partial, self._memory, self._group = pause, partial, memory, group
+        self._asleep: set[str] = set()  # what `sleep` took, and nobody brought back
+        self._dropped = self._stopped = self._torn = False  # weights; requests; by a push that failed
+        self._acts: bool | None = None  # whether this rank talks to engines, known when a session begins
+        self._layout: WireLayout | None = None
+        self._peer: Peer | None = None
+        self._addresses: list[str] = []
+        self._secret = secrets.token_hex()  # of workers on other hosts
+        self._calls: dict[str, BackgroundCall] = {}  # of each engine's workers, while a push is under way
+        self._timeout_s, self._is_committing = 0.0, False
+
+    def receives(self, rank: int) -> bool:
+        self._acts = bool(self._controls) if self._rank is None else rank == self._rank
+        return self._acts
+
+    # ---- between pushes
+
+    @checked
+    def sleep(self, level: Literal[1, 2] = 1) -> None:
+        """Engines give their accelerator's memory back until the next push, which wakes them; requests are aborted.
+
+        On a rank without an engine nothing happens. Level 1 keeps the weights in host memory; level 2 drops them, and
+        what the model holds besides parameters and registered buffers is lost for good: vLLM keeps those two.
+
+        Raises:
+            ValueError: another level.
+            RuntimeError: an engine refuses; it is asleep; there is no session yet.
+        """
+        if self._acts is None:
+            raise RuntimeError("fsdp2x.sync.Vllm.sleep: connect first, which says which rank talks to engines")
+        if self._asleep:
+            raise RuntimeError("fsdp2x.sync.Vllm.sleep: it is asleep already; push, or wake it")
+        if not self._acts:
+            return
+        for control in self._controls:
+            control.sleep(level)
+        self._asleep, self._dropped = {"weights", "kv_cache"}, level == 2
+
+    def wake(self) -> None:
+        """Engines run again with the weights that they had.
+
+        Raises:
+            RuntimeError: they have none of one version: after level 2, or a push that failed; or an engine refuses.
+        """
+        if self._dropped or self._torn:
+            why = "level 2 dropped the weights" if self._dropped else "the last push failed"
+            raise RuntimeError(f"fsdp2x.sync.Vllm.wake: {why}; push, which wakes the engine")
+        if not self._acts:
+            return
+        self._wake("weights", "kv_cache")
+        for control in self._controls:
+            control.resume()
+
+    # ---- a push
+
+    def open(self, layout: WireLayout, timeout_s: float) -> None:
+        self._layout, self._timeout_s, self._is_committing = layout, timeout_s, False
+        refuse_adapters(layout, "vLLM loads adapters by its own requests, from files")
+        with phase("begin"):
+            for control in self._controls:
+                control.timeout_s = timeout_s
+                control.require_ready()
+
+    def begin(self, version: int | str, mode: str, base: int | str | None) -> None:
+        covers_all = self._dropped or not self._partial
+        with phase("begin"):
+            self._require_idle()
+            states = self._find_receivers()
+            for control in self._controls:
+                is_ours = self._asleep or self._stopped or states[control.name] & {"open", "torn"}
+                if control.is_sleeping() and not is_ours:
+                    raise ControlError(
+                        f"{control.name} is paused or asleep, by somebody else: resume or wake it before a push, or "
+                        "let this target's sleep() do it"
+                    )
+            # Waking may resume requests: the pause comes after it.
+            self._wake("weights")
+            self._stopped = True
+            for control in self._controls:
+                control.pause(self._pause)
+            self._calls = {control.name: _call_workers(control, covers_all) for control in self._controls}
+        self._peer.open(self._layout, self._timeout_s)
+        self._peer.begin(version, mode, base)
+
+    def take(self, buckets: Iterator[PushBucket]) -> None:
+        self._peer.take(buckets)
+
+    def finish(self, version: int | str) -> None:
+        self._peer.finish(version)
+
+    def commit(self, version: int | str) -> None:
+        self._is_committing = True
+        self._peer.commit(version)
+        with phase("commit"):
+            for name, call in self._calls.items():
+                self._require_committed(name, call, version)
+            self._calls = {}
+            for control in self._controls:
+                control.reset_caches()
+            for control in self._controls:
+                control.publish(str(version))
+            self._wake("kv_cache")
+            for control in self._controls:
+                control.resume()
+        self._dropped = self._stopped = self._torn = False
+
+    def abort(self, reason: str) -> None:
+        self._torn = True
+        if self._calls and not self._is_committing:
+            self._peer.abort(reason)
+        elif self._calls:
+            self._peer.close()  # workers that have committed listen no more: those that have not see the connection end
+        for call in self._calls.values():
+            call.join(self._timeout_s)
+        self._calls = {name: call for name, call in self._calls.items() if call.is_alive()}
+        if self._peer is not None and not self._calls:
+            if self._is_committing:
+                # Some may have gone on already: another one failed at its commit, or one did and its answer is lost.
+                self._each_quietly(lambda control: control.pause(self._pause))
+            # Also those that no connection told, such as workers that another trainer holds: the server is paused, and
+            # only workers that are torn let another target take it over.
+            self._each_quietly(lambda control: control.call("fsdp2x_tear", reason))
+
+    def close(self) -> None:
+        if self._peer is None:
+            return
+        self._peer.close()
+        if not self._calls:
+            self._each_quietly(lambda control: control.call("fsdp2x_release"))
+        self._peer, self._addresses = None, []
+
+    # ---- parts
+
+    def _wake(self, *tags: str) -> None:
+        for tag in tags:
+            if tag in self._asleep:
+                for control in self._controls:
+                    control.wake([tag])
+                self._asleep.discard(tag)
+
+    def _find_receivers(self) -> dict[str, set[str]]:
+        """What the workers of each engine hold; they are asked each time, as they may be others."""
+        answers = {c.name: _values(c.name, c.call("fsdp2x_listen")) for c in self._controls}
+        states = {name: {answer["state"] for answer in said} for name, said in answers.items()}
+        here = place_of_process()
+        everyone = [answer for said in answers.values() for answer in said]
+        by_tcp = self._group is not None or any(
+            answer["place"] != here or answer["address"].startswith(SCHEME) for answer in everyone
+        )
+        if by_tcp and self._memory == "device":
+            raise ControlError('a worker runs on another host, which reaches no memory of this GPU; say memory="host"')
+        if by_tcp:
+            everyone = [answer for control in self._controls for answer in self._listen_tcp(control)]
+        addresses = [answer["address"] for answer in everyone]
+        if addresses != self._addresses:
+            if self._peer is not None:
+                self._peer.close()
+            secret = self._secret if by_tcp else None
+            self._peer = Peer(addresses, secret=secret, memory=self._memory, group=self._group)
+            self._addresses = addresses
+        return states
+
+    def _listen_tcp(self, control: ServerControl | LocalControl) -> list[dict[str, Any]]:
+        """Makes the workers of an engine listen on a port."""
+        if control.host is None:
+            raise ControlError(
+                f"a worker of {control.name} runs on another host or in another network namespace, and reaches no "
+                "memory of this one: start a server there, and give Vllm its address"
+            )
+        try:
+            trainer = own_host(control.host)
+        except OSError as error:
+            raise ControlError(f"{control.name}: no way to its host: {error}") from error
+        return _values(control.name, control.call("fsdp2x_listen_tcp", self._secret, trainer))
+
+    def _require_idle(self) -> None:
+        self._calls = {name: call for name, call in self._calls.items() if call.is_alive()}
+        for name in self._calls:
+            raise ControlError(f"{name} has not ended the push before; start it again")
+
+    def _require_committed(self, name: str, call: BackgroundCall, version: int | str) -> None:
+        """Raises ControlError unless every worker says in time that it holds ``version``."""
+        call.join(self._timeout_s)
+        if call.is_alive():
+            raise ControlError(f"{name} committed, and does not return in {self._timeout_s:.0f} s")
+        if call.error is not None:
+            raise call.error
+        for answer in _values(name, call.result):
+            if (answer["state"], answer["version"]) != ("clean", version):
+                raise ControlError(f"a worker of {name} is {answer['state']} ({answer['reason']})")
+
+    def _each_quietly(self, act: Callable[[ServerControl | LocalControl], object]) -> None:
+        """What cannot be told any more: the engine is gone, or takes no calls."""
+        for control in self._controls:
+            with contextlib.suppress(ControlError):
+                act(control)
+
+
+def _call_workers(control: ServerControl | LocalControl, covers_all: bool) -> BackgroundCall:
+    """The call that makes an engine's workers take a push. It returns at the end of the push."""
+    return BackgroundCall(lambda: control.call("fsdp2x_receive", covers_all, CONTACT_S, patient=True))
+
+
+def _values(name: str, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Answers of all workers.
+
+    Raises:
+        ControlError: one of them is an error.
+    """
+    for index, answer in enumerate(answers):
+        if not answer["ok"]:
+            raise ControlError(f"worker {index} of {name} says: {answer['error']}")
+    return answers
+
+
+# ---- how an engine is steered
+
+EXTENSION = "fsdp2x.sync.vllm_worker.Fsdp2xWorker"
+
+
+class ServerControl:
+    """A vLLM server that runs with ``VLLM_SERVER_DEV_MODE=1``. Every method raises ``ControlError``.
+
+    ``timeout_s``: how long it may take to answer. ``host``: by which it is spoken to, None in this process.
+    """
+
+    timeout_s = 300.0
+
+    def __init__(self, url: str) -> None:
+        self._routes = Routes(url, "start vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1")
+        self.name = self._routes.name
+        self.host: str | None = urlsplit(url).hostname
+
+    def _ask(self, *args: Any, **options: Any) -> dict[str, Any]:
+        self._routes.timeout_s = self.timeout_s
+        return self._routes.ask(*args, **options)
+
+    def require_ready(self) -> None:
+        """Raises unless the engine answers, and its workers have the extension."""
+        config = self._ask("GET", "/server_info", {"config_format": "json"})["vllm_config"]
+        _require_extension(self.name, config["parallel_config"]["worker_extension_cls"])
+
+    def call(self, method: str, *args: Any, patient: bool = False) -> list[dict[str, Any]]:
+        """What each worker's ``method`` returns. ``patient``: however long it takes."""
+        body = {"method": method, "args": list(args)}
+        results = self._ask("POST", "/collective_rpc", body=body, patient=patient)["results"]
+        num_workers = self._ask("GET", "/get_world_size")["world_size"]
+        if num_workers != len(results):
+            raise ControlError(
+                f"{self.name} has {num_workers} workers, of which {len(results)} answer: a data-parallel server passes "
+                "calls on to one of its replicas; start a server for each, and give Vllm all their addresses"
+            )
+        return results
+
+    def is_sleeping(self) -> bool:
+        """Whether it is paused or asleep. vLLM does not tell one from the other."""
+        return self._ask("GET", "/is_sleeping")["is_sleeping"]
+
+    def sleep(self, level: int) -> None:
+        self._ask("POST", "/sleep", {"level": level})
+
+    def wake(self, tags: list[str]) -> None:
+        self._ask("POST", "/wake_up", {"tags": tags})
+
+    def pause(self, mode: str) -> None:
+        self._ask("POST", "/pause", {"mode": mode})
+
+    def resume(self) -> None:
+        self._ask("POST", "/resume")
+
+    def reset_caches(self) -> None:
+        # While requests hold blocks the cache is kept, which older servers do not even say: they are preempted first.
+        answer = self._ask("POST", "/reset_prefix_cache", {"reset_running_requests": "true"})
+        _require_reset(self.name, answer.get("success", True))
+        self._ask("POST", "/reset_encoder_cache")
+
+    def publish(self, version: str) -> None:
+        self._ask("POST", "/update_weight_version", body={"new_version": version})
+
+
+class LocalControl:
+    """A ``vllm.LLM`` of this process, with the methods of ``ServerControl``.
+
+    It does nothing between two calls of ``generate`` and so needs no pause.
+    """
+
+    name, host, timeout_s = "the LLM of this process", None, 300.0
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def require_ready(self) -> None:
+        parallel = self._llm.llm_engine.vllm_config.parallel_config
+        _require_extension(self.name, parallel.worker_extension_cls)
+
+    def call(self, method: str, *args: Any, patient: bool = False) -> list[dict[str, Any]]:
+        return self._told(self._llm.collective_rpc, method, None if patient else self.timeout_s, args)
+
+    def is_sleeping(self) -> bool:
+        return self._told(self._llm.llm_engine.is_sleeping)
+
+    def sleep(self, level: int) -> None:
+        self._told(self._llm.sleep, level)
+
+    def wake(self, tags: list[str]) -> None:
+        self._told(self._llm.wake_up, tags)
+
+    def pause(self, mode: str) -> None:
+        """Nothing is generated meanwhile."""
+
+    def resume(self) -> None:
+        """Nothing was paused."""
+
+    def reset_caches(self) -> None:
+        _require_reset(self.name, self._told(self._llm.reset_prefix_cache))
+        self._told(self._llm.llm_engine.reset_encoder_cache)
+
+    def publish(self, version: str) -> None:
+        self._told(self._llm.update_weight_version, version)
+
+    def _told(self, method: Any, *args: Any) -> Any:
+        try:
+            return method(*args)
+        except Exception as error:
+            raise ControlError(f"{self.name}: {type(error).__name__}: {error}") from error
+
+
+def _require_extension(name: str, extension: str | None) -> None:
+    # Asking a worker for a method that it has not would leave the other workers' answers in vLLM's queues.
+    if not extension:
+        raise ControlError(
+            f"{name} has no worker extension: start it with --worker-extension-cls {EXTENSION} (LLM(..., "
+            f'worker_extension_cls="{EXTENSION}")), or with the copy that lies on its PYTHONPATH'
+        )
+
+
+def _require_reset(name: str, success: bool) -> None:
+    if not success:
+        raise ControlError(f"{name} did not reset its prefix cache: it would go on with what old weights computed")

@@ -1,0 +1,118 @@
+"""What a push sends: the dtypes of the parameters, their buckets, and the layout that engines are told once."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from fsdp2x.base.native import _C
+from fsdp2x.io.export.plans import BucketPlan, plan_buckets, ring_of
+from fsdp2x.io.names import Family
+from fsdp2x.rl.sync.merged import AdapterMerge
+from fsdp2x.rl.sync.targets.base import WireLayout
+from fsdp2x.sharding.names import clean_name
+
+
+def plan_wire(
+    caller: str,
+    model: nn.Module,
+    chosen: Mapping[str, nn.Parameter],
+    dtype: torch.dtype | None,
+    keep: Mapping[str, torch.dtype],
+    names: str,
+    bucket_bytes: int,
+    arrange: Callable[[list[Family]], list[Family]] = list,
+    merge: AdapterMerge | None = None,
+) -> list[BucketPlan]:
+    """The buckets of a push. A pattern of ``keep`` is matched against FQNs, and against names in the files.
+
+    ``arrange``: another order of the families. ``merge``: adapters that go out in the weights of their base.
+
+    Raises:
+        ValueError: a pattern matches nothing, or two of them one parameter with different dtypes.
+    """
+    dtypes: dict[str, torch.dtype | None] = dict.fromkeys(chosen, dtype)
+    uncast, unnamed = (merge.uncast, merge.adapters) if merge is not None else (set(), set())
+
+    def plan() -> list[BucketPlan]:
+        gathered = {name: None if name in uncast else kind for name, kind in dtypes.items()}
+        return plan_buckets(model, chosen, gathered, names, bucket_bytes, arranged, unnamed)
+
+    def arranged(families: list[Family]) -> list[Family]:
+        return arrange(families if merge is None else merge.arrange(families, dtypes))
+
+    if keep:
+        spellings = {name: {name, clean_name(name)} for name in chosen}
+        for bucket in plan():
+            for family in bucket.families:
+                for name in family.params:
+                    spellings[name] |= {spec.name for spec in family.outputs}
+        dtypes.update(_kept(caller, keep, spellings))
+    return plan()
+
+
+def layer_of(name: str) -> tuple[str, int] | None:
+    """What stands before the first number in ``name``, and the number; None without one."""
+    parts = name.split(".")
+    return next(((".".join(parts[:i]), int(part)) for i, part in enumerate(parts) if part.isdigit()), None)
+
+
+def by_layers(families: list[Family]) -> list[Family]:
+    """What belongs to no layer and comes before the first, layers in rising order, stack by stack, and the others."""
+    stacks: dict[str, int] = {}
+
+    def place(family: Family) -> tuple[int, int, int]:
+        layer = layer_of(family.outputs[0].name)
+        if layer is None:
+            return (2 if stacks else 0), 0, 0
+        return 1, stacks.setdefault(layer[0], len(stacks)), layer[1]
+
+    places = [place(family) for family in families]
+    return [families[index] for index in sorted(range(len(families)), key=places.__getitem__)]
+
+
+def _kept(caller: str, keep: Mapping[str, torch.dtype], spellings: Mapping[str, set[str]]) -> dict[str, torch.dtype]:
+    kept: dict[str, tuple[str, torch.dtype]] = {}
+    for pattern, dtype in keep.items():
+        found = [name for name, known in spellings.items() if any(fnmatch.fnmatchcase(one, pattern) for one in known)]
+        if not found:
+            some = ", ".join(sorted(min(known) for known in list(spellings.values())[:3]))
+            raise ValueError(f"{caller}: keep: no parameter matches {pattern!r}; names are such as {some}")
+        for name in found:
+            before = kept.setdefault(name, (pattern, dtype))
+            if before[1] != dtype:
+                raise ValueError(
+                    f"{caller}: keep: {name!r} is {before[1]} by {before[0]!r} and {dtype} by {pattern!r}; make the "
+                    "patterns exclude each other"
+                )
+    return {name: dtype for name, (_, dtype) in kept.items()}
+
+
+def layout_digest(plans: list[BucketPlan]) -> str:
+    """Equal where names, shapes, dtypes and buckets are."""
+    text = repr([[(spec.name, tuple(spec.shape), str(spec.dtype)) for spec in plan.specs] for plan in plans])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def describe_wire(plans: list[BucketPlan], rings: Mapping, deltas: bool) -> WireLayout:
+    """The layout of ``plans``, whose rings are made with ``keep_files``."""
+    with_file = {id(ring): ring for ring in rings.values() if ring.file is not None}
+    files = tuple((ring.file, ring.num_bytes) for ring in with_file.values())
+    # Deltas take at most half of their tensors' bytes, besides what aligns them.
+    spare = [
+        sum(_C.align_up(spec.num_bytes) + _C.ALIGN_BYTES for spec in plan.specs)
+        for plan in plans
+        if deltas or not lies_in_ring(plan, rings)
+    ]
+    return WireLayout(tuple(plan.specs for plan in plans), files, max(spare, default=0))
+
+
+def lies_in_ring(plan: BucketPlan, rings: Mapping) -> bool:
+    """Whether what is handed out is the very memory that the ranks wrote to, and other processes can map it."""
+    if plan.alone or not all(family.is_renamed_only for family in plan.families):
+        return False
+    return bool(plan.gathered) and ring_of(rings, plan).file is not None

@@ -1,8 +1,0 @@
-"""Rollouts: an engine that samples with log-probabilities and takes weights meanwhile, and what trainers ask it."""
-
-from fsdp2x.rollout.client import RolloutClient, RolloutError
-from fsdp2x.rollout.colocated import ColocatedRollout
-from fsdp2x.rollout.sampling import Completion, Sampling, sample
-from fsdp2x.rollout.server import RolloutServer
-
-__all__ = ["ColocatedRollout", "Completion", "RolloutClient", "RolloutError", "RolloutServer", "Sampling", "sample"]

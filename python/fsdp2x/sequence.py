@@ -1,0 +1,39 @@
+"""Long sequences and samples of different lengths: packing, attention over samples, Ulysses, and the loss of both."""
+
+from fsdp2x.models.sequence.attention import SequenceAttention, use_varlen_attention
+from fsdp2x.models.sequence.layout import SequenceLayout
+from fsdp2x.models.sequence.loss import (
+    count_label_tokens,
+    mean_over_ranks,
+    token_entropy,
+    token_log_probs,
+    token_mean_loss,
+)
+from fsdp2x.models.sequence.packing import PackedBatch, micro_batches, pack_by_budget, pack_samples
+from fsdp2x.models.sequence.ulysses import (
+    SequenceMesh,
+    SequenceShard,
+    UlyssesContext,
+    apply_ulysses,
+    init_sequence_mesh,
+)
+
+__all__ = [
+    "PackedBatch",
+    "SequenceAttention",
+    "SequenceLayout",
+    "SequenceMesh",
+    "SequenceShard",
+    "UlyssesContext",
+    "apply_ulysses",
+    "count_label_tokens",
+    "init_sequence_mesh",
+    "mean_over_ranks",
+    "micro_batches",
+    "pack_by_budget",
+    "pack_samples",
+    "token_entropy",
+    "token_log_probs",
+    "token_mean_loss",
+    "use_varlen_attention",
+]

@@ -1,0 +1,155 @@
+"""What one ``fully_shard`` call manages: modules, their parameters, who owns them, and where each parameter goes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from fsdp2x.base import torch_private
+from fsdp2x.sharding.mesh import ShardGroup, from_mesh_info
+
+
+class Owners(Sequence):
+    """Places that register a parameter: (module, name). Modules are held weakly, because they hold who asks.
+
+    So a model and its engine go when nobody refers to the model any more, without Python's cycle collector. Iterating,
+    and slices, leave out modules that are gone. An index gives None in place of such a module.
+    """
+
+    def __init__(self, places: Iterable[tuple[nn.Module, str]]) -> None:
+        self._places = [(weakref.ref(module), name) for module, name in places]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [(module, name) for ref, name in self._places[index] if (module := ref()) is not None]
+        ref, name = self._places[index]
+        return ref(), name
+
+    def __iter__(self) -> Iterator[tuple[nn.Module, str]]:
+        return iter(self[:])
+
+    def append(self, place: tuple[nn.Module, str]) -> None:
+        """One more place."""
+        self._places.append((weakref.ref(place[0]), place[1]))
+
+
+@dataclass
+class OwnedParam:
+    """A parameter and every place (module, name) among the managed modules where it is registered."""
+
+    param: nn.Parameter
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+def managed_modules(roots: Iterable[nn.Module], is_sharded: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    """Modules below ``roots``, children first, without those below a nested sharded or replicated module."""
+    roots = list(roots)
+    visited: set[int] = set()
+    found: list[nn.Module] = []
+
+    # A closure that refers to itself would keep the modules until the cycle collector runs.
+    def visit(module: nn.Module, again: Callable) -> None:
+        if torch_private.is_replicated(module):
+            return
+        if is_sharded(module) and not any(module is root for root in roots):
+            return
+        visited.add(id(module))
+        for child in module.children():
+            if id(child) not in visited:
+                again(child, again)
+        found.append(module)
+
+    for root in roots:
+        if id(root) not in visited:
+            visit(root, visit)
+    return found
+
+
+def collect_params(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> list[OwnedParam]:
+    """The distinct parameters of ``modules`` in order of first registration.
+
+    Raises:
+        ValueError: a parameter is a scalar, which has no dim to shard.
+    """
+    by_id: dict[int, OwnedParam] = {}
+    for module in modules:
+        for name, param in module._parameters.items():
+            if param is None or param in ignored:
+                continue
+            if param.dim() == 0:
+                raise ValueError(
+                    "fully_shard doesn't support scalar parameters. "
+                    f"Change {name} to a 1D tensor with numel equal to 1."
+                )
+            by_id.setdefault(id(param), OwnedParam(param)).owners.append((module, name))
+    return list(by_id.values())
+
+
+def collect_buffers(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """The distinct buffers of ``modules``."""
+    return list({id(buffer): buffer for module in modules for buffer in module.buffers(recurse=False)}.values())
+
+
+def cast_floating(buffers: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
+    """Converts floating-point buffers in place; the others keep their dtype."""
+    for buffer in buffers:
+        if buffer.is_floating_point() and buffer.dtype != dtype:
+            buffer.data = buffer.data.to(dtype)
+
+
+def move_to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Moves parameters and buffers in place; tensors on the meta device stay there."""
+    for tensor in tensors:
+        if tensor.device != device and not tensor.is_meta:
+            tensor.data = tensor.data.to(device)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a parameter goes: the ranks that share it and the dim it is cut along."""
+
+    owned: OwnedParam
+    ranks: ShardGroup
+    shard_dim: int
+
+
+def place(owned: OwnedParam, ranks: ShardGroup, placement_fn: Callable | None) -> Placed:
+    """Asks ``shard_placement_fn``; by default ``Shard(0)`` over ``ranks``.
+
+    Raises:
+        ValueError: the function returned something else than None, ``Shard`` or torch's ``ShardPlacementResult``, or
+            a dim that the parameter has not.
+    """
+    param = owned.param
+    placement = placement_fn(param) if placement_fn is not None else None
+    if hasattr(placement, "mesh_info"):
+        ranks, placement = from_mesh_info(placement.mesh_info), placement.placement
+    if placement is None:
+        return Placed(owned, ranks, 0)
+    if not isinstance(placement, Shard):
+        raise ValueError(
+            f"Invalid shard_placement_fn result: {placement!r} for a parameter of shape {tuple(param.shape)}; expected "
+            "None, Shard(dim) or ShardPlacementResult"
+        )
+    dim = placement.dim + param.dim() if placement.dim < 0 else placement.dim
+    if not 0 <= dim < param.dim():
+        raise AssertionError(f"Shard dim {dim} is invalid for {param.dim()}D tensor: {tuple(param.shape)}")
+    return Placed(owned, ranks, dim)
+
+
+def group_by_ranks(placed: list[Placed]) -> list[list[Placed]]:
+    """Parameters of one mesh together, in order of first appearance."""
+    groups: dict[tuple, list[Placed]] = {}
+    for one in placed:
+        key = (one.ranks.mesh, one.ranks.group, one.ranks.replicate_group)
+        groups.setdefault(key, []).append(one)
+    return list(groups.values())

@@ -1,0 +1,138 @@
+"""Parameters whose local tensor brings its own all-gather (``fsdp_pre_all_gather`` / ``fsdp_post_all_gather``).
+
+The declared slow path: per parameter and in Python; only the collective is that of the whole group. Everything else
+about such a parameter (hooks, gradients, registration) runs in the engine. Protocol: torch's documentation of FSDP2
+extensions.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2x.base import torch_private
+from fsdp2x.sharding.mesh import ShardGroup
+from fsdp2x.sharding.spec import ParamSpec
+
+
+def has_extension(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` defines the extension protocol.
+
+    Raises:
+        AssertionError: it defines only one of the two functions.
+    """
+    before, after = hasattr(tensor, "fsdp_pre_all_gather"), hasattr(tensor, "fsdp_post_all_gather")
+    if before != after:
+        raise AssertionError(
+            "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using all-gather extensions: "
+            f"{tensor}"
+        )
+    return before
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a subclass without memory of its own: its inner tensors keep their storages."""
+    return torch_private.is_traceable_wrapper_subclass(tensor) or (
+        type(tensor) not in (torch.Tensor, nn.Parameter) and has_extension(tensor)
+    )
+
+
+class Extension:
+    """One parameter's gathers: inputs of the running one, and the tensors its unsharded form lies in."""
+
+    def __init__(self, spec: ParamSpec, size: torch.Size, ranks: ShardGroup, module: nn.Module) -> None:
+        if spec.shard_dim > 0:
+            raise NotImplementedError(
+                f"fsdp2x.fully_shard: a parameter of {type(module).__name__} with an all-gather extension is sharded "
+                f"along dim {spec.shard_dim}; extensions work along dim 0 only"
+            )
+        self.spec, self.ranks = spec, ranks
+        self.size, self.stride = size, torch.empty(size, device="meta").stride()
+        self.padded_size = torch.Size(ranks.rows(size, spec.shard_dim, rank=0)[1])
+        self.parameter: nn.Parameter | None = None  # over the unsharded tensor, made once
+        self._module_name = type(module).__name__
+        self._inputs: list[torch.Tensor] = []
+        self._metadata: Any = None
+        self._outputs: list[torch.Tensor] = []
+        self._inner: list[torch.Tensor] = []
+
+    def begin(self, local: torch.Tensor, module: nn.Module, mp_policy) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns (output, source) of each all-gather that ``fsdp_pre_all_gather`` asks for; none at world size 1.
+
+        Raises:
+            AssertionError: its signature, or the sizes it returned, are not those of the protocol.
+        """
+        arity = len(inspect.signature(local.fsdp_pre_all_gather).parameters)
+        if arity not in (1, 5):
+            raise AssertionError(
+                f"Invalid fsdp_pre_all_gather of {self._module_name}: expects (mesh) or (mesh, outer_size, "
+                f"outer_stride, module, mp_policy), got {arity} parameters"
+            )
+        mesh = self.ranks.mesh
+        if mesh.ndim == 2:
+            mesh = mesh[mesh.mesh_dim_names[-1]]
+        arguments = (mesh,) if arity == 1 else (mesh, self.size, self.stride, module, mp_policy)
+        inputs, self._metadata = local.fsdp_pre_all_gather(*arguments)
+        is_padded = local.size() != self.padded_size
+        if arity == 5 and is_padded and any(one.size() != self.padded_size for one in inputs):
+            raise AssertionError(
+                f"When a parameter is unevenly sharded by FSDP (orig size={self.size}, FSDP world size="
+                f"{self.ranks.world}), fsdp_pre_all_gather must return all-gather inputs with the padded sharded size "
+                f"{self.padded_size} but got {[one.size() for one in inputs]}"
+            )
+        self._inputs = list(inputs)
+        self._allocate()
+        if self.ranks.world > 1:
+            sources = [source.reshape(-1).contiguous() for source in self._inputs]
+            return list(zip(self._outputs, sources, strict=True))
+        for source, output in zip(self._inputs, self._outputs, strict=True):
+            output.copy_(source.reshape(-1))
+        return []
+
+    def finish(self, local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """Unshards ``local`` in the compute ``dtype``, once everything is gathered.
+
+        Returns the tensor that ``parameter`` is to be made of; None when there is one, which then has the values.
+        """
+        # The rows of all ranks one below the other, as the protocol wants them.
+        outputs = tuple(
+            out.view(-1, *source.shape[1:]) for out, source in zip(self._outputs, self._inputs, strict=True)
+        )
+        unsharded = None
+        if self.parameter is None:
+            tensor, self._inner = local.fsdp_post_all_gather(outputs, self._metadata, dtype)
+            unsharded = torch.as_strided(tensor, self.size, self.stride, storage_offset=0)
+        else:
+            for tensor in self._inner:
+                _allocate(tensor)
+            # The very object that modules compute with: extensions also write what is beside its memory (a scale).
+            local.fsdp_post_all_gather(outputs, self._metadata, dtype, out=self.parameter)
+        self._inputs, self._metadata = [], None
+        release = getattr(local, "fsdp_should_release_all_gather_outputs_after_post_all_gather", None)
+        if release is not None and release():
+            for tensor in self._outputs:
+                tensor.untyped_storage().resize_(0)
+        return unsharded
+
+    def free(self) -> None:
+        """Gives the memory of the unsharded form back; the tensors stay."""
+        for tensor in (*self._outputs, *self._inner):
+            tensor.untyped_storage().resize_(0)
+
+    def _allocate(self) -> None:
+        fits = [(out.numel(), out.dtype) for out in self._outputs]
+        wanted = [(one.numel() * self.ranks.world, one.dtype) for one in self._inputs]
+        if fits != wanted:
+            self._outputs = [torch.empty(numel, dtype=dtype, device=self.ranks.device) for numel, dtype in wanted]
+            return
+        for tensor in self._outputs:
+            _allocate(tensor)
+
+
+def _allocate(tensor: torch.Tensor) -> None:
+    storage, needed = tensor.untyped_storage(), tensor.numel() * tensor.itemsize
+    if storage.size() != needed:
+        storage.resize_(needed)

@@ -1,0 +1,270 @@
+"""Which ranks share parameters: validation of device meshes, and the shard and replicate axes taken from them."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp2x.base import torch_private
+from fsdp2x.base.failures import exchange
+from fsdp2x.base.native import _C
+
+
+@dataclass(frozen=True)
+class ShardGroup:
+    """The ranks among which parameters are sharded, and those that hold copies of the same shards.
+
+    ``mesh`` is the data-parallel mesh: 1-D (shard), or 2-D (replicate, shard). With ``dp_mesh_dims`` it is cut out of
+    ``spmd_mesh``, on which the parameters already are DTensors.
+    """
+
+    mesh: DeviceMesh
+    group: dist.ProcessGroup | None  # None: nothing is sharded, a world of one
+    rank: int
+    world: int
+    replicate_group: dist.ProcessGroup | None
+    replicas: int
+    device: torch.device
+    spmd_mesh: DeviceMesh | None = None
+    dp_mesh_dims: Any = None
+
+    @property
+    def has_replicate_axis(self) -> bool:
+        return self.replicate_group is not None
+
+    def rows(self, size: Sequence[int], dim: int, rank: int | None = None) -> tuple[list[int], list[int]]:
+        """Start and sizes of the part of a tensor of ``size``, cut along ``dim``, that ``rank`` has; default this."""
+        begin, end = _C.shard_rows(size[dim], self.world, self.rank if rank is None else rank)
+        start, sizes = [0] * len(size), list(size)
+        start[dim], sizes[dim] = begin, end - begin
+        return start, sizes
+
+
+def default_mesh() -> DeviceMesh:
+    """A 1-D mesh over all ranks on the machine's accelerator, else the CPU; starts torch.distributed if needed.
+
+    Raises:
+        RuntimeError: nobody has said who the ranks are.
+    """
+    if not dist.is_initialized():
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise RuntimeError(
+                "fully_shard: there is no process group, and nothing in the environment to make one from "
+                f"({', '.join(missing)} not set): start the script with torchrun --nproc_per_node=N, or call "
+                "torch.distributed.init_process_group before"
+            )
+        dist.init_process_group()
+    return init_device_mesh(torch_private.accelerator_type(), (dist.get_world_size(),))
+
+
+def shard_group(mesh: DeviceMesh, dp_mesh_dims: Any = None) -> ShardGroup:
+    """Checks ``mesh`` and returns its data-parallel axes.
+
+    Raises:
+        ValueError: the mesh lacks this rank, has neither one nor two axes, or ``dp_mesh_dims`` names an axis that it
+            has not.
+        AssertionError: a 2-D mesh without names for its axes (upstream's type).
+    """
+    _check_member(mesh)
+    if dp_mesh_dims is not None:
+        return _from_named_axes(mesh, dp_mesh_dims)
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
+    if mesh.ndim == 1:
+        return _make(mesh, shard_axis=0, replicate_axis=None)
+    if mesh.mesh_dim_names is None:
+        raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
+    return _make(mesh, shard_axis=1, replicate_axis=0)
+
+
+# By shard group, so that units of one mesh share them; gone with the group.
+_post_forward_groups: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def post_forward_group(ranks: ShardGroup, world: int) -> ShardGroup:
+    """Consecutive ranks of ``ranks.mesh`` in groups of ``world``. Collective at the first call for a mesh and size."""
+    made = _post_forward_groups.setdefault(ranks.group, {})
+    key = (ranks.mesh, world)
+    if key not in made:
+        mesh = DeviceMesh(ranks.mesh.device_type, ranks.mesh.mesh.view(-1, world))
+        made[key] = _make(mesh, shard_axis=1, replicate_axis=None)
+    return made[key]
+
+
+# By shard group; gone with it.
+_reduction_groups: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def reduction_group(ranks: ShardGroup) -> dist.ProcessGroup | None:
+    """A second process group over the ranks of ``ranks.group``; None without one. Collective at the first call.
+
+    Raises:
+        RuntimeError: some of the ranks have made more process groups than others, so that they would not find each
+            other in a new one.
+    """
+    if ranks.group is not None and ranks.group not in _reduction_groups:
+        _reduction_groups[ranks.group] = _group_of_members(
+            "set_separate_reduce_scatter_group", [ranks.group], ranks.device, "fsdp_reduce_scatter"
+        )
+    return _reduction_groups.get(ranks.group) if ranks.group is not None else None
+
+
+# By the process group of a mesh's last axis, then by the mesh; gone with the group.
+_covering_groups: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def covering_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """A process group over all ranks of ``mesh``. Collective at the first call for a mesh of several axes.
+
+    Raises:
+        RuntimeError: as ``reduction_group``.
+    """
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    world = dist.group.WORLD
+    if world is not None and mesh.size() == world.size():
+        return world
+    made = _covering_groups.setdefault(mesh.get_group(mesh.ndim - 1), {})
+    if mesh not in made:
+        made[mesh] = _group_of_members("optim.Muon", mesh.get_all_groups(), _device(mesh), "mesh_of_matrices")
+    return made[mesh]
+
+
+def _group_of_members(
+    caller: str, axes: list[dist.ProcessGroup], device: torch.device, description: str
+) -> dist.ProcessGroup:
+    """A new process group of all ranks that ``axes`` lead to, one after the other; nobody else is waited for."""
+
+    def told_along_axes(own: str) -> dict[int, str]:
+        told = {dist.get_rank(): own}
+        for group in axes:
+            for others in exchange(told, group):
+                told.update(others)
+        return told
+
+    members = sorted(told_along_axes(""))
+    names = told_along_axes(torch_private.next_group_name(members))
+    if len(set(names.values())) > 1:
+        like_first = [rank for rank in members if names[rank] == names[members[0]]]
+        raise RuntimeError(
+            f"{caller}: a process group of its own cannot be made, since the ranks have not "
+            f"made the same number of process groups before: ranks {like_first} differ from the others of {members}. "
+            "torch.distributed names a new group by that number, and would wait for the others under another name. "
+            "Make process groups on all ranks alike, or call this before the ones that only some ranks make"
+        )
+    with torch_private.without_splits() as bound:
+        made = dist.new_group(
+            members,
+            timeout=torch_private.group_timeout(axes[0], device),
+            use_local_synchronization=True,
+            group_desc=description,
+            device_id=bound,
+        )
+    assert isinstance(made, dist.ProcessGroup), "every caller is a member"
+    return made
+
+
+def from_mesh_info(info: Any) -> ShardGroup:
+    """From the ``mesh_info`` that a ``shard_placement_fn`` returned in torch's ``ShardPlacementResult``."""
+    return _make(
+        info.mesh,
+        shard_axis=getattr(info, "shard_mesh_dim", None),
+        replicate_axis=getattr(info, "replicate_mesh_dim", None),
+        spmd_mesh=getattr(info, "spmd_mesh", None),
+        dp_mesh_dims=getattr(info, "dp_mesh_dims", None),
+    )
+
+
+def _check_member(mesh: DeviceMesh) -> None:
+    if mesh.get_coordinate() is None:
+        ranks = mesh.mesh.flatten().tolist()
+        shown = ", ".join(map(str, ranks[:8])) + (f", .. ({len(ranks)} of them)" if len(ranks) > 8 else "")
+        raise ValueError(
+            f"fully_shard: rank {dist.get_rank()} is not in the mesh, whose ranks are {shown}; call fully_shard on "
+            "ranks of the mesh alone"
+        )
+
+
+def _make(mesh: DeviceMesh, shard_axis: int | None, replicate_axis: int | None, **spmd: Any) -> ShardGroup:
+    group = mesh.get_group(shard_axis) if shard_axis is not None else None
+    replicate_group = mesh.get_group(replicate_axis) if replicate_axis is not None else None
+    return ShardGroup(
+        mesh=mesh,
+        group=group,
+        rank=group.rank() if group is not None else 0,
+        world=group.size() if group is not None else 1,
+        replicate_group=replicate_group,
+        replicas=replicate_group.size() if replicate_group is not None else 1,
+        device=_device(mesh),
+        **spmd,
+    )
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def _from_named_axes(mesh: DeviceMesh, dp_mesh_dims: Any) -> ShardGroup:
+    shard, replicate = dp_mesh_dims.shard_names, dp_mesh_dims.replicate_names
+    if not shard and not replicate:
+        raise ValueError("At least one of shard or replicate must be set in dp_mesh_dims")
+    if mesh.mesh_dim_names is None:
+        raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
+    for name in (*shard, *replicate):
+        if name not in mesh.mesh_dim_names:
+            raise ValueError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {mesh.mesh_dim_names}")
+    spmd = {"spmd_mesh": mesh, "dp_mesh_dims": dp_mesh_dims}
+    if not shard:
+        return _make(_one_axis(mesh, replicate), shard_axis=None, replicate_axis=0, **spmd)
+    if not replicate:
+        return _make(_one_axis(mesh, shard), shard_axis=0, replicate_axis=None, **spmd)
+    both = torch_private.concatenate_meshes([_one_axis(mesh, replicate), _one_axis(mesh, shard)])
+    return _make(both, shard_axis=1, replicate_axis=0, **spmd)
+
+
+def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh[names[0]] if len(names) == 1 else torch_private.flatten_mesh(mesh[names], "_".join(names))
+
+
+def smaller_world(
+    reshard_after_forward: bool | int | None, ranks: list[ShardGroup], *, gathers_alone: bool
+) -> int | None:
+    """The number of ranks that keep the parameters after forward, when it is neither one nor all.
+
+    Args:
+        reshard_after_forward: as given to ``fully_shard``.
+        ranks: of the unit, then of its groups.
+        gathers_alone: a parameter of the unit is model-parallel or has an all-gather extension.
+
+    Raises:
+        ValueError: an int that does not divide the number of ranks.
+        NotImplementedError: an int, and ``gathers_alone``.
+    """
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return None
+    for world in (group.world for group in ranks[1:]):
+        if not 1 <= reshard_after_forward <= world or world % reshard_after_forward:
+            raise ValueError(
+                f"If passing reshard_after_forward as an int, it should be a factor of {world}, not "
+                f"{reshard_after_forward}"
+            )
+    if reshard_after_forward in (1, ranks[0].world):
+        return None
+    if gathers_alone:
+        raise NotImplementedError(
+            "Resharding to smaller mesh is not supported for DTensor parameters and all-gather extensions; use "
+            "reshard_after_forward=True or False"
+        )
+    for group in ranks[1:]:
+        post_forward_group(group, reshard_after_forward)
+    return reshard_after_forward

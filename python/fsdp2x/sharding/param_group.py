@@ -1,0 +1,504 @@
+"""The parameters of one group: cutting them into shards, the pool they lie in, and adopting what replaced them.
+
+``ShardedParamGroup`` owns the shard pool and the sharded ``nn.Parameter`` objects. The engine's ``_C.ParamGroup`` is
+built from it at lazy initialization and keeps the same pool.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from fsdp2x.base import optimizer_hooks, torch_private
+from fsdp2x.base.native import _C
+from fsdp2x.sharding import spec as specs
+from fsdp2x.sharding.collect import Owners, Placed
+from fsdp2x.sharding.extensions import Extension, has_extension, is_wrapper
+from fsdp2x.sharding.mesh import ShardGroup
+from fsdp2x.sharding.offload import Offload, mark, new_mark
+from fsdp2x.sharding.shapes import PARTS, REDUCIBLE, keeps_dtype, kept_shapes, layout_shapes
+from fsdp2x.sharding.sharded_param import (
+    ShardedParam,
+    cut,
+    is_sharded,
+    parameter_over,
+    tie_again,
+    unsharded_parameter,
+    user_attributes,
+)
+from fsdp2x.sharding.transport import Transport, has_streams
+from fsdp2x.sharding.upstream_names import GroupNames
+
+
+class ShardedParamGroup(GroupNames):
+    """The sharded parameters of one group and the pool their shards lie in."""
+
+    is_replicated = False
+
+    def __init__(
+        self,
+        placed: list[Placed],
+        mp_policy: MixedPrecisionPolicy,
+        offload: Offload = Offload(),  # noqa: B008 (frozen)
+    ) -> None:
+        self.ranks = placed[0].ranks
+        self.offload = offload
+        self.offloads = offload.of_shards  # they are in host memory, whatever the mesh's device
+        # What tells optimizers that the state of our parameters is to be in host memory.
+        keeps_state = offload.mode == "optimizer" and has_streams(self.ranks.device)
+        self._mark = new_mark(offload.pin_memory) if keeps_state else None
+        self._mp_policy = mp_policy
+        self._pin_memory = offload.pin_memory and offload.of_shards
+        self._own_pool: torch.Tensor | None = None  # before there is an engine, which may move shards
+        self.params: list[ShardedParam] = []
+        self.module_fqn = ""  # of the unit's modules, from lazy initialization on
+        self.unit_state: Callable = lambda: None  # weak reference to the state of the unit
+        self.engine = None  # _C.ParamGroup, from lazy initialization on
+        self.slow_gathers = None  # comms._SlowGathers, where there are extensions or aliases
+        self._param_dtype: torch.dtype | None = None
+        self._whole_chunks = False
+        self._sum_dtype: torch.dtype | None = None
+        self._own_offsets: list[int] = []
+        self._dtypes: list[torch.dtype] = []
+        for one in placed:
+            self._check(one)
+        with torch.no_grad():
+            for one in placed:
+                self._shard(one)
+            self.find_extensions()
+            self._adopt()
+        self._take_places(placed)
+
+    def _take_places(self, placed: list[Placed]) -> None:
+        """Registers the sharded parameters where the originals were."""
+        for one, sharded in zip(placed, self.params, strict=True):
+            sharded.original = optimizer_hooks.mark_original(one.owned.param)
+            for module, name in sharded.owners:
+                module._parameters[name] = sharded.param
+
+    def add_owner(self, index: int, module: nn.Module, name: str) -> None:
+        """One more place that registers the parameter ``index``. While it is sharded."""
+        self.params[index].owners.append((module, name))
+        if self.engine is not None:
+            self.engine.add_owner(index, _owner(module, name))
+
+    def _check(self, placed: Placed) -> None:
+        param, (module, name) = placed.owned.param, placed.owned.owners[0]
+        where = f"parameter {name!r} of {type(module).__name__}"
+        if not param.is_contiguous():
+            raise NotImplementedError(
+                f"FSDP does not support non-contiguous parameters yet: {param.shape=} {param.stride()=}"
+            )
+        grad_dtype = getattr(param, "grad_dtype", param.dtype)
+        if param.requires_grad and grad_dtype not in (param.dtype, None):
+            raise NotImplementedError(
+                f"fsdp2x.fully_shard: {where} has grad_dtype {grad_dtype} and dtype {param.dtype}; gradients are kept "
+                "in the parameter's dtype. Leave grad_dtype unset and choose MixedPrecisionPolicy(reduce_dtype=...)."
+            )
+        if param.requires_grad and param.dtype not in (*REDUCIBLE, *PARTS):
+            raise NotImplementedError(
+                f"fsdp2x.fully_shard: {where} is trainable and of dtype {param.dtype}; gradients can be reduced for "
+                f"{', '.join(str(dtype) for dtype in (*REDUCIBLE, *PARTS))}. Freeze it or convert it first."
+            )
+
+    def _shard(self, placed: Placed) -> None:
+        owned, ranks = placed.owned, placed.ranks
+        module, name = owned.owners[0]
+        where = f"parameter {name!r} of {type(module).__name__}"
+        spec, full = specs.make_spec(owned.param, where, ranks, placed.shard_dim)
+        dim = placed.shard_dim
+        if dim > 0 and full.shape[dim] % ranks.world != 0:
+            raise NotImplementedError(
+                f"FSDP does not support uneven sharding on dim {dim}: {full.size()} (world size: {ranks.world})"
+            )
+        local = cut(full, ranks, dim)
+        sharded = parameter_over(local, spec, requires_grad=owned.param.requires_grad)
+        # What a tensor subclass keeps on its instances are its parts, not the user's.
+        attributes = {} if is_wrapper(full) else user_attributes(owned.param)
+        sharded.__dict__.update(attributes)
+        keeps = keeps_dtype(owned.param, self._mp_policy)
+        owners = Owners(owned.owners)
+        self.params.append(ShardedParam(sharded, owners, spec, full.shape, attributes, keeps, is_wrapper(local)))
+
+    def find_extensions(self) -> None:
+        """Which local tensors bring their own all-gather; again at lazy initialization, since people patch it in."""
+        for sharded in self.params:
+            local = torch_private.local_tensor(sharded.param)
+            if sharded.extension is None and has_extension(local):
+                sharded.extension = Extension(sharded.spec, sharded.local_size, self.ranks, sharded.owners[0][0])
+
+    def shapes(self, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> list[tuple]:
+        """What the engine's layout wants of each parameter.
+
+        A tuple: outer, dim, inner, original, compute and reduce dtype, whether it lies in the slot.
+        """
+        return layout_shapes([sharded.facts for sharded in self.params], param_dtype, reduce_dtype)
+
+    @property
+    def transport(self) -> Transport:
+        """The one that runs, from lazy initialization on."""
+        return Transport(self.engine.transport_name)
+
+    @property
+    def holds_unreduced(self) -> bool:
+        return self.engine is not None and self.engine.holds_unreduced
+
+    @property
+    def pool(self) -> torch.Tensor | None:
+        """What the shards lie in, bytes: a pool, or the slot that they rest in. None: they are on the meta device."""
+        return self._own_pool if self.engine is None else self.engine.pool
+
+    @property
+    def _offsets(self) -> list[int]:
+        """Of the shards in ``pool``, in bytes."""
+        return self._own_offsets if self.engine is None else self.engine.shard_offsets
+
+    def adopt(self) -> None:
+        """Brings every shard back into the pool: after loading with ``assign=True``, ``.to()``, ``.to_empty()``.
+
+        Values of parameters that moved are copied; the ``nn.Parameter`` objects stay. If dtypes or the device changed,
+        the pool is new, and the next forward makes the engine's unit again.
+
+        Raises:
+            ValueError: a parameter has another shape than its shard; modules register the shard again.
+        """
+        before = [sharded.param for sharded in self.params]
+        self.follow_modules()
+        _refuse_shapes(self, before, self._dtypes)
+        for sharded in self.params:
+            torch_private.restore_gradient_hooks(sharded.param)
+            if not user_attributes(sharded.param):  # a conversion of a module inside the unit drops them
+                sharded.param.__dict__.update(sharded.attributes)
+        self._adopt()
+        if self.engine is None:
+            return
+        for index, (old, sharded) in enumerate(zip(before, self.params, strict=True)):
+            if sharded.param is not old:
+                self.engine.set_sharded_param(index, sharded.param, sharded.spec)
+        self._watch_shards()
+
+    def follow_modules(self) -> None:
+        """Takes the parameters that modules register now for ours."""
+        for sharded in self.params:
+            module, name = sharded.owners[0]
+            current = None if module is None else module._parameters.get(name)
+            before = sharded.param
+            if current is not None and self._is_replacement(current, sharded):
+                sharded.param = current
+            tie_again(sharded, before)
+
+    def _is_replacement(self, current: nn.Parameter, sharded: ShardedParam) -> bool:
+        return is_sharded(current) and current is not sharded.param
+
+    def refresh_aliases(self) -> None:
+        """Copies the rows of parameters that lie in another group's pool."""
+        with torch.no_grad():
+            for sharded, offset in zip(self.params, self._offsets, strict=True):
+                if sharded.is_alias:
+                    local = torch_private.local_tensor(sharded.param)
+                    _C.tensor_in_pool(self.pool, offset, list(sharded.spec.local_shape), local.dtype).copy_(local)
+
+    def _adopt(self) -> None:
+        locals_ = [torch_private.local_tensor(sharded.param) for sharded in self.params]
+        if any(local.is_meta for local in locals_):
+            self._leave_engine()
+            # There is no pool before materialize(); until then no shard may keep its whole tensor alive.
+            self._own_pool = None
+            for sharded, local in zip(self.params, locals_, strict=True):
+                if not (local.is_meta or sharded.is_wrapper) and local.nbytes < local.untyped_storage().nbytes():
+                    torch_private.set_local_tensor(sharded.param, local.clone())
+            return
+        self._leave_slot()
+        layout, pool = _C.Layout(self.shapes(None, None), self.ranks.world, self.ranks.rank), self.pool
+        device = torch.device("cpu") if self.offloads else locals_[0].device
+        fresh = pool is None or pool.numel() != max(layout.shard_pool_bytes, 1)
+        fresh = fresh or pool.device != device or self._dtypes != [local.dtype for local in locals_]
+        if fresh:
+            self._leave_engine()
+            pool = _C.pool_memory(max(layout.shard_pool_bytes, 1), device).zero_()
+            if self._pin_memory:
+                pool = pool.pin_memory()
+            self._own_pool, self._dtypes = pool, [local.dtype for local in locals_]
+        self._own_offsets = layout.shard_offsets
+        with torch.no_grad():
+            for sharded, local, offset in zip(self.params, locals_, layout.shard_offsets, strict=True):
+                if not sharded.is_alias:
+                    mark(sharded.param, self._mark)
+                if not sharded.is_wrapper and not sharded.is_alias:
+                    self._move_in(sharded, local, pool, offset, fresh)
+
+    def _leave_engine(self) -> None:
+        """What the engine has was made for other shards."""
+        if self.engine is not None:
+            self.unit_state().forget_engine()
+
+    def _leave_slot(self) -> None:
+        """Shards that rest in the engine's slot lie in a pool again, where they can be replaced."""
+        if self.engine is not None:
+            self.engine.give_back_shards()
+
+    def materialize(self) -> None:
+        """Gives parameters on the meta device memory in a new pool; their values are undefined, the pads are zero.
+
+        The ``nn.Parameter`` objects stay. Parameters of the group that have values keep them.
+
+        Raises:
+            NotImplementedError: a parameter on the meta device is a tensor subclass.
+        """
+        self.follow_modules()
+        locals_ = [torch_private.local_tensor(sharded.param) for sharded in self.params]
+        if not any(local.is_meta for local in locals_):
+            return
+        for sharded, local in zip(self.params, locals_, strict=True):
+            if local.is_meta and sharded.is_wrapper:
+                kind, name = type(local).__name__, sharded.fqn or sharded.owners[0][1]
+                raise NotImplementedError(
+                    f"fsdp2x: parameter {name!r} is a {kind} on the meta device; call to_empty() on the model and fill "
+                    "it yourself"
+                )
+        layout = _C.Layout(self.shapes(None, None), self.ranks.world, self.ranks.rank)
+        # Every page is written once, by who fills the parameters; only what lies between them is zeroed here.
+        device = torch.device("cpu") if self.offloads else self.ranks.device
+        pool = _C.pool_memory(max(layout.shard_pool_bytes, 1), device)
+        if self._pin_memory:
+            pool = pool.pin_memory()
+        self._own_pool, self._dtypes = pool, [local.dtype for local in locals_]
+        self._own_offsets = layout.shard_offsets
+        end = 0
+        with torch.inference_mode(False), torch.no_grad():
+            places = zip(self.params, locals_, layout.shard_offsets, strict=True)
+            for sharded, local, offset in sorted(places, key=lambda place: place[2]):
+                if sharded.is_wrapper or sharded.is_alias:
+                    continue
+                pool[end:offset].zero_()
+                end = offset + local.numel() * local.dtype.itemsize
+                pooled = _C.tensor_in_pool(pool, offset, list(sharded.spec.local_shape), local.dtype)
+                sharded.storage = pooled.untyped_storage()
+                if not local.is_meta:
+                    pooled.copy_(local)
+                    torch_private.set_local_tensor(sharded.param, pooled)
+                    continue
+                fresh = sharded.spec.parameter(pooled, requires_grad=sharded.param.requires_grad)
+                fresh.__dict__.update(user_attributes(sharded.param))
+                # A DTensor cannot change its device: what the object is made of is exchanged.
+                torch.utils.swap_tensors(sharded.param, fresh)
+            pool[end:].zero_()
+
+    def _move_in(
+        self, sharded: ShardedParam, local: torch.Tensor, pool: torch.Tensor, offset: int, fresh: bool
+    ) -> None:
+        if not fresh and local.numel() and _lies_at(local, pool, offset):
+            return
+        pooled = _C.tensor_in_pool(pool, offset, list(sharded.spec.local_shape), local.dtype)
+        pooled.copy_(local)
+        if not fresh and sharded.was_moved(local):
+            return
+        torch_private.set_local_tensor(sharded.param, pooled)
+        sharded.storage = pooled.untyped_storage()
+
+    def pooled_tensors(self) -> list[tuple[torch.Tensor, int]]:
+        """The local tensors that lie in ``pool``, which is a pool again, and their offsets in bytes."""
+        self._leave_slot()
+        found, pool = [], self.pool
+        for sharded, offset in zip(self.params, self._offsets, strict=True):
+            local = torch_private.local_tensor(sharded.param)
+            if not sharded.is_wrapper and not sharded.is_alias and _lies_at(local, pool, offset):
+                found.append((local, offset))
+        return found
+
+    def check_pool(self) -> None:
+        """Checks that every shard still is where the engine reads it.
+
+        Raises:
+            RuntimeError: somebody gave a sharded parameter other memory after the first forward.
+        """
+        pool = self.pool
+        for sharded, offset in zip(self.params, self._offsets, strict=True):
+            local = torch_private.local_tensor(sharded.param)
+            if sharded.is_wrapper or sharded.is_alias or local.numel() == 0 or sharded.was_moved(local):
+                continue
+            if _lies_at(local, pool, offset):
+                continue
+            raise RuntimeError(
+                f"fsdp2x: the shard of parameter {sharded.fqn!r} on rank {self.ranks.rank} has left its pool: "
+                "something assigned to the `.data` of its local tensor, or replaced it, after the first forward, and "
+                "training would go on with the old values. Write in place (`param.copy_()`), or load whole "
+                "tensors by torch's set_model_state_dict(..., StateDictOptions(full_state_dict=True)) or "
+                "fsdp2x.load_hf."
+            )
+
+    def make_engine_group(self, param_dtype, reduce_dtype, has_streams: bool) -> None:
+        """Makes the ``_C.ParamGroup`` over these parameters.
+
+        ``has_streams``: its transport is an accelerator's. Slots then have room for equal chunks of all ranks, as
+        collectives that gather in place want, and shards and gradients may stay on the host.
+        """
+        if has_streams:
+            self._check_offload()
+        self._whole_chunks = has_streams
+        self._param_dtype, self._sum_dtype = param_dtype, reduce_dtype
+        shapes = self.shapes(param_dtype, reduce_dtype)
+        self.engine = _C.ParamGroup(
+            _C.Layout(shapes, self.ranks.world, self.ranks.rank, has_streams),
+            self.pool,
+            self._engine_params(shapes),
+            specs.make_gradient,
+            specs.add_to_foreign,
+            specs.plain_gradient,
+            self.ranks.replicas,
+            self.ranks.device,
+            _OFFLOADS.get(self.offload.mode, _C.Offload.nothing) if has_streams else _C.Offload.nothing,
+        )
+        self._own_pool = None  # the engine's, which may move shards
+        self._watch_shards()
+        optimizer_hooks.watch_steps()
+        optimizer_hooks.watch_zero_grad()
+
+    def forget_engine(self) -> None:
+        """Undoes ``make_engine_group``."""
+        self._leave_slot()
+        if self._own_pool is None and self.engine is not None:
+            self._own_pool, self._own_offsets = self.engine.pool, self.engine.shard_offsets
+        self.engine = self.slow_gathers = None
+        for sharded in self.params:
+            sharded.extension = None
+
+    def _watch_shards(self) -> None:
+        kept = (None if sharded.is_wrapper or sharded.is_alias else sharded.param for sharded in self.params)
+        self.engine.watch_shards([param if param is None else torch_private.local_tensor(param) for param in kept])
+
+    def _check_offload(self) -> None:
+        for sharded in self.params:
+            if self.offloads and sharded.extension is not None:
+                what = "has an all-gather of its own"
+            elif self.offloads and sharded.is_alias:
+                what = "is tied to another unit's"
+            elif self._mark is not None and sharded.is_wrapper:
+                what = "is a tensor subclass with memory of its own"
+            else:
+                continue
+            name = sharded.fqn or sharded.owners[0][1]
+            raise NotImplementedError(
+                f"fsdp2x: parameter {name!r} {what}, and its unit offloads to the CPU; use OffloadPolicy() there"
+            )
+
+    def make_post_forward(self, ranks: ShardGroup, explain: Callable | None) -> None:
+        """Gives the engine's group the smaller world ``ranks`` that its rows are kept in after forward.
+
+        ``explain``: tells what its failed collectives raise.
+        """
+        shapes = kept_shapes(self.shapes(self._param_dtype, self._sum_dtype))
+        layout = _C.Layout(shapes, ranks.world, ranks.rank, self._whole_chunks)
+        pool = _C.pool_memory(max(layout.shard_pool_bytes, 1), ranks.device).zero_()
+        params = []
+        with torch.inference_mode(False), torch.no_grad():
+            for sharded, shape, offset in zip(self.params, shapes, layout.shard_offsets, strict=True):
+                _, sizes = ranks.rows(sharded.local_size, sharded.spec.shard_dim)
+                local = _C.tensor_in_pool(pool, offset, sizes, sharded.gathered_dtype(shape))
+                params.append(
+                    nn.Parameter(specs.post_forward_dtensor(sharded, local, ranks), sharded.param.requires_grad)
+                )
+        self.engine.set_post_forward(layout, pool, params, explain)
+
+    def _engine_params(self, shapes: list[tuple]) -> list[tuple]:
+        """The tuples ``_C.ParamGroup`` takes: fqn, sharded, unsharded, local, gradient spec, owners."""
+        result = []
+        # Made outside inference mode once and for all: an inference tensor could never be trained.
+        with torch.inference_mode(False), torch.no_grad():
+            for sharded, shape in zip(self.params, shapes, strict=True):
+                unsharded = local = None
+                if sharded.is_wrapper and sharded.extension is None:
+                    kind = type(torch_private.local_tensor(sharded.param)).__name__
+                    raise NotImplementedError(
+                        f"fsdp2x.fully_shard: parameter {sharded.fqn!r} is a {kind}, a tensor subclass without "
+                        "fsdp_pre_all_gather and fsdp_post_all_gather: unwrap it or define them"
+                    )
+                if not sharded.is_wrapper:
+                    dtype = sharded.gathered_dtype(shape)
+                    local = _C.tensor_without_memory(list(sharded.local_size), dtype, self.ranks.device)
+                    unsharded = unsharded_parameter(sharded, sharded.spec.wrap_unsharded(local))
+                owners = [_owner(module, name) for module, name in sharded.owners]
+                wrapped = sharded.spec.is_wrapped
+                result.append((sharded.fqn, sharded.param, unsharded, local if wrapped else None, sharded.spec, owners))
+        return result
+
+
+def mark_aliases(groups: list[ShardedParamGroup]) -> None:
+    """Finds parameters that were tied between groups after sharding: the first group keeps them in its pool.
+
+    Raises:
+        ValueError: the groups shard such a parameter differently.
+    """
+    owners: dict[int, ShardedParam] = {}
+    for group in groups:
+        group.follow_modules()
+        for sharded in group.params:
+            first = owners.setdefault(id(sharded.param), sharded)
+            sharded.is_alias = first is not sharded
+            if sharded.is_alias and first.spec.local_shape != sharded.spec.local_shape:
+                raise ValueError(
+                    f"fsdp2x: parameter {sharded.fqn!r} was tied to {first.fqn!r} after sharding, but their units cut "
+                    "it differently; tie weights before fully_shard"
+                )
+
+
+def _lies_at(local: torch.Tensor, pool: torch.Tensor, offset: int) -> bool:
+    return local.untyped_storage().data_ptr() == pool.data_ptr() + offset and local.is_contiguous()
+
+
+_OFFLOADS = {"gradients": _C.Offload.gradients, "all": _C.Offload.everything}
+
+
+def _owner(module: nn.Module, name: str) -> tuple:
+    """As the engine takes it: a weak reference if the class overrides ``__setattr__`` (an LSTM lists its weights)."""
+    is_custom = type(module).__setattr__ is not nn.Module.__setattr__
+    return module._parameters, name, weakref.ref(module) if is_custom else None
+
+
+def _refuse_shapes(group: ShardedParamGroup, before: list[nn.Parameter], dtypes: list[torch.dtype]) -> None:
+    """Puts back parameters that do not have the shapes of their shards.
+
+    Args:
+        before: what modules registered when the shards came into the pool.
+        dtypes: of the shards there; empty: they are not there yet.
+
+    Raises:
+        ValueError: there are such parameters.
+    """
+    wrong = ""
+    for index, (old, sharded) in enumerate(zip(before, group.params, strict=True)):
+        param, expected = sharded.param, sharded.spec.local_shape
+        local, whole = torch_private.local_tensor(param), sharded.spec.sharded.shape
+        if sharded.is_wrapper or (local.shape == expected and param.shape == whole and param.dtype == local.dtype):
+            continue
+        wrong = wrong or (
+            f"fsdp2x: parameter {sharded.fqn or sharded.owners[0][1]!r} has local shape {tuple(local.shape)} of "
+            f"{tuple(param.shape)} and dtype {param.dtype} over {local.dtype} on rank {group.ranks.rank}, expected "
+            f"{tuple(expected)} of {tuple(whole)}. Load DTensors with the placement of the sharded model, and convert "
+            "it by model.to(dtype)."
+        )
+        _put_back(sharded, old, dtypes[index] if dtypes else None)
+    if wrong:
+        raise ValueError(wrong)
+
+
+def _put_back(sharded: ShardedParam, param: nn.Parameter, dtype: torch.dtype | None) -> None:
+    """Modules register ``param`` again, over the memory that its shard has in the pool."""
+    if sharded.param is param and sharded.storage is not None and dtype is not None:
+        pooled = torch.empty(0, dtype=dtype, device=sharded.storage.device)
+        pooled.set_(sharded.storage, 0, sharded.spec.local_shape)
+        param.grad = None
+        shard = sharded.spec.parameter(pooled, requires_grad=param.requires_grad)
+        if isinstance(param, DTensor):
+            shard.__dict__.update(user_attributes(param) or sharded.attributes)
+            torch.utils.swap_tensors(param, shard)
+        else:
+            param.data = shard
+    sharded.param = param
+    for module, name in sharded.owners:
+        module._parameters[name] = param

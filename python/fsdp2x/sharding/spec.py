@@ -1,0 +1,243 @@
+"""How one parameter lies on its meshes: the DTensor specs of its shard and, for tensor parallelism, of the whole.
+
+Three kinds of parameters: plain tensors on the data-parallel mesh; DTensors on a mesh of their own (tensor or expert
+parallel), whose local tensors are sharded once more; DTensors on the whole mesh with ``Replicate`` on the
+data-parallel axes (``dp_mesh_dims``), or plain tensors that spmd_types annotates like that.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fsdp2x.base import torch_private
+from fsdp2x.base.annotations import Annotation, annotation_of, skips_checks
+from fsdp2x.sharding.mesh import ShardGroup
+
+# One object for each: placements of two parameters are then equal at a glance.
+_shard = functools.cache(Shard)
+_REPLICATE = Replicate()
+
+
+@dataclass
+class ParamSpec:
+    """``sharded``: DTensorSpec of the sharded parameter and its gradient, always of the global shape."""
+
+    sharded: torch_private.DTensorSpec
+    unsharded: torch_private.DTensorSpec | None  # of a parameter that was a DTensor before, or is annotated as one
+    dp_axes: frozenset[int]  # axes of `unsharded`'s mesh that we reduce over; only with dp_mesh_dims
+    local_shape: torch.Size  # of this rank's shard
+    shard_dim: int
+    annotation: Annotation | None = None
+    is_plain: bool = False  # the parameter and its gradient are plain tensors on every rank
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether modules see a DTensor."""
+        return self.unsharded is not None and self.annotation is None
+
+    def wrap(self, local: torch.Tensor) -> torch.Tensor:
+        """The sharded DTensor over ``local``, a shard or the gradient of one."""
+        if self.is_plain:
+            return local.detach()
+        spec = torch_private.spec_with_dtype(self.sharded, local.dtype)
+        return torch_private.dtensor(local, spec)
+
+    def parameter(self, local: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """The sharded parameter over ``local``. It has the very spec of its gradients: that they are cut alike is seen
+        without comparing.
+        """
+        wrapped = self.wrap(local)
+        param = nn.Parameter(wrapped, requires_grad=requires_grad)
+        if not self.is_plain:
+            torch_private.set_spec(param, torch_private.spec_of(wrapped))
+        return param
+
+    def wrap_unsharded(self, local: torch.Tensor) -> torch.Tensor:
+        """What modules see while the unit is unsharded: ``local`` itself, or the tensor-parallel DTensor over it."""
+        if not self.is_wrapped:
+            return local
+        return torch_private.dtensor(local, torch_private.spec_with_dtype(self.unsharded, local.dtype))
+
+
+@skips_checks
+def make_gradient(spec: ParamSpec, local: torch.Tensor) -> torch.Tensor:
+    """The gradient over the flat gradient rows ``local``; placement and shape are the parameter's."""
+    with torch.no_grad():
+        return spec.wrap(local.view(spec.local_shape))
+
+
+@skips_checks
+def add_to_foreign(param: nn.Parameter, local: torch.Tensor) -> None:
+    """Adds the flat gradient rows ``local`` to a ``.grad`` that somebody else assigned."""
+    grad = param.grad
+    target = grad.to_local() if isinstance(grad, DTensor) else grad
+    with torch.no_grad():
+        target.add_(local.view(target.shape))
+
+
+@skips_checks
+def plain_gradient(spec: ParamSpec, gradient: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a gradient that autograd made as a tensor subclass, with the parameter's placements."""
+    with torch.no_grad():
+        if not spec.is_wrapped:
+            gradient = torch_private.wait_if_async(gradient)
+            if isinstance(gradient, DTensor):
+                return gradient.full_tensor()
+            if torch_private.is_traceable_wrapper_subclass(gradient):
+                # The subclass knows how to write itself into a plain tensor.
+                plain = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+                plain.copy_(gradient)
+                return plain
+            return gradient
+        gradient = torch_private.wait_if_async(gradient)
+        if not isinstance(gradient, DTensor):
+            raise AssertionError(f"Expected DTensor, got {type(gradient)}")
+        # Data-parallel axes stay Partial: the reduction of the unit sums over them.
+        wanted = tuple(
+            have if axis in spec.dp_axes else want
+            for axis, (have, want) in enumerate(zip(gradient.placements, spec.unsharded.placements, strict=True))
+        )
+        if wanted != tuple(gradient.placements):
+            gradient = gradient.redistribute(placements=wanted)
+        return torch_private.wait_if_async(gradient.to_local())
+
+
+def post_forward_dtensor(sharded, local: torch.Tensor, ranks: ShardGroup) -> DTensor:
+    """``local``, rows of a parameter in the smaller world after forward, as a DTensor on (replicate, shard)."""
+    meta = sharded.spec.sharded.tensor_meta
+    placements = (Replicate(), Shard(sharded.spec.shard_dim))
+    return torch_private.dtensor(
+        local, torch_private.dtensor_spec(ranks.mesh, placements, meta.shape, meta.stride, local.dtype)
+    )
+
+
+def replicated_spec(param: nn.Parameter, ranks: ShardGroup) -> ParamSpec:
+    """The spec of a plain parameter that every rank of ``ranks.mesh`` has in full."""
+    placements = (_REPLICATE,) * ranks.mesh.ndim
+    spec = torch_private.dtensor_spec(ranks.mesh, placements, param.shape, param.stride(), param.dtype)
+    return ParamSpec(spec, None, frozenset(), param.shape, 0, is_plain=True)
+
+
+def make_spec(param: nn.Parameter, where: str, ranks: ShardGroup, shard_dim: int) -> tuple[ParamSpec, torch.Tensor]:
+    """The spec of ``param`` sharded along ``shard_dim`` and the whole local tensor to cut the shard from.
+
+    Raises:
+        ValueError: ``dp_mesh_dims`` was given and the parameter does not fit it.
+        NotImplementedError: more than two model-parallel axes.
+    """
+    placement = _shard(shard_dim)
+    annotation = annotation_of(param, where, ranks.spmd_mesh, ranks.dp_mesh_dims)
+    if annotation is not None:
+        spec, full = _on_whole_mesh(annotation.dtensor(param), where, ranks, placement)
+        return replace(spec, annotation=annotation), full
+    if ranks.spmd_mesh is not None:
+        return _on_whole_mesh(param, where, ranks, placement)
+    if isinstance(param, DTensor):
+        return _below_model_parallel(param, where, ranks, placement)
+    sharding: tuple[Placement, ...] = (placement,) if ranks.group is not None else ()
+    if ranks.has_replicate_axis:
+        sharding = (_REPLICATE, *sharding)
+    full = param.detach()
+    spec = torch_private.dtensor_spec(ranks.mesh, sharding, full.shape, full.stride(), full.dtype)
+    return ParamSpec(spec, None, frozenset(), _local_shape(full, ranks, shard_dim), shard_dim), full
+
+
+def _below_model_parallel(
+    param: DTensor, where: str, ranks: ShardGroup, placement: Shard
+) -> tuple[ParamSpec, torch.Tensor]:
+    model_spec = torch_private.spec_of(param)
+    if len(model_spec.placements) > 2:
+        raise NotImplementedError(f"FSDP only supports 1D TP/EP or 2D EP+TP, not {model_spec.placements} ({where})")
+    sharding = (_strided(placement, _num_shards(model_spec, placement.dim)), *model_spec.placements)
+    if ranks.has_replicate_axis:
+        sharding = (_REPLICATE, *sharding)
+    mesh = torch_private.concatenate_meshes([ranks.mesh, model_spec.mesh])
+    full = param.to_local().detach()
+    spec = torch_private.dtensor_spec(mesh, sharding, param.shape, param.stride(), param.dtype)
+    shape = _local_shape(full, ranks, placement.dim)
+    return ParamSpec(spec, model_spec, frozenset(), shape, placement.dim), full
+
+
+def _on_whole_mesh(
+    param: nn.Parameter, where: str, ranks: ShardGroup, placement: Shard
+) -> tuple[ParamSpec, torch.Tensor]:
+    mesh, names = ranks.spmd_mesh, ranks.spmd_mesh.mesh_dim_names
+    if not isinstance(param, DTensor):
+        raise ValueError(
+            "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. via "
+            f"distribute_module), or annotated by spmd_types. Got plain tensor for {where}."
+        )
+    whole = torch_private.spec_of(param)
+    if whole.mesh != mesh:
+        raise ValueError(
+            "Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got different mesh objects"
+        )
+    shard_axes = [names.index(name) for name in ranks.dp_mesh_dims.shard_names]
+    replicate_axes = [names.index(name) for name in ranks.dp_mesh_dims.replicate_names]
+    for kind, axes in (("shard", shard_axes), ("replicate", replicate_axes)):
+        for axis in axes:
+            if not isinstance(whole.placements[axis], Replicate):
+                raise ValueError(
+                    f"Expected Replicate() on DP {kind} dim '{names[axis]}' (index {axis}) but got "
+                    f"{whole.placements[axis]} for {where}"
+                )
+    placements = list(whole.placements)
+    for axis in shard_axes:
+        inner = [i for i in range(axis + 1, mesh.ndim) if _shards(whole.placements[i], placement.dim)]
+        factor = 1
+        for i in inner:
+            factor *= mesh.size(i)
+        placements[axis] = _strided(placement, factor)
+    spec_mesh, sharding = mesh, tuple(placements)
+    if len(shard_axes) > 1:
+        spec_mesh, sharding = _with_flat_shard_axis(ranks, sharding)
+    full = param.to_local().detach()
+    spec = torch_private.dtensor_spec(spec_mesh, sharding, param.shape, param.stride(), param.dtype)
+    dp_axes = frozenset(shard_axes + replicate_axes)
+    return ParamSpec(spec, whole, dp_axes, _local_shape(full, ranks, placement.dim), placement.dim), full
+
+
+def _with_flat_shard_axis(ranks: ShardGroup, placements: tuple[Placement, ...]):
+    """Several shard axes count as one: the data-parallel mesh, flattened, takes their place."""
+    mesh, shard_names = ranks.spmd_mesh, ranks.dp_mesh_dims.shard_names
+    parts, sharding, is_placed = [], [], False
+    for axis, name in enumerate(mesh.mesh_dim_names):
+        if name in shard_names:
+            if is_placed:
+                continue
+            parts.append(ranks.mesh)
+            sharding += [Replicate()] if ranks.has_replicate_axis else []
+            sharding.append(placements[axis])
+            is_placed = True
+        elif name not in ranks.dp_mesh_dims.replicate_names:
+            parts.append(mesh[name])
+            sharding.append(placements[axis])
+    return torch_private.concatenate_meshes(parts), tuple(sharding)
+
+
+def _shards(placement: Placement, dim: int) -> bool:
+    return isinstance(placement, (Shard, torch_private.StridedShard)) and placement.dim == dim
+
+
+def _num_shards(spec: torch_private.DTensorSpec, dim: int) -> int:
+    count = 1
+    for axis, placement in enumerate(spec.placements):
+        if _shards(placement, dim):
+            count *= spec.mesh.size(axis)
+    return count
+
+
+def _strided(placement: Shard, factor: int) -> Placement:
+    # Rows that tensor parallelism cut first lie on a rank in pieces of the global order.
+    return placement if factor == 1 else torch_private.StridedShard(placement.dim, split_factor=factor)
+
+
+def _local_shape(full: torch.Tensor, ranks: ShardGroup, dim: int) -> torch.Size:
+    if dim >= full.dim():
+        raise AssertionError(f"Shard dim {dim} is invalid for {full.dim()}D tensor: {full.shape}")
+    return torch.Size(ranks.rows(full.shape, dim)[1])

@@ -1,0 +1,363 @@
+"""Decides which modules of a model form a unit; reads the model, changes nothing and needs no engine.
+
+Candidates come from the first source that names any, HuggingFace scope by HuggingFace scope:
+
+1. ``_fsdp_plan`` of the model and ``base_model_fsdp_plan`` of its config (transformers 5): ``"model.layers.*"`` maps to
+   ``free_full_weight`` (resharded after forward) or ``keep_full_weight`` (kept); a tuple of paths is one unit.
+   Many models inherit a default plan of which nothing, or only the embedding, matches; therefore
+2. ``_no_split_modules`` (list, set or None) adds every instance of these classes outside of what the plan named. A
+   match inside another match becomes a unit of its own, the outer one keeps the rest, as accelerate does. Names of
+   classes that do not occur are ignored: models inherit such lists.
+   Another model's attribute of that name counts as well, when it is to be split.
+3. Repeated blocks, where 1 and 2 found none: children of one class in a ModuleList, ModuleDict or Sequential.
+   The outermost run wins; runs of comparatively tiny blocks stay with their parent.
+
+A HuggingFace model further gets its input embedding as a unit, and final norm and head as one unit that is kept after
+forward: it ends the forward and starts the backward. When embedding and head are tied all three are one unit, gathered
+from the first use to the last. Whatever is left belongs to the root, which the caller shards last.
+``wrap_ties`` then moves each parameter with several owners into one unit.
+"""
+
+import difflib
+import logging
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdp2x.sharding.names import WRAPPERS, clean_name
+from fsdp2x.sharding.ties import UnitPlan, has_forward, join_ties, sort_bottom_up
+
+__all__ = ["AutoWrap", "UnitPlan", "plan_units", "should_auto_wrap"]
+
+AutoWrap = bool | str | type[nn.Module] | Collection[str | type[nn.Module]] | Callable[[str, nn.Module], bool] | None
+
+logger = logging.getLogger("fsdp2x")
+
+# A run of repeated blocks counts when its mean block is at least this part of the largest run's mean block.
+_MIN_RELATIVE_BLOCK = 0.05
+
+
+def should_auto_wrap(model: nn.Module, auto_wrap: AutoWrap) -> bool:
+    """Whether ``fully_shard(model)`` makes units of submodules. None asks for it on an unsharded HuggingFace model."""
+    if isinstance(auto_wrap, bool):
+        return auto_wrap
+    if auto_wrap is not None:
+        return True
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return False
+    if _wraps_huggingface(model):
+        return True
+    if getattr(model, "_no_split_modules", None):
+        logger.warning(
+            "fsdp2x: %s has _no_split_modules, but is no HuggingFace model: all of it becomes one unit; auto_wrap=True "
+            "makes units of these modules, auto_wrap=False says that one unit is meant",
+            type(model).__name__,
+        )
+    return False
+
+
+def plan_units(
+    model: nn.Module, auto_wrap: AutoWrap = True, *, ignored_params: Collection[nn.Parameter] = ()
+) -> list[UnitPlan]:
+    """Units below ``model``, in the order in which they must be sharded (inner before outer), without the root.
+
+    ``auto_wrap`` True or None: the sources of this file's head. Class names or classes: these instead of the sources,
+    with embedding and head handled as for a HuggingFace model when it is one. A predicate ``(path, module) -> bool``:
+    exactly the modules it selects, plus what their ties require. False: no units.
+    Raises ValueError for a class that does not occur and for a predicate that selects nothing, or a container without
+    forward; TypeError for another type of policy.
+    """
+    if auto_wrap is False:
+        return []
+    tree = _Tree(model, ignored_params)
+    if auto_wrap is None or auto_wrap is True:
+        units = _from_sources(tree) + _embedding_and_head(tree)
+        if not units:
+            logger.warning("fsdp2x: no repeated blocks in %s: the whole model is one unit", type(model).__name__)
+    elif isinstance(auto_wrap, (str, type)) or not callable(auto_wrap):
+        units = _of_classes(tree, _checked_classes(tree, auto_wrap), "class {}") + _embedding_and_head(tree)
+    else:
+        units = _of_predicate(tree, auto_wrap)
+    units = join_ties(model, _without_repeats(units), set(map(id, ignored_params)))
+    return sort_bottom_up(model, units)
+
+
+class _Tree:
+    """The model's modules by path, and which of them may still be sharded."""
+
+    def __init__(self, model: nn.Module, ignored_params: Collection[nn.Parameter]):
+        self.model = model
+        self.ignored = set(map(id, ignored_params))
+        self.modules = dict(model.named_modules())
+        self.names = {module: name for name, module in self.modules.items()}
+        # Matching looks through wrappers: "layers.0._checkpoint_wrapped_module" is the inner module of "layers.0".
+        self.inner = {m for module in self.modules.values() if (m := unwrap(module)) is not module}
+
+    def free_params(self, module: nn.Module) -> list[nn.Parameter]:
+        return [p for p in module.parameters() if id(p) not in self.ignored and not isinstance(p, DTensor)]
+
+    def can_be_unit(self, module: nn.Module | None) -> bool:
+        """In the model, not the root, not sharded yet, with something left to shard."""
+        if module is None or module is self.model or module not in self.names:
+            return False
+        return not isinstance(module, FSDPModule) and bool(self.free_params(module))
+
+    def candidates(self, scope: str = "") -> Iterable[tuple[str, nn.Module]]:
+        """Modules strictly below ``scope`` that may become units, in registration order."""
+        prefix = scope + "." if scope else ""
+        for name, module in self.modules.items():
+            if name.startswith(prefix) and name != scope and module not in self.inner and self.can_be_unit(module):
+                yield name, module
+
+    def unit(self, modules: Sequence[nn.Module], reshard: bool | None, reason: str) -> UnitPlan:
+        return UnitPlan(tuple(modules), tuple(self.names[m] for m in modules), reshard, reason)
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module below wrappers, which gives the class; the wrapper is the unit."""
+    for attribute in WRAPPERS * 2:
+        inner = module._modules.get(attribute)
+        module = module if inner is None else inner
+    return module
+
+
+# ---- HuggingFace models, recognised by their attributes: transformers is never imported
+
+
+def _is_huggingface(module: nn.Module) -> bool:
+    cls = type(module)
+    return hasattr(cls, "_no_split_modules") and hasattr(cls, "base_model_prefix") and hasattr(module, "config")
+
+
+def _wraps_huggingface(model: nn.Module) -> bool:
+    """The model itself, or a PEFT model (or a compile wrapper) around one."""
+    model = unwrap(model)
+    if _is_huggingface(model):
+        return True
+    return hasattr(model, "peft_config") and any(_is_huggingface(module) for module in model.modules())
+
+
+def _scopes(tree: _Tree) -> list[str]:
+    """Paths of the outermost HuggingFace models."""
+    found: list[str] = []
+    for name, module in tree.modules.items():
+        if _is_huggingface(module) and not any(_is_below(name, outer) for outer in found):
+            found.append(name)
+    return found
+
+
+def _is_below(name: str, outer: str) -> bool:
+    return name != outer and (not outer or name.startswith(outer + "."))
+
+
+# ---- the sources
+
+
+def _from_sources(tree: _Tree) -> list[UnitPlan]:
+    units: list[UnitPlan] = []
+    scopes = _scopes(tree)
+    for scope in scopes:
+        planned = _of_fsdp_plan(tree, scope)
+        covered = [name for unit in planned for name in unit.names]
+        classes = set(getattr(tree.modules[scope], "_no_split_modules", None) or ())
+        unsplit = [
+            unit
+            for unit in _of_classes(tree, _classes_named(tree, classes), "_no_split_modules: {}", scope)
+            if not any(unit.names[0] == name or _is_below(unit.names[0], name) for name in covered)
+        ]
+        found = planned + unsplit
+        has_blocks = bool(unsplit) or any(len(_digits(name)) for unit in planned for name in unit.names)
+        units += found if has_blocks else found + _repeated_blocks(tree, scope)
+    if "" not in scopes:
+        named = _classes_named(tree, set(getattr(tree.model, "_no_split_modules", None) or ()))
+        own = [u for u in _of_classes(tree, named, "_no_split_modules: {}") if not _is_in(u.names[0], scopes)]
+        units += own or _repeated_blocks(tree, "", exclude=scopes)
+    return units
+
+
+def _is_in(name: str, scopes: list[str]) -> bool:
+    return any(name == scope or _is_below(name, scope) for scope in scopes)
+
+
+def _digits(name: str) -> list[str]:
+    return [part for part in name.split(".") if part.isdigit()]
+
+
+def _of_fsdp_plan(tree: _Tree, scope: str) -> list[UnitPlan]:
+    model = tree.modules[scope]
+    plan = dict(getattr(model, "_fsdp_plan", None) or {})
+    base = getattr(model, model.base_model_prefix, None) if model.base_model_prefix else None
+    prefix = f"{model.base_model_prefix}." if isinstance(base, nn.Module) else ""
+    for paths, style in (getattr(model.config, "base_model_fsdp_plan", None) or {}).items():
+        key = tuple(prefix + path for path in paths) if isinstance(paths, tuple) else prefix + paths
+        plan.setdefault(key, style)
+    kept = [paths for paths, style in plan.items() if style == "keep_full_weight"]
+    for paths, style in plan.items():
+        if style not in ("free_full_weight", "keep_full_weight"):
+            raise ValueError(
+                f"_fsdp_plan of {type(model).__name__}: {paths!r} has the style {style!r}, expected "
+                "'free_full_weight' or 'keep_full_weight'; correct the plan or pass auto_wrap=[class names]"
+            )
+    start = len(scope) + 1 if scope else 0
+    units, grouped = [], {}
+    for name, module in tree.candidates(scope):
+        path = clean_name(name[start:])
+        generic = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", "." + path)[1:]
+        for paths in plan:
+            if isinstance(paths, tuple) and {path, generic} & set(paths):
+                grouped.setdefault(paths, []).append(module)
+            elif not isinstance(paths, tuple) and paths in (path, generic):
+                units.append(tree.unit([module], False if paths in kept else None, f"_fsdp_plan: {paths}"))
+                break
+    for paths, modules in grouped.items():
+        units.append(tree.unit(modules, False if paths in kept else None, f"_fsdp_plan: {', '.join(paths)}"))
+    return units
+
+
+def _classes_named(tree: _Tree, names: Collection[str]) -> tuple[type, ...]:
+    """Classes of the model's modules that carry one of these names (a sharded module by its original name)."""
+    classes = [cls for module in tree.modules.values() for cls in type(module).__mro__ if cls.__name__ in names]
+    return tuple(dict.fromkeys(classes))
+
+
+def _of_classes(tree: _Tree, classes: tuple[type, ...], reason: str, scope: str = "") -> list[UnitPlan]:
+    units = []
+    for _, module in tree.candidates(scope):
+        cls = next((cls for cls in classes if isinstance(unwrap(module), cls)), None)
+        if cls is not None:
+            units.append(tree.unit([module], None, reason.format(cls.__name__)))
+    return units
+
+
+def _checked_classes(tree: _Tree, policy: Collection[str | type] | str | type) -> tuple[type, ...]:
+    if isinstance(policy, (str, type)):
+        policy = [policy]
+    if isinstance(policy, Collection) and not policy:
+        raise ValueError(
+            f"auto_wrap={policy!r} names no class, so that all of {type(tree.model).__name__} would be one unit; pass "
+            "auto_wrap=False for that, or leave auto_wrap out for the model's own units"
+        )
+    if not isinstance(policy, Collection) or not all(isinstance(item, (str, type)) for item in policy):
+        raise TypeError(
+            "auto_wrap must be None, a bool, class names or classes, or a predicate (path, module) -> bool, "
+            f"got {policy!r}"
+        )
+    present = sorted({type(module).__name__ for module in tree.modules.values()})
+    classes: list[type] = []
+    for item in policy:
+        if isinstance(item, type):
+            found = (item,) if any(isinstance(module, item) for module in tree.modules.values()) else ()
+        else:
+            found = _classes_named(tree, [item])
+        if not found:
+            wanted = item if isinstance(item, str) else item.__name__
+            near = difflib.get_close_matches(wanted, present, n=3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else "."
+            raise ValueError(
+                f"auto_wrap: no module of class {wanted} in {type(tree.model).__name__}{hint} "
+                f"The model has: {', '.join(present)}"
+            )
+        classes += found
+    return tuple(dict.fromkeys(classes))
+
+
+def _of_predicate(tree: _Tree, predicate: Callable[[str, nn.Module], bool]) -> list[UnitPlan]:
+    selected = [(name, module) for name, module in tree.candidates() if predicate(name, module)]
+    if not selected:
+        raise ValueError(
+            f"auto_wrap: the predicate selected no module of {type(tree.model).__name__} that can be sharded; "
+            "pass auto_wrap=False to shard the model as one unit"
+        )
+    for name, module in selected:
+        if not has_forward(module):
+            raise ValueError(
+                f"auto_wrap: the predicate selected {name}, a {type(module).__name__} without forward, whose hooks "
+                "would never run; select its children instead"
+            )
+    return [tree.unit([module], None, "predicate") for _, module in selected]
+
+
+def _repeated_blocks(tree: _Tree, scope: str, exclude: Sequence[str] = ()) -> list[UnitPlan]:
+    runs: list[tuple[str, list[nn.Module]]] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        if name in exclude or isinstance(module, FSDPModule):
+            return
+        by_class: dict[type, list[nn.Module]] = {}
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            for child in module.children():
+                if tree.can_be_unit(child) and has_forward(child):
+                    by_class.setdefault(type(unwrap(child)), []).append(child)
+        blocks = [run for run in by_class.values() if len(run) > 1]
+        runs.extend((name, run) for run in blocks)
+        taken = {block for run in blocks for block in run}
+        for child_name, child in module.named_children():
+            if child not in taken:
+                visit(f"{name}.{child_name}" if name else child_name, child)
+
+    visit(scope, tree.modules[scope])
+    mean = [sum(p.numel() for block in run for p in tree.free_params(block)) / len(run) for _, run in runs]
+    units = []
+    for (name, run), numel in zip(runs, mean, strict=True):
+        if numel >= _MIN_RELATIVE_BLOCK * max(mean):
+            reason = f"repeated block: {len(run)} x {type(unwrap(run[0])).__name__} in {name or 'the model'}"
+            units += [tree.unit([block], None, reason) for block in run if tree.names[block] not in exclude]
+    return units
+
+
+# ---- embedding and head
+
+
+def _embedding_and_head(tree: _Tree) -> list[UnitPlan]:
+    units = []
+    for scope in _scopes(tree):
+        model = tree.modules[scope]
+        embedding, head = _call(model, "get_input_embeddings"), _call(model, "get_output_embeddings")
+        weight = getattr(embedding, "weight", None)
+        tied = weight is not None and weight is getattr(head, "weight", None)
+        norm = _final_norm(model)
+        tail = [m for m in ((norm, embedding, head) if tied else (norm, head)) if tree.can_be_unit(m)]
+        if not tied and tree.can_be_unit(embedding):
+            units.append(tree.unit([embedding], None, "input embedding"))
+        if tail:
+            parts = [
+                label for m, label in ((norm, "final norm"), (embedding, "embedding"), (head, "head")) if m in tail
+            ]
+            reason = " + ".join(parts) + (" (tied), kept until backward" if tied else ", kept until backward")
+            units.append(tree.unit(tail, False, reason))
+    return units
+
+
+def _call(model: nn.Module, method: str) -> nn.Module | None:
+    """The module that an accessor of transformers returns; models without text raise NotImplementedError."""
+    try:
+        found = getattr(model, method, lambda: None)()
+    except (NotImplementedError, AttributeError):
+        return None
+    return found if isinstance(found, nn.Module) else None
+
+
+def _final_norm(model: nn.Module) -> nn.Module | None:
+    """The last direct child of the decoder (or base model) whose class is a norm."""
+    base = getattr(model, model.base_model_prefix, None) if model.base_model_prefix else None
+    for owner in (_call(model, "get_decoder"), base, model):
+        if isinstance(owner, nn.Module):
+            norms = [child for child in owner.children() if "Norm" in type(child).__name__]
+            if norms:
+                return norms[-1]
+    return None
+
+
+def _without_repeats(units: list[UnitPlan]) -> list[UnitPlan]:
+    """Later units win a module: embedding and head are named by most plans too, but belong to the tail."""
+    owner: dict[nn.Module, int] = {module: i for i, unit in enumerate(units) for module in unit.modules}
+    kept = []
+    for i, unit in enumerate(units):
+        pairs = [(m, n) for m, n in zip(unit.modules, unit.names, strict=True) if owner[m] == i]
+        if pairs:
+            modules, names = zip(*pairs, strict=True)
+            kept.append(UnitPlan(modules, names, unit.reshard_after_forward, unit.reason))
+    return kept

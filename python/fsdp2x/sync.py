@@ -1,0 +1,30 @@
+"""Weights of a sharded model into running inference engines: ``connect`` once, then ``push`` a version at a time."""
+
+import sys
+
+from fsdp2x.rl.sync.outcomes import PushReport, SyncError
+from fsdp2x.rl.sync.receiver import engine, engine_group, engine_tcp, vllm_worker
+from fsdp2x.rl.sync.session import Session, connect
+from fsdp2x.rl.sync.source import WeightSource
+from fsdp2x.rl.sync.targets.checkpoint_engine import CheckpointEngine
+from fsdp2x.rl.sync.targets.in_process import InProcess
+from fsdp2x.rl.sync.targets.peer import Peer
+from fsdp2x.rl.sync.targets.sglang import Sglang
+from fsdp2x.rl.sync.targets.vllm import Vllm
+
+__all__ = [
+    "CheckpointEngine",
+    "InProcess",
+    "Peer",
+    "PushReport",
+    "Session",
+    "Sglang",
+    "SyncError",
+    "Vllm",
+    "WeightSource",
+    "connect",
+]
+
+# Engines are given classes by path, such as fsdp2x.sync.vllm_worker.Fsdp2xWorker.
+for _module in (engine, engine_group, engine_tcp, vllm_worker):
+    sys.modules[f"{__name__}.{_module.__name__.rpartition('.')[2]}"] = _module

@@ -1,0 +1,85 @@
+"""The command line: `fsdp2x COMMAND ...`; each command is a module of `train/commands`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+from fsdp2x.base.errors import CheckpointError, ConfigError
+from fsdp2x.train.commands import convert, doctor, plan, rollout, selftest, train
+from fsdp2x.train.commands.shared import mistake
+
+COMMANDS = (train, plan, convert, rollout, selftest, doctor)
+EXAMPLES = """\
+examples:
+  torchrun --nproc_per_node=2 -m fsdp2x.train run.yaml    train on two processes; `fsdp2x train run.yaml`: on one
+  fsdp2x train run.yaml optimizer.lr=1e-4 --resume_from out/run
+  fsdp2x config explain run.yaml --world-size 8           what each key means, before anything is run
+  fsdp2x plan config.json --world-size 32 --memory 80GiB  whether it fits
+  fsdp2x export out/run folder                            a checkpoint for from_pretrained
+  fsdp2x doctor                                           what this machine would use, and why
+
+`fsdp2x COMMAND --help` has the options of a command."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Options with dashes may be spelt with underscores, too, as torchrun's may; those of subcommands likewise."""
+
+    def add_argument(self, *names: str, **more: Any) -> argparse.Action:
+        both = [spelt for name in names for spelt in (name, "--" + name[2:].replace("-", "_")) if name[:2] == "--"]
+        return super().add_argument(*(dict.fromkeys([*names, *both])), **more)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = _Parser(
+        prog="fsdp2x",
+        description="Sharded training of HuggingFace models.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"fsdp2x {version('fsdp2x')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status: 0 done, 1 failed, 2 a mistake in what was asked for.
+
+    As in a shell, 130 after Ctrl-C, and 141 when nobody reads the output any more.
+    """
+    parser = make_parser()
+    args, rest = parser.parse_known_args(argv)
+    # argparse does not take up a list again after an option: `train c.yaml a=1 --resume_from p b=2`.
+    if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides += rest
+    rank = os.environ.get("RANK")
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s " + (f"[rank {rank}] " if rank else "") + "%(message)s",
+        datefmt="%H:%M:%S",
+    )
+    try:
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
+    except (ConfigError, CheckpointError, FileExistsError) as error:
+        return mistake(error)
+    except KeyboardInterrupt as stop:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"fsdp2x: {stop or 'interrupted'}\n")
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # What is left in the buffer has nowhere to go, at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE

@@ -1,0 +1,100 @@
+"""`fsdp2x export` and `fsdp2x convert`: checkpoints to HuggingFace form and back, offline."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+
+from fsdp2x.base.errors import ConfigError
+from fsdp2x.train.commands.shared import DTYPE
+
+_EPILOG = """\
+three forms:
+  fsdp2x convert --input-dir CKPT --output-dir OUT --origin-hf-dir HF [-f]      a DCP directory to HuggingFace form
+  fsdp2x convert --hf_dir HF --ckpt_dir DIR --save_dir OUT --iter N [--groupgemm]
+                                          files DIR/N/model_world_size_W_rank_R.pt to HuggingFace form
+  fsdp2x convert --to dcp --input-dir HF --output-dir OUT [-f]                  a HuggingFace folder to a DCP directory
+"""
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    _add_export(commands)
+    _add_convert(commands)
+
+
+def _add_export(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "export",
+        help="write a checkpoint in HuggingFace form",
+        description="Read a checkpoint in this one process and write what from_pretrained loads.",
+    )
+    command.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a folder of them whose latest is taken")
+    command.add_argument("out", metavar="OUT", help="folder to write; must not exist")
+    command.add_argument("--force", action="store_true", help="replace OUT when it exists")
+    command.set_defaults(run=_export)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from fsdp2x.io.convert.to_hf import export_checkpoint
+
+    out = export_checkpoint(args.checkpoint, args.out, force=args.force)
+    logging.getLogger(__name__).info("exported to %s", out)
+    return 0
+
+
+def _add_convert(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "convert",
+        help="convert a checkpoint to HuggingFace form, or back",
+        description="Convert in this one process, without accelerator and in little memory. Nothing read is executed.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    command.add_argument("--input-dir", metavar="DIR", help="DCP directory, or with --to dcp a HuggingFace folder")
+    command.add_argument("--output-dir", metavar="OUT", help="folder to write")
+    command.add_argument("--origin-hf-dir", metavar="HF", help="whose names, files and dtypes the output gets")
+    command.add_argument("--hf-dir", metavar="HF", help="the same, for files of ranks")
+    command.add_argument("--ckpt-dir", metavar="DIR", help="folder of the iterations")
+    command.add_argument("--save-dir", metavar="OUT", help="folder to write, for files of ranks")
+    command.add_argument("--iter", type=int, metavar="N", help="which iteration: the folder CKPT_DIR/N")
+    command.add_argument(
+        "--groupgemm", nargs="?", type=int, choices=(0, 1), const=1, default=0, help="experts were trained as group_mlp"
+    )
+    command.add_argument("--to", choices=("hf", "dcp"), default="hf", help="default hf")
+    command.add_argument("--dtype", **DTYPE, help="of floating-point weights; default the origin's")
+    command.add_argument("--prefix", help="of the model's keys in the checkpoint; default the one that fits")
+    command.add_argument("-f", "--force", action="store_true", help="replace the output when it exists")
+    command.set_defaults(run=_convert)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    import torch
+
+    from fsdp2x.io.convert.to_dcp import hf_to_dcp
+    from fsdp2x.io.convert.to_hf import dcp_to_hf, ranks_to_hf
+
+    form = {
+        "dcp": ("input_dir", "output_dir"),
+        "hf": ("input_dir", "output_dir", "origin_hf_dir"),
+        "ranks": ("hf_dir", "ckpt_dir", "save_dir", "iter"),
+    }
+    given = {name for names in form.values() for name in names if getattr(args, name) is not None}
+    kind = "dcp" if args.to == "dcp" else "ranks" if given & set(form["ranks"]) else "hf"
+    needed = form[kind]
+    if given != set(needed):
+        expected = ", ".join(f"--{name.replace('_', '-')}" for name in needed)
+        raise ConfigError(f"convert: this form needs exactly {expected}; see fsdp2x convert --help")
+    for name, forms in (("groupgemm", ("ranks",)), ("prefix", ("hf", "ranks"))):
+        if getattr(args, name) not in (None, 0) and kind not in forms:
+            raise ConfigError(f"convert: --{name} has no meaning in this form; see fsdp2x convert --help")
+    options = {"dtype": getattr(torch, args.dtype) if args.dtype else None, "force": args.force}
+    if kind == "dcp":
+        out = hf_to_dcp(args.input_dir, args.output_dir, **options)
+    elif kind == "hf":
+        out = dcp_to_hf(args.input_dir, args.output_dir, args.origin_hf_dir, prefix=args.prefix, **options)
+    else:
+        options |= {"groupgemm": bool(args.groupgemm), "prefix": args.prefix}
+        out = ranks_to_hf(args.hf_dir, args.ckpt_dir, args.save_dir, args.iter, **options)
+    logging.getLogger(__name__).info("converted to %s", out)
+    return 0

@@ -1,0 +1,293 @@
+"""`fsdp2x plan`: what is asked, from a HuggingFace config.json or a training YAML, and the plan that answers.
+
+The model is built without weights and without a process group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp2x.plan.bound import MemoryBound, memory_bound
+from fsdp2x.plan.plan import planned_facts, planned_report, usual_device
+from fsdp2x.plan.report import MemoryReport, check_micro_batches, readable
+from fsdp2x.sharding.transport import Transport
+from fsdp2x.train import ConfigError, TrainConfig
+from fsdp2x.train.commands.plan_words import above_bound, explanation, remark_on_dtype
+from fsdp2x.train.explain_config import parse_without_text
+from fsdp2x.train.load_config import translate_file
+from fsdp2x.train.model import build_on_meta, offload_mode, prepare, unit_policy
+from fsdp2x.train.strategy import plan_mesh, resolve_batching, usual_node
+from fsdp2x.train.tokenizer import choose_tokenizer, make_tokenizer
+
+_DEFAULTS = {
+    "replicas": 1, "dtype": "float32", "offload": "none", "optimizer": "adamw", "expert_parallel": 1,
+    "micro_batches": 1, "before_last": "nothing",
+}  # fmt: skip
+_UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
+_DECIMAL_UNITS = {"K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be planned. None: what the config, or `fully_shard`, says."""
+
+    config: str
+    overrides: Sequence[str] = ()
+    world_size: int = 1
+    local_world_size: int | None = None
+    replicas: int | None = None
+    dtype: str | None = None
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    reshard_after_forward: bool | int | None = None
+    auto_wrap: bool | list[str] | None = None
+    transport: str | None = None
+    device: str | None = None
+    offload: str | None = None
+    optimizer: str | None = None
+    expert_parallel: int | None = None
+    expert_fsdp_size: int | None = None
+    micro_batches: int | None = None
+    before_last: str | None = None
+    memory_bytes: int | None = None
+    wire_weights: str | None = None
+    wire_gradients: str | None = None
+    explain: bool = False
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The report and what it is of."""
+
+    model: str
+    num_parameters: int
+    request: Request
+    report: MemoryReport
+    bound: MemoryBound
+    staging_bytes: int = 0  # of the host: at most so many, for saves in the background
+    dtype_is_the_models: bool = False  # nobody asked for it: its config.json has it
+
+    @property
+    def peak_bytes(self) -> int:
+        """What a rank's device holds at most, without activations."""
+        return self.report.device_peak_bytes + (self.staging_bytes if self.request.device == "cpu" else 0)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether that is within the memory; None when none was given."""
+        limit = self.request.memory_bytes
+        return None if limit is None else self.peak_bytes <= limit
+
+    def to_dict(self) -> dict[str, Any]:
+        request = self.request
+        return {
+            "model": self.model,
+            "num_parameters": self.num_parameters,
+            "world_size": request.world_size,
+            "policy": {
+                name: getattr(request, name)
+                for name in (
+                    *("dtype", "param_dtype", "reduce_dtype", "reshard_after_forward", "auto_wrap", "optimizer"),
+                    *("device", "offload", "expert_parallel", "expert_fsdp_size", "micro_batches", "before_last"),
+                )
+            },
+            "memory_bytes": request.memory_bytes,
+            "fits": self.fits,
+            "staging_bytes": self.staging_bytes,
+            "report": self.report.to_dict(),
+            "bound": dataclasses.asdict(self.bound),
+        }
+
+    @property
+    def headline(self) -> str:
+        """What is planned, in a line."""
+        request = self.request
+        computes = f", computed in {request.param_dtype}" if request.param_dtype else ""
+        head = f"{self.model}: {self.num_parameters:,} parameters in {request.dtype}{computes}, {request.optimizer}"
+        head += f", on {request.device}" + (f", offload {request.offload}" if request.offload != "none" else "")
+        if request.expert_parallel > 1:
+            head += f", experts over {request.expert_parallel} ranks"
+        if request.micro_batches > 1:
+            head += f", {request.micro_batches} micro-batches a step"
+        return head
+
+    def __str__(self) -> str:
+        request, report = self.request, self.report
+        lines = [self.headline]
+        if self.dtype_is_the_models and request.optimizer != "none":
+            lines += remark_on_dtype(request.dtype, request.param_dtype)
+        lines += ["", report.table(self.bound), *above_bound(report, self.bound)]
+        if self.staging_bytes:
+            lines.append(f"saves in the background: up to {readable(self.staging_bytes)} of host memory on top")
+        if self.fits is not None:
+            room = request.memory_bytes - self.peak_bytes
+            verdict = f"fits, {readable(room)} left for activations" if self.fits else f"too big by {readable(-room)}"
+            lines.append(f"{readable(request.memory_bytes)} a rank: {verdict}")
+        if request.explain:
+            lines += ["", explanation(report)]
+        return "\n".join(lines)
+
+
+def make_plan(request: Request) -> MemoryPlan:
+    """Reads the config, builds the model on the meta device and plans it.
+
+    Raises:
+        ConfigError: the config cannot be read, or does not go with the request.
+    """
+    request = _filled(request, {"local_world_size": usual_node(request.world_size)})
+    path = Path(request.config).expanduser()
+    stages_saves = dtype_is_the_models = False
+    if path.is_dir() or path.suffix == ".json":
+        if request.overrides:
+            raise ConfigError(
+                f"{request.overrides[0]}: key=value settings go with a training YAML, not with {path.name}"
+            )
+        model, dtype_is_the_models = _build(path, request.dtype), request.dtype is None
+        request = _filled(request, {"dtype": str(model.config.dtype).removeprefix("torch.")})
+    else:
+        given = dataclasses.asdict(request)
+        model, asked, stages_saves = _read_training(
+            path, request.overrides, request.world_size, request.local_world_size, given
+        )
+        request = _filled(request, asked)
+    request = _filled(request, {"transport": Transport.SHM if request.device == "cpu" else Transport.PROCESS_GROUP})
+    request = _filled(request, {"device": usual_device(request.transport), **_DEFAULTS})
+    names = ("replicas", "transport", "device", "offload", "auto_wrap", "reshard_after_forward", "expert_parallel",
+             "expert_fsdp_size", "local_world_size", "wire_weights", "wire_gradients")  # fmt: skip
+    options = {
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=request.param_dtype and getattr(torch, request.param_dtype),
+            reduce_dtype=request.reduce_dtype and getattr(torch, request.reduce_dtype),
+        ),
+        **{name: getattr(request, name) for name in names},
+    }
+    try:
+        micro_batches = check_micro_batches("plan", request.micro_batches, request.before_last)
+        facts = planned_facts(model, request.world_size, **options)
+        report = planned_report(facts, request.optimizer, micro_batches)
+        bound = memory_bound(facts, request.optimizer, options["mp_policy"])
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(str(error)) from None
+    saved = report.shard_bytes - report.pad_bytes + (report.optimizer_bytes or 0) + report.unsharded_bytes
+    numel = sum(param.numel() for param in model.parameters())
+    staging = saved if stages_saves else 0
+    return MemoryPlan(type(model).__name__, numel, request, report, bound, staging, dtype_is_the_models)
+
+
+def _filled(request: Request, values: dict[str, Any]) -> Request:
+    """The request with values for what it leaves open."""
+    return replace(request, **{name: value for name, value in values.items() if getattr(request, name) is None})
+
+
+def parse_bytes(text: str) -> int:
+    """`80GiB`, `80G` and `85899345920` are the same; `80GB` is 80 * 10**9.
+
+    Raises:
+        ConfigError: neither a number nor a number with such a unit.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?\s*", text, flags=re.IGNORECASE)
+    if found is None:
+        raise ConfigError(f"memory: got {text!r}, expected a size such as 80GiB, 512MiB or a number of bytes")
+    number, unit, suffix = found[1], found[2].upper(), (found[3] or "").lower()
+    factor = _DECIMAL_UNITS[unit] if suffix == "b" and unit else _UNITS[unit]
+    return int(float(number) * factor)
+
+
+def _build(path: Path, dtype: str | None) -> nn.Module:
+    """The model of a config.json without weights, in the dtype that is asked for or that it says."""
+    from fsdp2x.base.errors import CheckpointError
+    from fsdp2x.io.hf.empty import build_empty, read_hf_config, told_of
+
+    try:
+        with told_of(path):
+            config = read_hf_config(path)
+            return build_empty(None, config, getattr(torch, dtype) if dtype else config.dtype or torch.float32)
+    except CheckpointError as error:
+        raise ConfigError(f"config {error}") from None
+
+
+# ---- what a training YAML means for a plan
+
+
+def _read_training(
+    path: Path, overrides: Sequence[str], world_size: int, local_world_size: int, given: dict[str, Any]
+) -> tuple[nn.Module, dict[str, Any], bool]:
+    """A run before it exists.
+
+    `given`: what the caller has decided, such as the device, on which other settings depend.
+
+    Returns:
+        The model; arguments of `plan_memory`, and `dtype` and dtypes of the policy by name; whether a copy of what is
+        saved stays in host memory.
+
+    Raises:
+        ConfigError: what a run would refuse, and settings whose bytes cannot be foretold.
+    """
+    config = parse_without_text(translate_file(path, overrides).settings)
+    parallel, optimizer = config.parallel, config.optimizer
+    _refuse_unforeseen(config)
+    mesh = plan_mesh(parallel, world_size, local_world_size)
+    trains = config.train.mode == "train"
+    shares_memory = Transport.SHM in (given.get("transport"), parallel.transport)
+    device = given.get("device") or ("cpu" if parallel.device == "cpu" or shares_memory else "cuda")
+    in_few_bits = parallel.wire_weights is not None or parallel.wire_gradients is not None
+    on_one_host = device == "cpu" and mesh.shard_size <= local_world_size
+    asked = {
+        "dtype": config.model.dtype,
+        "param_dtype": _param_dtype(parallel.param_dtype, device),
+        "reduce_dtype": parallel.reduce_dtype,
+        "replicas": mesh.num_replicas,
+        "reshard_after_forward": mesh.reshard_after_forward,
+        "transport": (Transport.SHM if on_one_host and not in_few_bits else Transport.PROCESS_GROUP)
+        if parallel.transport == "auto"
+        else parallel.transport,
+        "wire_weights": parallel.wire_weights,
+        "wire_gradients": parallel.wire_gradients,
+        "device": device,
+        "offload": offload_mode(parallel.offload),
+        "optimizer": optimizer.planned_name,
+        "expert_parallel": parallel.expert_parallel,
+        "expert_fsdp_size": parallel.expert_fsdp_size,
+        "micro_batches": _micro_batches(config, world_size // parallel.sequence_parallel) if trains else 1,
+        "before_last": parallel.accumulate,
+    }
+    if not trains:
+        asked["optimizer"] = "none"
+    dtype = getattr(torch, given.get("dtype") or config.model.dtype)
+    tokenizer = None if config.model.path else make_tokenizer(choose_tokenizer(config.data.tokenizer, None))
+    model = prepare(build_on_meta(config.model, dtype, tokenizer), config)
+    asked["auto_wrap"] = unit_policy(model, parallel)
+    return model, asked, trains and config.checkpoint.async_save
+
+
+def _refuse_unforeseen(config: TrainConfig) -> None:
+    if config.train.mode == "train" and config.optimizer.implementation in ("foreach", "for_loop"):
+        raise ConfigError(
+            f"optimizer.implementation: got {config.optimizer.implementation!r}, whose steps take memory that is not "
+            "foretold; plan with auto, fsdp2x or fused"
+        )
+
+
+def _param_dtype(setting: str | None, device: str) -> str | None:
+    """`auto` as on a GPU of today; float16, which older ones take, has as many bytes."""
+    if setting != "auto":
+        return setting
+    return "bfloat16" if device == "cuda" else None
+
+
+def _micro_batches(config: TrainConfig, num_readers: int) -> int:
+    """Packed samples take as many as the fullest rank needs: at most so many."""
+    batching = resolve_batching(config.train, num_readers)
+    if not config.data.packing:
+        return batching.accumulation
+    samples_per_row = (config.data.max_tokens or config.data.block_size) // config.data.block_size
+    return -(-batching.batch_size * batching.accumulation // samples_per_row)

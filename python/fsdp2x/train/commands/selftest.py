@@ -1,0 +1,94 @@
+"""`fsdp2x selftest`: checks that sharded training is right on this machine, on as many ranks as asked for."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+
+from fsdp2x.base.errors import ConfigError
+from fsdp2x.sharding.transport import TRANSPORTS
+
+_GRACE_S = 5
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "selftest",
+        help="check sharded training on this machine",
+        description=(
+            "Sharding, gradients, loss, memory and speed of a small transformer against an unsharded twin. Starts its "
+            "own processes; under torchrun it runs in torchrun's. Exit status 1: a check failed."
+        ),
+    )
+    command.add_argument("--world", type=int, metavar="N", help="number of ranks; default one per GPU, else 2")
+    command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    command.add_argument("--transport", choices=TRANSPORTS, default="auto")
+    command.add_argument("--steps", type=int, default=20, metavar="N", help="timed steps of the speed check")
+    command.add_argument("--timeout", type=float, default=110.0, metavar="S", help="seconds for everything")
+    command.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from fsdp2x.train.distributed import choose_device
+
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    world = args.world if args.world is not None else _default_world(args.device)
+    if launched:
+        world = int(os.environ["WORLD_SIZE"])
+    if world < 1 or args.steps < 1 or not args.timeout > 0:
+        raise ConfigError("selftest: --world and --steps are at least 1, --timeout is positive")
+    if launched and args.world not in (None, world):
+        raise ConfigError(f"selftest: --world {args.world}, but torchrun started {world} rank(s)")
+    choose_device(args.device, 0, 1)
+    return _check(args) if launched or world == 1 else _launch(args, world)
+
+
+def _default_world(device: str) -> int:
+    import torch
+
+    return max(torch.cuda.device_count(), 1) if device != "cpu" and torch.cuda.is_available() else 2
+
+
+def _check(args: argparse.Namespace) -> int:
+    from fsdp2x.train.distributed import open_world
+    from fsdp2x.train.selftest import run_suite, shard_layers
+
+    world = open_world(args.device, args.timeout)
+    try:
+
+        def shard(model, **options):
+            return shard_layers(model, transport=args.transport, **options)
+
+        return 1 if run_suite(world.device, shard=shard, num_steps=args.steps) else 0
+    finally:
+        world.close()
+
+
+def _launch(args: argparse.Namespace, world: int) -> int:
+    """Starts the ranks under torchrun in a session of their own, so that none outlives a timeout."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
+    command += ["-m", "fsdp2x", "selftest", "--device", args.device, "--transport", args.transport]
+    command += ["--steps", str(args.steps), "--timeout", str(args.timeout)]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    ranks = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        return 1 if ranks.wait(timeout=args.timeout) else 0
+    except subprocess.TimeoutExpired:
+        sys.stderr.write(f"fsdp2x: error: the self-test did not finish within {args.timeout:g} s\n")
+        return 1
+    finally:
+        _end(ranks)
+
+
+def _end(ranks: subprocess.Popen) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if ranks.poll() is not None:
+            return
+        os.killpg(ranks.pid, number)
+        try:
+            ranks.wait(timeout=_GRACE_S)
+        except subprocess.TimeoutExpired:
+            continue

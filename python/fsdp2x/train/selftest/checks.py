@@ -1,0 +1,218 @@
+"""The five checks. Every rank runs each of them, because forward, backward and `full_tensor` are collective."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp2x.plan.describe import describe
+from fsdp2x.plan.report import memory_report, readable
+from fsdp2x.train.selftest import transformer as small
+
+STEPS = 4
+LEARNING_RATE = 1e-3
+# Larger than the rounding of a gradient that is zero (of the keys' bias), which AdamW would make a step of.
+EPSILON = 1e-6
+# A step over gloo on a machine with fewer cores than ranks stays below this; one that waits for a timeout does not.
+SLOWEST_RATIO = 100.0
+
+
+class CheckFailed(AssertionError):
+    """A check found something wrong; the message says what, where, and what was expected."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the checks work on: ``shard(model, mp_policy=None)`` shards in place and returns the model."""
+
+    shard: Callable[..., nn.Module]
+    device: torch.device
+    rank: int
+    world: int
+    num_steps: int
+
+    def loss(self, model: nn.Module, step: int) -> torch.Tensor:
+        return small.loss_of(model, self.rank, step, self.device)
+
+    def mean_loss(self, model: nn.Module, step: int) -> torch.Tensor:
+        """Of all ranks' batches, computed by this rank alone on an unsharded model."""
+        losses = [small.loss_of(model, rank, step, self.device) for rank in range(self.world)]
+        return torch.stack(losses).mean()
+
+    def mean_over_ranks(self, loss: torch.Tensor) -> float:
+        total = loss.detach().double()
+        dist.all_reduce(total)
+        return total.item() / self.world
+
+    def pair(self) -> tuple[nn.Module, nn.Module]:
+        """A sharded model and its unsharded twin."""
+        return self.shard(small.build(self.device)), small.build(self.device)
+
+
+def check_parameter_sharding(setting: Setting) -> str:
+    """Each parameter is a ``Shard(0)`` DTensor whose local rows are this rank's chunk of the original."""
+    model, twin = setting.pair()
+    originals = dict(twin.named_parameters())
+    for name, param in model.named_parameters():
+        original = originals[name].detach()
+        _require(isinstance(param, DTensor), f"{name} is a {type(param).__name__}, expected a DTensor")
+        _require(tuple(param.placements) == (Shard(0),), f"{name} has placements {param.placements}")
+        rows = -(-original.shape[0] // setting.world)
+        expected = original[setting.rank * rows : (setting.rank + 1) * rows]
+        local = param.to_local()
+        _require(
+            local.shape == expected.shape,
+            f"{name}: local shape {tuple(local.shape)}, expected {tuple(expected.shape)} of {tuple(original.shape)}",
+        )
+        _require(torch.equal(local, expected), f"{name}: the local rows are not those of the original")
+        _require(torch.equal(param.full_tensor(), original), f"{name}: the gathered tensor is not the original")
+    return "All parameters are correctly sharded!"
+
+
+def check_gradient_synchronization(setting: Setting) -> str:
+    """Gathered gradients are the mean over the ranks' batches, as one process computes it on all of them."""
+    model, twin = setting.pair()
+    for step in range(2):  # the second accumulates into the first
+        setting.loss(model, step).backward()
+        setting.mean_loss(twin, step).backward()
+        expected = {name: param.grad for name, param in twin.named_parameters()}
+        for name, param in model.named_parameters():
+            _require(param.grad is not None, f"{name} has no gradient")
+            got = param.grad.full_tensor()
+            error = (got - expected[name]).abs().max().item()
+            scale = expected[name].abs().max().item()
+            _require(
+                error <= 1e-5 * max(scale, 1.0) and error <= 1e-3 * scale + 1e-8,
+                f"{name}: a gradient is off by {error:.3g} where the largest is {scale:.3g} (step {step})",
+            )
+    return "Gradients are correctly synchronized!"
+
+
+def check_loss_consistency(setting: Setting) -> str:
+    """Several AdamW steps: losses and final weights are those of one process; bf16 compute stays near."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, twin = setting.pair()
+    half = setting.shard(small.build(setting.device), mp_policy=policy)
+    seen: list[torch.dtype] = []
+    handle = half.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=LEARNING_RATE, eps=EPSILON) for each in (model, half, twin)]
+    expected = 0.0
+    for step in range(STEPS):
+        losses = [setting.loss(model, step), setting.loss(half, step), setting.mean_loss(twin, step)]
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        got, near = (setting.mean_over_ranks(loss) for loss in losses[:2])
+        expected = losses[2].item()
+        _require(abs(got - expected) <= 1e-5 * abs(expected), f"loss {got:.7f} in step {step}, expected {expected:.7f}")
+        _require(abs(near - expected) <= 2e-2 * abs(expected), f"bf16 loss {near:.5f}, fp32 {expected:.5f}")
+    handle.remove()
+    _require(set(seen) == {torch.bfloat16}, f"the head computed in {set(seen)}, expected bfloat16")
+    _require(
+        {param.dtype for param in half.parameters()} == {torch.float32}, "shards under mixed precision are not fp32"
+    )
+    originals = dict(twin.named_parameters())
+    for name, param in model.named_parameters():
+        error = (param.full_tensor() - originals[name]).abs().max().item()
+        _require(error <= 0.05 * LEARNING_RATE, f"{name}: off by {error:.3g} after {STEPS} steps")
+    return f"Loss is consistent across all ranks: {expected:.6f}"
+
+
+def check_memory_usage(setting: Setting) -> str:
+    """What a rank keeps is its share of the unsharded model's bytes; nothing gathered is left after a step."""
+    model, twin = setting.pair()
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=LEARNING_RATE) for each in (model, twin)]
+    plan = memory_report(model, optimizers[0])
+    held = []
+    for each, optimizer in zip((model, twin), optimizers, strict=True):
+        setting.loss(each, 0).backward()
+        tensors = list(each.parameters()) + [param.grad for param in each.parameters()]
+        optimizer.step()
+        tensors += [value for state in optimizer.state.values() for value in state.values() if value.dim() > 0]
+        held.append(sum(_local_bytes(tensor) for tensor in tensors))
+    mine, whole = held
+    rows = [-(-param.shape[0] // setting.world) * param[0].numel() for param in twin.parameters()]
+    most = 4 * sum(rows) * 4  # weight, gradient and two moments in fp32, of the rank with the most rows
+    _require(mine <= most, f"{readable(mine)} on this rank, expected at most {readable(most)} of {readable(whole)}")
+    total = torch.tensor(mine, dtype=torch.float64, device=setting.device)
+    dist.all_reduce(total)
+    _require(total.item() == whole, f"all ranks hold {readable(int(total))}, expected {readable(whole)}")
+    if (report := describe(model)).stats:
+        _require(report.stats["gather_slots_owned"] == 0, f"still gathered after a step: {report.stats['owners']}")
+        after = memory_report(model, optimizers[0])
+        _require(after.peak_bytes == plan.peak_bytes, "the memory plan changed when the model ran")
+        _require(mine <= plan.peak_bytes, f"a peak of {readable(plan.peak_bytes)} is planned, {readable(mine)} stay")
+    lines = [
+        f"Unsharded: {readable(whole)} of weights, gradients and optimizer states",
+        f"This rank: {readable(mine)} ({mine / whole:.2f} of it)",
+    ]
+    print_on_first("\n".join(lines))
+    return f"Memory usage validated (Peak without activations: {readable(plan.peak_bytes)})"
+
+
+def check_training_speed(setting: Setting) -> str:
+    """Steps of the sharded model against steps of one unsharded model on the same batch size; the loss falls."""
+    model, twin = setting.pair()
+    seconds = {}
+    losses: list[float] = []
+    for name, each in (("sharded", model), ("unsharded", twin)):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=LEARNING_RATE)
+        times = []
+        for step in range(setting.num_steps + 2):
+            dist.barrier()
+            begun = time.perf_counter()
+            loss = setting.loss(each, 0)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if setting.device.type == "cuda":
+                torch.cuda.synchronize(setting.device)
+            if step >= 2:  # the first ones allocate
+                times.append(time.perf_counter() - begun)
+            if name == "sharded":
+                losses.append(setting.mean_over_ranks(loss))
+        seconds[name] = statistics.median(times)
+    ratio = seconds["sharded"] / seconds["unsharded"]
+    throughput = 1 / seconds["sharded"]
+    print_on_first(
+        f"Trained {setting.num_steps} steps in {setting.num_steps * seconds['sharded']:.2f}s\n"
+        f"Throughput: {throughput:.2f} steps/s, a step takes {ratio:.2f} times as long as unsharded"
+    )
+    _require(losses[-1] < losses[0], f"the loss of one batch went from {losses[0]:.4f} to {losses[-1]:.4f}")
+    _require(ratio < SLOWEST_RATIO, f"a sharded step takes {ratio:.0f} times as long as an unsharded one")
+    return f"Training speed validated ({throughput:.2f} steps/s)"
+
+
+CHECKS: dict[str, Callable[[Setting], str]] = {
+    "Parameter Sharding": check_parameter_sharding,
+    "Gradient Synchronization": check_gradient_synchronization,
+    "Loss Consistency": check_loss_consistency,
+    "Memory Usage": check_memory_usage,
+    "Training Speed": check_training_speed,
+}
+
+
+def print_on_first(text: str) -> None:
+    """Only printing is rank 0's affair; the checks are everybody's."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise CheckFailed(message)
+
+
+def _local_bytes(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.itemsize

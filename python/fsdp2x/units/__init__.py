@@ -1,1 +1,0 @@
-"""Which modules form a unit, and how units and sharded parameters of a model are found."""

@@ -1,0 +1,164 @@
+"""The agreement of ranks over a process group: calls that one rank makes alone, and what a steady step costs."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsdp2x
+from fsdp2x.base.agreement import Agreement
+from fsdp2x.base.collectives import Diverged
+from harness import distributed
+from models import STACK_UNITS, Stack, inputs
+from reference import grads, only_fsdp2x, same, shard
+
+SOON_S = 8.0  # a tenth of a second, on a busy machine
+
+
+def everyone(ctx, mine):
+    found = [None] * ctx.world
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def step(model, ctx, number=0):
+    model(inputs(ctx.rank, number)).square().mean().backward()
+
+
+def attempt(function) -> str:
+    try:
+        function()
+    except Diverged as error:
+        return str(error)
+    return ""
+
+
+@distributed(world_sizes=(2, 3))
+def test_a_steady_step_asks_nobody(ctx):
+    only_fsdp2x(ctx)
+    model = shard(ctx, Stack(), STACK_UNITS, transport="process_group")
+    asked = []
+    original = Agreement._ask
+    Agreement._ask = lambda self, mine: asked.append(mine["name"]) or original(self, mine)
+    try:
+        for number in range(6):
+            asked.clear()
+            with fsdp2x.accumulate(model, last=False):
+                step(model, ctx, number)
+            step(model, ctx, number)
+            fsdp2x.clip_grad_norm_(model.parameters(), 1.0)
+            model.zero_grad()
+            if number == 0:
+                assert len(asked) > 10
+    finally:
+        Agreement._ask = original
+    assert not asked, asked
+
+
+@distributed(world_sizes=(2, 3))
+def test_a_rank_that_clips_alone(ctx):
+    only_fsdp2x(ctx)
+    model = shard(ctx, Stack(), STACK_UNITS, transport="process_group")
+    for number in range(2):
+        step(model, ctx, number)
+
+    def go_on():
+        if ctx.rank == 1:
+            fsdp2x.clip_grad_norm_(model.parameters(), 1.0)
+        step(model, ctx, 2)
+
+    told = everyone(ctx, attempt(go_on))
+    assert len(set(told)) == 1 and "rank 1 sums the norm of gradients" in told[0] and "gathers unit" in told[0], told
+
+
+@distributed(world_sizes=(2,))
+def test_models_that_meet_in_another_order(ctx):
+    """Their shapes are equal, so only their numbers tell them apart."""
+    only_fsdp2x(ctx)
+    models = [shard(ctx, Stack(), STACK_UNITS, transport="process_group") for _ in range(2)]
+    with pytest.raises(ValueError, match="have different models.*Stack"):
+        models[ctx.rank](inputs(ctx.rank))
+    fresh = [shard(ctx, Stack(), STACK_UNITS, transport="process_group") for _ in range(2)]
+    for model in fresh:
+        step(model, ctx)
+    told = everyone(ctx, attempt(lambda: fresh[ctx.rank](inputs(ctx.rank))))
+    assert len(set(told)) == 1 and "Stack 2" in told[0] or "Stack 3" in told[0], told
+
+
+@distributed(world_sizes=(2,))
+def test_checks_can_be_turned_off(ctx):
+    """On one rank is enough."""
+    only_fsdp2x(ctx)
+    twin = shard(ctx, Stack(), STACK_UNITS, transport="process_group")
+    model = shard(ctx, Stack(), STACK_UNITS, transport="process_group", check_ranks=ctx.rank == 0)
+    original = Agreement._ask
+    step(twin, ctx)
+    asked = []
+    Agreement._ask = lambda self, mine: asked.append(mine["subject"]) or original(self, mine)
+    try:
+        step(model, ctx)
+    finally:
+        Agreement._ask = original
+    assert not any(asked), "of units"
+    same(grads(model), grads(twin), "gradients")
+
+
+@distributed(world_sizes=(3,))
+def test_nothing_is_left_in_the_store(ctx):
+    """Of what ranks compared, only the last exchange stays."""
+    only_fsdp2x(ctx)
+    from fsdp2x.base.agreement import agreement_of
+
+    model = shard(ctx, Stack(), STACK_UNITS, transport="process_group")
+    step(model, ctx)
+    agreement = agreement_of(dist.group.WORLD)
+    last = agreement._num_asked - 1
+    step(model, ctx)
+    dist.barrier()
+    if last > 2:
+        assert not agreement._has(last - 2)
+    torch.manual_seed(0)
+
+
+@distributed(world_sizes=(2,), fresh=True)
+def test_a_device_compares_before_it_launches(ctx):
+    """On the recorded device: both sides raise, nothing was launched, and the group cannot be used again."""
+    only_fsdp2x(ctx)
+    from reference import install_streams
+
+    install_streams()
+    model = shard(ctx, Stack(), STACK_UNITS, transport="streams")
+    step(model, ctx)
+    blocks = list(model.blocks)
+    model.reshard()
+    first, second = (blocks[0], blocks[2]) if ctx.rank == 0 else (blocks[2], blocks[0])
+    told = everyone(ctx, attempt(first.unshard))
+    assert len(set(told)) == 1 and "'blocks.0'" in told[0] and "'blocks.2'" in told[0], told
+    told = everyone(ctx, attempt(second.unshard))
+    assert all("cannot be used again" in text for text in told), told
+
+
+@distributed(world_sizes=(2,), fresh=True)
+def test_a_host_that_does_not_wait_is_told(ctx):
+    """A rank that has posted what it expected works on. A thread answers for it, and its next collective raises."""
+    only_fsdp2x(ctx)
+    from fsdp2x.base.agreement import make_agreement
+
+    agreement = make_agreement(dist.group.WORLD, "a test")
+    agreement.watch()
+    for _ in range(3):
+        for kind in ("first", "second"):
+            agreement.engine.post(kind, f"does its {kind}")
+    if ctx.rank == 0:
+        agreement.engine.post("first", "does its first")  # expected: nobody is asked
+        end = time.monotonic() + SOON_S
+        while not agreement.engine.is_broken and time.monotonic() < end:
+            time.sleep(0.01)
+        assert agreement.engine.is_broken
+        told = attempt(lambda: agreement.engine.post("second", "does its second"))
+    else:
+        told = attempt(lambda: agreement.engine.post("third", "does its third"))
+    told = everyone(ctx, told)
+    assert len(set(told)) == 1, told
+    assert "rank 0 does its first" in told[0] and "rank 1 does its third" in told[0], told

@@ -1,0 +1,486 @@
+"""Shards that rest in the slot they are gathered in: nothing is copied, and nobody sees what is not gathered yet.
+
+All of it is compared, bit for bit, with the same model whose gathers copy: somebody holds its shards, which therefore
+stay in their pools.
+"""
+
+import copy
+import os
+import pickle
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from test_fork import in_child
+from torch import nn
+
+import fsdp2x
+import memory
+from fsdp2x.base import torch_private
+from harness import distributed
+from models import STACK_UNITS, Stack, inputs, step
+from reference import full, params, same, shard
+
+
+def groups_of(model) -> list:
+    return [group for state in model._get_fsdp_state().tree for group in state.groups]
+
+
+def resting(model) -> list[bool]:
+    return [group.engine.has_resting_shards for group in groups_of(model)]
+
+
+def local(model, name: str) -> torch.Tensor:
+    return torch_private.local_tensor(dict(model.named_parameters())[name])
+
+
+def make(ctx, optimizer=torch.optim.SGD, *, model=None, copies=False, **options):
+    """`copies`: the shards stay in their pools."""
+    model = shard(ctx, Stack() if model is None else model, STACK_UNITS, transport="shm", **options)
+    if copies:
+        hold(model)
+    return model, optimizer(model.parameters(), lr=0.05)
+
+
+def hold(model) -> None:
+    model.__dict__["held"] = [torch_private.local_tensor(param).detach() for param in model.parameters()]
+
+
+def private_bytes(before: set[int]) -> int:
+    """Of shared memory that was not there `before`: pages that this rank has written to on its own."""
+    return memory.copied_shared_bytes(set(memory.shared_files()) - before)
+
+
+OPTIMIZERS = {
+    "torch.AdamW": torch.optim.AdamW,
+    "torch.SGD": torch.optim.SGD,
+    "fused": lambda params, lr: torch.optim.AdamW(params, lr=lr, fused=True),
+    "AdamW": fsdp2x.optim.AdamW,
+    "SGD": fsdp2x.optim.SGD,
+    "local": lambda params, lr: fsdp2x.local_optimizer(torch.optim.Adagrad(params, lr=lr)),
+}
+
+
+@distributed(world_sizes=(2, 3, 4))
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.each_value
+def test_a_step_writes_where_peers_read(ctx, name):
+    """No page of the shards is this rank's alone after a step: the next gather has nothing to copy."""
+    before = set(memory.shared_files())
+    model, optimizer = make(ctx, OPTIMIZERS[name])
+    twin, of_twin = make(ctx, OPTIMIZERS[name], copies=True)
+    for number in range(3):
+        same(step(ctx, model, optimizer, number), step(ctx, twin, of_twin, number))
+        assert all(resting(model)) and private_bytes(before) == 0
+    assert not any(resting(twin))
+    same(params(model), params(twin))
+
+
+@distributed(world_sizes=(2, 3))
+def test_who_steps_is_told_what_it_may_write_to(ctx):
+    """Every group once; not while this rank has it gathered, nor while somebody else holds a tensor over its shards."""
+    from fsdp2x.base.native import _C
+
+    model, optimizer = make(ctx)
+    step(ctx, model, optimizer)
+    dist.barrier()
+    shards = _C.WritableShards(optimizer.param_groups)
+    assert shards.num_opened == len(groups_of(model)) == len(STACK_UNITS) + 1
+    nothing_left = _C.WritableShards(optimizer.param_groups)
+    assert nothing_left.num_opened == 0
+    shards.close()
+    held = [local(model, "blocks.0.up.weight").detach()]
+    some = _C.WritableShards(optimizer.param_groups)
+    assert some.num_opened == len(STACK_UNITS)
+    some.close()
+    held.clear()
+    model.blocks[1].unshard()
+    dist.barrier()
+    some = _C.WritableShards(optimizer.param_groups)
+    assert some.num_opened == len(STACK_UNITS)
+    some.close()
+    model.blocks[1].reshard()
+    dist.barrier()
+    assert _C.WritableShards([{"params": [torch.nn.Parameter(torch.ones(2)), model.head.weight]}]).num_opened == 1
+    for nothing in (None, (), [3], [{"params": (model.head.weight,)}, {"other": []}, {"params": ["x", None]}]):
+        assert _C.WritableShards(nothing).num_opened == 0
+
+
+@distributed(world_sizes=(2, 3))
+@pytest.mark.parametrize("how", ["step", "in place", "data", "numpy", "copy_", "load"])
+@pytest.mark.each_value
+def test_a_rank_that_is_ahead_writes(ctx, how):
+    """It has left the model and changes its shards, while the others still compute with what was gathered."""
+    model, optimizer = make(ctx, lambda params, lr: torch.optim.SGD(params, lr=1.0))
+    plain = Stack()
+    x = inputs(0)
+    with torch.no_grad():
+        expected = plain(x)
+        model(x)
+        arrays = {name: local(model, name).numpy() for name, _ in model.named_parameters()} if how == "numpy" else {}
+        last = ctx.rank == ctx.world - 1
+        handles = [block.up.register_forward_pre_hook(lambda *_: time.sleep(0.05 * last)) for block in model.blocks]
+        for number in range(3):
+            same(model(x), expected, f"round {number}", rtol=1e-6, atol=1e-6)
+            for name, param in model.named_parameters():
+                if how == "in place":
+                    param.mul_(1.5)
+                elif how == "data":
+                    param.data.mul_(1.5)
+                elif how == "numpy":
+                    arrays[name] *= np.float32(1.5)
+                elif how == "copy_":
+                    param.copy_(param * 1.5)
+                elif how == "step":
+                    param.grad = param * -0.5
+            if how == "step":
+                optimizer.step()
+            if how == "load":
+                model.load_state_dict({name: value.detach() * 1.5 for name, value in model.state_dict().items()})
+            for param in plain.parameters():
+                param.mul_(1.5)
+            expected = plain(x)
+        same(model(x), expected, "after all", rtol=1e-6, atol=1e-6)
+        for handle in handles:
+            handle.remove()
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("taken", ["before the first forward", "later"])
+def test_an_array_over_a_shard_stays_the_shard(ctx, taken):
+    """Who holds an address of a shard reads and writes the shard through it, before, between and after steps."""
+    before = set(memory.shared_files())
+    model, optimizer = make(ctx)
+    twin, of_twin = make(ctx, copies=True)
+    if taken == "later":
+        same(step(ctx, model, optimizer, 9), step(ctx, twin, of_twin, 9))
+    array = local(model, "blocks.1.up.weight").detach().numpy()
+    for number in range(3):
+        array *= np.float32(0.9)
+        with torch.no_grad():
+            local(twin, "blocks.1.up.weight").mul_(0.9)
+        same(step(ctx, model, optimizer, number), step(ctx, twin, of_twin, number))
+        same(torch.from_numpy(array.copy()), local(twin, "blocks.1.up.weight").detach())
+    assert resting(model) == [taken == "later" or group.module_fqn != "blocks.1" for group in groups_of(model)]
+    del array
+    for number in range(2):
+        same(step(ctx, model, optimizer, number), step(ctx, twin, of_twin, number))
+    assert all(resting(model)) and private_bytes(before) == 0
+    same(params(model), params(twin))
+
+
+@distributed(world_sizes=(2,))
+def test_a_state_dict_that_is_kept(ctx):
+    """Its tensors are the shards, whatever happens to them."""
+    model, optimizer = make(ctx)
+    twin, of_twin = make(ctx, copies=True)
+    kept = [model.state_dict()], [twin.state_dict()]
+    for number in range(3):
+        same(step(ctx, model, optimizer, number), step(ctx, twin, of_twin, number))
+        kept[0].append(model.state_dict())
+        kept[1].append(twin.state_dict())
+        for ours, theirs in zip(*kept, strict=True):
+            same(full(ours), full(theirs), f"after step {number}")
+
+
+@distributed(world_sizes=(2, 3))
+def test_an_optimizer_for_each_parameter_in_backward(ctx):
+    def run(copies):
+        model, _ = make(ctx, copies=copies)
+        optimizers = {param: torch.optim.AdamW([param], lr=1e-2) for param in model.parameters()}
+
+        def update(param):
+            optimizers[param].step()
+            optimizers[param].zero_grad()
+
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(update)
+        losses = []
+        for number in range(3):
+            loss = model(inputs(ctx.rank, number)).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        return losses, params(model)
+
+    same(run(False), run(True))
+
+
+@distributed(world_sizes=(2,))
+def test_a_closure_that_runs_the_model(ctx):
+    """LBFGS steps, gathers and steps again before its step ends."""
+
+    def run(copies):
+        model, _ = make(ctx, copies=copies)
+        local_params = [torch_private.local_tensor(param) for param in model.parameters()]
+        optimizer = torch.optim.SGD(local_params, lr=0.05)
+
+        def closure():
+            loss = model(inputs(ctx.rank)).square().mean()
+            loss.backward()
+            for param, tensor in zip(model.parameters(), local_params, strict=True):
+                tensor.grad = torch_private.local_tensor(param.grad)
+            with torch.no_grad():
+                for tensor in local_params:
+                    tensor.mul_(0.99)
+            return loss
+
+        losses = []
+        for _ in range(3):
+            losses.append(optimizer.step(closure).detach())
+            model.zero_grad()
+        return losses, params(model)
+
+    same(run(False), run(True))
+
+
+@distributed(world_sizes=(2, 3))
+def test_a_closure_that_is_ahead(ctx):
+    """A step runs the model and writes while the others still compute with what was gathered in it."""
+    model, _ = make(ctx)
+    model(inputs(0)).sum().backward()  # from now on shards rest
+    model.zero_grad()
+    dist.barrier()
+    plain = Stack()
+    tensors = [torch_private.local_tensor(param) for param in model.parameters()]
+    last = ctx.rank == ctx.world - 1
+    for block in model.blocks:
+        block.up.register_forward_pre_hook(lambda *_: time.sleep(0.05 * last))
+
+    @torch.no_grad()
+    def closure():
+        for _ in range(2):
+            same(model(inputs(0)), plain(inputs(0)), rtol=1e-6, atol=1e-6)
+            for tensor in (*tensors, *plain.parameters()):
+                tensor.mul_(1.5)
+
+    torch.optim.SGD(tensors, lr=0.1).step(closure)
+    with torch.no_grad():
+        same(model(inputs(0)), plain(inputs(0)), rtol=1e-6, atol=1e-6)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("where", ["step", "hook"])
+def test_a_step_that_raises(ctx, where):
+    """What it has written is there, and the next step goes on from it."""
+
+    class Stumbles(torch.optim.SGD):
+        stumbles = False
+
+        def step(self, closure=None):
+            result = super().step(closure)
+            if self.stumbles:
+                raise ArithmeticError("in the step")
+            return result
+
+    def run(copies):
+        model, optimizer = make(ctx, Stumbles, copies=copies)
+        losses = [step(ctx, model, optimizer)]
+        handle = None
+        if where == "hook":
+            handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+        optimizer.stumbles = where == "step"
+        with pytest.raises(ArithmeticError):
+            step(ctx, model, optimizer, 1)
+        optimizer.stumbles = False
+        if handle is not None:
+            handle.remove()
+        optimizer.zero_grad()
+        losses += [step(ctx, model, optimizer, number) for number in (2, 3)]
+        return losses, params(model)
+
+    same(run(False), run(True))
+
+
+@distributed(world_sizes=(2,))
+def test_a_child_has_the_shards_as_they_were(ctx):
+    """Also those that are stepped after the fork, and a child that steps changes nothing for its parent."""
+    before = set(memory.shared_files())
+    model, optimizer = make(ctx)
+    step(ctx, model, optimizer)
+    values = {name: local(model, name).clone() for name, _ in model.named_parameters()}
+    read, write = os.pipe()
+    said_read, said_write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.read(read, 1)  # the parent has trained on
+        mine = {name: local(model, name).clone() for name, _ in model.named_parameters()}
+        equal = all(torch.equal(mine[name], value) for name, value in values.items())
+        with torch.no_grad():
+            for name in mine:
+                local(model, name).add_(1)
+        moved = all(torch.equal(local(model, name), value + 1) for name, value in values.items())
+        os.write(said_write, bytes([equal, moved]))
+        os._exit(0)
+    expected = None
+    for number in range(2):
+        expected = step(ctx, model, optimizer, number)
+    os.write(write, b"x")
+    assert os.read(said_read, 2) == b"\x01\x01"
+    assert os.waitpid(pid, 0)[1] == 0
+    for descriptor in (read, write, said_read, said_write):
+        os.close(descriptor)
+    assert expected is not None
+    step(ctx, model, optimizer, 3)
+    assert private_bytes(before) == 0
+    text = in_child(lambda: [optimizer.step(), model.load_state_dict(model.state_dict())] and "stepped")
+    assert "'stepped'" in text, text
+    step(ctx, model, optimizer, 4)
+
+
+@distributed(world_sizes=(2,))
+def test_copies_pickles_and_memory_of_others(ctx):
+    model, optimizer = make(ctx)
+    step(ctx, model, optimizer)
+    clone = copy.deepcopy(local(model, "head.weight"))
+    same(clone, local(model, "head.weight"))
+    same(pickle.loads(pickle.dumps(local(model, "head.weight"))), clone)
+    assert fsdp2x.sleep(model) > 0
+    fsdp2x.wake(model)
+    assert not any(resting(model))
+    local(model, "head.weight").untyped_storage().share_memory_()
+    losses = [step(ctx, model, optimizer, number) for number in range(3)]
+    twin, of_twin = make(ctx, copies=True)
+    expected = [step(ctx, twin, of_twin, number) for number in (0, 0, 1, 2)][1:]
+    same(losses, expected)
+    kept = local(model, "blocks.0.up.weight")
+    del model, optimizer
+    same(kept, local(twin, "blocks.0.up.weight"), "a shard outlives its model")
+
+
+@distributed(world_sizes=(2,))
+def test_memory_is_once_for_the_host(ctx):
+    """A trained model without optimizer state: whole weights once for all ranks, gradients, a scratch each."""
+    width, num = 256, 4
+    model = Stack(num=num, width=width, hidden=2 * width)
+    num_bytes = sum(param.numel() for param in model.parameters()) * 4
+    before = set(memory.shared_files())
+    model, optimizer = make(ctx, model=model)
+    for _ in range(2):
+        model(torch.randn(2, width)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.barrier()
+    (pages,) = [size for inode, size in memory.shared_files().items() if inode not in before]
+    scratch = ctx.world * fsdp2x.describe(model).stats["scratch_bytes"]
+    assert num_bytes <= pages <= num_bytes + scratch + 2**18
+    assert fsdp2x.describe(model).stats["gather_slot_bytes"] == 0
+
+
+WRITES = {
+    "nothing": lambda model, optimizer: None,
+    "in place": lambda model, optimizer: [param.mul_(1.125) for param in model.parameters()],
+    "one by data": lambda model, optimizer: model.head.weight.data.add_(0.25),
+    "one row": lambda model, optimizer: local(model, "blocks.1.down.weight")[:1].fill_(0.5),
+    "numpy": lambda model, optimizer: np.multiply(a := local(model, "blocks.0.up.bias").numpy(), 2, out=a),
+    "load": lambda model, optimizer: model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()}),
+    "assign": lambda model, optimizer: model.load_state_dict(
+        {k: v.clone() for k, v in model.state_dict().items()}, assign=True
+    ),
+    "sleep": lambda model, optimizer: [optimizer.zero_grad(), fsdp2x.sleep(model), fsdp2x.wake(model)],
+    "unsharded": lambda model, optimizer: write_unsharded(model),
+    "share": lambda model, optimizer: local(model, "blocks.0.up.weight").untyped_storage().share_memory_(),
+    "fork": lambda model, optimizer: in_child(lambda: [param.mul_(2) for param in model.parameters()] and 1),
+}
+RUNS = {
+    "train": lambda ctx, model, optimizer, number: step(ctx, model, optimizer, number),
+    "backward": lambda ctx, model, optimizer, number: model(inputs(ctx.rank, number)).square().mean().backward(),
+    "evaluate": lambda ctx, model, optimizer, number: evaluate(model, ctx, number),
+    "step": lambda ctx, model, optimizer, number: optimizer.step(),
+    "zero": lambda ctx, model, optimizer, number: optimizer.zero_grad(),
+    "keep": lambda ctx, model, optimizer, number: model.__dict__.setdefault("kept", []).append(model.state_dict()),
+    "let go": lambda ctx, model, optimizer, number: model.__dict__.pop("kept", None),
+}
+
+
+@torch.no_grad()
+def evaluate(model, ctx, number):
+    return model(inputs(ctx.rank, number)).sum()
+
+
+def write_unsharded(model) -> None:
+    """A write to gathered parameters is lost when they are resharded."""
+    model.blocks[1].unshard()
+    model.blocks[1].up.weight.add_(1)
+    model.blocks[1].reshard()
+
+
+programs = st.lists(st.one_of(st.sampled_from(sorted(RUNS)), st.sampled_from(sorted(WRITES))), min_size=4, max_size=14)
+
+
+def run_programs(ctx, num: int) -> None:
+    """After each operation of a drawn program all values are those of a model whose gathers copy."""
+
+    @seed(0)
+    @settings(
+        max_examples=num,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(programs)
+    def check(program):
+        sides = [make(ctx, torch.optim.AdamW, copies=copies) for copies in (False, True)]
+        for number, name in enumerate(program):
+            found = []
+            for model, optimizer in sides:
+                if name in RUNS:
+                    found.append(RUNS[name](ctx, model, optimizer, number))
+                else:
+                    with torch.no_grad():
+                        WRITES[name](model, optimizer)
+            where = f"{program[: number + 1]}"
+            if found and isinstance(found[0], torch.Tensor):
+                same(*found, where)
+            same(params(sides[0][0]), params(sides[1][0]), where)
+            hold(sides[1][0])
+
+    check()
+
+
+@distributed(world_sizes=(2, 3))
+def test_any_order_of_writes_and_runs(ctx):
+    run_programs(ctx, 6)
+
+
+@pytest.mark.full
+@distributed(world_sizes=(2, 3, 4), timeout=600)
+def test_many_orders_of_writes_and_runs(ctx):
+    run_programs(ctx, 200)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("kind", ["cast", "other dim", "plain"])
+def test_where_gathers_copy(ctx, kind):
+    """Rows that are cast or not whole rows are copied as ever, beside groups that rest."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.tensor import Shard
+
+    options = {
+        "cast": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+        "other dim": {"shard_placement_fn": lambda param: Shard(1) if param.dim() == 2 else None},
+        "plain": {},
+    }[kind]
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    twin = copy.deepcopy(model)
+    found = []
+    for one in (model, twin):
+        for layer in one:
+            fsdp2x.fully_shard(layer, transport="shm", **options)
+        fsdp2x.fully_shard(one, transport="shm")
+        if one is twin:
+            hold(one)
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for number in range(3):
+            loss = one(torch.full((2, 8), 1.0 + ctx.rank + number)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+    same(found[:3], found[3:])
+    same(params(model), params(twin))
+    assert resting(model) == [kind == "plain"] * 3

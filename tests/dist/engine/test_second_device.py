@@ -1,0 +1,155 @@
+"""A model on a second device computes what it does on the first, and on the CPU, while the first one is current.
+
+The devices are the fake ones of `accelerator.py`: the engine has streams and events of torch's own interface there, as
+on a GPU. A rank of a world of alike ones needs no other process.
+"""
+
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import accelerator
+import alike
+import fsdp2x
+from arrangements import CASES, WIDTH, run
+from fsdp2x.base.native import _C
+from fsdp2x.rl.sync.delta import Snapshot
+from fsdp2x.sharding import transport
+from harness import distributed
+from models import inputs
+from one_gpu import CLOSE
+from reference import only_fsdp2x, same, shard, shard_stock
+
+
+@pytest.fixture(scope="module")
+def library() -> str:
+    return accelerator.library()
+
+
+@contextlib.contextmanager
+def sharded(ctx, name: str, device: torch.device, on_cpu: Callable) -> Iterator:
+    """The model of a case; once it is sharded, the first device is current, as if somebody else had set it."""
+    case, is_fake = CASES[name], device.type == "fake"
+    with alike.world_of(device.type, None if is_fake else "gloo", case.sizes, case.pack_below) as (mesh, _):
+        if is_fake:
+            torch.fake.set_device(device.index)
+        make = functools.partial(shard, ctx) if is_fake else on_cpu
+        model = make(case.make().to(device), case.units, mesh=mesh, **case.options)
+        if is_fake:
+            torch.fake.set_device(0)
+        yield model
+
+
+def on_host(tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    return [tensor if tensor is None else tensor.cpu() for tensor in tensors]
+
+
+def check(library: str, train: Callable[[str, torch.device], list], names: Iterable[str], close: Callable) -> None:
+    """`train(name, device)` on the CPU, on the first device, and on the second one, which it leaves to itself."""
+    expected = {name: train(name, torch.device("cpu")) for name in names}
+    devices = accelerator.Accelerator(library)
+    for name in names:
+        first = on_host(train(name, torch.device("fake", 0)))
+        same(first, expected[name], f"{name}, of the CPU", **close(name))
+        gc.collect()  # what is freed asks its device for an event
+        before = [devices.counts(index) for index in range(2)]
+        second = on_host(train(name, torch.device("fake", 1)))
+        same(second, first, f"{name}, of the first device", rtol=0, atol=0)
+        assert torch.fake.current_device() == 0, name
+        assert devices.counts(0) == before[0], f"{name}: the first device was asked"
+        assert devices.counts(1)["events"] > before[1]["events"], name
+        assert devices.num_faults == 0, name
+    assert bin(devices.counts(1)["streams"]).count("1") > 2, "the lanes have streams of their own"
+
+
+# Products of bf16 round elsewhere on the fake devices: torch has other kernels for the CPU's own tensors.
+HOST_CLOSE = {"fp32": CLOSE["fp32"], "bf16": {"rtol": 5e-2, "atol": 4e-3}}
+
+
+@distributed(world_sizes=(1,), timeout=180, fresh=True)
+def test_steps_are_stocks(ctx, library):
+    only_fsdp2x(ctx)
+
+    def train(name: str, device: torch.device) -> list:
+        with sharded(ctx, name, device, shard_stock) as model:
+            return run(model, CASES[name], device)
+
+    names = [name for name in CASES if "many" not in name]  # launches of many parameters cost what few do here
+    check(library, train, names, lambda name: HOST_CLOSE[CASES[name].close])
+
+
+OPTIMIZERS = {
+    "ours": lambda params: fsdp2x.optim.AdamW(params, lr=1e-2),
+    "ours, SGD": lambda params: fsdp2x.optim.SGD(params, lr=1e-2, momentum=0.9),
+    "torch's": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
+}
+
+
+@distributed(world_sizes=(1,), timeout=180, fresh=True)
+def test_optimizers_clipping_and_sleep(ctx, library):
+    only_fsdp2x(ctx)
+
+    def train(name: str, device: torch.device) -> list:
+        found = []
+        ours = functools.partial(shard, ctx, transport="process_group")
+        with sharded(ctx, "fp32", device, ours) as model:
+            optimizer = OPTIMIZERS[name](model.parameters())
+            for step in range(4):
+                model(inputs(0, step, rows=16, width=WIDTH).to(device)).float().square().mean().backward()
+                found.append(fsdp2x.clip_grad_norm_(model.parameters(), 0.5))
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 1:
+                    fsdp2x.sleep(model, optimizer)
+                    fsdp2x.wake(model, optimizer)
+            found += [param.detach() for param in model.parameters()]
+            found += [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+            return [value.to_local() if isinstance(value, DTensor) else value for value in found]
+
+    check(library, train, OPTIMIZERS, lambda name: CLOSE["fp32"])
+
+
+@distributed(world_sizes=(1,), timeout=60, fresh=True)
+def test_deltas_are_those_of_the_cpu(ctx, library):
+    """There the engine looks for what changed, on devices torch does."""
+    only_fsdp2x(ctx)
+    torch.manual_seed(0)
+    before = torch.randn(1003).mul(40)
+    after = torch.where(torch.rand(1003) < 0.02, torch.tensor([float("nan"), -0.0, 1.0]).repeat(335)[:1003], before)
+    accelerator.Accelerator(library)
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.complex128)
+    for held in dtypes:
+        for share, now in ((0.02, after), (1.0, before + 1)):
+            found = []
+            for device in ("cpu", "fake:1"):
+                local = before.nan_to_num().to(device, held)
+                entry = SimpleNamespace(name="weight", local=local, dtype=held)
+                snapshot = Snapshot([SimpleNamespace(entries=[entry])])
+                snapshot.hold(entry, entry.local)
+                local.copy_(now if held != torch.int64 else now.nan_to_num())
+                changes = snapshot.take_changes(entry)
+                found.append(changes and [part.cpu() for part in changes])
+            assert (found[0] is None) == (found[1] is None) == (share == 1.0), held
+            if found[0] is not None:
+                assert torch.equal(found[0][0], found[1][0]) and found[0][0].numel() > 0, held
+                assert torch.equal(found[0][1].view(torch.uint8), found[1][1].view(torch.uint8)), held
+
+
+@distributed(world_sizes=(1,), timeout=60, fresh=True)
+def test_streams_of_the_wrong_device_are_found(ctx, library):
+    """The fault that these tests are for: an engine that takes the streams of the current device."""
+    only_fsdp2x(ctx)
+    devices = accelerator.Accelerator(library)
+    wrong = mock.Mock(return_value=lambda: _C.TorchLayer(torch.device("fake", 0)))
+    second = torch.device("fake", 1)
+    model_on = sharded(ctx, "fp32", second, shard_stock)
+    with mock.patch.object(transport, "layer_maker", wrong), model_on as model, contextlib.suppress(RuntimeError):
+        run(model, CASES["fp32"], second)
+    assert devices.num_faults or any(devices.counts(0).values())

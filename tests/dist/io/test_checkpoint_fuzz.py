@@ -1,0 +1,271 @@
+"""Checkpoints whose files lie while every checksum fits: refused by all ranks alike, or loaded as the files say.
+
+A round damages one place of a checkpoint of step 2 and loads it, or the folder in which step 1 is whole. Whatever
+happens, nothing is executed, model, optimizer, schedule and generators are those of before or of the checkpoint.
+"""
+
+import copy
+import io
+import os
+import pickle
+import random
+import shutil
+import warnings
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+
+import damage
+from checkpoints import Training, on_first, shared_folder
+from harness import distributed
+
+FORMS = ("sharded", "full", "per_rank", "file", "stock")
+# Beside the first ones those that once found something.
+ROUNDS = [pytest.param((*range(4), 261, 313), id="4")]
+ROUNDS += [pytest.param(range(a, a + 100), id=f"{a}-{a + 100}", marks=pytest.mark.full) for a in (4, 104, 204)]
+LAST = "step-000002"
+# A checkpoint that does not fit what is here, or has to be trusted, is no reason to take an older one.
+NOT_DAMAGED = (" there, ", "trusted=True", "reads format", "strict=False", " has no ")
+
+
+def snapshot(training):
+    """What a load may change on this rank, by name; of tensors copies of the local part."""
+    from fsdp2x.io.checkpoint.optimizer import named_state
+    from fsdp2x.io.checkpoint.rng import rng_state
+    from fsdp2x.io.checkpoint.trees import flatten
+
+    tree = {
+        "model": dict(training.model.state_dict()),
+        "optimizer": named_state(training.model, [training.optimizer])[0],
+        "scheduler": training.schedule.state_dict(),
+        "rng": {str(dist.get_rank()): rng_state(torch.device("cpu"))},
+    }
+    flat, _ = flatten(tree)
+    return {name: _copied(value) for name, value in flat.items()}
+
+
+def _copied(value):
+    value = value.to_local() if hasattr(value, "to_local") else value
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def differences(one, other):
+    """Names whose values are not bit for bit the same."""
+    return [name for name in {**one, **other} if _bits(one.get(name)) != _bits(other.get(name))]
+
+
+def _bits(value):
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, value.shape, value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return repr(value)
+
+
+class Subject:
+    """A training that has stepped once, is loaded into, and is brought back to where it was."""
+
+    def __init__(self):
+        self.training = Training()
+        torch.manual_seed(3 + dist.get_rank())
+        with torch.no_grad():
+            for param in self.training.model.parameters():
+                param.mul_(1.5)
+        self.training.steps(1)
+        self.tensors = [*self.training.model.parameters(), *self.training.model.buffers()]
+        self.kept = [tensor.detach().clone() for tensor in self.tensors]
+        self.optimizer = copy.deepcopy(self.training.optimizer.state_dict())
+        self.schedule = copy.deepcopy(self.training.schedule.state_dict())
+        self.generators = [
+            (torch.set_rng_state, torch.get_rng_state()),
+            (random.setstate, random.getstate()),
+            (numpy.random.set_state, numpy.random.get_state()),
+        ]
+        self.before = snapshot(self.training)
+
+    def restore(self):
+        with torch.no_grad():
+            for tensor, kept in zip(self.tensors, self.kept, strict=True):
+                tensor.copy_(kept)
+        self.training.optimizer.load_state_dict(copy.deepcopy(self.optimizer))
+        schedule = self.training.schedule
+        schedule.__dict__ = {"optimizer": schedule.optimizer, **copy.deepcopy(self.schedule)}
+        for give_back, state in self.generators:
+            give_back(state)
+
+    def judge(self, path, of_root, form, states, change):
+        """What is wrong with what loading a damaged checkpoint does, if anything; brings all back to where it was."""
+        from fsdp2x import checkpoint
+
+        training, error, loaded = self.training, None, None
+        schedule = training.schedule if form != "stock" else None
+        try:
+            loaded = checkpoint.load(path, training.model, training.optimizer, scheduler=schedule)
+        except Exception as refusal:
+            error = refusal
+        after = snapshot(training)
+        said = [None] * dist.get_world_size()
+        dist.all_gather_object(said, str(error))
+        if differences(self.before, after):
+            self.restore()
+        if os.path.exists(damage.Evil.path):
+            return "executed"
+        if len(set(said)) > 1:
+            return f"the ranks say {said}"
+        if error is not None:
+            if not isinstance(error, checkpoint.CheckpointError) or error.__cause__ is not None:
+                return f"{error!r} from {error.__cause__!r}"
+            if changed := differences(self.before, after):
+                return f"partly applied, {changed[:5]}: {error}"
+            needless = of_root and not any(text in said[0] for text in NOT_DAMAGED)
+            return f"the older one is not taken: {error}" if needless else None
+        is_older = of_root and loaded.step == 1
+        expected, change = (states[1], damage.Change("")) if is_older else (states[2], change)
+        odd = [name for name in differences(expected, after) if not explained(name, after, expected, change)]
+        odd = [name for name in odd if form != "stock" or name.startswith(("model", "optimizer"))]
+        return f"{odd[:5]} of step {loaded.step}" if odd or loaded.step not in (None, 1, 2) else None
+
+
+def hurt(rng, path, form, other):
+    """Damages the checkpoint at `path`; `other` is the one of step 1."""
+    if form == "file":
+        return damage.change_archive(rng, path, _lie)
+    files = sorted(file for file in path.iterdir() if file.is_file())
+    kind = rng.random()
+    if kind < 0.15:
+        file = rng.choice(files)
+        # What stock writes does not say of which step it is.
+        others = [other / file.name] * 4 if form != "stock" else []
+        change = damage.change_file(rng, file, [*files, *others])
+    elif kind < 0.4 and form != "stock":
+        change = damage.change_json(rng, rng.choice([file for file in files if file.suffix == ".json"]))
+        if change.what.startswith("rng-"):
+            change.touched = tuple(f"rng.{int(change.what[4:9])}.{one}" for one in change.touched)
+    elif form in ("sharded", "stock") and kind < 0.65:
+        change = _hurt_table(rng, path)
+    elif form in ("sharded", "stock") and kind < 0.9 or form == "stock":
+        change = _hurt_chunk(rng, path)
+    else:
+        change = damage.change_archive(rng, rng.choice([file for file in files if file.suffix == ".pt"]), _lie)
+    if form != "stock" and rng.random() < 0.95:
+        damage.fit(path)
+    return change
+
+
+def _lie(rng, tree):
+    from fsdp2x.io.checkpoint.trees import flatten, nest
+
+    flat, paths = flatten(tree)
+    tensors = {name: value.contiguous() for name, value in flat.items() if isinstance(value, torch.Tensor)}
+    if not tensors:
+        return damage.pack({}), damage.Change("nothing left")
+    return damage.lying(rng, tensors, lambda stored: nest(paths, {**flat, **stored}))
+
+
+def _hurt_table(rng, folder):
+    path = folder / ".metadata"
+    table, change = damage.change(rng, pickle.loads(path.read_bytes()))
+    try:
+        path.write_bytes(pickle.dumps(table))
+    except (RecursionError, AttributeError, TypeError, RuntimeError):
+        path.write_bytes(b"")
+    change.what, change.touched = f".metadata: {change.what}", ()
+    return change
+
+
+def _hurt_chunk(rng, folder):
+    """The archive of one entry becomes another; the table of contents says where everything is then."""
+    path = folder / ".metadata"
+    table = pickle.loads(path.read_bytes())
+    index = rng.choice(sorted(table.storage_data, key=str))
+    info = table.storage_data[index]
+    file, start, old = folder / info.relative_path, info.offset, info.length
+    content = file.read_bytes()
+    value = torch.load(io.BytesIO(content[start : start + old]), weights_only=True)
+    kind = rng.random()
+    if kind < 0.2:
+        new, change = damage.change_zip(rng, content[start : start + old])
+    else:
+        if kind < 0.4 and isinstance(value, torch.Tensor):
+            new, change = damage.lying(rng, {index.fqn: value}, lambda stored: stored[index.fqn])
+        else:
+            tree, change = damage.change(rng, {"it": value})
+            new = damage.pack(tree.get("it"))
+        new = damage.relabel(new, content[start : start + old]) if rng.random() < 0.9 else new
+    file.write_bytes(content[:start] + new + content[start + old :])
+    for one in {id(one): one for one in table.storage_data.values()}.values():
+        if (one.relative_path, one.offset) == (info.relative_path, start):
+            one.length = len(new)
+        elif one.relative_path == info.relative_path and one.offset > start:
+            one.offset += len(new) - old
+    path.write_bytes(pickle.dumps(table))
+    return damage.Change(f"{index.fqn} at {index.offset}: {change.what}", (index.fqn,))
+
+
+def explained(name, values, originals, change):
+    """Whether a value that differs from the one that was saved is what the damaged file says."""
+    touched = {one.removeprefix("app.").replace("optim.", "optimizer.", 1) for one in change.touched}
+    touched |= {one.replace("embed.weight", "head.weight") for one in touched}
+    if "" in touched:
+        return True
+    if not any(f"{name}.".startswith(f"{one}.") or f"{one}.".startswith(f"{name}.") for one in touched):
+        return False
+    value, original = values.get(name), originals.get(name)
+    if not isinstance(original, torch.Tensor):
+        return True
+    if not isinstance(value, torch.Tensor) or (value.dtype, value.shape) != (original.dtype, original.shape):
+        return False
+    if any(word in change.what for word in ("swap", "say that", "ZIP")):
+        return any(torch.equal(value, one) for one in originals.values() if isinstance(one, torch.Tensor))
+    return value.numel() < 2 or bool(value.isnan().all() or (value == value[:1]).all())  # as damage.py replaces it
+
+
+@distributed(timeout=280)
+@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_damage_is_refused_or_loaded_as_the_files_say(ctx, form, rounds):
+    warnings.simplefilter("ignore")
+    with shared_folder() as folder:
+        damage.Evil.path = str(folder / "executed")
+        states = save_two(folder, form)
+        subject = Subject()
+        problems = []
+        for number in rounds:
+            path, root = _fresh(ctx, folder, form)
+            rng = random.Random(f"{form} {number}")
+            of_root = root is not None and rng.random() < 0.4
+            changes = [hurt(rng, path, form, folder / "saved/step-000001") if ctx.rank == 0 else None]
+            dist.broadcast_object_list(changes, src=0)
+            what = f"round {number}: {changes[0].what}, {'from the folder' if of_root else 'alone'}"
+            print(what, flush=True)  # the last one is the one that hangs
+            wrong = subject.judge(root if of_root else path, of_root, form, states, changes[0])
+            everyone = [None] * ctx.world
+            dist.all_gather_object(everyone, wrong)
+            problems += [f"{what}: {one}" for one in dict.fromkeys(everyone) if one is not None]
+        assert not problems, "\n".join(problems)
+
+
+def save_two(folder, form):
+    """Saves steps 1 and 2; returns what they hold, by step."""
+    training = Training()
+    states = {}
+    for step in (1, 2):
+        training.steps(1)
+        states[step] = snapshot(training)
+        if form == "stock":
+            from test_checkpoint_stock import stock_save
+
+            stock_save(training, folder / f"saved/step-00000{step}")
+        elif form == "file":
+            training.save(folder / f"saved/step-00000{step}.pt", form="full")
+        else:
+            training.save(folder / "saved", form=form)
+    return states
+
+
+def _fresh(ctx, folder, form):
+    """What is damaged and, where it lies in a folder of checkpoints, that folder; fresh, on every rank's disk."""
+    root = folder / "copy"
+    on_first(lambda: (shutil.rmtree(root, ignore_errors=True), shutil.copytree(folder / "saved", root)))
+    path = root / (f"{LAST}.pt" if form == "file" else LAST)
+    return path, None if form in ("file", "stock") else root

@@ -1,0 +1,218 @@
+"""fsdp2x.save_hf: from files to shards and back gives the same bytes; a failed save leaves nothing behind."""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp2x
+from checkpoints import shared_folder, tensors
+from fsdp2x.base.errors import CheckpointError
+from harness import distributed
+from models import Stack, build, tiny_lora, tiny_vlm
+from reference import same
+
+NAMES = ["qwen3", "llama", "mixtral", "qwen3_moe", "gpt2", "t5", "bert", "vlm"]
+HALF = ("qwen3", "llama", "qwen3_moe", "vlm")  # tied, untied, experts, vision and language: also in bfloat16
+
+
+def write_source(ctx, folder, name, **options):
+    if ctx.rank == 0:
+        model = tiny_vlm().to(options["dtype"]) if name == "vlm" else build(name, **options)
+        model.save_pretrained(folder, max_shard_size="6KB")
+    dist.barrier()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@distributed(world_sizes=(2,))
+def test_round_trip(ctx, name):
+    import transformers
+
+    with shared_folder() as folder:
+        for dtype in (torch.float32, torch.bfloat16) if name in HALF else (torch.float32,):
+            source, out = folder / f"source-{dtype}", folder / f"out-{dtype}"
+            write_source(ctx, source, name, dtype=dtype)
+            model = fsdp2x.from_pretrained(source, progress=False)
+            for writers, size in (("all", "6KB"), ("one", "5GB")):
+                assert fsdp2x.save_hf(model, out, writers=writers, max_shard_size=size, force=True) == out
+                same(tensors(out), tensors(source))
+                assert (out / "model.safetensors.index.json").exists() == (size == "6KB")
+                config = transformers.AutoConfig.from_pretrained(out)
+                cls = getattr(transformers, config.architectures[0])
+                again, info = cls.from_pretrained(out, output_loading_info=True)
+                assert not info["missing_keys"] and not info["unexpected_keys"] and again.dtype == dtype
+            names = {"config.json", "model.safetensors"} | (
+                {"generation_config.json"} if again.can_generate() else set()
+            )
+            assert {file.name for file in out.iterdir()} == names
+        if name in HALF:  # masters in float32 of files in bfloat16
+            masters = fsdp2x.from_pretrained(source, dtype=torch.float32, progress=False)
+            same(tensors(fsdp2x.save_hf(masters, folder / "same")), tensors(source))
+            full = fsdp2x.save_hf(masters, folder / "full", dtype=torch.float32)
+            same(tensors(full), {key: tensor.float() for key, tensor in tensors(source).items()})
+            assert '"float32"' in (full / "config.json").read_text()
+
+
+@distributed(world_sizes=(1, 3))
+def test_models_that_were_never_in_files(ctx):
+    """Uneven and empty shards; names as transformers would write them; not sharded at all."""
+    with shared_folder() as folder:
+        write_source(ctx, folder / "source", "mixtral")
+        expected = tensors(folder / "source")
+        model = build("mixtral")
+        fsdp2x.save_hf(model, folder / "plain")
+        same(tensors(folder / "plain"), expected)
+        fsdp2x.fully_shard(model)
+        for writers in ("auto", "one"):
+            fsdp2x.save_hf(model, folder / writers, writers=writers)
+            same(tensors(folder / writers), expected)
+        fsdp2x.save_hf(fsdp2x.fully_shard(Stack()), folder / "stack")
+        same(tensors(folder / "stack"), dict(sorted((name, p.detach()) for name, p in Stack().named_parameters())))
+        fsdp2x.save_hf(model, folder / "half", dtype=torch.bfloat16)
+        same(tensors(folder / "half"), {name: tensor.bfloat16() for name, tensor in expected.items()})
+
+
+@distributed(world_sizes=(2,))
+def test_experts_that_were_fused_in_the_source_stay_fused(ctx):
+    with shared_folder() as folder:
+        if ctx.rank == 0:
+            build("qwen3_moe").save_pretrained(folder / "source", save_original_format=False)
+        dist.barrier()
+        expected = tensors(folder / "source")
+        assert "model.layers.0.mlp.experts.gate_up_proj" in expected
+        model = fsdp2x.from_pretrained(folder / "source", progress=False)
+        same(dict(sorted(fsdp2x.full_tensors(model))), expected)
+        same(tensors(fsdp2x.save_hf(model, folder / "out")), expected)
+
+
+@distributed(world_sizes=(4,))
+def test_two_axes(ctx):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with shared_folder() as folder:
+        write_source(ctx, folder / "source", "qwen3")
+        model = fsdp2x.fully_shard(build("qwen3"), mesh=mesh)
+        with mock.patch.object(os, "pwrite", side_effect=os.pwrite) as pwrite:
+            fsdp2x.save_hf(model, folder / "out")
+        assert pwrite.called == (ctx.rank < 2), "replicas write nothing"
+        same(tensors(folder / "out"), tensors(folder / "source"))
+
+
+def with_adapter(model):
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+
+
+@distributed(world_sizes=(2, 3))
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_adapters(ctx, name):
+    """Files of PEFT's own -> shards -> files: adapters in float32 over a base in bfloat16, each written alone."""
+    from peft import PeftModel
+
+    with shared_folder() as folder:
+        write_source(ctx, folder / "base", name, dtype=torch.bfloat16)
+        if ctx.rank == 0:
+            source = with_adapter(build(name, dtype=torch.bfloat16))
+            for key, param in source.named_parameters():
+                if "lora_" in key:
+                    param.data = torch.randn(param.shape)
+            source.save_pretrained(folder / "adapter")
+        dist.barrier()
+        model = fsdp2x.from_pretrained(folder / "base", prepare=with_adapter, progress=False)
+        report = fsdp2x.load_hf(model, folder / "adapter", strict=True, progress=False)
+        assert not report.missing_keys and not report.unexpected_keys
+        fsdp2x.save_hf(model, folder / "out", dtype=torch.float32)
+        same(tensors(folder / "out"), tensors(folder / "adapter"))
+        files = {file.name for file in (folder / "out").iterdir()}
+        assert files == {"adapter_model.safetensors", "adapter_config.json"}
+        plain = PeftModel.from_pretrained(build(name, dtype=torch.bfloat16), folder / "out")
+        same(dict(fsdp2x.full_tensors(model)), {key: param.detach() for key, param in plain.named_parameters()})
+        fsdp2x.save_hf(model, folder / "whole", weights="base")
+        same(tensors(folder / "whole"), tensors(folder / "base"))
+
+
+@distributed(world_sizes=(2,))
+def test_of_a_quantized_model_only_adapters_have_names_in_files(ctx):
+    """Its weights are not all that its own files hold: written or pushed as they are, nobody could read them."""
+    calls = {
+        "save": lambda model, folder: fsdp2x.save_hf(model, folder / "base", weights="base"),
+        "stream": lambda model, folder: list(fsdp2x.export.stream(model)),
+        "connect": lambda model, folder: fsdp2x.sync.connect(
+            model, fsdp2x.sync.InProcess(nn.Linear(1, 1)), merge_adapters=True
+        ),
+    }
+    with shared_folder() as folder:
+        write_source(ctx, folder / "source", "llama")
+        model = tiny_lora()
+        fsdp2x.fully_shard(model)
+        model.get_base_model().config.quantization_config = {"quant_method": "bitsandbytes"}
+        for what, call in calls.items():
+            with pytest.raises(NotImplementedError, match=r"LlamaForCausalLM is quantized.*save_adapter"):
+                call(model, folder)
+            assert not (folder / "base").exists(), what
+        with pytest.raises(NotImplementedError, match="quantized weights"):
+            fsdp2x.load_hf(model, folder / "source", progress=False)
+        before = dict(fsdp2x.full_tensors(model))
+        fsdp2x.save_adapter(model, folder / "adapter")
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if "lora_" in name:
+                    param.zero_()
+        fsdp2x.load_adapter(model, folder / "adapter")
+        same(dict(fsdp2x.full_tensors(model)), before)
+        pushed = fsdp2x.export.stream(model, names="model")
+        same({name: tensor for bucket in pushed for name, tensor in bucket.items()}, before)
+
+
+@distributed(world_sizes=(2,))
+def test_a_failed_save_leaves_nothing_behind(ctx):
+    def refuses(pattern):
+        return pytest.raises(CheckpointError, match=pattern)
+
+    with shared_folder() as folder:
+        model = fsdp2x.fully_shard(build("qwen3_moe"))
+        out = fsdp2x.save_hf(model, folder / "out")
+        before = {file.name: file.read_bytes() for file in out.iterdir()}
+        dist.barrier()
+        with refuses("out: exists already; choose another folder"):
+            fsdp2x.save_hf(model, out)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2)
+        full = OSError(28, "No space left on device")
+        for writers, broken in (("all", 1), ("all", 0), ("one", 0)):
+            writes = [0]
+
+            def pwrite(fd, data, offset, real=os.pwrite, writes=writes, broken=broken):
+                writes[0] += 1
+                if ctx.rank == broken and writes[0] > 3:
+                    raise full
+                return real(fd, data, offset)
+
+            with mock.patch.object(os, "pwrite", pwrite), refuses("saving to .*out: rank . *.*No space left|No space"):
+                fsdp2x.save_hf(model, out, force=True, writers=writers)
+            assert [file.name for file in folder.iterdir()] == ["out"]
+            assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+            dist.barrier()
+        if ctx.rank == 0:
+            (folder / ".tmp-save-out").mkdir()
+            (folder / ".tmp-save-out" / "leftover").write_text("of a killed run")
+        fsdp2x.save_hf(model, out, force=True)
+        same({"head": tensors(out)["lm_head.weight"]}, {"head": 2 * build("qwen3_moe").lm_head.weight.detach()})
+        assert [file.name for file in folder.iterdir()] == ["out"] and not (out / "leftover").exists()
+        dist.barrier()
+        for options, message in (
+            ({"writers": "two"}, "writers must be 'auto', 'all' or 'one', got 'two'"),
+            ({"weights": "x"}, "weights must be 'auto', 'base' or 'adapter', got 'x'"),
+            ({"weights": "adapter"}, "is no PEFT model"),
+            ({"max_shard_size": "big"}, "max_shard_size must be bytes or a size"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                fsdp2x.save_hf(model, out, **options)
+        with torch.device("meta"):
+            model = build("qwen3")
+        with pytest.raises(RuntimeError, match="have no values yet"):
+            fsdp2x.save_hf(fsdp2x.fully_shard(model), folder / "meta")

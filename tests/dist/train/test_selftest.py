@@ -1,0 +1,117 @@
+"""The self-test passes on a right engine at every world size, and each of three injected faults makes it fail."""
+
+import subprocess
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness import distributed, programs
+from reference import only_fsdp2x
+
+CPU = torch.device("cpu")
+
+
+def suite(**options) -> dict[str, str]:
+    from fsdp2x.train.selftest import run_suite
+
+    return dict(run_suite(CPU, num_steps=3, **options))
+
+
+@pytest.mark.full  # the command runs it, too
+@distributed(world_sizes=(1, 2, 3, 4), timeout=110)
+def test_passes(ctx):
+    only_fsdp2x(ctx)
+    assert suite() == {}
+
+
+def unscaled(model, **options):
+    """Sums over the ranks where the mean belongs."""
+    from fsdp2x.train.selftest import shard_layers
+
+    model = shard_layers(model, **options)
+    model.layers[1].set_gradient_divide_factor(1.0)
+    return model
+
+
+def unsynced(model, **options):
+    """Rank 1 keeps a gradient of its own for one parameter."""
+    from fsdp2x.train.selftest import shard_layers
+
+    model = shard_layers(model, **options)
+    if dist.get_rank() == 1:
+        weight = model.layers[2].linear1.weight
+
+        def keep_own(param):
+            param.grad.to_local().mul_(1.5)
+
+        weight.register_post_accumulate_grad_hook(keep_own)
+    return model
+
+
+def stale(model, **options):
+    """One layer computes with the weights of its first forward for ever."""
+    from fsdp2x.train.selftest import shard_layers
+
+    model = shard_layers(model, **options)
+    layer, first = model.layers[3], []
+
+    def use_first(module, args):
+        weight = module.linear2.weight
+        if not first:
+            first.append(weight.detach().clone())
+        with torch.no_grad():
+            weight.copy_(first[0])
+
+    layer.register_forward_pre_hook(use_first)
+    return model
+
+
+@distributed(world_sizes=(2,), timeout=110)
+@pytest.mark.parametrize(
+    ("fault", "caught_by", "message"),
+    [
+        (unscaled, "Gradient Synchronization", "layers.1.*is off by"),
+        (unsynced, "Gradient Synchronization", "layers.2.linear1.weight.*is off by"),
+        (stale, "Loss Consistency", "loss .* expected"),
+    ],
+)
+def test_faults_are_found(ctx, fault, caught_by, message):
+    only_fsdp2x(ctx)
+    import re
+
+    failures = suite(shard=fault)
+    assert caught_by in failures, failures
+    assert re.search(message, failures[caught_by]), failures
+
+
+def run_command(*words: str) -> subprocess.CompletedProcess:
+    return programs.run("-m", "fsdp2x", "selftest", "--device", "cpu", *words)
+
+
+def test_command():
+    done = run_command("--world", "2", "--steps", "3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("✅") == 6 and "❌" not in done.stdout
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("FSDP2", "=== ", "✅ All tests"))]
+    assert lines[0] == "FSDP2 Integration Test Suite" and lines[-1] == "✅ All tests passed!"
+    assert lines[1:-1] == [
+        f"=== Testing {name} ==="
+        for name in (
+            "Parameter Sharding",
+            "Gradient Synchronization",
+            "Loss Consistency",
+            "Memory Usage",
+            "Training Speed",
+        )
+    ]
+
+
+def test_command_refuses():
+    done = run_command("--world", "0")
+    assert done.returncode == 2 and "at least 1" in done.stderr
+
+
+def test_a_run_that_takes_too_long_is_ended():
+    done = run_command("--world", "2", "--timeout", "0.5")
+    assert done.returncode == 1 and "did not finish within 0.5 s" in done.stderr

@@ -1,0 +1,219 @@
+"""The commands as a user types them: alone without torchrun, under torchrun, killed and resumed, and with mistakes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from harness import programs
+from harness.session import current_session
+from training import losses, settings, write_text
+
+TIMEOUT_S = 120
+
+
+@pytest.fixture(autouse=True)
+def own_processes():
+    if current_session().under_torchrun:
+        pytest.skip("starts its own processes, which torchrun's world cannot")
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(settings(write_text(tmp_path / "text"), tmp_path / "run")))
+    return path
+
+
+def command(*args):
+    done = programs.run(*args, timeout=TIMEOUT_S)
+    return done.returncode, done.stdout + done.stderr
+
+
+def torchrun(tmp_path):
+    return (*programs.TORCHRUN, "--standalone", "--nproc_per_node=2", "--log-dir", tmp_path / "torchrun")
+
+
+def test_one_process_without_torchrun_trains_resumes_and_exports(config, tmp_path):
+    status, output = command("-m", "fsdp2x", "train", config, "train.steps=4")
+    assert status == 0, output
+    assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]
+    status, output = command("-m", "fsdp2x", "train", config, "train.steps=5", "--resume_from", tmp_path / "run")
+    assert status == 0, output
+    assert "resumed from" in output
+    assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5]
+    status, output = command("-m", "fsdp2x", "export", tmp_path / "run", tmp_path / "hf")
+    assert status == 0, output
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (tmp_path / "hf").iterdir()}
+    status, output = command("-m", "fsdp2x", "export", tmp_path / "run", tmp_path / "hf")
+    assert status == 2
+    assert "exists already" in output and "Traceback" not in output
+
+
+def with_interpreters(*words):
+    """As `command`, in new interpreters, those of torchrun's ranks, too."""
+    words = [sys.executable, *map(str, words)]
+    done = subprocess.run(words, env=programs.environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("run", [command, pytest.param(with_interpreters, marks=pytest.mark.full)])
+def test_torchrun_and_one_process_see_the_same_text(config, tmp_path, run):
+    """Six blocks a step either way: the first losses agree up to rounding."""
+    section = ("train.accumulation=1", "train.steps=2")
+    status, output = run(*torchrun(tmp_path), "-m", "fsdp2x.train", config, "train.batch_size=3", *section)
+    assert status == 0, output
+    status, output = command(
+        "-m", "fsdp2x.train", config, "train.batch_size=6", f"logging.output={tmp_path}/one", *section
+    )
+    assert status == 0, output
+    two, one = losses(tmp_path / "run"), losses(tmp_path / "one")
+    for step in (1, 2):
+        assert float.fromhex(one[step]) == pytest.approx(float.fromhex(two[step]), abs=2e-6)
+
+
+def test_ranks_that_outlive_their_launcher_keep_their_folder(config, tmp_path):
+    """They save on; a run beside them is refused until they have ended, and then goes on from what they saved."""
+    run = tmp_path / "run"
+    more = ("train.steps=100000", "checkpoint.save_every=1", "schedule.kind=constant")
+    launcher = programs.Program(*torchrun(tmp_path), "-m", "fsdp2x.train", config, *more, log=tmp_path / "log")
+    pids = []
+    try:
+        pids = wait_for_step(run / "metrics.jsonl", 2, launcher)
+        os.kill(launcher.pid, signal.SIGKILL)
+        launcher.wait(TIMEOUT_S)
+        resume = ("-m", "fsdp2x", "train", config, "train.steps=3", "--resume_from", run)
+        status, output = command(*resume)
+        assert status == 2 and "Traceback" not in output, output
+        assert f"is alive: end its processes (kill {pids[0]} {pids[1]})" in output
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        launcher.end()
+    wait_for_end(pids)
+    saved = int((run / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
+    status, output = command(*resume, f"train.steps={saved + 1}")
+    assert status == 0, output
+    assert f"resumed from {run / 'checkpoints' / f'step-{saved:06d}'}" in output
+    status, output = command("-m", "fsdp2x", "export", run, tmp_path / "hf")
+    assert status == 0, output
+
+
+def interrupted(config, tmp_path, launcher=(), more=()):
+    """A run that gets SIGINT as from a terminal, launcher and ranks alike; its status and what it says."""
+    settings = ("train.steps=100000", "schedule.kind=constant", "train.accumulation=1", *more)
+    program = programs.Program(*(launcher or ("-m", "fsdp2x", "train")), config, *settings, log=tmp_path / "log")
+    try:
+        pids = wait_for_step(tmp_path / "run/metrics.jsonl", 3, program)
+        for pid in {*pids, program.pid}:
+            os.kill(pid, signal.SIGINT)
+        return program.wait(TIMEOUT_S), program.log.read_text()
+    finally:
+        program.end()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_saves_after_the_step_and_says_how_to_go_on(config, tmp_path, ranks):
+    launcher = (*torchrun(tmp_path), "-m", "fsdp2x.train") if ranks == 2 else ()
+    status, output = interrupted(config, tmp_path, launcher)
+    saved = (tmp_path / "run/checkpoints/latest").read_text().strip()
+    step = int(saved.removeprefix("step-"))
+    assert step == max(losses(tmp_path / "run")) and not list((tmp_path / "run").rglob("run.lock"))
+    said = (
+        f"fsdp2x: interrupted after step {step}; saved step {step}; go on with --resume_from {tmp_path}/run/checkpoints"
+    )
+    assert output.count(said) == 1 and output.count("fsdp2x: interrupted: ending after this step") == 1
+    if ranks == 1:  # torchrun ends in its own way
+        assert status == 130 and "Traceback" not in output, output
+    status, output = command(
+        "-m", "fsdp2x", "train", config, f"train.steps={step + 1}", "--resume_from", tmp_path / "run"
+    )
+    assert status == 0 and f"after step {step}" in output, output
+
+
+def test_ctrl_c_where_nothing_is_saved_says_so(config, tmp_path):
+    more = ("checkpoint.save_every=0", "checkpoint.save_last=false")
+    status, output = interrupted(config, tmp_path, more=more)
+    assert status == 130 and "Traceback" not in output
+    assert output.strip().endswith("; nothing was saved: checkpoint.save_last=false and checkpoint.save_every=0")
+
+
+def test_the_second_ctrl_c_ends_at_once(request):
+    from fsdp2x.train.distributed import Interrupt
+
+    # A shell that starts pytest in the background has it ignore the signal.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, inherited))
+    with pytest.raises(KeyboardInterrupt, match="ends without saving"), Interrupt(says=False) as interrupt:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupt.noted
+        os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):  # as it was before
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_torchruns_echo_of_ctrl_c_is_no_second_one(monkeypatch):
+    from fsdp2x.train.distributed import Interrupt
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    with Interrupt(says=False):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def wait_for_end(pids):
+    from fsdp2x.base.processes import start_time
+
+    deadline = time.monotonic() + TIMEOUT_S
+    while any(start_time(pid) is not None for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def wait_for_step(path, step, program):
+    """The ranks' pids, once the newest run in `path` has logged `step`."""
+    from fsdp2x.train.metrics import read_metrics
+
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        assert program.poll() is None, program.log.read_text()
+        lines = read_metrics(path) if path.exists() else []
+        starts = [i for i, line in enumerate(lines) if line["event"] == "start"]
+        if starts and any(line["event"] == "train" and line["step"] >= step for line in lines[starts[-1] :]):
+            pids = lines[starts[-1]]["pids"]
+            if all(alive(pid) for pid in pids):
+                return pids
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached: {program.log.read_text()}")
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.full
+def test_the_demo_in_few_steps(tmp_path):
+    demo = Path(__file__).parents[3] / "examples" / "demo.py"
+    status, output = command(demo, "--steps", 20, "--out", tmp_path / "demo")
+    assert status == 0, output
+    assert "steps 11 to 12 are equal bit for bit" in output
+    names = {path.name for path in (tmp_path / "demo").iterdir()}
+    assert {"metrics.jsonl", "loss.png", "checkpoints", "export"} <= names
+
+
+def test_a_slip_of_ours_keeps_its_traceback(config, caplog, monkeypatch):
+    from fsdp2x.train import trainer
+    from fsdp2x.train.cli import main
+
+    monkeypatch.setattr(trainer, "build_model", lambda *args: 1 // 0)
+    assert main(["train", str(config)]) == 2
+    assert "ZeroDivisionError" in caplog.text and "Traceback" in caplog.text

@@ -1,0 +1,246 @@
+"""unshard() and settings before the first forward: which module is the root is still open, as with upstream."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2x.base import meeting
+from harness import distributed
+from models import STACK_UNITS, Stack, inputs
+from reference import both_transports, full, grads, mean_of_ranks, only_fsdp2x, params, parity, same, shard, shard_stock
+
+# Paths of modules that are unsharded before the first forward, "" the root. "*": asynchronously, waited for behind the
+# first forward; "+": asynchronously, waited for at once; "!": resharded again at once.
+EARLY = (
+    [""],
+    ["*"],
+    ["!"],
+    ["blocks.0"],
+    ["*blocks.1", "+blocks.2"],
+    ["blocks.2", "!blocks.0", ""],
+    ["", *STACK_UNITS],
+    ["*", *(f"*{name}" for name in STACK_UNITS)],
+)
+
+
+def sharded(model):
+    return [isinstance(param, DTensor) for param in model.parameters()]
+
+
+def roots(model):
+    return [module._get_fsdp_state()._is_root for module in (model, *model.blocks)]
+
+
+def unshard(model, early):
+    """The handles that are still to be waited for."""
+    waiting = []
+    for path in early:
+        module = model.get_submodule(path.strip("*+!"))
+        handle = module.unshard(async_op=path.startswith(("*", "+")))
+        if path.startswith("+"):
+            handle.wait()
+        elif path.startswith("!"):
+            module.reshard()
+        elif handle is not None:
+            waiting.append(handle)
+    return waiting
+
+
+def train(ctx, model, waiting=(), num=3):
+    """What can be seen of three steps, with an optimizer that is built first, unless it could step nothing."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) if any(sharded(model)) else None
+    seen = [roots(model), sharded(model)]
+    for number in range(num):
+        output = model(inputs(ctx.rank, number))
+        seen += [roots(model), sharded(model)]
+        for handle in waiting:
+            handle.wait()
+        waiting = ()
+        seen.append(sharded(model))
+        output.square().mean().backward()
+        seen += [sharded(model), output.detach(), grads(model)]
+        if optimizer is not None:
+            optimizer.step()
+        model.zero_grad()
+    return [*seen, params(model)]
+
+
+@distributed(world_sizes=(1, 2))
+@pytest.mark.filterwarnings("ignore:.*gathered parameter")
+@both_transports
+@pytest.mark.each_value
+def test_unshard_before_the_first_forward(ctx, transport):
+    for early in EARLY:
+        parity(
+            ctx,
+            Stack(),
+            lambda model, early=early: train(ctx, model, unshard(model, early)),
+            STACK_UNITS,
+            transport=transport,
+        )
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_a_later_handle_is_waited_for_behind_its_forward(ctx, transport):
+    def run(model):
+        seen = train(ctx, model, num=1)
+        for path in ("blocks.1", ""):
+            handle = model.get_submodule(path).unshard(async_op=True)
+            loss = model(inputs(ctx.rank, 7)).square().mean()
+            handle.wait()
+            seen.append(sharded(model))
+            loss.backward()
+            seen += [sharded(model), grads(model)]
+        return seen
+
+    parity(ctx, Stack(), run, STACK_UNITS, transport=transport)
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_units_of_one_root_share_its_transport(ctx, transport):
+    """And its order: without it nothing is gathered ahead."""
+    only_fsdp2x(ctx)
+    models = [shard(ctx, Stack(), STACK_UNITS, transport=transport) for _ in range(2)]
+    unshard(models[0], EARLY[-2])
+    for model in models:
+        for number in range(3):
+            model(inputs(ctx.rank, number)).sum().backward()
+    states = [module._get_fsdp_state() for module in (models[0], *models[0].blocks)]
+    assert all(state.root is states[0].root for state in states)
+    names = ["<root>", *STACK_UNITS]
+    assert [state.unit.name for state in states] == names
+    assert [group.engine.index for state in states for group in state.groups] == [0, 1, 2, 3]
+    early, usual = (model._get_fsdp_state().root.stats() for model in models)
+    assert early["prefetched_gathers"] == usual["prefetched_gathers"] > 0
+    assert early["gathers"] == usual["gathers"]  # what was gathered before is gathered again, but not in forward
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_values_written_before_the_first_forward_are_used_by_it(ctx, transport):
+    def run(model):
+        unshard(model, ["", "blocks.1"])
+        with torch.no_grad():
+            model.head.weight.mul_(2)
+            model.blocks[1].up.weight.add_(1)
+        seen = [full(model(inputs(ctx.rank)))]
+        model.reshard()
+        return [*seen, full(model(inputs(ctx.rank)))]
+
+    first, second = parity(ctx, Stack(), run, STACK_UNITS, transport=transport)
+    assert not torch.equal(first, second)
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_gradients_of_gathered_parameters_that_were_used_before_the_first_forward(ctx, transport):
+    def run(model):
+        unshard(model, ["", "blocks.1"])
+        regular = model.head.weight.square().sum() + model.blocks[1].up.weight.sum()
+        (model(inputs(ctx.rank)).square().mean() + regular).backward()
+        return grads(model)
+
+    def loss_of(plain, rank):
+        regular = plain.head.weight.square().sum() + plain.blocks[1].up.weight.sum()
+        return plain(inputs(rank)).square().mean() + regular
+
+    only_fsdp2x(ctx)  # upstream loses the whole gradient of blocks.1.up.weight
+    plain = Stack()
+    mean_of_ranks(plain, loss_of, ctx.world)
+    same(run(shard(ctx, Stack(), STACK_UNITS, transport=transport)), grads(plain), rtol=1e-5, atol=1e-6)
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_a_model_that_changes_its_dtype_behind_an_early_unshard(ctx, transport):
+    only_fsdp2x(ctx)  # upstream fails
+    results = []
+    for early in ([], ["!", "!blocks.1"]):
+        model = shard(ctx, Stack(), STACK_UNITS, transport=transport)
+        unshard(model, early)
+        model.to(torch.float64)
+        loss = model(inputs(ctx.rank).double()).square().mean()
+        loss.backward()
+        results.append((loss.detach(), grads(model)))
+    same(results[1], results[0])
+
+
+@distributed(world_sizes=(2,))
+def test_settings_before_the_first_forward_do_not_make_a_root(ctx):
+    def run(model):
+        for module in (model, *model.blocks):
+            module.set_is_last_backward(True)
+            module.set_requires_gradient_sync(True)
+            module.set_reshard_after_backward(True)
+        return train(ctx, model)
+
+    parity(ctx, Stack(), run, STACK_UNITS)
+
+
+@distributed(world_sizes=(2,))
+def test_is_last_backward_holds_from_before_the_first_forward(ctx):
+    only_fsdp2x(ctx)
+    for early in ([], [""]):
+        model = shard(ctx, Stack(), STACK_UNITS)
+        unshard(model, early)
+        model.set_is_last_backward(False)
+        model(inputs(ctx.rank))
+        assert model._get_fsdp_state()._state_ctx.is_last_backward is False
+        assert model._get_fsdp_state().root.is_last_backward is False
+
+
+@distributed(world_sizes=(2,))
+def test_manual_finalization_of_a_unit_that_is_no_root(ctx):
+    model = shard(ctx, Stack(), STACK_UNITS)
+    if not hasattr(model, "set_manual_backward_finalization"):
+        pytest.skip("this torch has no manual finalization")
+    model.blocks[0].set_manual_backward_finalization(True)
+    with pytest.raises(RuntimeError, match="must be called on the root"):
+        model(inputs(ctx.rank))
+
+
+@distributed(world_sizes=(2,))
+def test_a_first_forward_that_cannot_be_is_tried_again(ctx):
+    """A transport that is not possible: the same error each time, and none of it stays."""
+    only_fsdp2x(ctx)
+    model = shard(ctx, Stack(), STACK_UNITS, transport="shm")
+    with mock.patch.object(meeting.Introductions, "why_not_shared", "of this test"):
+        for call in (lambda: model(inputs(ctx.rank)), lambda: model.blocks[0].unshard(), lambda: model(inputs(0))):
+            with pytest.raises(ValueError, match="of this test"):
+                call()
+            assert roots(model) == [None] * 4 and all(sharded(model))
+    twin = shard(ctx, Stack(), STACK_UNITS)
+    same(train(ctx, model), train(ctx, twin))
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Stack(seed=1), Stack(seed=2)
+
+
+@distributed(world_sizes=(2,))
+def test_two_models_unsharded_early(ctx):
+    """Their provisional roots have nothing to do with each other."""
+
+    def run(pair):
+        for model in (pair.second, pair.first):
+            unshard(model, ["", "blocks.1"])
+        seen = []
+        for number in range(2):
+            for model in (pair.first, pair.second):
+                loss = model(inputs(ctx.rank, number)).square().mean()
+                loss.backward()
+                seen += [loss.detach(), sharded(model), roots(model)]
+        return seen, grads(pair)
+
+    pair, twin = Pair(), Pair()
+    for each, apply in ((pair, lambda m: shard(ctx, m, STACK_UNITS)), (twin, lambda m: shard_stock(m, STACK_UNITS))):
+        apply(each.first)
+        apply(each.second)
+    same(run(pair), run(twin))

@@ -1,0 +1,30 @@
+"""A step's peak of device memory is never above stock FSDP2's, and what memory_report foretells."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness import programs
+
+SCRIPT = Path(__file__).resolve().parents[2] / "support" / "peaks.py"
+# Flags behind reduced rows and pads between parameters.
+SLACK_BYTES = 2**16
+ACTIVATION_BYTES = 3 * 2**17  # no report counts them
+
+
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_no_step_needs_more_than_stocks(half):
+    """One rank and eight; embedding and head larger than blocks, tied or not, and units that are all alike.
+
+    In either half of the table any two of model, ranks and dtypes meet.
+    """
+    done = programs.run(SCRIPT, half, timeout=200)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for one in json.loads(done.stdout.splitlines()[-1]):
+        name, world, _ = one["case"]
+        assert one["fsdp2x"] <= one["stock"] + SLACK_BYTES, one
+        if world == 1:
+            assert one["fsdp2x"] < one["stock"], one
+        if name != "tied":  # there autograd adds two gradients up: three of them at once
+            assert abs(one["fsdp2x"] - one["planned"]) <= ACTIVATION_BYTES, one

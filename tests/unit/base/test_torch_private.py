@@ -1,0 +1,135 @@
+"""Every private name of torch that the package leans on exists in the installed torch and means what we think."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp2x.base import torch_private
+
+
+@pytest.mark.parametrize("name", torch_private.__all__)
+def test_exported_names_exist(name):
+    assert callable(getattr(torch_private, name))
+
+
+def test_contract_gives_states_and_can_be_undone():
+    class State(torch_private.State):
+        pass
+
+    @torch_private.contract(state_cls=State)
+    def mark(module):
+        return module
+
+    module = nn.Linear(2, 2)
+    mark(module)
+    assert isinstance(mark.state(module), State)
+    with pytest.raises(AssertionError):
+        mark(module)
+    torch_private.forget_contract([module], mark.__wrapped__)
+    assert mark.state(module) is None
+    mark(module)
+    assert not torch_private.is_replicated(module)
+
+
+def test_root_modules_drops_those_below_others():
+    outer, other = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
+    assert torch_private.root_modules([outer, outer[0], other]) == [outer, other]
+
+
+def test_accelerator_type_is_a_device_type():
+    assert torch.device(torch_private.accelerator_type()).type == torch_private.accelerator_type()
+
+
+@pytest.mark.parametrize("kind", ["process_group", "symmetric"])
+def test_memory_is_asked_of_a_group_that_has_communicated(monkeypatch, kind):
+    """NCCL has no communicator before the first collective on the device, and no memory without one."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    communicators = set()
+
+    class Backend:
+        def supports_tensor_alloc(self, device):
+            return True
+
+        def allocate_tensor(self, num_bytes, *, dtype, device):
+            assert device in communicators, "not initialized before mem pool creation"
+            return torch.empty(num_bytes, dtype=dtype, device=device)
+
+    class Group:
+        group_name = "group"
+
+        def _get_backend(self, device):
+            return Backend()
+
+    def all_reduce(tensor, *, group):
+        communicators.add(tensor.device)
+
+    def pool(device):
+        assert device in communicators
+        return "pool"
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    monkeypatch.setattr(symmetric, "set_backend", lambda name: None)
+    monkeypatch.setattr(symmetric, "get_mem_pool", pool, raising=False)
+    allocate = torch_private.comm_allocator(kind, Group(), torch.device("cpu"))
+    if kind == "process_group":
+        assert allocate(24).nbytes == 24
+
+
+@pytest.mark.parametrize(
+    ("name", "gathers"),
+    [
+        ("ProcessGroupNCCL", "grouped"),
+        ("ProcessGroupNCCL2", "in turn"),
+        ("ProcessGroupNCCLLazy", "in turn"),
+        ("ProcessGroupGloo", "unknown"),
+        ("FakeProcessGroup", "unknown"),
+    ],
+)
+def test_how_a_backend_gathers_is_told_by_its_class(name, gathers):
+    """Its name does not tell: "nccl" makes another class from torch 2.15 on."""
+
+    class Group:
+        def _get_backend(self, device):
+            return type(name, (), {})()
+
+    assert torch_private.gathers_of(Group(), torch.device("cuda", 0)) == gathers
+
+
+def test_how_nccl_gathers_is_known_without_a_group(monkeypatch):
+    class Group:
+        def _get_backend(self, device):
+            raise RuntimeError("no backend for device type cuda")
+
+    assert torch_private.gathers_of(Group(), torch.device("cuda")) == "unknown"
+    assert torch_private.gathers_of(None, torch.device("cuda")) == "unknown"
+    create = "_create_nccl2_process_group"
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, create, None, raising=False)
+    assert torch_private.gathers_of_nccl() == "in turn"
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "0")
+    assert torch_private.gathers_of_nccl() == "grouped"
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2")
+    monkeypatch.delattr(torch.distributed.distributed_c10d, create)
+    assert torch_private.gathers_of_nccl() == "grouped"
+
+
+def test_group_timeout_falls_back():
+    assert torch_private.group_timeout(object(), torch.device("cpu")) == timedelta(minutes=30)
+
+
+def test_group_timeout_is_that_of_the_devices_backend():
+    """A group of "cpu:gloo,cuda:nccl" has two."""
+
+    class Backend:
+        def __init__(self, minutes):
+            self.options = type("Options", (), {"_timeout": timedelta(minutes=minutes)})
+
+    class Group:
+        def _get_backend(self, device):
+            return {"cpu": Backend(30), "cuda": Backend(10)}[device.type]
+
+    assert torch_private.group_timeout(Group(), torch.device("cuda", 1)) == timedelta(minutes=10)
+    assert torch_private.group_timeout(Group(), torch.device("cpu")) == timedelta(minutes=30)

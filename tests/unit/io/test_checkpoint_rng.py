@@ -1,0 +1,125 @@
+"""Random generators: what is drawn after loading is what would have been drawn."""
+
+import json
+import math
+import random
+
+import numpy
+import pytest
+import torch
+
+import damage
+from fsdp2x.base.errors import CorruptFile
+from fsdp2x.io.checkpoint.directory import rng_file
+from fsdp2x.io.checkpoint.rng import check_rng, read_rng, rng_state, save_rng, seed_all, set_rng
+
+CPU = torch.device("cpu")
+
+
+def draw():
+    return (
+        random.random(),
+        random.gauss(0, 1),
+        numpy.random.rand(3).tolist(),
+        torch.rand(3).tolist(),
+        torch.randn(1).item(),
+    )
+
+
+def test_round_trip(tmp_path):
+    seed_all(5, 0)
+    draw()
+    save_rng(tmp_path, 3, 7, rng_state(CPU))
+    expected = [draw() for _ in range(3)]
+    seed_all(6, 0)
+    state = read_rng(tmp_path, 3, 7)
+    check_rng(state, CPU, "here")
+    set_rng(state, CPU)
+    assert [draw() for _ in range(3)] == expected
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_generators_of_any_accelerator(monkeypatch, kind):
+    """They are kept under the device's type, and a run on another device leaves them alone."""
+    device, words, taken = torch.device(kind, 0), torch.arange(16, dtype=torch.uint8), []
+    module = getattr(torch, kind)
+    monkeypatch.setattr(module, "get_rng_state", lambda of: words)
+    monkeypatch.setattr(module, "set_rng_state", lambda state, of: taken.append((state, of)))
+    state = rng_state(device)
+    check_rng(state, CPU, "here")
+    set_rng(state, CPU)
+    assert taken == []
+    set_rng(state, device)
+    ((state, of),) = taken
+    assert torch.equal(state, words) and of == device
+
+
+def test_seeds_differ_by_rank_and_repeat():
+    drawn = []
+    for seed, rank in ((1, 0), (1, 1), (2, 0), (1, 0)):
+        seed_all(seed, rank)
+        drawn.append(draw())
+    assert drawn[0] == drawn[3]
+    assert len({repr(d) for d in drawn}) == 3
+
+
+def test_states_of_others_and_of_nobody_are_named(tmp_path):
+    with pytest.raises(CorruptFile, match=r"rng-00000\.json: No such file"):
+        read_rng(tmp_path, 0, 7)
+    save_rng(tmp_path, 0, 7, rng_state(CPU))
+    for rank, step in ((1, 7), (0, 8)):
+        (tmp_path / rng_file(1)).write_bytes((tmp_path / rng_file(0)).read_bytes())
+        with pytest.raises(CorruptFile, match=f"not the random generators of rank {rank} at step {step}"):
+            read_rng(tmp_path, rank, step)
+    for text in ("{", "[]", "{}"):
+        (tmp_path / rng_file(0)).write_text(text)
+        with pytest.raises(CorruptFile, match=r"rng-00000\.json: "):
+            read_rng(tmp_path, 0, 7)
+
+
+@pytest.mark.parametrize(
+    ("part", "state"),
+    [
+        ("python", [3, [1] * 625, None, 0]),
+        ("python", [3, [1] * 624, None]),
+        ("python", [3, [1.0] * 625, None]),
+        ("python", [3, [1] * 624 + [625], None]),
+        ("python", [3, [1] * 624 + [624], "x"]),
+        ("python", [9, [1] * 624 + [624], None]),
+        ("torch", "zz"),
+        ("cuba", "00"),
+        ("torch", "00" * 16),
+        ("torch", [0] * 5056),
+        ("numpy", ["MT19937", [1] * 624, 10**6, 0, 0.0]),
+        ("numpy", ["MT19937", [1] * 624, -1, 0, 0.0]),
+        ("numpy", ["MT19937", [math.nan] * 624, 0, 0, 0.0]),
+        ("numpy", ["MT19937", [2**32] * 624, 0, 0, 0.0]),
+        ("numpy", ["PCG64", [1] * 624, 0, 0, 0.0]),
+        ("more", 1),
+    ],
+)
+def test_states_that_no_generator_has(part, state):
+    """numpy would read from behind its words, and Python keeps any next Gaussian."""
+    with pytest.raises(CorruptFile, match="here: not a state of random generators"):
+        check_rng({**rng_state(CPU), part: state}, CPU, "here")
+
+
+def test_a_changed_state_is_refused_or_can_be_set():
+    before = draw_state()
+    set_ = 0
+    for seed in range(150):
+        state, change = damage.change(random.Random(seed), json.loads(json.dumps(rng_state(CPU))), json_only=True)
+        try:
+            check_rng(state, CPU, "here")
+        except CorruptFile:
+            assert draw_state() == before, change.what
+            continue
+        set_rng(state, CPU)
+        draw()
+        set_rng(before, CPU)
+        set_ += 1
+    assert set_ > 5
+
+
+def draw_state():
+    return json.loads(json.dumps(rng_state(CPU)))

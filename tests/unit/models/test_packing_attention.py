@@ -1,0 +1,163 @@
+"""Attention inside samples against its definition: dense masks in double precision; and the flat call against both."""
+
+import pytest
+import torch
+
+from fsdp2x.models.sequence.layout import whole_rows
+from fsdp2x.models.sequence.varlen import Rules, attend, attend_flat, flash_takes
+from fsdp2x.sequence import SequenceLayout
+
+LAYOUTS = {
+    "whole": whole_rows(2, 9),
+    "packed": SequenceLayout(1, 14, [(0, 0, 5), (0, 5, 6), (0, 6, 13)]),
+    "padded": SequenceLayout(3, 8, [(0, 0, 8), (1, 2, 8), (2, 0, 3)]),
+    "same_padding": SequenceLayout(2, 8, [(0, 1, 6), (1, 1, 6)]),
+    "two_rows": SequenceLayout(2, 10, [(0, 0, 4), (0, 4, 9), (1, 0, 10)]),
+    "gap": SequenceLayout(1, 10, [(0, 1, 4), (0, 6, 9)]),
+}
+RULES = {
+    "plain": {},
+    "scaled": {"scale": 0.7},
+    "window": {"window": 3},
+    "window_1": {"window": 1},
+    "softcap": {"softcap": 0.5},
+    "sinks": {"sinks": torch.tensor([0.3, -1.0, 2.0, 0.1])},
+    "all": {"scale": 0.4, "window": 2, "softcap": 0.8, "sinks": torch.tensor([0.3, -1.0, 2.0, 0.1])},
+}
+
+
+def inputs(layout, kv_heads=2, value_dim=8, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(5)
+
+    def make(heads, dim):
+        return torch.randn(layout.num_rows, heads, layout.length, dim, generator=generator).to(dtype).requires_grad_()
+
+    return make(4, 8), make(kv_heads, 8), make(kv_heads, value_dim)
+
+
+def defined(query, key, value, layout, rules):
+    """softmax over what a query may see, one dense mask for the whole row, in float64."""
+    q, k, v = (x.double() for x in (query, key, value))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * (rules.scale or q.shape[-1] ** -0.5)
+    if rules.softcap is not None:
+        scores = torch.tanh(scores / rules.softcap) * rules.softcap
+    seen = torch.zeros(layout.num_rows, layout.length, layout.length, dtype=torch.bool)
+    for row, start, stop in layout.samples:
+        for i in range(start, stop):
+            seen[row, i, max(start, i - (rules.window or layout.length) + 1) : i + 1] = True
+    scores = scores.masked_fill(~seen[:, None], float("-inf"))
+    if rules.sinks is not None:
+        scores = torch.cat((scores, rules.sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
+    weights = scores.softmax(-1)[..., : layout.length].nan_to_num(0.0)
+    return (weights @ v).transpose(1, 2)
+
+
+def check(got, expected, tensors):
+    torch.testing.assert_close(got, expected.float(), rtol=1e-5, atol=1e-6)
+    upstream = torch.randn(got.shape, generator=torch.Generator().manual_seed(6))
+    grads = torch.autograd.grad((got * upstream).sum(), tensors)
+    wanted = torch.autograd.grad((expected * upstream).sum(), tensors)
+    for one, other in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(one, other.nan_to_num(0.0), rtol=1e-4, atol=1e-5)
+    assert grads[2].abs().max() > 0.01  # a window of one leaves queries and keys without a gradient
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_as_defined(name, rule):
+    layout, rules = LAYOUTS[name], Rules(**RULES[rule])
+    tensors = inputs(layout)
+    check(attend(*tensors, layout, rules), defined(*tensors, layout, rules), tensors)
+
+
+@pytest.mark.parametrize("window", [2, 63, 64, 65, 150, None])
+def test_windows_in_blocks_of_a_long_sample(window):
+    """Blocks of 64 queries: ends inside a block, at its border, and longer than the sample."""
+    layout, rules = SequenceLayout(1, 205, [(0, 0, 130), (0, 130, 203)]), Rules(window=window)
+    tensors = inputs(layout)
+    check(attend(*tensors, layout, rules), defined(*tensors, layout, rules), tensors)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_kv_heads_and_values_of_another_width(kv_heads):
+    layout, rules = LAYOUTS["packed"], Rules()
+    tensors = inputs(layout, kv_heads, value_dim=6)
+    got = attend(*tensors, layout, rules)
+    assert got.shape == (1, 14, 4, 6)
+    check(got, defined(*tensors, layout, rules), tensors)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_no_sample_sees_another(rule):
+    """Bit for bit: what a sample gives depends on nothing outside of it, nor on where it lies."""
+    layout, rules = LAYOUTS["packed"], Rules(**RULES[rule])
+    q, k, v = (x.detach() for x in inputs(layout))
+    before = attend(q, k, v, layout, rules)
+    for _, start, stop in layout.samples:
+        others = [x.clone() for x in (q, k, v)]
+        for x in others:
+            x[:, :, :start] = 100.0
+            x[:, :, stop:] = float("nan")
+        after = attend(*others, layout, rules)
+        assert torch.equal(after[:, start:stop], before[:, start:stop])
+        alone = attend(*(x[:, :, start:stop] for x in (q, k, v)), whole_rows(1, stop - start), rules)
+        torch.testing.assert_close(alone, before[:, start:stop], rtol=1e-6, atol=1e-7)
+
+
+def test_a_row_of_padding_gives_zeros_and_a_graph():
+    layout = SequenceLayout(1, 4, [])
+    q, k, v = inputs(layout)
+    out = attend(q, k, v, layout, Rules())
+    assert out.shape == (1, 4, 4, 8) and not out.any()
+    out.sum().backward()
+    assert q.grad is not None and not q.grad.any()
+
+
+def twin(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+    """torch's varlen_attn in a few lines; kv heads must be repeated by the caller, as before torch 2.12."""
+    assert torch.equal(cu_q, cu_k) and cu_q.dtype == torch.int32 and max_q == max_k == int(cu_q.diff().max())
+    assert query.shape[1] == key.shape[1] and window_size[1] == 0
+    layout = SequenceLayout(1, len(query), [(0, a, b) for a, b in zip(cu_q.tolist(), cu_q.tolist()[1:], strict=False)])
+    window = None if window_size[0] < 0 else window_size[0] + 1
+    tensors = [x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)]
+    return attend(*tensors, layout, Rules(scale=scale, window=window))[0]
+
+
+def twin_with_groups(query, key, value, *arguments, enable_gqa=False, **options):
+    assert enable_gqa and key.shape[1] < query.shape[1]
+    groups = query.shape[1] // key.shape[1]
+    return twin(query, *(x.repeat_interleave(groups, dim=1) for x in (key, value)), *arguments, **options)
+
+
+@pytest.mark.parametrize("kernel", [twin, twin_with_groups])
+@pytest.mark.parametrize("rule", ["plain", "scaled", "window"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_one_flat_call_is_the_same(name, rule, kernel):
+    layout, rules = LAYOUTS[name], Rules(**RULES[rule])
+    tensors = inputs(layout)
+    check(attend_flat(*tensors, layout, rules, kernel), defined(*tensors, layout, rules), tensors)
+
+
+def test_a_flat_call_without_samples():
+    layout = SequenceLayout(1, 4, [])
+    q, k, v = inputs(layout)
+    out = attend_flat(q, k, v, layout, Rules(), twin)
+    out.sum().backward()
+    assert out.shape == (1, 4, 4, 8) and not out.any() and not q.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("rules", "dtype", "value_dim", "takes"),
+    [
+        (Rules(), torch.bfloat16, 8, True),
+        (Rules(window=3), torch.float16, 8, True),
+        (Rules(), torch.float32, 8, False),
+        (Rules(softcap=1.0), torch.bfloat16, 8, False),
+        (Rules(dropout=0.1), torch.bfloat16, 8, False),
+        (Rules(), torch.bfloat16, 6, False),
+    ],
+)
+def test_what_the_flash_kernel_is_asked_for(rules, dtype, value_dim, takes):
+    query, _, value = inputs(LAYOUTS["packed"], value_dim=value_dim, dtype=dtype)
+    assert flash_takes(query, value, rules) == takes

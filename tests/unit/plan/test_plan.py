@@ -1,0 +1,257 @@
+"""`fsdp2x plan`: reads configs of both kinds, plans without a process group, and names mistakes in one sentence."""
+
+import json
+import re
+
+import pytest
+import torch.distributed as dist
+import yaml
+from torch import nn
+
+from fsdp2x.base.errors import ConfigError
+from fsdp2x.memory import plan_memory
+from fsdp2x.plan.plan import PlanError
+from fsdp2x.plan.report import _folded, readable
+from fsdp2x.train.cli import main
+from fsdp2x.train.commands.plan_request import parse_bytes
+from fsdp2x.train.commands.plan_words import COLUMNS, WORDS, explanation
+from models import Stack
+from training import MODEL
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A config.json of 2 layers; `dtype` is what transformers would load it in."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**MODEL, "architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16", "vocab_size": 50}))
+    return path
+
+
+def plan_json(capsys, *arguments) -> tuple[int, dict]:
+    status = main(["plan", *map(str, arguments), "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_a_config_json(config, capsys):
+    on_cpu = ("--device", "cpu", "--transport", "process_group")
+    status, plan = plan_json(capsys, config, "--world-size", 4, *on_cpu)
+    assert status == 0 and plan["fits"] is None and plan["model"] == "Qwen3ForCausalLM"
+    assert plan["policy"]["dtype"] == "bfloat16"
+    assert [unit["name"] for unit in plan["report"]["units"]] == [
+        "<root>",
+        "model.norm, model.embed_tokens, lm_head",
+        "model.layers.0",
+        "model.layers.1",
+    ]
+    assert not dist.is_initialized()
+
+
+def test_a_folder_is_its_config(config, capsys):
+    assert plan_json(capsys, config.parent, "--world-size", 4) == plan_json(capsys, config, "--world-size", 4)
+
+
+def test_a_training_config_and_its_overrides(tmp_path, capsys):
+    path = tmp_path / "train.yaml"
+    parallel = {"param_dtype": "bfloat16", "reduce_dtype": "float32", "device": "cpu"}
+    path.write_text(yaml.safe_dump({"model": {"config": MODEL}, "parallel": parallel}))
+    status, plan = plan_json(capsys, path, "model.config.num_hidden_layers=3", "--world-size", 2)
+    assert status == 0
+    assert len(plan["report"]["units"]) == 5 and plan["report"]["transport"] == "shm"
+    assert plan["policy"]["dtype"] == "float32" and plan["policy"]["param_dtype"] == "bfloat16"
+    _, other = plan_json(capsys, path, "--world-size", 2, "--param-dtype", "float32", "--transport", "process_group")
+    assert other["policy"]["param_dtype"] == "float32" and other["report"]["transport"] == "process_group"
+
+
+def test_options_reach_the_planner(config, capsys):
+    def report(*options):
+        return plan_json(capsys, config, "--world-size", 4, *options)[1]["report"]
+
+    base = report()
+    assert len(report("--auto-wrap", "false")["units"]) == 1
+    assert [unit["name"] for unit in report("--auto-wrap", "Qwen3MLP")["units"]].count("model.layers.0.mlp") == 1
+    assert report("--reshard-after-forward", "2")["after_forward_bytes"] > 0 == base["after_forward_bytes"]
+    kept = report("--reshard-after-forward", "false")
+    assert kept["traffic"]["gathers"] < base["traffic"]["gathers"]
+    assert kept["gather_slot_bytes"] >= base["gather_slot_bytes"]
+    assert report("--optimizer", "sgd")["optimizer_bytes"] == 0
+    assert report("--dtype", "float32")["shard_bytes"] > 1.9 * base["shard_bytes"] - 64 * 64
+    replicated = report("--replicas", "2")
+    assert (
+        replicated["world"] == 2
+        and replicated["traffic"]["all_reduce_bytes"] > 0 == base["traffic"]["all_reduce_bytes"]
+    )
+
+
+def test_parameters_that_are_counted_as_a_config_says(config, tmp_path, capsys):
+    """One line has the options for float32 parameters; there is none where a dtype was given, or nothing is trained."""
+
+    def lines(*arguments):
+        assert main(["plan", *map(str, arguments), "--world-size", "2"]) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if "as the config says" in line]
+
+    (said,) = lines(config)
+    assert said.startswith("parameters are counted in bfloat16") and said.endswith(
+        ": --dtype float32 --param-dtype bfloat16"
+    )
+    assert lines(config, "--param-dtype", "fp16")[0].endswith(" --dtype float32 --param-dtype float16")
+    assert lines(config, *said.rpartition(": ")[2].split()) == lines(config, "--dtype", "bf16") == []
+    assert lines(config, "--optimizer", "none") == []
+    config.write_text(config.read_text().replace('"bfloat16"', '"float32"'))
+    assert lines(config) == []
+    training = tmp_path / "train.yaml"
+    training.write_text(yaml.safe_dump({"model": {"config": MODEL, "dtype": "bfloat16"}}))
+    assert lines(training) == []
+
+
+def test_whether_it_fits(config, capsys):
+    _, plan = plan_json(capsys, config, "--world-size", 4)
+    peak = plan["report"]["peak_bytes"]
+    assert plan_json(capsys, config, "--world-size", 4, "--memory", peak)[0] == 0
+    status, plan = plan_json(capsys, config, "--world-size", 4, "--memory", peak - 1)
+    assert status == 1 and plan["fits"] is False
+    assert main(["plan", str(config), "--world-size", "4", "--memory", "1KiB"]) == 1
+    text = capsys.readouterr().out
+    assert "1.00 KiB a rank: too big by" in text and "peak, without activations" in text
+
+
+@pytest.mark.parametrize(
+    ("device", "use"), [("cuda", "to run next to the compute"), ("cpu", "that stay for the next step")]
+)
+def test_a_lower_bound_is_next_to_the_rows(config, capsys, device, use):
+    options = (config, "--world-size", 4, "--device", device)
+    _, plan = plan_json(capsys, *options)
+    report, bound = plan["report"], plan["bound"]
+    assert bound and all(0 <= size <= report[name] for name, size in bound.items())
+    assert main(["plan", *map(str, options), "--explain"]) == 0
+    text = capsys.readouterr().out
+    peak = f"{readable(report['peak_bytes'])} +{readable(bound['peak_bytes'])}"
+    assert re.search(rf"\npeak, without activations +{peak}\n", text), text
+    assert f"more at the peak: buffers of gathers and reductions {use}" in text
+    assert "above the bound at rest: 64-byte alignment" in text and "\nlower bound  " in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.json", "--world-size", "2"], "missing.json: no such file"),
+        (["CONFIG", "a.b=1", "--world-size", "2"], "a.b=1: key=value"),
+        (["CONFIG", "--world-size", "4", "--replicas", "3"], "3 replicas do not divide a world of 4 rank(s)"),
+        (["CONFIG", "--world-size", "4", "--reshard-after-forward", "3"], "it should be a factor of 4, not 3"),
+        (["CONFIG", "--world-size", "2", "--memory", "much"], "got 'much', expected a size such as 80GiB"),
+        (["CONFIG", "--world-size", "2", "--auto-wrap", "Qwen3MPL"], "did you mean Qwen3MLP"),
+    ],
+)
+def test_each_mistake_is_named(config, capsys, arguments, message):
+    assert main(["plan", *(str(config) if word == "CONFIG" else word for word in arguments)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_config_that_names_code_of_its_own_runs_none(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}})
+    )
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    assert main(["plan", str(tmp_path), "--world-size", "2"]) == 2
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_model_stays_as_it_is():
+    model = Stack()
+    before = {name: (id(param), param._version) for name, param in model.named_parameters()}
+    report = plan_memory(model, 4, auto_wrap=True)
+    assert [unit.name for unit in report.units] == ["<root>", "blocks.0", "blocks.1", "blocks.2"]
+    assert {name: (id(param), param._version) for name, param in model.named_parameters()} == before
+    assert type(model) is Stack and not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("80GiB", 80 * 2**30), ("80G", 80 * 2**30), ("80GB", 80 * 10**9), ("1.5 MiB", 3 * 2**19), ("12", 12), ("7B", 7)],
+)
+def test_sizes(text, expected):
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1G", "1 XB", "1e9"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(ConfigError, match="expected a size such as 80GiB"):
+        parse_bytes(text)
+
+
+def test_unknown_optimizer_and_transport():
+    with pytest.raises(PlanError, match="expected one of adamw"):
+        plan_memory(Stack(), 2, optimizer="rprop")
+    with pytest.raises(PlanError, match="expected process_group or shm"):
+        plan_memory(Stack(), 2, transport="nccl")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "tpu"}, "device: got 'tpu', expected cuda or cpu"),
+        ({"offload": "half"}, "offload: got 'half', expected one of none, optimizer, gradients, all"),
+        ({"device": "cuda", "transport": "shm"}, "expected process_group with device cuda"),
+        ({"offload": "optimizer", "optimizer": "sgd_momentum"}, "expected gradients or all with sgd_momentum"),
+        ({"offload": "optimizer", "optimizer": "lion"}, "expected gradients or all with lion"),
+        ({"offload": "optimizer", "optimizer": "muon_int8"}, "expected gradients or all with muon_int8"),
+        ({"optimizer": "muon"}, "optimizer: got muon: .*no get_output_embeddings"),
+    ],
+)
+def test_what_no_device_can_do(options, message):
+    with pytest.raises(PlanError, match=message):
+        plan_memory(Stack(), 2, **options)
+
+
+def test_the_device_decides_who_counts(config, capsys):
+    def report(*options):
+        return plan_json(capsys, config, "--world-size", 3, *options)[1]
+
+    cuda, cpu, shm = report(), report("--device", "cpu", "--transport", "process_group"), report("--transport", "shm")
+    assert [plan["policy"]["device"] for plan in (cuda, cpu, shm)] == ["cuda", "cpu", "cpu"]
+    assert [plan["report"]["transport"] for plan in (cuda, cpu, shm)] == ["process_group", "process_group", "shm"]
+    assert report("--device", "cpu") == shm and report("--device", "cuda") == cuda
+    # 50 rows over 3 ranks: the slot has room for whole chunks, and two packed units may be on their way.
+    assert cuda["report"]["gather_slot_bytes"] > cpu["report"]["gather_slot_bytes"]
+    assert cuda["report"]["own_gather_slot_bytes"] > 0 == cpu["report"]["own_gather_slot_bytes"]
+    assert plan_json(capsys, config, "--world-size", 1)[1]["report"]["transport"] == "process_group"
+
+
+def test_what_is_offloaded_needs_no_room_on_the_device(config, capsys):
+    def plan(*options):
+        return plan_json(capsys, config, "--world-size", 4, "--dtype", "float32", *options)
+
+    peaks = {mode: plan("--offload", mode)[1]["report"]["device_peak_bytes"] for mode in
+             ("none", "optimizer", "gradients", "all")}  # fmt: skip
+    reports = {mode: plan("--offload", mode)[1]["report"] for mode in peaks}
+    assert peaks["none"] == reports["none"]["peak_bytes"] and reports["none"]["host_bytes"] == 0
+    assert peaks["all"] < peaks["gradients"] < peaks["none"] and peaks["optimizer"] < peaks["none"]
+    assert reports["optimizer"]["host_bytes"] == reports["none"]["optimizer_bytes"]
+    assert reports["gradients"]["resident_shard_bytes"] >= reports["gradients"]["shard_bytes"]
+    assert plan("--memory", peaks["all"])[0] == 1 and plan("--memory", peaks["all"], "--offload", "all")[0] == 0
+    # On the CPU there is nowhere else to put it.
+    assert plan("--offload", "all", "--device", "cpu")[1]["report"] == plan("--device", "cpu")[1]["report"]
+    main(["plan", str(config), "--world-size", "4", "--offload", "gradients"])
+    text = capsys.readouterr().out
+    assert "on cuda, offload gradients" in text and "of it in host memory" in text
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"transport": "shm"}, {"replicas": 2}, {"offload": "all"}, {"offload": "optimizer"}]
+)
+def test_every_row_and_column_is_explained(options):
+    model = nn.Sequential(nn.Embedding(64, 16), *(nn.Linear(16, 16) for _ in range(6)), nn.Linear(16, 64))
+    report = plan_memory(model, 4, auto_wrap=["Linear"], **options)
+    assert {"shards"} <= {name for name, _, _ in report.sizes()} <= set(WORDS)
+    said = explanation(report)
+    assert all(f"\n{name}  " in said for name in ("shards", "at rest", "peak, without activations"))
+    assert set(COLUMNS) < set(str(report).splitlines()[0].split())
+
+
+def test_repeated_units_become_one_line_a_pattern():
+    def folded(text):
+        return [name for name, _ in _folded([(name, name[0]) for name in text.split()])]
+
+    assert folded("e0 a0 a1 a2 a3 a4 n") == ["e0", "a0 .. a4 (5 units, each)", "n"]
+    pairs = folded("e0 " + " ".join(f"a{i} x{i}" for i in range(5)) + " n")
+    assert pairs == ["e0", "a0 .. a4 (5 units, each)", "x0 .. x4 (5 units, each)", "n"]
+    assert len(folded("a0 x0 a1 x1 a2 x2 a3 x3")) == 8

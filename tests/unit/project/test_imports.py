@@ -1,0 +1,119 @@
+"""Who may import and include what. Rooms of Python are contracts in pyproject.toml, those of csrc tables in READMEs."""
+
+import ast
+import functools
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGE, CSRC = ROOT / "python/fsdp2x", ROOT / "csrc"
+CODE = {".cpp", ".hpp", ".cu", ".cuh"}
+
+
+def test_rooms_import_from_rooms_below_and_in_no_circle(monkeypatch):
+    cli = pytest.importorskip("importlinter.cli", reason="import-linter is in the extra `lint`")
+    monkeypatch.chdir(ROOT)
+    assert cli.lint_imports(no_cache=True, cache_dir=None) == 0
+
+
+def imports_of(path: Path, *, only_at_import: bool = False) -> list[str]:
+    """Dotted names that a file imports, with the names taken; ``only_at_import``: not those inside functions."""
+    found, nodes = [], [ast.parse(path.read_text())]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        if not (only_at_import and isinstance(node, ast.FunctionDef)):
+            nodes += ast.iter_child_nodes(node)
+    return found
+
+
+def places(wrong) -> list[str]:
+    return [str(path.relative_to(PACKAGE)) for path in sorted(PACKAGE.rglob("*.py")) if wrong(path)]
+
+
+def test_only_one_file_imports_private_names_of_torch():
+    def is_private(name: str) -> bool:
+        return name.split(".")[0] == "torch" and any(part.startswith("_") for part in name.split("."))
+
+    assert places(lambda path: any(map(is_private, imports_of(path)))) == ["base/torch_private.py"]
+
+
+def test_only_one_file_imports_the_engine_and_rooms_never_import_the_package():
+    names = {"fsdp2x", "fsdp2x._C", "fsdp2x._build_info"}
+    assert places(lambda path: names.intersection(imports_of(path))) == ["base/native.py"]
+
+
+def test_import_needs_torch_alone():
+    """transformers, peft, yaml and others are imported where they are used, and may be absent."""
+    known = {*sys.stdlib_module_names, "fsdp2x", "torch", "numpy", "engine", "engine_tcp", "engine_group"}
+    found = {name for path in PACKAGE.rglob("*.py") for name in imports_of(path, only_at_import=True)}
+    assert {name.split(".")[0] for name in found} <= known
+
+
+# ---- includes of csrc
+
+
+@functools.cache
+def rings() -> dict[str, tuple[int, ...]]:
+    """Folder of csrc -> its ring, from the READMEs: that of a room of the engine is (2, 3)."""
+    found = {}
+    for above in ("", "engine/"):
+        table = (CSRC / above / "README.md").read_text()
+        for ring, cell in re.findall(r"^\| ([\d.]+) \| ([^|]+) \|", table, flags=re.MULTILINE):
+            for folder in re.findall(r"`([\w/]+)/`", cell):
+                found[above + folder] = tuple(int(number) for number in ring.split("."))
+    del found["engine"]  # every file of it is in one of its rooms
+    return found
+
+
+def room_of(file: str) -> str | None:
+    """The longest folder of the tables that a file lies in."""
+    return max((room for room in rings() if file.startswith(f"{room}/")), key=len, default=None)
+
+
+def wrong_includes(files: dict[str, str]) -> list[str]:
+    """Includes of a ring that is not lower, files without a ring, and files that include each other in a circle."""
+    graph = {name: re.findall(r'^#include "([^"]+)"', text, flags=re.MULTILINE) for name, text in files.items()}
+    wrong = [f"{name} has no ring in a README" for name in graph if room_of(name) is None]
+    for name, targets in graph.items():
+        for target in targets:
+            room, other = room_of(name), room_of(target)
+            if room is not None and other not in (None, room) and rings()[other] >= rings()[room]:
+                wrong.append(f"{name} includes {target}")
+    while ends := [name for name, targets in graph.items() if not graph.keys() & set(targets)]:
+        for name in ends:
+            del graph[name]
+    return wrong + [f"{name} is in a circle" for name in graph]
+
+
+def code() -> dict[str, str]:
+    return {str(path.relative_to(CSRC)): path.read_text() for path in CSRC.rglob("*") if path.suffix in CODE}
+
+
+def test_includes_point_inward_and_in_no_circle():
+    assert wrong_includes(code()) == []
+
+
+@pytest.mark.parametrize(
+    ("planted", "complaint"),
+    [
+        ({"core/a.hpp": '#include "cpu/kernels.hpp"\n'}, "core/a.hpp includes cpu/kernels.hpp"),
+        (
+            {"engine/params/a.cpp": '#include "engine/transport/transport.hpp"\n'},
+            "engine/params/a.cpp includes engine/transport/transport.hpp",
+        ),
+        ({"planted/a.cpp": ""}, "planted/a.cpp has no ring in a README"),
+        (
+            {"core/a.hpp": '#include "core/b.hpp"\n', "core/b.hpp": '#include "core/a.hpp"\n'},
+            "core/a.hpp is in a circle",
+        ),
+    ],
+)
+def test_a_planted_include_is_found(planted, complaint):
+    assert complaint in wrong_includes(code() | planted)

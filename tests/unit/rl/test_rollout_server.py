@@ -1,0 +1,160 @@
+"""An engine that samples for trainers: requests it refuses, engines that end or hang, what is left behind."""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from engines import new_address
+from fsdp2x.rl.rollout.server import weights_address
+from fsdp2x.rl.sync.receiver.engine import bind_address, receive_frame, send_frame
+from fsdp2x.rollout import RolloutClient, RolloutError, RolloutServer, Sampling, sample
+from models import build
+
+DEADLINE_S = 60.0
+
+
+@contextlib.contextmanager
+def serving(model=None, address=None, **options):
+    """The address of an engine in a thread, which has ended when all clients have left."""
+    address = address or new_address()
+    server = RolloutServer(model or build("qwen3"), address, **options)
+    thread = threading.Thread(target=server.serve, kwargs={"contact_s": DEADLINE_S}, daemon=True)
+    thread.start()
+    try:
+        yield address, server
+    finally:
+        with contextlib.suppress(RolloutError):
+            RolloutClient(address, contact_s=0.1).close()  # it ends when somebody has come and left
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+        server.close()
+
+
+def connected(address):
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(bind_address(address))
+    return connection
+
+
+def asked(connection, kind, body):
+    deadline = time.monotonic() + DEADLINE_S
+    send_frame(connection, kind, body, deadline)
+    said, answer, files = receive_frame(connection, deadline)
+    assert said == "answer" and not files
+    return answer
+
+
+def test_answers_are_those_of_sample():
+    model = build("qwen3").eval()
+    sampling = Sampling(5, 3, 0.8, (4, 5), seed=7)
+    with serving(model) as (address, _), RolloutClient(address) as client:
+        status = client.status()
+        assert (status["state"], status["version"], status["pid"]) == ("initial", None, os.getpid())
+        for prompts in ([[3, 4], [5], [6, 7]], []):
+            client.ask(prompts, sampling)
+            assert client.collect() == sample(model, prompts, sampling)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "said"),
+    [
+        ("sing", {}, "an unknown request 'sing'"),
+        ("sample", {}, r"missing \['max_tokens', 'prompts'\]"),
+        ("sample", {"prompts": [[3]], "max_tokens": 2, "top_p": 1.0}, r"unknown \['top_p'\]"),
+        ("sample", {"prompts": [3], "max_tokens": 2}, "prompts must be lists of token ids"),
+        ("sample", {"prompts": [["a"]], "max_tokens": 2}, "token ids must be ints"),
+        ("sample", {"prompts": [[True]], "max_tokens": 2}, "token ids must be ints"),
+        ("sample", {"prompts": [[3]], "max_tokens": "2"}, "max_tokens must be int"),
+        ("sample", {"prompts": [[3]], "max_tokens": 2, "stop_ids": 4}, "stop_ids must be a list"),
+        ("sample", {"prompts": [[3]], "max_tokens": 2, "temperature": None}, "temperature must be float"),
+        ("sample", {"prompts": [[10**6]], "max_tokens": 2}, "prompt 0 has the token 1000000"),
+    ],
+)
+def test_a_bad_request_is_an_answer_and_the_next_one_is_served(kind, body, said):
+    with serving() as (address, _), connected(address) as connection:
+        answer = asked(connection, kind, body)
+        assert answer["ok"] is False
+        with pytest.raises(ValueError, match=said):
+            raise ValueError(answer["error"])
+        assert asked(connection, "sample", {"prompts": [[3]], "max_tokens": 2})["ok"] is True
+
+
+def test_nothing_is_sampled_without_weights():
+    with serving(has_weights=False) as (address, server), RolloutClient(address) as client:
+        assert client.status()["has_weights"] is False
+        client.ask([[3]], Sampling(2))
+        with pytest.raises(RolloutError, match="rank 0: the engine refused: .*started without weights: push before"):
+            client.collect()
+
+
+def test_nothing_is_sampled_from_torn_weights():
+    with serving() as (address, _), RolloutClient(address) as client, connected(weights_address(address)) as trainer:
+        assert asked(trainer, "hello", {"wire": "fsdp2x-1", "session": "a"})["ok"]
+        assert asked(trainer, "abort", {"reason": "a trainer failed"})["state"] == "torn"
+        client.ask([[3]], Sampling(2))
+        with pytest.raises(RolloutError, match="the weights are torn .a trainer failed.: nothing may be generated"):
+            client.collect()
+
+
+def test_an_engine_that_does_not_come():
+    with pytest.raises(RolloutError, match="failed in connect: rank 0: no engine answers at .* is `fsdp2x rollout`"):
+        RolloutClient(new_address(), contact_s=0.1)
+    for wrong in ({"contact_s": 0.0}, {"timeout_s": -1.0}):
+        with pytest.raises(ValueError, match="must be positive"):
+            RolloutClient(new_address(), **wrong)
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["ends", "hangs"])
+def test_an_engine_that_ends_or_hangs(ends):
+    address = new_address()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(bind_address(address))
+        listener.listen()
+        client = RolloutClient(address, timeout_s=DEADLINE_S if ends else 0.2)
+        engine, _ = listener.accept()
+        client.ask([[3]], Sampling(2))
+        receive_frame(engine, time.monotonic() + DEADLINE_S)
+        if ends:
+            engine.close()
+        with pytest.raises(RolloutError, match="failed in sample: rank 0: the engine is gone or hangs"):
+            client.collect()
+        # What such an engine says later is not taken for the answer to something else.
+        client.ask([[3]], Sampling(2))
+        with pytest.raises(RolloutError, match="the engine is gone or hangs"):
+            client.collect()
+        client.close()
+        engine.close()
+    with pytest.raises(RuntimeError, match="the client is closed"):
+        client.ask([[3]], Sampling(2))
+
+
+def test_one_request_at_a_time():
+    with serving() as (address, _), RolloutClient(address) as client:
+        with pytest.raises(RuntimeError, match=r"ask\(...\) first"):
+            client.collect()
+        client.ask([[3]], Sampling(2))
+        with pytest.raises(RuntimeError, match=r"collect\(\) the answer to the last request first"):
+            client.ask([[3]], Sampling(2))
+        client.collect()
+
+
+def test_sockets_with_paths_are_removed(tmp_path):
+    address = str(tmp_path / "engine")
+    with serving(address=address), RolloutClient(address):
+        assert sorted(os.listdir(tmp_path)) == ["engine", "engine.weights"]
+        with pytest.raises(OSError, match="in use"):
+            RolloutServer(build("qwen3"), address)
+        assert sorted(os.listdir(tmp_path)) == ["engine", "engine.weights"], "those are the other engine's"
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_server_that_cannot_listen_leaves_nothing(tmp_path):
+    Path(tmp_path / "engine").touch()
+    with pytest.raises(OSError, match="in use"):
+        RolloutServer(build("qwen3"), str(tmp_path / "engine"))
+    assert os.listdir(tmp_path) == ["engine"]

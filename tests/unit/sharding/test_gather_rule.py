@@ -1,0 +1,95 @@
+"""Which parameters are gathered alone and which together, by how a backend runs many gathers; plans count by it."""
+
+import warnings
+
+import pytest
+import torch
+
+from fsdp2x.base.native import _C
+from fsdp2x.sharding import transport
+
+MIB = 2**20
+HIDDEN = 4096
+
+
+def unit(*sizes: tuple[int, int]) -> list[tuple]:
+    """Weights of these rows and columns in bf16, and the vectors of two norms."""
+    types = (torch.float32, torch.bfloat16, torch.float32)
+    return [(1, rows, columns, *types, True) for rows, columns in (*sizes, (HIDDEN, 1), (HIDDEN, 1))]
+
+
+# Llama 3 8B: 416 MiB, q, o and the MLP 400 of them. Experts of Qwen3 30B as modules of their own, 1152 MiB, and as two
+# weights of 768 and 384 MiB. A weight that towers over six of 8 MiB.
+DENSE = unit((HIDDEN, HIDDEN), (1024, HIDDEN), (1024, HIDDEN), (HIDDEN, HIDDEN), *[(14336, HIDDEN)] * 3)
+EXPERTS = unit(*[(768, 2048), (768, 2048), (2048, 768)] * 128)
+FUSED = unit((128 * 1536, 2048), (128 * 2048, 768))
+TOWER = unit((128256, HIDDEN), *[(1024, HIDDEN)] * 6)
+UNITS = {"dense": DENSE, "experts": EXPERTS, "fused": FUSED, "tower": TOWER}
+# Experts of Qwen3 235B, cut along their rows, of which more ranks than experts have as many each: 3072 and 1536 MiB, in
+# blocks of 24 and 12. And of a small model, in blocks of 3 and 1.5.
+TYPES = (torch.float32, torch.bfloat16, torch.float32)
+STACKED = [(128, 3072, 4096, *TYPES, True), (128, 4096, 1536, *TYPES, True)]
+SMALL_STACKED = [(128, 1536, 1024, *TYPES, True), (128, 1024, 768, *TYPES, True)]
+# Of 768 rows 512 ranks have two each: the packed segments have room for as many.
+EXPERTS_MIB = {2: 1152, 8: 1152, 64: 1152, 512: 1408}
+
+
+def packed_mib(shapes: list[tuple], gathers: str, world: int) -> int:
+    """What travels in one collective for all; every other parameter has one of its own."""
+    below = transport.pack_below_bytes(gathers, world)
+    layout = _C.Layout(shapes, world, 0, True)
+    return _C.packed_segment_bytes(layout, 2**63 if below is None else below) * world // MIB
+
+
+@pytest.mark.parametrize("world", [2, 8, 64, 512])
+def test_grouped_gathers_are_few_large_ones_and_the_rest(world):
+    """One launch for all of them, whatever the world."""
+    packed = {name: packed_mib(shapes, "grouped", world) for name, shapes in UNITS.items()}
+    assert packed == {"dense": 16, "experts": EXPERTS_MIB[world], "fused": 0, "tower": 48}
+
+
+@pytest.mark.parametrize(("world", "dense", "fused"), [(2, 80, 0), (8, 80, 0), (64, 416, 384), (512, 416, 1152)])
+def test_gathers_in_turn_are_those_that_outlast_a_launch(world, dense, fused):
+    """And the latency of as many ranks: of a dense layer nothing goes alone at 64."""
+    packed = {name: packed_mib(shapes, "in turn", world) for name, shapes in UNITS.items()}
+    tower = 1052 if world == 512 else 48
+    assert packed == {"dense": dense, "experts": EXPERTS_MIB[world], "fused": fused, "tower": tower}
+
+
+def plan_of(shapes: list[tuple], gathers: str, world: int) -> tuple[int, int]:
+    """How many collectives there are beside the packed one, and MiB of that."""
+    below = transport.pack_below_bytes(gathers, world)
+    chunks = _C.direct_chunk_bytes(_C.Layout(shapes, world, 0, True), 2**63 if below is None else below)
+    assert all(chunk % 16 == 0 for chunk in chunks)
+    packed = packed_mib(shapes, gathers, world)
+    assert sum(chunks) * world // MIB + packed == sum(s[0] * s[1] * s[2] * 2 for s in shapes) // MIB
+    return len(chunks), packed
+
+
+@pytest.mark.parametrize("world", [2, 64, 256, 512])
+def test_stacked_experts_are_gathered_by_block_where_that_costs_less_than_copying(world):
+    """In one launch by 256; of blocks that a device copies in less time than they take the host, none; in turn none."""
+    assert plan_of(STACKED, "grouped", world) == (256, 0)
+    assert plan_of(SMALL_STACKED, "grouped", world) == (0, 576)
+    assert plan_of(STACKED, "in turn", world) == (0, 4608)
+    assert plan_of(STACKED, "unknown", world) == (0, 4608)
+    # Of 3072 rows 5 ranks do not have as many each.
+    assert plan_of([(2, 3072, 4096, *TYPES, True)], "grouped", 5) == (0, 48)
+
+
+@pytest.mark.parametrize("world", [2, 64])
+def test_others_gather_in_one_piece(world):
+    assert transport.pack_below_bytes("unknown", world) is None
+    packed = {name: packed_mib(shapes, "unknown", world) for name, shapes in UNITS.items()}
+    assert packed == {"dense": 416, "experts": EXPERTS_MIB[world], "fused": 1152, "tower": 1050}
+
+
+@pytest.mark.parametrize(
+    ("device", "queues", "warns"), [("cuda:1", "1", True), ("cuda:1", "8", False), ("cpu", "1", False)]
+)
+def test_one_queue_for_all_streams_is_warned_of(monkeypatch, device, queues, warns):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        transport._warn_of_one_queue(torch.device(device))
+    assert [str(one.message)[:38] for one in told] == ["fsdp2x: CUDA_DEVICE_MAX_CONNECTIONS=1 "] * warns
