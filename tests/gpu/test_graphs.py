@@ -1,7 +1,8 @@
 """One GPU: CUDA graphs of forwards and of whole steps, and of what lies between units.
 
 A failed capture leaves the process unusable, so each test has fresh processes. What stock FSDP2 can be captured for is
-no condition: what the recorder takes for a capture on the CPU (tests/dist/engine/test_streams_user.py) must be one here.
+no condition: what the recorder takes for a capture on the CPU (tests/dist/engine/test_streams_user.py) must be one
+here.
 """
 
 import copy

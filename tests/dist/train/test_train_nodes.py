@@ -4,8 +4,8 @@ import os
 
 import pytest
 import yaml
-from test_hosts import run_agents
 
+from agents import run_agents
 from training import settings, write_text
 
 pytestmark = [
