@@ -27,6 +27,7 @@ from fsdp2x.base.accelerate_on_cpu import FollowAccelerate
 from fsdp2x.base.arguments import checked
 from fsdp2x.lifecycle import api
 from fsdp2x.lifecycle.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
+from fsdp2x.lifecycle.tree import get_state
 from fsdp2x.optim import torch_clip
 
 logger = logging.getLogger("fsdp2x")
@@ -126,15 +127,16 @@ def _replacements(auto_wrap: bool) -> dict[str, tuple[Callable, Callable]]:
 
 def _shard_as_upstream(theirs: Callable, auto_wrap: bool) -> Callable:
     @functools.wraps(api.fully_shard)
-    def fully_shard(module: nn.Module | list[nn.Module], **options: Any):
+    def sharded(module: nn.Module | list[nn.Module], **options: Any):
         options.setdefault("auto_wrap", None if auto_wrap else False)
         return api.fully_shard(module, **options)
 
     def state(module: nn.Module):
         # Upstream's function asks through its own global name, which is ours now, while it shards.
-        ours = api.fully_shard.state(module)
+        ours = get_state(module)
         return theirs.state(module) if ours is None else ours
 
+    fully_shard: Any = sharded
     fully_shard.state = state
     return fully_shard
 

@@ -94,7 +94,7 @@ class Agreement:
         self._rank = dist.get_rank(group)
         self._ranks = dist.get_process_group_ranks(group)
         self.timeout = torch_private.group_timeout(group, torch.device("cpu")).total_seconds()
-        weak = weakref.ref(self)
+        weak: Any = weakref.ref(self)  # which the engine's part does not outlive
         self.engine = _C.Agreement(lambda mine: weak()._ask(mine), lambda *left: weak()._leave(*left))
         self._generation = 0
         self._num_asked = 0
@@ -308,6 +308,7 @@ class Agreement:
             if posted is None:
                 raise Diverged(f"{why} The process group cannot be used again: too much is missing. Restart all ranks.")
         for posted in missing[len(missing) - (furthest["number"] - num) :]:
+            assert self.group is not None and posted is not None, "a CPU's group, and nothing is missing"
             if not posted["is_custom"] and posted["operation"] != "other":  # those run over the user's group
                 _repeat(self.group, posted)
         self._generation += 1

@@ -198,12 +198,12 @@ def facts_of_model(name: str) -> UnitParams:
     return UnitParams(f"model {name}", ())
 
 
-def digest(facts: list) -> bytes:
+def digest(facts: Sequence) -> bytes:
     """Equal for equal facts, such as ``UnitParams``."""
     return hashlib.sha256(repr(facts).encode()).digest()
 
 
-def disagreement(of_rank: dict[int, list[UnitParams]]) -> str:
+def disagreement(of_rank: Mapping[int, Sequence[UnitParams]]) -> str:
     """The first difference between the units of the first rank and of another one; "" when there is none."""
     first = next(iter(of_rank))
     for rank, units in of_rank.items():

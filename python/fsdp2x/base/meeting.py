@@ -50,8 +50,8 @@ class Introductions:
 
     group: dist.ProcessGroup
     greetings: list[Greeting]
-    units: list[UnitParams]
-    trained: list[UnitParams]
+    units: Sequence[UnitParams]
+    trained: Sequence[UnitParams]
 
     @property
     def ranks(self) -> list[int]:
@@ -126,7 +126,7 @@ class Introductions:
         demand = "over a process group every rank must train the same parameters"
         self._require_same("training", self.trained, "fully_shard", demand)
 
-    def _require_same(self, what: str, units: list[UnitParams], caller: str, demand: str) -> None:
+    def _require_same(self, what: str, units: Sequence[UnitParams], caller: str, demand: str) -> None:
         if len({getattr(greeting, what) for greeting in self.greetings}) > 1:
             difference = disagreement(dict(zip(self.ranks, exchange(units, self.group), strict=True)))
             raise ValueError(f"{caller}: the ranks have different models: {difference}; {demand}")

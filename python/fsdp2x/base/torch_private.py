@@ -10,7 +10,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -108,6 +108,7 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
 def spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     """``spec`` for a tensor of ``dtype``."""
     meta = spec.tensor_meta
+    assert meta is not None, "made by dtensor_spec"
     if meta.dtype == dtype:
         return spec
     return dtensor_spec(spec.mesh, spec.placements, meta.shape, meta.stride, dtype)
@@ -139,7 +140,7 @@ def restore_gradient_hooks(param: torch.Tensor) -> None:
         param._post_accumulate_grad_hooks = hooks
 
 
-def set_spec(param: torch.Tensor, spec: DTensorSpec) -> None:
+def set_spec(param: Any, spec: DTensorSpec) -> None:
     """Gives a DTensor an equal spec: an operation makes one of its own."""
     param._spec = spec
 
@@ -310,7 +311,7 @@ def without_splits() -> Iterator[torch.device | None]:
     Where the default group has a device, as all of NCCL's have from torch 2.15 on, torch splits its communicator
     instead, and that waits for all ranks of the world.
     """
-    world = dist.group.WORLD
+    world: Any = dist.group.WORLD
     device, world.bound_device_id = world.bound_device_id, None
     try:
         yield device
@@ -332,7 +333,7 @@ def is_gloo(group: dist.ProcessGroup) -> bool:
         return False
 
 
-def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+def group_timeout(group: Any, device: torch.device) -> timedelta:
     """The timeout of a process group's collectives on ``device``; 30 minutes where its backend does not tell.
 
     The backends of a group differ in it: by default NCCL has 10 minutes, gloo beside it 30.

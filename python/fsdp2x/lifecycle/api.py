@@ -195,13 +195,13 @@ def _check_reshard(reshard_after_forward: bool | int | None) -> None:
         )
 
 
-def _shard_or_undo(module, modules: list[nn.Module], **arguments):
+def _shard_or_undo(module: Any, modules: list[nn.Module], **arguments):
     already = [m for m in modules if get_state(m) is not None]
     try:
         return _shard(module, **arguments)
     except BaseException:
         if not already:
-            torch_private.forget_contract(modules, _shard.__wrapped__)
+            torch_private.forget_contract(modules, _shard_modules)
         raise
 
 
@@ -241,8 +241,7 @@ def _shard_modules(
     state.options.reshard_without_grad = keeps_for_backward
     for managed_module in managed:
         # Read by Dynamo and by HuggingFace's generate().
-        managed_module._is_fsdp_managed_module = True
-        managed_module._fsdp_use_orig_params = True
+        managed_module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
     for one in modules:
         one.__class__ = _sharded_class(type(one))
     return module

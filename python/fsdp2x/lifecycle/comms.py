@@ -24,9 +24,10 @@ from fsdp2x.sharding.transport import device_reduction
 def connect(group: ShardedParamGroup, mp_policy: MixedPrecisionPolicy) -> None:
     """Gives the engine's group its callables: when it is made, and when it moves to another root."""
     if any(param.extension is not None or param.is_alias for param in group.params):
-        slow = group.slow_gathers = _SlowGathers(group, mp_policy)
-        group.engine.gather_slowly, group.engine.finish_slowly = slow.begin, slow.finish
-        group.engine.free_slowly = slow.free
+        engine, slow = group.engine, _SlowGathers(group, mp_policy)
+        assert engine is not None, "made before it is connected"
+        engine.gather_slowly, engine.finish_slowly, engine.free_slowly = slow.begin, slow.finish, slow.free
+        group.slow_gathers = slow
 
 
 class _SlowGathers:
@@ -37,7 +38,7 @@ class _SlowGathers:
     """
 
     def __init__(self, group: ShardedParamGroup, mp_policy: MixedPrecisionPolicy) -> None:
-        self._group = weakref.ref(group)
+        self._group: Any = weakref.ref(group)  # which lives as long as the engine calls us
         self._mp_policy = mp_policy
         self._work: Any = None
 
@@ -101,6 +102,7 @@ def apply(state: ShardedUnit) -> None:
     custom = state.comms
     for group in state.groups:
         engine = group.engine
+        assert engine is not None, "made before it is connected"
         hook, stream = custom.all_reduce_hook, custom.all_reduce_hook_stream
         engine.all_reduce_hook = hook and functools.partial(_call_hook, hook, stream)
         if group.is_replicated:
@@ -120,7 +122,7 @@ def apply(state: ShardedUnit) -> None:
 
 def _reduction_of(custom: CustomComms, group: ShardedParamGroup) -> Callable[..., Any] | None:
     """None: the transport's own."""
-    ranks = reduction_group(group.ranks) if custom.separate_reduction else group.ranks.group
+    ranks: Any = reduction_group(group.ranks) if custom.separate_reduction else group.ranks.group
     if custom.reduce_scatter is not None:
         return functools.partial(_custom_scatter, custom.reduce_scatter, ranks)
     return functools.partial(reduce_scatter, ranks) if custom.separate_reduction else None

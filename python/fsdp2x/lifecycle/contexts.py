@@ -99,17 +99,17 @@ def unsharded(model: nn.Module) -> Iterator[None]:
         (state, state.live_options().reshard_after_forward, state.live_options().reshard_without_grad)
         for state in states
     ]
-    mine = [state for state in states if state.unit.param_state != "UNSHARDED"]
+    mine = [state for state in states if state.made_unit.param_state != "UNSHARDED"]
     try:
         for state in states:
             state.live_options().reshard_after_forward = False
             state.live_options().reshard_without_grad = False
         # One gather ahead: the staging of more would lie beside all units.
         for state, following in itertools.zip_longest(mine, mine[1:]):
-            state.unit.begin_unshard()
+            state.made_unit.begin_unshard()
             if following is not None:
-                following.unit.begin_unshard()
-            state.unit.unshard()
+                following.made_unit.begin_unshard()
+            state.made_unit.unshard()
         yield
     finally:
         for state, reshard, without_grad in before:

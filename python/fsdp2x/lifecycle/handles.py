@@ -45,6 +45,7 @@ class GradientReductionHandle(_TorchReductionHandle):
             return
         if self._state.generation != self._generation:
             raise RuntimeError("This gradient reduction handle was invalidated")
+        assert self._state.root is not None, "finalize_backward has seen it"
         self._state.root.finalize_backward()
         self._state.reduction_pending = False
         self._state = None

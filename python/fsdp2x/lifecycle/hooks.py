@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from fsdp2x.base import annotations, torch_private
+from fsdp2x.base import torch_private
+from fsdp2x.base.annotations import follow_inputs, imported_package, skips_checks
 from fsdp2x.base.native import _C
 from fsdp2x.base.optimizer_hooks import refuse_swapped
 from fsdp2x.lifecycle import replicas
@@ -28,11 +29,16 @@ from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.sharding.collect import managed_modules
 
 
+def _held_by_modules(state: ShardedUnit) -> Callable[[], ShardedUnit]:
+    """A weak reference for hooks: their modules hold the unit, so that it lives while they run."""
+    return cast("Callable[[], ShardedUnit]", weakref.ref(state))
+
+
 def register_hooks(state: ShardedUnit, managed: list[nn.Module]) -> None:
     """Gives ``state`` its engine's hooks; ``managed``: the modules of its parameters."""
-    weak = weakref.ref(state)
+    weak = _held_by_modules(state)
 
-    @annotations.skips_checks
+    @skips_checks
     def lazy_init() -> None:
         weak().lazy_init()
 
@@ -48,8 +54,8 @@ def register_hooks(state: ShardedUnit, managed: list[nn.Module]) -> None:
     def engine_pre_forward(module, args, kwargs):
         return weak().hooks.pre_forward(module, args, kwargs)
 
-    if annotations.imported_package() is not None:
-        engine_pre_forward = annotations.follow_inputs(engine_pre_forward)
+    if imported_package() is not None:
+        engine_pre_forward = follow_inputs(engine_pre_forward)
 
     @torch_private.never_compiled
     def pre_forward(module, args, kwargs):
@@ -75,7 +81,7 @@ def register_hooks(state: ShardedUnit, managed: list[nn.Module]) -> None:
 
 def watch_loading(state: ShardedUnit, modules: Iterable[nn.Module]) -> None:
     """State dicts of ``modules`` are read from, and loaded into, the sharded parameters of ``state``."""
-    weak = weakref.ref(state)
+    weak = _held_by_modules(state)
     for module in modules:
         module.register_state_dict_pre_hook(lambda *args: weak().reshard())
         module._register_load_state_dict_pre_hook(lambda *args: before_load(weak()))
@@ -90,7 +96,7 @@ def before_load(state: ShardedUnit) -> None:
 
 def follow_modules_of(root: ShardedUnit) -> None:
     """``root`` looks at its modules before each of its forwards."""
-    weak = weakref.ref(root)
+    weak = _held_by_modules(root)
 
     @torch_private.never_compiled
     def follow(module, args):
@@ -121,7 +127,7 @@ def watch_entries(root: ShardedUnit) -> None:
 
 
 def _watch(root: ShardedUnit, module: nn.Module) -> None:
-    weak = weakref.ref(root)
+    weak = _held_by_modules(root)
 
     def enter(module: nn.Module, args: tuple, kwargs: dict):
         if torch.compiler.is_compiling():
@@ -144,8 +150,8 @@ def _watch(root: ShardedUnit, module: nn.Module) -> None:
 
 def _begins_forward(state: ShardedUnit) -> bool:
     """Whether the root is between steps and sharded, or an interrupt ended its forward."""
-    if not state.root.in_forward:
-        return state.unit.param_state == "SHARDED"
+    if state.root is None or not state.root.in_forward:
+        return state.made_unit.param_state == "SHARDED"
     entered = state.entered()
     return entered is not None and not depth_of(entered) and not depth_of(state.modules[0])
 

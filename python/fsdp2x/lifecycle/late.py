@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -86,7 +87,7 @@ def snapshot(root: nn.Module) -> tuple:
     return tuple(entries)
 
 
-def adopt_late(root: ShardedUnit, tree: list[ShardedUnit]) -> bool:
+def adopt_late(root: ShardedUnit, tree: Sequence[ShardedUnit]) -> bool:
     """Gives each unit in ``tree`` a group of the parameters that its modules register since the last call.
 
     Dissolves groups of earlier calls if parameters have left the model, and adopts the remaining ones again. All units
@@ -112,13 +113,13 @@ def meet(ranks: ShardGroup) -> None:
             agreement.meet("adoption of parameters that were added after fully_shard")
 
 
-def share_late(tree: list[ShardedUnit]) -> None:
+def share_late(tree: Sequence[ShardedUnit]) -> None:
     """Gives late parameters the values of the first rank. Collective, once for each group of them."""
     for group in late_groups(tree):
         group.share()
 
 
-def late_groups(tree: list[ShardedUnit]) -> list[ReplicatedParamGroup]:
+def late_groups(tree: Sequence[ShardedUnit]) -> list[ReplicatedParamGroup]:
     """The groups of adopted parameters of all units."""
     return [group for state in tree for group in state.groups if isinstance(group, ReplicatedParamGroup)]
 
@@ -141,7 +142,7 @@ def _dissolve(state: ShardedUnit, present: set[int]) -> bool:
     return len(state.groups) < before
 
 
-def _find(root: ShardedUnit, tree: list[ShardedUnit]) -> list[tuple[ShardedUnit, list[OwnedParam]]]:
+def _find(root: ShardedUnit, tree: Sequence[ShardedUnit]) -> list[tuple[ShardedUnit, list[OwnedParam]]]:
     """Returns units and their late parameters, and registers new ties to parameters of the units."""
     groups = [group for state in tree for group in state.groups]
     records = {id(sharded.param): (group, i) for group in groups for i, sharded in enumerate(group.params)}
@@ -207,4 +208,4 @@ def _adopt_in(state: ShardedUnit, entries: list[OwnedParam]) -> None:
     watch_loading(state, modules)
     state.hooks.add_backward_hooks([weakref.ref(hooks) for hooks in torch_private.backward_hooks(modules)])
     for module in modules:
-        module._is_fsdp_managed_module = module._fsdp_use_orig_params = True
+        module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)

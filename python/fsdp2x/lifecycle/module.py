@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
@@ -32,6 +32,8 @@ class FSDPModule(_TorchFSDPModule):
     Every public method of torch's ``FSDPModule`` either works as there or raises ``NotImplementedError`` with its name.
     """
 
+    modules: Callable[..., Iterator[nn.Module]]  # and all else of the module that it is mixed with
+    parameters: Callable[..., Iterator[nn.Parameter]]
     _orig_cls_mro_index = 3  # [FSDP<Orig>, this, torch's FSDPModule, Orig, ...]
 
     def __new__(cls, *args: Any, **kwargs: Any):
@@ -42,7 +44,7 @@ class FSDPModule(_TorchFSDPModule):
         return self
 
     def _get_fsdp_state(self) -> UnitState:
-        state = get_state(self)
+        state = get_state(cast("nn.Module", self))
         if not isinstance(state, UnitState):
             raise AssertionError(f"No FSDP state found on {type(self).__name__}")
         return state
@@ -71,9 +73,9 @@ class FSDPModule(_TorchFSDPModule):
         state = self._get_fsdp_state()
         state.make_unit()
         if async_op:
-            state.unit.begin_unshard()
+            state.made_unit.begin_unshard()
             return UnshardHandle(state)
-        state.unit.unshard()
+        state.made_unit.unshard()
         return None
 
     def reset_iter_state(self) -> None:
@@ -244,9 +246,9 @@ class FSDPModule(_TorchFSDPModule):
             ValueError: the model's memory is registered with the group of its gathers, see
                 :meth:`set_symm_mem_for_comm` and :meth:`set_allocate_memory_from_process_group_for_comm`.
         """
-        refuse_unregistered("FSDPModule.set_separate_reduce_scatter_group", self._states(True), separate=enable)
+        refuse_unregistered("FSDPModule.set_separate_reduce_scatter_group", list(self._states(True)), separate=enable)
         for state in self._states(recurse):
-            if state.root is not None and (state.root.in_forward or state.root.in_backward):
+            if state.is_running:
                 raise RuntimeError("set_separate_reduce_scatter_group cannot be called during forward or backward")
             state.comms.separate_reduction = bool(enable)
             for group in state.groups:
@@ -284,7 +286,7 @@ class FSDPModule(_TorchFSDPModule):
             ValueError: gradients are reduced over a group of their own (:meth:`set_separate_reduce_scatter_group`).
         """
         caller = "FSDPModule.set_allocate_memory_from_process_group_for_comm"
-        refuse_unregistered(caller, self._states(True), registered=enable)
+        refuse_unregistered(caller, list(self._states(True)), registered=enable)
         state = self._get_fsdp_state()
         memory = "process_group" if enable else None
         if memory != state.comm_memory:
@@ -317,7 +319,7 @@ class FSDPModule(_TorchFSDPModule):
                 "fsdp2x.FSDPModule.set_symm_mem_for_comm: symmetric memory needs CUDA devices and a torch with "
                 f"torch.distributed._symmetric_memory.get_mem_pool; this model is on {state.ranks.device.type}"
             )
-        refuse_unregistered("FSDPModule.set_symm_mem_for_comm", self._states(True), registered=True)
+        refuse_unregistered("FSDPModule.set_symm_mem_for_comm", list(self._states(True)), registered=True)
         state.comm_memory = "symmetric"
         state.remake_transports("memory")
 
@@ -402,7 +404,7 @@ class FSDPModule(_TorchFSDPModule):
     def _apply(self, fn, recurse: bool = True):
         refuse_swapped("FSDPModule.to", self.parameters())
         with moving(self._get_fsdp_state(), fn):
-            return super(_TorchFSDPModule, self)._apply(fn, recurse=recurse)
+            return cast("Any", super(_TorchFSDPModule, self))._apply(fn, recurse=recurse)
 
 
 def sharded_modules(caller: str, modules: Any) -> list[FSDPModule]:

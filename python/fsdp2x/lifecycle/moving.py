@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -64,7 +64,7 @@ def moving(state: ShardedUnit, fn: Convert) -> Iterator[None]:
 def _refuse_moment(state: ShardedUnit, fn: Convert) -> None:
     units = state.units_of_root
     if _is_running(state, units):
-        if state.unit.param_state != "SHARDED" or _changes(state, fn):
+        if state.made_unit.param_state != "SHARDED" or _changes(state, fn):
             raise RuntimeError(
                 f"fsdp2x: unit '{state.name}' cannot be moved or converted during forward or backward. Do it between "
                 "two steps."
@@ -106,12 +106,13 @@ def _vacate(places: Iterable[ShardedParam]) -> None:
 
     Else a shard that comes back to its place would overwrite them.
     """
-    moved = (
-        one for one in places if one.storage is not None and not one.was_moved(torch_private.local_tensor(one.param))
-    )
-    owners = {one.storage._cdata: one for one in moved}
+    owners = {
+        one.storage._cdata: one
+        for one in places
+        if one.storage is not None and not one.was_moved(torch_private.local_tensor(one.param))
+    }
     for state in all_units if owners else ():
-        for guest in state.params:
+        for guest in cast("Sequence[ShardedParam]", state.params):
             local = torch_private.local_tensor(guest.param)
             if guest.is_wrapper or guest.is_alias or local.is_meta:
                 continue

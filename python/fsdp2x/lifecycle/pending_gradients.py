@@ -116,6 +116,7 @@ def _shown(sharded: ShardedParam, kind: str, flat: torch.Tensor | None) -> torch
 
 def _over_model_parallel(spec: ParamSpec, local: torch.Tensor) -> torch.Tensor:
     whole = spec.unsharded
+    assert whole is not None and whole.tensor_meta is not None, "modules see a DTensor"
     placements = [Partial() if axis in spec.dp_axes else kept for axis, kept in enumerate(whole.placements)]
     meta = whole.tensor_meta
     return torch_private.dtensor(

@@ -60,7 +60,7 @@ def check_again(state: ShardedUnit) -> None:
     root = state.root_state()
     if root is None or not root.has_equal_replicas:
         return
-    if root.root is not None and (root.root.in_forward or root.root.in_backward):
+    if root.is_running:
         return
     if shard_copies(root.tree):
         root.has_equal_replicas = False

@@ -20,8 +20,8 @@ from fsdp2x.base.arguments import checked
 from fsdp2x.base.memory_file import collect_handed
 from fsdp2x.base.native import _C
 from fsdp2x.base.optimizer_hooks import refuse_swapped
-from fsdp2x.lifecycle.state import UnitState
 from fsdp2x.lifecycle.tree import roots_of, unit_states
+from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.sharding.offload import host_state
 
 _MESSAGE = "fsdp2x: this tensor's model is asleep: its memory was given away. Call fsdp2x.wake(model, optimizer) first."
@@ -135,7 +135,9 @@ def sleep(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> i
                 if group.offloads:
                     continue  # its shards are in host memory as it is
                 users = group.pooled_tensors()
-                _park(sleeper, group.pool, group.pool, users)
+                pool = group.pool
+                assert pool is not None, "no parameter is on the meta device"
+                _park(sleeper, pool, pool, users)
         for tensor in _state_tensors(optimizer, device):
             memory = torch.empty(0, dtype=torch.uint8, device=device).set_(tensor.untyped_storage())
             _park(sleeper, tensor, memory, [])
@@ -179,7 +181,7 @@ def wake(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> No
     sleeper.is_asleep = False
 
 
-def _check(model: nn.Module, states: list[UnitState]) -> None:
+def _check(model: nn.Module, states: list[ShardedUnit]) -> None:
     if not states:
         raise ValueError("fsdp2x.sleep: the model is not sharded; call fully_shard on it first")
     for state in states:

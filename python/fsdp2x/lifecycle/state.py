@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import cast
 
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -69,15 +71,22 @@ class UnitState(ShardedUnit):
             ValueError: two units claim one parameter, or replicas hold different values.
         """
         root = None if self.is_root is None else self.root_state()
-        if root is None:
+        if not isinstance(root, UnitState):
             self.is_root, root = None, self  # nobody was the root yet, or its module is gone
         with contextlib.ExitStack() as held:
             held.enter_context(root._initializing)
             if self.is_root is None:
                 self._become_root(held)
-            elif root.unit is None or root.root.has_replaced_shards:
+            elif root.root is None or root.root.has_replaced_shards:
                 root._adopt_again(held)  # another thread may have done it while this one waited
             replicas.require_equal_shards(self.root_state() or self)
+
+    @property
+    def root_unit(self) -> UnitState:
+        """The unit of the root that this one has joined."""
+        state = self.root_state()
+        assert isinstance(state, UnitState), "it has joined one"
+        return state
 
     def _adopt_again(self, held: contextlib.ExitStack) -> None:
         """After the first forward: takes replaced shards, and makes the engine's objects again if it has to."""
@@ -92,7 +101,7 @@ class UnitState(ShardedUnit):
     def _become_root(self, held: contextlib.ExitStack) -> None:
         if len(self.modules) > 1:
             raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
-        tree = find_tree(self)
+        tree = cast("list[UnitState]", find_tree(self))
         for state in tree:
             held.enter_context(state._initializing)
         # Names, ties and replaced parameters are read from what modules register while they are sharded.
@@ -104,10 +113,10 @@ class UnitState(ShardedUnit):
         self.tree = tree
         self._make_root()
         share_late(tree)
-        if self.auto_reshard and self.unit.options.reshard_after_forward:
+        options = self.live_options()
+        if self.auto_reshard and options.reshard_after_forward:
             # Gathered again at once by backward, if there is one.
-            self.unit.options.reshard_after_forward = False
-            self.unit.options.reshard_without_grad = True
+            options.reshard_after_forward, options.reshard_without_grad = False, True
         self._hook_tree()
         for move in moves:
             move.finish()
@@ -116,7 +125,7 @@ class UnitState(ShardedUnit):
         watch_entries(self)
         moving.warn_of_raw_buffers(self)
 
-    def _adopt_late(self, tree: list[UnitState]) -> bool:
+    def _adopt_late(self, tree: Sequence[UnitState]) -> bool:
         changed = adopt_late(self, tree)
         for state in tree:
             if state.unit is not None:
@@ -175,7 +184,7 @@ class UnitState(ShardedUnit):
         Which module is the root shows at the first forward.
         """
         if self.is_root is not None:
-            if self.unit is None or self.root.has_replaced_shards:
+            if self.root is None or self.root.has_replaced_shards:
                 self.lazy_init()
             return
         with self._initializing:
@@ -186,7 +195,7 @@ class UnitState(ShardedUnit):
                 self._make_root()
 
     @staticmethod
-    def _prepare(tree: list[UnitState]) -> None:
+    def _prepare(tree: Sequence[UnitState]) -> None:
         mark_aliases([group for state in tree for group in state.groups])
         groups = [group for state in tree for group in state.groups]
         for group in groups:
@@ -241,9 +250,9 @@ class UnitState(ShardedUnit):
         """
         if self.unit is None or not has_streams(self.ranks.device):
             return
-        if self.root.in_forward or self.root.in_backward:
+        if self.is_running:
             raise RuntimeError(f"the {what} of collectives cannot be changed during forward or backward")
-        self.root_state()._make_root()
+        self.root_unit._make_root()
 
     def release_memory(self) -> None:
         """Reshards all units of the root and gives back what the engine keeps for the next forward. Collective.
@@ -255,9 +264,9 @@ class UnitState(ShardedUnit):
         """
         if self.root is None:
             return
-        if self.root.in_forward or self.root.in_backward:
+        if self.is_running:
             raise RuntimeError("the engine's memory cannot be released during forward or backward")
-        root_state = self.root_state()
+        root_state = self.root_unit
         for state in root_state.tree:
             state.reshard()
         self.root.release_idle()
@@ -283,9 +292,9 @@ class UnitState(ShardedUnit):
         if not (self.needs_group and shares_memory):
             comms.apply(self)
             return
-        if self.root.in_forward or self.root.in_backward:
+        if self.is_running:
             raise RuntimeError(f"{self.needs_group} cannot be set during forward or backward")
-        self.root_state()._make_root()
+        self.root_unit._make_root()
 
     def _engine_unit(self):
         policy = self.mp_policy
@@ -296,7 +305,12 @@ class UnitState(ShardedUnit):
             comms.connect(group, policy)
         if self.unit is not None:
             return self.unit
-        return _C.Unit(self.name, self.ranks.device, [group.engine for group in self.groups], self.options)
+        return _C.Unit(
+            self.name,
+            self.ranks.device,
+            [group.engine for group in self.groups if group.engine is not None],
+            self.options,
+        )
 
     def _transports(self, choice: TransportChoice) -> tuple[list, list, list]:
         """Per group: its transport, the all-reduce over its replicas or None, the transport it has after forward."""
@@ -318,6 +332,7 @@ class UnitState(ShardedUnit):
             unit.set_groups([group.engine for group in self.groups])
         root.add_unit(unit, transports)
         for group, all_reduce in zip(self.groups, all_reduces, strict=True):
+            assert group.engine is not None, "made by _engine_unit"
             group.engine.explain = choice.explain_of(group.ranks.group)
             if all_reduce is not None:
                 group.engine.all_reduce = all_reduce
@@ -325,6 +340,7 @@ class UnitState(ShardedUnit):
                     root.add_replicas(all_reduce)
                 group.engine.explain_all_reduce = choice.explain_of(group.ranks.replicate_group)
         for group, transport in zip(self.groups, post_forward, strict=False):  # replicated groups are the last
+            assert self.post_forward_world is not None and group.engine is not None
             smaller = post_forward_group(group.ranks, self.post_forward_world)
             group.make_post_forward(smaller, choice.explain_of(smaller.group))
             root.add_post_forward(group.engine, transport)
@@ -344,7 +360,7 @@ def set_wire_formats(states: list[UnitState], weights: _C.WireFormat, gradients:
     Raises:
         RuntimeError: a forward or backward is running; and what ``wire_formats.check`` raises.
     """
-    if any(state.root is not None and (state.root.in_forward or state.root.in_backward) for state in states):
+    if any(state.is_running for state in states):
         raise RuntimeError("wire formats cannot be set during forward or backward")
     before = [(state, state.live_options().wire_weights, state.live_options().wire_gradients) for state in states]
     try:

@@ -112,29 +112,33 @@ class TransportChoice:
             known.require_same_training()
         return self._over_process_group(ranks)
 
-    def agreement_of(self, group: dist.ProcessGroup | None):
+    def agreement_of(self, group: dist.ProcessGroup | None) -> _C.Agreement | None:
         """The engine's agreement of the ranks of ``group``, which must have met; None: nothing is compared."""
         known = self._known.get(group)
         agreement = agreement_of(group) if known is not None and known.checks_ranks else None
-        return agreement and agreement.engine
+        return None if agreement is None else agreement.engine
 
     def agree(self, root, group: ShardedParamGroup, post_forward_world: int | None) -> None:
         """Has each collective of ``group`` compared with the peers' from now on; they are told when a pass raises.
 
         ``root``: the engine's, of the group's unit. ``post_forward_world``: how many ranks keep it after forward.
         """
-        replicas = group.ranks.replicate_group if group.engine.all_reduce is not None else None
-        keeps = bool(post_forward_world) and group.ranks.group is not None  # a replicated group has no shards
-        kept = post_forward_group(group.ranks, post_forward_world).group if keeps else None
-        agreements = [self.agreement_of(one) for one in (group.ranks.group, replicas, kept)]
+        engine = group.engine
+        assert engine is not None, "made before it is connected"
+        replicas = group.ranks.replicate_group if engine.all_reduce is not None else None
+        kept = None
+        if post_forward_world and group.ranks.group is not None:  # a replicated group has no shards
+            kept = post_forward_group(group.ranks, post_forward_world).group
+        agreements: list[Any] = [self.agreement_of(one) for one in (group.ranks.group, replicas, kept)]
         if group.transport.shares_memory:
             agreements[0] = None  # peers look at each other's memory
-        if isinstance(group.engine.all_reduce, _C.HostAllReduce):
+        if isinstance(engine.all_reduce, _C.HostAllReduce):
             agreements[1] = None
         for agreement in agreements:
             if agreement is not None:
                 root.add_agreement(agreement)
-        group.engine.take_seats(*agreements, self.model)
+        shards, replicated, kept_after = agreements
+        engine.take_seats(shards, replicated, kept_after, self.model)
 
     def explain_of(self, group: dist.ProcessGroup | None) -> Callable[[BaseException, str], BaseException] | None:
         """What a failed collective of ``group`` is told with: see ``explain_collective``."""
@@ -166,10 +170,10 @@ class TransportChoice:
         if agreement is not None and self._on_device:
             agreement.watch()
 
-    def _use_twin(self, group: dist.ProcessGroup) -> Agreement | None:
+    def _use_twin(self, group: dist.ProcessGroup | None) -> Agreement | None:
         """The agreement over ``group``, whose collectives run over another group from now on. Collective at first."""
         agreement, known = agreement_of(group), self._introductions(group)
-        if agreement is not None and agreement.group is None and not self._on_device:
+        if agreement is not None and known is not None and agreement.group is None and not self._on_device:
             agreement.group = known.twin_of_group()
         return agreement
 
@@ -189,7 +193,7 @@ class TransportChoice:
             functools.partial(wait if agreement is None else agreement.wait, timeout=self._timeout),
         )
 
-    def _shared(self, group: dist.ProcessGroup, device: torch.device) -> tuple[Any, str]:
+    def _shared(self, group: dist.ProcessGroup | None, device: torch.device) -> tuple[Any, str]:
         """The engine's memory that the ranks of a group share, or None and why they do not. Collective.
 
         With "auto" a rank that could share memory but for a limit or a fault of its system is warned of, once.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
@@ -36,7 +36,7 @@ def roots_of(states: Iterable[ShardedUnit]) -> list:
 def running_step(model: nn.Module) -> str | None:
     """ "forward" or "backward" where a unit in ``model`` is in one, else None."""
     for state in unit_states(model):
-        if state.root is not None and (state.root.in_forward or state.root.in_backward):
+        if state.root is not None and state.is_running:
             return "forward" if state.root.in_forward else "backward"
     return None
 
@@ -65,16 +65,16 @@ def find_tree(root: ShardedUnit) -> list[ShardedUnit]:
     return list(tree.values())
 
 
-def name_units(root: ShardedUnit, tree: list[ShardedUnit]) -> None:
+def name_units(root: ShardedUnit, tree: Sequence[ShardedUnit]) -> None:
     """Tells the units the names of their modules below that of ``root``."""
     for state in tree:
         state.names = []
     for name, module in root.modules[0].named_modules():
-        if (state := get_state(module)) in tree:
+        if (state := get_state(module)) is not None and state in tree:
             state.names.append(name)
 
 
-def set_names(root: ShardedUnit, tree: list[ShardedUnit]) -> None:
+def set_names(root: ShardedUnit, tree: Sequence[ShardedUnit]) -> None:
     """Gives the parameters their first names from the module of ``root``, whatever it registers at the moment."""
     records = {(id(m), name): param for state in tree for param in state.params for m, name in param.owners}
     named = set()
@@ -92,7 +92,7 @@ def set_names(root: ShardedUnit, tree: list[ShardedUnit]) -> None:
             state.unit.rename(state.name, [[param.fqn for param in group.params] for group in joined])
 
 
-def check_tree(tree: list[ShardedUnit]) -> None:
+def check_tree(tree: Sequence[ShardedUnit]) -> None:
     """Checks of upstream's lazy initialization, over all units of a root, and of settings beside each other."""
     refuse_unregistered("fully_shard", tree)
     seen: dict[int, str] = {}
@@ -115,7 +115,7 @@ def check_tree(tree: list[ShardedUnit]) -> None:
 
 
 def refuse_unregistered(
-    caller: str, tree: list[ShardedUnit], *, separate: bool = False, registered: bool = False
+    caller: str, tree: Sequence[ShardedUnit], *, separate: bool = False, registered: bool = False
 ) -> None:
     """Raises ValueError where reductions would have a process group that their buffers are not registered with.
 

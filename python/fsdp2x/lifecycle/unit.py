@@ -70,6 +70,7 @@ class ShardedUnit(StateNames, torch_private.State):
     modules = WeakTuple()
     tree = WeakTuple()  # all units below a root, set on the root only
     ranks: ShardGroup
+    hooks: _C.UnitHooks  # since `fully_shard`
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,9 +85,8 @@ class ShardedUnit(StateNames, torch_private.State):
         self.auto_reshard = True  # reshard_after_forward was None: the root keeps its parameters
         self.post_forward_world: int | None = None  # reshard_after_forward as an int
         self.is_root: bool | None = None  # decided at lazy initialization
-        self.hooks = None  # _C.UnitHooks
-        self.unit = None  # _C.Unit, from lazy initialization on, or from an earlier unshard()
-        self.root = None  # _C.Root, shared by all units of one root module; provisional until is_root is decided
+        self.unit: _C.Unit | None = None  # from lazy initialization on, or from an earlier unshard()
+        self.root: _C.Root | None = None  # shared by all units of one root module; provisional until is_root is decided
         self.modules_seen: tuple = ()  # by the root's last forward; see ``late.snapshot``
         self.options = _C.UnitOptions()  # becomes the unit's own at lazy initialization
         self.names: list[str] = []  # FQNs of the modules from the root
@@ -101,7 +101,7 @@ class ShardedUnit(StateNames, torch_private.State):
         self._initializing = threading.RLock()
         # Read on the root only.
         self.has_equal_replicas = False  # since the last load
-        self.entered: Callable[[], nn.Module | None] | None = None  # the module below that was called past it
+        self.entered: Any = None  # weak reference to the module below that was called past it; None: not watched
         self.is_last_backward = True
         self.post_optimizer_event: Any = None  # given before there is a root
         self.manual_finalization = False
@@ -122,6 +122,17 @@ class ShardedUnit(StateNames, torch_private.State):
     def follow_modules(self) -> None:
         """Adopts what the modules of a root register since its last forward: see ``UnitState``."""
         raise NotImplementedError
+
+    @property
+    def made_unit(self) -> _C.Unit:
+        """The engine's unit, after ``make_unit``."""
+        assert self.unit is not None, "make_unit comes first"
+        return self.unit
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the root is in a forward or backward."""
+        return self.root is not None and (self.root.in_forward or self.root.in_backward)
 
     @property
     def units_of_root(self) -> list[ShardedUnit]:
@@ -171,9 +182,10 @@ class ShardedUnit(StateNames, torch_private.State):
 
     def apply_reduce_buffers(self) -> None:
         """Hands the number of reduction buffers to the engine: the largest that any unit of the root asks for."""
-        if self.root is None or self.root_state() is None:
+        root_state = self.root_state()
+        if self.root is None or root_state is None:
             return
-        wanted = [state.max_reduce_buffers for state in self.root_state().tree if state.max_reduce_buffers is not None]
+        wanted = [state.max_reduce_buffers for state in root_state.tree if state.max_reduce_buffers is not None]
         if wanted:
             self.root.set_max_reduce_buffers(max(wanted))
 
@@ -188,7 +200,7 @@ class ShardedUnit(StateNames, torch_private.State):
                 "finalize_backward requires manual backward finalization. Call set_manual_backward_finalization(True) "
                 "before forward"
             )
-        if self.root.in_backward:
+        if self.root is not None and self.root.in_backward:
             raise RuntimeError("finalize_backward must be called after backward completes")
 
     def finish_held_backwards(self) -> None:
@@ -224,7 +236,7 @@ class ShardedUnit(StateNames, torch_private.State):
         refuse_unreduced(self.units_of_root)
         for state in (self.root_state() or self).tree or (self,):
             state.forget_unit()
-            state.hooks.set_unit(None)
+            state.hooks.set_unit(None)  # type: ignore[arg-type]  # the stub has no Optional
 
     def check_pools(self) -> None:
         """Before each forward of a root, with FSDP2X_DEBUG=1: no shard has left its pool since the last one."""

@@ -18,7 +18,7 @@ from fsdp2x.optim.clip import scaled
 from fsdp2x.optim.coded_moments import narrowed, widened, widened_states
 from fsdp2x.optim.engine_step import EngineStep
 from fsdp2x.optim.host_moments import HostMoments, Wanted, selection, step_bytes
-from fsdp2x.optim.local import local_tensors, number, refuse_sparse
+from fsdp2x.optim.local import dense_gradient, local_tensors, number
 from fsdp2x.optim.moments import INT8, moments_dtype_of, new_pieces, pieces, place_in_whole
 from fsdp2x.sharding.offload import host_state, marks_exist
 
@@ -257,17 +257,17 @@ class AdamW(EngineStep, torch.optim.AdamW):
         columns: list[list[Tensor]] = [[], [], [], [], []]
         rounded, coded = [], []
         for param in params:
-            refuse_sparse("optim.AdamW", param.grad)
+            gradient = dense_gradient("optim.AdamW", param)
             state = widened(states[param])
             moments = [state[name] for name in _names(group)]
             is_coded = state.keys() != states[param].keys()
             if is_coded:
                 coded.append((param, state))
-            _, grad, *_ = tensors = local_tensors([param, scaled(param.grad, grad_scale), *moments])
+            _, grad, *_ = tensors = local_tensors([param, scaled(gradient, grad_scale), *moments])
             if self.stochastic_rounding and (is_coded or torch.bfloat16 in {tensor.dtype for tensor in tensors}):
                 raise NotImplementedError(
                     f"fsdp2x.optim.AdamW: stochastic_rounding of a parameter of shape {tuple(param.shape)} on "
-                    f"{param.device}, whose gradient has dtype {param.grad.dtype}; it needs a parameter that a kernel "
+                    f"{param.device}, whose gradient has dtype {gradient.dtype}; it needs a parameter that a kernel "
                     "steps and a gradient of the same dtype, placements and memory format, or stochastic_rounding=False"
                 )
             if len({tensor.dtype for tensor in tensors}) > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from fsdp2x.base.arguments import checked
 from fsdp2x.base.collectives import explained
 from fsdp2x.base.native import _C
 from fsdp2x.base.processes import require_own_process
-from fsdp2x.optim.local import cut_like, local_tensor, refuse_sparse
+from fsdp2x.optim.local import cut_like, dense_gradient, local_tensor, refuse_sparse
 
 
 @checked
@@ -77,7 +78,7 @@ def multiply_gradients(params: list[Tensor], factor: Tensor) -> None:
 
 def _multiply(params: list[Tensor], gradients: _C.LocalGradients, factor: Tensor) -> None:
     for index in gradients.multiply(factor):
-        local = local_tensor(params[index].grad)
+        local = local_tensor(dense_gradient("clip_grad_norm_", params[index]))
         local.mul_(factor.to(local.device))
 
 
@@ -108,7 +109,7 @@ def check_max_grad_norm(name: str, value: float | None) -> None:
         raise ValueError(f"fsdp2x.optim.{name}: max_grad_norm is {value}, expected None, a positive number or inf")
 
 
-def measure_in_step(name: str, optimizer: torch.optim.Optimizer) -> Tensor | None:
+def measure_in_step(name: str, optimizer: Any) -> Tensor | None:
     """Sets the ``grad_norm`` of ``optimizer``; returns what its step multiplies gradients with (f64), if anything.
 
     Collective where its parameters are sharded. Neither this nor the step changes the gradients.
@@ -140,16 +141,15 @@ def _measure(
         for total in (on_host, () if sums is None else sums):
             for index, term in enumerate(total):
                 buckets.add(index, term)
-        slow = [params[i].grad for i in left_over]
+        slow = [params[i] for i in left_over]
     else:
         for param in params:
             tensor = param if param.grad is None else param.grad
             if isinstance(tensor, DTensor):
                 buckets.index(torch_private.spec_of(tensor))
-        slow = [param.grad for param in params if param.grad is not None]
-    for grad in slow:
-        refuse_sparse(caller, grad)
-        buckets.add_gradient(grad)
+        slow = [param for param in params if param.grad is not None]
+    for param in slow:
+        buckets.add_gradient(dense_gradient(caller, param))
     device = gradients.device or (params[0].device if params else torch.device("cpu"))
     total = buckets.total(device)
     dtype = torch.float64 if gradients.any_double else torch.float32
@@ -232,7 +232,7 @@ class _Buckets:
         rows = list(merged)
         for row, terms in zip(rows, self._sums, strict=True):
             for term in terms:
-                here = term.to(device) if isinstance(term, Tensor) else term
+                here: Any = term.to(device) if isinstance(term, Tensor) else term
                 if largest:
                     torch.maximum(row, here, out=row)
                 else:

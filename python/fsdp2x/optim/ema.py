@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -171,12 +171,12 @@ def _exchange(pairs: list[tuple[Tensor, Tensor]], kept: list[Tensor | None] | No
     """Exchanges the values of each pair; those of other dtypes are kept aside instead, and come back from ``kept``."""
     aside: list[Tensor | None] = []
     for index, (param, average) in enumerate(pairs):
-        held = param.clone() if kept is None or kept[index] is None else None
+        held: Any = param.clone() if kept is None or kept[index] is None else None
         if param.dtype == average.dtype:
             param.copy_(average)
             average.copy_(held)
             held = None
         else:
-            param.copy_(average if kept is None else kept[index])
+            param.copy_(average if kept is None else cast("Tensor", kept[index]))
         aside.append(held)
     return aside

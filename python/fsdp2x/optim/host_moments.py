@@ -65,7 +65,9 @@ def step_bytes(wanted: list[Wanted]) -> int:
 def _by_block(wanted: list[Wanted]) -> dict[HostState, list[Wanted]]:
     members: dict[HostState, list[Wanted]] = {}
     for one in wanted:
-        members.setdefault(host_state(one.param), []).append(one)
+        mark = host_state(one.param)
+        assert mark is not None, "only marked parameters are wanted on the host"
+        members.setdefault(mark, []).append(one)
     return members
 
 
@@ -188,7 +190,9 @@ class HostMoments:
 
     def _step_on(self, device, blocks: list[_Block], states, stepped: set[int], run) -> None:
         if device not in self._layers:
-            layer = transport.layer_maker(device)()
+            make = transport.layer_maker(device)
+            assert make is not None, "an accelerator"
+            layer = make()
             events = {
                 name: [layer.make_event(f"{name} {i}") for i in range(_NUM_BUFFERS)]
                 for name in ("moments arrived", "moments stepped", "moments left")

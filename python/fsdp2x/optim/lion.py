@@ -12,7 +12,7 @@ from fsdp2x.base.arguments import checked
 from fsdp2x.base.native import _C
 from fsdp2x.optim.clip import scaled
 from fsdp2x.optim.engine_step import EngineStep
-from fsdp2x.optim.local import local_tensors, number, refuse_sparse
+from fsdp2x.optim.local import dense_gradient, local_tensors, number
 
 _SIXTEEN_BITS = {torch.bfloat16, torch.float16}
 
@@ -80,8 +80,8 @@ class Lion(EngineStep):
         return state["exp_avg"]
 
     def _step_by_torch(self, group: dict[str, Any], param: Tensor, grad_scale: Tensor | None) -> None:
-        refuse_sparse("optim.Lion", param.grad)
-        stored = local_tensors([param, scaled(param.grad, grad_scale), self._average_of(param)])
+        gradient = dense_gradient("optim.Lion", param)
+        stored = local_tensors([param, scaled(gradient, grad_scale), self._average_of(param)])
         # In 16 bits torch's operations round a vector's elements otherwise than those behind the last vector.
         target, grad, average = (tensor.float() if tensor.dtype in _SIXTEEN_BITS else tensor for tensor in stored)
         grad = -grad if group["maximize"] else grad

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,15 +37,23 @@ def cut_like(whole: Tensor, local: Tensor) -> Tensor:
     return torch_private.dtensor_like(whole, local) if isinstance(whole, DTensor) else local
 
 
-def local_tensors(tensors: list[Tensor | None]) -> list[Tensor | None]:
+def local_tensors(tensors: Sequence[Tensor | None]) -> list[Any]:
     """The local tensors of DTensors that are all cut alike; the tensors themselves when they are not.
 
     Then torch dispatches on the DTensors, which redistributes.
     """
     specs = [torch_private.spec_of(t) for t in tensors if isinstance(t, DTensor)]
     if not specs or any((spec.mesh, spec.placements) != (specs[0].mesh, specs[0].placements) for spec in specs):
-        return tensors
+        return list(tensors)
     return [None if t is None else local_tensor(t) for t in tensors]
+
+
+def dense_gradient(caller: str, param: Tensor) -> Tensor:
+    """The gradient of ``param``, which has one; RuntimeError where it is sparse. ``caller``: the function of fsdp2x."""
+    grad = param.grad
+    assert grad is not None
+    refuse_sparse(caller, grad)
+    return grad
 
 
 def refuse_sparse(caller: str, grad: Tensor) -> None:

@@ -48,7 +48,7 @@ def local_optimizer(optimizer: OptimizerT) -> OptimizerT:
     """
     if isinstance(optimizer, EngineStep) or hasattr(optimizer, "_whole_step"):
         return optimizer
-    kind = type(optimizer)
+    kind: Any = type(optimizer)
     for group in optimizer.param_groups:
         refuse_stale("local_optimizer", group["params"])
     step = kind.step
@@ -74,7 +74,7 @@ def _replace_wrapped_step(optimizer: torch.optim.Optimizer) -> None:
 
     @functools.wraps(type(optimizer).step)
     def step(*args: Any, **kwargs: Any) -> Any:
-        current = weak()
+        current: Any = weak()
         current._opt_called = True
         return type(current).step(current, *args, **kwargs)
 
@@ -152,7 +152,7 @@ def _cut_alike(param: DTensor, value: Any, name: str) -> Any:
     return local_tensor(value)
 
 
-def _take_over(optimizer: torch.optim.Optimizer, param: Tensor, local: Tensor, whole: dict, state: dict) -> None:
+def _take_over(optimizer: torch.optim.Optimizer, param: Any, local: Tensor, whole: dict, state: dict) -> None:
     """Brings what a step put into the state of ``local`` into the state of ``param``, as DTensors."""
     if local is param:
         if whole is not state:

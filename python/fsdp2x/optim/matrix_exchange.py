@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -106,7 +107,7 @@ class Round:
             fill(job, block, part)
         what = "exchange of matrices of optim.Muon"
         with torch_private.unobserved(), explained(self._group, what):
-            work = dist.all_to_all_single(target, source, received, sent, group=self._group, async_op=True)
+            work: Any = dist.all_to_all_single(target, source, received, sent, group=self._group, async_op=True)
 
         def arrive() -> Iterator[tuple[MatrixJob, MatrixBlock, Tensor]]:
             with explained(self._group, what):

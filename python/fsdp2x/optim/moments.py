@@ -35,10 +35,15 @@ class MomentTensor:
     numel: int | None = None  # of a plain tensor; None: it is shaped and cut like its parameter
 
 
+def _plain(dtype: torch.dtype | str) -> torch.dtype:
+    assert isinstance(dtype, torch.dtype), "INT8 is the only string"
+    return dtype
+
+
 def pieces(param: Tensor, names: Sequence[str], dtype: torch.dtype | str) -> list[MomentTensor]:
     """The tensors of a parameter's moments, in the order of ``names``."""
     if dtype != INT8:
-        return [MomentTensor(name, dtype) for name in names]
+        return [MomentTensor(name, _plain(dtype)) for name in names]
     num_blocks = _C.num_moment_blocks(local_tensor(param).numel())
     return [
         piece
@@ -50,7 +55,7 @@ def pieces(param: Tensor, names: Sequence[str], dtype: torch.dtype | str) -> lis
 def moment_bytes(numel: int, dtype: torch.dtype | str) -> list[int]:
     """Bytes of each tensor of a moment of so many elements."""
     if dtype != INT8:
-        return [numel * dtype.itemsize]
+        return [numel * _plain(dtype).itemsize]
     return [numel, _C.num_moment_blocks(numel) * torch.float32.itemsize]
 
 

@@ -16,7 +16,7 @@ from fsdp2x.optim.clip import scaled
 from fsdp2x.optim.coded_moments import widened, widened_states
 from fsdp2x.optim.dealing import MatrixBlock, MatrixJob
 from fsdp2x.optim.engine_step import EngineStep
-from fsdp2x.optim.local import local_tensor, number, refuse_sparse
+from fsdp2x.optim.local import dense_gradient, local_tensor, number
 from fsdp2x.optim.moments import zeros_like_all
 from fsdp2x.optim.muon_plan import MuonPlan, make_plan
 from fsdp2x.optim.newton_schulz import orthogonalize
@@ -201,7 +201,9 @@ class Muon(EngineStep):
 
     def _make_momentum(self, params: list[Tensor]) -> None:
         fresh = [param for param in params if param.grad is not None and "momentum_buffer" not in self.state[param]]
-        for param, zeros in zip(fresh, zeros_like_all((param, param.grad.dtype) for param in fresh), strict=True):
+        for param, zeros in zip(
+            fresh, zeros_like_all((param, dense_gradient("optim.Muon", param).dtype) for param in fresh), strict=True
+        ):
             self.state[param]["momentum_buffer"] = zeros
 
 
@@ -215,8 +217,7 @@ class _MatrixStep:
         self.has_gradient = param.grad is not None
         if not self.has_gradient:
             return
-        grad, momentum = param.grad, state["momentum_buffer"]
-        refuse_sparse("optim.Muon", grad)
+        grad, momentum = dense_gradient("optim.Muon", param), state["momentum_buffer"]
         if isinstance(param, DTensor):
             for name, tensor in (("gradient", grad), ("momentum_buffer", momentum)):
                 if not isinstance(tensor, DTensor) or tensor.placements != param.placements:
@@ -268,7 +269,7 @@ def _run(plan: MuonPlan, steps: list[_MatrixStep], meanwhile: Callable[[], None]
     def write(job: MatrixJob, block: MatrixBlock, target: Tensor | None) -> None:
         steps[job.param].write_update(job, block, target)
 
-    arriving = plan.rounds[0].send(write) if plan.rounds else None
+    arriving = plan.rounds[0].send(write) if plan.rounds else list
     meanwhile()
     for job in plan.local:
         whole = torch.empty(job.shape, dtype=plan.dtype, device=plan.params[job.param].device)
@@ -279,7 +280,7 @@ def _run(plan: MuonPlan, steps: list[_MatrixStep], meanwhile: Callable[[], None]
     returning = None
     for index, current in enumerate(plan.rounds):
         wholes = arriving()
-        arriving = plan.rounds[index + 1].send(write) if index + 1 < len(plan.rounds) else None
+        arriving = plan.rounds[index + 1].send(write) if index + 1 < len(plan.rounds) else list
         done = [(job, steps[job.param].orthogonalize(whole)) for job, whole in wholes]
         if returning is not None:
             _apply_all(steps, returning)

@@ -65,6 +65,7 @@ def make_plan(params: list[Tensor], names: list[str], dtype: torch.dtype) -> Muo
         here = 0 if group is None else group.rank()
         local += [job for job in dealt.local if job.owner == here]
         if group is not None:
+            assert mesh is not None, "a group has one"
             device = _device(mesh, [params[number] for number in numbers])
             rounds += [Round(jobs, group, dtype, device) for jobs in dealt.rounds]
     return MuonPlan(params, [start[0] for start, _ in pieces], dtype, rounds, local)

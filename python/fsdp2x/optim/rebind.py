@@ -40,7 +40,7 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
     num_known = 0
     for group in optimizer.param_groups:
         for param in group["params"]:
-            name, record = records.get(original_number(param), ("", None))
+            record = records.get(original_number(param) or 0, ("", None))[1]
             if id(param) in current:
                 num_known += 1
             elif record is not None:
@@ -51,7 +51,7 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
             f"{type(model).__name__}; build the optimizer from the parameters of the model that was sharded"
         )
     states = {
-        old: _moved_state(records[original_number(old)][0], optimizer.state[old], old, new)
+        old: _moved_state(records[original_number(old) or 0][0], optimizer.state[old], old, new)
         for old, new in replaced.items()
         if old in optimizer.state
     }

@@ -13,7 +13,7 @@ from fsdp2x.base.arguments import checked
 from fsdp2x.base.native import _C
 from fsdp2x.optim.clip import scaled
 from fsdp2x.optim.engine_step import EngineStep
-from fsdp2x.optim.local import cut_like, local_tensors, number, refuse_sparse
+from fsdp2x.optim.local import cut_like, dense_gradient, local_tensors, number
 
 
 class SGD(EngineStep, torch.optim.SGD):
@@ -71,9 +71,9 @@ class SGD(EngineStep, torch.optim.SGD):
     def _step_by_torch(self, group: dict[str, Any], params: list[Tensor], grad_scale: Tensor | None) -> None:
         targets, grads, buffers = [], [], []
         for param in params:
-            refuse_sparse("optim.SGD", param.grad)
+            gradient = dense_gradient("optim.SGD", param)
             buffer = self.state[param].get("momentum_buffer") if group["momentum"] != 0 else None
-            target, grad, local = local_tensors([param, scaled(param.grad, grad_scale), buffer])
+            target, grad, local = local_tensors([param, scaled(gradient, grad_scale), buffer])
             targets.append(target)
             grads.append(grad)
             buffers.append(local)

@@ -20,7 +20,7 @@ from fsdp2x.optim.local import local_tensor
 def replacements() -> list[tuple[Callable, Callable]]:
     """Functions of ``torch.nn.utils`` and what takes their place; torch's ``clip_grad_norm_`` calls the first two."""
     utils = torch.nn.utils
-    pairs = (
+    pairs: tuple[tuple[Callable, Callable], ...] = (
         (utils.get_total_norm, _get_total_norm),
         (utils.clip_grads_with_norm_, _clip_grads_with_norm),
         (utils.clip_grad_value_, _clip_grad_value),

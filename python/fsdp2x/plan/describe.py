@@ -9,8 +9,8 @@ from torch import nn
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.native import _C
 from fsdp2x.base.tables import columns
-from fsdp2x.lifecycle.state import UnitState
 from fsdp2x.lifecycle.tree import roots_of, unit_states
+from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.sharding.padding import advice, padding_in
 
 
@@ -92,7 +92,7 @@ def describe(model: nn.Module) -> ModelReport:
     )
 
 
-def _transports(states: list[UnitState]) -> str:
+def _transports(states: list[ShardedUnit]) -> str:
     groups = [group for state in states for group in state.groups if not group.is_replicated]
     engines = [group.engine for group in groups if group.engine is not None]
     return ", ".join(dict.fromkeys(engine.transport_name for engine in engines)) or (
@@ -100,7 +100,7 @@ def _transports(states: list[UnitState]) -> str:
     )
 
 
-def _report(state: UnitState, names: dict[int, str], fqns: dict[int, str]) -> UnitReport:
+def _report(state: ShardedUnit, names: dict[int, str], fqns: dict[int, str]) -> UnitReport:
     policy, params = state.mp_policy, state.params
     layouts = [
         _C.Layout(group.shapes(policy.param_dtype, policy.reduce_dtype), group.ranks.world, group.ranks.rank)

@@ -72,7 +72,7 @@ def profile(
         with profiler:
             yield profiler
     finally:
-        if memory:
+        if memory and model is not None:
             text = json.dumps(memory_of(model), indent=1)
             (folder / f"memory-rank{rank}.json").write_text(text + "\n", encoding="utf-8")
             if on_cuda:
@@ -92,7 +92,8 @@ def memory_of(model: nn.Module) -> list[dict]:
     for state in unit_states(model):
         for group in state.groups:
             name = state.name
-            found.append(_entry("shard pool", name, group.pool.data_ptr(), group.pool.nbytes))
+            if (pool := group.pool) is not None:
+                found.append(_entry("shard pool", name, pool.data_ptr(), pool.nbytes))
             if group.engine is not None and (num_bytes := group.engine.gradient_pool_bytes):
                 found.append(_entry("gradient pool", name, group.engine.gradient_pool_address, num_bytes))
     for root in roots_of(unit_states(model)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -11,8 +11,8 @@ from torch import nn
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.tables import columns
 from fsdp2x.lifecycle.contexts import BEFORE_LAST
-from fsdp2x.lifecycle.state import UnitState
 from fsdp2x.lifecycle.tree import roots_of, units_of
+from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.plan.bound import MemoryBound
 from fsdp2x.plan.facts import GroupFacts, ModelFacts, UnitFacts
 from fsdp2x.plan.optimizers import StateBytes, optimizer_bytes
@@ -241,7 +241,7 @@ def check_micro_batches(caller: str, num: int, before_last: str) -> MicroBatches
     return MicroBatches(num, before_last)
 
 
-def _on_host(states: list[UnitState]) -> Callable[[torch.Tensor], bool]:
+def _on_host(states: list[ShardedUnit]) -> Callable[[torch.Tensor], bool]:
     """Which parameters have their optimizer state in host memory, because they are there or were asked to."""
     offloaded = {
         id(param.param)
@@ -344,7 +344,7 @@ def readable(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def _folded(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def _folded(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """More than four like units in a row become one line; likewise pairs and triples, as of layers and experts."""
     folded: list[tuple[str, ...]] = []
     start = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from fsdp2x.base.native import _C
 from fsdp2x.lifecycle import wire_formats
 from fsdp2x.lifecycle.state import UnitState
 from fsdp2x.lifecycle.tree import unit_states
+from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.models.moe.parallel import cuts_columns, spreadable
 from fsdp2x.plan.facts import Collectives, GroupFacts, ModelFacts, Ranks, UnitFacts, Wire, group_facts
 from fsdp2x.sharding import collect
@@ -50,12 +51,12 @@ def facts_of_model(model: nn.Module) -> ModelFacts:
     )
 
 
-def _below(outer: UnitState, states: list[UnitState]) -> list[UnitState]:
+def _below(outer: ShardedUnit, states: list[ShardedUnit]) -> list[ShardedUnit]:
     inside = {id(module) for top in outer.modules for module in top.modules()}
     return [state for state in states if state is not outer and id(state.modules[0]) in inside]
 
 
-def _unit_of_state(state: UnitState, names: dict[int, str], common: dict[str, Any], *, is_root: bool) -> UnitFacts:
+def _unit_of_state(state: ShardedUnit, names: dict[int, str], common: dict[str, Any], *, is_root: bool) -> UnitFacts:
     options = state.live_options()
     reshards = options.reshard_after_forward and not (is_root and state.auto_reshard)
     return UnitFacts(
@@ -73,7 +74,7 @@ def _unit_of_state(state: UnitState, names: dict[int, str], common: dict[str, An
     )
 
 
-def _group_of_state(state: UnitState, group: ShardedParamGroup, common: dict[str, Any]) -> GroupFacts:
+def _group_of_state(state: ShardedUnit, group: ShardedParamGroup, common: dict[str, Any]) -> GroupFacts:
     ranks, small_ranks = group.ranks, None
     comms, options = state.comms, state.live_options()
     if state.post_forward_world is not None and not group.is_replicated:
@@ -101,7 +102,7 @@ def _group_of_state(state: UnitState, group: ShardedParamGroup, common: dict[str
 
 def _ranks(
     ranks: ShardGroup,
-    state: UnitState,
+    state: ShardedUnit,
     group: ShardedParamGroup,
     common: dict[str, Any],
     replicas: int,
@@ -125,7 +126,7 @@ def _has_streams(group: ShardedParamGroup) -> bool:
     return group.engine.has_streams if group.engine is not None else has_streams(group.ranks.device)
 
 
-def _transport_of(state: UnitState, group: ShardedParamGroup) -> Transport:
+def _transport_of(state: ShardedUnit, group: ShardedParamGroup) -> Transport:
     """The one that runs; before the first forward the one that ``"auto"`` chooses for the ranks of one host."""
     if group.engine is not None:
         return group.transport
@@ -136,12 +137,12 @@ def _transport_of(state: UnitState, group: ShardedParamGroup) -> Transport:
     return Transport.LOCAL if group.ranks.world == 1 else Transport.SHM
 
 
-def _may_share(state: UnitState, group: ShardedParamGroup) -> bool:
+def _may_share(state: ShardedUnit, group: ShardedParamGroup) -> bool:
     on_cpu = group.ranks.device.type == "cpu"
-    return on_cpu and state.transport != Transport.PROCESS_GROUP and not state.needs_group
+    return on_cpu and state.transport != Transport.PROCESS_GROUP and not cast("UnitState", state).needs_group
 
 
-def _replicas_share(state: UnitState, group: ShardedParamGroup) -> bool:
+def _replicas_share(state: ShardedUnit, group: ShardedParamGroup) -> bool:
     """Whether they do; before the first forward whether ``"auto"`` lets the replicas of one host."""
     if group.ranks.replicas == 1:
         return False
@@ -181,6 +182,7 @@ def facts_of_plan(
     found: list[UnitFacts] = []
     sharded: set[tuple[int, str]] = set()
     padded: list[Padding] = []
+    ep = 1 if experts is None else experts.ep
     spread = {} if experts is None else {group.experts: group for group in spreadable(model, experts.ep)}
     splits = should_auto_wrap(model, auto_wrap)
     taken = {param for module in spread for param in module.parameters()}
@@ -194,11 +196,11 @@ def facts_of_plan(
         planned.update(modules)
         sharded.update((id(module), name) for one in owned for module, name in one.owners)
         group = spread.get(modules[0])
-        ours = ranks if group is None else experts.ranks
+        ours = ranks if group is None or experts is None else experts.ranks
         params = [_param_of_plan(one, param_names[one.param], policy, ours.world, splits) for one in owned]
         if group is not None:
-            dim = 1 if cuts_columns(group, experts.ep, ours.world) else 0
-            params = [replace(one, size=(one.size[0] // experts.ep, *one.size[1:]), shard_dim=dim) for one in params]
+            dim = 1 if cuts_columns(group, ep, ours.world) else 0
+            params = [replace(one, size=(one.size[0] // ep, *one.size[1:]), shard_dim=dim) for one in params]
         for one, facts in zip(owned, params, strict=True):
             if told := padding_of(param_names[one.param], facts, ours.world):
                 padded.append(told)
@@ -224,7 +226,7 @@ def facts_of_plan(
                 num_params=len(owned),
                 num_elements=sum(math.prod(one.size) for one in params),
                 reshards_after_forward=modules != (model,) if wanted is None else wanted is True or wanted > 1,
-                expert_parallel=1 if group is None else experts.ep,
+                expert_parallel=1 if group is None else ep,
             )
         )
     position = {module: index for index, module in enumerate(model.modules())}

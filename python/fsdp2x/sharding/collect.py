@@ -130,7 +130,7 @@ def place(owned: OwnedParam, ranks: ShardGroup, placement_fn: Callable | None) -
             a dim that the parameter has not.
     """
     param = owned.param
-    placement = placement_fn(param) if placement_fn is not None else None
+    placement: Any = placement_fn(param) if placement_fn is not None else None
     if hasattr(placement, "mesh_info"):
         ranks, placement = from_mesh_info(placement.mesh_info), placement.placement
     if placement is None:

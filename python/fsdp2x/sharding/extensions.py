@@ -59,7 +59,7 @@ class Extension:
         self._outputs: list[torch.Tensor] = []
         self._inner: list[torch.Tensor] = []
 
-    def begin(self, local: torch.Tensor, module: nn.Module, mp_policy) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def begin(self, local: Any, module: nn.Module, mp_policy) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns (output, source) of each all-gather that ``fsdp_pre_all_gather`` asks for; none at world size 1.
 
         Raises:
@@ -73,6 +73,7 @@ class Extension:
             )
         mesh = self.ranks.mesh
         if mesh.ndim == 2:
+            assert mesh.mesh_dim_names is not None, "two axes have names"
             mesh = mesh[mesh.mesh_dim_names[-1]]
         arguments = (mesh,) if arity == 1 else (mesh, self.size, self.stride, module, mp_policy)
         inputs, self._metadata = local.fsdp_pre_all_gather(*arguments)
@@ -92,7 +93,7 @@ class Extension:
             output.copy_(source.reshape(-1))
         return []
 
-    def finish(self, local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    def finish(self, local: Any, dtype: torch.dtype) -> torch.Tensor | None:
         """Unshards ``local`` in the compute ``dtype``, once everything is gathered.
 
         Returns the tensor that ``parameter`` is to be made of; None when there is one, which then has the values.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,8 +59,8 @@ class ShardedParamGroup(GroupNames):
         self.params: list[ShardedParam] = []
         self.module_fqn = ""  # of the unit's modules, from lazy initialization on
         self.unit_state: Callable = lambda: None  # weak reference to the state of the unit
-        self.engine = None  # _C.ParamGroup, from lazy initialization on
-        self.slow_gathers = None  # comms._SlowGathers, where there are extensions or aliases
+        self.engine: _C.ParamGroup | None = None  # from lazy initialization on
+        self.slow_gathers: Any = None  # comms._SlowGathers, where there are extensions or aliases
         self._param_dtype: torch.dtype | None = None
         self._whole_chunks = False
         self._sum_dtype: torch.dtype | None = None
@@ -142,6 +143,7 @@ class ShardedParamGroup(GroupNames):
     @property
     def transport(self) -> Transport:
         """The one that runs, from lazy initialization on."""
+        assert self.engine is not None, "asked before lazy initialization"
         return Transport(self.engine.transport_name)
 
     @property
@@ -152,6 +154,12 @@ class ShardedParamGroup(GroupNames):
     def pool(self) -> torch.Tensor | None:
         """What the shards lie in, bytes: a pool, or the slot that they rest in. None: they are on the meta device."""
         return self._own_pool if self.engine is None else self.engine.pool
+
+    @property
+    def _present_pool(self) -> torch.Tensor:
+        pool = self.pool
+        assert pool is not None, "a parameter is on the meta device"
+        return pool
 
     @property
     def _offsets(self) -> list[int]:
@@ -180,7 +188,7 @@ class ShardedParamGroup(GroupNames):
         for index, (old, sharded) in enumerate(zip(before, self.params, strict=True)):
             if sharded.param is not old:
                 self.engine.set_sharded_param(index, sharded.param, sharded.spec)
-        self._watch_shards()
+        self._watch_shards(self.engine)
 
     def follow_modules(self) -> None:
         """Takes the parameters that modules register now for ours."""
@@ -197,11 +205,12 @@ class ShardedParamGroup(GroupNames):
 
     def refresh_aliases(self) -> None:
         """Copies the rows of parameters that lie in another group's pool."""
+        pool = self._present_pool
         with torch.no_grad():
             for sharded, offset in zip(self.params, self._offsets, strict=True):
                 if sharded.is_alias:
                     local = torch_private.local_tensor(sharded.param)
-                    _C.tensor_in_pool(self.pool, offset, list(sharded.spec.local_shape), local.dtype).copy_(local)
+                    _C.tensor_in_pool(pool, offset, list(sharded.spec.local_shape), local.dtype).copy_(local)
 
     def _adopt(self) -> None:
         locals_ = [torch_private.local_tensor(sharded.param) for sharded in self.params]
@@ -218,7 +227,7 @@ class ShardedParamGroup(GroupNames):
         device = torch.device("cpu") if self.offloads else locals_[0].device
         fresh = pool is None or pool.numel() != max(layout.shard_pool_bytes, 1)
         fresh = fresh or pool.device != device or self._dtypes != [local.dtype for local in locals_]
-        if fresh:
+        if pool is None or fresh:
             self._leave_engine()
             pool = _C.pool_memory(max(layout.shard_pool_bytes, 1), device).zero_()
             if self._pin_memory:
@@ -304,7 +313,7 @@ class ShardedParamGroup(GroupNames):
     def pooled_tensors(self) -> list[tuple[torch.Tensor, int]]:
         """The local tensors that lie in ``pool``, which is a pool again, and their offsets in bytes."""
         self._leave_slot()
-        found, pool = [], self.pool
+        found, pool = [], self._present_pool
         for sharded, offset in zip(self.params, self._offsets, strict=True):
             local = torch_private.local_tensor(sharded.param)
             if not sharded.is_wrapper and not sharded.is_alias and _lies_at(local, pool, offset):
@@ -317,7 +326,7 @@ class ShardedParamGroup(GroupNames):
         Raises:
             RuntimeError: somebody gave a sharded parameter other memory after the first forward.
         """
-        pool = self.pool
+        pool = self._present_pool
         for sharded, offset in zip(self.params, self._offsets, strict=True):
             local = torch_private.local_tensor(sharded.param)
             if sharded.is_wrapper or sharded.is_alias or local.numel() == 0 or sharded.was_moved(local):
@@ -343,9 +352,9 @@ class ShardedParamGroup(GroupNames):
         self._whole_chunks = has_streams
         self._param_dtype, self._sum_dtype = param_dtype, reduce_dtype
         shapes = self.shapes(param_dtype, reduce_dtype)
-        self.engine = _C.ParamGroup(
+        engine = self.engine = _C.ParamGroup(
             _C.Layout(shapes, self.ranks.world, self.ranks.rank, has_streams),
-            self.pool,
+            self._present_pool,
             self._engine_params(shapes),
             specs.make_gradient,
             specs.add_to_foreign,
@@ -355,7 +364,7 @@ class ShardedParamGroup(GroupNames):
             _OFFLOADS.get(self.offload.mode, _C.Offload.nothing) if has_streams else _C.Offload.nothing,
         )
         self._own_pool = None  # the engine's, which may move shards
-        self._watch_shards()
+        self._watch_shards(engine)
         optimizer_hooks.watch_steps()
         optimizer_hooks.watch_zero_grad()
 
@@ -368,9 +377,9 @@ class ShardedParamGroup(GroupNames):
         for sharded in self.params:
             sharded.extension = None
 
-    def _watch_shards(self) -> None:
+    def _watch_shards(self, engine: _C.ParamGroup) -> None:
         kept = (None if sharded.is_wrapper or sharded.is_alias else sharded.param for sharded in self.params)
-        self.engine.watch_shards([param if param is None else torch_private.local_tensor(param) for param in kept])
+        engine.watch_shards([param if param is None else torch_private.local_tensor(param) for param in kept])
 
     def _check_offload(self) -> None:
         for sharded in self.params:
@@ -403,6 +412,7 @@ class ShardedParamGroup(GroupNames):
                 params.append(
                     nn.Parameter(specs.post_forward_dtensor(sharded, local, ranks), sharded.param.requires_grad)
                 )
+        assert self.engine is not None, "made before"
         self.engine.set_post_forward(layout, pool, params, explain)
 
     def _engine_params(self, shapes: list[tuple]) -> list[tuple]:
@@ -490,7 +500,7 @@ def _refuse_shapes(group: ShardedParamGroup, before: list[nn.Parameter], dtypes:
 def _put_back(sharded: ShardedParam, param: nn.Parameter, dtype: torch.dtype | None) -> None:
     """Modules register ``param`` again, over the memory that its shard has in the pool."""
     if sharded.param is param and sharded.storage is not None and dtype is not None:
-        pooled = torch.empty(0, dtype=dtype, device=sharded.storage.device)
+        pooled: Any = torch.empty(0, dtype=dtype, device=sharded.storage.device)
         pooled.set_(sharded.storage, 0, sharded.spec.local_shape)
         param.grad = None
         shard = sharded.spec.parameter(pooled, requires_grad=param.requires_grad)

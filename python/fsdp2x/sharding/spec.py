@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp2x.base import torch_private
@@ -53,13 +54,13 @@ class ParamSpec:
         """
         wrapped = self.wrap(local)
         param = nn.Parameter(wrapped, requires_grad=requires_grad)
-        if not self.is_plain:
+        if isinstance(wrapped, DTensor):
             torch_private.set_spec(param, torch_private.spec_of(wrapped))
         return param
 
     def wrap_unsharded(self, local: torch.Tensor) -> torch.Tensor:
         """What modules see while the unit is unsharded: ``local`` itself, or the tensor-parallel DTensor over it."""
-        if not self.is_wrapped:
+        if self.unsharded is None or self.annotation is not None:
             return local
         return torch_private.dtensor(local, torch_private.spec_with_dtype(self.unsharded, local.dtype))
 
@@ -75,6 +76,7 @@ def make_gradient(spec: ParamSpec, local: torch.Tensor) -> torch.Tensor:
 def add_to_foreign(param: nn.Parameter, local: torch.Tensor) -> None:
     """Adds the flat gradient rows ``local`` to a ``.grad`` that somebody else assigned."""
     grad = param.grad
+    assert grad is not None, "the engine found one"
     target = grad.to_local() if isinstance(grad, DTensor) else grad
     with torch.no_grad():
         target.add_(local.view(target.shape))
@@ -84,7 +86,7 @@ def add_to_foreign(param: nn.Parameter, local: torch.Tensor) -> None:
 def plain_gradient(spec: ParamSpec, gradient: torch.Tensor) -> torch.Tensor:
     """The local tensor of a gradient that autograd made as a tensor subclass, with the parameter's placements."""
     with torch.no_grad():
-        if not spec.is_wrapped:
+        if spec.unsharded is None or spec.annotation is not None:
             gradient = torch_private.wait_if_async(gradient)
             if isinstance(gradient, DTensor):
                 return gradient.full_tensor()
@@ -164,9 +166,9 @@ def _below_model_parallel(
 
 
 def _on_whole_mesh(
-    param: nn.Parameter, where: str, ranks: ShardGroup, placement: Shard
+    param: torch.Tensor, where: str, ranks: ShardGroup, placement: Shard
 ) -> tuple[ParamSpec, torch.Tensor]:
-    mesh, names = ranks.spmd_mesh, ranks.spmd_mesh.mesh_dim_names
+    mesh, names = _named_mesh(ranks)
     if not isinstance(param, DTensor):
         raise ValueError(
             "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. via "
@@ -202,11 +204,18 @@ def _on_whole_mesh(
     return ParamSpec(spec, whole, dp_axes, _local_shape(full, ranks, placement.dim), placement.dim), full
 
 
+def _named_mesh(ranks: ShardGroup) -> tuple[DeviceMesh, tuple[str, ...]]:
+    """The whole mesh of ``dp_mesh_dims`` and the names of its axes, which ``shard_group`` has required."""
+    mesh = ranks.spmd_mesh
+    assert mesh is not None and mesh.mesh_dim_names is not None
+    return mesh, mesh.mesh_dim_names
+
+
 def _with_flat_shard_axis(ranks: ShardGroup, placements: tuple[Placement, ...]):
     """Several shard axes count as one: the data-parallel mesh, flattened, takes their place."""
-    mesh, shard_names = ranks.spmd_mesh, ranks.dp_mesh_dims.shard_names
+    (mesh, names), shard_names = _named_mesh(ranks), ranks.dp_mesh_dims.shard_names
     parts, sharding, is_placed = [], [], False
-    for axis, name in enumerate(mesh.mesh_dim_names):
+    for axis, name in enumerate(names):
         if name in shard_names:
             if is_placed:
                 continue

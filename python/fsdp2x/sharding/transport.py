@@ -80,7 +80,7 @@ def device_transport(layer, group: dist.ProcessGroup | None, comm_memory: str | 
     pack_below = pack_below_bytes(torch_private.gathers_of(group, layer.device), world)
     return _C.DeviceTransport(
         all_gather=functools.partial(_all_gather_now, group),
-        all_gather_group=None if pack_below is None else functools.partial(_all_gather_group, group),
+        all_gather_group=None if pack_below is None or group is None else functools.partial(_all_gather_group, group),
         reduce_scatter=device_reduction(group),
         all_to_all=functools.partial(_all_to_all_now, group),
         allocate=None if group is None else torch_private.comm_allocator(comm_memory, group, layer.device),
@@ -130,7 +130,7 @@ def pack_below_bytes(gathers: str, world: int) -> int | None:
 # runs on the current stream and blocks no host; gloo's blocks it, and is for tests there.
 
 
-def _all_gather_now(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor) -> bool:
+def _all_gather_now(group: dist.ProcessGroup | None, output: torch.Tensor, source: torch.Tensor) -> bool:
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(output, source, group=group)
     return True
@@ -141,13 +141,15 @@ def _all_gather_group(group: dist.ProcessGroup, outputs: list[torch.Tensor], sou
     return True
 
 
-def _reduce_scatter_now(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, average: bool) -> bool:
+def _reduce_scatter_now(
+    group: dist.ProcessGroup | None, output: torch.Tensor, source: torch.Tensor, average: bool
+) -> bool:
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(output, source, op=op, group=group)
     return True
 
 
-def _all_to_all_now(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor) -> bool:
+def _all_to_all_now(group: dist.ProcessGroup | None, output: torch.Tensor, source: torch.Tensor) -> bool:
     dist.all_to_all_single(output, source, group=group)
     return True

@@ -192,7 +192,22 @@ class _StateContext:
 
 @refuse(STATE)
 class StateNames:
-    """Mixed into ``ShardedUnit``."""
+    """Mixed into ``ShardedUnit``, which has these attributes."""
+
+    root_state: Any
+    is_last_backward: Any
+    set_is_last_backward: Any
+    lazy_init: Any
+    finish_held_backwards: Any
+    is_root: Any
+    groups: Any
+    name: Any
+    unit: Any
+    auto_reshard: Any
+    mp_policy: Any
+    modules: Any
+    ranks: Any
+    root: Any
 
     def _lazy_init(self) -> None:
         self.lazy_init()
@@ -260,7 +275,12 @@ class StateNames:
 
 @refuse(GROUP)
 class GroupNames:
-    """Mixed into ``ShardedParamGroup``."""
+    """Mixed into ``ShardedParamGroup``, which has these attributes."""
+
+    params: Any
+    ranks: Any
+    unit_state: Any
+    module_fqn: Any
 
     @read_only()
     def fsdp_params(self) -> list:
@@ -347,7 +367,12 @@ class GroupNames:
 
 @refuse(PARAM)
 class ParamNames:
-    """Mixed into ``ShardedParam``."""
+    """Mixed into ``ShardedParam``, which has these attributes."""
+
+    param: Any
+    fqn: Any
+    spec: Any
+    local_size: Any
 
     @read_only("assign with module.load_state_dict(state, assign=True), or write in place")
     def sharded_param(self):
@@ -392,6 +417,6 @@ class ParamNames:
 
 def mesh_info_of(ranks: ShardGroup):
     """The same as upstream's dataclass, an equal one at each call."""
-    axes = {ranks.mesh.get_group(axis): axis for axis in range(ranks.mesh.ndim)}
+    axes: dict[Any, int] = {ranks.mesh.get_group(axis): axis for axis in range(ranks.mesh.ndim)}
     spmd = {"dp_mesh_dims": ranks.dp_mesh_dims, "spmd_mesh": ranks.spmd_mesh} if ranks.spmd_mesh is not None else {}
     return torch_private.mesh_info(ranks.mesh, axes.get(ranks.group), axes.get(ranks.replicate_group), **spmd)

@@ -22,6 +22,7 @@ import difflib
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeGuard
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -99,7 +100,7 @@ class _Tree:
     def free_params(self, module: nn.Module) -> list[nn.Parameter]:
         return [p for p in module.parameters() if id(p) not in self.ignored and not isinstance(p, DTensor)]
 
-    def can_be_unit(self, module: nn.Module | None) -> bool:
+    def can_be_unit(self, module: nn.Module | None) -> TypeGuard[nn.Module]:
         """In the model, not the root, not sharded yet, with something left to shard."""
         if module is None or module is self.model or module not in self.names:
             return False
@@ -187,7 +188,7 @@ def _digits(name: str) -> list[str]:
 
 
 def _of_fsdp_plan(tree: _Tree, scope: str) -> list[UnitPlan]:
-    model = tree.modules[scope]
+    model: Any = tree.modules[scope]
     plan = dict(getattr(model, "_fsdp_plan", None) or {})
     base = getattr(model, model.base_model_prefix, None) if model.base_model_prefix else None
     prefix = f"{model.base_model_prefix}." if isinstance(base, nn.Module) else ""
@@ -340,7 +341,7 @@ def _call(model: nn.Module, method: str) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
-def _final_norm(model: nn.Module) -> nn.Module | None:
+def _final_norm(model: Any) -> nn.Module | None:
     """The last direct child of the decoder (or base model) whose class is a norm."""
     base = getattr(model, model.base_model_prefix, None) if model.base_model_prefix else None
     for owner in (_call(model, "get_decoder"), base, model):

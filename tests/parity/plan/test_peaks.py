@@ -7,7 +7,7 @@ import pytest
 
 from harness import programs
 
-SCRIPT = Path(__file__).resolve().parents[3] / "support" / "peaks.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "support" / "peaks.py"
 # Flags behind reduced rows and pads between parameters.
 SLACK_BYTES = 2**16
 ACTIVATION_BYTES = 3 * 2**17  # no report counts them

@@ -127,7 +127,7 @@ def test_dist_run_checks_exit_codes():
 @pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="starts torchrun itself")
 def test_torchrun_world(tmp_path):
     """One failing rank fails the test on both ranks, and the next test still works."""
-    tests = Path(__file__).parents[3]
+    tests = Path(__file__).parents[2]
     shutil.copytree(tests / "harness", tmp_path / "harness", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(tests / "conftest.py", tmp_path)
     (tmp_path / "test_inner.py").write_text(
