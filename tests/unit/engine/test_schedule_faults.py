@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[3] / "cpp/schedule/mutants.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "cpp/schedule/mutants.py"
 
 
 @pytest.mark.full
