@@ -23,7 +23,7 @@ from harness import distributed
 from reference import only_fsdp2x
 from training import settings, shared_folder, write_model
 
-PACKAGES = ("", ".checkpoint", ".convert", ".export", ".memory", ".moe", ".optim", ".selftest", ".sequence", ".train")
+PACKAGES = ("", ".checkpoint", ".convert", ".export", ".memory", ".moe", ".optim", ".train.selftest", ".sequence", ".train")
 # What functions return or raise, and torch's own classes: nobody is meant to call them.
 NOT_CALLED = {
     "CPUOffloadPolicy", "CheckpointError", "ConfigError", "TrainingError", "DataParallelMeshDims", "ExpertGroup",
