@@ -12,7 +12,7 @@ from importlib.metadata import version as _version
 import torch.distributed.fsdp as _torch_fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp2x import checkpoint, export, moe, optim, rl, rollout, sync
+from fsdp2x import checkpoint, export, moe, optim, rl, rollout, sequence, sync
 from fsdp2x.base import gloo_threads  # noqa: F401, at the end of the process it waits for gloo
 from fsdp2x.install import install, uninstall
 from fsdp2x.io.full_tensors import full_tensors
@@ -71,6 +71,7 @@ __all__ = [
     "rollout",
     "save_adapter",
     "save_hf",
+    "sequence",
     "shard_vision_language",
     "share_comm_ctx",
     "sleep",

@@ -23,7 +23,9 @@ from harness import distributed
 from reference import only_fsdp2x
 from training import settings, shared_folder, write_model
 
-PACKAGES = ("", ".checkpoint", ".convert", ".export", ".memory", ".moe", ".optim", ".train.selftest", ".sequence", ".train")
+PACKAGES = (
+    "", ".checkpoint", ".convert", ".export", ".memory", ".moe", ".optim", ".sequence", ".train", ".train.selftest",
+)  # fmt: skip
 # What functions return or raise, and torch's own classes: nobody is meant to call them.
 NOT_CALLED = {
     "CPUOffloadPolicy", "CheckpointError", "ConfigError", "TrainingError", "DataParallelMeshDims", "ExpertGroup",

@@ -213,7 +213,7 @@ def test_the_compiler_has_the_version_of_torch(tmp_path, cuda_wheels, line):
     torch = torch_for_cuda(tmp_path, line)
     assert torch.cuda == "13.0"
     wanted = cuda_wheels.requirements(torch)
-    for name in ("nvcc", "crt", "base"):
+    for name in ("nvcc", "crt", "runtime"):
         assert f"nvidia-cuda-{name}==13.0.*" in wanted
     assert "nvidia-nvvm==13.0.*" in wanted
     assert [name for name in wanted if name.startswith("nvidia-cuda-cccl")] == ["nvidia-cuda-cccl>=13.0,<14"]
