@@ -1,5 +1,5 @@
 // All small training programs on the schedule, with an exception at every effect. Each gather is released once, memory
-// returns to its start, no gradient is lost in silence or added twice, and ranks issue the same collectives.
+// returns to its start, no gradient is silently lost or added twice, and ranks issue the same collectives.
 #include <gtest/gtest.h>
 
 #include <cstdlib>

@@ -1,5 +1,5 @@
-// What a schedule asks for: one interface, whose implementations work on tensors (the engine), on byte counts (the
-// planner) and on records (tests).
+// The actions that a schedule asks for. The engine implements them on tensors, the planner on byte counts, and tests on
+// records.
 //
 // Contract, which the schedule relies on and enforces:
 //
@@ -46,7 +46,7 @@ struct OpenSection {
   virtual ~OpenSection() = default;
 };
 
-// What has become of a posted reduction.
+// The state of a posted reduction.
 enum class Reduced : uint8_t {
   later,  // a peer posts later: ask again, with `flush` at the latest
   kept,   // the transport keeps the rows for an all-reduce of its own
@@ -58,7 +58,7 @@ class Effects {
   virtual ~Effects() = default;
 
   // --- questions, which change nothing ---
-  // Whether this thread runs nodes of a backward. A recomputed forward is inside, too.
+  // Whether this thread runs nodes of a backward. A forward that a checkpoint recomputes counts as well.
   virtual bool inside_backward() const = 0;
   // Whether autograd still has the backward that begin_backward announced.
   virtual bool backward_is_alive() const = 0;
@@ -71,10 +71,10 @@ class Effects {
   virtual bool expects_gradients(const ScheduledGroup& group) const = 0;
   // Whether peers wait in a collective for a reduction of a group that has no gradient here.
   virtual bool is_collective(const ScheduledGroup& group) const = 0;
-  // The group has packed nothing, but peers may have, or rows wait: it is reduced all the same.
+  // Whether to reduce a group that has packed nothing, because peers may have, or because rows wait.
   virtual bool needs_empty_reduction(const ScheduledGroup& group) const = 0;
-  // Whether reductions on their way hold memory that the group needs next: to pack a gradient of `param`, or (null) for
-  // its reduction, or beside it, if that is posted.
+  // Whether pending reductions hold memory that the group needs next. `param`: to pack a gradient of it. Null: for the
+  // group's reduction, or while that runs.
   virtual bool needs_room(const ScheduledGroup& group, std::optional<size_t> param) = 0;
   // Whether what is packed of the group was handed to the user, who may write to it.
   virtual bool is_shown(const ScheduledGroup& /*group*/) const { return false; }
@@ -97,7 +97,7 @@ class Effects {
   virtual void refuse_lost(ScheduledUnit& /*unit*/) {}
   // Before a forward over parameters that are gathered already. False: they must be gathered again.
   virtual bool follow_gathered(ScheduledUnit& /*unit*/) { return true; }
-  // Own rows into the slot, posted to the peers. `shards_stand_still`: nobody writes to shards now.
+  // Writes this rank's rows into the slot and posts them to the peers. `shards_stand_still`: no shard changes now.
   virtual void begin_gather(ScheduledGroup& group, bool shards_stand_still) = 0;
   // All rows are there, and modules register the unsharded parameters.
   virtual void finish_gather(ScheduledUnit& unit, ScheduledGroup& group) = 0;
@@ -112,11 +112,11 @@ class Effects {
   // --- passes ---
   virtual void begin_pass(PassKind /*kind*/) {}
   virtual void end_pass() {}
-  // The backward is gone. Nobody is waited for or told.
+  // Forgets the pass of a backward that is gone. Peers are not notified.
   virtual void forget_pass() {}
   // Warns of waiting gradients that an optimizer's zero_grad has left. The warning may be an exception.
   virtual void warn_of_zeroed() {}
-  // Of the root, outside of a backward; `number` counts these from 1.
+  // The root's forward begins, outside of a backward. `number` counts these from 1.
   virtual void begin_forward(uint64_t number) = 0;
   virtual void end_forward() = 0;
   // Announces the root's callback to autograd. `is_alone`: the backward is of the last forward only. Returns whether
@@ -161,7 +161,7 @@ class Effects {
   virtual void drop_partial(ScheduledGroup& /*group*/) {}
   virtual void drop_reduced(ScheduledGroup& /*group*/) {}
   virtual void drop_download(ScheduledGroup& /*group*/) {}
-  // What autograd has accumulated.
+  // Gradients that autograd has accumulated.
   virtual void drop_unpacked(ScheduledGroup& /*group*/) {}
 };
 

@@ -18,7 +18,7 @@ class Gathers {
   void reshard(ScheduledUnit& unit);
   // Rows may stay in a smaller world.
   void reshard_after_forward(ScheduledUnit& unit);
-  // A gather that nobody used.
+  // Cancels an unused gather.
   void cancel(ScheduledUnit& unit);
   void drop_rows(ScheduledUnit& unit);
 

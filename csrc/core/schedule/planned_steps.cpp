@@ -107,7 +107,7 @@ void MemoryEffects::begin_reduce(ScheduledUnit& /*unit*/, ScheduledGroup& schedu
   state.transport->take_rows(group);
 }
 
-// The worst case of ranks that share memory: what is posted at the end of a backward waits for peers that are behind.
+// Assumes the worst case of ranks that share memory: groups that are posted at the end of a backward wait for peers.
 Reduced MemoryEffects::finish_reduce(ScheduledUnit& /*unit*/, ScheduledGroup& scheduled, bool flush) {
   PlannedGroup& group = of(scheduled);
   const PerGroup& state = state_of(group);

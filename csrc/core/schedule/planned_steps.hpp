@@ -28,8 +28,8 @@ class PlannedUnit final : public ScheduledUnit {
   ScheduleOptions options;
 };
 
-// What a walk through the modules of a model meets: a unit's first module, a module that uses trainable parameters of a
-// group, the end of a unit's last module.
+// A point on a walk through the modules of a model: a unit's first module, a module that uses trainable parameters of a
+// group, or the end of a unit's last module.
 struct PlannedEvent {
   enum class Kind : uint8_t { open, use, close };
   Kind kind = Kind::open;
@@ -55,7 +55,7 @@ class MemoryEffects final : public Effects {
     in_backward_ = runs;
     syncs_ = syncs;
   }
-  // Its end, where posted groups wait for peers that are behind.
+  // The backward ends. Groups that are posted now wait for slower peers.
   void end(bool ends) { is_ending_ = ends; }
   void set_gradient(const PlannedGroup& group) { ready_ = &group; }
   void set_outstanding(const ScheduledUnit& unit, bool is_outstanding);

@@ -188,7 +188,7 @@ void Reductions::drop_partial(ScheduledGroup& group) {
 }
 
 void Reductions::forget_pending() {
-  // Of a manual finalization, reductions of earlier backwards go on.
+  // With manual finalization, reductions of earlier backwards continue.
   std::erase_if(pending_,
                 [this](const OnItsWay& one) { return one.group->contributions_.backward == backward_number(); });
 }

@@ -1,5 +1,5 @@
-// Gradients from autograd to `.grad`, for all units of one root: packed, posted, finished, attached. What an exception
-// spoils is decided here.
+// Gradients from autograd to `.grad`, for all units of one root: packed, posted, finished, attached. Also decides which
+// gradients an exception invalidates.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +47,7 @@ class Reductions {
   // Reductions of a backward that raised. They hold their units, and those hold the root: nothing would be freed when
   // the model goes before another backward comes.
   void forget_pending();
-  // What the backward that raised has packed or reduced of the unit, and is not in `.grad`. Gradients of earlier
+  // Drops gradients that the raised backward has packed or reduced and that are not in `.grad`. Gradients of earlier
   // backwards stay, unless they are in one sum with it: then they are lost.
   void abandon(ScheduledUnit& unit);
   // All gradients of the unit that are not in `.grad`.

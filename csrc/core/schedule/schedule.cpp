@@ -195,7 +195,7 @@ void Schedule::fail_forward(ScheduledUnit& unit) {
 
 void Schedule::abandon_forward(bool interrupted) {
   effects_.end_pass();
-  // A backward that comes all the same waits for ranks that left this forward, too.
+  // If a backward follows anyway, it also waits for ranks that left this forward.
   forward_.is_alone = false;
   if (forward_.has_grad) ++forward_.num_raised;
   forward_.root = nullptr;

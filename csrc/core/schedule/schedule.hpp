@@ -85,7 +85,7 @@ class Schedule {
   void abandon_forward(bool interrupted);
   // A recomputation inside a backward raised, and the backward with it.
   void leave_recomputation() { forward_.root = nullptr; }
-  // Forwards under grad, and how many of them raised: ranks that raised alone and went on can be told apart.
+  // Forwards under grad, and how many of them raised. They identify ranks that raised alone and continued.
   uint64_t num_forwards_begun() const { return forward_.num_begun; }
   uint64_t num_forwards_raised() const { return forward_.num_raised; }
 

@@ -1,8 +1,6 @@
 // Transitions of units and groups.
 #include "core/schedule/states.hpp"
 
-#include <algorithm>
-
 #include "core/error.hpp"
 
 namespace fsdp2x {
@@ -53,10 +51,6 @@ void ScheduledGroup::set_gradients(GradientState to) {
   }
   gradient_state_ = to;
   if (to == GradientState::none) was_zeroed_ = false;
-}
-
-bool ScheduledUnit::has_open_gradients() const {
-  return std::any_of(groups_.begin(), groups_.end(), [](const auto* group) { return group->is_open(); });
 }
 
 void ScheduledUnit::set_scheduled_groups(std::vector<ScheduledGroup*> groups) {

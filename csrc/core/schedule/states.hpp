@@ -52,7 +52,6 @@ class ScheduledGroup {
 
   virtual const std::string& name() const = 0;
 
-  GatherState gather_state() const { return gather_state_; }
   // While it is sharded, its rows are those of the smaller world. The next gather reads them.
   bool keeps_rows() const { return keeps_rows_; }
   // Returns whether it did.
@@ -114,7 +113,6 @@ class ScheduledUnit : public std::enable_shared_from_this<ScheduledUnit> {
   size_t num_running() const { return num_running_; }
   // Position of its reduction among all of this and earlier backwards. It grows and is the same on every rank.
   uint64_t backward_position() const { return backward_position_; }
-  bool has_open_gradients() const;
 
   using Prefetches = std::vector<std::weak_ptr<ScheduledUnit>>;
   void set_forward_prefetch(Prefetches units) { forward_prefetch_ = std::move(units); }

@@ -60,15 +60,15 @@ struct PlannedRanks {
   std::optional<size_t> max_reduce_buffers;  // packed units on their way, on a device; null: by bytes
 };
 
-// What one transport holds.
+// The memory of one transport.
 class TransportMemory {
  public:
   virtual ~TransportMemory() = default;
 
   virtual bool has_streams() const { return false; }
-  // Gathers run ahead in forward, and reductions beside the next unit.
+  // Gathers run ahead in forward, and reductions overlap with the next unit.
   virtual bool overlaps() const { return true; }
-  // Ranks see what others have posted, and may be behind: what is posted at the end of a backward waits for them.
+  // Ranks see the posts of others. Groups that are posted at the end of a backward wait for slower ranks.
   virtual bool is_shared() const { return false; }
 
   virtual void begin_gather(const PlannedGroup& group) = 0;
@@ -84,7 +84,7 @@ class TransportMemory {
   virtual bool needs_room(const PlannedGroup& group, bool for_gradient) = 0;
   virtual void make_room(const PlannedGroup& /*group*/) {}
   virtual void begin_reduce(const PlannedGroup& /*group*/) {}
-  // Where the collective writes to; after the gradients are packed and freed.
+  // Takes the memory that the collective writes to, after the gradients are packed and freed.
   virtual void take_rows(const PlannedGroup& /*group*/) {}
   virtual void finish_reduce(const PlannedGroup& group) = 0;
   virtual void begin_download(const PlannedGroup& /*group*/) {}
@@ -146,7 +146,7 @@ class GroupTransportMemory final : public TransportMemory {
   size_t scratch_bytes() const override { return tally_.peak_bytes(); }
 
  private:
-  // What is held of a group.
+  // Memory of a group.
   struct Held {
     int slot = -1;
     size_t gathered = 0, slot_bytes = 0, packed = 0, sent = 0, received = 0, rows = 0;
@@ -193,7 +193,7 @@ class DeviceTransportMemory final : public TransportMemory {
   size_t landing_bytes() const override { return landing_bytes_; }
 
  private:
-  // What is held of a group.
+  // Memory of a group.
   struct Held {
     int slot = -1, upload = -1, staging = -1;
     int packed = -1;      // a buffer with gradients that came without gradient sync

@@ -1,5 +1,5 @@
-// What the units below one root module share. Autograd's nodes and the hooks of modules come in here; the schedule
-// (core/schedule) decides, and TensorEffects executes.
+// The state that the units below one root module share. Autograd's nodes and the hooks of modules come in here; the
+// schedule (core/schedule) decides, and TensorEffects executes.
 #pragma once
 
 #include <memory>
@@ -22,13 +22,13 @@ class Root : public std::enable_shared_from_this<Root> {
   void add_post_forward(const ParamGroup& group, const std::shared_ptr<Transport>& transport);
   // Memory that replicas share: they tell each other by it, as the ranks of a transport do, which pass they have left.
   void add_replicas(const std::shared_ptr<cpu::ShmGroup>& group) { effects_.add_shared_group(group); }
-  // Of a process group of the transports or the replicas: its ranks are told when a pass of this root raises.
+  // Adds the agreement of a process group of the transports or the replicas. Its ranks learn when a pass raises.
   void add_agreement(const std::shared_ptr<Agreement>& agreement) { effects_.add_agreement(agreement); }
   const std::vector<std::shared_ptr<Transport>>& transports() const { return effects_.transports(); }
   std::vector<std::shared_ptr<Unit>> units() const;
   Schedule& schedule() { return schedule_; }
   const Schedule& schedule() const { return schedule_; }
-  // Whether somebody replaced shards, so that the units must adopt them before they are gathered. Needs the GIL.
+  // Whether shards were replaced, so that the units must adopt them before the next gather. Needs the GIL.
   bool has_replaced_shards() const;
 
   // --- forward ---
@@ -56,7 +56,7 @@ class Root : public std::enable_shared_from_this<Root> {
   void reset();
   // See Transport::release_idle; also the gradient blocks that are free.
   void release_idle();
-  // What the next forward's gathers wait for, once; null: everything enqueued before it.
+  // Sets the event that the next forward's gathers wait for, once. Null: everything enqueued before it.
   void set_post_optimizer_event(PyRef event) { effects_.set_post_optimizer_event(std::move(event)); }
 
   Counters& counters() const { return effects_.commons()->counters; }

@@ -38,15 +38,15 @@ class TensorEffects final : public Effects {
   void add_shared_group(const std::shared_ptr<cpu::ShmGroup>& group);
   void add_agreement(const std::shared_ptr<Agreement>& agreement);
   const std::vector<std::shared_ptr<Transport>>& transports() const { return transports_; }
-  // What the groups of the units share.
+  // State that the groups of the units share.
   const std::shared_ptr<Commons>& commons() const { return commons_; }
   WaitingGradients& waiting() { return waiting_; }
   void set_post_optimizer_event(PyRef event) { post_optimizer_event_ = std::move(event); }
   void release_unused_gradients();
   // Tells the peers that this rank's pass has raised.
   void leave_pass(const std::string& why) noexcept;
-  // Raises the first exception of a hook that ran behind a gradient. Gradients arrive at another moment on each rank:
-  // raised there, it would keep this rank from reductions that others have posted.
+  // Raises the first exception of a hook that ran after a gradient was attached. Gradients arrive at another moment on
+  // each rank: raised there, it would keep this rank from reductions that others have posted.
   void raise_error_of_hook();
   void forget_error_of_hook() { error_of_hook_ = nullptr; }
 

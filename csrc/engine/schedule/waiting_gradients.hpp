@@ -1,4 +1,4 @@
-// What the user sees of gradients that wait for a reduction or an all-reduce. With the GIL.
+// Access of the user to gradients that wait for a reduction or an all-reduce. With the GIL.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,8 @@
 
 namespace fsdp2x {
 
-// What is packed of the group, whole and by parameter, outside of the transport from now on. Empty: nothing is packed.
+// The packed gradients of the group, whole and by parameter. From now on they are outside of the transport. Empty:
+// nothing is packed.
 std::vector<at::Tensor>& show_packed(ParamGroup& group);
 // Adds a gradient to what is shown.
 void add_to_shown(ParamGroup& group, size_t param, const at::Tensor& gradient);

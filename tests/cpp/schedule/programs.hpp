@@ -233,8 +233,7 @@ class Rank {
     }
     if (!gets_gradient(group.number) || has_loss) return;
     for (const int number : completed_) {
-      require(held.contains(number) || group.attached.contains(number),
-              "a gradient is lost in silence: " + group.name());
+      require(held.contains(number) || group.attached.contains(number), "a gradient is silently lost: " + group.name());
     }
   }
 
@@ -254,7 +253,7 @@ void for_each_model(int num, const Visit& visit) {
   const auto choose = [&](const auto& self, size_t at) -> void {
     if (at == units.size()) return visit(units);
     for (int parent = at == 0 ? -1 : 0; parent < static_cast<int>(at); ++parent) {
-      for (int bits = 0; bits < (at == 0 ? 4 : 8); ++bits) {  // nobody calls the root twice
+      for (int bits = 0; bits < (at == 0 ? 4 : 8); ++bits) {  // the root is called once
         units[at] = {parent, (bits & 1) != 0, (bits & 4) != 0, (bits & 2) != 0};
         self(self, at + 1);
       }
