@@ -176,7 +176,7 @@ lint: $(TOOLS)
 	$(BIN)/ruff check $(PY_DIRS)
 	$(BIN)/ruff format --check $(PY_DIRS)
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
-	$(BIN)/lint-imports
+	PYTHONPATH=python $(BIN)/lint-imports
 	$(BIN)/pyrefly check --python-interpreter-path $(RUN_PYTHON) --output-format min-text
 
 # What a type checker knows of the compiled module, read from it; a unit test says when that is due.
