@@ -17,11 +17,7 @@ void Gathers::begin(ScheduledUnit& unit, bool shards_stand_still) {
       effects_.begin_gather(*group, shards_stand_still);
     }
   } catch (...) {
-    try {
-      cancel(unit);
-    } catch (...) {
-      // The first exception says what went wrong.
-    }
+    cancel_after_exception(unit);
     throw;
   }
 }
@@ -35,11 +31,7 @@ void Gathers::finish(ScheduledUnit& unit) {
       group->gather_state_ = GatherState::filled;
     }
   } catch (...) {
-    try {
-      cancel(unit);
-    } catch (...) {
-      // The first exception says what went wrong.
-    }
+    cancel_after_exception(unit);
     throw;
   }
   unit.set_params(ParamState::gathering, ParamState::unsharded);
@@ -80,6 +72,14 @@ void Gathers::reshard_after_forward(ScheduledUnit& unit) {
 void Gathers::cancel(ScheduledUnit& unit) {
   effects_.check_process(unit, "reshard unit");
   release(unit, /*may_keep_rows=*/false);
+}
+
+void Gathers::cancel_after_exception(ScheduledUnit& unit) noexcept {
+  try {
+    cancel(unit);
+  } catch (...) {
+    // The first exception says what went wrong.
+  }
 }
 
 void Gathers::drop_rows(ScheduledUnit& unit) {

@@ -23,6 +23,7 @@ class Gathers {
   void drop_rows(ScheduledUnit& unit);
 
  private:
+  void cancel_after_exception(ScheduledUnit& unit) noexcept;
   // Releases the groups, canceled where they are not filled. Throws the first exception after all of them.
   void release(ScheduledUnit& unit, bool may_keep_rows);
 
