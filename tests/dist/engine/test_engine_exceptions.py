@@ -11,6 +11,7 @@ import torch
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from reference import both_transports, grads, only_fsdp2x, params, same, shard, shard_stock
+from user_collectives import UserGather
 
 
 def step(ctx, model, number):
@@ -65,20 +66,6 @@ def test_the_interpreter_is_entered_for_parameter_stores_only(ctx):
     assert after["python_calls"] == before["python_calls"]
 
 
-class Refusing:
-    """A custom all-gather that raises when it is told to."""
-
-    raises = False
-
-    def allocate(self, size, *, dtype, device):
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        if self.raises:
-            raise RuntimeError("refused")
-        return torch.distributed.all_gather_into_tensor(output_tensor, input_tensor, group=group)
-
-
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("transport", ["process_group", "streams"])
 def test_a_gather_that_raises_gives_its_memory_back(ctx, transport):
@@ -87,7 +74,7 @@ def test_a_gather_that_raises_gives_its_memory_back(ctx, transport):
 
     def run(num_failures):
         model = shard(ctx, Stack(), STACK_UNITS, transport=transport)
-        gather = Refusing()
+        gather = UserGather()
         model.blocks[1].set_custom_all_gather(gather)
         losses = [step(ctx, model, 0)]
         for _ in range(num_failures):

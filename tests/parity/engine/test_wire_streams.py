@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import fsdp2x
 import streams
 from harness import distributed
 from reference import grads, mesh_of, only_fsdp2x, params, same, shard
+from user_collectives import UserGather
 from wire import UNITS, gathered, loss_of, reference, root_stats, sharded
 
 
@@ -41,14 +41,6 @@ def test_devices_without_our_kernels_refuse(ctx):
         loss_of(model, ctx.rank)
 
 
-class CustomGather:
-    def allocate(self, size, *, dtype, device):
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("case", ["settings", "bytes", "custom gather", "accumulation", "offload"])
 def test_streams_meet_other_settings(ctx, case):
@@ -61,7 +53,7 @@ def test_streams_meet_other_settings(ctx, case):
     for one in (twin, model):
         one.set_wire_dtype(weights="fp8" if case == "settings" else "int8", gradients="int8")
         if case == "custom gather":
-            one.blocks[0].set_custom_all_gather(CustomGather())
+            one.blocks[0].set_custom_all_gather(UserGather())
         if case == "bytes":
             one.set_all_reduce_hook(lambda rows: rows.mul_(2.0))
     for step in range(3):

@@ -19,6 +19,7 @@ from harness import distributed
 from memory import LEDGER, POLICIES, run_stack
 from models import STACK_UNITS, Stack
 from reference import TRANSPORTS, both_transports, mesh_of, only_fsdp2x, shard, shard_auto
+from user_collectives import UserGather, UserScatter
 
 NUM_STEPS = 4
 # Step counters, flags of gradients, activations that autograd still holds: small tensors of the step itself.
@@ -199,23 +200,6 @@ def test_gradients_that_are_added_to_on_the_host(ctx):
     assert 0 < plan.landing_bytes <= blocks * largest and blocks <= 3
 
 
-class Custom:
-    """Collectives of a user's, in memory of their own."""
-
-    def allocate(self, size, *, dtype, device):
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class Gather(Custom):
-    def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
-
-
-class Scatter(Custom):
-    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
-
-
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("setting", ["all_gather", "reduce_scatter", "hook", "buffers", "divisor"])
 def test_settings_that_move_memory(ctx, setting):
@@ -225,9 +209,9 @@ def test_settings_that_move_memory(ctx, setting):
                   offload_policy=offload)  # fmt: skip
     plain = fsdp2x.memory_report(model).to_dict()
     if setting == "all_gather":
-        model.blocks[0].set_custom_all_gather(Gather())
+        model.blocks[0].set_custom_all_gather(UserGather())
     elif setting == "reduce_scatter":
-        model.blocks[0].set_custom_reduce_scatter(Scatter())
+        model.blocks[0].set_custom_reduce_scatter(UserScatter())
     elif setting == "hook":
         for module in (model, *model.blocks):
             module.set_all_reduce_hook(lambda rows: None)
