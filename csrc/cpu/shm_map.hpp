@@ -55,7 +55,7 @@ struct alignas(64) UnitRecord {
   Word posted;
   Word tag;
   Word scratch_offset;
-  Word num_begun;   // forwards, see Forwards
+  Word num_begun;   // forwards, see ForwardCounts
   Word num_raised;  // likewise
   Word consumed;
   Word num_skipped;  // synchronized backwards that ended without a reduction of this unit

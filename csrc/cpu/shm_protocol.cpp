@@ -141,9 +141,9 @@ struct ShmProtocol::Impl {
   }
 
   void compare_forwards(uint32_t unit, uint64_t epoch, int rank) const {
-    const Forwards mine = forwards_of(unit, options.rank), theirs = forwards_of(unit, rank);
+    const ForwardCounts mine = forwards_of(unit, options.rank), theirs = forwards_of(unit, rank);
     if (mine.num_raised == theirs.num_raised || mine.num_begun == theirs.num_begun) return;
-    const auto text = [this](int who, const Forwards& forwards) {
+    const auto text = [this](int who, const ForwardCounts& forwards) {
       return options.name(who) + " began " + std::to_string(forwards.num_begun) + " forwards, of which " +
              std::to_string(forwards.num_raised) + " raised";
     };
@@ -152,7 +152,7 @@ struct ShmProtocol::Impl {
                 ": their gradients are of different steps. When a forward raises on one rank, all ranks must leave out "
                 "that batch (all-reduce a flag before backward), or none may go on: restart from a checkpoint");
   }
-  Forwards forwards_of(uint32_t unit, int rank) const {
+  ForwardCounts forwards_of(uint32_t unit, int rank) const {
     const UnitRecord& own = record(unit, rank);
     return {own.num_begun.load(std::memory_order_relaxed), own.num_raised.load(std::memory_order_relaxed)};
   }
@@ -335,7 +335,7 @@ void ShmProtocol::release_slot(uint32_t slot, uint64_t num_uses) {
 }
 
 void ShmProtocol::post_reduction(uint32_t unit, uint64_t epoch, uint64_t tag, uint64_t scratch_offset,
-                                 Forwards forwards) {
+                                 ForwardCounts forwards) {
   require_own_process();
   Impl& impl = *impl_;
   impl.peers.wait(

@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 
+#include "core/forward_counts.hpp"
 #include "cpu/process_guard.hpp"
 #include "cpu/shm_options.hpp"
 
@@ -24,12 +25,6 @@ struct GatherPost {
   uint64_t slot_offset = 0;
   uint64_t bytes = 0;
   uint64_t settings = 0;  // packed UnitSettings, when it was posted
-};
-
-// Forwards under grad that a rank had begun when it posted a reduction, and how many of them raised.
-struct Forwards {
-  uint64_t num_begun = 0;
-  uint64_t num_raised = 0;
 };
 
 // later: a peer posts only after this rank has gone on, at the latest in its root callback.
@@ -80,7 +75,8 @@ class ShmProtocol {
   // Reduction. `epoch` counts the reductions of this unit: 1, 2, 3 ...; `tag` is compared between ranks, and
   // so are `forwards`: a rank that failed alone and began another forward is a step ahead. Who failed alone and left
   // out the batch together with all ranks is not, nor who runs more forwards than others and never failed.
-  void post_reduction(uint32_t unit, uint64_t epoch, uint64_t tag, uint64_t scratch_offset, Forwards forwards = {});
+  void post_reduction(uint32_t unit, uint64_t epoch, uint64_t tag, uint64_t scratch_offset,
+                      ForwardCounts forwards = {});
   // Waits as the protocol says. `position` is this unit's position in the backward order (larger = later). `flush`: in
   // the root callback, wait for every peer without exception.
   Joined join_reduction(uint32_t unit, uint64_t epoch, uint64_t tag, uint64_t position, bool flush);

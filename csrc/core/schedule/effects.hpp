@@ -27,6 +27,7 @@
 #include <optional>
 
 #include "core/collective_order.hpp"
+#include "core/forward_counts.hpp"
 #include "core/schedule/states.hpp"
 
 namespace fsdp2x {
@@ -115,9 +116,9 @@ class Effects {
   // Forgets the pass of a backward that is gone. Peers are not notified.
   virtual void forget_pass() {}
   // Warns of waiting gradients that an optimizer's zero_grad has left. The warning may be an exception.
-  virtual void warn_of_zeroed() {}
+  virtual void warn_of_zeroed(const ScheduledUnits& /*units*/) {}
   // The root's forward begins, outside of a backward. `number` counts these from 1.
-  virtual void begin_forward(uint64_t number) = 0;
+  virtual void begin_forward(uint64_t number, const ScheduledUnits& units) = 0;
   virtual void end_forward() = 0;
   // Announces the root's callback to autograd. `is_alone`: the backward is of the last forward only. Returns whether
   // gradients go to all leaves of the graph.
@@ -139,7 +140,7 @@ class Effects {
   virtual void pack_shown(ScheduledGroup& /*group*/, size_t /*param*/) {}
   // This backward may have no more gradients for the group: what is held may be packed and freed.
   virtual void settle(ScheduledGroup& group) = 0;
-  virtual void begin_reduce(ScheduledUnit& unit, ScheduledGroup& group) = 0;
+  virtual void begin_reduce(ScheduledUnit& unit, ScheduledGroup& group, ForwardCounts forwards) = 0;
   virtual Reduced finish_reduce(ScheduledUnit& unit, ScheduledGroup& group, bool flush) = 0;
   // The backward ends without a reduction of the group.
   virtual void skip_reduce(ScheduledGroup& /*group*/) {}

@@ -95,7 +95,7 @@ void MemoryEffects::settle(ScheduledGroup& group) {
   whole_.give_back(of(group).bytes.gradient);
 }
 
-void MemoryEffects::begin_reduce(ScheduledUnit& /*unit*/, ScheduledGroup& scheduled) {
+void MemoryEffects::begin_reduce(ScheduledUnit& /*unit*/, ScheduledGroup& scheduled, ForwardCounts /*forwards*/) {
   PlannedGroup& group = of(scheduled);
   PerGroup& state = state_of(group);
   reductions_.push_back(group.number);

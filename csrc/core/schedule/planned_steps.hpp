@@ -83,7 +83,7 @@ class MemoryEffects final : public Effects {
   void finish_gather(ScheduledUnit& unit, ScheduledGroup& group) override;
   bool release_gather(ScheduledGroup& group, bool may_keep_rows) override;
   void cancel_gather(ScheduledGroup& group) override { release_gather(group, /*may_keep_rows=*/false); }
-  void begin_forward(uint64_t /*number*/) override {}
+  void begin_forward(uint64_t /*number*/, const ScheduledUnits& /*units*/) override {}
   void end_forward() override {}
   bool begin_backward(uint64_t /*number*/, bool /*is_alone*/) override { return true; }
   void end_backward() override;
@@ -91,7 +91,7 @@ class MemoryEffects final : public Effects {
   void make_room(ScheduledGroup& group) override;
   void pack(ScheduledGroup& group, size_t param) override;
   void settle(ScheduledGroup& group) override;
-  void begin_reduce(ScheduledUnit& unit, ScheduledGroup& group) override;
+  void begin_reduce(ScheduledUnit& unit, ScheduledGroup& group, ForwardCounts forwards) override;
   Reduced finish_reduce(ScheduledUnit& unit, ScheduledGroup& group, bool flush) override;
   void attach(ScheduledGroup& /*group*/) override {}
   void begin_download(ScheduledGroup& group) override;

@@ -37,7 +37,7 @@ bool Reductions::is_awaited(const ScheduledUnit& unit, const ScheduledGroup& gro
   return !effects_.has_outstanding_calls(unit) && effects_.is_collective(group);
 }
 
-void Reductions::post(ScheduledUnit& unit, ScheduledGroup& group) {
+void Reductions::post(ScheduledUnit& unit, ScheduledGroup& group, ForwardCounts forwards) {
   group.contributions_.add(backward_number(), /*is_first=*/!group.is_open());
   if (effects_.is_shown(group)) {
     for (size_t i = 0; i < effects_.num_params(group); ++i) {
@@ -48,7 +48,7 @@ void Reductions::post(ScheduledUnit& unit, ScheduledGroup& group) {
   make_room(group, std::nullopt);
   group.set_gradients(GradientState::posted);
   group.posts_late_ = false;
-  effects_.begin_reduce(unit, group);
+  effects_.begin_reduce(unit, group, forwards);
   make_room(group, std::nullopt);  // beside it
   pending_.push_back({unit.shared_from_this(), &group});
 }
@@ -133,7 +133,7 @@ void Reductions::all_reduce(const std::shared_ptr<ScheduledUnit>& unit, Schedule
 
 // --- the end of a backward ---
 
-void Reductions::flush(const ScheduledUnits& units) {
+void Reductions::flush(const ScheduledUnits& units, ForwardCounts forwards) {
   // Units whose backward autograd did not announce (inputs without gradient), whose calls are still outstanding, or
   // that got gradients after their reduction.
   for (auto it = units.rbegin(); it != units.rend(); ++it) {
@@ -148,7 +148,7 @@ void Reductions::flush(const ScheduledUnits& units) {
         continue;
       }
       const auto section = effects_.open_section(unit, Section::post_backward_reduce);
-      post(unit, *group);
+      post(unit, *group, forwards);
     }
   }
   while (!pending_.empty()) {

@@ -13,8 +13,6 @@
 
 namespace fsdp2x {
 
-using ScheduledUnits = std::vector<std::shared_ptr<ScheduledUnit>>;
-
 class Reductions {
  public:
   explicit Reductions(Effects& effects) : effects_(effects) {}
@@ -33,11 +31,11 @@ class Reductions {
   // unit took part in a forward under grad, and no graph that lives has a call of it.
   bool is_awaited(const ScheduledUnit& unit, const ScheduledGroup& group) const;
   // The group's gradients of this backward are complete: their reduction begins.
-  void post(ScheduledUnit& unit, ScheduledGroup& group);
+  void post(ScheduledUnit& unit, ScheduledGroup& group, ForwardCounts forwards);
   // Finishes the posted reductions that all ranks have reached.
   void finish_pending();
   // Posts what no unit's backward has posted, in an order that is the same on every rank, and finishes everything.
-  void flush(const ScheduledUnits& units);
+  void flush(const ScheduledUnits& units, ForwardCounts forwards);
 
   // --- what goes ---
   // Packed or posted gradients. Returns whether there were any.

@@ -110,17 +110,17 @@ void Schedule::begin_forward(ScheduledUnit& unit, bool has_grad) {
   ++forward_.number;
   forward_.has_grad = has_grad;
   effects_.begin_pass(has_grad ? PassKind::forward : PassKind::evaluation);
-  if (has_grad) {
-    ++forward_.num_begun;
-    effects_.warn_of_zeroed();
-  }
   const ScheduledUnits alive = units();
+  if (has_grad) {
+    ++forward_.counts.num_begun;
+    effects_.warn_of_zeroed(alive);
+  }
   const bool outstanding =
       std::any_of(alive.begin(), alive.end(), [this](const auto& one) { return effects_.has_outstanding_calls(*one); });
   order_.begin_forward(!outstanding, alive);
   if (!outstanding) backward_.num_calls = 0;
   forward_.is_alone = has_grad && !outstanding;
-  effects_.begin_forward(forward_.number);
+  effects_.begin_forward(forward_.number, alive);
 }
 
 void Schedule::gather_for_forward(ScheduledUnit& unit, const Entry& entry) {
@@ -197,7 +197,7 @@ void Schedule::abandon_forward(bool interrupted) {
   effects_.end_pass();
   // If a backward follows anyway, it also waits for ranks that left this forward.
   forward_.is_alone = false;
-  if (forward_.has_grad) ++forward_.num_raised;
+  if (forward_.has_grad) ++forward_.counts.num_raised;
   forward_.root = nullptr;
   const ScheduledUnits alive = units();
   order_.abandon_forward(alive);
@@ -251,7 +251,7 @@ void Schedule::begin_backward() {
   if (in_backward() || !effects_.inside_backward()) return;
   if (backward_.has_begun) abandon_backward();
   reductions_.refuse_after_loss();
-  effects_.warn_of_zeroed();
+  effects_.warn_of_zeroed(units());
   backward_.has_begun = true;
   effects_.begin_pass(PassKind::backward);
   reductions_.begin_backward(effects_.begin_backward(reductions_.backward_number(), forward_.is_alone));
@@ -300,7 +300,7 @@ void Schedule::reduce(ScheduledUnit& unit) {
   reductions_.finish_pending();
   publish(unit.backward_position_);
   for (ScheduledGroup* const group : unit.groups_) {
-    if (is_due(unit, *group)) reductions_.post(unit, *group);
+    if (is_due(unit, *group)) reductions_.post(unit, *group, forward_.counts);
   }
   if (settings_.is_synchronous) reductions_.finish_pending();
 }
@@ -356,7 +356,7 @@ void Schedule::abandon_backward() {
 }
 
 void Schedule::flush(const ScheduledUnits& units) {
-  reductions_.flush(units);
+  reductions_.flush(units, forward_.counts);
   effects_.end_backward();
 }
 

@@ -85,9 +85,6 @@ class Schedule {
   void abandon_forward(bool interrupted);
   // A recomputation inside a backward raised, and the backward with it.
   void leave_recomputation() { forward_.root = nullptr; }
-  // Forwards under grad, and how many of them raised. They identify ranks that raised alone and continued.
-  uint64_t num_forwards_begun() const { return forward_.num_begun; }
-  uint64_t num_forwards_raised() const { return forward_.num_raised; }
 
   // --- backward ---
   bool in_backward() const { return backward_.has_begun && effects_.backward_is_alive(); }
@@ -113,7 +110,7 @@ class Schedule {
     uint64_t number = 0;                  // of forwards that are not inside a backward
     bool has_grad = false;
     bool is_alone = false;  // the last one was under grad, and no graph waited for its backward when it began
-    uint64_t num_begun = 0, num_raised = 0;
+    ForwardCounts counts;
   };
   struct BackwardPass {
     bool has_begun = false;

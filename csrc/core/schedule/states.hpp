@@ -148,4 +148,6 @@ class ScheduledUnit : public std::enable_shared_from_this<ScheduledUnit> {
   Prefetches forward_prefetch_, backward_prefetch_;
 };
 
+using ScheduledUnits = std::vector<std::shared_ptr<ScheduledUnit>>;
+
 }  // namespace fsdp2x

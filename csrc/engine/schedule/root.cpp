@@ -96,7 +96,7 @@ void Root::reset() {
 }
 
 void Root::release_idle() {
-  effects_.release_unused_gradients();
+  TensorEffects::release_unused_gradients(schedule_.units());
   for (const auto& transport : transports()) transport->release_idle();
   blocks().clear();
 }

@@ -70,9 +70,9 @@ void TensorEffects::add_shared_group(const std::shared_ptr<cpu::ShmGroup>& group
 
 void TensorEffects::add_agreement(const std::shared_ptr<Agreement>& agreement) { add_once(agreements_, agreement); }
 
-void TensorEffects::release_unused_gradients() {
+void TensorEffects::release_unused_gradients(const ScheduledUnits& units) {
   const pybind11::gil_scoped_acquire gil;
-  for (const auto& unit : root_.schedule().units()) {
+  for (const auto& unit : units) {
     for (const auto& group : of(*unit).groups) group->gradients().release_if_unused();
   }
 }
@@ -235,13 +235,13 @@ void TensorEffects::leave_pass(const std::string& why) noexcept {
   for (const auto& agreement : agreements_) agreement->leave(commons_->pass, why);
 }
 
-void TensorEffects::warn_of_zeroed() { waiting_.warn_of_zeroed(root_.schedule().units()); }
+void TensorEffects::warn_of_zeroed(const ScheduledUnits& units) { waiting_.warn_of_zeroed(units); }
 
-void TensorEffects::begin_forward(uint64_t number) {
+void TensorEffects::begin_forward(uint64_t number, const ScheduledUnits& units) {
   static const std::string name = "FSDP::root_pre_forward";
   const ProfileRange range(name);
   for (const auto& shared : shared_groups_) shared->enter_forward(number);
-  release_unused_gradients();
+  release_unused_gradients(units);
   const PyRef after = std::exchange(post_optimizer_event_, PyRef());
   for (const auto& transport : transports_) transport->begin_forward(after);
   // An optimizer on a stream of its own may still read gradients: then their memory serves this step's reductions,
@@ -305,11 +305,10 @@ void TensorEffects::pack_shown(ScheduledGroup& group, size_t param) {
 
 void TensorEffects::settle(ScheduledGroup& group) { of(group).transport().settle(of(group)); }
 
-void TensorEffects::begin_reduce(ScheduledUnit& /*unit*/, ScheduledGroup& group) {
+void TensorEffects::begin_reduce(ScheduledUnit& /*unit*/, ScheduledGroup& group, ForwardCounts forwards) {
   const OutsideTransforms outside;
   ++commons_->counters.reductions;
-  const Schedule& schedule = root_.schedule();
-  of(group).transport().begin_reduce(of(group), {schedule.num_forwards_begun(), schedule.num_forwards_raised()});
+  of(group).transport().begin_reduce(of(group), forwards);
 }
 
 Reduced TensorEffects::finish_reduce(ScheduledUnit& /*unit*/, ScheduledGroup& group, bool flush) {

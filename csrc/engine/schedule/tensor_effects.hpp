@@ -42,7 +42,7 @@ class TensorEffects final : public Effects {
   const std::shared_ptr<Commons>& commons() const { return commons_; }
   WaitingGradients& waiting() { return waiting_; }
   void set_post_optimizer_event(PyRef event) { post_optimizer_event_ = std::move(event); }
-  void release_unused_gradients();
+  static void release_unused_gradients(const ScheduledUnits& units);
   // Tells the peers that this rank's pass has raised.
   void leave_pass(const std::string& why) noexcept;
   // Raises the first exception of a hook that ran after a gradient was attached. Gradients arrive at another moment on
@@ -79,8 +79,8 @@ class TensorEffects final : public Effects {
   void begin_pass(PassKind kind) override;
   void end_pass() override;
   void forget_pass() override;
-  void warn_of_zeroed() override;
-  void begin_forward(uint64_t number) override;
+  void warn_of_zeroed(const ScheduledUnits& units) override;
+  void begin_forward(uint64_t number, const ScheduledUnits& units) override;
   void end_forward() override;
   bool begin_backward(uint64_t number, bool is_alone) override;
   void end_backward() override;
@@ -92,7 +92,7 @@ class TensorEffects final : public Effects {
   void pack(ScheduledGroup& group, size_t param) override;
   void pack_shown(ScheduledGroup& group, size_t param) override;
   void settle(ScheduledGroup& group) override;
-  void begin_reduce(ScheduledUnit& unit, ScheduledGroup& group) override;
+  void begin_reduce(ScheduledUnit& unit, ScheduledGroup& group, ForwardCounts forwards) override;
   Reduced finish_reduce(ScheduledUnit& unit, ScheduledGroup& group, bool flush) override;
   void skip_reduce(ScheduledGroup& group) override;
   void keep_partial(ScheduledGroup& group) override;

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/shm_protocol.hpp"
+#include "core/forward_counts.hpp"
 #include "engine/params/param_group.hpp"
 
 namespace fsdp2x {
@@ -79,7 +79,7 @@ class Transport {
   virtual std::vector<at::Tensor> take_packed(ParamGroup& group) = 0;
   // Tells the peers that the group's gradients are complete, or that there are none. `forwards`: that this rank has
   // run.
-  virtual void begin_reduce(ParamGroup& group, cpu::Forwards forwards) = 0;
+  virtual void begin_reduce(ParamGroup& group, ForwardCounts forwards) = 0;
   // In the root callback: the group has packed nothing, but peers may have, and they wait for this rank's word.
   virtual bool needs_empty_reduction(const ParamGroup& group) const = 0;
   // What has become of a posted reduction.

@@ -34,8 +34,8 @@ class ProtocolEffects final : public programs::RecordedEffects {
     end_gather(group);
     RecordedEffects::cancel_gather(group);
   }
-  void begin_forward(uint64_t pass) override {
-    RecordedEffects::begin_forward(pass);
+  void begin_forward(uint64_t pass, const ScheduledUnits& units) override {
+    RecordedEffects::begin_forward(pass, units);
     rank_.forget();
     rank_.protocol().enter_forward(pass);
   }
@@ -53,8 +53,8 @@ class ProtocolEffects final : public programs::RecordedEffects {
     rank_.forget();
     rank_.protocol().publish_progress(position);
   }
-  void begin_reduce(ScheduledUnit& unit, ScheduledGroup& group) override {
-    RecordedEffects::begin_reduce(unit, group);
+  void begin_reduce(ScheduledUnit& unit, ScheduledGroup& group, ForwardCounts forwards) override {
+    RecordedEffects::begin_reduce(unit, group, forwards);
     reductions_[number(group)] = rank_.post_reduction(number(group), unit.backward_position(), kTag, false);
   }
   Reduced finish_reduce(ScheduledUnit& unit, ScheduledGroup& group, bool flush) override {
@@ -108,8 +108,8 @@ class GroupEffects final : public programs::RecordedEffects {
     wait(waits_for_.at(&group));
     RecordedEffects::finish_gather(unit, group);
   }
-  void begin_reduce(ScheduledUnit& unit, ScheduledGroup& group) override {
-    RecordedEffects::begin_reduce(unit, group);
+  void begin_reduce(ScheduledUnit& unit, ScheduledGroup& group, ForwardCounts forwards) override {
+    RecordedEffects::begin_reduce(unit, group, forwards);
     waits_for_[&group] = post('r', group);
   }
   Reduced finish_reduce(ScheduledUnit& unit, ScheduledGroup& group, bool flush) override {

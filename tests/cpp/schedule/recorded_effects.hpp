@@ -122,7 +122,7 @@ class RecordedEffects : public Effects {
     release(group);
   }
   void begin_pass(PassKind) override { effect(); }
-  void begin_forward(uint64_t) override { effect(); }
+  void begin_forward(uint64_t, const ScheduledUnits&) override { effect(); }
   void end_forward() override {}
   bool begin_backward(uint64_t, bool) override {
     graph_lives = true;
@@ -147,7 +147,7 @@ class RecordedEffects : public Effects {
     require(of(group).packed.has_value(), "nothing to settle: " + group.name());
     effect();
   }
-  void begin_reduce(ScheduledUnit&, ScheduledGroup& group) override {
+  void begin_reduce(ScheduledUnit&, ScheduledGroup& group, ForwardCounts) override {
     require(!of(group).is_posted_to_peers, "a reduction begins twice: " + group.name());
     effect();
     if (!of(group).packed) of(group).packed.emplace();

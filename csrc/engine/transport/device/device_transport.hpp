@@ -56,7 +56,7 @@ class DeviceTransport final : public Transport {
   }
   void settle(ParamGroup& group) override { packing_.settle(group); }
   std::vector<at::Tensor> take_packed(ParamGroup& group) override { return packing_.take_whole(group); }
-  void begin_reduce(ParamGroup& group, cpu::Forwards) override { reductions_.begin(group, packing_.take(group)); }
+  void begin_reduce(ParamGroup& group, ForwardCounts) override { reductions_.begin(group, packing_.take(group)); }
   bool needs_empty_reduction(const ParamGroup& group) const override;
   Finished finish_reduce(ParamGroup& group, bool flush) override;
   std::shared_ptr<const Layout> segment_layout(ParamGroup& group) override { return packing_.plan_of(group).layout; }

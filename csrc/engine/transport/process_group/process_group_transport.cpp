@@ -264,7 +264,7 @@ bool ProcessGroupTransport::begin_coded_reduce(ParamGroup& group) {
   return true;
 }
 
-void ProcessGroupTransport::begin_reduce(ParamGroup& group, cpu::Forwards) {
+void ProcessGroupTransport::begin_reduce(ParamGroup& group, ForwardCounts) {
   open_scratch(group);
   PerGroup& mine = per_group(group);
   fill_gaps(group);

@@ -278,7 +278,7 @@ std::vector<at::Tensor> SharedMemoryTransport::take_packed(ParamGroup& group) {
   return taken;
 }
 
-void SharedMemoryTransport::begin_reduce(ParamGroup& group, cpu::Forwards forwards) {
+void SharedMemoryTransport::begin_reduce(ParamGroup& group, ForwardCounts forwards) {
   open_scratch(group);
   if (group.options().reduce_unused_params) fill_unused(group);
   predivide(group);

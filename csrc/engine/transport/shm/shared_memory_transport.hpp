@@ -34,7 +34,7 @@ class SharedMemoryTransport final : public Transport {
   void make_room(ParamGroup& group) override;
   void pack(ParamGroup& group, size_t param, const at::Tensor& gradient) override;
   std::vector<at::Tensor> take_packed(ParamGroup& group) override;
-  void begin_reduce(ParamGroup& group, cpu::Forwards forwards) override;
+  void begin_reduce(ParamGroup& group, ForwardCounts forwards) override;
   bool needs_empty_reduction(const ParamGroup& group) const override;
   Finished finish_reduce(ParamGroup& group, bool flush) override;
   std::shared_ptr<const Layout> segment_layout(ParamGroup& group) override {
