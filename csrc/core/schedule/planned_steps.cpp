@@ -15,17 +15,9 @@ const PlannedGroup& of(const ScheduledGroup& group) { return static_cast<const P
 
 void MemoryEffects::add_group(PlannedGroup& group, TransportMemory& transport, PlannedGroup* smaller) {
   PerGroup& added = groups_.emplace_back();
+  added.group = &group;
   added.transport = &transport;
   added.smaller = smaller;
-  planned_.push_back(&group);
-}
-
-void MemoryEffects::set_outstanding(const ScheduledUnit& unit, bool is_outstanding) {
-  if (is_outstanding) {
-    outstanding_.insert(&unit);
-  } else {
-    outstanding_.erase(&unit);
-  }
 }
 
 bool MemoryEffects::has_gradient(ScheduledGroup& group, size_t /*param*/) const { return ready_ == &group; }
@@ -126,9 +118,9 @@ void MemoryEffects::end_backward() {
 }
 
 void MemoryEffects::drop_gradients() {
-  for (size_t i = 0; i < groups_.size(); ++i) {
-    if (std::exchange(groups_[i].has_pool, false)) whole_.give_back(planned_[i]->bytes.gradient_pool);
-    groups_[i].transport->forget_gradients();
+  for (PerGroup& state : groups_) {
+    if (std::exchange(state.has_pool, false)) whole_.give_back(state.group->bytes.gradient_pool);
+    state.transport->forget_gradients();
   }
 }
 
@@ -200,7 +192,7 @@ void PlannedSteps::run_forward(const std::vector<PlannedEvent>& events) {
       schedule_.gather_for_forward(unit, schedule_.enter(unit, /*has_grad=*/true, /*was_interrupted=*/false));
       schedule_.await_backward(unit);
       calls_[event.unit] = schedule_.number_call();
-      effects_.set_outstanding(unit, event.has_node);
+      unit.is_outstanding = event.has_node;
     } else if (event.kind == PlannedEvent::Kind::close) {
       schedule_.leave(unit);
       schedule_.finish_forward(unit, /*has_grad=*/true);
@@ -221,7 +213,7 @@ void PlannedSteps::run_backward(const std::vector<PlannedEvent>& events, bool sy
     } else if (event->has_node && event->kind == PlannedEvent::Kind::close) {
       schedule_.pre_backward(unit);
     } else if (event->has_node) {
-      effects_.set_outstanding(unit, false);
+      unit.is_outstanding = false;
       schedule_.post_backward(unit, calls_[event->unit]);
     }
   }

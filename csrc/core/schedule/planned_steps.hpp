@@ -26,6 +26,7 @@ class PlannedUnit final : public ScheduledUnit {
   }
 
   ScheduleOptions options;
+  bool is_outstanding = false;  // its call waits for its backward
 };
 
 // A point on a walk through the modules of a model: a unit's first module, a module that uses trainable parameters of a
@@ -58,7 +59,6 @@ class MemoryEffects final : public Effects {
   // The backward ends. Groups that are posted now wait for slower peers.
   void end(bool ends) { is_ending_ = ends; }
   void set_gradient(const PlannedGroup& group) { ready_ = &group; }
-  void set_outstanding(const ScheduledUnit& unit, bool is_outstanding);
   // Numbers of the groups that were gathered and reduced since the last call.
   std::vector<size_t> take_gathers() { return std::exchange(gathers_, {}); }
   std::vector<size_t> take_reductions() { return std::exchange(reductions_, {}); }
@@ -69,7 +69,9 @@ class MemoryEffects final : public Effects {
 
   bool inside_backward() const override { return in_backward_; }
   bool backward_is_alive() const override { return in_backward_; }
-  bool has_outstanding_calls(const ScheduledUnit& unit) const override { return outstanding_.contains(&unit); }
+  bool has_outstanding_calls(const ScheduledUnit& unit) const override {
+    return static_cast<const PlannedUnit&>(unit).is_outstanding;
+  }
   bool has_gradient(ScheduledGroup& group, size_t param) const override;
   size_t num_params(const ScheduledGroup& /*group*/) const override { return 1; }
   bool expects_gradients(const ScheduledGroup& /*group*/) const override { return false; }
@@ -100,6 +102,7 @@ class MemoryEffects final : public Effects {
 
  private:
   struct PerGroup {
+    PlannedGroup* group = nullptr;
     TransportMemory* transport = nullptr;
     PlannedGroup* smaller = nullptr;
     bool holds_gradients = false;  // of autograd
@@ -116,8 +119,6 @@ class MemoryEffects final : public Effects {
 
   MemoryTally whole_;
   std::vector<PerGroup> groups_;  // by number
-  std::vector<PlannedGroup*> planned_;
-  std::set<const ScheduledUnit*> outstanding_;
   std::vector<size_t> gathers_, reductions_;
   const PlannedGroup* ready_ = nullptr;  // whose gradient was accumulated
   bool in_backward_ = false, syncs_ = true, is_ending_ = false;
