@@ -73,18 +73,18 @@ def wire_reduce_bytes(layout: Layout, format: WireFormat) -> int: ...
 
 class GroupBytes:
     def __init__(self) -> None: ...
-    shard_pool: int
-    slot: int
-    scratch: int
-    wide_scratch: int
-    gather_segment: int
-    reduce_segment: int
-    coded_reduce: int
-    staging: int
-    gradient: int
-    gradient_pool: int
-    reduced: int
-    landing: int
+    shard_pool_bytes: int
+    slot_bytes: int
+    scratch_bytes: int
+    wide_scratch_bytes: int
+    gather_segment_bytes: int
+    reduce_segment_bytes: int
+    coded_reduce_bytes: int
+    staging_bytes: int
+    gradient_bytes: int
+    gradient_pool_bytes: int
+    reduced_bytes: int
+    landing_bytes: int
     is_trainable: bool
     reduces_in_place: bool
     offloads: bool

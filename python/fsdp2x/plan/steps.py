@@ -22,27 +22,13 @@ HELD = (
     "landing_bytes",
 )  # fmt: skip
 
-# The engine's name of a size, and ours.
-_BYTES = {
-    "shard_pool": "shard_pool_bytes",
-    "slot": "slot_bytes",
-    "scratch": "scratch_bytes",
-    "wide_scratch": "wide_scratch_bytes",
-    "gather_segment": "gather_segment_bytes",
-    "reduce_segment": "reduce_segment_bytes",
-    "coded_reduce": "coded_reduce_bytes",
-    "staging": "staging_bytes",
-    "gradient": "gradient_bytes",
-    "gradient_pool": "gradient_pool_bytes",
-    "reduced": "reduced_bytes",
-    "landing": "landing_bytes",
-    "is_trainable": "is_trainable",
-    "reduces_in_place": "reduces_in_place",
-    "offloads": "offloads",
-    "keeps_shards": "keeps_shards",
-    "rests": "rests",
-    "reduces_unused": "reduces_unused",
-}
+# What the engine's memory rules read of a group.
+_READ = (
+    "shard_pool_bytes", "slot_bytes", "scratch_bytes", "wide_scratch_bytes", "gather_segment_bytes",
+    "reduce_segment_bytes", "coded_reduce_bytes", "staging_bytes", "gradient_bytes", "gradient_pool_bytes",
+    "reduced_bytes", "landing_bytes", "is_trainable", "reduces_in_place", "offloads", "keeps_shards", "rests",
+    "reduces_unused",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -101,8 +87,8 @@ class PlannedTree:
 
     def _add_group(self, unit: int | None, group: GroupFacts, small: int | None) -> int:
         sizes = _C.GroupBytes()
-        for theirs, ours in _BYTES.items():
-            setattr(sizes, theirs, getattr(group, ours))
+        for name in _READ:
+            setattr(sizes, name, getattr(group, name))
         self._groups.append(group)
         return self._steps.add_group(unit, self._transport(group.ranks), sizes, small)
 
