@@ -8,10 +8,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
+from typing import cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from fsdp2x.optim.clip import multiply_gradients, norm_of
 from fsdp2x.optim.local import local_tensor
@@ -37,11 +38,14 @@ def _get_total_norm(
     foreach: bool | None = None,
 ) -> Tensor:
     tensors = _listed(tensors)
+    norm_type = float(norm_type)
     meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
-    # torch's operators have no largest value of an empty shard, and give each rank its own from the others.
-    if not (_is_mixed(tensors) or meshes and math.isinf(float(norm_type))):
-        return theirs(tensors, norm_type, error_if_nonfinite, foreach)
-    norm = norm_of("get_total_norm", tensors, float(norm_type), error_if_nonfinite)
+    if not _is_mixed(tensors):
+        if not meshes or not math.isinf(norm_type):
+            return theirs(tensors, norm_type, error_if_nonfinite, foreach)
+        # torch's operators raise for an empty shard, and return the largest value of this rank's shards only.
+        return theirs([_largest(cast("list[DTensor]", tensors))], norm_type, error_if_nonfinite, foreach)
+    norm = norm_of("get_total_norm", tensors, norm_type, error_if_nonfinite)
     # A DTensor, as that of gradients which are all sharded: callers may ask it for its full_tensor().
     norm = norm.to(meshes[0].device_type)
     return DTensor.from_local(norm, meshes[0], [Replicate()] * meshes[0].ndim, run_check=False)
@@ -82,6 +86,22 @@ def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 def _gradients(params: list[Tensor]) -> list[Tensor]:
     return [param.grad for param in params if param.grad is not None]
+
+
+def _largest(tensors: list[DTensor]) -> DTensor:
+    """The largest absolute value of ``tensors`` of one mesh, on every rank. An empty shard counts as 0. Collective."""
+    mesh = tensors[0].device_mesh
+    values = [torch.zeros((), device=mesh.device_type)]
+    for tensor in tensors:
+        is_partial = any(placement.is_partial() for placement in tensor.placements)
+        part = tensor.full_tensor() if is_partial else local_tensor(tensor)
+        if part.numel() > 0:
+            values.append(part.abs().max().to(mesh.device_type))
+    dtype = functools.reduce(torch.promote_types, [value.dtype for value in values])
+    largest = torch.stack([value.to(dtype) for value in values]).max()
+    # As one functional all-reduce for each axis, which tools that count collectives see.
+    partial = DTensor.from_local(largest, mesh, [Partial("max")] * mesh.ndim, run_check=False)
+    return partial.redistribute(placements=[Replicate()] * mesh.ndim)
 
 
 def _is_mixed(tensors: list[Tensor]) -> bool:

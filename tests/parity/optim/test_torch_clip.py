@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2x
 from harness import distributed
@@ -62,7 +63,11 @@ def test_clips_as_if_unsharded(ctx, arrangement):
                 cut, plain = parameters(places)
                 what = f"norm {norm_type}, foreach {foreach}"
                 expected = nn.utils.clip_grad_norm_(plain, 0.7, norm_type)
-                norm = nn.utils.clip_grad_norm_((param for param in cut), 0.7, norm_type, foreach=foreach)
+                with CommDebugMode() as comm:
+                    norm = nn.utils.clip_grad_norm_((param for param in cut), 0.7, norm_type, foreach=foreach)
+                if arrangement == "one mesh" and norm_type == float("inf"):
+                    counted = comm.get_comm_counts()[torch.ops.c10d_functional.all_reduce]
+                    assert counted == len(norm.placements), "as torch's own, one for each axis"
                 assert isinstance(norm, DTensor), "callers of torch's function ask for full_tensor()"
                 if arrangement != "one mesh" or norm_type == float("inf"):  # torch's own is partial there
                     assert norm.item() == pytest.approx(expected.item(), rel=1e-5)
