@@ -66,7 +66,7 @@ class GatherEverything(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        from fsdp2x.optim.newton_schulz import orthogonalize
+        from fsdp2x.optim.muon import orthogonalize
 
         for param in self.param_groups[0]["params"]:
             momentum = self.state[param].setdefault("momentum_buffer", torch.zeros_like(param))

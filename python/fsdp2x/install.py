@@ -1,6 +1,6 @@
 """``install()``: makes the names of ``torch.distributed.fsdp`` stand for ours, wherever they were imported.
 
-Gradient clipping of ``torch.nn.utils`` is replaced, too (``optim/torch_clip.py``).
+Gradient clipping of ``torch.nn.utils`` is replaced, too (``optim/clip.py``).
 
 What is replaced are functions, by identity: every global of a loaded module that *is* upstream's function becomes ours,
 whatever its name there. Classes stay: ours are subclasses of upstream's, so ``isinstance`` holds for both kinds of
@@ -28,7 +28,7 @@ from fsdp2x.base.arguments import checked
 from fsdp2x.lifecycle import api
 from fsdp2x.lifecycle.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from fsdp2x.lifecycle.tree import get_state
-from fsdp2x.optim import torch_clip
+from fsdp2x.optim import clip
 
 logger = logging.getLogger("fsdp2x")
 
@@ -122,7 +122,7 @@ def _replacements(auto_wrap: bool) -> dict[str, tuple[Callable, Callable]]:
     for name, (_, new) in pairs.items():
         # By this name pickle finds it, as it finds upstream's.
         new.__module__, new.__qualname__ = torch_fsdp.__name__, name
-    return pairs | {theirs.__name__: (theirs, ours) for theirs, ours in torch_clip.replacements()}
+    return pairs | {theirs.__name__: (theirs, ours) for theirs, ours in clip.replacements()}
 
 
 def _shard_as_upstream(theirs: Callable, auto_wrap: bool) -> Callable:

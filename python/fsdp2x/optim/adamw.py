@@ -15,11 +15,19 @@ from fsdp2x.base import torch_private
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.native import _C
 from fsdp2x.optim.clip import scaled
-from fsdp2x.optim.coded_moments import narrowed, widened, widened_states
 from fsdp2x.optim.engine_step import EngineStep
 from fsdp2x.optim.host_moments import HostMoments, Wanted, selection, step_bytes
 from fsdp2x.optim.local import dense_gradient, local_tensors, number
-from fsdp2x.optim.moments import INT8, moments_dtype_of, new_pieces, pieces, place_in_whole
+from fsdp2x.optim.moments import (
+    INT8,
+    moments_dtype_of,
+    narrowed,
+    new_pieces,
+    pieces,
+    place_in_whole,
+    widened,
+    widened_states,
+)
 from fsdp2x.sharding.offload import host_state, marks_exist
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -28,39 +36,20 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 class AdamW(EngineStep, torch.optim.AdamW):
     """``torch.optim.AdamW`` with all parameters of a step in one call, over their local shards.
 
-    Arguments, parameter groups, closures and ``state_dict`` are torch's: states load both ways, and through
-    ``torch.distributed.checkpoint.state_dict``. Parameters may be DTensors or plain tensors, of any size (zero too).
+    Arguments, parameter groups, closures, and ``state_dict`` are torch's, and states load both ways. A kernel steps
+    float32 parameters, and with ``moments_dtype`` 16-bit ones, in float32. On processors with fused multiply-add the
+    float32 moments are torch's bit for bit, and parameters are within 1e-6. torch's functions step all others.
 
-    A kernel steps float32 parameters, and bfloat16 and float16 ones with ``moments_dtype``: on the CPU, and on CUDA
-    devices where fsdp2x was built with kernels for them, with the same bits. Its float32 moments are torch's bit for
-    bit on processors with fused multiply-add (otherwise within 1e-6). Its parameters are within 1e-6: the square root
-    of torch's default implementation comes from MKL and is not correctly rounded, ours is, so that every processor
-    computes the same. Parameters of other dtypes, on other devices, or whose gradients are cut otherwise are stepped by
-    torch's functions, on the local tensors where possible.
+    Stochastic rounding takes its bits from Philox-4x32-10 (Salmon et al., 2011), keyed by the seed, the parameter, its
+    step count, and the element's place in the full parameter: the same for any number of ranks.
 
-    What has 16 bits is widened, stepped in float32 and rounded to its dtype at the end of the step. In bfloat16,
-    ``exp_avg_sq`` rounded to nearest stops following gradients that become smaller as soon as ``1 - beta2`` of it is
-    less than half a step of its 8 bits; rounded stochastically (up with the probability of the part that is cut off),
-    it is right on average. The random bits come from Philox-4x32-10 (Salmon et al., 2011), keyed by the seed, the
-    parameter's number and step count, and the element's place in the whole parameter: the same on every processor, for
-    any number of ranks and threads, on all replicas, and after loading a state.
-
-    With ``moments_dtype="int8"`` a moment takes one byte an element, and four for each 256 of a rank's elements: their
-    largest magnitude. The 8 bits are a power code (``magnitude = largest * (code / 127) ** 4``, 255 without a sign),
-    whose error in updates is less than half of that of float8 with the same scales. A square above zero is never
-    rounded to zero. Where a gradient is not finite, the moments of its whole block are lost, and say so. ``state_dict``
-    and checkpoints have float32, which takes that memory while they are made, so that states go to other world sizes,
-    other ``moments_dtype`` and torch; the same blocks get the same codes again. ``optimizer.state`` itself has
+    With ``moments_dtype="int8"`` each 256 elements of a rank share a float32 scale: ``magnitude = scale * (code / 127)
+    ** 4``, with 255 where there is no sign. State dicts and checkpoints contain float32 values. ``optimizer.state`` has
     ``exp_avg_codes`` and ``exp_avg_scales``, which ``flatten_optimizer_state_dict=True`` of torch cannot load.
 
-    Of parameters sharded with ``fsdp2x.HostOffloadPolicy(mode="optimizer")`` the moments are in host memory, one block
-    for each unit. A step brings them to the device block by block, with the copies of two beside the compute, takes
-    them back, and returns when they are there; its numbers are those of a step without offloading.
-
-    With ``max_grad_norm`` a step is that of gradients clipped as by ``fsdp2x.clip_grad_norm_``, whose two passes over
-    them it saves: it reads the factor where the norm was computed, without the host waiting for a device. The gradients
-    stay as they are, and ``grad_norm`` is their norm before clipping, a plain tensor of no dimensions. The step is
-    then collective.
+    With ``fsdp2x.HostOffloadPolicy(mode="optimizer")`` moments stay in CPU memory. A step copies them to the device and
+    back, one unit at a time. With ``max_grad_norm`` a step clips as ``fsdp2x.clip_grad_norm_`` does and is collective.
+    The gradients stay as they are, and ``grad_norm`` is their norm before clipping.
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize: as in ``torch.optim.AdamW``; ``lr`` and ``betas`` may

@@ -1,10 +1,18 @@
-"""What tensors moments are, where they lie, and where the elements of a local shard lie in the whole parameter."""
+"""Moments of an optimizer: which tensors they are, their 8-bit codes, and where shards lie in the whole parameter.
+
+A state in 8 bits holds ``exp_avg_codes``, sharded like its parameter, and ``exp_avg_scales``, a plain tensor with a
+scale for each 256 local elements, in place of ``exp_avg``. Decoding and encoding again gives the same codes at the same
+world size. At another one, blocks begin elsewhere and values are rounded again.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,3 +128,64 @@ def place_in_whole(param: Tensor) -> tuple[int, int, int]:
     strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
     first = sum(at * stride for at, stride in zip(offset, strides, strict=True))
     return first, math.prod(local[last:]), math.prod(whole[last:])
+
+
+_SIGNED = {"exp_avg"}
+
+
+def widened(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with values in float32 in place of codes and scales; what has no codes stays the same object."""
+    result: dict[str, Any] = {}
+    for key, value in state.items():
+        if key.endswith(CODES):
+            name = key.removesuffix(CODES)
+            result[name] = _decoded(value, state[name + SCALES], name in _SIGNED)
+        elif not (key.endswith(SCALES) and key.removesuffix(SCALES) + CODES in state):
+            result[key] = value
+    return result
+
+
+@contextlib.contextmanager
+def widened_states(optimizer: Any) -> Iterator[None]:
+    """Within, the states of ``optimizer`` have values in float32 in place of codes and scales, if it keeps those."""
+    if optimizer.moments_dtype != INT8:
+        yield
+        return
+    narrow = optimizer.state
+    optimizer.state = defaultdict(dict, {param: widened(state) for param, state in narrow.items()})
+    try:
+        yield
+    finally:
+        optimizer.state = narrow
+
+
+def narrowed(param: Tensor, state: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """The state with codes and scales in place of the values under ``names``, where it has them."""
+    result: dict[str, Any] = {}
+    for key, value in state.items():
+        if key in names:
+            result[key + CODES], result[key + SCALES] = _encoded(param, key, value)
+        else:
+            result[key] = value
+    return result
+
+
+def _decoded(codes: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
+    local = local_tensor(codes)
+    return cut_like(codes, _C.decode_moments(local.cpu(), scales.cpu(), is_signed).to(local.device))
+
+
+@torch.no_grad()
+def _encoded(param: Tensor, name: str, value: Tensor) -> tuple[Tensor, Tensor]:
+    own = local_tensor(param).detach()
+    if isinstance(value, DTensor) and isinstance(param, DTensor) and value.placements != param.placements:
+        value = value.redistribute(param.device_mesh, param.placements)
+    local = local_tensor(value)
+    if local.shape != own.shape:
+        raise ValueError(
+            f"fsdp2x.optim.AdamW: {name} of a parameter of shape {tuple(param.shape)} has local shape "
+            f"{tuple(local.shape)}, expected {tuple(own.shape)}; load a state that is cut like the parameter"
+        )
+    values = torch.empty_like(own, dtype=torch.float32, device="cpu").copy_(local)
+    codes, scales = _C.encode_moments(values, name in _SIGNED)
+    return cut_like(param, codes.to(own.device)), scales.to(own.device)

@@ -1,25 +1,116 @@
-"""Muon: momentum whose matrices are orthogonalised, each by one rank."""
+"""Muon: momentum whose matrices are orthogonalized by Newton-Schulz iterations, each by one rank."""
 
 from __future__ import annotations
 
+import fnmatch
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2x.base.arguments import checked
 from fsdp2x.optim.adamw import AdamW, count_on_host
 from fsdp2x.optim.clip import scaled
-from fsdp2x.optim.coded_moments import widened, widened_states
-from fsdp2x.optim.dealing import MatrixBlock, MatrixJob
 from fsdp2x.optim.engine_step import EngineStep
 from fsdp2x.optim.local import dense_gradient, local_tensor, number
-from fsdp2x.optim.moments import zeros_like_all
-from fsdp2x.optim.muon_plan import MuonPlan, make_plan
-from fsdp2x.optim.newton_schulz import orthogonalize
+from fsdp2x.optim.moments import widened, widened_states, zeros_like_all
+from fsdp2x.optim.muon_plan import MatrixBlock, MatrixJob, MuonPlan, make_plan
+
+_CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+
+
+def named_matrices(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """What ``Muon`` steps of a model by ``muon_param_groups``, which raises."""
+    groups = muon_param_groups(model)
+    return [pair for group in groups if group["use_muon"] for pair in group["params"]]
+
+
+@checked
+def muon_param_groups(model: nn.Module, exclude: Sequence[str] | None = None, **adamw: Any) -> list[dict[str, Any]]:
+    """The trainable parameters of ``model`` in two groups for ``Muon``: matrices, and what AdamW steps.
+
+    AdamW gets what has fewer than two dims, embeddings, the output head, convolutions, and what ``exclude`` names.
+    Stacks of matrices [num, m, n], such as fused experts, are matrices. Works before and after ``fully_shard``; the
+    optimizer is made after it.
+
+    Args:
+        exclude: patterns of names (``fnmatch``) of further parameters for AdamW, the output head among them where
+            the model has no ``get_output_embeddings()``. None: nothing further.
+        **adamw: settings of AdamW's group, such as ``lr``, ``betas`` or ``weight_decay``.
+
+    Returns:
+        Groups with ``params``, pairs of name and parameter, and ``use_muon``; one that would be empty is left out.
+
+    Raises:
+        ValueError: ``exclude`` is None and the model does not say which module is its output head; a pattern that
+            names no parameter; no parameter is trainable.
+    """
+    for_adamw = {
+        id(param)
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag, *_CONVOLUTIONS))
+        for param in module.parameters(recurse=False)
+    }
+    output_head = getattr(model, "get_output_embeddings", None)
+    head = output_head() if output_head is not None else None
+    if head is not None:
+        for_adamw |= {id(param) for param in head.parameters()}
+    elif output_head is None and exclude is None:
+        raise ValueError(
+            f"fsdp2x.optim.muon_param_groups: {type(model).__name__} has no get_output_embeddings(), so its output "
+            "head is not known; pass exclude with a pattern for its parameters, such as exclude=['lm_head.*'], or "
+            "exclude=[] if it has none"
+        )
+    named: dict[bool, list[tuple[str, nn.Parameter]]] = {True: [], False: []}
+    unused = set(exclude or ())
+    for name, param in model.named_parameters():
+        fitting = {pattern for pattern in exclude or () if fnmatch.fnmatchcase(name, pattern)}
+        unused -= fitting
+        if param.requires_grad:
+            is_matrix = param.ndim in (2, 3) and id(param) not in for_adamw and not fitting
+            named[is_matrix].append((name, param))
+    if unused:
+        raise ValueError(
+            f"fsdp2x.optim.muon_param_groups: {sorted(unused)} in exclude name no parameter of {type(model).__name__}"
+        )
+    groups = [
+        {"params": named[is_matrix], "use_muon": is_matrix, **settings}
+        for is_matrix, settings in ((True, {}), (False, adamw))
+        if named[is_matrix]
+    ]
+    if not groups:
+        raise ValueError("fsdp2x.optim.muon_param_groups: no parameter has requires_grad=True")
+    return groups
+
+
+def orthogonalize(matrices: Tensor, coefficients: Sequence[tuple[float, float, float]], eps: float) -> Tensor:
+    """``U S' V^T`` of matrices ``U S V^T``, with singular values S' near 1, in the dtype of ``matrices``.
+
+    One step for each triple (a, b, c) of ``coefficients``: ``X <- a X + (b G + c G G) X`` with ``G = X X^T``, on the
+    smaller side of X, which begins with a Frobenius norm of 1 (Jordan et al., "Muon", 2024). A single matrix goes
+    through the products of ``torch.optim.Muon``, and has its bits; several are one batch.
+
+    Args:
+        matrices: [m, n] or [k, m, n]; may be overwritten.
+        eps: the least norm that is divided by.
+    """
+    is_tall = matrices.size(-2) > matrices.size(-1)
+    x = matrices.mT if is_tall else matrices
+    if x.ndim == 2:
+        x.div_(x.norm().clamp(min=eps))
+        for a, b, c in coefficients:
+            gram = x @ x.mT
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    else:
+        x.div_(x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps))
+        for a, b, c in coefficients:
+            gram = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
 
 # Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; as torch.optim.Muon.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -40,23 +131,16 @@ class Muon(EngineStep):
         groups = fsdp2x.optim.muon_param_groups(model)
         optimizer = fsdp2x.optim.Muon(groups, lr=2e-4, adjust_lr_fn="match_rms_adamw")
 
-    Newton-Schulz iterations need whole matrices. Torch's Muon gathers each DTensor for each of its products on every
-    rank; here every matrix has one rank that orthogonalises it. The matrices are dealt to ranks by their cost. Momentum
-    is updated on the shards. One all-to-all brings the blocks of a round of matrices to their owners in ``ns_dtype``,
-    one takes the results back, and both travel while other matrices are computed. Replicas share the work. Matrices
-    that a rank has whole (experts cut by experts) do not travel. The bits are those of ``torch.optim.Muon`` on the
-    unsharded model, for any number of ranks, where the gradients are.
+    One rank orthogonalizes each matrix. Momentum is updated on the shards. One all-to-all brings the blocks of a round
+    of matrices to their owners in ``ns_dtype`` and one returns the results, while other matrices are computed. The bits
+    are those of ``torch.optim.Muon`` on the unsharded model for any number of ranks, if the gradients' bits are.
 
-    A group of parameters has matrices, or with ``use_muon=False`` anything, which the step of ``fsdp2x.optim.AdamW``
-    updates: norms, biases, embeddings, the output head. Its settings are AdamW's (``betas`` (0.9, 0.999), ``eps``
-    1e-8); ``lr`` and ``weight_decay`` are this optimizer's unless the group has its own. What its moments are kept in
-    is said for all such groups. A parameter [num, m, n] is a
-    stack of ``num`` matrices, as fused experts are.
+    A group of parameters has matrices, or with ``use_muon=False`` anything else. ``fsdp2x.optim.AdamW`` steps them with
+    its settings (``betas`` (0.9, 0.999), ``eps`` 1e-8). A parameter [num, m, n] is a stack of ``num`` matrices.
 
-    ``state_dict`` is torch's: a ``momentum_buffer`` for each matrix, AdamW's state for the others. It loads what
-    ``torch.optim.Muon`` saved. Parameters may be cut along any dim, over meshes of any number of axes, or be plain
-    tensors. Steps are collective: all ranks of a mesh step the same parameters in the same order. The first one makes
-    the plan. A matrix without a gradient stays as it is; that it has none should be so on all ranks.
+    ``state_dict`` is torch's: a ``momentum_buffer`` for each matrix, AdamW's state for the others. Parameters may be
+    sharded along any dim, over meshes of any number of axes, or be plain tensors. Steps are collective: all ranks of a
+    mesh step the same parameters in the same order, and a matrix without a gradient should have none on all ranks.
 
     Args:
         params: parameters, all of them matrices, or groups.

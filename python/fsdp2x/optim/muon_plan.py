@@ -1,9 +1,20 @@
-"""What a step of ``Muon`` has to do, planned once: who owns which matrices, over which process groups they travel."""
+"""Plans a step of ``Muon`` once: which rank orthogonalizes which matrices, and how their blocks travel.
+
+A parameter is a stack of matrices [num, rows, columns], num = 1 for a matrix. Ranks hold blocks of it. Each round of
+matrices takes one all-to-all to the owners and one back. With rows over two ranks, and bfloat16:
+
+    parameter      blocks                        owner    what its owner receives from the other rank, and sends back
+    0: 1 x 6 x 4   rank 0: rows 0-2, 1: 3-5      0        24 bytes
+    1: 1 x 2 x 4   rank 0: row 0,    1: row 1    1        8 bytes
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,10 +23,227 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2x.base import torch_private
+from fsdp2x.base.collectives import explained
 from fsdp2x.base.failures import exchange
-from fsdp2x.optim.dealing import Deal, Extent, MatrixJob, blocks_of, deal
-from fsdp2x.optim.matrix_exchange import Round
+from fsdp2x.base.memory_file import aligned_starts, tensor_at
 from fsdp2x.sharding.mesh import covering_group
+
+Extent = tuple[int, int, int]
+
+
+def step_flops(num: int, rows: int, columns: int) -> int:
+    """Floating point operations of one Newton-Schulz step over ``num`` matrices, divided by 2."""
+    small, large = sorted((rows, columns))
+    return num * small * small * (2 * large + small)
+
+
+@dataclass(frozen=True)
+class MatrixBlock:
+    """A part of a stack: where it begins, its shape, and the ranks that hold it (replicas), in order."""
+
+    start: Extent
+    shape: Extent
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MatrixJob:
+    """Matrices of one parameter that their owner orthogonalises at once, as blocks that make them up."""
+
+    param: int
+    first: int  # matrix of the parameter
+    shape: Extent  # whole matrices
+    blocks: tuple[MatrixBlock, ...]
+    owner: int
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only the owner has to do with it."""
+        return all(block.ranks == (self.owner,) for block in self.blocks)
+
+    def sender(self, block: MatrixBlock) -> int:
+        """The rank that sends ``block`` to the owner: of replicas the one in the owner's own."""
+        replica = next(held.ranks.index(self.owner) for held in self.blocks if self.owner in held.ranks)
+        return block.ranks[replica % len(block.ranks)]
+
+
+@dataclass(frozen=True)
+class Deal:
+    """``rounds``: jobs whose blocks travel together. ``local``: those that need no travel."""
+
+    rounds: list[list[MatrixJob]]
+    local: list[MatrixJob]
+
+
+def blocks_of(pieces: Sequence[tuple[Extent, Extent]]) -> list[MatrixBlock]:
+    """The different blocks among what each rank holds, (start, shape); empty ones are nobody's."""
+    ranks: dict[tuple[Extent, Extent], list[int]] = defaultdict(list)
+    for rank, piece in enumerate(pieces):
+        if 0 not in piece[1]:
+            ranks[piece].append(rank)
+    return [MatrixBlock(*piece, tuple(held)) for piece, held in sorted(ranks.items())]
+
+
+def deal(params: dict[int, tuple[Extent, list[MatrixBlock]]], round_numel: int, loads: dict[int, int]) -> Deal:
+    """Deals the matrices of ``params`` (number -> shape, blocks) to the ranks that hold blocks of them.
+
+    The longest job goes to the rank with the least to do, and so on (Graham, 1969): no rank has more than 4/3 of the
+    best there is where every rank may take every job. A stack is cut into as many jobs as there are ranks for it.
+
+    Args:
+        round_numel: elements that an owner takes in a round, or one job.
+        loads: what each rank has to do already; brought up to date.
+    """
+    candidates = [job for number, (shape, blocks) in params.items() for job in _jobs(number, shape, blocks)]
+    costs = [step_flops(*shape) for _, _, shape, _ in candidates]
+    rounds: list[list[MatrixJob]] = []
+    local: list[MatrixJob] = []
+    taken: dict[int, tuple[int, int]] = {}  # by owner: its round, and elements in it
+    for index in sorted(range(len(candidates)), key=lambda index: -costs[index]):
+        number, first, shape, blocks = candidates[index]
+        owner = min({rank for block in blocks for rank in block.ranks}, key=lambda rank: (loads.get(rank, 0), rank))
+        loads[owner] = loads.get(owner, 0) + costs[index]
+        job = MatrixJob(number, first, shape, blocks, owner)
+        if job.is_local:
+            local.append(job)
+            continue
+        numel = shape[0] * shape[1] * shape[2]
+        at, held = taken.get(owner, (0, 0))
+        if held and held + numel > round_numel:
+            at, held = at + 1, 0
+        taken[owner] = at, held + numel
+        rounds.extend([] for _ in range(at + 1 - len(rounds)))
+        rounds[at].append(job)
+    return Deal(rounds, local)
+
+
+def _jobs(number: int, shape: Extent, blocks: list[MatrixBlock]) -> list[tuple[int, int, Extent, tuple]]:
+    """(parameter, first matrix, shape, blocks): matrices that the same ranks hold, cut for all of these."""
+    by_matrices: dict[tuple[int, int], list[MatrixBlock]] = defaultdict(list)
+    for block in blocks:
+        by_matrices[block.start[0], block.shape[0]].append(block)
+    jobs = []
+    for (begin, num), held in by_matrices.items():
+        num_parts = min(num, len({rank for block in held for rank in block.ranks}))
+        for part in range(num_parts):
+            first, end = (begin + num * (part + i) // num_parts for i in (0, 1))
+            cut = tuple(
+                MatrixBlock((first, *block.start[1:]), (end - first, *block.shape[1:]), block.ranks) for block in held
+            )
+            jobs.append((number, first, (end - first, *shape[1:]), cut))
+    return jobs
+
+
+# Writes a block; to nowhere where a replica sends it.
+Fill = Callable[[MatrixJob, MatrixBlock, Tensor | None], None]
+# Waits, and yields blocks of this rank.
+Arrival = Callable[[], Iterator[tuple[MatrixJob, MatrixBlock, Tensor]]]
+Wholes = list[tuple[MatrixJob, Tensor]]
+
+
+class _Parcels:
+    """What one rank sends to all, or receives from all: bytes by peer, blocks in the order of jobs."""
+
+    def __init__(self, world: int, dtype: torch.dtype) -> None:
+        self._by_peer: list[list[tuple[MatrixJob, MatrixBlock]]] = [[] for _ in range(world)]
+        self._dtype = dtype
+
+    def add(self, peer: int, job: MatrixJob, block: MatrixBlock) -> None:
+        self._by_peer[peer].append((job, block))
+
+    @property
+    def split_bytes(self) -> list[int]:
+        return [self._starts(parcels)[1] for parcels in self._by_peer]
+
+    def blocks(self, buffer: Tensor) -> Iterator[tuple[MatrixJob, MatrixBlock, Tensor]]:
+        """Each block with its memory in ``buffer``, of the block's shape."""
+        begin = 0
+        for parcels in self._by_peer:
+            starts, begin = self._starts(parcels, begin)
+            for (job, block), start in zip(parcels, starts, strict=True):
+                yield job, block, tensor_at(buffer, start, block.shape, self._dtype)
+
+    def _starts(self, parcels: list[tuple[MatrixJob, MatrixBlock]], begin: int = 0) -> tuple[list[int], int]:
+        return aligned_starts((math.prod(block.shape) * self._dtype.itemsize for _, block in parcels), begin)
+
+
+class Round:
+    """The blocks of one round on this rank. Buffers live from the start of a way to its end."""
+
+    def __init__(
+        self, jobs: list[MatrixJob], group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._group, self._dtype, self._device = group, dtype, device
+        world, rank = group.size(), group.rank()
+        self.owned = [job for job in jobs if job.owner == rank]
+        self._sent, self._received, self._returned, self._awaited = (_Parcels(world, dtype) for _ in range(4))
+        self._held_alike: list[tuple[MatrixJob, MatrixBlock]] = []  # blocks of this rank that a replica of it sends
+        for job in jobs:
+            for block in job.blocks:
+                sender = job.sender(block)
+                if sender == rank:
+                    self._sent.add(job.owner, job, block)
+                elif rank in block.ranks:
+                    self._held_alike.append((job, block))
+                if job.owner == rank:
+                    self._received.add(sender, job, block)
+                    for holder in block.ranks:
+                        self._returned.add(holder, job, block)
+                if rank in block.ranks:
+                    self._awaited.add(job.owner, job, block)
+
+    def send(self, fill: Fill) -> Callable[[], Wholes]:
+        """Starts to bring blocks to their owners; ``fill`` writes those of this rank.
+
+        The result waits, and returns the whole matrices of this rank's jobs.
+        """
+        arrive = self._start(self._sent, self._received, fill)
+        for job, block in self._held_alike:
+            fill(job, block, None)
+
+        def finish() -> Wholes:
+            wholes = {id(job): torch.empty(job.shape, dtype=self._dtype, device=self._device) for job in self.owned}
+            for job, block, part in arrive():
+                _part_of(wholes[id(job)], job, block).copy_(part)
+            return [(job, wholes[id(job)]) for job in self.owned]
+
+        return finish
+
+    def give_back(self, wholes: Wholes) -> Arrival:
+        """Starts to bring whole matrices to all holders of their blocks; the result waits, and yields this rank's."""
+        by_job = {id(job): whole for job, whole in wholes}
+
+        def fill(job: MatrixJob, block: MatrixBlock, part: Tensor | None) -> None:
+            assert part is not None, "every block of a whole matrix goes somewhere"
+            part.copy_(_part_of(by_job[id(job)], job, block))
+
+        return self._start(self._returned, self._awaited, fill)
+
+    def _start(self, outgoing: _Parcels, incoming: _Parcels, fill: Fill) -> Arrival:
+        sent, received = outgoing.split_bytes, incoming.split_bytes
+        source, target = (torch.empty(sum(split), dtype=torch.uint8, device=self._device) for split in (sent, received))
+        for job, block, part in outgoing.blocks(source):
+            fill(job, block, part)
+        what = "exchange of matrices of optim.Muon"
+        with torch_private.unobserved(), explained(self._group, what):
+            work: Any = dist.all_to_all_single(target, source, received, sent, group=self._group, async_op=True)
+
+        def arrive() -> Iterator[tuple[MatrixJob, MatrixBlock, Tensor]]:
+            with explained(self._group, what):
+                work.wait()
+            nonlocal source
+            source = None
+            return incoming.blocks(target)
+
+        return arrive
+
+
+def _part_of(whole: Tensor, job: MatrixJob, block: MatrixBlock) -> Tensor:
+    num, rows, columns = block.shape
+    first, row, column = block.start
+    first -= job.first
+    return whole[first : first + num, row : row + rows, column : column + columns]
+
 
 # What an owner receives at most in one round, or one matrix. Four times as much is taken at a time.
 ROUND_BYTES = 64 * 2**20
@@ -37,11 +265,7 @@ class MuonPlan:
 
 
 def make_plan(params: list[Tensor], names: list[str], dtype: torch.dtype) -> MuonPlan:
-    """Collective over the ranks of each mesh: they tell each other what they hold.
-
-    Raises:
-        RuntimeError: ranks have different matrices.
-    """
+    """Collective over the ranks of each mesh: they tell each other what they hold."""
     by_mesh: dict[DeviceMesh | None, list[int]] = {}
     for number, param in enumerate(params):
         by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(number)

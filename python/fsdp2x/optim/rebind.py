@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.optimizer_hooks import original_number, refuse_swapped
 from fsdp2x.lifecycle.tree import named_params, units_of
-from fsdp2x.optim.coded_moments import narrowed, widened
+from fsdp2x.optim.moments import narrowed, widened
 
 
 @checked

@@ -26,7 +26,7 @@ from dataclasses import astuple, dataclass
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.optim.muon_groups import named_matrices
+from fsdp2x.optim.muon import named_matrices
 from fsdp2x.plan.facts import ModelFacts, UnitFacts
 
 _NUM_MOMENTS = {"adamw": 2, "muon": 2, "lion": 1, "sgd": 0, "sgd_momentum": 1, "none": 0}

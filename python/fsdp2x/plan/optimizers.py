@@ -13,8 +13,7 @@ from fsdp2x.optim.host_moments import buffer_bytes
 from fsdp2x.optim.lion import Lion
 from fsdp2x.optim.local import local_tensor
 from fsdp2x.optim.moments import INT8, moment_bytes, moments_dtype_of
-from fsdp2x.optim.muon import Muon
-from fsdp2x.optim.muon_groups import named_matrices
+from fsdp2x.optim.muon import Muon, named_matrices
 from fsdp2x.plan.facts import GroupFacts, ModelFacts
 
 # A float32 scalar that counts the steps, one for each parameter.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsdp2x import optim
 from fsdp2x.optim.local import local_tensor
-from fsdp2x.optim.muon_groups import named_matrices
+from fsdp2x.optim.muon import named_matrices
 from fsdp2x.train.config import ConfigError, OptimizerConfig, ScalerConfig, ScheduleConfig
 
 TORCH_LOOPS = {"foreach": {"foreach": True}, "fused": {"fused": True}, "for_loop": {"foreach": False}}

@@ -5,8 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp2x.optim.dealing import blocks_of, deal
-from fsdp2x.optim.newton_schulz import step_flops
+from fsdp2x.optim.muon_plan import blocks_of, deal, step_flops
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:

@@ -84,7 +84,7 @@ def test_a_refused_group_leaves_the_optimizer_as_it_was():
 @pytest.mark.parametrize("ns_dtype", [torch.float32, torch.bfloat16])
 def test_iterations_move_singular_values_to_one(ns_dtype):
     """Of a matrix, of its transpose, and of a stack of both's size, of which one is zero."""
-    from fsdp2x.optim.newton_schulz import orthogonalize
+    from fsdp2x.optim.muon import orthogonalize
 
     torch.manual_seed(0)
     # Coefficients that converge, in place of Muon's, which stay within 0.7 to 1.2.
