@@ -131,11 +131,7 @@ def from_position_ids(position_ids: torch.Tensor, num_rows: int) -> SequenceLayo
 
 
 def from_attention_mask(mask: torch.Tensor) -> SequenceLayout:
-    """A layout from a padding mask [rows, length]: one sample a row, padding before or behind it.
-
-    Raises:
-        NotImplementedError: the mask is not 2-D. ValueError: a row has padding between its tokens.
-    """
+    """A layout from a padding mask [rows, length]: one sample a row, padding before or behind it."""
     if mask.ndim != 2:
         raise NotImplementedError(
             f"attention_mask of shape {tuple(mask.shape)}: attention over layouts takes padding masks of shape "

@@ -22,11 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2x.base import torch_private
 from fsdp2x.base.arguments import checked
-from fsdp2x.models.sequence.attention import SequenceAttention, layout_of
-from fsdp2x.models.sequence.decoder import base_model, cut_decoder_inputs, head_counts
-from fsdp2x.models.sequence.exchange import HeadPlan
+from fsdp2x.models.sequence.attention import SequenceAttention, base_model, cut_decoder_inputs, head_counts, layout_of
 from fsdp2x.models.sequence.layout import KEYWORD, RankPart, SequenceLayout
 from fsdp2x.models.sequence.packing import PackedBatch, next_labels
+from fsdp2x.models.sequence.varlen import HeadPlan
 
 # Inputs of shape [rows, length] (or with more dims behind) that are padded, with zeros.
 _PADDED = ("input_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids")
