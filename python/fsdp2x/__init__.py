@@ -15,10 +15,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from fsdp2x import checkpoint, export, moe, optim, rl, rollout, sequence, sync
 from fsdp2x.base import gloo_threads  # noqa: F401, at the end of the process it waits for gloo
 from fsdp2x.install import install, uninstall
-from fsdp2x.io.full_tensors import full_tensors
-from fsdp2x.io.hf.load import LoadReport, load_hf
+from fsdp2x.io.export.stream import full_tensors
+from fsdp2x.io.hf.load import LoadReport, from_pretrained, load_hf
 from fsdp2x.io.hf.lora import add_lora, load_adapter, save_adapter
-from fsdp2x.io.hf.pretrained import from_pretrained
 from fsdp2x.io.hf.save import save_hf
 from fsdp2x.lifecycle.api import fully_shard
 from fsdp2x.lifecycle.contexts import accumulate, unsharded

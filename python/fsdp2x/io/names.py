@@ -53,9 +53,6 @@ def source_families(model: nn.Module, params: Mapping[str, tuple[torch.Size, tor
 
     Names are those of the model's original files where the model comes from transformers; adapter weights of a PEFT
     model have the names of PEFT's adapter files. Any other parameter keeps its FQN, without wrappers.
-
-    Raises:
-        NotImplementedError: some of ``params`` are of a base model that is quantized: such a file is not only weights.
     """
     base, to_source = hf_base(model)
     names = {fqn: to_source(fqn) for fqn in params}

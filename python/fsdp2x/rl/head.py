@@ -17,9 +17,8 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from fsdp2x.models.sequence.loss import check_labels, check_temperature
+from fsdp2x.models.sequence.loss import RowGradients, RowSums, check_labels, check_temperature
 from fsdp2x.models.sequence.packing import IGNORE
-from fsdp2x.models.sequence.softmax import RowGradients, RowSums
 
 
 @dataclass(frozen=True)

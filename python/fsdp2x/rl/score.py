@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from fsdp2x.base import torch_private
-from fsdp2x.models.sequence.decoder import base_model
+from fsdp2x.models.sequence.attention import base_model
 from fsdp2x.rl.head import HeadScores, LogitTransform, head_scores
 
 # What the model is shown in place of logits: small numbers tell its scale, the last one its soft cap.

@@ -19,13 +19,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp2x.base.errors import CheckpointError
 from fsdp2x.io.hf.empty import build_empty, plain_config, read_config, read_hf_config
 from fsdp2x.io.hf.files import Checkpoint
+from fsdp2x.io.hf.load import from_pretrained
 from fsdp2x.io.hf.lora import add_lora
-from fsdp2x.io.hf.pretrained import from_pretrained
 from fsdp2x.lifecycle.api import fully_shard
 from fsdp2x.models.freeze import freeze_module_prefix
-from fsdp2x.models.moe.grouped import use_grouped_gemm
 from fsdp2x.models.moe.parallel import expert_parallel
-from fsdp2x.models.moe.units import apply_expert_patch, find_experts
+from fsdp2x.models.moe.units import apply_expert_patch, find_experts, use_grouped_gemm
 from fsdp2x.models.tiled_mlp import apply_tiled_mlp
 from fsdp2x.sharding.offload import HostOffloadPolicy
 from fsdp2x.sharding.wrap import AutoWrap, plan_units

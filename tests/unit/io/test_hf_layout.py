@@ -5,8 +5,7 @@ import torch
 import tqdm.auto
 from safetensors.torch import load_file
 
-from fsdp2x.io.hf.layout import Writer, make_files, parse_size, plan_layout
-from fsdp2x.io.hf.progress import ProgressBar
+from fsdp2x.io.hf.layout import ProgressBar, Writer, make_files, parse_size, plan_layout
 from fsdp2x.io.names import TensorSpec
 
 TENSORS = {

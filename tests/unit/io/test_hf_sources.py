@@ -8,9 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from fsdp2x.base.errors import CheckpointError
-from fsdp2x.io.formats.tensors import LoadedTensor
+from fsdp2x.io.formats.tensors import Joined, LoadedTensor, Piece, Stacked, Turned, differ
 from fsdp2x.io.hf.files import Checkpoint, weight_files
-from fsdp2x.io.hf.sources import Joined, Piece, Stacked, Turned, differ
 
 
 def boxes(shape, rng, count=12):

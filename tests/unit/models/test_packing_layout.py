@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fsdp2x.models.sequence.decoder import cut_decoder_inputs
-from fsdp2x.models.sequence.exchange import HeadPlan
+from fsdp2x.models.sequence.attention import cut_decoder_inputs
 from fsdp2x.models.sequence.layout import RankPart, from_attention_mask, from_position_ids, whole_rows
+from fsdp2x.models.sequence.varlen import HeadPlan
 from fsdp2x.sequence import SequenceLayout
 
 

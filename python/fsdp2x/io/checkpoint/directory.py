@@ -98,11 +98,7 @@ def _pointed(pointer: Path) -> str:
 
 
 def find(path: str | Path) -> Path:
-    """`path`, when something that `load` may read is there: a checkpoint of any form, or a folder of them.
-
-    Raises:
-        CheckpointError: there is nothing of that kind.
-    """
+    """`path`, when something that `load` may read is there: a checkpoint of any form, or a folder of them."""
     path = Path(path).expanduser()
     if path.is_file() or (path / METADATA).is_file() or is_root(path) or is_root(path / "checkpoints"):
         return path

@@ -46,16 +46,7 @@ class Choice:
 
 
 def choose(path: Path, verify: bool, look_into: Callable[[Choice], None], what: str) -> Choice:
-    """The checkpoint to load; collective.
-
-    Args:
-        verify: its files are compared with their checksums.
-        look_into: called on every rank with a checkpoint whose files are those that were written. When it raises
-            `CorruptFile` anywhere, the next checkpoint is tried.
-
-    Raises:
-        CheckpointError: on every rank, naming all that were refused; or what `look_into` raised.
-    """
+    """The newest checkpoint that is as written and in which `look_into` finds no damage on any rank; collective."""
     rank, world_size = rank_and_size()
     refused = []
     for option in run_on_all_ranks(lambda: _options(path), what=what):
@@ -288,12 +279,7 @@ def _match(
     strict: bool,
     trusted: bool,
 ) -> Match:
-    """Opens the checkpoint and compares it with itself and with what is here.
-
-    Raises:
-        CorruptFile: it contradicts itself.
-        CheckpointError: it does not fit, or needs to be trusted.
-    """
+    """Opens the checkpoint and compares it with itself and with what is here."""
     rank, world_size = rank_and_size()
     if why := why_swapped(model.parameters()):
         raise CheckpointError(why)

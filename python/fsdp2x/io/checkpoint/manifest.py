@@ -127,12 +127,7 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any], files: Mapping[str
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, after checking what it says and that every file is there with its size.
-
-    Raises:
-        CorruptFile: naming the file.
-        CheckpointError: of another format.
-    """
+    """The manifest, after checking what it says and that every file is there with its size; raises `CorruptFile`."""
     path = folder / MANIFEST
     manifest = read_json(path)
     check_manifest(manifest, str(path))
@@ -237,11 +232,7 @@ def tied_names(manifest: Mapping[str, Any]) -> list[set[str]]:
 
 
 def check_entries(where: Path | str, manifest: Mapping[str, Any], found: Entries, rank: int | None = None) -> None:
-    """Raises `CorruptFile` unless the entries of a checkpoint are those that its manifest names.
-
-    Args:
-        rank: whose file has them, in the form per_rank; a rank may hold a part of all.
-    """
+    """Raises `CorruptFile` unless the entries of a checkpoint, or of a rank's file, are those of its manifest."""
     expected = dict(manifest["entries"])
     if rank is None:
         expected |= {f"model.{a}": expected.get(f"model.{kept}") for a, kept in manifest["tied"].items()}

@@ -46,9 +46,6 @@ def named_state(model: torch.nn.Module, optimizers: Optimizers) -> tuple[dict[st
     """State and parameter groups of all optimizers together, and layouts of tensors that are plain beside DTensors.
 
     A plain tensor of the shape of its parameter's shard is a part of a tensor that is cut like the parameter.
-
-    Raises:
-        CheckpointError: a foreign parameter; a plain tensor of which nothing says how it is cut.
     """
     names = _names(model)
     layouts: dict[KeyPath, str] = {}
@@ -255,11 +252,7 @@ def _distinct(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def require_same_cut(layouts: Sequence[Mapping[str, str]], what: str) -> None:
-    """Compares the layouts of plain tensors, by rank. One rank may hold all rows of a small parameter.
-
-    Raises:
-        CheckpointError: a tensor has the shape of the shard on one rank, and that of the parameter on another one.
-    """
+    """Compares the layouts of plain tensors, by rank. One rank may hold all rows of a small parameter."""
     seen: dict[str, tuple[int, str]] = {}
     for rank, of_rank in enumerate(layouts):
         for name, layout in of_rank.items():

@@ -239,11 +239,7 @@ class Job:
                 assert_never(form)
 
     def run(self, data: list[torch.Tensor], group: Group) -> None:
-        """Writes and publishes the data of `form.chunks`; collective over `group`.
-
-        Raises:
-            CheckpointError: on every rank.
-        """
+        """Writes and publishes the data of `form.chunks`; collective over `group`."""
         with calling(self.call), self.lost_ranks.named(self.what):
             target, contents, what = self.target, self.contents, self.what
             rank, _ = rank_and_size(group)
@@ -321,11 +317,7 @@ def _check(target: SaveTarget, form: str) -> None:
 
 
 def _make_way(saver: Saver, target: SaveTarget, root: Path, is_refused: bool) -> None:
-    """On rank 0: nobody else writes to this folder when it returns.
-
-    Raises:
-        CheckpointError: other work is there, or on its way, and ``is_refused``.
-    """
+    """On rank 0: nobody else writes to this folder when it returns."""
     others = saver.others_writing(root)
     if is_refused:
         if ahead := [one.writing_step for one in others if one.writing_step >= target.step]:

@@ -18,8 +18,7 @@ from fsdp2x.io.checkpoint.manifest import check_entries, read_manifest, tied_nam
 from fsdp2x.io.formats.dcp import METADATA, DcpTensors, Ours
 from fsdp2x.io.formats.records import Placement, Shard, box_of, read_records
 from fsdp2x.io.formats.safe_files import OpenFiles, read_text
-from fsdp2x.io.formats.tensors import Source, Tile, tiled
-from fsdp2x.io.hf.sources import Piece
+from fsdp2x.io.formats.tensors import Piece, Source, Tile, tiled
 from fsdp2x.sharding.names import clean_name
 
 _RANK_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
@@ -28,11 +27,7 @@ _BELOW = ("", "model", "dcp", "pytorch_model_fsdp_0")
 
 
 def dcp_folder(path: Path) -> Path:
-    """The folder with .metadata that ``path`` means: itself, below it, or of the newest checkpoint in it.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """The folder with .metadata that ``path`` means: itself, below it, or of the newest checkpoint in it."""
     pointer = path / "latest_checkpointed_iteration.txt"
     roots = [path]
     if pointer.is_file():
@@ -51,11 +46,7 @@ def dcp_folder(path: Path) -> Path:
 
 
 def open_dcp(path: Path, files: OpenFiles, *, verify: bool = True) -> tuple[Mapping[str, Source], dict[str, str]]:
-    """Tensors by key, and the aliases (name -> the name that is kept) where the checkpoint was written by fsdp2x.
-
-    Args:
-        verify: compare the files with the checksums of the manifest, where there is one.
-    """
+    """Tensors by key, and the aliases (name -> the name that is kept) where the checkpoint was written by fsdp2x."""
     folder = dcp_folder(path)
     if not (folder / MANIFEST).is_file():
         return DcpTensors(folder, files), {}
@@ -73,11 +64,7 @@ def open_dcp(path: Path, files: OpenFiles, *, verify: bool = True) -> tuple[Mapp
 
 
 def open_ranks(folder: Path, files: OpenFiles) -> dict[str, Source]:
-    """Tensors by key from files ``model_world_size_{W}_rank_{r}.pt``, each a state dict of DTensors and tensors.
-
-    Raises:
-        CheckpointError: a rank's file is missing, or there are files of several world sizes; ranks hold other names.
-    """
+    """Tensors by key from files ``model_world_size_{W}_rank_{r}.pt``, each a state dict of DTensors and tensors."""
     paths = _rank_files(folder)
     states: list[dict[str, Source | Shard]] = []
     for path in paths:
@@ -151,14 +138,7 @@ GROUPED = ".group_mlp."
 
 
 def match(keys: Iterable[str], names: Collection[str], prefix: str | None, where: str) -> dict[str, str]:
-    """Name -> key, for the keys that are ``prefix`` and one of ``names``.
-
-    Args:
-        prefix: None: the one that fits most names, such as ``"model_state.model."``.
-
-    Raises:
-        CheckpointError: no prefix fits any name, or several fit equally many: two copies of a model, perhaps averaged.
-    """
+    """Name -> key, for keys that are ``prefix`` and one of ``names``; None takes the prefix that fits most names."""
     cleaned = {clean_name(key): key for key in keys}
     if prefix is None:
         prefix = _best_prefix(cleaned, names, where)
@@ -204,9 +184,6 @@ def without_groups(tensors: Mapping[str, Source], num_experts: int | None, where
     """Weights of grouped experts, stacked row-wise as (experts x rows, columns), become one weight per expert.
 
     ``mlp.group_mlp.up_proj.weight`` holds ``mlp.experts.{i}.up_proj.weight`` one after the other.
-
-    Raises:
-        CheckpointError: no such weights, or their rows are no multiple of the number of experts.
     """
     if not num_experts:
         raise CheckpointError(f"{where}: --groupgemm, but the origin's config.json has no num_experts")

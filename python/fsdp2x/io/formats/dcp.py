@@ -75,15 +75,7 @@ class Table:
 
 
 def read_table(folder: Path, tied: Collection[Collection[str]] | None = None) -> Table:
-    """The table of a directory.
-
-    Args:
-        tied: the names that may share their bytes. None: any.
-
-    Raises:
-        CorruptFile: it is none, contradicts itself or the files, or refers to more than a table needs.
-        CheckpointError: it cannot be opened, or was written through a transform.
-    """
+    """The table of a directory, checked against its files; `tied`: names that may share their bytes, None for any."""
     path = folder / METADATA
     with open(open_regular(path), "rb") as file:
         table = _unpickled(path, file)
@@ -286,9 +278,6 @@ class DcpTensors(Mapping):
     """Key -> source of every tensor in the directory. Its files are looked at when a source is asked for.
 
     ``table`` has the other entries, too. Raises as ``read_table``.
-
-    Args:
-        ours: None where others wrote it.
     """
 
     def __init__(self, folder: Path, files: OpenFiles, ours: Ours | None = None) -> None:

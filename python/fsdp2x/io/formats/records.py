@@ -328,15 +328,7 @@ def is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def open_archive(files: OpenFiles, path: Path, trusted: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A file that holds a mapping: as torch loads it, tensors mapped from the file; the same with sources for tensors.
-
-    Args:
-        trusted: classes are looked up and called, which may execute code. Otherwise what needs that is refused.
-
-    Raises:
-        CorruptFile: it is missing, no such file, or contradicts itself.
-        CheckpointError: it needs to be trusted.
-    """
+    """The mapping in a file, twice: as torch loads it, mapped from the file, and with sources for tensors."""
     records = read_records(files, path, opaque=True)
     values = _load(path, str(path), trusted, mmap=True)
     for one in (values, records):

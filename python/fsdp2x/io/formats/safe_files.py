@@ -137,15 +137,7 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES, *, may_be_pipe: bool = F
 
 
 def read_json(path: Path, *, unique: bool = True) -> dict[str, Any]:
-    """The mapping in a JSON file.
-
-    Args:
-        unique: a key that is there twice is an error; JSON itself would take the last one without a word.
-
-    Raises:
-        CheckpointError: the file cannot be opened.
-        CorruptFile: not JSON, no mapping, nested too deep.
-    """
+    """The mapping in a JSON file; `unique`: a key that occurs twice is an error."""
     return parse_json(read_text(path), str(path), unique=unique)
 
 

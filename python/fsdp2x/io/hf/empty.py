@@ -27,12 +27,7 @@ _MOST_LAYERS = 10_000
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """The mapping in a config.json; transformers may be given the file then.
-
-    Raises:
-        CheckpointError: the file cannot be opened, is no JSON, or counts layers and the like of which no model has so
-            many: transformers would make one after the other.
-    """
+    """The mapping in a config.json whose counts are plausible, so that transformers may be given the file."""
     settings = read_json(file, unique=False)
     _check_counts(settings, str(file))
     return settings
@@ -58,11 +53,7 @@ def plain_config(model: torch.nn.Module) -> Any:
 
 
 def empty_model(folder: Path) -> nn.Module:
-    """The model of a folder's config, on the meta device, with parameters of the config's dtype or that of the files.
-
-    Raises:
-        CheckpointError: no config.json, one of quantized weights, or of a model that transformers does not have.
-    """
+    """The model of a folder's config on the meta device, in the dtype of the config or else of the files."""
     with told_of(folder):
         config = read_hf_config(folder)
         if getattr(config, "quantization_config", None) is not None:
@@ -87,12 +78,7 @@ def told_of(path: Path) -> Iterator[None]:
 
 
 def read_hf_config(path: Path) -> Any:
-    """transformers' config of a config.json, or of a folder with one. Code that it names is not run.
-
-    Raises:
-        FileNotFoundError: there is none; a name is never one of a hub's repository.
-        Exception: as `read_config`, and whatever transformers raises.
-    """
+    """transformers' config of a config.json, or of a folder with one. Code that it names is not run."""
     from transformers import AutoConfig
 
     file = _file_of(path)
@@ -114,12 +100,7 @@ def build_empty(
     *,
     keeps_float32: bool = True,
 ) -> nn.Module:
-    """A model on the meta device; without a class the one that the config names.
-
-    Args:
-        keeps_float32: weights that the class wants in float32 whatever the dtype are, as when files are loaded into it;
-            transformers makes new models without such exceptions.
-    """
+    """A model on the meta device; `keeps_float32`: weights that its class wants in float32 stay so."""
     import transformers
 
     if model_class is None:

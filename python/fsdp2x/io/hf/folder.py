@@ -39,11 +39,7 @@ def make_temporary(out: Path, purpose: str) -> Path:
 
 @contextlib.contextmanager
 def written(out: Path, purpose: str, force: bool) -> Iterator[Path]:
-    """An empty folder that becomes `out` when the block ends; nothing of it stays when the block raises.
-
-    Raises:
-        CheckpointError: what the file system refuses.
-    """
+    """An empty folder that becomes `out` when the block ends; nothing of it stays when the block raises."""
     folder = temporary(out, purpose)
     try:
         yield make_temporary(out, purpose)

@@ -18,11 +18,33 @@ from typing import TypeVar
 
 import torch
 
-from fsdp2x.io.formats.safetensors_file import DTYPES
-from fsdp2x.io.formats.tensors import BUFFER_BYTES, Source
-from fsdp2x.io.hf.progress import ProgressBar
-from fsdp2x.io.hf.sources import Computed, row_boxes
+from fsdp2x.base.failures import rank_and_size
+from fsdp2x.io.formats.tensors import BUFFER_BYTES, Computed, Source, row_boxes
+from fsdp2x.io.hf.files import DTYPES
 from fsdp2x.io.names import TensorSpec
+
+
+class ProgressBar:
+    """Shown while it is open and standard error is a terminal; gone when it is closed."""
+
+    def __init__(self, total_bytes: int, what: str, wanted: bool = True) -> None:
+        self._bar = None
+        if wanted and rank_and_size()[0] == 0:
+            try:
+                from tqdm.auto import tqdm
+            except ImportError:
+                return
+            # disable=None: none where nobody looks.
+            self._bar = tqdm(total=total_bytes, desc=what, unit="B", unit_scale=True, leave=False, disable=None)
+
+    def add(self, num_bytes: int) -> None:
+        if self._bar is not None:
+            self._bar.update(num_bytes)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
 
 T = TypeVar("T")
 
@@ -50,11 +72,7 @@ class Layout:
 
 
 def plan_layout(specs: Sequence[TensorSpec], max_shard_size: int | str, stem: str) -> Layout:
-    """Distributes tensors over files of at most ``max_shard_size`` bytes (or one larger tensor), in their order.
-
-    Raises:
-        ValueError: a size that is no size, two tensors of one name, a dtype that safetensors does not know.
-    """
+    """Distributes tensors over files of at most ``max_shard_size`` bytes (or one larger tensor), in their order."""
     limit = parse_size(max_shard_size)
     names = [spec.name for spec in specs]
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
@@ -120,11 +138,7 @@ def _file(name: str, specs: Sequence[TensorSpec]) -> WeightFile:
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of 5000, "5GB" (10^9), "1.5 GiB" (2^30).
-
-    Raises:
-        ValueError: not a positive size.
-    """
+    """Bytes of 5000, "5GB" (10^9), "1.5 GiB" (2^30)."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B|)\s*", str(size).upper())
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
         raise ValueError(f'fsdp2x.save_hf: max_shard_size must be bytes or a size such as "5GB", got {size!r}')

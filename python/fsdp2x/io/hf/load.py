@@ -1,4 +1,4 @@
-"""``load_hf``: the weights of HuggingFace files into a model that is sharded already, or not at all.
+"""``load_hf``: the weights of HuggingFace files into a model; ``from_pretrained``: a folder as a sharded model.
 
 Every rank plans alike from names and shapes; then either each rank reads its own rows, or rank 0 reads and sends each
 rank its rows, a bucket of parameters at a time. Between two meetings of the ranks nothing is collective, so an error
@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -31,15 +31,14 @@ from fsdp2x.base.memory_file import aligned_starts, tensor_at
 from fsdp2x.base.native import _C
 from fsdp2x.base.optimizer_hooks import why_swapped
 from fsdp2x.io.formats.safe_files import read_json
-from fsdp2x.io.formats.tensors import Source
+from fsdp2x.io.formats.tensors import RemoteTensor, Source
+from fsdp2x.io.hf.empty import build_empty, dtype_of_files, read_hf_config, told_of
 from fsdp2x.io.hf.files import Checkpoint
-from fsdp2x.io.hf.initialise import check_buffers, initial_values
-from fsdp2x.io.hf.layout import in_runs
-from fsdp2x.io.hf.progress import ProgressBar
+from fsdp2x.io.hf.layout import ProgressBar, in_runs
 from fsdp2x.io.hf.recipes import Recipes, kind_of, make_recipes
-from fsdp2x.io.hf.sources import RemoteTensor
-from fsdp2x.io.hf.targets import Target, check_ties, find_targets, materialize
+from fsdp2x.io.hf.targets import Target, check_buffers, check_ties, find_targets, initial_values, materialize
 from fsdp2x.io.names import hf_base, is_adapter, is_quantized, is_transformers, original_classes, remember_source
+from fsdp2x.lifecycle.api import fully_shard
 from fsdp2x.lifecycle.replicas import check_again
 from fsdp2x.lifecycle.tree import unit_states
 from fsdp2x.sharding.names import unsharded_class
@@ -51,11 +50,7 @@ Box = tuple[list[int], list[int]]
 
 @torch.no_grad()
 def send_from_rank_0(steps: list[tuple[Target, list[Source]]], bar: Any, what: str) -> None:
-    """Fills the targets of all ranks from the sources of rank 0. Collective over the default process group.
-
-    Raises:
-        CheckpointError: on every rank, when reading failed on rank 0.
-    """
+    """Fills the targets of all ranks from the sources of rank 0. Collective over the default process group."""
     rank, world = rank_and_size()
     mine = [target.box() or ([0] * len(target.shape), list(target.shape)) for target, _ in steps]
     boxes: list[list[Box]] = exchange(mine)
@@ -379,3 +374,92 @@ def _read(steps: list[tuple[Target, list[Source]]], bar: Any) -> None:
         else:
             sources[0].read(box[0], target.local)
         bar.add(target.num_bytes)
+
+
+@checked
+def from_pretrained(
+    path_or_model_class: str | Path | type[nn.Module],
+    path: str | Path | None = None,
+    *,
+    config: Any = None,
+    dtype: torch.dtype | Literal["auto"] = "auto",
+    attn_implementation: str | None = None,
+    prepare: Callable[[nn.Module], nn.Module] | None = None,
+    mode: Literal["auto", "each", "broadcast"] = "auto",
+    strict: bool | None = None,
+    ignore_mismatched_sizes: bool = False,
+    progress: bool = True,
+    **sharding: Any,
+) -> nn.Module:
+    """Builds the model on the meta device, shards it there and loads each rank's rows: see :func:`load_hf`.
+
+    ``from_pretrained(folder)`` takes the class from the folder's config, ``from_pretrained(Class, folder)`` that class.
+    The model is in eval mode, as with transformers. Nothing is downloaded and no code of the folder is run.
+
+    Args:
+        path_or_model_class: a local folder with config.json, or a transformers model class.
+        path: the folder, when a class was given.
+        config: a config to use instead of the folder's.
+        dtype: of parameters; ``"auto"`` as in transformers: the config's, else that of the files. ``torch.float32``
+            keeps float32 masters of lower-precision files.
+        attn_implementation: as in transformers.
+        prepare: called with the model on the meta device before it is sharded; returns the model to shard, such as a
+            PEFT model around it (adapters are initialised after loading).
+        mode, strict, ignore_mismatched_sizes, progress: as for :func:`load_hf`.
+        **sharding: arguments of :func:`fully_shard`: mesh, mp_policy, reshard_after_forward, auto_wrap and others.
+
+    Raises:
+        TypeError: a class was given without a path, or a path with a path.
+        CheckpointError: on every rank: the folder, its config or its weights are missing or do not fit.
+    """
+    if isinstance(path_or_model_class, type):
+        if path is None:
+            raise TypeError(f"fsdp2x.from_pretrained: {path_or_model_class.__name__} was given, but no path")
+        model_class, folder = path_or_model_class, Path(path).expanduser()
+    else:
+        if path is not None:
+            raise TypeError(
+                f"fsdp2x.from_pretrained: got two paths, {path_or_model_class!r} and {path!r}; the first argument may "
+                "be a model class instead"
+            )
+        model_class, folder = None, Path(path_or_model_class).expanduser()
+    what = f"loading {folder}"
+
+    def describe() -> tuple[Any, torch.dtype, Any]:
+        with told_of(folder):
+            return _describe(folder, config, dtype)
+
+    def build() -> nn.Module:
+        with told_of(folder):
+            return build_empty(model_class, *described[:2], attn_implementation)
+
+    # Rank 0 alone may see the folder.
+    described = on_rank_0(describe, what=what)
+    generation = described[2]
+    model = run_on_all_ranks(build, what=what)
+    if generation is not None and model.can_generate():
+        model.generation_config = generation
+    model.name_or_path = model.config.name_or_path = str(folder)
+    model = model if prepare is None else prepare(model)
+    fully_shard(model, **sharding)
+    load_hf(
+        model,
+        folder,
+        mode=mode,
+        strict=strict,
+        ignore_mismatched_sizes=ignore_mismatched_sizes,
+        progress=progress,
+    )
+    return model.eval()
+
+
+def _describe(folder: Path, config: Any, dtype: torch.dtype | str) -> tuple[Any, Any, Any]:
+    """Config, dtype and generation config (or None) of a folder."""
+    from transformers import GenerationConfig
+
+    config = read_hf_config(folder) if config is None else config
+    generation = None
+    if (folder / "generation_config.json").is_file():
+        read_json(folder / "generation_config.json", unique=False)
+        generation = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+    return config, (config.dtype or dtype_of_files(folder)) if dtype == "auto" else dtype, generation

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from fsdp2x.base.errors import CheckpointError, first_line
-from fsdp2x.io.formats.tensors import Source
-from fsdp2x.io.hf.sources import Computed, Joined, Piece, Stacked, Turned
+from fsdp2x.io.formats.tensors import Computed, Joined, Piece, Source, Stacked, Turned
 from fsdp2x.io.names import Family, is_transformers, original_classes, run_converter, source_families
 
 

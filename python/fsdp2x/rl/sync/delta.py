@@ -23,9 +23,8 @@ from torch import nn
 
 from fsdp2x.base.collectives import explained
 from fsdp2x.base.native import _C
-from fsdp2x.io.export.entries import Entry
-from fsdp2x.io.export.plans import BucketPlan
-from fsdp2x.io.export.rings import SharedRing, copy_past_caches
+from fsdp2x.io.export.rings import Entry, SharedRing, copy_past_caches
+from fsdp2x.io.export.stream import BucketPlan
 from fsdp2x.io.names import Family
 from fsdp2x.rl.sync.receiver.engine import POSITION_BYTES, delta_bytes
 from fsdp2x.rl.sync.targets.base import Delta

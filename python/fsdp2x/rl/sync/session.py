@@ -27,9 +27,16 @@ from fsdp2x.base.arguments import checked
 from fsdp2x.base.calls import call_of, calling
 from fsdp2x.base.failures import exchange
 from fsdp2x.base.processes import require_own_process
-from fsdp2x.io.export.entries import Entry
-from fsdp2x.io.export.plans import BucketPlan, check_bucket_bytes, chosen_params, finish, make_rings, ring_of
-from fsdp2x.io.export.stream import BUCKET_BYTES
+from fsdp2x.io.export.rings import Entry
+from fsdp2x.io.export.stream import (
+    BUCKET_BYTES,
+    BucketPlan,
+    check_bucket_bytes,
+    chosen_params,
+    finish,
+    make_rings,
+    ring_of,
+)
 from fsdp2x.lifecycle.tree import named_params, running_step
 from fsdp2x.rl.sync.delta import BucketDelta, Changes, Snapshot, fill_changes, finish_changes, gather_changes, ring_for
 from fsdp2x.rl.sync.merged import AdapterMerge

@@ -16,8 +16,7 @@ from torch import nn
 
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.calls import call_of
-from fsdp2x.io.export.plans import BucketPlan, check_bucket_bytes, chosen_params
-from fsdp2x.io.export.stream import BUCKET_BYTES, run_plans
+from fsdp2x.io.export.stream import BUCKET_BYTES, BucketPlan, check_bucket_bytes, chosen_params, run_plans
 from fsdp2x.lifecycle.tree import running_step
 from fsdp2x.rl.sync.merged import AdapterMerge
 from fsdp2x.rl.sync.wire import by_layers, layer_of, plan_wire

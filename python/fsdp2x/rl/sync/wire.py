@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp2x.base.native import _C
-from fsdp2x.io.export.plans import BucketPlan, plan_buckets, ring_of
+from fsdp2x.io.export.stream import BucketPlan, plan_buckets, ring_of
 from fsdp2x.io.names import Family
 from fsdp2x.rl.sync.merged import AdapterMerge
 from fsdp2x.rl.sync.targets.base import WireLayout

@@ -1,7 +1,7 @@
-"""Checkpoints of DTensors to HuggingFace folders laid out like the one that the training started from.
+"""Converts checkpoints to HuggingFace folders and back, offline: one process, a few rows at a time from file to file.
 
-The origin's files say which tensors there are, in which file and of which dtype; the checkpoint has their values. A
-few rows at a time go from file to file: memory does not grow with the model.
+The origin's files say which tensors there are, in which file and of which dtype; the checkpoint has their values. So
+memory does not grow with the model.
 """
 
 from __future__ import annotations
@@ -11,21 +11,24 @@ import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.errors import CheckpointError
 from fsdp2x.io.checkpoint.directory import ASSETS_FOLDER, resolve
+from fsdp2x.io.checkpoint.disk import bytes_of
+from fsdp2x.io.checkpoint.forms import Contents, Sharded
+from fsdp2x.io.checkpoint.plan import plan_alone
 from fsdp2x.io.convert.stored import match, open_dcp, open_ranks, without_groups
 from fsdp2x.io.formats.safe_files import OpenFiles
-from fsdp2x.io.formats.tensors import Source
+from fsdp2x.io.formats.tensors import RemoteTensor, Source, differ
 from fsdp2x.io.hf.empty import empty_model, read_config
 from fsdp2x.io.hf.files import Checkpoint
 from fsdp2x.io.hf.folder import refuse_existing, refuse_inside, written
 from fsdp2x.io.hf.layout import Layout, Writer, layout_of, make_files, plan_layout
-from fsdp2x.io.hf.recipes import Undone, undo_loading
-from fsdp2x.io.hf.sources import RemoteTensor, differ
+from fsdp2x.io.hf.recipes import Undone, make_recipes, undo_loading
 from fsdp2x.io.hf.targets import Target, find_targets
 from fsdp2x.io.names import TensorSpec, source_families
 
@@ -137,11 +140,7 @@ class _Output:
         return found if type(found) is int and found > 0 else None
 
     def take(self, tensors: Mapping[str, Source], aliases: Mapping[str, str], prefix: str | None, where: str) -> None:
-        """Finds the values of all tensors of the origin in those of a checkpoint.
-
-        Raises:
-            CheckpointError: some are missing, or of another shape.
-        """
+        """Finds the values of all tensors of the origin in those of a checkpoint."""
         model = empty_model(self.origin)
         targets = find_targets(model)
         stored_in = self.files.tensors
@@ -305,11 +304,7 @@ def _shapes(targets: list[Target]) -> dict[str, tuple[int, ...]]:
 def _values_of(
     targets: list[Target], stored: Mapping[str, Source], aliases: Mapping[str, str], where: str
 ) -> dict[str, Source]:
-    """Each name of a target -> its values, from ``stored`` under any of its names.
-
-    Raises:
-        CheckpointError: tied weights that differ; a weight of another shape than the model's.
-    """
+    """Each name of a target -> its values, from ``stored`` under any of its names."""
     stored = {**{alias: stored[kept] for alias, kept in aliases.items() if kept in stored}, **stored}
     found: dict[str, Source] = {}
     for target in targets:
@@ -330,3 +325,61 @@ def _values_of(
                 )
         found.update(dict.fromkeys(target.names, first))
     return found
+
+
+@checked
+def hf_to_dcp(
+    hf_dir: str | Path, output_dir: str | Path, *, dtype: torch.dtype | None = None, force: bool = False
+) -> Path:
+    """Writes the weights of a HuggingFace folder as a DCP directory with the keys ``model.<name in the model>``.
+
+    ``dcp.load({"model": model.state_dict()}, checkpoint_id=output_dir)`` fills a model that was sharded by stock
+    FSDP2 or by fsdp2x. Experts are fused as the model's class has them; tied weights have all their keys and are stored
+    once. Config and tokenizer go to ``hf/`` in it. Memory: 16 MiB and one weight at a time.
+
+    Args:
+        hf_dir: config and weights, safetensors or ``.bin``.
+        output_dir: appears when it is whole.
+        dtype: of floating-point weights instead of that of the files.
+        force: replace ``output_dir``.
+
+    Raises:
+        FileExistsError: ``output_dir`` exists and not ``force``.
+        CheckpointError: files that are missing, damaged, or lack weights of the model.
+    """
+    out, origin = Path(output_dir).expanduser(), Path(hf_dir).expanduser()
+    refuse_existing(out, force)
+    refuse_inside(out, origin)
+    with Checkpoint([origin]) as files:
+        sources, aliases = _sources(origin, files)
+        state: dict[str, Any] = {}
+        for name, source in sources.items():
+            wanted = dtype if dtype is not None and source.dtype.is_floating_point else source.dtype
+            state[f"model.{name}"] = torch.empty(source.shape, dtype=wanted, device="meta")
+        with written(out, "convert", force) as folder:
+            paths = {f"model.{name}": ("model", name) for name in sources}
+            form, contents = Sharded(plan_alone(state, paths), 0), Contents({}, paths, aliases, {"step": 0})
+            data = (bytes_of(sources[c.name.removeprefix("model.")].whole(c.dtype)) for c in form.chunks)
+            form.finish(folder, contents, [form.write(folder, contents, data)])
+            (folder / ASSETS_FOLDER).mkdir()
+            copy_assets(origin, folder / ASSETS_FOLDER)
+    return out
+
+
+def _sources(origin: Path, files: Checkpoint) -> tuple[dict[str, Source], dict[str, str]]:
+    """Weights of the model by name, ties once, and the names left out: alias -> the name that is kept."""
+    model = empty_model(origin)
+    targets = find_targets(model)
+    recipes = make_recipes(model, files.tensors, {name: target.shape for target in targets for name in target.names})
+    sources, aliases, missing = {}, {}, []
+    for target in targets:
+        kept, *others = target.names
+        source = next((recipes.sources[name] for name in target.names if name in recipes.sources), None)
+        if source is None:
+            missing.append(kept)
+            continue
+        sources[kept] = source
+        aliases |= dict.fromkeys(others, kept)
+    if missing:
+        raise CheckpointError(f"{origin}: lacks {len(missing)} weights of the model: {', '.join(missing[:5])}")
+    return sources, aliases
