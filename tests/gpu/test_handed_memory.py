@@ -8,13 +8,13 @@ import torch
 import one_gpu
 from fsdp2x.base.memory_file import collect_handed
 from fsdp2x.rl.sync.targets.transports import HandedMemory
+from fsdp2x.sync import engine
 
 pytestmark = [one_gpu.needs_gpu, pytest.mark.shows("broadcasts")]
 
 
 def read(handle, queue) -> None:
-    rebuild, arguments = handle
-    memory = rebuild(*arguments)
+    memory = engine.opened_memory(handle)
     queue.put(memory.sum(dtype=torch.int64).item())
     del memory
     torch.cuda.ipc_collect()
@@ -30,7 +30,7 @@ def test_a_bucket_is_handed_to_another_process(expandable):
         memory.synchronize()
         context = multiprocessing.get_context("spawn")
         queue = context.Queue()
-        process = context.Process(target=read, args=(memory.handle(), queue))
+        process = context.Process(target=read, args=(engine.describe_handle(memory.device_handle()), queue))
         process.start()
         assert queue.get(timeout=120) == 3 * 32 * 2**20
         process.join(60)

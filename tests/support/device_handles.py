@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 import weakref
 from unittest import mock
 
@@ -32,7 +33,7 @@ class Rebuilding:
     def reduce(self, memory):
         """The arguments of a CUDA tensor's handle, with the UUID in place of the device."""
         self._memories.add(memory)
-        _, (path, _, num_bytes) = memory.handle()
+        path, num_bytes = f"/proc/{os.getpid()}/fd/{memory._file.file}", len(memory.bytes)
         head = (torch.Tensor, torch.Size([num_bytes]), (1,), 0, torch.UntypedStorage, torch.uint8, UUID)
         return (*head, path.encode(), num_bytes, 0, False, b"counter", 3, b"event", False)
 

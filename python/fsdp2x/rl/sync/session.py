@@ -75,7 +75,7 @@ def connect(
 
     Args:
         model: sharded by ``fully_shard``, or a part of one.
-        target: ``fsdp2x.sync.InProcess``, ``Peer``, ``Vllm``, ``Sglang`` or ``CheckpointEngine``.
+        target: ``fsdp2x.sync.InProcess``, ``Peer``, ``Vllm`` or ``Sglang``.
         dtype: of floating-point weights on the wire, cast at the shard; default that of the parameters.
         keep: dtypes by pattern, such as ``{"*.mlp.gate.weight": torch.float32}`` for routers, matched against the
             parameters' names and the names in files; ``*`` also matches dots.
@@ -156,11 +156,10 @@ class Session:
         refusal = _refusal_of(target, deltas)
         # Ranks that gather a bucket: this rank's ring, and that of rank 0.
         rings = [[dist.get_rank()] if p.group is None else dist.get_process_group_ranks(p.group) for p in plans]
-        introduction = None if refusal else target.introduction()
         params = [entry.param for plan in plans for entry in plan.entries]
         self._call = call_of("fsdp2x.sync.connect", model, params, names_shapes=True)
-        said = self._exchange((layout_digest(plans), self._receives, refusal, rings, introduction, next(_numbers)))
-        digests, receivers, refusals, everywhere, introductions, numbers = zip(*said, strict=True)
+        said = self._exchange((layout_digest(plans), self._receives, refusal, rings, next(_numbers)))
+        digests, receivers, refusals, everywhere, numbers = zip(*said, strict=True)
         self._call = replace(self._call, name=f"fsdp2x.sync.push (session {numbers[0]})")
         if refusal := refusal or next(filter(None, refusals), None):
             raise refusal
@@ -181,7 +180,6 @@ class Session:
                 "fsdp2x.sync.connect: no rank has an engine: Peer(rank=...) names none of the ranks, or every rank has "
                 "InProcess(None)"
             )
-        target.meet(list(introductions))
         self._own_rings, self._first_rings = (
             [[ranks.index(rank) for rank in ring] for ring in of_rank] for of_rank in (rings, everywhere[0])
         )

@@ -117,12 +117,6 @@ class EngineTarget:
         if deltas and self.whole_only:
             raise NotImplementedError(f"{caller}: {self.whole_only}, it takes no deltas; connect with deltas=False")
 
-    def introduction(self) -> Any:
-        """What the targets of other ranks are told when a session is made; called after ``check``."""
-
-    def meet(self, introductions: list[Any]) -> None:
-        """Those of all ranks, in their order. Raises ValueError, the same on every rank."""
-
     def open(self, layout: WireLayout, timeout_s: float) -> None:
         """Called on ranks that receive before each push; connects where there is no connection."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 from collections.abc import Callable, Collection, Mapping
@@ -17,7 +16,6 @@ from fsdp2x.base.native import _C
 from fsdp2x.rl.sync.receiver import engine, engine_group, engine_tcp
 from fsdp2x.rl.sync.targets.base import PushBucket, WireLayout
 
-Handle = tuple[Callable[..., torch.Tensor], tuple]
 DEVICE_ARGUMENT = 6  # of `rebuild_cuda_tensor`: the device's number, which need not be the same in the other process
 
 
@@ -250,15 +248,7 @@ class HandedMemory:
                 f"fsdp2x.sync: memory of {device} cannot be handed to another process; CUDA's and the CPU's can"
             )
         self._file = MemoryFile("fsdp2x-handed", num_bytes)
-        self._num_bytes = num_bytes
         self.bytes = self._file.bytes[:num_bytes]
-
-    def handle(self) -> Handle:
-        """For one reader, which ``pickle`` can write."""
-        if self._file is None:
-            return reductions.reduce_tensor(self.bytes)
-        rebuild = functools.partial(torch.from_file, dtype=torch.uint8)
-        return rebuild, (f"/proc/{os.getpid()}/fd/{self._file.file}", True, self._num_bytes)
 
     def device_handle(self) -> tuple:
         """The arguments of ``rebuild_cuda_tensor`` for one reader, with the GPU's UUID for its number.
