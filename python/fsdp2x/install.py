@@ -125,7 +125,7 @@ def _replacements(auto_wrap: bool) -> dict[str, tuple[Callable, Callable]]:
     return pairs | {theirs.__name__: (theirs, ours) for theirs, ours in clip.replacements()}
 
 
-def _shard_as_upstream(theirs: Callable, auto_wrap: bool) -> Callable:
+def _shard_as_upstream(upstream: Any, auto_wrap: bool) -> Callable:
     @functools.wraps(api.fully_shard)
     def sharded(module: nn.Module | list[nn.Module], **options: Any):
         options.setdefault("auto_wrap", None if auto_wrap else False)
@@ -134,7 +134,7 @@ def _shard_as_upstream(theirs: Callable, auto_wrap: bool) -> Callable:
     def state(module: nn.Module):
         # Upstream's function asks through its own global name, which is ours now, while it shards.
         ours = get_state(module)
-        return theirs.state(module) if ours is None else ours
+        return upstream.state(module) if ours is None else ours
 
     fully_shard: Any = sharded
     fully_shard.state = state

@@ -13,6 +13,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -36,6 +37,12 @@ def aligned_starts(sizes: Iterable[int], begin: int = 0) -> tuple[list[int], int
 def tensor_at(buffer: torch.Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Returns the tensor that begins at byte ``start`` of a buffer of bytes."""
     return buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, without a copy."""
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()  # not a Buffer to numpy's annotations
+    return memoryview(array)
 
 
 class MemoryFile:

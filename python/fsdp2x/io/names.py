@@ -19,6 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp2x.sharding.names import clean_name, unsharded_class
 
+# A model of transformers or PEFT: to torch's annotations each of its attributes is a Tensor or a Module.
+ForeignModel = Any
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -85,17 +88,17 @@ def is_adapter(name: str) -> bool:
     return name.startswith("base_model.model.")
 
 
-def hf_base(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
+def hf_base(model: nn.Module) -> tuple[ForeignModel, Callable[[str], str]]:
     """The model whose files the names refer to, and the map from FQN to the name in it.
 
     Below a PEFT model that is the base model; its adapter weights keep the prefix of PEFT's own files. A model with
     transformers' ``add_adapter`` is its own base.
     """
-    model = _unwrapped(model)
-    if not has_adapters(model):
-        return model, clean_name
-    wraps = hasattr(model, "get_base_model")
-    adapters = "|".join(re.escape(name) for name in model.peft_config)
+    outer = _unwrapped(model)
+    if not has_adapters(outer):
+        return outer, clean_name
+    wraps = hasattr(outer, "get_base_model")
+    adapters = "|".join(re.escape(name) for name in outer.peft_config)
     prefix = re.compile(r"base_model\.model\.")
 
     def to_source(fqn: str) -> str:
@@ -107,7 +110,7 @@ def hf_base(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
         name = name.replace(".base_layer.", ".").replace(".original_module.", ".")
         return prefix.sub("", name, count=1)
 
-    return _unwrapped(model.get_base_model()) if wraps else model, to_source
+    return _unwrapped(outer.get_base_model()) if wraps else outer, to_source
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -115,7 +118,7 @@ def has_adapters(model: nn.Module) -> bool:
     return bool(getattr(_unwrapped(model), "peft_config", None))
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def _unwrapped(model: ForeignModel) -> ForeignModel:
     while (inner := model._modules.get("_orig_mod")) is not None:
         model = inner
     return model
@@ -139,7 +142,7 @@ def original_classes(model: nn.Module) -> Iterator[None]:
             module.__class__ = cls
 
 
-def remember_source(base: nn.Module, conversions: list | None, dtypes: dict[str, torch.dtype], path) -> None:
+def remember_source(base: ForeignModel, conversions: list | None, dtypes: dict[str, torch.dtype], path) -> None:
     """Keeps on the model what saving it in the form of its files needs; ``dtypes`` by name in ``base``.
 
     The conversions are where transformers' own ``save_pretrained`` looks for them.
@@ -226,7 +229,7 @@ def _renamed_by(renamings: list, name: str) -> str:
     return name
 
 
-def _reversed_conversions(model: nn.Module) -> tuple[list, list]:
+def _reversed_conversions(model: ForeignModel) -> tuple[list, list]:
     """(renamings, converters) from memory to files: those that loading used, else transformers' table for the class."""
     if not is_transformers(model):
         return [], []

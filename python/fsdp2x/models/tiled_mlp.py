@@ -230,7 +230,8 @@ class _Call:
                 stack.enter_context(context)
             for part, name, number in self._owners:
                 stack.callback(part._parameters.__setitem__, name, part._parameters[name])
-                part._parameters[name] = leaves[number]
+                registry: dict[str, Any] = part._parameters
+                registry[name] = leaves[number]
             yield
 
 
@@ -259,7 +260,7 @@ class _TiledMlp(torch.autograd.Function):
                     out = call.forward_of(part)
                 above = grad.narrow(call.dim, start, size)
                 wanted = leaves if grad_x is None else [part, *leaves]
-                found = list(torch.autograd.grad(out, wanted, above, allow_unused=True))
+                found: list[torch.Tensor | None] = list(torch.autograd.grad(out, wanted, above, allow_unused=True))
                 del out
                 if grad_x is not None and (part_grad := found.pop(0)) is not None:
                     grad_x.narrow(call.dim, start, size).copy_(part_grad)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from fsdp2x.base.memory_file import whole_pages
+from fsdp2x.base.memory_file import memory_of, whole_pages
 
 BLOCK_BYTES = 8 << 20
 _PAGE = 4096
@@ -75,7 +75,7 @@ class Sink:
             count = min(source.numel() - done, BLOCK_BYTES - self._filled)
             target = self._blocks[0][self._filled : self._filled + count]
             target.copy_(source[done : done + count])
-            crc = zlib.crc32(target.numpy(), crc)
+            crc = zlib.crc32(memory_of(target), crc)
             self._filled += count
             self.num_bytes += count
             done += count
@@ -117,7 +117,7 @@ class Sink:
     def _write(self, block: torch.Tensor, num_bytes: int, offset: int) -> None:
         """Writes the first `num_bytes` of a page-aligned block; with O_DIRECT up to the end of its last page."""
         whole = -(-num_bytes // _PAGE) * _PAGE if self._direct else num_bytes
-        content = memoryview(block.numpy())[:whole]
+        content = memory_of(block)[:whole]
         while content:
             try:
                 written = os.pwrite(self._file, content, offset)

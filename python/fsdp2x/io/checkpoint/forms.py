@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, Te
 from fsdp2x.base import torch_private
 from fsdp2x.base.errors import CheckpointError
 from fsdp2x.base.failures import on_rank_0
+from fsdp2x.base.memory_file import memory_of
 from fsdp2x.io.checkpoint.archive import ALIGN_BYTES, Archive, Record, Stored
 from fsdp2x.io.checkpoint.directory import FULL_FILE, rank_file, write_bytes
 from fsdp2x.io.checkpoint.disk import Sink, combine
@@ -118,8 +119,8 @@ class Sharded(Form):
 
     def finish(self, folder: Path, contents: Contents, written: Sequence[Written]) -> Files:
         """The table of contents. A tied weight is stored once and listed under each of its names, as stock expects."""
-        described = dict(self.plan.metadata.state_dict_metadata)
-        paths = dict(self.plan.paths)
+        metadata, paths = self.plan.of_all_ranks()
+        described = dict(metadata.state_dict_metadata)
         storage = {
             MetadataIndex(name, offsets): torch_private.storage_info(file, start, length)
             for one in written
@@ -132,7 +133,7 @@ class Sharded(Form):
             for index in [index for index in storage if index.fqn == kept]:
                 storage[MetadataIndex(alias, index.offset)] = storage[index]
         metadata = replace(
-            self.plan.metadata,
+            metadata,
             state_dict_metadata=described,
             planner_data=paths,
             storage_data=storage,
@@ -210,7 +211,8 @@ class Full(Form):
         """Lays the file out and makes it, empty; collective."""
 
         def lay_out() -> dict[str, int]:
-            described = self.plan.metadata.state_dict_metadata
+            metadata, paths = self.plan.of_all_ranks()
+            described = metadata.state_dict_metadata
             missing = [
                 name
                 for name, entry in described.items()
@@ -225,7 +227,7 @@ class Full(Form):
                 )
             }
             leaves = {**stored, **{name: contents.objects[name] for name in described if name not in stored}}
-            tree = nest(self.plan.paths, leaves)
+            tree = nest(paths, leaves)
             for alias, kept in contents.aliases.items():
                 tree["model"][alias] = tree["model"][kept]
             tree.update(contents.small, rng=contents.rngs, step=contents.manifest["step"], manifest=contents.manifest)
@@ -267,6 +269,7 @@ class Full(Form):
                 pieces.setdefault(name, []).append(tuple(piece))
         names = iter(self._starts)
         archive = self._archive
+        assert archive is not None, "rank 0 has laid it out"
         path = folder / self.file_name
         crcs: list[int] = []
         whole = at = 0
@@ -303,7 +306,7 @@ def runs(chunk: Chunk) -> Iterator[tuple[int, int, int]]:
 
 
 def _write(file: int, path: Path, source: torch.Tensor, offset: int) -> int:
-    content = memoryview(source.numpy())
+    content = memory_of(source)
     crc = 0
     while content:
         block = content[:_BLOCK_BYTES]

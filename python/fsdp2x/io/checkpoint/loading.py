@@ -20,7 +20,14 @@ from fsdp2x.base.optimizer_hooks import why_swapped
 from fsdp2x.io.checkpoint import directory
 from fsdp2x.io.checkpoint.background import Saver
 from fsdp2x.io.checkpoint.directory import MANIFEST, PARTS_FILE, rng_file
-from fsdp2x.io.checkpoint.manifest import check_entries, manifest_in, model_layout, read_manifest, verify_files
+from fsdp2x.io.checkpoint.manifest import (
+    FormName,
+    check_entries,
+    manifest_in,
+    model_layout,
+    read_manifest,
+    verify_files,
+)
 from fsdp2x.io.checkpoint.match import Found, FoundState, find_parts, match_model, match_optimizer
 from fsdp2x.io.checkpoint.optimizer import Optimizers, Restore, as_optimizers
 from fsdp2x.io.checkpoint.plan import PARTS
@@ -41,7 +48,7 @@ class Choice:
     """A checkpoint. `manifest` is None for a lone file, and for a directory that others wrote."""
 
     path: Path
-    form: str
+    form: FormName
     manifest: dict[str, Any] | None
 
 
@@ -192,9 +199,9 @@ def load(
         parts.get("step", manifest.get("step")),
         choice.form,
         saved_by,
-        *(parts.get(name) for name in PARTS),
-        match.missing,
-        match.unexpected,
+        missing=match.missing,
+        unexpected=match.unexpected,
+        **{name: parts.get(name) for name in PARTS},
     )
 
 
@@ -283,9 +290,10 @@ def _match(
     rank, world_size = rank_and_size()
     if why := why_swapped(model.parameters()):
         raise CheckpointError(why)
-    if choice.form == "per_rank" and choice.manifest["world_size"] != world_size:
+    saved_by = (choice.manifest or {}).get("world_size")
+    if choice.form == "per_rank" and saved_by != world_size:
         raise CheckpointError(
-            f"{choice.path}: per-rank files of {choice.manifest['world_size']} ranks cannot be loaded by {world_size}; "
+            f"{choice.path}: per-rank files of {saved_by} ranks cannot be loaded by {world_size}; "
             "use as many ranks, or save with form='sharded' or 'full', which any number of ranks loads"
         )
     source = open_source(choice.path, choice.form, files, rank, trusted, choice.manifest)

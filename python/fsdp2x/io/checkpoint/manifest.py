@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, assert_never, get_args
+from typing import Any, Literal, TypeGuard, assert_never, get_args
 
 import torch
 
@@ -181,7 +181,7 @@ def check_manifest(manifest: Mapping[str, Any], where: str) -> None:
             raise CorruptFile(f"{where}: not the manifest of a checkpoint: {key} is {str(manifest.get(key))[:100]}")
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < 2**63
 
 

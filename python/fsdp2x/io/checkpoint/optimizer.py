@@ -61,8 +61,9 @@ def named_state(model: torch.nn.Module, optimizers: Optimizers) -> tuple[dict[st
                     if isinstance(param, DTensor):
                         plain = {key: value for key, value in state[name].items() if _is_plain(value)}
                         state[name] = {**state[name], **{key: _cut(param, v, name, key) for key, v in plain.items()}}
-                        told = {key: f"{_PLAIN} {layout_of(state[name][key]) or ''}".strip() for key in plain}
-                        layouts.update({("state", name, str(key)): layout for key, layout in told.items()})
+                        for key in plain:
+                            layout = f"{_PLAIN} {layout_of(state[name][key]) or ''}".strip()
+                            layouts["state", name, str(key)] = layout
             groups.append({**_settings(group), "params": members})
     return {"state": state, "param_groups": groups}, layouts
 
@@ -129,7 +130,7 @@ class Restore:
         if layout == _PLAIN:
             return torch.empty(tuple(shape), dtype=dtype, device=param.device)
         if tuple(shape) == tuple(param.shape) and len(shape) > 0:
-            if host_state(self.params[name]) is not None:
+            if isinstance(param, DTensor) and host_state(self.params[name]) is not None:
                 return torch_private.dtensor_like(param, torch.empty(param.to_local().shape, dtype=dtype))
             return torch.empty_like(param, dtype=dtype)
         if isinstance(param, DTensor) and layout:

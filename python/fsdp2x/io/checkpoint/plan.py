@@ -114,6 +114,11 @@ class Plan:
     metadata: Metadata | None = None
     paths: Mapping[str, tuple] | None = None
 
+    def of_all_ranks(self) -> tuple[Metadata, dict[str, KeyPath]]:
+        """Metadata and paths, on rank 0."""
+        assert self.metadata is not None and self.paths is not None, "only rank 0 has them"
+        return self.metadata, dict(self.paths)
+
     @functools.cached_property
     def entries(self) -> Entries:
         """All entries with shape and dtype; on rank 0, elsewhere none."""
@@ -223,6 +228,7 @@ def local_data(flat: Mapping[str, Any], chunk: Chunk) -> torch.Tensor:
 
 def _chunk(item: WriteItem) -> Chunk:
     data = item.tensor_data
+    assert data is not None, f"{item.index.fqn} is a tensor"
     offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
     return Chunk(item.index.fqn, data.properties.dtype, tuple(data.size), offsets, sizes)
 

@@ -336,28 +336,26 @@ def _agree(saver: Saver, work: Callable[[], State], what: str) -> tuple[State, P
 
     One meeting of the ranks in that case, since training waits for it.
     """
-    state: State | None = None
-
-    def data_of(plan: Plan) -> dict[str, torch.Tensor]:
-        return {chunk.name: local_data(state.flat, chunk) for chunk in plan.held}
-
+    collected: list[State] = []
     sources: dict[str, torch.Tensor] = {}
 
+    def data_of(plan: Plan) -> dict[str, torch.Tensor]:
+        return {chunk.name: local_data(collected[0].flat, chunk) for chunk in plan.held}
+
     def is_known() -> tuple[bool, dict[str, str]]:
-        nonlocal state, sources
-        state = work()
+        collected.append(state := work())
         if saver.plan is None or saver.plan.signature != state.signature:
             return False, state.plain
-        sources = data_of(saver.plan)
+        sources.update(data_of(saver.plan))
         return True, state.plain
 
     known, plain = zip(*gather_all(is_known, what=what), strict=True)
-    if not all(known):
+    (state,), plan = collected, saver.plan
+    if plan is None or not all(known):
         require_same_cut(plain, what)
         saver.plan = plan = make_plan(state.flat, state.paths, state.signature)
         sources = run_on_all_ranks(lambda: data_of(plan), what=what)
-    assert state is not None and saver.plan is not None
-    return state, saver.plan, sources
+    return state, plan, sources
 
 
 def _mesh_of(tensors: Mapping[str, Any]) -> list[list[Any]]:

@@ -120,14 +120,13 @@ class PerRankSource(CheckpointSource):
             raise CorruptFile(f"{path}: damaged, not the file of rank {rank} of {world_size} at step {step}")
         tree, held, self._sources = _matched(path, values, records)
         _check_records(path, self._sources, [])
-        self._chunks = values.get("chunks")
-        stored = {name for name, entry in held.items() if entry is not None}
-        if not isinstance(self._chunks, dict) or self._chunks.keys() != stored:
+        self._chunks: Any = values.get("chunks")
+        stored = {name: entry for name, entry in held.items() if entry is not None}
+        if not isinstance(self._chunks, dict) or self._chunks.keys() != stored.keys():
             raise CorruptFile(f"{path}: damaged, its chunks are not those of its tensors")
         leaves, paths = flatten(tree)
-        for name in stored:
-            shape = _whole_shape(f"{path}: damaged, {name}", self._chunks[name], held[name][0])
-            leaves[name] = Leaf(name, shape, held[name][1])
+        for name, (shape, dtype) in stored.items():
+            leaves[name] = Leaf(name, _whole_shape(f"{path}: damaged, {name}", self._chunks[name], shape), dtype)
         self.entries = {name: held[name] and (leaves[name].shape, leaves[name].dtype) for name in held}
         self.tree = nest(paths, leaves)
 
@@ -150,6 +149,7 @@ def open_source(
         case "full":
             return FullSource(path if path.is_file() else path / FULL_FILE, files, trusted)
         case "per_rank":
+            assert manifest is not None, "a lone file is a full one"
             return PerRankSource(path, files, trusted, manifest, rank)
         case "sharded":
             return ShardedSource(path, files, trusted, manifest)
@@ -219,8 +219,10 @@ def _check_records(path: Path, sources: Mapping[str, tensors.Source], tied: Coll
 
 def _whole_shape(what: str, chunk: Any, held: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the tensor that a chunk of per-rank files belongs to."""
-    numbers = [chunk.get(key) for key in ("shape", "offsets", "sizes")] if isinstance(chunk, dict) else []
-    shape, offsets, sizes = numbers or ([], [], None)
+    numbers: list[Any] = (
+        [chunk.get(key) for key in ("shape", "offsets", "sizes")] if isinstance(chunk, dict) else [None] * 3
+    )
+    shape, offsets, sizes = numbers
     fits = all(isinstance(one, list) and tensors.is_shape(one) for one in numbers)
     fits = fits and sizes == list(held) and len(shape) == len(offsets) == len(held)
     if not fits or any(a + n > whole for a, n, whole in zip(offsets, sizes, shape, strict=True)):

@@ -103,10 +103,11 @@ def _joined(name: str, ranks: list[Source | Shard]) -> Source:
         raise CorruptFile(f"{name}: some ranks hold another tensor than others: {sorted(map(str, kinds))}")
     if isinstance(ranks[0], Source):
         return ranks[0]
-    _check_shards(name, ranks)
-    sizes = [max(column) + 1 for column in zip(*(one.coordinate for one in ranks), strict=True)]
+    shards = [one for one in ranks if isinstance(one, Shard)]
+    _check_shards(name, shards)
+    sizes = [max(column) + 1 for column in zip(*(one.coordinate for one in shards), strict=True)]
     tiles = []
-    for rank, shard in enumerate(ranks):
+    for rank, shard in enumerate(shards):
         start, shape = box_of(shard.shape, sizes, shard.coordinate, shard.placements)
         if shard.local.shape != shape:
             raise CorruptFile(

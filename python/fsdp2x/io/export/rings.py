@@ -59,9 +59,10 @@ class Entry:
         if isinstance(param, DTensor):
             axes = [axis for axis, placement in enumerate(param.placements) if placement != Replicate()]
             # Exactly Shard: a strided or ragged shard, or one over two axes, is left to DTensor's own redistribution.
-            if len(axes) == 1 and type(param.placements[axes[0]]) is Shard and type(param.to_local()) is torch.Tensor:
-                group = param.device_mesh.get_group(axes[0])
-                return cls(name, param, target, group, param.placements[axes[0]].dim)
+            placement = param.placements[axes[0]] if len(axes) == 1 else None
+            is_plain = type(placement) is Shard and type(torch_private.local_tensor(param)) is torch.Tensor
+            if is_plain and isinstance(placement, Shard):
+                return cls(name, param, target, param.device_mesh.get_group(axes[0]), placement.dim)
         return cls(name, param, target, None)
 
     @property
@@ -92,8 +93,9 @@ class Entry:
     @property
     def wire_device(self) -> torch.device:
         """Where the group communicates: not where the parameter is when it is offloaded."""
-        on_wire = self.device.type == self.param.device_mesh.device_type
-        return self.device if on_wire else torch.device(self.param.device_mesh.device_type)
+        assert isinstance(self.param, DTensor), "a group gathers sharded parameters"
+        kind = self.param.device_mesh.device_type
+        return self.device if self.device.type == kind else torch.device(kind)
 
     @property
     def whole_bytes(self) -> int:
@@ -297,8 +299,9 @@ class GroupRing:
         if self.world > 1:
             with explained(self.group, _gather_of(entries)):
                 self._start(entries)
-        for entry in entries if seen is not None else ():
-            seen(entry, entry.local)
+        if seen is not None:
+            for entry in entries:
+                seen(entry, entry.local)
 
     def _start(self, entries: Sequence[Entry]) -> None:
         direct = [self._is_direct(entry) for entry in entries]
@@ -313,16 +316,17 @@ class GroupRing:
             self._sent = torch.zeros(end, dtype=torch.uint8, device=self.device)
         for index, start in (*self._packed.items(), *staged.items()):
             entry = entries[index]
-            entry.part(self._sent, start, entry.rows(self.rank, self.world)[1]).copy_(entry.param.to_local())
+            entry.part(self._sent, start, entry.rows(self.rank, self.world)[1]).copy_(entry.local)
         for index, (entry, place_bytes) in enumerate(zip(entries, place(entries)[0], strict=True)):
             if direct[index]:
-                mine = entry.param.to_local().detach()
+                mine = entry.local
                 if index in staged:
                     mine = entry.part(self._sent, staged[index], mine.shape[0])
                 whole = entry.whole(self._slot(entries), place_bytes) if self.receivers[self.rank] else None
                 if self.device.type == "cpu":
                     self._exchange(index, entry, mine, whole)
                     continue
+                assert whole is not None, "every rank receives where a collective gathers"
                 self._work.append(
                     dist.all_gather_into_tensor(whole.view(-1), mine.view(-1), group=self.group, async_op=True)
                 )
@@ -351,7 +355,7 @@ class GroupRing:
         return self.device.type == "cpu" or all(self.receivers) and entry.param.shape[0] % self.world == 0
 
     def _needs_copy(self, entry: Entry) -> bool:
-        local = entry.param.to_local()
+        local = entry.local
         return local.dtype != entry.dtype or local.device != self.device or not local.is_contiguous()
 
     def _gather_packed(self, mine: torch.Tensor) -> None:
@@ -391,7 +395,7 @@ class GroupRing:
         for index, (entry, start) in enumerate(zip(entries, place(entries)[0], strict=True)):
             whole = entry.whole(slot, start)
             if self.world == 1:
-                whole.copy_(entry.param.to_local())
+                whole.copy_(entry.local)
             elif index in self._packed:
                 for rank in range(self.world):
                     begin, num_rows = entry.rows(rank, self.world)
@@ -478,7 +482,7 @@ class SharedRing:
         with explained(self.group, what):
             dist.barrier(group=self.group)
         # Others may be at the next meeting already: what they found there is not for this one.
-        found = [0 < number <= self._num_finished for number in self._words[1::_NUM_WORDS]]
+        found: list[str | bool] = [0 < number <= self._num_finished for number in self._words[1::_NUM_WORDS]]
         found[self.rank] = changed or found[self.rank]
         self._meetings.require([number >= self._num_finished for number in self._words[::_NUM_WORDS]], found)
         for before, tensors in self._given:

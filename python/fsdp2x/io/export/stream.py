@@ -179,7 +179,7 @@ def finish(plan: BucketPlan, rings: dict, receive: bool) -> tuple[torch.Tensor, 
         changed = next(filter(None, exchange(changed, group, "export of weights")), "")
     if plan.gathered:
         gathered = ring_of(rings, plan).finish(plan.gathered, changed)
-        if receive:
+        if receive and gathered is not None:
             whole.update(zip([entry.name for entry in plan.gathered], gathered, strict=True))
     if changed:
         raise_changed(current_call("export of weights"), changed)

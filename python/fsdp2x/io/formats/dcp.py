@@ -196,7 +196,8 @@ def _tensor(name: str, entry: _Kind, runs: Mapping, used: set) -> StoredTensor:
     properties = entry.get("properties")
     state = properties.state if _is(properties, "TensorProperties") else None
     dtype = state[0] if isinstance(state, tuple) and state else None
-    _require(isinstance(dtype, torch.dtype), f"{name} has no dtype")
+    if not isinstance(dtype, torch.dtype):
+        raise CorruptFile(f"{name} has no dtype")
     _require(isinstance(entry.get("chunks"), list), f"{name} has no chunks")
     chunks: dict[tuple, tuple[tuple[int, ...], tuple[int, ...], Run]] = {}
     for chunk in entry.get("chunks"):

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from fsdp2x.base.errors import CorruptFile
+from fsdp2x.base.memory_file import memory_of
 from fsdp2x.io.formats.safe_files import OpenFiles
 
 # Large enough for full disk bandwidth, small enough to stay in the cache while it is converted.
@@ -111,7 +112,7 @@ class FileTensor(Source):
 
     def _fill(self, offset: int, out: torch.Tensor) -> None:
         flat = out.as_strided((out.numel(),), (1,))  # also where a dim of size 1 has another stride
-        self._files.fill(self._path, offset, memoryview(flat.view(torch.uint8).numpy()))
+        self._files.fill(self._path, offset, memory_of(flat))
 
 
 class LoadedTensor(Source):

@@ -18,6 +18,7 @@ from torch import nn
 from fsdp2x.base.errors import CheckpointError, first_line
 from fsdp2x.io.formats.safe_files import read_json
 from fsdp2x.io.hf.files import Checkpoint
+from fsdp2x.io.names import ForeignModel
 from fsdp2x.sharding.names import unsharded_class
 
 # Of what is made one by one, more than any model has.
@@ -44,7 +45,7 @@ def _check_counts(settings: dict[str, Any], where: str) -> None:
                     raise CheckpointError(f"{where}: {key} is {number:g}, expected at most {most}")
 
 
-def plain_config(model: torch.nn.Module) -> Any:
+def plain_config(model: ForeignModel) -> Any:
     """A copy of the model's config that names the unsharded class and the dtype, as `save_pretrained` does."""
     config = copy.deepcopy(model.config)
     config.architectures = [unsharded_class(model).__name__]
@@ -129,7 +130,7 @@ def dtype_of_files(folder: Path) -> torch.dtype:
         return next(floating, torch.float32)
 
 
-def _keep_in_float32(model: nn.Module, dtype: torch.dtype) -> None:
+def _keep_in_float32(model: ForeignModel, dtype: torch.dtype) -> None:
     """Weights that the model's class wants in float32 whatever the dtype."""
     plan = model._get_dtype_plan(dtype)
     if not plan:

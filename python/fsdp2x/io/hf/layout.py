@@ -19,6 +19,7 @@ from typing import TypeVar
 import torch
 
 from fsdp2x.base.failures import rank_and_size
+from fsdp2x.base.memory_file import memory_of
 from fsdp2x.io.formats.tensors import BUFFER_BYTES, Computed, Source, row_boxes
 from fsdp2x.io.hf.files import DTYPES
 from fsdp2x.io.names import TensorSpec
@@ -193,7 +194,7 @@ class Writer:
         step = max(1, BUFFER_BYTES // (rows[0].numel() * dtype.itemsize))
         for part in rows.split(step):
             part = part.to(device="cpu", dtype=dtype).contiguous()
-            data = memoryview(part.view(-1).view(torch.uint8).numpy())
+            data = memory_of(part)
             while len(data):
                 count = os.pwrite(self._fds[index], data, offset)
                 data, offset = data[count:], offset + count

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,15 @@ from fsdp2x.io.hf.files import Checkpoint
 from fsdp2x.io.hf.layout import ProgressBar, in_runs
 from fsdp2x.io.hf.recipes import Recipes, kind_of, make_recipes
 from fsdp2x.io.hf.targets import Target, check_buffers, check_ties, find_targets, initial_values, materialize
-from fsdp2x.io.names import hf_base, is_adapter, is_quantized, is_transformers, original_classes, remember_source
+from fsdp2x.io.names import (
+    ForeignModel,
+    hf_base,
+    is_adapter,
+    is_quantized,
+    is_transformers,
+    original_classes,
+    remember_source,
+)
 from fsdp2x.lifecycle.api import fully_shard
 from fsdp2x.lifecycle.replicas import check_again
 from fsdp2x.lifecycle.tree import unit_states
@@ -86,12 +94,14 @@ def send_from_rank_0(steps: list[tuple[Target, list[Source]]], bar: Any, what: s
 
 
 def _scatter(sent: list[torch.Tensor] | None, num_bytes: int) -> torch.Tensor:
-    if rank_and_size()[1] == 1:
+    if sent is not None and len(sent) == 1:
         return sent[0]
     # Without a CPU backend the bytes travel through the accelerator.
     device = torch.device("cpu")
     if "cpu" not in dist.get_backend_config():
-        device = torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None, "the process group communicates on one"
+        device = torch.device(accelerator.type, torch.accelerator.current_device_index())
         sent = None if sent is None else [part.to(device) for part in sent]
     received = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     dist.scatter(received, sent, src=0)
@@ -338,13 +348,13 @@ def _must_hold(name: str, base: nn.Module, plan: _Plan, classes: set[str]) -> bo
     return not is_transformers(base) or not classes or unsharded_class(base).__name__ in classes
 
 
-def _as_transformers(base: nn.Module, report: LoadReport, what: str) -> LoadReport:
+def _as_transformers(base: ForeignModel, report: LoadReport, what: str) -> LoadReport:
     from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report
 
     info = LoadStateDictInfo(
         missing_keys=report.missing_keys,
         unexpected_keys=report.unexpected_keys,
-        mismatched_keys=report.mismatched_keys,
+        mismatched_keys=cast("Any", report.mismatched_keys),  # annotated as shapes of one dim
         error_msgs=[],
         conversion_errors={},
         skipped_pp_keys=set(),
@@ -354,7 +364,7 @@ def _as_transformers(base: nn.Module, report: LoadReport, what: str) -> LoadRepo
         base._adjust_missing_and_unexpected_keys(info)
         if rank_and_size()[0] == 0:
             log_state_dict_report(base, what.removeprefix("loading "), True, info, logger)
-    return LoadReport(info.missing_keys, info.unexpected_keys, info.mismatched_keys)
+    return LoadReport(info.missing_keys, info.unexpected_keys, report.mismatched_keys)
 
 
 def _check(steps: list[tuple[Target, list[Source]]], mode: str) -> None:
@@ -436,7 +446,7 @@ def from_pretrained(
     # Rank 0 alone may see the folder.
     described = on_rank_0(describe, what=what)
     generation = described[2]
-    model = run_on_all_ranks(build, what=what)
+    model: ForeignModel = run_on_all_ranks(build, what=what)
     if generation is not None and model.can_generate():
         model.generation_config = generation
     model.name_or_path = model.config.name_or_path = str(folder)

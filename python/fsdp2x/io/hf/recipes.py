@@ -58,12 +58,13 @@ def _converted(base, stored: Mapping[str, Source], shapes: Mapping, recipes: Rec
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
     prefix = base.base_model_prefix
     found: dict[str, Source] = {}
+    known = dict(shapes)
     collected: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
     for key in sorted(stored, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, shapes)
+        name, pattern = rename_source_key(key, renamings, converters, prefix, known)
         if name not in shapes and key in shapes:
             # An original name that the table would have changed without need.
-            name, pattern = rename_source_key(key, [], [], prefix, shapes)
+            name, pattern = rename_source_key(key, [], [], prefix, known)
         if pattern is None:
             found[name] = stored[key]
         elif name in shapes:

@@ -29,7 +29,7 @@ from fsdp2x.io.export.stream import BUCKET_BYTES, stream_as
 from fsdp2x.io.hf.empty import plain_config
 from fsdp2x.io.hf.folder import make_temporary, publish, refuse_existing, temporary
 from fsdp2x.io.hf.layout import Layout, Writer, make_files, parse_size, plan_layout
-from fsdp2x.io.names import Family, TensorSpec, has_adapters, hf_base, is_adapter, source_families
+from fsdp2x.io.names import Family, ForeignModel, TensorSpec, has_adapters, hf_base, is_adapter, source_families
 from fsdp2x.lifecycle.tree import named_params
 
 # A folder has a tokenizer when it has one of these.
@@ -119,7 +119,7 @@ def save_hf(
 class _Job:
     """What is to be written where; equal on all ranks."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype | None, max_shard_size: int | str, weights: str) -> None:
+    def __init__(self, model: ForeignModel, dtype: torch.dtype | None, max_shard_size: int | str, weights: str) -> None:
         self.model = model
         self.base, to_source = hf_base(model)
         is_peft = has_adapters(model)
@@ -244,6 +244,7 @@ class _Job:
                 continue
             mesh = entry.param.device_mesh
             coordinate = mesh.get_coordinate()
+            assert coordinate is not None, "this rank is one of the mesh"
             replicas = (
                 here for here, one in zip(coordinate, entry.param.placements, strict=True) if one == Replicate()
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from fsdp2x.base import torch_private
 from fsdp2x.base.errors import CheckpointError
 from fsdp2x.base.failures import exchange, rank_and_size
 from fsdp2x.io.formats.tensors import Source, differ
-from fsdp2x.io.names import hf_base, is_transformers, original_classes
+from fsdp2x.io.names import ForeignModel, hf_base, is_transformers, original_classes
 from fsdp2x.lifecycle.replicas import checksum
 from fsdp2x.lifecycle.tree import unit_states
 from fsdp2x.sharding.mesh import ShardGroup
@@ -64,8 +65,9 @@ class Target:
         tensor = self.tensor
         if not isinstance(tensor, DTensor):
             return [0] * len(self.shape), list(self.shape)
-        if self.record is not None and self.record.spec.unsharded is None and not self.record.is_wrapper:
-            return self.ranks.rows(self.shape, self.record.spec.shard_dim)
+        record, ranks = self.record, self.ranks
+        if record is not None and ranks is not None and record.spec.unsharded is None and not record.is_wrapper:
+            return ranks.rows(self.shape, record.spec.shard_dim)
         return None
 
     def fill_from_whole(self, whole: torch.Tensor) -> None:
@@ -78,8 +80,7 @@ class Target:
         if box is not None:
             for dim, (start, size) in enumerate(zip(*box, strict=True)):
                 whole = whole.narrow(dim, start, size) if size != whole.shape[dim] else whole
-        elif self.record is not None and self.record.spec.unsharded is not None:
-            inner = self.record.spec.unsharded
+        elif self.record is not None and self.ranks is not None and (inner := self.record.spec.unsharded) is not None:
             whole = whole.to(local.device)
             whole = distribute_tensor(whole, inner.mesh, inner.placements, src_data_rank=None).to_local()
             dim = self.record.spec.shard_dim
@@ -138,7 +139,8 @@ def materialize(model: nn.Module, targets: list[Target]) -> None:
             if not target.is_buffer:
                 fresh = nn.Parameter(fresh, requires_grad=old.requires_grad)
             for module, name in target.owners:
-                (module._buffers if target.is_buffer else module._parameters)[name] = fresh
+                registry: dict[str, Any] = module._buffers if target.is_buffer else module._parameters
+                registry[name] = fresh
 
 
 def check_ties(target: Target, sources: list[Source], start: Sequence[int], shape: Sequence[int]) -> None:
@@ -203,7 +205,7 @@ def initial_values(model: nn.Module, targets: list[Target], missing: list[Target
     return place
 
 
-def _run(model: nn.Module) -> None:
+def _run(model: ForeignModel) -> None:
     base, _ = hf_base(model)
     if is_transformers(base):
         with original_classes(base):

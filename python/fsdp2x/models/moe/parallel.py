@@ -13,7 +13,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -78,7 +78,7 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, ep: str = "ep", **opt
             shard_placement_fn=(lambda param: Shard(1)) if columns else None,
             **options,
         )
-        group.experts.set_gradient_divide_factor(mesh.size())
+        cast("FSDPModule", group.experts).set_gradient_divide_factor(mesh.size())
     return len(groups)
 
 
@@ -177,7 +177,7 @@ def _local_twin(experts: nn.Module, state: _State) -> _Twin:
     twin = object.__new__(cls)
     twin.__dict__.update(experts.__dict__)
     twin.__dict__.pop("forward", None)
-    params = {name: param.to_local() for name, param in experts._parameters.items() if param is not None}
+    params = {name: cast("DTensor", p).to_local() for name, p in experts._parameters.items() if p is not None}
     twin.__dict__["_parameters"] = {name: None for name, param in experts._parameters.items() if param is None}
     twin.__dict__.update(params)
     for name, value in experts.__dict__.items():

@@ -19,7 +19,7 @@ import logging
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard, cast
 
 import torch
 from torch import nn
@@ -48,6 +48,11 @@ class ExpertGroup:
     num_experts: int
     is_fused: bool
 
+    @property
+    def members(self) -> list[nn.Module]:
+        """The experts of a list."""
+        return list(cast("nn.ModuleList", self.experts))
+
 
 @checked
 def find_experts(model: nn.Module) -> list[ExpertGroup]:
@@ -58,7 +63,7 @@ def find_experts(model: nn.Module) -> list[ExpertGroup]:
         block = modules.get(name.rpartition(".")[0], model)
         if (count := _fused_count(module)) is not None:
             found.append(ExpertGroup(name, module, block, count, True))
-        elif _is_list(name, module) and unsharded_class(block).forward is not nn.Module.forward:
+        elif _is_list(module, name) and unsharded_class(block).forward is not nn.Module.forward:
             found.append(ExpertGroup(name, module, block, len(module), False))
     return found
 
@@ -84,7 +89,7 @@ def _fused_count(module: nn.Module) -> int | None:
     return stacked[0].shape[0] if len(parameters) >= 4 else None
 
 
-def _is_list(name: str, module: nn.Module) -> bool:
+def _is_list(module: nn.Module, name: str) -> TypeGuard[nn.ModuleList]:
     if not isinstance(module, nn.ModuleList) or name.rpartition(".")[2] != "experts" or len(module) < 2:
         return False
     return len({unsharded_class(expert) for expert in module}) == 1
@@ -132,7 +137,7 @@ def shard_experts(model: nn.Module, *, per: Literal["block", "expert"] = "block"
             units = [group.block]
         else:
             take_turns(group)
-            units = list(group.experts)
+            units = group.members
         for unit in units:
             fully_shard(unit, auto_wrap=False, **options)
         count += len(units)
@@ -237,7 +242,7 @@ def _connect(block: nn.Module, args: tuple, output: Any) -> Any:
 def take_turns(group: ExpertGroup) -> None:
     """Experts of a list that are units run in ascending order on every rank, without rows where they have no tokens."""
     if not hasattr(group.block, _TURNS):
-        for expert in group.experts:
+        for expert in group.members:
             _check_signature(expert, group.name)
         setattr(group.block, _TURNS, _Turns(group))
 
@@ -257,7 +262,7 @@ class _Turns:
     """Hooks on one block and its experts. State lives from the block's pre-forward to its post-forward."""
 
     def __init__(self, group: ExpertGroup) -> None:
-        self._experts, self._name = list(group.experts), group.name
+        self._experts, self._name = group.members, group.name
         self._no_rows: torch.Tensor | None = None
         self._next = 0  # the expert whose turn it is
         self._passed_over: list[torch.Tensor] = []
@@ -336,7 +341,7 @@ def use_grouped_gemm(model: nn.Module, enabled: bool = True, *, compute_dtype: t
         ValueError: no experts, or experts that transformers' interface does not reach.
     """
     groups = experts_of(model, "use_grouped_gemm")
-    outer = next((module for module in model.modules() if hasattr(module, "set_experts_implementation")), None)
+    outer: Any = next((module for module in model.modules() if hasattr(module, "set_experts_implementation")), None)
     foreign = [group for group in groups if not (group.is_fused and hasattr(group.experts, "is_concatenated"))]
     if outer is None or foreign:
         raise ValueError(

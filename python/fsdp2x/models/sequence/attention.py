@@ -27,12 +27,12 @@ _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 _MIXING_MODULES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
 
 
-def base_model(model: nn.Module) -> nn.Module:
+def base_model(model: Any) -> Any:
     """The transformers model itself, without the wrapper of PEFT."""
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
-def find_decoder(model: nn.Module) -> nn.Module:
+def find_decoder(model: nn.Module) -> Any:
     """The language model that runs the decoder layers: what a causal LM or a vision-language model contains."""
     outer = base_model(model)
     if not hasattr(outer, "get_decoder") or not hasattr(outer, "config"):
@@ -136,6 +136,7 @@ def cut_decoder_inputs(inputs: dict[str, Any], start: int, stop: int, length: in
             cut[name] = visual[:, start:stop]
         elif name == "deepstack_visual_embeds" and value is not None:
             # Features lie in the order of the image tokens: row by row, then by position.
+            assert visual is not None, "features of no places"
             places = visual.nonzero()[:, 1]
             mine = (places >= start) & (places < stop)
             cut[name] = [features[mine] for features in value]
@@ -271,7 +272,8 @@ class SequenceAttention:
             if kwargs.get("position_ids") is None:
                 first = next(x for n in ("inputs_embeds", "input_ids") if (x := kwargs.get(n)) is not None)
                 kwargs["position_ids"] = torch.arange(length, device=first.device).unsqueeze(0)
-            kwargs = cut_decoder_inputs(kwargs, *found.local_range, length)
+            start, stop = found.local_range
+            kwargs = cut_decoder_inputs(kwargs, start, stop, length)
         _running.set(_Forward(self, found))
         return (), {**kwargs, KEYWORD: found, "attention_mask": None, "use_cache": False}
 

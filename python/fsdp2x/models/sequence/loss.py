@@ -44,7 +44,7 @@ def count_label_tokens(
         raise ValueError(
             "count_label_tokens: no micro-batches; a rank without samples passes the labels of an empty bin"
         )
-    count = sum((part != IGNORE).sum() for part in labels).to(torch.float64)
+    count = torch.stack([(part != IGNORE).sum() for part in labels]).sum().to(torch.float64)
     if dist.is_initialized():
         dist.all_reduce(count, group=group)
     return count.clamp(min=1.0)

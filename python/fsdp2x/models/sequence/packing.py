@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -57,7 +57,9 @@ def _bins(lengths: Sequence[int], max_tokens: int, num_bins: int, group: Group, 
         raise ValueError(problem)
     need = 0 if problem is not None else max(num_bins, len(_best_fit(lengths, max_tokens)))
     if not alone:
-        need = _agree(need, problem, group or dist.group.WORLD)
+        everyone = group or dist.group.WORLD
+        assert isinstance(everyone, dist.ProcessGroup), "the default process group is one"
+        need = _agree(need, problem, everyone)
     return _spread(lengths, max_tokens, need)
 
 
@@ -177,9 +179,8 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The batch on a device; ``cu_seqlens`` stays on the CPU."""
-        moved = (tensor.to(device) for tensor in (self.input_ids, self.position_ids, self.labels))
-        extras = {name: tensor.to(device) for name, tensor in self.extras.items()}
-        return PackedBatch(*moved, self.cu_seqlens, self.sample_ids, self.num_padding, extras)
+        moved = {name: getattr(self, name).to(device) for name in _PER_TOKEN}
+        return replace(self, **moved, extras={name: tensor.to(device) for name, tensor in self.extras.items()})
 
 
 def next_labels(labels: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:

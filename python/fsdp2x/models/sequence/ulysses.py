@@ -116,6 +116,8 @@ def apply_ulysses(model: nn.Module, group: dist.ProcessGroup | DeviceMesh):
 class UlyssesContext(SequenceAttention):
     """A model under sequence parallelism: cuts its inputs and gathers its outputs. Made by :func:`apply_ulysses`."""
 
+    shard: RankPart
+
     def __init__(self, model: nn.Module, shard: RankPart) -> None:
         self.shard = shard
         self._ranks = dist.get_process_group_ranks(shard.group)

@@ -249,6 +249,7 @@ def attend_over_ranks(
         [rows, positions of this rank, heads, dim of value]
     """
     shard = layout.shard
+    assert shard is not None, "the layout is over ranks"
     plan = HeadPlan(query.shape[1], key.shape[1], shard.size)
     q, k, v = _ToHeads.apply(query, key, value, plan, shard)
     if (index := plan.kv_index(shard.rank)) is not None:
