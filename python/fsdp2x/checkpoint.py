@@ -1,6 +1,6 @@
 """Checkpoints in three forms: atomic, for other world sizes too, in the background, and executing nothing they hold."""
 
-from fsdp2x.base.errors import CheckpointError
+from fsdp2x.base.failures import CheckpointError
 from fsdp2x.io.checkpoint.background import Saved
 from fsdp2x.io.checkpoint.directory import mark, resolve
 from fsdp2x.io.checkpoint.loading import Loaded, load

@@ -83,8 +83,8 @@ def run_body(function: Callable, ctx: Context, arguments: tuple, keywords: dict)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
-    if (calls := sys.modules.get("fsdp2x.base.calls")) is not None:
-        calls._num_units.clear()  # ranks may have made other models in the bodies before
+    if (failures := sys.modules.get("fsdp2x.base.failures")) is not None:
+        failures._num_units.clear()  # ranks may have made other models in the bodies before
     try:
         if any(isinstance(value, str) and value == "streams" for value in (*arguments, *keywords.values())):
             import reference

@@ -5,6 +5,8 @@ it. Whoever asks for the lock of an interpreter that is going away is ended by P
 aborts the process ("terminate called without an active exception"): a job that did all its work fails with SIGABRT when
 its last collective is a few milliseconds before its end (pytorch/pytorch, issues 179291 and 190489). Ending the process
 group does not help while somebody holds a reference to it, as device meshes do.
+
+Imports nothing of fsdp2x, so that programs can load this file alone.
 """
 
 from __future__ import annotations
@@ -12,8 +14,6 @@ from __future__ import annotations
 import atexit
 import time
 from pathlib import Path
-
-from fsdp2x.base.processes import stat_fields
 
 _TASKS = Path("/proc/self/task")
 _GLOO_THREAD = "pt_gloo_runloop"  # the name torch gives them
@@ -46,9 +46,17 @@ def wait_until_idle(tasks: Path = _TASKS, limit_s: float = _LIMIT_S) -> bool:
         if time.monotonic() > end:
             return False
         time.sleep(_LOOK_S)
-        states = [fields[0] for thread in threads if (fields := stat_fields(thread)) is not None]
+        states = [state for thread in threads if (state := _state_of(thread)) is not None]
         times_idle = 0 if "R" in states else times_idle + 1
     return True
+
+
+def _state_of(thread: Path) -> str | None:
+    """The letter of the kernel for what a thread does; None when it has ended."""
+    try:
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return None
 
 
 atexit.register(wait_until_idle)

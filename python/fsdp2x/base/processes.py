@@ -81,17 +81,12 @@ def name_ended(processes: Mapping[int, Process], wait_s: float = 1.0) -> str:
 
 def start_time(pid: int) -> str | None:
     """Kernel's start time of a process; None when it has ended."""
-    fields = stat_fields(f"/proc/{pid}")
-    return None if fields is None or fields[0] in "ZX" else fields[19]
-
-
-def stat_fields(folder: str | os.PathLike) -> list[str] | None:
-    """What the kernel says of a process or thread, from its state, one letter, on; None when it has ended."""
     try:
-        with open(f"{folder}/stat") as file:
-            return file.read().rpartition(")")[2].split()  # the name, in parentheses, may hold anything
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()  # the name, in parentheses, may hold anything
     except OSError:
         return None
+    return None if fields[0] in "ZX" else fields[19]
 
 
 _no_world = lambda: None  # noqa: E731

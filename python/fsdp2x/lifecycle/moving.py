@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from fsdp2x.base import torch_private
-from fsdp2x.base.calls import all_units
+from fsdp2x.base.failures import all_units
 from fsdp2x.lifecycle.tree import depth_of
 from fsdp2x.lifecycle.unit import ShardedUnit, refuse_unreduced
 from fsdp2x.sharding.param_group import ShardedParamGroup
@@ -112,7 +112,7 @@ def _vacate(places: Iterable[ShardedParam]) -> None:
         if one.storage is not None and not one.was_moved(torch_private.local_tensor(one.param))
     }
     for state in all_units if owners else ():
-        for guest in cast("Sequence[ShardedParam]", state.params):
+        for guest in state.params:
             local = torch_private.local_tensor(guest.param)
             if guest.is_wrapper or guest.is_alias or local.is_meta:
                 continue

@@ -15,7 +15,7 @@ from typing import cast
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.base import calls
+from fsdp2x.base.failures import number_unit
 from fsdp2x.base.native import _C
 from fsdp2x.lifecycle import comms, moving, replicas, wire_formats
 from fsdp2x.lifecycle.hooks import follow_modules_of, register_hooks, watch_entries
@@ -44,7 +44,7 @@ class UnitState(ShardedUnit):
         managed: list[nn.Module],
     ) -> None:
         self.modules, self.ranks, self.mp_policy, self.checks_ranks = modules, ranks, mp_policy, checks_ranks
-        self.number = calls.number_unit(self, ranks.mesh.mesh.flatten().tolist())
+        self.number = number_unit(self, ranks.mesh.mesh.flatten().tolist())
         self.transport, self.timeout, self.groups = transport, timeout, groups
         self.places = places_in(managed)
         for group in groups:

@@ -18,10 +18,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp2x.base import torch_private
 from fsdp2x.base.agreement import Agreement, agreement_of, make_agreement
 from fsdp2x.base.annotations import skips_checks
-from fsdp2x.base.calls import UnitParams, facts_of_model
 from fsdp2x.base.collectives import all_gather, all_to_all, explain_collective, reduce_scatter, wait
-from fsdp2x.base.meeting import Introductions, introduce
 from fsdp2x.base.native import _C
+from fsdp2x.base.rendezvous import GroupInfo, UnitParams, rendezvous
 from fsdp2x.lifecycle import wire_formats
 from fsdp2x.sharding import transport
 from fsdp2x.sharding.mesh import ShardGroup, post_forward_group
@@ -63,7 +62,7 @@ class TransportChoice:
         self._checks_ranks = checks_ranks
         self._units = list(units)
         self._on_device = any(has_streams(group.ranks.device) for _, _, group in self._units)
-        self._known: dict[Any, Introductions | None] = {}
+        self._known: dict[Any, GroupInfo | None] = {}
         self._made: dict[Any, Any] = {}
         self._all_reduces: dict[Any, Any] = {}
 
@@ -87,7 +86,7 @@ class TransportChoice:
         """
         group = ranks.replicate_group
         if group not in self._all_reduces:
-            known = self._introductions(group)
+            known = self._group_info(group)
             shared, _ = self._shared(group, ranks.device)
             if known is not None:
                 known.require_same_training()  # each replica's gradients are as many bytes
@@ -107,7 +106,7 @@ class TransportChoice:
             return _C.shm_transport(shared)
         if self._name == Transport.SHM:
             raise ValueError(f'fully_shard: transport="shm" is not possible: {reason}; use transport="process_group"')
-        known = self._introductions(ranks.group)
+        known = self._group_info(ranks.group)
         if known is not None:
             known.require_same_training()
         return self._over_process_group(ranks)
@@ -144,7 +143,7 @@ class TransportChoice:
         """What a failed collective of ``group`` is told with: see ``explain_collective``."""
         return None if self._known.get(group) is None else functools.partial(explain_collective, group)
 
-    def _introductions(self, group: dist.ProcessGroup | None) -> Introductions | None:
+    def _group_info(self, group: dist.ProcessGroup | None) -> GroupInfo | None:
         """The ranks of ``group``; collective at the first call. None: there is nobody else.
 
         Raises:
@@ -153,9 +152,9 @@ class TransportChoice:
         if group not in self._known:
             members = [unit for unit in self._units if group in (unit[2].ranks.group, unit[2].ranks.replicate_group)]
             units = [facts_of(*unit) for unit in members]
-            units.append(facts_of_model(self.model))
+            units.append(UnitParams(f"model {self.model}", ()))
             trained = [facts_of(*unit, with_training=True) for unit in members]
-            known = None if group is None else introduce(group, units, trained, self._checks_ranks)
+            known = None if group is None else rendezvous(group, units, trained, self._checks_ranks)
             if known is not None:
                 known.require_same_units()
                 if known.checks_ranks:
@@ -163,8 +162,8 @@ class TransportChoice:
             self._known[group] = known
         return self._known[group]
 
-    def _agree(self, known: Introductions) -> None:
-        agreement = make_agreement(known.group, known.greetings[0].token.hex())
+    def _agree(self, known: GroupInfo) -> None:
+        agreement = make_agreement(known.group, known.peers[0].token.hex())
         if agreement is not None and self._timeout is not None:
             agreement.timeout = self._timeout.total_seconds()
         if agreement is not None and self._on_device:
@@ -172,7 +171,7 @@ class TransportChoice:
 
     def _use_twin(self, group: dist.ProcessGroup | None) -> Agreement | None:
         """The agreement over ``group``, whose collectives run over another group from now on. Collective at first."""
-        agreement, known = agreement_of(group), self._introductions(group)
+        agreement, known = agreement_of(group), self._group_info(group)
         if agreement is not None and known is not None and agreement.group is None and not self._on_device:
             agreement.group = known.twin_of_group()
         return agreement
@@ -202,7 +201,7 @@ class TransportChoice:
             return None, "the mesh is not on the CPU"
         if self._name == Transport.PROCESS_GROUP:
             return None, "a process group was asked for"
-        known = self._introductions(group)
+        known = self._group_info(group)
         if known is None:
             return None, "the process group is fake"
         if self._name == "auto" and known.is_observed:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.base import torch_private
-from fsdp2x.base.calls import UnitNumber
+from fsdp2x.base.failures import UnitNumber
 from fsdp2x.base.native import _C
 from fsdp2x.sharding.mesh import ShardGroup
 from fsdp2x.sharding.offload import Offload

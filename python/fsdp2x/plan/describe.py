@@ -8,9 +8,9 @@ from torch import nn
 
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.native import _C
-from fsdp2x.base.tables import columns
 from fsdp2x.lifecycle.tree import roots_of, unit_states
 from fsdp2x.lifecycle.unit import ShardedUnit
+from fsdp2x.plan.report import columns
 from fsdp2x.sharding.padding import advice, padding_in
 
 

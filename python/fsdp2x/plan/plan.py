@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.base import torch_private
 from fsdp2x.base.arguments import checked
-from fsdp2x.base.errors import ConfigError
+from fsdp2x.base.failures import ConfigError
 from fsdp2x.lifecycle import wire_formats
 from fsdp2x.plan.facts import ModelFacts, Ranks, Wire
 from fsdp2x.plan.optimizers import PLANNED, may_be_on_host, planned_bytes

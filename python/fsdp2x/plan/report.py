@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
 
 from fsdp2x.base.arguments import checked
-from fsdp2x.base.tables import columns
 from fsdp2x.lifecycle.contexts import BEFORE_LAST
 from fsdp2x.lifecycle.tree import roots_of, units_of
 from fsdp2x.lifecycle.unit import ShardedUnit
@@ -334,6 +333,18 @@ def _unit_memory(unit: UnitFacts) -> UnitMemory:
         ),
         reshard_after_forward=unit.reshards_after_forward,
     )
+
+
+def columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """Lines of a table, whose columns ``left`` are flush left, the others flush right."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def readable(num_bytes: int) -> str:

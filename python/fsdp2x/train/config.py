@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from fsdp2x.base.errors import ConfigError
+from fsdp2x.base.failures import ConfigError
 from fsdp2x.plan.optimizers import may_be_on_host
 
 

@@ -16,10 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2x.base import torch_private
 from fsdp2x.base.failures import exchange
-from fsdp2x.base.tables import columns
 from fsdp2x.io.formats.safe_files import parse_json, read_text
 from fsdp2x.optim.local import local_tensor
-from fsdp2x.plan.report import memory_report
+from fsdp2x.plan.report import columns, memory_report
 from fsdp2x.train.config import ConfigError, LoggingConfig
 
 logger = logging.getLogger(__name__)

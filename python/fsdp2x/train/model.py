@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.base.errors import CheckpointError
+from fsdp2x.base.failures import CheckpointError
 from fsdp2x.io.hf.empty import build_empty, plain_config, read_config, read_hf_config
 from fsdp2x.io.hf.files import Checkpoint
 from fsdp2x.io.hf.load import from_pretrained

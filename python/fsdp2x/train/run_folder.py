@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from fsdp2x.base.errors import ConfigError
+from fsdp2x.base.failures import ConfigError
 from fsdp2x.io.checkpoint.directory import LATEST, candidates, whole_checkpoints
 from fsdp2x.train.metrics import METRICS, read_metrics
 

@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from fsdp2x.base.errors import CheckpointError
+from fsdp2x.base.failures import CheckpointError
 from fsdp2x.io.formats.safe_files import read_text
 from fsdp2x.train.config import ConfigError
 

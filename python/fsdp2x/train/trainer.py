@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from fsdp2x import checkpoint
 from fsdp2x.base.arguments import checked
-from fsdp2x.base.errors import CheckpointError
-from fsdp2x.base.failures import on_rank_0, run_on_all_ranks
+from fsdp2x.base.failures import CheckpointError, on_rank_0, run_on_all_ranks
 from fsdp2x.io.checkpoint.background import Saver
 from fsdp2x.io.checkpoint.directory import find, repair
 from fsdp2x.io.checkpoint.rng import seed_all

@@ -43,12 +43,12 @@ def train(ctx, mesh, transports: str) -> None:
 def main() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from fsdp2x.base import meeting
+    from fsdp2x.base import rendezvous
     from harness.context import Context
     from models import Stack
     from reference import shard
 
-    meeting._host_identity = lambda: f"host {os.environ['GROUP_RANK']}"  # torchrun's number of the agent
+    rendezvous._host_identity = lambda: f"host {os.environ['GROUP_RANK']}"  # torchrun's number of the agent
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     ctx = Context(dist.get_rank(), dist.get_world_size())

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
 import fsdp2x
 from checkpoints import shared_folder, tensors
-from fsdp2x.base.errors import CheckpointError
+from fsdp2x.base.failures import CheckpointError
 from fsdp2x.convert import dcp_to_hf, hf_to_dcp, ranks_to_hf
 from harness import distributed
 from models import batch, build, tiny_vlm

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import checkpoints
 import fsdp2x
-from fsdp2x.base.errors import CheckpointError
+from fsdp2x.base.failures import CheckpointError
 from fsdp2x.io.hf.files import Checkpoint
 from harness import distributed
 from models import STACK_UNITS, Stack, batch, build, tiny_lora, tiny_vlm

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2x
 from checkpoints import shared_folder, tensors
-from fsdp2x.base.errors import CheckpointError
+from fsdp2x.base.failures import CheckpointError
 from harness import distributed
 from models import Stack, build, tiny_lora, tiny_vlm
 from reference import same

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2x.base import meeting
+from fsdp2x.base import rendezvous
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from reference import both_transports, full, grads, mean_of_ranks, only_fsdp2x, params, parity, same, shard, shard_stock
@@ -209,7 +209,7 @@ def test_a_first_forward_that_cannot_be_is_tried_again(ctx):
     """A transport that is not possible: the same error each time, and none of it stays."""
     only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS, transport="shm")
-    with mock.patch.object(meeting.Introductions, "why_not_shared", "of this test"):
+    with mock.patch.object(rendezvous.GroupInfo, "why_not_shared", "of this test"):
         for call in (lambda: model(inputs(ctx.rank)), lambda: model.blocks[0].unshard(), lambda: model(inputs(0))):
             with pytest.raises(ValueError, match="of this test"):
                 call()

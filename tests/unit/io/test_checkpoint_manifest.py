@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from fsdp2x.base.errors import CorruptFile
+from fsdp2x.base.failures import CorruptFile
 from fsdp2x.checkpoint import CheckpointError
 from fsdp2x.io.checkpoint.directory import PARTS_FILE, rng_file
 from fsdp2x.io.checkpoint.manifest import (

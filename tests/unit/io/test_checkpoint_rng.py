@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import damage
-from fsdp2x.base.errors import CorruptFile
+from fsdp2x.base.failures import CorruptFile
 from fsdp2x.io.checkpoint.directory import rng_file
 from fsdp2x.io.checkpoint.rng import check_rng, read_rng, rng_state, save_rng, seed_all, set_rng
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fsdp2x
-from fsdp2x.base.errors import CheckpointError
+from fsdp2x.base.failures import CheckpointError
 from fsdp2x.io.checkpoint.optimizer import Restore, named_state
 
 KINDS = {

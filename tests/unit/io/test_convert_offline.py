@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from checkpoints import tensors
-from fsdp2x.base.errors import CheckpointError
+from fsdp2x.base.failures import CheckpointError
 from fsdp2x.convert import dcp_to_hf, ranks_to_hf
 from fsdp2x.io.convert.stored import match
 from fsdp2x.train.cli import main

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fsdp2x.base.errors import CheckpointError
+from fsdp2x.base.failures import CheckpointError
 from fsdp2x.io.formats.tensors import Joined, LoadedTensor, Piece, Stacked, Turned, differ
 from fsdp2x.io.hf.files import Checkpoint, weight_files
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import damage
-from fsdp2x.base.errors import CheckpointError, CorruptFile
+from fsdp2x.base.failures import CheckpointError, CorruptFile
 from fsdp2x.io.formats.safe_files import OpenFiles, check_plain, open_regular, parse_json, read_json
 from fsdp2x.io.hf.files import read_safetensors
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import damage
-from fsdp2x.base.errors import CheckpointError
+from fsdp2x.base.failures import CheckpointError
 from fsdp2x.io.formats.records import Placement, box_of, read_records
 from fsdp2x.io.formats.safe_files import OpenFiles
 from fsdp2x.io.formats.tensors import FileTensor, LoadedTensor, Tile, covers, tiled

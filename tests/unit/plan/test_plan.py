@@ -8,7 +8,7 @@ import torch.distributed as dist
 import yaml
 from torch import nn
 
-from fsdp2x.base.errors import ConfigError
+from fsdp2x.base.failures import ConfigError
 from fsdp2x.memory import plan_memory
 from fsdp2x.plan.plan import PlanError
 from fsdp2x.plan.report import _folded, readable

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp2x.base.errors import CheckpointError
-from fsdp2x.base.failures import Group, LostRanks, rank_and_size
+from fsdp2x.base.failures import CheckpointError, Group, LostRanks, rank_and_size
 from fsdp2x.base.memory_file import aligned_starts, whole_pages
 from fsdp2x.base.native import _C
 from fsdp2x.io.checkpoint.disk import page_aligned

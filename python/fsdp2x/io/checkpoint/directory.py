@@ -19,7 +19,7 @@ import shutil
 from pathlib import Path
 
 from fsdp2x.base.arguments import checked
-from fsdp2x.base.errors import CheckpointError
+from fsdp2x.base.failures import CheckpointError
 from fsdp2x.io.formats.dcp import METADATA
 
 logger = logging.getLogger(__name__)

@@ -28,8 +28,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorStorageMetadata
 
 from fsdp2x.base import torch_private
-from fsdp2x.base.errors import CheckpointError
-from fsdp2x.base.failures import on_rank_0
+from fsdp2x.base.failures import CheckpointError, on_rank_0
 from fsdp2x.base.memory_file import memory_of
 from fsdp2x.io.checkpoint.archive import ALIGN_BYTES, Archive, Record, Stored
 from fsdp2x.io.checkpoint.directory import FULL_FILE, rank_file, write_bytes

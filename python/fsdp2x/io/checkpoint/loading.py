@@ -13,9 +13,15 @@ from typing import Any
 import torch
 
 from fsdp2x.base.arguments import checked
-from fsdp2x.base.calls import named_call
-from fsdp2x.base.errors import CheckpointError, CorruptFile
-from fsdp2x.base.failures import gather_all, join_failures, rank_and_size, run_on_all_ranks
+from fsdp2x.base.failures import (
+    CheckpointError,
+    CorruptFile,
+    gather_all,
+    join_failures,
+    named_call,
+    rank_and_size,
+    run_on_all_ranks,
+)
 from fsdp2x.base.optimizer_hooks import why_swapped
 from fsdp2x.io.checkpoint import directory
 from fsdp2x.io.checkpoint.background import Saver

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeGuard, assert_never, get_args
 
 import torch
 
-from fsdp2x.base.errors import CheckpointError, CorruptFile
+from fsdp2x.base.failures import CheckpointError, CorruptFile
 from fsdp2x.io.checkpoint.directory import (
     FULL_FILE,
     MANIFEST,

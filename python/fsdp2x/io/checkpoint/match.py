@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fsdp2x.base.errors import CheckpointError, CorruptFile
+from fsdp2x.base.failures import CheckpointError, CorruptFile
 from fsdp2x.io.checkpoint.optimizer import Restore, own_form
 from fsdp2x.io.checkpoint.sources import Leaf
 from fsdp2x.io.checkpoint.trees import mismatch

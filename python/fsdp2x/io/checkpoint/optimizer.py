@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
 from fsdp2x.base import torch_private
-from fsdp2x.base.errors import CheckpointError
+from fsdp2x.base.failures import CheckpointError
 from fsdp2x.io.checkpoint.trees import mismatch, same
 from fsdp2x.io.formats.dcp import KeyPath
 from fsdp2x.lifecycle.tree import named_params

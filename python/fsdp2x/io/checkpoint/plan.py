@@ -21,8 +21,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from fsdp2x.base.errors import CheckpointError
-from fsdp2x.base.failures import gather_on_rank_0, on_rank_0, rank_and_size
+from fsdp2x.base.failures import CheckpointError, gather_on_rank_0, on_rank_0, rank_and_size
 from fsdp2x.base.optimizer_hooks import why_swapped
 from fsdp2x.io.checkpoint.manifest import Entries, model_layout
 from fsdp2x.io.checkpoint.optimizer import Optimizers, layout_of, named_state

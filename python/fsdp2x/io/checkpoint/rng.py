@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fsdp2x.base.errors import CorruptFile, first_line
+from fsdp2x.base.failures import CorruptFile, first_line
 from fsdp2x.io.checkpoint.directory import rng_file, write_file
 from fsdp2x.io.formats.safe_files import read_json
 

@@ -20,9 +20,18 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2x.base.arguments import checked
-from fsdp2x.base.calls import calling, current_call, named_call
-from fsdp2x.base.errors import CheckpointError
-from fsdp2x.base.failures import Group, gather_all, gather_on_rank_0, on_rank_0, rank_and_size, run_on_all_ranks
+from fsdp2x.base.failures import (
+    CheckpointError,
+    Group,
+    calling,
+    current_call,
+    gather_all,
+    gather_on_rank_0,
+    named_call,
+    on_rank_0,
+    rank_and_size,
+    run_on_all_ranks,
+)
 from fsdp2x.io.checkpoint import directory
 from fsdp2x.io.checkpoint.background import Saved, Saver
 from fsdp2x.io.checkpoint.directory import ASSETS_FOLDER, PARTS_FILE

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2x.base.arguments import checked
-from fsdp2x.base.errors import CheckpointError, CorruptFile
+from fsdp2x.base.failures import CheckpointError, CorruptFile
 from fsdp2x.io.checkpoint.directory import FULL_FILE, PARTS_FILE, rank_file
 from fsdp2x.io.checkpoint.manifest import Entries, FormName, check_manifest, manifest_in, tied_names
 from fsdp2x.io.checkpoint.plan import Chunk, chunks_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsdp2x.base.errors import CheckpointError, CorruptFile
+from fsdp2x.base.failures import CheckpointError, CorruptFile
 from fsdp2x.io.formats.dcp import KeyPath
 from fsdp2x.io.formats.records import Shard
 from fsdp2x.io.formats.tensors import Source

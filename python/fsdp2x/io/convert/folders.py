@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fsdp2x.base.arguments import checked
-from fsdp2x.base.errors import CheckpointError
+from fsdp2x.base.failures import CheckpointError
 from fsdp2x.io.checkpoint.directory import ASSETS_FOLDER, resolve
 from fsdp2x.io.checkpoint.disk import bytes_of
 from fsdp2x.io.checkpoint.forms import Contents, Sharded

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from fsdp2x.base.errors import CheckpointError, CorruptFile
+from fsdp2x.base.failures import CheckpointError, CorruptFile
 from fsdp2x.io.checkpoint.directory import MANIFEST, resolve
 from fsdp2x.io.checkpoint.manifest import check_entries, read_manifest, tied_names, verify_files
 from fsdp2x.io.formats.dcp import METADATA, DcpTensors, Ours

@@ -33,13 +33,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2x.base import torch_private
-from fsdp2x.base.calls import Call, UnitParams, calling, current_call
 from fsdp2x.base.collectives import explained
-from fsdp2x.base.failures import exchange
-from fsdp2x.base.meeting import Introductions, introduce
+from fsdp2x.base.failures import Call, calling, current_call, exchange
 from fsdp2x.base.memory_file import MemoryFile, aligned_starts, tensor_at, whole_pages
 from fsdp2x.base.native import _C
 from fsdp2x.base.processes import require_own_process
+from fsdp2x.base.rendezvous import GroupInfo, UnitParams, rendezvous
 from fsdp2x.sharding.transport import Transport
 
 
@@ -224,7 +223,7 @@ def make_ring(
         ValueError: ``transport="shm"`` where the ranks cannot share memory; they have other buckets.
     """
     sizes = [place(bucket)[1] for bucket in buckets]
-    known = introduce(group, [_facts(index, bucket) for index, bucket in enumerate(buckets)])
+    known = rendezvous(group, [_facts(index, bucket) for index, bucket in enumerate(buckets)])
     if known is not None:
         known.require_same_units("fsdp2x.export")
     reason = "the process group is fake" if known is None else "the parameters are not on the CPU"
@@ -235,20 +234,18 @@ def make_ring(
             return ring
     if transport == Transport.SHM:
         raise ValueError(f'transport="shm" is not possible: {reason}; use transport="process_group"')
-    token = b"" if known is None else known.greetings[0].token
+    token = b"" if known is None else known.peers[0].token
     return GroupRing(group, device, ring_bytes(sizes, in_order), receivers, keep_file, token)
 
 
-def _shared_ring(
-    known: Introductions, num_bytes: int, transport: str, keep_file: bool
-) -> tuple[SharedRing | None, str]:
+def _shared_ring(known: GroupInfo, num_bytes: int, transport: str, keep_file: bool) -> tuple[SharedRing | None, str]:
     """(a ring in shared memory, "") or (None, why not); the same on every rank."""
     if transport == "auto" and known.is_observed:
         return None, "a dispatch mode watches the collectives"
     if known.why_not_shared is not None:
         return None, known.why_not_shared
     rings: list[SharedRing] = []
-    words_bytes = whole_pages(_NUM_WORDS * 8 * len(known.greetings))
+    words_bytes = whole_pages(_NUM_WORDS * 8 * len(known.peers))
     reason = known.memory_file(
         num_bytes + words_bytes, lambda file: rings.append(SharedRing(known.group, num_bytes, file, keep_file))
     )

@@ -17,8 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp2x.base.arguments import checked
-from fsdp2x.base.calls import Call, call_of, calling, current_call
-from fsdp2x.base.failures import exchange
+from fsdp2x.base.failures import Call, call_of, calling, current_call, exchange
 from fsdp2x.base.processes import require_own_process
 from fsdp2x.io.export.rings import Entry, GroupRing, SharedRing, make_ring, raise_changed
 from fsdp2x.io.names import Family, TensorSpec, plain_families, source_families

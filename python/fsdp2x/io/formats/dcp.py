@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import torch
 
-from fsdp2x.base.errors import CheckpointError, CorruptFile, first_line
+from fsdp2x.base.failures import CheckpointError, CorruptFile, first_line
 from fsdp2x.io.formats.records import load_run, read_records
 from fsdp2x.io.formats.safe_files import OpenFiles, open_regular
 from fsdp2x.io.formats.tensors import FileTensor, Source, Tile, Tiled, covers, is_shape

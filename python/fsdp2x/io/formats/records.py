@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from fsdp2x.base.errors import CheckpointError, CorruptFile, first_line
+from fsdp2x.base.failures import CheckpointError, CorruptFile, first_line
 from fsdp2x.io.formats.safe_files import OpenFiles, check_plain
 from fsdp2x.io.formats.tensors import FileTensor, LoadedTensor, Source, is_shape
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp2x.base.errors import CheckpointError, CorruptFile, first_line
+from fsdp2x.base.failures import CheckpointError, CorruptFile, first_line
 
 DEEPEST = 100
 MOST_VALUES = 20_000_000

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from fsdp2x.base.errors import CorruptFile
+from fsdp2x.base.failures import CorruptFile
 from fsdp2x.base.memory_file import memory_of
 from fsdp2x.io.formats.safe_files import OpenFiles
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2x.base.errors import CheckpointError, first_line
+from fsdp2x.base.failures import CheckpointError, first_line
 from fsdp2x.io.formats.safe_files import read_json
 from fsdp2x.io.hf.files import Checkpoint
 from fsdp2x.io.names import ForeignModel

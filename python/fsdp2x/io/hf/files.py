@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fsdp2x.base.errors import CheckpointError, CorruptFile, first_line
+from fsdp2x.base.failures import CheckpointError, CorruptFile, first_line
 from fsdp2x.io.formats.records import read_records
 from fsdp2x.io.formats.safe_files import OpenFiles, parse_json, read_json
 from fsdp2x.io.formats.tensors import FileTensor, LoadedTensor, Source, is_shape

@@ -24,9 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2x.base.arguments import checked
-from fsdp2x.base.calls import named_call
-from fsdp2x.base.errors import CheckpointError
-from fsdp2x.base.failures import exchange, on_rank_0, rank_and_size, run_on_all_ranks
+from fsdp2x.base.failures import CheckpointError, exchange, named_call, on_rank_0, rank_and_size, run_on_all_ranks
 from fsdp2x.base.memory_file import aligned_starts, tensor_at
 from fsdp2x.base.native import _C
 from fsdp2x.base.optimizer_hooks import why_swapped

@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp2x.base.arguments import checked
-from fsdp2x.base.errors import CheckpointError, first_line
-from fsdp2x.base.failures import on_rank_0
+from fsdp2x.base.failures import CheckpointError, first_line, on_rank_0
 from fsdp2x.io.formats.safe_files import read_json
 from fsdp2x.io.hf.load import LoadReport, load_hf
 from fsdp2x.io.hf.save import save_hf

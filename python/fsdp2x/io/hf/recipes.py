@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2x.base.errors import CheckpointError, first_line
+from fsdp2x.base.failures import CheckpointError, first_line
 from fsdp2x.io.formats.tensors import Computed, Joined, Piece, Source, Stacked, Turned
 from fsdp2x.io.names import Family, is_transformers, original_classes, run_converter, source_families
 

@@ -21,9 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp2x.base.arguments import checked
-from fsdp2x.base.calls import named_call
-from fsdp2x.base.errors import CheckpointError
-from fsdp2x.base.failures import exchange, on_rank_0, rank_and_size, run_on_all_ranks
+from fsdp2x.base.failures import CheckpointError, exchange, named_call, on_rank_0, rank_and_size, run_on_all_ranks
 from fsdp2x.io.export.rings import Entry
 from fsdp2x.io.export.stream import BUCKET_BYTES, stream_as
 from fsdp2x.io.hf.empty import plain_config

@@ -17,8 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp2x.base import torch_private
-from fsdp2x.base.errors import CheckpointError
-from fsdp2x.base.failures import exchange, rank_and_size
+from fsdp2x.base.failures import CheckpointError, exchange, rank_and_size
 from fsdp2x.io.formats.tensors import Source, differ
 from fsdp2x.io.names import ForeignModel, hf_base, is_transformers, original_classes
 from fsdp2x.lifecycle.replicas import checksum

@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2x.base.arguments import checked
-from fsdp2x.base.calls import call_of, calling
-from fsdp2x.base.failures import exchange
+from fsdp2x.base.failures import call_of, calling, exchange
 from fsdp2x.base.processes import require_own_process
 from fsdp2x.io.export.rings import Entry
 from fsdp2x.io.export.stream import (

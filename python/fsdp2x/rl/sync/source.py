@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdp2x.base.arguments import checked
-from fsdp2x.base.calls import call_of
+from fsdp2x.base.failures import call_of
 from fsdp2x.io.export.stream import BUCKET_BYTES, BucketPlan, check_bucket_bytes, chosen_params, run_plans
 from fsdp2x.lifecycle.tree import running_step
 from fsdp2x.rl.sync.merged import AdapterMerge

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 
-from fsdp2x.base.errors import ConfigError
+from fsdp2x.base.failures import ConfigError
 from fsdp2x.train.commands.shared import DTYPE
 
 _EPILOG = """\

@@ -204,7 +204,7 @@ def parse_bytes(text: str) -> int:
 
 def _build(path: Path, dtype: str | None) -> nn.Module:
     """The model of a config.json without weights, in the dtype that is asked for or that it says."""
-    from fsdp2x.base.errors import CheckpointError
+    from fsdp2x.base.failures import CheckpointError
     from fsdp2x.io.hf.empty import build_empty, read_hf_config, told_of
 
     try:

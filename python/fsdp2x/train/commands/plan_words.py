@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from fsdp2x.base.tables import columns
 from fsdp2x.plan.bound import MemoryBound
-from fsdp2x.plan.report import MemoryReport, readable
+from fsdp2x.plan.report import MemoryReport, columns, readable
 
 WORDS = {
     "shards": "this rank's rows of all parameters, in the dtype that the optimizer updates; its share of everything",

@@ -1,6 +1,6 @@
 """The ranks of a group introduce themselves, and share memory where they can.
 
-    introduce      every rank says who it is and where it runs            one exchange
+    rendezvous     every rank says who it is and where it runs            one exchange
     why_not_shared what follows from that: several hosts, users, threads  the same on every rank
     shm_group      the engine's group, or why a rank could not enter it   the same on every rank
     memory_file    a file of the same memory for every rank, or why not   the same on every rank
@@ -12,22 +12,57 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import zip_longest
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fsdp2x.base import torch_private
-from fsdp2x.base.calls import UnitParams, digest, disagreement
-from fsdp2x.base.failures import exchange
+from fsdp2x.base.failures import digest, exchange
 from fsdp2x.base.native import _C
 from fsdp2x.base.processes import Process, boot_id, introduced, remember, require_own_process
 
+Facts = tuple[Any, ...]
+
 
 @dataclass(frozen=True)
-class Greeting:
+class UnitParams:
+    """What of one unit, or of its part over one mesh, decides about the sizes of collectives."""
+
+    name: str
+    params: tuple[tuple[str, Facts], ...]  # (name, facts) in order
+
+
+def disagreement(of_rank: Mapping[int, Sequence[UnitParams]]) -> str:
+    """The first difference between the units of the first rank and of another one; "" when there is none."""
+    first = next(iter(of_rank))
+    for rank, units in of_rank.items():
+        for is_unit in (True, False):  # a unit that differs tells more than the number of the model
+            sides = ([one for one in side if bool(one.params) is is_unit] for side in (of_rank[first], units))
+            for here, there in zip_longest(*sides):
+                if here != there:
+                    return f"rank {first} has {_text(here, there)}, rank {rank} {_text(there, here)}"
+    return ""
+
+
+def _text(unit: UnitParams | None, beside: UnitParams | None) -> str:
+    if unit is None:
+        return "no more units"
+    text = f"unit {unit.name!r}" if unit.params else unit.name
+    for param, other in zip_longest(unit.params, beside.params if beside is not None else unit.params):
+        if param is None:
+            return f"{text} with {len(unit.params)} parameters"
+        if param != other:
+            return f"{text} with {param[0]!r} ({', '.join(str(fact) for fact in param[1])})"
+    return text
+
+
+@dataclass(frozen=True)
+class PeerInfo:
     """What a rank says of itself."""
 
     process: Process
@@ -45,11 +80,11 @@ class Greeting:
 
 
 @dataclass(frozen=True)
-class Introductions:
-    """The greetings of a group's ranks, in rank order."""
+class GroupInfo:
+    """The ranks of a group, in rank order, and what they are about to shard."""
 
     group: dist.ProcessGroup
-    greetings: list[Greeting]
+    peers: list[PeerInfo]
     units: Sequence[UnitParams]
     trained: Sequence[UnitParams]
 
@@ -60,30 +95,30 @@ class Introductions:
 
     @property
     def is_observed(self) -> bool:
-        return any(greeting.is_observed for greeting in self.greetings)
+        return any(peer.is_observed for peer in self.peers)
 
     @property
     def checks_ranks(self) -> bool:
-        return all(greeting.checks_ranks for greeting in self.greetings)
+        return all(peer.checks_ranks for peer in self.peers)
 
     @property
     def fault(self) -> str | None:
         """Why a rank cannot tell where it runs."""
-        for rank, greeting in zip(self.ranks, self.greetings, strict=True):
-            if greeting.fault:
-                return f"rank {rank} cannot tell which host it runs on ({greeting.fault})"
+        for rank, peer in zip(self.ranks, self.peers, strict=True):
+            if peer.fault:
+                return f"rank {rank} cannot tell which host it runs on ({peer.fault})"
         return None
 
     @property
     def why_not_shared(self) -> str | None:
         """Why the ranks cannot share memory, None when they can."""
-        if len({greeting.host for greeting in self.greetings if not greeting.fault}) > 1:
+        if len({peer.host for peer in self.peers if not peer.fault}) > 1:
             return "the ranks run on several hosts"
         if self.fault is not None:
             return self.fault
-        if len({greeting.uid for greeting in self.greetings}) > 1:
+        if len({peer.uid for peer in self.peers}) > 1:
             return "the ranks belong to several users"
-        if len({greeting.process.pid for greeting in self.greetings}) < len(self.greetings):
+        if len({peer.process.pid for peer in self.peers}) < len(self.peers):
             return "several ranks are threads of one process"
         return None
 
@@ -109,7 +144,7 @@ class Introductions:
         cpu = torch.device("cpu")
         if not torch_private.is_gloo(self.group):
             return self.group
-        if len({greeting.group_name for greeting in self.greetings}) > 1:
+        if len({peer.group_name for peer in self.peers}) > 1:
             return self.group  # torch would wait for the ranks under different names
         timeout = torch_private.group_timeout(self.group, cpu)
         made = dist.new_group(self.ranks, timeout, "gloo", use_local_synchronization=True, group_desc="fsdp2x")
@@ -127,22 +162,22 @@ class Introductions:
         self._require_same("training", self.trained, "fully_shard", demand)
 
     def _require_same(self, what: str, units: Sequence[UnitParams], caller: str, demand: str) -> None:
-        if len({getattr(greeting, what) for greeting in self.greetings}) > 1:
+        if len({getattr(peer, what) for peer in self.peers}) > 1:
             difference = disagreement(dict(zip(self.ranks, exchange(units, self.group), strict=True)))
             raise ValueError(f"{caller}: the ranks have different models: {difference}; {demand}")
 
     @property
     def _place(self) -> tuple[int, list[int], str, bytes]:
-        first = self.greetings[0]
+        first = self.peers[0]
         return dist.get_rank(self.group), self.ranks, first.socket, first.token
 
 
-def introduce(
+def rendezvous(
     group: dist.ProcessGroup,
     units: Sequence[UnitParams] = (),
     trained: Sequence[UnitParams] = (),
     checks_ranks: bool = False,
-) -> Introductions | None:
+) -> GroupInfo | None:
     """Collective over ``group``. None where the process group is fake: nobody is there to answer.
 
     ``units`` and ``trained``: what the ranks are about to shard, and to train of it. ``checks_ranks``: whether this
@@ -156,7 +191,7 @@ def introduce(
         host = _host_identity()
     except OSError as error:
         fault = str(error)
-    mine = Greeting(
+    mine = PeerInfo(
         Process.own(),
         os.getuid(),
         host,
@@ -170,11 +205,11 @@ def introduce(
         digest(trained),
         {} if dist.get_world_size(group) == dist.get_world_size() else introduced(),
     )
-    greetings = exchange(mine, group)
-    for greeting in greetings:
-        remember(greeting.others)
-    remember(dict(zip(dist.get_process_group_ranks(group), (g.process for g in greetings), strict=True)))
-    return Introductions(group, greetings, units, trained)
+    peers = exchange(mine, group)
+    for peer in peers:
+        remember(peer.others)
+    remember(dict(zip(dist.get_process_group_ranks(group), (g.process for g in peers), strict=True)))
+    return GroupInfo(group, peers, units, trained)
 
 
 def _host_identity() -> str:
