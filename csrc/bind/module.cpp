@@ -24,22 +24,29 @@ namespace fsdp2x {
 
 namespace {
 
-// (outer, dim, inner, orig dtype, compute dtype, reduce dtype, in the slot); dtypes the engine cannot cast travel as
-// bytes.
-using ShapeTuple = std::tuple<int64_t, int64_t, int64_t, at::ScalarType, at::ScalarType, at::ScalarType, bool>;
+// ParamShape with torch's dtypes, which Python sees under that name.
+struct TorchShape {
+  int64_t outer, dim, inner;
+  at::ScalarType original, compute, reduce;
+  bool in_slot;
 
-std::vector<ParamShape> shapes_of(const std::vector<ShapeTuple>& tuples) {
-  std::vector<ParamShape> shapes;
-  for (const auto& [outer, dim, inner, orig, compute, reduce, in_slot] : tuples) {
-    ParamShape shape{outer, dim, inner, engine_dtype(orig), engine_dtype(compute), engine_dtype(reduce), true, in_slot};
+  // Dtypes that the engine cannot cast travel as bytes.
+  ParamShape in_engine() const {
+    ParamShape shape{outer, dim, inner, engine_dtype(original), engine_dtype(compute), engine_dtype(reduce), true,
+                     in_slot};
     if (shape.orig == DType::byte) {
-      shape.inner *= static_cast<int64_t>(c10::elementSize(orig));
+      shape.inner *= static_cast<int64_t>(c10::elementSize(original));
       shape.compute = shape.reduce = DType::byte;
       shape.trainable = false;
     }
-    shapes.push_back(shape);
+    return shape;
   }
-  return shapes;
+};
+
+std::vector<ParamShape> in_engine(const std::vector<TorchShape>& shapes) {
+  std::vector<ParamShape> result;
+  for (const TorchShape& shape : shapes) result.push_back(shape.in_engine());
+  return result;
 }
 
 // (fqn, sharded, unsharded or None, local or None, gradient spec, [(parameters dict, name, weakref or None)])
@@ -117,9 +124,27 @@ void stream_copies(const std::vector<at::Tensor>& targets, const std::vector<at:
 }
 
 void bind_layout(py::module_& m) {
+  py::class_<TorchShape>(m, "ParamShape")
+      .def(py::init<int64_t, int64_t, int64_t, at::ScalarType, at::ScalarType, at::ScalarType, bool>(),
+           py::arg("outer"), py::arg("dim"), py::arg("inner"), py::arg("original"), py::arg("compute"),
+           py::arg("reduce"), py::arg("in_slot") = true)
+      .def_readonly("outer", &TorchShape::outer)
+      .def_readonly("dim", &TorchShape::dim)
+      .def_readonly("inner", &TorchShape::inner)
+      .def_readonly("original", &TorchShape::original)
+      .def_readonly("compute", &TorchShape::compute)
+      .def_readonly("reduce", &TorchShape::reduce)
+      .def_readonly("in_slot", &TorchShape::in_slot)
+      .def_property_readonly("numel",
+                             [](const TorchShape& shape) { return shape.outer * shape.dim * shape.inner; })
+      // For memory plans: bytes of the gradient as peers read it.
+      .def_property_readonly("packed_bytes", [](const TorchShape& shape) {
+        const ParamShape packed = shape.in_engine();
+        return static_cast<size_t>(packed.numel()) * dtype_bytes(packed.packed());
+      });
   py::class_<Layout>(m, "Layout")
-      .def(py::init([](const std::vector<ShapeTuple>& shapes, int world, int rank, bool whole_chunks) {
-             return Layout(shapes_of(shapes), world, rank, whole_chunks);
+      .def(py::init([](const std::vector<TorchShape>& shapes, int world, int rank, bool whole_chunks) {
+             return Layout(in_engine(shapes), world, rank, whole_chunks);
            }),
            py::arg("shapes"), py::arg("world"), py::arg("rank"), py::arg("whole_chunks") = false)
       .def_property_readonly("shard_pool_bytes", &Layout::shard_pool_bytes)
@@ -140,10 +165,27 @@ void bind_layout(py::module_& m) {
                                for (const ParamPlace& place : layout.params()) offsets.push_back(place.shard_offset);
                                return offsets;
                              })
-      .def_property_readonly("shard_numels", [](const Layout& layout) {
-        std::vector<int64_t> numels;
-        for (const ParamPlace& place : layout.params()) numels.push_back(place.shard_numel);
-        return numels;
+      .def_property_readonly("shard_numels",
+                             [](const Layout& layout) {
+                               std::vector<int64_t> numels;
+                               for (const ParamPlace& place : layout.params()) numels.push_back(place.shard_numel);
+                               return numels;
+                             })
+      // This rank's rows without pads, as they are kept and as they are gathered.
+      .def_property_readonly("shard_bytes",
+                             [](const Layout& layout) {
+                               size_t bytes = 0;
+                               for (const ParamPlace& place : layout.params()) {
+                                 bytes += static_cast<size_t>(place.shard_numel) * dtype_bytes(place.shape.orig);
+                               }
+                               return bytes;
+                             })
+      .def_property_readonly("row_bytes", [](const Layout& layout) {
+        size_t bytes = 0;
+        for (const ParamPlace& place : layout.params()) {
+          if (place.shape.in_slot) bytes += static_cast<size_t>(place.shard_numel) * dtype_bytes(place.shape.compute);
+        }
+        return bytes;
       });
   m.def(
       "shard_rows",
@@ -152,10 +194,6 @@ void bind_layout(py::module_& m) {
         return std::make_pair(rows.begin, rows.end);
       },
       py::arg("dim"), py::arg("world"), py::arg("rank"));
-  // For memory plans: bytes of an element of the gradient as peers read it.
-  m.def(
-      "packed_itemsize", [](const ShapeTuple& shape) { return dtype_bytes(shapes_of({shape}).front().packed()); },
-      py::arg("shape"));
   m.def(
       "take_changes",
       [](const at::Tensor& now, const at::Tensor& held, int64_t max, bool with_twins) {

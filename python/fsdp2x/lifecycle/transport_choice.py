@@ -238,9 +238,9 @@ def facts_of(
     """The facts of one group of the unit ``name``; with which of its parameters are trained, where that counts."""
     params = []
     shapes = group.shapes(policy.param_dtype, policy.reduce_dtype)
-    for sharded, (_, _, _, original, compute, reduce, _) in zip(group.params, shapes, strict=True):
-        facts = [tuple(sharded.local_size), f"cut along {sharded.spec.shard_dim}", str(original)]
-        facts += [f"gathered as {compute}", f"reduced as {reduce}"]
+    for sharded, shape in zip(group.params, shapes, strict=True):
+        facts = [tuple(sharded.local_size), f"cut along {sharded.spec.shard_dim}", str(shape.original)]
+        facts += [f"gathered as {shape.compute}", f"reduced as {shape.reduce}"]
         if with_training:
             facts.append("trained" if sharded.param.requires_grad else "frozen")
         if (state := group.unit_state()) is not None:

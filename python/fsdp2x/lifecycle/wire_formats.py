@@ -78,8 +78,8 @@ def check(state: ShardedUnit) -> None:
     for group in state.groups:
         shapes = group.shapes(policy.param_dtype, policy.reduce_dtype)
         for sharded, shape in zip(group.params, shapes, strict=True):
-            if sharded.param.requires_grad and shape[5] != torch.float32:
+            if sharded.param.requires_grad and shape.reduce != torch.float32:
                 raise ValueError(
-                    f"{where}: the gradient of {sharded.fqn or sharded.owners[0][1]!r} is reduced in {shape[5]}, and "
-                    "what travels is summed in float32; use MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+                    f"{where}: the gradient of {sharded.fqn or sharded.owners[0][1]!r} is reduced in {shape.reduce}, "
+                    "and what travels is summed in float32; use MixedPrecisionPolicy(reduce_dtype=torch.float32)"
                 )

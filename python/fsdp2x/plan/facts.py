@@ -121,7 +121,7 @@ class Wire:
 
 def _count(
     params: Sequence[ParamFacts],
-    shapes: list[tuple],
+    shapes: list[_C.ParamShape],
     trains: Sequence[bool],
     ranks: Ranks,
     reduces_unused: bool = False,
@@ -134,10 +134,9 @@ def _count(
     layout = _C.Layout(shapes, ranks.world, ranks.rank, ranks.has_streams)
     training = layout.training(trains)
     trained = [shape for shape, is_trained in zip(shapes, trains, strict=True) if is_trained]
-    gradients = [shape[0] * shape[1] * shape[2] * shape[4].itemsize for shape in trained]  # autograd's, in bytes
-    owned = list(zip(layout.shard_numels, shapes, trains, strict=True))  # this rank's elements of each
+    gradients = [shape.numel * shape.compute.itemsize for shape in trained]  # autograd's, in bytes
     offloads = offload.of_shards and ranks.has_streams
-    averages = collectives.averages and all(shape[5] != torch.float16 for shape in trained)
+    averages = collectives.averages and all(shape.reduce != torch.float16 for shape in trained)
     below = transport.pack_below_bytes(ranks.gathers, ranks.world)
     pack_below = _C.PACK_EVERYTHING if below is None or collectives.gathers_packed else below
     plan = _C.ReductionPlan(layout, trains)
@@ -148,7 +147,7 @@ def _count(
     return GroupFacts(
         ranks=ranks,
         shard_pool_bytes=layout.shard_pool_bytes,
-        shard_pad_bytes=layout.shard_pool_bytes - sum(numel * shape[3].itemsize for numel, shape, _ in owned),
+        shard_pad_bytes=layout.shard_pool_bytes - layout.shard_bytes,
         slot_bytes=layout.slot_bytes,
         scratch_bytes=layout.scratch_bytes,
         gather_segment_bytes=segment_bytes,
@@ -156,12 +155,16 @@ def _count(
         wire_bytes=wire_bytes,
         reduce_segment_bytes=plan.segment_bytes,
         replica_segment_bytes=training.flagged_segment_bytes,
-        row_bytes=sum(numel * shape[4].itemsize for numel, shape, _ in owned if shape[6]),
-        packed_bytes=sum(shape[0] * shape[1] * shape[2] * _C.packed_itemsize(shape) for shape in trained),
+        row_bytes=layout.row_bytes,
+        packed_bytes=sum(shape.packed_bytes for shape in trained),
         gradient_bytes=(sum if ranks.has_streams else max)([0, *gradients]),
         wide_scratch_bytes=layout.wide_scratch_bytes,
         num_trained=len(trained),
-        trained=tuple((numel, shape[3]) for numel, shape, is_trained in owned if is_trained),
+        trained=tuple(
+            (numel, shape.original)
+            for numel, shape, is_trained in zip(layout.shard_numels, shapes, trains, strict=True)
+            if is_trained
+        ),
         # On a device a reduction may end in it, flags included.
         gradient_pool_bytes=max(
             training.gradient_pool_bytes, training.flagged_segment_bytes if rows_are_pool and not offloads else 0
@@ -212,7 +215,7 @@ def group_facts(
     pool of another group.
     """
     shapes = layout_shapes(params, policy.param_dtype, policy.reduce_dtype)
-    trains = [wanted and shape[3] in REDUCIBLE for shape, wanted in zip(shapes, requires_grad, strict=True)]
+    trains = [wanted and shape.original in REDUCIBLE for shape, wanted in zip(shapes, requires_grad, strict=True)]
     small = None
     if small_ranks is not None:
         small = _count(params, kept_shapes(shapes), [False] * len(shapes), small_ranks, may_rest=False)

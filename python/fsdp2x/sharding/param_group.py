@@ -133,11 +133,8 @@ class ShardedParamGroup(GroupNames):
             if sharded.extension is None and has_extension(local):
                 sharded.extension = Extension(sharded.spec, sharded.local_size, self.ranks, sharded.owners[0][0])
 
-    def shapes(self, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> list[tuple]:
-        """What the engine's layout wants of each parameter.
-
-        A tuple: outer, dim, inner, original, compute and reduce dtype, whether it lies in the slot.
-        """
+    def shapes(self, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> list[_C.ParamShape]:
+        """What the engine's layout needs to know of each parameter."""
         return layout_shapes([sharded.facts for sharded in self.params], param_dtype, reduce_dtype)
 
     @property
@@ -415,7 +412,7 @@ class ShardedParamGroup(GroupNames):
         assert self.engine is not None, "made before"
         self.engine.set_post_forward(layout, pool, params, explain)
 
-    def _engine_params(self, shapes: list[tuple]) -> list[tuple]:
+    def _engine_params(self, shapes: list[_C.ParamShape]) -> list[tuple]:
         """The tuples ``_C.ParamGroup`` takes: fqn, sharded, unsharded, local, gradient spec, owners."""
         result = []
         # Made outside inference mode once and for all: an inference tensor could never be trained.

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp2x.runtime.native import _C
+
 # Upstream changed the meaning of MixedPrecisionPolicy(reduce_dtype=None) in 2.15: we do as the installed torch does.
 _REDUCES_IN_PARAM_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15)
 # Dtypes of gradients that the engine can sum; complex numbers as pairs of real ones.
@@ -45,8 +47,8 @@ class ParamFacts:
 
 def layout_shapes(
     params: Iterable[ParamFacts], param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
-) -> list[tuple]:
-    """A tuple for each parameter: outer, dim, inner, original, compute and reduce dtype, whether it lies in the slot.
+) -> list[_C.ParamShape]:
+    """What the engine's layout needs to know of each parameter.
 
     Raises:
         NotImplementedError: a parameter that cannot be cast to ``param_dtype``.
@@ -67,13 +69,17 @@ def layout_shapes(
             raise NotImplementedError(
                 f"fsdp2x.fully_shard: parameter {param.fqn!r} cannot be cast from {param.dtype} to {compute}"
             )
-        shapes.append((*param.view, original, compute, reduce if castable else original, not param.is_wrapper))
+        reduce_as = reduce if castable else original
+        shapes.append(_C.ParamShape(*param.view, original, compute, reduce_as, not param.is_wrapper))
     return shapes
 
 
-def kept_shapes(shapes: Iterable[tuple]) -> list[tuple]:
+def kept_shapes(shapes: Iterable[_C.ParamShape]) -> list[_C.ParamShape]:
     """The same parameters in the smaller world that keeps them after forward: in the dtype that they compute in."""
-    return [(*shape[:3], shape[4], shape[4], shape[4], shape[6]) for shape in shapes]
+    return [
+        _C.ParamShape(one.outer, one.dim, one.inner, one.compute, one.compute, one.compute, one.in_slot)
+        for one in shapes
+    ]
 
 
 def keeps_dtype(param: nn.Parameter, policy: MixedPrecisionPolicy) -> bool:

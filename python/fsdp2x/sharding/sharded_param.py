@@ -59,9 +59,9 @@ class ShardedParam(ParamNames):
         """
         return self.storage is not None and local.untyped_storage()._cdata == self.storage._cdata
 
-    def gathered_dtype(self, shape: tuple) -> torch.dtype:
+    def gathered_dtype(self, shape: _C.ParamShape) -> torch.dtype:
         """Of the gathered parameter; ``shape`` is what the engine's layout wants of it."""
-        return self.param.dtype if self.param.is_complex() else shape[4]
+        return self.param.dtype if self.param.is_complex() else shape.compute
 
 
 def user_attributes(param: nn.Parameter) -> dict:

@@ -12,10 +12,10 @@ MIB = 2**20
 HIDDEN = 4096
 
 
-def unit(*sizes: tuple[int, int]) -> list[tuple]:
+def unit(*sizes: tuple[int, int]) -> list[_C.ParamShape]:
     """Weights of these rows and columns in bf16, and the vectors of two norms."""
     types = (torch.float32, torch.bfloat16, torch.float32)
-    return [(1, rows, columns, *types, True) for rows, columns in (*sizes, (HIDDEN, 1), (HIDDEN, 1))]
+    return [_C.ParamShape(1, rows, columns, *types) for rows, columns in (*sizes, (HIDDEN, 1), (HIDDEN, 1))]
 
 
 # Llama 3 8B: 416 MiB, q, o and the MLP 400 of them. Experts of Qwen3 30B as modules of their own, 1152 MiB, and as two
@@ -28,13 +28,13 @@ UNITS = {"dense": DENSE, "experts": EXPERTS, "fused": FUSED, "tower": TOWER}
 # Experts of Qwen3 235B, cut along their rows, of which more ranks than experts have as many each: 3072 and 1536 MiB, in
 # blocks of 24 and 12. And of a small model, in blocks of 3 and 1.5.
 TYPES = (torch.float32, torch.bfloat16, torch.float32)
-STACKED = [(128, 3072, 4096, *TYPES, True), (128, 4096, 1536, *TYPES, True)]
-SMALL_STACKED = [(128, 1536, 1024, *TYPES, True), (128, 1024, 768, *TYPES, True)]
+STACKED = [_C.ParamShape(128, 3072, 4096, *TYPES), _C.ParamShape(128, 4096, 1536, *TYPES)]
+SMALL_STACKED = [_C.ParamShape(128, 1536, 1024, *TYPES), _C.ParamShape(128, 1024, 768, *TYPES)]
 # Of 768 rows 512 ranks have two each: the packed segments have room for as many.
 EXPERTS_MIB = {2: 1152, 8: 1152, 64: 1152, 512: 1408}
 
 
-def packed_mib(shapes: list[tuple], gathers: str, world: int) -> int:
+def packed_mib(shapes: list[_C.ParamShape], gathers: str, world: int) -> int:
     """What travels in one collective for all; every other parameter has one of its own."""
     below = transport.pack_below_bytes(gathers, world)
     layout = _C.Layout(shapes, world, 0, True)
@@ -56,13 +56,13 @@ def test_gathers_in_turn_are_those_that_outlast_a_launch(world, dense, fused):
     assert packed == {"dense": dense, "experts": EXPERTS_MIB[world], "fused": fused, "tower": tower}
 
 
-def plan_of(shapes: list[tuple], gathers: str, world: int) -> tuple[int, int]:
+def plan_of(shapes: list[_C.ParamShape], gathers: str, world: int) -> tuple[int, int]:
     """How many collectives there are beside the packed one, and MiB of that."""
     below = transport.pack_below_bytes(gathers, world)
     chunks = _C.direct_chunk_bytes(_C.Layout(shapes, world, 0, True), 2**63 if below is None else below)
     assert all(chunk % 16 == 0 for chunk in chunks)
     packed = packed_mib(shapes, gathers, world)
-    assert sum(chunks) * world // MIB + packed == sum(s[0] * s[1] * s[2] * 2 for s in shapes) // MIB
+    assert sum(chunks) * world // MIB + packed == sum(s.numel * 2 for s in shapes) // MIB
     return len(chunks), packed
 
 
@@ -74,7 +74,7 @@ def test_stacked_experts_are_gathered_by_block_where_that_costs_less_than_copyin
     assert plan_of(STACKED, "in turn", world) == (0, 4608)
     assert plan_of(STACKED, "unknown", world) == (0, 4608)
     # Of 3072 rows 5 ranks do not have as many each.
-    assert plan_of([(2, 3072, 4096, *TYPES, True)], "grouped", 5) == (0, 48)
+    assert plan_of([_C.ParamShape(2, 3072, 4096, *TYPES)], "grouped", 5) == (0, 48)
 
 
 @pytest.mark.parametrize("world", [2, 64])
