@@ -198,16 +198,16 @@ void bench_changes(const Kernels& kernels, Report& report) {
 void bench_sgd(const Kernels& kernels, Report& report) {
   constexpr int64_t kNumel = 200'000'000;
   const Memory params(kNumel * 4), grads(kNumel * 4), buffers(kNumel * 4);
-  SgdSegment segment;
+  FloatSegment segment;
   segment.param = static_cast<float*>(params.data());
-  segment.buffer = static_cast<float*>(buffers.data());
+  segment.state = static_cast<float*>(buffers.data());
   segment.numel = kNumel;
-  SgdArgs args;
-  args.steps[0] = {0.1f, 0.9f, 1.0f, -1e-3f, 1.0f};
-  args.momentum[0] = SgdMomentum::later;
+  FloatArgs<SgdRule> args;
+  args.steps[0] = SgdRule::of(/*lr=*/1e-3, /*momentum=*/0.9, /*dampening=*/0.0, /*weight_decay=*/0.1, false, false);
   args.grads[0] = grads.data();
   const Uploaded plan(make_plan(std::vector{segment}));
-  report.measure("sgd: f32, momentum", 20 * kNumel, [&](Stream stream) { kernels.sgd(plan.list(), args, stream); });
+  report.measure("sgd: f32, momentum", 20 * kNumel,
+                 [&](Stream stream) { step_floats(kernels, plan.list(), args, stream); });
 }
 
 int run() {

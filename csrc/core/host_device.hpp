@@ -18,3 +18,25 @@
 #define FSDP2X_UNROLL
 #define FSDP2X_NO_UNROLL
 #endif
+
+namespace fsdp2x {
+
+// Builtins on the host, which are no functions of a library: see cpu/kernel_loops.hpp.
+FSDP2X_HOST_DEVICE float square_root(float value) {
+#ifdef __CUDA_ARCH__
+  return sqrtf(value);
+#else
+  return __builtin_sqrtf(value);
+#endif
+}
+
+// a * b + c, rounded once.
+FSDP2X_HOST_DEVICE float multiply_add(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+  return fmaf(a, b, c);
+#else
+  return __builtin_fmaf(a, b, c);
+#endif
+}
+
+}  // namespace fsdp2x

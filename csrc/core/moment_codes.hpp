@@ -23,14 +23,6 @@ template <bool kSigned>
 constexpr float kCodeStep = 1.0f / kTopCode<kSigned>;
 static_assert(kTopCode<true> * kCodeStep<true> == 1.0f && kTopCode<false> * kCodeStep<false> == 1.0f);
 
-FSDP2X_HOST_DEVICE float square_root(float value) {
-#ifdef __CUDA_ARCH__
-  return sqrtf(value);
-#else
-  return __builtin_sqrtf(value);  // which is no function: see kernel_loops.hpp
-#endif
-}
-
 // The larger one of a peak and a magnitude; NaN if either is.
 FSDP2X_HOST_DEVICE float larger_peak(float peak, float magnitude) {
   return peak >= magnitude || peak != peak ? peak : magnitude;

@@ -230,16 +230,6 @@ void fill_casts(KernelTable& table, DType dst) {
   if constexpr (!__is_same(D, f16)) row[static_cast<int>(DType::f16)] = cast<D, f16>;
 }
 
-template <bool kDecay>
-void fill_sgd(KernelTable& table) {
-  auto& row = table.sgd[kDecay];
-  row[static_cast<int>(SgdMomentum::none)] = sgd<kDecay, SgdMomentum::none>;
-  row[static_cast<int>(SgdMomentum::first)] = sgd<kDecay, SgdMomentum::first>;
-  row[static_cast<int>(SgdMomentum::first_nesterov)] = sgd<kDecay, SgdMomentum::first_nesterov>;
-  row[static_cast<int>(SgdMomentum::later)] = sgd<kDecay, SgdMomentum::later>;
-  row[static_cast<int>(SgdMomentum::later_nesterov)] = sgd<kDecay, SgdMomentum::later_nesterov>;
-}
-
 KernelTable make_table() {
   KernelTable table = {};
   fill_casts<float>(table, DType::f32);
@@ -272,9 +262,7 @@ KernelTable make_table() {
   table.decode_wire[1] = decode_wire<WireFormat::fp8>;
   table.add_int8 = add_int8;
   table.encode_int8_with_errors = encode_int8_with_errors;
-  fill_sgd<false>(table);
-  fill_sgd<true>(table);
-  table.lion = lion;
+  fill_rules(table.step_floats, FloatRules());
   return table;
 }
 

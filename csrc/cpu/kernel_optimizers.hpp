@@ -15,65 +15,43 @@ namespace {
 
 // --- optimizer steps -------------------------------------------------------------------------------------------------
 
-// A multiply-add that torch rounds once is rounded once here as well, on every set.
-
 template <bool kAmsgrad>
 void adamw(float* __restrict param, const float* __restrict grad, float* __restrict exp_avg,
            float* __restrict exp_avg_sq, float* __restrict max_exp_avg_sq, int64_t numel, const AdamWStep& step) {
   const AdamWStep s = step;
-  // torch interpolates from the nearer end.
-  const bool from_average = s.weight < 0.5f;
-  const float coefficient = from_average ? s.weight : s.weight - 1.0f;
   for (int64_t i = 0; i < numel; ++i) {
-    const float g = grad[i] * s.sign;
-    const float old = exp_avg[i];
-    const float m = __builtin_fmaf(coefficient, g - old, from_average ? old : g);
-    const float v = __builtin_fmaf(s.rest2 * g, g, exp_avg_sq[i] * s.beta2);
+    float m = exp_avg[i], v = exp_avg_sq[i];
+    s.update_moments(grad[i] * s.sign, m, v);
     exp_avg[i] = m;
     exp_avg_sq[i] = v;
-    float second = v;
-    if constexpr (kAmsgrad) {
-      const float before = max_exp_avg_sq[i];
-      second = before >= v || before != before ? before : v;
-      max_exp_avg_sq[i] = second;
-    }
-    const float denominator = __builtin_sqrtf(second) / s.root + s.eps;
-    param[i] = param[i] * s.decay + s.minus_size * m / denominator;
+    if constexpr (kAmsgrad) max_exp_avg_sq[i] = v = largest_square(max_exp_avg_sq[i], v);
+    param[i] = s.stepped(param[i], m, v);
   }
 }
 
-template <bool kDecay, SgdMomentum kMomentum>
-void sgd(float* __restrict param, const float* __restrict grad, float* __restrict buffer, int64_t numel,
-         const SgdStep& step) {
-  const SgdStep s = step;
+template <class Rule, int kVariant>
+void step_floats(const void* numbers, float* __restrict param, const float* __restrict grad, float* __restrict state,
+                 int64_t numel) {
+  const Rule rule = *static_cast<const Rule*>(numbers);
   for (int64_t i = 0; i < numel; ++i) {
-    float d = grad[i] * s.sign;
-    if constexpr (kDecay) d = __builtin_fmaf(s.weight_decay, param[i], d);
-    if constexpr (kMomentum != SgdMomentum::none) {
-      float b = d;
-      if constexpr (kMomentum == SgdMomentum::later || kMomentum == SgdMomentum::later_nesterov) {
-        b = __builtin_fmaf(s.rest, d, buffer[i] * s.momentum);
-      }
-      buffer[i] = b;
-      constexpr bool kNesterov = kMomentum == SgdMomentum::first_nesterov || kMomentum == SgdMomentum::later_nesterov;
-      d = kNesterov ? __builtin_fmaf(s.momentum, b, d) : b;
-    }
-    param[i] = __builtin_fmaf(s.minus_lr, d, param[i]);
+    float p = param[i], s = 0.0f;
+    if constexpr (Rule::reads_state(kVariant)) s = state[i];
+    rule.step(kVariant, grad[i] * rule.sign, p, s);
+    if constexpr (Rule::writes_state(kVariant)) state[i] = s;
+    param[i] = p;
   }
 }
 
-// NaN stays: a gradient that is lost shows.
-inline float sign_of(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x; }
+template <class Rule, int kVariant = 0>
+FloatLoop* fill_variants(FloatLoop* entry) {
+  *entry++ = step_floats<Rule, kVariant>;
+  if constexpr (kVariant + 1 < Rule::kNumVariants) entry = fill_variants<Rule, kVariant + 1>(entry);
+  return entry;
+}
 
-void lion(float* __restrict param, const float* __restrict grad, float* __restrict average, int64_t numel,
-          const LionStep& step) {
-  const LionStep s = step;
-  for (int64_t i = 0; i < numel; ++i) {
-    const float g = grad[i] * s.sign;
-    const float way = __builtin_fmaf(s.rest1, g, average[i] * s.beta1);
-    average[i] = __builtin_fmaf(s.rest2, g, average[i] * s.beta2);
-    param[i] = __builtin_fmaf(s.minus_lr, sign_of(way), param[i] * s.decay);
-  }
+template <class... Rules>
+void fill_rules(FloatLoop* entry, RuleList<Rules...>) {
+  ((entry = fill_variants<Rules>(entry)), ...);
 }
 
 // --- stochastic rounding ---------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "core/dtype.hpp"
-#include "core/optimizer_step.hpp"
+#include "core/optimizer_rules.hpp"
 #include "core/philox.hpp"
 
 namespace fsdp2x::cpu {
@@ -36,11 +36,8 @@ struct Arithmetic {
   void (*sum_squares)(const A* values, int64_t numel, double* lanes);
 };
 
-using fsdp2x::AdamWStep;
-using fsdp2x::LionStep;
-using fsdp2x::SgdMomentum;
-using fsdp2x::SgdStep;
-inline constexpr int kNumSgdMomentum = 5;
+// Steps parameters by a rule of FloatRules. `state` is not read in variants that have none.
+using FloatLoop = void (*)(const void* rule, float* param, const float* grad, float* state, int64_t numel);
 
 struct KernelTable {
   // cast[dst][src], null on the diagonal.
@@ -70,9 +67,7 @@ struct KernelTable {
   void (*add_int8)(float* sums, const uint8_t* codes, const float* scales, int64_t numel);
   void (*encode_int8_with_errors)(uint8_t* codes, float* scales, uint8_t* errors, float* error_scales,
                                   const float* values, int64_t numel);
-  // [weight_decay != 0][momentum]; buffer is not read with SgdMomentum::none.
-  void (*sgd[2][kNumSgdMomentum])(float* param, const float* grad, float* buffer, int64_t numel, const SgdStep& step);
-  void (*lion)(float* param, const float* grad, float* average, int64_t numel, const LionStep& step);
+  FloatLoop step_floats[num_variants(FloatRules())];  // the variants of each rule, in their order
 };
 
 const KernelTable& kernel_table_base();

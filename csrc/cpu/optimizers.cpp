@@ -144,13 +144,4 @@ void encode_moments(uint8_t* codes, float* scales, const float* values, int64_t 
   kernel_table().store_moments[is_signed][false](codes, scales, values, nullptr, numel);
 }
 
-void sgd(const SgdPiece& piece, const SgdStep& step) {
-  const auto loop = kernel_table().sgd[step.weight_decay != 0.0f][static_cast<int>(piece.momentum)];
-  loop(piece.param, piece.grad, piece.buffer, piece.numel, step);
-}
-
-void lion(float* param, const float* grad, float* average, int64_t numel, const LionStep& step) {
-  kernel_table().lion(param, grad, average, numel, step);
-}
-
 }  // namespace fsdp2x::cpu

@@ -1,7 +1,5 @@
-// Optimizer steps on raw pointers: one pass over parameter, gradient and state. Each has a scalar twin in tests/cpp.
-//
-// The arithmetic is torch's, operation by operation: what torch rounds once (its lerp, addcmul and add compute a fused
-// multiply-add) is rounded once, everything else twice.
+// Optimizer steps on raw pointers: one pass over parameter, gradient and state, by core/optimizer_rules.hpp. Each has a
+// scalar twin in tests/cpp.
 #pragma once
 
 #include <cstdint>
@@ -47,18 +45,11 @@ void adamw(const AdamWPiece& piece, const AdamWStep& step);
 void decode_moments(float* values, const uint8_t* codes, const float* scales, int64_t numel, bool is_signed);
 void encode_moments(uint8_t* codes, float* scales, const float* values, int64_t numel, bool is_signed);
 
-struct SgdPiece {
-  float* param = nullptr;
-  const float* grad = nullptr;
-  float* buffer = nullptr;  // not read with SgdMomentum::none
-  SgdMomentum momentum = SgdMomentum::none;
-  int64_t numel = 0;
-};
-
-// Updates the parameter and its momentum buffer.
-void sgd(const SgdPiece& piece, const SgdStep& step);
-
-// Updates the parameter and its average of gradients (Chen et al., 2023, arXiv 2302.06675, algorithm 2).
-void lion(float* param, const float* grad, float* average, int64_t numel, const LionStep& step);
+// Updates float32 parameters and their state, which may be null where the rule keeps none.
+template <class Rule>
+void step_floats(const Rule& rule, float* param, const float* grad, float* state, int64_t numel) {
+  const int loop = first_variant<Rule>(FloatRules()) + rule.variant();
+  kernel_table().step_floats[loop](&rule, param, grad, state, numel);
+}
 
 }  // namespace fsdp2x::cpu

@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "core/host_device.hpp"
-#include "core/optimizer_step.hpp"
+#include "core/optimizer_rules.hpp"
 #include "core/philox.hpp"
 #include "cuda/plan.hpp"
 
@@ -63,15 +63,10 @@ struct AdamWArgs {
   RoundingKey rounding;
 };
 
-struct SgdArgs {
-  SgdStep steps[kMaxGroups];
-  SgdMomentum momentum[kMaxGroups] = {};
-  const void* grads[kMaxTable] = {};
-  const float* grad_scale = nullptr;
-};
-
-struct LionArgs {
-  LionStep steps[kMaxGroups];
+// Of one of FloatRules.
+template <class Rule>
+struct FloatArgs {
+  Rule steps[kMaxGroups];
   const void* grads[kMaxTable] = {};
   const float* grad_scale = nullptr;
 };
@@ -141,15 +136,14 @@ struct Kernels {
   // Gradients in their targets times *factor rounded to float, unless it is 1.
   void (*scale_gradients)(const ReduceList& list, const TargetTable& targets, const double* factor, Stream stream);
 
-  // One step over any number of ranges; arithmetic in fp32 with torch's roundings (csrc/cpu/optimizers.hpp). The
-  // parameter moves by the moments before these are rounded to their type.
+  // One step over any number of ranges, in fp32. The parameter moves by the moments before these are rounded to their
+  // type.
   void (*adamw)(const AdamWList& list, const AdamWArgs& args, Stream stream);
-  void (*sgd)(const SgdList& list, const SgdArgs& args, Stream stream);
+  // Likewise by the rule with this index in FloatRules; `args` are FloatArgs of it.
+  void (*step_floats)(int rule, const FloatList& list, const void* args, Stream stream);
 
   // Whether work for `stream` becomes part of a graph instead of running. Enqueues nothing.
   bool (*is_capturing)(Stream stream);
-
-  void (*lion)(const LionList& list, const LionArgs& args, Stream stream);
 
   // Masks of the elements that differ, and their number in each tile.
   void (*mark_changes)(const ChangesArgs& args, Stream stream);
@@ -166,6 +160,11 @@ struct Kernels {
   // Codes of all ranks, not in fp8 -> the sums of their values, in rank order; all in f32 and dense.
   void (*sum_wire)(const WireList& list, const SumWireArgs& args, Stream stream);
 };
+
+template <class Rule>
+void step_floats(const Kernels& kernels, const FloatList& list, const FloatArgs<Rule>& args, Stream stream) {
+  kernels.step_floats(index_of<Rule>(FloatRules()), list, &args, stream);
+}
 
 // Runs on the host, at once.
 const Kernels& twin_kernels();

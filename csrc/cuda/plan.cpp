@@ -183,16 +183,8 @@ AdamWPlan make_plan(std::vector<AdamWSegment> segments) {
   return cut(std::move(segments));
 }
 
-SgdPlan make_plan(std::vector<SgdSegment> segments) {
-  for (const SgdSegment& segment : segments) {
-    require_group(segment.group, kMaxGroups);
-    require_entry(segment.source);
-  }
-  return cut(std::move(segments));
-}
-
-LionPlan make_plan(std::vector<LionSegment> segments) {
-  for (const LionSegment& segment : segments) {
+FloatPlan make_plan(std::vector<FloatSegment> segments) {
+  for (const FloatSegment& segment : segments) {
     require_group(segment.group, kMaxGroups);
     require_entry(segment.source);
   }

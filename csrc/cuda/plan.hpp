@@ -134,26 +134,15 @@ struct AdamWSegment {
   bool operator==(const AdamWSegment&) const = default;
 };
 
-// Likewise, all f32.
-struct SgdSegment {
+// Likewise of an optimizer of FloatRules.
+struct FloatSegment {
   float* param = nullptr;
-  float* buffer = nullptr;  // null: no momentum
+  float* state = nullptr;  // null: none is kept
   int64_t numel = 0;
   int64_t first_tile = 0;
   int32_t source = 0;
   int32_t group = 0;
-  bool operator==(const SgdSegment&) const = default;
-};
-
-// Likewise.
-struct LionSegment {
-  float* param = nullptr;
-  float* average = nullptr;
-  int64_t numel = 0;
-  int64_t first_tile = 0;
-  int32_t source = 0;
-  int32_t group = 0;
-  bool operator==(const LionSegment&) const = default;
+  bool operator==(const FloatSegment&) const = default;
 };
 
 // Values in pieces, and their codes, dense and from the beginning of a block on (core/wire_format.hpp). Offsets in
@@ -179,10 +168,8 @@ using ReducePlan = Plan<ReduceSegment>;
 using ReduceList = List<ReduceSegment>;
 using AdamWPlan = Plan<AdamWSegment>;
 using AdamWList = List<AdamWSegment>;
-using SgdPlan = Plan<SgdSegment>;
-using SgdList = List<SgdSegment>;
-using LionPlan = Plan<LionSegment>;
-using LionList = List<LionSegment>;
+using FloatPlan = Plan<FloatSegment>;
+using FloatList = List<FloatSegment>;
 using WirePlan = Plan<WireSegment>;
 using WireList = List<WireSegment>;
 
@@ -199,8 +186,7 @@ ReducePlan make_plan(std::vector<ReduceSegment> segments);
 // Throws Error as well for moments that are neither f32, bf16 nor codes with scales, and for a group or gradient that
 // no launch can name.
 AdamWPlan make_plan(std::vector<AdamWSegment> segments);
-SgdPlan make_plan(std::vector<SgdSegment> segments);
-LionPlan make_plan(std::vector<LionSegment> segments);
+FloatPlan make_plan(std::vector<FloatSegment> segments);
 // Throws Error as well for pieces of more than 2^31 elements.
 WirePlan make_plan(std::vector<WireSegment> segments);
 

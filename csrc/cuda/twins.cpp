@@ -90,9 +90,20 @@ void adamw(const AdamWList& list, const AdamWArgs& args, Stream) {
   run_tiles(AdamWBody<false>{list, args}, list.num_tiles);
 }
 
-void sgd(const SgdList& list, const SgdArgs& args, Stream) { run_tiles(SgdBody{list, args}, list.num_tiles); }
+template <class Rule>
+void run_floats(const FloatList& list, const void* args) {
+  run_tiles(FloatBody<Rule>{list, *static_cast<const FloatArgs<Rule>*>(args)}, list.num_tiles);
+}
 
-void lion(const LionList& list, const LionArgs& args, Stream) { run_tiles(LionBody{list, args}, list.num_tiles); }
+template <class... Rules>
+void run_rule(int rule, const FloatList& list, const void* args, RuleList<Rules...>) {
+  constexpr void (*kRun[])(const FloatList&, const void*) = {run_floats<Rules>...};
+  kRun[rule](list, args);
+}
+
+void step_floats(int rule, const FloatList& list, const void* args, Stream) {
+  run_rule(rule, list, args, FloatRules());
+}
 
 // Counts of all threads of a tile by their masks, and of their groups.
 struct BlockCounts {
@@ -185,9 +196,8 @@ const Kernels& twin_kernels() {
       .clip_factor = clip_factor,
       .scale_gradients = scale_gradients,
       .adamw = adamw,
-      .sgd = sgd,
+      .step_floats = step_floats,
       .is_capturing = [](Stream) { return false; },
-      .lion = lion,
       .mark_changes = mark_changes,
       .list_changes = list_changes,
       .encode_wire = encode_wire,

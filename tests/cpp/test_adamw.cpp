@@ -32,8 +32,8 @@ void fill(Buffer& buffer, int64_t numel, std::mt19937_64& random, bool positive 
   }
 }
 
-cpu::AdamWStep adamw_step(double beta1, bool maximize) {
-  cpu::AdamWStep step;
+AdamWStep adamw_step(double beta1, bool maximize) {
+  AdamWStep step;
   step.decay = static_cast<float>(1.0 - 1e-2 * 0.1);
   step.weight = static_cast<float>(1.0 - beta1);
   step.beta2 = 0.999f;
@@ -50,7 +50,7 @@ struct Element {
 };
 
 // Written from the formulas: m and v with one rounding per multiply-add.
-Element twin(Element e, const cpu::AdamWStep& s, bool amsgrad) {
+Element twin(Element e, const AdamWStep& s, bool amsgrad) {
   const float g = s.sign < 0.0f ? -e.grad : e.grad;
   e.param = e.param * s.decay;
   e.m = std::fabs(s.weight) < 0.5f ? std::fma(s.weight, g - e.m, e.m) : std::fma(s.weight - 1.0f, g - e.m, g);
@@ -73,7 +73,7 @@ TEST_P(Optimizer, AdamWEqualsItsTwin) {
     for (const bool amsgrad : {false, true}) {
       for (const double beta1 : {0.9, 0.3, 0.5}) {
         for (const int64_t numel : kSizes) {
-          const cpu::AdamWStep step = adamw_step(beta1, numel % 2 == 1);
+          const AdamWStep step = adamw_step(beta1, numel % 2 == 1);
           Buffer param(type, numel), grad(type, numel);
           Buffer m(DType::f32, numel), v(DType::f32, numel), largest(DType::f32, numel);
           fill(param, numel, random);
@@ -122,7 +122,7 @@ TEST_P(Optimizer, AdamWRoundsStochasticallyByTheElementsNumber) {
     for (const bool amsgrad : {false, true}) {
       for (const int64_t numel : kSizes) {
         for (const int64_t run : {int64_t{1}, int64_t{13}, numel + 20}) {
-          const cpu::AdamWStep step = adamw_step(0.9, false);
+          const AdamWStep step = adamw_step(0.9, false);
           const cpu::Rounding rounding = {{0x123456789abcdefULL, 3}, (uint64_t{5} << 40) + 3, run, run + 4, 6};
           Buffer param(type, numel), grad(type, numel);
           Buffer m(DType::bf16, numel), v(DType::bf16, numel), largest(DType::bf16, numel);
@@ -179,22 +179,22 @@ TEST(Philox, GivesTheKnownAnswers) {
 TEST_P(Optimizer, AdamWRefusesOtherTypes) {
   cpu::AdamWPiece piece;
   piece.type = DType::f64;
-  EXPECT_THROW(cpu::adamw(piece, cpu::AdamWStep()), Error);
+  EXPECT_THROW(cpu::adamw(piece, AdamWStep()), Error);
   piece.type = DType::bf16;
   piece.moments = DType::f16;
-  EXPECT_THROW(cpu::adamw(piece, cpu::AdamWStep()), Error);
+  EXPECT_THROW(cpu::adamw(piece, AdamWStep()), Error);
 }
 
 TEST_P(Optimizer, SgdEqualsItsTwin) {
   std::mt19937_64 random(2);
   for (const float weight_decay : {0.0f, 0.1f}) {
-    for (int mode = 0; mode < cpu::kNumSgdMomentum; ++mode) {
-      const auto momentum = static_cast<cpu::SgdMomentum>(mode);
+    for (int mode = 0; mode < SgdRule::kNumMomentum; ++mode) {
+      const auto momentum = static_cast<SgdRule::Momentum>(mode);
       const bool nesterov =
-          momentum == cpu::SgdMomentum::first_nesterov || momentum == cpu::SgdMomentum::later_nesterov;
-      const bool later = momentum == cpu::SgdMomentum::later || momentum == cpu::SgdMomentum::later_nesterov;
+          momentum == SgdRule::first_nesterov || momentum == SgdRule::later_nesterov;
+      const bool later = momentum == SgdRule::later || momentum == SgdRule::later_nesterov;
       for (const int64_t numel : kSizes) {
-        const cpu::SgdStep step{weight_decay, 0.9f, 0.7f, -0.05f, numel % 2 == 1 ? -1.0f : 1.0f};
+        const SgdRule step{weight_decay, 0.9f, 0.7f, -0.05f, numel % 2 == 1 ? -1.0f : 1.0f, momentum};
         Buffer param(DType::f32, numel), grad(DType::f32, numel), buffer(DType::f32, numel);
         fill(param, numel, random);
         fill(grad, numel, random);
@@ -203,20 +203,15 @@ TEST_P(Optimizer, SgdEqualsItsTwin) {
         for (int64_t i = 0; i < numel; ++i) {
           float d = step.sign < 0.0f ? -grad.get_float(i) : grad.get_float(i);
           if (weight_decay != 0.0f) d = std::fma(weight_decay, param.get_float(i), d);
-          if (momentum != cpu::SgdMomentum::none) {
+          if (momentum != SgdRule::none) {
             const float b = later ? std::fma(step.rest, d, buffer.get_float(i) * step.momentum) : d;
             buffer_twin.set(i, b);
             d = nesterov ? std::fma(step.momentum, b, d) : b;
           }
           param_twin.set(i, std::fma(step.minus_lr, d, param.get_float(i)));
         }
-        cpu::SgdPiece piece;
-        piece.param = static_cast<float*>(param.data());
-        piece.grad = static_cast<const float*>(grad.data());
-        piece.buffer = static_cast<float*>(buffer.data());
-        piece.momentum = momentum;
-        piece.numel = numel;
-        cpu::sgd(piece, step);
+        cpu::step_floats(step, static_cast<float*>(param.data()), static_cast<const float*>(grad.data()),
+                         static_cast<float*>(buffer.data()), numel);
         EXPECT_TRUE(param.equals(param_twin, false)) << "momentum mode " << mode;
         EXPECT_TRUE(buffer.equals(buffer_twin, false)) << "momentum mode " << mode;
       }
@@ -227,7 +222,7 @@ TEST_P(Optimizer, SgdEqualsItsTwin) {
 TEST_P(Optimizer, LionEqualsItsTwin) {
   std::mt19937_64 random(6);
   for (const int64_t numel : kSizes) {
-    const LionStep step{0.997f, 0.9f, 0.1f, 0.99f, 0.01f, -0.03f, numel % 2 == 1 ? -1.0f : 1.0f};
+    const LionRule step{0.997f, 0.9f, 0.1f, 0.99f, 0.01f, -0.03f, numel % 2 == 1 ? -1.0f : 1.0f};
     Buffer param(DType::f32, numel), grad(DType::f32, numel), average(DType::f32, numel);
     fill(param, numel, random);
     fill(grad, numel, random);
@@ -240,8 +235,8 @@ TEST_P(Optimizer, LionEqualsItsTwin) {
       param_twin.set(i, std::fma(-0.03f, sign, param.get_float(i) * 0.997f));
       average_twin.set(i, std::fma(0.01f, g, old * 0.99f));
     }
-    cpu::lion(static_cast<float*>(param.data()), static_cast<const float*>(grad.data()),
-              static_cast<float*>(average.data()), numel, step);
+    cpu::step_floats(step, static_cast<float*>(param.data()), static_cast<const float*>(grad.data()),
+                     static_cast<float*>(average.data()), numel);
     EXPECT_TRUE(param.equals(param_twin, false)) << numel;
     EXPECT_TRUE(average.equals(average_twin, false)) << numel;
   }

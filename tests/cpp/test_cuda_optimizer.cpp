@@ -243,91 +243,60 @@ TEST(AdamW, PlansRefuseWhatTheKernelCannotStep) {
   EXPECT_THROW(plan_with([](AdamWSegment& s) { s.source = kMaxTable; }), Error);
 }
 
-// --- SGD -------------------------------------------------------------------------------------------------------------
+// --- rules of float32 ------------------------------------------------------------------------------------------------
 
-TEST(Sgd, EveryMomentumAndOption) {
-  std::mt19937_64 random(3);
-  for (int mode = 0; mode < cpu::kNumSgdMomentum; ++mode) {
-    for (const int64_t numel : kSizes) {
-      for (const size_t shift : {size_t{0}, size_t{1}}) {
-        const auto momentum = static_cast<SgdMomentum>(mode);
-        const bool later = momentum == SgdMomentum::later || momentum == SgdMomentum::later_nesterov;
-        const bool nesterov = momentum == SgdMomentum::first_nesterov || momentum == SgdMomentum::later_nesterov;
-        const float grad_scale = random() % 2 == 0 ? 1.0f : 0.25f;
-        const float weight_decay = random() % 2 == 0 ? 0.0f : 0.1f;
-        Buffer param = normal_values(DType::f32, numel, random), grad = normal_values(DType::f32, numel, random),
-               buffer = normal_values(DType::f32, numel, random);
-        const Region params(bytes_of(param, numel), shift * 4), grads(bytes_of(grad, numel), shift * 4),
-            buffers(bytes_of(buffer, numel), shift * 4);
-        const Region scale(std::as_bytes(std::span(&grad_scale, 1)), 0);
-        SgdSegment segment;
-        segment.param = params.as<float>();
-        segment.buffer = momentum == SgdMomentum::none ? nullptr : buffers.as<float>();
-        segment.numel = numel;
-        segment.source = 1;
-        SgdArgs args;
-        args.steps[0] = {weight_decay, 0.9f, 0.7f, -0.05f, -1.0f};
-        args.momentum[0] = momentum;
-        args.grads[1] = grads.data();
-        if (grad_scale != 1.0f) args.grad_scale = scale.as<float>();
-        std::vector<SgdSegment> segments(2, segment);
-        segments[0].source = 0;  // a gradient that is missing
-        const Uploaded plan(make_plan(segments));
-        kernels().sgd(plan.list(), args, nullptr);
-        for (int64_t i = 0; i < numel; ++i) {
-          float d = -grad.get_float(i) * grad_scale;
-          if (weight_decay != 0.0f) d = std::fma(weight_decay, param.get_float(i), d);
-          if (momentum != SgdMomentum::none) {
-            const float b = later ? std::fma(0.7f, d, buffer.get_float(i) * 0.9f) : d;
-            buffer.set(i, b);
-            d = nesterov ? std::fma(0.9f, b, d) : b;
-          }
-          param.set(i, std::fma(-0.05f, d, param.get_float(i)));
-        }
-        EXPECT_TRUE(same(DType::f32, params.read(), bytes_of(param, numel))) << "momentum " << mode;
-        EXPECT_TRUE(same(DType::f32, buffers.read(), bytes_of(buffer, numel))) << "momentum " << mode;
-      }
-    }
+// A step of `rule` has the bits of the CPU's loops, which test_adamw.cpp compares with scalar twins.
+template <class Rule>
+void steps_as_on_the_cpu(Rule rule, int64_t numel, size_t shift, float grad_scale, std::mt19937_64& random) {
+  Buffer param = normal_values(DType::f32, numel, random), grad = normal_values(DType::f32, numel, random),
+         state = normal_values(DType::f32, numel, random);
+  for (int64_t i = 0; i < numel; ++i) {
+    if (i % 5 == 1) grad.set(i, 0.0f);
+    if (i % 5 == 1 && i % 2 == 0) state.set(i, 0.0f);
+    if (i % 11 == 3) grad.set(i, std::numeric_limits<float>::quiet_NaN());
   }
+  const Region params(bytes_of(param, numel), shift * 4), grads(bytes_of(grad, numel), shift * 4),
+      states(bytes_of(state, numel), shift * 4);
+  const Region scale(std::as_bytes(std::span(&grad_scale, 1)), 0);
+  FloatSegment segment;
+  segment.param = params.as<float>();
+  segment.state = rule.keeps_state() ? states.as<float>() : nullptr;
+  segment.numel = numel;
+  segment.source = 1;
+  segment.group = 2;
+  FloatArgs<Rule> args;
+  args.steps[2] = rule;
+  args.grads[1] = grads.data();
+  if (grad_scale != 1.0f) args.grad_scale = scale.as<float>();
+  std::vector<FloatSegment> segments(2, segment);
+  segments[0].source = 0;  // a gradient that is missing
+  const Uploaded plan(make_plan(segments));
+  step_floats(kernels(), plan.list(), args, nullptr);
+  rule.sign *= grad_scale;
+  cpu::step_floats(rule, static_cast<float*>(param.data()), static_cast<const float*>(grad.data()),
+                   static_cast<float*>(state.data()), numel);
+  EXPECT_TRUE(same(DType::f32, params.read(), bytes_of(param, numel)));
+  EXPECT_TRUE(same(DType::f32, states.read(), bytes_of(state, numel)));
 }
 
-// --- Lion ------------------------------------------------------------------------------------------------------------
-
-TEST(Lion, EverySizeAndAlignment) {
-  std::mt19937_64 random(4);
+TEST(FloatRules, EverySizeAlignmentAndVariant) {
+  std::mt19937_64 random(3);
   for (const int64_t numel : kSizes) {
     for (const size_t shift : {size_t{0}, size_t{1}}) {
       for (const float grad_scale : {1.0f, 0.25f}) {
-        Buffer param = normal_values(DType::f32, numel, random), grad = normal_values(DType::f32, numel, random),
-               average = normal_values(DType::f32, numel, random);
-        for (int64_t i = 0; i < numel; ++i) {
-          if (i % 5 == 1) grad.set(i, 0.0f);
-          if (i % 5 == 1 && i % 2 == 0) average.set(i, 0.0f);
-          if (i % 11 == 3) grad.set(i, std::numeric_limits<float>::quiet_NaN());
+        const auto trace = [&](const char* rule, int variant) {
+          return std::string(rule) + " variant " + std::to_string(variant) + ", " + std::to_string(numel) + " shifted by " +
+                 std::to_string(shift);
+        };
+        for (int mode = 0; mode < SgdRule::kNumMomentum; ++mode) {
+          for (const float weight_decay : {0.0f, 0.1f}) {
+            SgdRule rule{weight_decay, 0.9f, 0.7f, -0.05f, -1.0f, static_cast<SgdRule::Momentum>(mode)};
+            SCOPED_TRACE(trace("sgd", rule.variant()));
+            steps_as_on_the_cpu(rule, numel, shift, grad_scale, random);
+          }
         }
-        const Region params(bytes_of(param, numel), shift * 4), grads(bytes_of(grad, numel), shift * 4),
-            averages(bytes_of(average, numel), shift * 4);
-        const Region scale(std::as_bytes(std::span(&grad_scale, 1)), 0);
-        LionSegment segment;
-        segment.param = params.as<float>();
-        segment.average = averages.as<float>();
-        segment.numel = numel;
-        segment.source = 1;
-        segment.group = 2;
-        LionArgs args;
-        args.steps[2] = {0.997f, 0.9f, 0.1f, 0.99f, 0.01f, -0.03f, -1.0f};
-        args.grads[1] = grads.data();
-        if (grad_scale != 1.0f) args.grad_scale = scale.as<float>();
-        std::vector<LionSegment> segments(2, segment);
-        segments[0].source = 0;  // a gradient that is missing
-        const Uploaded plan(make_plan(segments));
-        kernels().lion(plan.list(), args, nullptr);
-        LionStep step = args.steps[2];
-        step.sign *= grad_scale;
-        cpu::lion(static_cast<float*>(param.data()), static_cast<const float*>(grad.data()),
-                  static_cast<float*>(average.data()), numel, step);
-        EXPECT_TRUE(same(DType::f32, params.read(), bytes_of(param, numel))) << numel << " shift " << shift;
-        EXPECT_TRUE(same(DType::f32, averages.read(), bytes_of(average, numel))) << numel << " shift " << shift;
+        SCOPED_TRACE(trace("lion", 0));
+        steps_as_on_the_cpu(LionRule{0.997f, 0.9f, 0.1f, 0.99f, 0.01f, -0.03f, -1.0f}, numel, shift, grad_scale, random);
       }
     }
   }

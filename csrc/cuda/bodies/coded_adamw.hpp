@@ -86,7 +86,7 @@ struct CodedAdamWStepper {
     load_moments<N, false>(segment.exp_avg_sq, scales.exp_avg_sq, i, v);
     FSDP2X_UNROLL
     for (int k = 0; k < N; ++k) {
-      update_moments(step, g[k] * step.sign * grad_scale, m[k], v[k]);
+      step.update_moments(g[k] * step.sign * grad_scale, m[k], v[k]);
       second[k] = v[k];
     }
     if (segment.max_exp_avg_sq == nullptr) return;
@@ -120,7 +120,7 @@ struct CodedAdamWStepper {
     }
     load<N>(segment.type, segment.param, i, p);
     FSDP2X_UNROLL
-    for (int k = 0; k < N; ++k) p[k] = stepped_param(step, p[k], m[k], second[k]);
+    for (int k = 0; k < N; ++k) p[k] = step.stepped(p[k], m[k], second[k]);
     store_rounded<N, kStochastic>(segment.type, segment.param, i, p, rounding, Draw::param, number);
   }
 };

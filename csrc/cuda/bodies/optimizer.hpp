@@ -1,9 +1,5 @@
-// One thread's share of an optimizer step over ranges of the pools. The arithmetic is that of
-// csrc/cpu/kernel_loops.hpp, operation by operation: what torch rounds once is a fused multiply-add, everything else
-// rounds twice.
+// One thread's share of an optimizer step over ranges of the pools, by core/optimizer_rules.hpp.
 #pragma once
-
-#include <math.h>
 
 #include "cuda/bodies/element.hpp"
 
@@ -65,21 +61,6 @@ FSDP2X_HOST_DEVICE bool is_word_aligned_or_null(const void* address) {
   return address == nullptr || is_word_aligned(address);
 }
 
-// One element's moments behind a gradient; torch interpolates from the nearer end.
-FSDP2X_HOST_DEVICE void update_moments(const AdamWStep& step, float gradient, float& m, float& v) {
-  const bool from_average = step.weight < 0.5f;
-  const float coefficient = from_average ? step.weight : step.weight - 1.0f;
-  m = fmaf(coefficient, gradient - m, from_average ? m : gradient);
-  v = fmaf(step.rest2 * gradient, gradient, v * step.beta2);
-}
-
-FSDP2X_HOST_DEVICE float largest_square(float before, float v) { return before >= v || before != before ? before : v; }
-
-FSDP2X_HOST_DEVICE float stepped_param(const AdamWStep& step, float p, float m, float second) {
-  const float denominator = sqrtf(second) / step.root + step.eps;
-  return p * step.decay + step.minus_size * m / denominator;
-}
-
 // `kFloats`: parameter, gradient and moments are f32.
 template <bool kStochastic, bool kFloats>
 struct AdamWStepper {
@@ -100,7 +81,7 @@ struct AdamWStepper {
     load<N>(moment_type, segment.exp_avg, i, m);
     load<N>(moment_type, segment.exp_avg_sq, i, v);
     FSDP2X_UNROLL
-    for (int k = 0; k < N; ++k) update_moments(step, g[k] * step.sign * grad_scale, m[k], v[k]);
+    for (int k = 0; k < N; ++k) step.update_moments(g[k] * step.sign * grad_scale, m[k], v[k]);
     store_rounded<N, kStochastic>(moment_type, segment.exp_avg_sq, i, v, rounding, Draw::exp_avg_sq, number);
     if (segment.max_exp_avg_sq != nullptr) {
       float largest[N];
@@ -111,7 +92,7 @@ struct AdamWStepper {
       store_rounded<N, kStochastic>(moment_type, segment.max_exp_avg_sq, i, v, rounding, Draw::exp_avg_sq, number);
     }
     FSDP2X_UNROLL
-    for (int k = 0; k < N; ++k) p[k] = stepped_param(step, p[k], m[k], v[k]);
+    for (int k = 0; k < N; ++k) p[k] = step.stepped(p[k], m[k], v[k]);
     store_rounded<N, kStochastic>(type, segment.param, i, p, rounding, Draw::param, number);
     store_rounded<N, kStochastic>(moment_type, segment.exp_avg, i, m, rounding, Draw::exp_avg, number);
   }
@@ -144,92 +125,41 @@ struct AdamWBody {
   }
 };
 
-// Of floats alone.
-struct SgdStepper {
-  const SgdSegment& segment;
+template <class Rule>
+struct FloatStepper {
+  const FloatSegment& segment;
   const void* grad;
-  SgdStep step;
-  SgdMomentum momentum;
+  Rule rule;
+  int variant;
   float grad_scale;
 
   template <int N>
   FSDP2X_HOST_DEVICE void run(int64_t i) const {
-    const bool later = momentum == SgdMomentum::later || momentum == SgdMomentum::later_nesterov;
-    const bool nesterov = momentum == SgdMomentum::first_nesterov || momentum == SgdMomentum::later_nesterov;
-    float p[N], g[N], b[N] = {};
+    float p[N], g[N], s[N] = {};
     load_units<float, N>(grad, i, g);
     load_units<float, N>(segment.param, i, p);
-    if (later) load_units<float, N>(segment.buffer, i, b);
+    if (Rule::reads_state(variant)) load_units<float, N>(segment.state, i, s);
     FSDP2X_UNROLL
-    for (int k = 0; k < N; ++k) {
-      float d = g[k] * step.sign * grad_scale;
-      if (step.weight_decay != 0.0f) d = fmaf(step.weight_decay, p[k], d);
-      if (momentum != SgdMomentum::none) {
-        b[k] = later ? fmaf(step.rest, d, b[k] * step.momentum) : d;
-        d = nesterov ? fmaf(step.momentum, b[k], d) : b[k];
-      }
-      p[k] = fmaf(step.minus_lr, d, p[k]);
-    }
+    for (int k = 0; k < N; ++k) rule.step(variant, g[k] * rule.sign * grad_scale, p[k], s[k]);
     store_units<float, N>(segment.param, i, p);
-    if (momentum != SgdMomentum::none) store_units<float, N>(segment.buffer, i, b);
+    if (Rule::writes_state(variant)) store_units<float, N>(segment.state, i, s);
   }
 };
 
-struct SgdBody {
+template <class Rule>
+struct FloatBody {
   static constexpr int kBlocks = 4;
-  SgdList list;
-  SgdArgs args;
+  FloatList list;
+  FloatArgs<Rule> args;
   FSDP2X_HOST_DEVICE void run(int64_t tile, int thread) const {
-    const SgdSegment segment = list.segments[list.tile_segments[tile]];
+    const FloatSegment segment = list.segments[list.tile_segments[tile]];
     const void* grad = args.grads[segment.source];
     if (grad == nullptr) return;
-    const SgdStepper stepper = {segment, grad, args.steps[segment.group], args.momentum[segment.group],
-                                args.grad_scale == nullptr ? 1.0f : *args.grad_scale};
+    const Rule rule = args.steps[segment.group];
+    const FloatStepper<Rule> stepper = {segment, grad, rule, rule.variant(),
+                                        args.grad_scale == nullptr ? 1.0f : *args.grad_scale};
     const bool use_vectors =
-        is_word_aligned(grad) && is_word_aligned(segment.param) && is_word_aligned_or_null(segment.buffer);
-    const TileRange range = range_of(tile, segment.first_tile, segment.numel);
-    walk<kFloatVectorNumel>(range, range.begin, use_vectors, thread, stepper);
-  }
-};
-
-// Of floats alone.
-struct LionStepper {
-  const LionSegment& segment;
-  const void* grad;
-  LionStep step;
-  float grad_scale;
-
-  template <int N>
-  FSDP2X_HOST_DEVICE void run(int64_t i) const {
-    float p[N], g[N], m[N];
-    load_units<float, N>(grad, i, g);
-    load_units<float, N>(segment.param, i, p);
-    load_units<float, N>(segment.average, i, m);
-    FSDP2X_UNROLL
-    for (int k = 0; k < N; ++k) {
-      const float d = g[k] * step.sign * grad_scale;
-      const float way = fmaf(step.rest1, d, m[k] * step.beta1);
-      m[k] = fmaf(step.rest2, d, m[k] * step.beta2);
-      const float sign = way > 0.0f ? 1.0f : way < 0.0f ? -1.0f : way;
-      p[k] = fmaf(step.minus_lr, sign, p[k] * step.decay);
-    }
-    store_units<float, N>(segment.param, i, p);
-    store_units<float, N>(segment.average, i, m);
-  }
-};
-
-struct LionBody {
-  static constexpr int kBlocks = 4;
-  LionList list;
-  LionArgs args;
-  FSDP2X_HOST_DEVICE void run(int64_t tile, int thread) const {
-    const LionSegment segment = list.segments[list.tile_segments[tile]];
-    const void* grad = args.grads[segment.source];
-    if (grad == nullptr) return;
-    const LionStepper stepper = {segment, grad, args.steps[segment.group],
-                                 args.grad_scale == nullptr ? 1.0f : *args.grad_scale};
-    const bool use_vectors =
-        is_word_aligned(grad) && is_word_aligned(segment.param) && is_word_aligned(segment.average);
+        is_word_aligned(grad) && is_word_aligned(segment.param) && is_word_aligned_or_null(segment.state);
     const TileRange range = range_of(tile, segment.first_tile, segment.numel);
     walk<kFloatVectorNumel>(range, range.begin, use_vectors, thread, stepper);
   }

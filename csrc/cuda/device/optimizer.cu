@@ -35,6 +35,18 @@ void launch_coded(const AdamWList& list, const AdamWArgs& args, Stream stream) {
   check_launch("adamw", list.num_tiles);
 }
 
+template <class Rule>
+void launch_floats(const FloatList& list, const void* args, Stream stream) {
+  const FloatBody<Rule> body = {list, *static_cast<const FloatArgs<Rule>*>(args)};
+  launch_tiles(Rule::kName, body, list.num_tiles, stream);
+}
+
+template <class... Rules>
+void launch_rule(int rule, const FloatList& list, const void* args, Stream stream, RuleList<Rules...>) {
+  constexpr void (*kLaunch[])(const FloatList&, const void*, Stream) = {launch_floats<Rules>...};
+  kLaunch[rule](list, args, stream);
+}
+
 }  // namespace
 
 namespace device {
@@ -46,12 +58,8 @@ void adamw(const AdamWList& list, const AdamWArgs& args, Stream stream) {
   launch_tiles("adamw", AdamWBody<false>{list, args}, list.num_tiles, stream);
 }
 
-void sgd(const SgdList& list, const SgdArgs& args, Stream stream) {
-  launch_tiles("sgd", SgdBody{list, args}, list.num_tiles, stream);
-}
-
-void lion(const LionList& list, const LionArgs& args, Stream stream) {
-  launch_tiles("lion", LionBody{list, args}, list.num_tiles, stream);
+void step_floats(int rule, const FloatList& list, const void* args, Stream stream) {
+  launch_rule(rule, list, args, stream, FloatRules());
 }
 
 }  // namespace device

@@ -17,14 +17,19 @@ namespace fsdp2x {
 namespace {
 
 struct AdamWJob {
+  using Args = cuda::AdamWArgs;
   Pair pair;
   at::Tensor exp_avg, exp_avg_sq, max_exp_avg_sq;                       // the last one undefined without amsgrad
   at::Tensor exp_avg_scales, exp_avg_sq_scales, max_exp_avg_sq_scales;  // undefined but for codes
   at::Tensor count;
   const AdamWGroup* group;
-  cpu::AdamWStep step;
+  AdamWStep step;
   bool is_stochastic;
   cpu::Rounding rounding;
+
+  static void launch(const cuda::Kernels& kernels, const cuda::AdamWList& list, const Args& args, cuda::Stream stream) {
+    kernels.adamw(list, args, stream);
+  }
 };
 
 bool is_step_count(const at::Tensor& tensor) {
@@ -104,17 +109,17 @@ bool add_adamw_job(std::vector<AdamWJob>& jobs, const AdamWGroup& group, Pair&& 
   auto& [exp_avg, exp_avg_sq, largest] = moments;
   jobs.push_back({std::move(pair), std::move(exp_avg.memory), std::move(exp_avg_sq.memory), std::move(largest.memory),
                   std::move(exp_avg.scales), std::move(exp_avg_sq.scales), std::move(largest.scales),
-                  std::move(count.tensor), &group, cpu::AdamWStep(), false, cpu::Rounding()});
+                  std::move(count.tensor), &group, AdamWStep(), false, cpu::Rounding()});
   return true;
 }
 
 // In double precision and with pow, as Python computes them, so that the rounded numbers are torch's.
-cpu::AdamWStep adamw_numbers(const AdamWGroup& group, double count) {
+AdamWStep adamw_numbers(const AdamWGroup& group, double count) {
   const double bias1 = 1.0 - std::pow(group.beta1, count);
   const double bias2 = 1.0 - std::pow(group.beta2, count);
   const double size = group.lr_is_single ? static_cast<double>(static_cast<float>(group.lr) / static_cast<float>(bias1))
                                          : group.lr / bias1;
-  cpu::AdamWStep step;
+  AdamWStep step;
   step.decay = static_cast<float>(group.decay);
   step.weight = static_cast<float>(1.0 - group.beta1);
   step.beta2 = static_cast<float>(group.beta2);
@@ -129,7 +134,7 @@ cpu::AdamWStep adamw_numbers(const AdamWGroup& group, double count) {
 void count_steps(std::vector<AdamWJob>& jobs) {
   const AdamWGroup* group = nullptr;
   float counted = 0.0f;
-  cpu::AdamWStep step;
+  AdamWStep step;
   for (AdamWJob& job : jobs) {
     const float count = *job.count.mutable_data_ptr<float>() += 1.0f;
     if (job.group != group || count != counted) step = adamw_numbers(*job.group, count);
@@ -169,19 +174,32 @@ void run(const AdamWJob& job, int64_t begin, int64_t end) {
   cpu::adamw(piece, job.step);
 }
 
-DeviceAdamWJob device_job(const AdamWJob& job) {
-  return {job.pair.param.tensor,
-          job.pair.grad.tensor,
-          job.is_stochastic,
-          job.rounding.key,
-          {job.rounding.first, job.rounding.run, job.rounding.stride},
-          job.exp_avg,
-          job.exp_avg_sq,
-          job.max_exp_avg_sq,
-          job.exp_avg_scales,
-          job.exp_avg_sq_scales,
-          job.max_exp_avg_sq_scales,
-          job.step};
+bool is_coded(const AdamWJob& job) { return job.exp_avg_scales.defined(); }
+
+cuda::AdamWSegment segment_of(const AdamWJob& job) {
+  cuda::AdamWSegment segment;
+  segment.param = job.pair.param.tensor.mutable_data_ptr();
+  segment.exp_avg = job.exp_avg.mutable_data_ptr();
+  segment.exp_avg_sq = job.exp_avg_sq.mutable_data_ptr();
+  if (job.max_exp_avg_sq.defined()) segment.max_exp_avg_sq = job.max_exp_avg_sq.mutable_data_ptr();
+  segment.exp_avg_scales = scales_at(job.exp_avg_scales, 0);
+  segment.exp_avg_sq_scales = scales_at(job.exp_avg_sq_scales, 0);
+  segment.max_exp_avg_sq_scales = scales_at(job.max_exp_avg_sq_scales, 0);
+  if (job.is_stochastic) segment.numbers = {job.rounding.first, job.rounding.run, job.rounding.stride};
+  segment.type = engine_dtype(job.pair.param.tensor.scalar_type());
+  segment.moment_type = engine_dtype(job.exp_avg.scalar_type());
+  return segment;
+}
+
+bool stores_alike(const AdamWJob& job, const cuda::AdamWArgs& args) {
+  return args.coded == is_coded(job) && args.stochastic == job.is_stochastic &&
+         (!job.is_stochastic || args.rounding.step == job.rounding.key.step);
+}
+
+void set_storing(const AdamWJob& job, cuda::AdamWArgs& args) {
+  args.coded = is_coded(job);
+  args.stochastic = job.is_stochastic;
+  args.rounding = job.rounding.key;
 }
 
 }  // namespace

@@ -1,50 +1,29 @@
 // Optimizer steps on a device through the kernels of ring cuda. Plans name the memory of parameters and their state,
 // which stays where it is from step to step: they are built and uploaded when something moved, and one launch per plan
 // otherwise.
+//
+// A Job is one parameter of a step (step_jobs.hpp). All its tensors are dense and of one memory format, the gradient is
+// of the parameter's type. For a device it has
+//
+//   Args                           the arguments of its kernel, with `steps`, `grads` and `grad_scale`
+//   launch(kernels, list, args, stream)
+//
+// and beside it, found by its type,
+//
+//   segment_of(job)                the job in a plan
+//   stores_alike(job, args), set_storing(job, args)      what all jobs of a launch must have in common
 #pragma once
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <cstring>
 #include <vector>
 
-#include "core/optimizer_step.hpp"
-#include "core/philox.hpp"
+#include "core/optimizer_rules.hpp"
 #include "engine/memory/device_kernels.hpp"
 
 namespace fsdp2x {
-
-// One parameter of a step. All tensors of a job are dense and of one memory format, the gradient is of the parameter's
-// type.
-struct DeviceAdamWJob {
-  using Segment = cuda::AdamWSegment;
-  using Args = cuda::AdamWArgs;
-  at::Tensor param, grad;
-  bool is_stochastic = false;
-  RoundingKey key;                                                      // where rounding is stochastic
-  cuda::Numbers numbers;                                                // likewise
-  at::Tensor exp_avg, exp_avg_sq, max_exp_avg_sq;                       // the last one undefined without amsgrad
-  at::Tensor exp_avg_scales, exp_avg_sq_scales, max_exp_avg_sq_scales;  // undefined but for codes
-  AdamWStep step;
-};
-
-// Likewise, all float32.
-struct DeviceSgdJob {
-  using Segment = cuda::SgdSegment;
-  using Args = cuda::SgdArgs;
-  at::Tensor param, grad;
-  at::Tensor buffer;  // undefined without momentum
-  SgdStep step;
-  SgdMomentum momentum = SgdMomentum::none;
-};
-
-// Likewise.
-struct DeviceLionJob {
-  using Segment = cuda::LionSegment;
-  using Args = cuda::LionArgs;
-  at::Tensor param, grad;
-  at::Tensor average;
-  LionStep step;
-};
 
 // What an optimizer keeps between its steps.
 class DeviceSteps {
@@ -52,18 +31,77 @@ class DeviceSteps {
   explicit DeviceSteps(bool with_twins) : kernels_(with_twins) {}
 
   const DeviceKernels& kernels() const { return kernels_; }
-  // Enqueue one step on the current streams. `grad_scale`: undefined, or one number that all gradients count times of.
-  void run(const std::vector<DeviceAdamWJob>& jobs, const at::Tensor& grad_scale);
-  void run(const std::vector<DeviceSgdJob>& jobs, const at::Tensor& grad_scale);
-  void run(const std::vector<DeviceLionJob>& jobs, const at::Tensor& grad_scale);
+  // Enqueues one step on the current streams. `grad_scale`: undefined, or one number that multiplies all gradients.
+  template <class Iterator>
+  void run(Iterator first, Iterator last, const at::Tensor& grad_scale);
   // How many plans were built so far.
-  size_t num_plans() const { return adamw_plans_.num_built() + sgd_plans_.num_built() + lion_plans_.num_built(); }
+  size_t num_plans() const { return adamw_plans_.num_built() + float_plans_.num_built(); }
 
  private:
+  KeptPlans<cuda::AdamWSegment>& plans_of(const cuda::AdamWSegment&) { return adamw_plans_; }
+  KeptPlans<cuda::FloatSegment>& plans_of(const cuda::FloatSegment&) { return float_plans_; }
+
   DeviceKernels kernels_;
   KeptPlans<cuda::AdamWSegment> adamw_plans_;
-  KeptPlans<cuda::SgdSegment> sgd_plans_;
-  KeptPlans<cuda::LionSegment> lion_plans_;
+  KeptPlans<cuda::FloatSegment> float_plans_;
 };
+
+// Jobs that one launch can step.
+template <class Job>
+struct Launch {
+  using Segment = decltype(segment_of(std::declval<const Job&>()));
+  at::Device device = at::kCPU;
+  std::vector<Segment> segments;
+  typename Job::Args args;
+  int num_groups = 0;
+
+  bool is_last_group(const Job& job) const {
+    return num_groups > 0 && std::memcmp(&args.steps[num_groups - 1], &job.step, sizeof(job.step)) == 0;
+  }
+
+  bool has_room(const Job& job) const {
+    return device == job.pair.param.tensor.device() && segments.size() < static_cast<size_t>(cuda::kMaxTable) &&
+           (is_last_group(job) || num_groups < cuda::kMaxGroups) && stores_alike(job, args);
+  }
+
+  void add(const Job& job) {
+    if (!is_last_group(job)) args.steps[num_groups++] = job.step;
+    Segment segment = segment_of(job);
+    segment.numel = job.pair.param.tensor.numel();
+    segment.source = static_cast<int32_t>(segments.size());
+    segment.group = num_groups - 1;
+    args.grads[segments.size()] = job.pair.grad.tensor.const_data_ptr();
+    segments.push_back(segment);
+  }
+};
+
+template <class Iterator>
+void DeviceSteps::run(Iterator first, Iterator last, const at::Tensor& grad_scale) {
+  using Job = std::remove_cvref_t<decltype(*first)>;
+  std::vector<Launch<Job>> launches;
+  for (; first != last; ++first) {
+    if (first->pair.param.tensor.numel() == 0) continue;
+    // Those stored otherwise, or on another device, may have come between.
+    const auto has_room = [&first](const Launch<Job>& one) { return one.has_room(*first); };
+    auto launch = std::find_if(launches.rbegin(), launches.rend(), has_room);
+    if (launch == launches.rend()) {
+      launches.emplace_back().device = first->pair.param.tensor.device();
+      set_storing(*first, launches.back().args);
+      launch = launches.rbegin();
+    }
+    launch->add(*first);
+  }
+  for (size_t i = 0; i < launches.size(); ++i) {
+    Launch<Job>& one = launches[i];
+    const DeviceScope scope(one.device);
+    at::Tensor scale;  // freed in the order of the stream that reads it
+    if (grad_scale.defined()) {
+      scale = grad_scale.to(one.device, at::kFloat);
+      one.args.grad_scale = scale.const_data_ptr<float>();
+    }
+    Job::launch(*kernels_.operator->(), plans_of(one.segments.front()).list(i, one.segments, one.device), one.args,
+                scope.stream());
+  }
+}
 
 }  // namespace fsdp2x

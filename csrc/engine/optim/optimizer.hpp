@@ -27,25 +27,6 @@ struct AdamWGroup {
   bool maximize = false;
 };
 
-struct SgdGroup {
-  PyRef params;  // list of tensors
-  double lr = 0.0;
-  double momentum = 0.0;
-  double dampening = 0.0;
-  double weight_decay = 0.0;
-  bool nesterov = false;
-  bool maximize = false;
-};
-
-struct LionGroup {
-  PyRef params;  // list of tensors
-  double lr = 0.0;
-  double beta1 = 0.0;
-  double beta2 = 0.0;
-  double decay = 1.0;  // 1 - lr * weight_decay
-  bool maximize = false;
-};
-
 // (group, index in it) of parameters with a gradient that were left as they are, because the kernels cannot take them:
 // another device, dtype or memory format, or placements that differ between parameter, gradient and state.
 using LeftOver = std::vector<std::pair<size_t, size_t>>;
@@ -70,13 +51,5 @@ LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyOb
 
 // Zeros, each tensor with a storage of its own, in one block of memory that lives as long as any of them.
 std::vector<at::Tensor> pooled_zeros(const std::vector<std::pair<std::vector<int64_t>, at::ScalarType>>& shapes);
-
-// As adamw_step; `make_buffer(group, index)` sets "momentum_buffer" to memory that need not be initialized.
-LeftOver sgd_step(const std::vector<SgdGroup>& groups, PyObject* state, PyObject* make_buffer, DeviceSteps* on_device,
-                  const at::Tensor& grad_scale);
-
-// As adamw_step; `make_state(group, index)` sets "exp_avg" to zeros.
-LeftOver lion_step(const std::vector<LionGroup>& groups, PyObject* state, PyObject* make_state, DeviceSteps* on_device,
-                   const at::Tensor& grad_scale);
 
 }  // namespace fsdp2x

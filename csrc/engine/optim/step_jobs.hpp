@@ -9,7 +9,8 @@
 // and beside it, found by its type,
 //
 //   run(job, begin, end)     the kernel of the host over these elements; without the GIL, in several threads
-//   device_job(job)          the same parameter for DeviceSteps::run
+//
+// and what device_steps.hpp asks for.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -69,9 +70,7 @@ void run_on_device(std::vector<Job>& jobs, DeviceSteps& steps, const at::Tensor&
   const auto lies_on_host = [&](const Job& job) { return !steps.kernels().serve(job.pair.param.tensor.device()); };
   if (std::all_of(jobs.begin(), jobs.end(), lies_on_host)) return;
   const auto first = std::stable_partition(jobs.begin(), jobs.end(), lies_on_host);
-  std::vector<decltype(device_job(*first))> moved;
-  for (auto job = first; job != jobs.end(); ++job) moved.push_back(device_job(*job));
-  steps.run(moved, grad_scale);
+  steps.run(first, jobs.end(), grad_scale);
   for (auto job = first; job != jobs.end(); ++job) job->pair.bump_versions();
   jobs.erase(first, jobs.end());
 }
