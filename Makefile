@@ -89,7 +89,8 @@ endif
 # what changed is compiled, because the build folder is kept.
 build: cuda-compiler
 	$(USE_CUDA) $(RUN_PYTHON) -m pip install -q --no-build-isolation --no-deps -C build-dir=$(BUILD) \
-	  -C cmake.define.FSDP2X_CUDA=$(CUDA_FLAG) -C cmake.define.FSDP2X_WERROR=$(WERROR) -e .
+	  -C cmake.define.FSDP2X_CUDA=$(CUDA_FLAG) -C cmake.define.FSDP2X_WERROR=$(WERROR) \
+	  -C cmake.define.FSDP2X_TESTING=ON -e .
 
 # For whoever has the same minor version of torch; its name says which, and of which CUDA the kernels are. Compiled in a
 # folder of its own, for all architectures, whatever the one of `make build` was told.

@@ -36,6 +36,8 @@ target_link_libraries(_C PRIVATE fsdp2x_cpu fsdp2x_core "${torch_dir}/lib/libtor
                                  "${torch_dir}/lib/libtorch_cpu.so" "${torch_dir}/lib/libc10.so")
 # The static libraries' symbols stay hidden: torch brings a libcudart of its own, not to be mixed up with the static one.
 target_link_options(_C PRIVATE -Wl,--exclude-libs,ALL)
+# By which the test extension finds it.
+target_link_options(_C PRIVATE "-Wl,-soname,$<TARGET_FILE_NAME:_C>")
 # Whole, so that every build shows that the kernels link, and load without a driver.
 target_link_libraries(_C PRIVATE $<LINK_LIBRARY:WHOLE_ARCHIVE,fsdp2x_cuda>)
 # fsdp2x and torch lie side by side in site-packages, wherever that is.
@@ -62,6 +64,24 @@ if(FSDP2X_UNITY)
     set_source_files_properties("${source}" PROPERTIES UNITY_GROUP "${room}")
   endforeach()
   set_target_properties(_C PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP UNITY_BUILD_RELOCATABLE ON)
+endif()
+
+# The test extension: see csrc/testing/README.md.
+if(FSDP2X_TESTING)
+  Python_add_library(_C_testing MODULE WITH_SOABI "${PROJECT_SOURCE_DIR}/csrc/testing/module.cpp"
+                     "${PROJECT_SOURCE_DIR}/csrc/testing/recording_layer.cpp")
+  target_compile_features(_C_testing PRIVATE cxx_std_20)
+  target_include_directories(_C_testing PRIVATE "${PROJECT_SOURCE_DIR}/csrc")
+  target_include_directories(_C_testing SYSTEM PRIVATE "${torch_dir}/include" "${torch_dir}/include/torch/csrc/api/include")
+  target_compile_definitions(_C_testing PRIVATE TORCH_EXTENSION_NAME=_C_testing _GLIBCXX_USE_CXX11_ABI=${torch_cxx11_abi})
+  add_dependencies(_C_testing _C)
+  target_link_libraries(_C_testing PRIVATE fsdp2x_twins fsdp2x_core "${torch_dir}/lib/libtorch_python.so"
+                                           "${torch_dir}/lib/libtorch_cpu.so" "${torch_dir}/lib/libc10.so")
+  # By options: CMake links no modules, and some linkers drop what comes before the objects.
+  target_link_options(_C_testing PRIVATE -Wl,--no-as-needed "$<TARGET_FILE:_C>" -Wl,--as-needed -Wl,--exclude-libs,ALL)
+  set_target_properties(_C_testing PROPERTIES BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "$ORIGIN:$ORIGIN/../torch/lib"
+                                              UNITY_BUILD "${FSDP2X_UNITY}")
+  install(TARGETS _C_testing LIBRARY DESTINATION fsdp2x)
 endif()
 
 set(FSDP2X_TORCH_VERSION "${torch_version}")

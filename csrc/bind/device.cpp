@@ -4,7 +4,6 @@
 #include "bind/own.hpp"
 #include "engine/memory/device_kernels.hpp"
 #include "engine/transport/device/device_transport.hpp"
-#include "engine/transport/device/recording_layer.hpp"
 
 namespace fsdp2x {
 namespace {
@@ -21,7 +20,7 @@ std::vector<std::pair<uintptr_t, size_t>> ranges_of(const std::vector<MemoryRang
 
 void bind_device(py::module_& m) {
   // Whether fsdp2x was built with them, and whether a device can run them.
-  m.def("has_device_kernels", [] { return DeviceKernels(/*with_twins=*/false).exist(); });
+  m.def("has_device_kernels", [] { return DeviceKernels().exist(); });
   m.def(
       "can_run_kernels", [](at::Device device) { return kernels_on(device) != nullptr; }, py::arg("device"));
   py::enum_<Lane>(m, "Lane")
@@ -56,23 +55,6 @@ void bind_device(py::module_& m) {
           py::arg("lane"), py::arg("operation"), py::arg("subject"), py::arg("reads"), py::arg("writes"));
   py::class_<TorchLayer, DeviceLayer, std::shared_ptr<TorchLayer>>(m, "TorchLayer")
       .def(py::init<at::Device>(), py::arg("device"));
-  py::class_<RecordingLayer, DeviceLayer, std::shared_ptr<RecordingLayer>>(m, "RecordingLayer")
-      .def(py::init<bool>(), py::arg("with_twins"))
-      .def("clear", &RecordingLayer::clear)
-      .def("use_stream", &RecordingLayer::use_stream, py::arg("number"))
-      .def("wait_stream", &RecordingLayer::wait_stream, py::arg("number"))
-      .def("begin_capture", &RecordingLayer::begin_capture)
-      .def("end_capture", &RecordingLayer::end_capture)
-      // Of each entry: operation, lane, subject, and (address, bytes) of what it reads and writes.
-      .def_property_readonly("entries", [](const RecordingLayer& layer) {
-        py::list result;
-        // A copy: Python's collector may run here, and find transports whose end is recorded.
-        for (const std::vector<RecordingLayer::Entry> entries = layer.entries(); const auto& entry : entries) {
-          result.append(py::make_tuple(entry.operation, entry.lane, entry.subject, ranges_of(entry.reads),
-                                       ranges_of(entry.writes)));
-        }
-        return result;
-      });
   py::class_<DeviceTransport, Transport, std::shared_ptr<DeviceTransport>>(m, "DeviceTransport")
       .def(py::init([](const py::object& all_gather, const py::object& all_gather_group,
                        const py::object& reduce_scatter, const py::object& all_to_all, const py::object& allocate,

@@ -50,7 +50,7 @@ void bind_rules(py::module_& m, RuleList<Rules...>) {
 
 void bind_optim(py::module_& m) {
   py::class_<DeviceSteps>(m, "DeviceSteps")
-      .def(py::init<bool>(), py::arg("with_twins") = false)
+      .def(py::init<const cuda::Kernels*>(), py::arg("on_host") = nullptr)
       .def_property_readonly("num_plans", &DeviceSteps::num_plans);
   m.def(
       "adamw_step",
@@ -75,7 +75,7 @@ void bind_optim(py::module_& m) {
       .def("close", &WritableShards::close)
       .def_property_readonly("num_opened", &WritableShards::num_opened);
   py::class_<DeviceClip>(m, "DeviceClip")
-      .def(py::init<bool>(), py::arg("with_twins") = false)
+      .def(py::init<const cuda::Kernels*>(), py::arg("on_host") = nullptr)
       .def("serves", [](const DeviceClip& self, at::Device device) { return self.kernels().serve(device); })
       .def(
           "clip_numbers",

@@ -166,9 +166,6 @@ void step_floats(const Kernels& kernels, const FloatList& list, const FloatArgs<
   kernels.step_floats(index_of<Rule>(FloatRules()), list, &args, stream);
 }
 
-// Runs on the host, at once.
-const Kernels& twin_kernels();
-
 // Null when fsdp2x was built without nvcc.
 const Kernels* device_kernels();
 

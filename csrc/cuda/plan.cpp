@@ -3,10 +3,12 @@
 
 #include <algorithm>
 #include <climits>
+#include <cmath>
 #include <string>
 #include <utility>
 
 #include "core/error.hpp"
+#include "cuda/kernels.hpp"
 
 namespace fsdp2x::cuda {
 
@@ -132,7 +134,20 @@ auto in_parts(const Layout& layout, const MakeSegments& make_segments) {
   return plans;
 }
 
+// True when x * (1 / divisor) has the same bits as x / divisor for every x.
+bool reciprocal_is_exact(double divisor) {
+  int exponent = 0;
+  const auto single = static_cast<float>(divisor);
+  return std::fabs(std::frexp(divisor, &exponent)) == 0.5 && std::isnormal(single) && std::isnormal(1.0f / single);
+}
+
 }  // namespace
+
+Scale divide_by(double divisor) {
+  if (divisor == 1.0) return {};
+  if (reciprocal_is_exact(divisor)) return {1.0 / divisor, divisor, ScaleMode::multiply};
+  return {divisor, 1.0 / divisor, ScaleMode::divide};
+}
 
 CopyPlan make_plan(std::vector<CopySegment> segments) {
   for (const CopySegment& segment : segments) {

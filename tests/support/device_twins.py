@@ -7,17 +7,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2x.base.native import _C
 from fsdp2x.optim import clip
+from testing_extension import testing
 
 
 def step_by_twins(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    optimizer._on_device = _C.DeviceSteps(with_twins=True)
+    optimizer._on_device = _C.DeviceSteps(testing.twin_kernels())
     return optimizer
 
 
 @contextlib.contextmanager
 def clip_by_twins():
     """While it lasts, ``fsdp2x.clip_grad_norm_`` takes CPU memory for a device's; gives what it keeps."""
-    kept, before = _C.DeviceClip(with_twins=True), clip._kernels_for
+    kept, before = _C.DeviceClip(testing.twin_kernels()), clip._kernels_for
     clip._kernels_for = lambda params: kept
     try:
         yield kept

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from fsdp2x.base.native import _C
 from fsdp2x.lifecycle import api
 from fsdp2x.sharding import transport
 from models import Stack, inputs
+from testing_extension import testing
 
 # Those of the engine, the host, and streams of the user beside the first one.
 LANES = ("compute", "copy_in", "gather", "reduce", "all_reduce", "copy_out", "host", "compute1", "compute2")
@@ -31,7 +31,7 @@ def install(pack_below_bytes: int = 0, grouped: bool = True, with_twins: bool = 
     """
     if isinstance(transport.layer_maker, mock.Mock):
         return transport.layer_maker.return_value()
-    recorder = _C.RecordingLayer(with_twins)
+    recorder = testing.RecordingLayer(with_twins)
     mock.patch.object(transport, "layer_maker", mock.Mock(return_value=lambda: recorder)).start()
     check = api.check_transport
     as_group = {"streams": "process_group"}

@@ -20,20 +20,20 @@ namespace fsdp2x {
 // Needs the GIL.
 const cuda::Kernels* kernels_on(at::Device device);
 
-// Those of CUDA devices; with their twins the "device" is the CPU, for tests.
+// Those of CUDA devices; `on_host`: kernels of the CPU in their place, for tests.
 class DeviceKernels {
  public:
-  explicit DeviceKernels(bool with_twins)
-      : table_(with_twins ? &cuda::twin_kernels() : cuda::device_kernels()), with_twins_(with_twins) {}
+  explicit DeviceKernels(const cuda::Kernels* on_host = nullptr)
+      : table_(on_host != nullptr ? on_host : cuda::device_kernels()), is_on_host_(on_host != nullptr) {}
 
   // False: built without nvcc.
   bool exist() const { return table_ != nullptr; }
-  bool serve(at::Device device) const { return with_twins_ ? device.is_cpu() : kernels_on(device) != nullptr; }
+  bool serve(at::Device device) const { return is_on_host_ ? device.is_cpu() : kernels_on(device) != nullptr; }
   const cuda::Kernels* operator->() const { return table_; }
 
  private:
   const cuda::Kernels* table_;
-  bool with_twins_;
+  bool is_on_host_;
 };
 
 // While it lives, `device` is the current one, as launches want it.

@@ -24,7 +24,7 @@ struct ClipNumbers {
 // What clipping keeps between its calls for the same parameters. All gradients of a call lie on one device.
 class DeviceClip {
  public:
-  explicit DeviceClip(bool with_twins) : kernels_(with_twins) {}
+  explicit DeviceClip(const cuda::Kernels* on_host) : kernels_(on_host) {}
 
   const DeviceKernels& kernels() const { return kernels_; }
   // The sum of squares of each bucket, [largest bucket + 1], f64.

@@ -28,7 +28,7 @@ namespace fsdp2x {
 // What an optimizer keeps between its steps.
 class DeviceSteps {
  public:
-  explicit DeviceSteps(bool with_twins) : kernels_(with_twins) {}
+  explicit DeviceSteps(const cuda::Kernels* on_host) : kernels_(on_host) {}
 
   const DeviceKernels& kernels() const { return kernels_; }
   // Enqueues one step on the current streams. `grad_scale`: undefined, or one number that multiplies all gradients.

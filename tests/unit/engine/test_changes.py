@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fsdp2x.base.native import _C
+from testing_extension import testing
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.complex128)
 NUMEL = 100_003  # in ranges of several threads, and blocks that are cast one by one
@@ -27,11 +28,11 @@ def test_elements_whose_bits_differ(dtype, held_dtype):
     expected = (bits[0] != bits[1]).any(1).nonzero().view(-1)
     threads = torch.get_num_threads()
     try:
-        for num, with_twins in ((1, False), (4, False), (1, True)):
+        for num, on_host in ((1, None), (4, None), (1, testing.twin_kernels())):
             torch.set_num_threads(num)
-            assert _C.take_changes(now, held.clone(), expected.numel() - 1, with_twins) is None
+            assert _C.take_changes(now, held.clone(), expected.numel() - 1, on_host) is None
             taken = held.clone()
-            positions, values = _C.take_changes(now, taken, expected.numel(), with_twins)
+            positions, values = _C.take_changes(now, taken, expected.numel(), on_host)
             assert torch.equal(positions, expected)
             assert torch.equal(values.view(torch.uint8), cast[expected].view(torch.uint8))
             assert torch.equal(taken.view(torch.uint8), cast.view(torch.uint8))
@@ -43,7 +44,7 @@ def test_elements_whose_bits_differ(dtype, held_dtype):
 def test_nothing_differs(with_twins):
     for size in (0, 3, 5000):
         flat = torch.ones(size, dtype=torch.bfloat16)
-        positions, values = _C.take_changes(flat, flat.clone(), 0, with_twins)
+        positions, values = _C.take_changes(flat, flat.clone(), 0, testing.twin_kernels() if with_twins else None)
         assert positions.dtype == torch.int64 and positions.numel() == values.numel() == 0
         assert values.dtype == torch.bfloat16
 

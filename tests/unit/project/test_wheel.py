@@ -225,3 +225,12 @@ def test_a_wheel_in_an_empty_environment(tmp_path):
     assert re.match(
         r"ImportError: fsdp2x was built for torch 2\.\d+\S*, but torch 2\.11\.0 is installed\. Rebuild", last
     )
+
+
+def test_only_a_checkout_has_the_test_extension():
+    recipes = {
+        target: subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+        for target in ("build", "wheel")
+    }
+    assert "FSDP2X_TESTING=ON" in recipes["build"].stdout
+    assert "FSDP2X_TESTING" not in recipes["wheel"].stdout

@@ -1,5 +1,5 @@
 // What the device transport needs of a device: lanes (streams), events, and kernels that run whole plans. TorchLayer
-// has them of any accelerator through torch's generic interface, RecordingLayer plays them on CPU memory for tests.
+// has them of any accelerator through torch's generic interface, the test extension plays them on CPU memory.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -31,7 +31,6 @@ namespace fsdp2x {
 enum class Lane : uint8_t { compute, copy_in, gather, reduce, all_reduce, copy_out, host };
 inline constexpr size_t kNumLanes = 6;
 
-const char* lane_name(Lane lane);
 
 // May be recorded again and again; a wait refers to the latest record before it, and is nothing if there was none, or
 // if one of both was captured into a graph and the other was not: see `TorchLayer::capture`.
@@ -64,7 +63,14 @@ struct RowItem {
 
 class PlanRunner;
 
-class DeviceLayer {
+// The test extension derives a layer of its own: these two names are visible there, the rest of the engine is not.
+#define FSDP2X_VISIBLE __attribute__((visibility("default")))
+FSDP2X_VISIBLE const char* lane_name(Lane lane);
+
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wattributes"  // of members whose types stay hidden
+
+class FSDP2X_VISIBLE DeviceLayer {
  public:
   // `kernels`: what runs the plans; null: torch's operations, piece by piece.
   DeviceLayer(at::Device device, const cuda::Kernels* kernels);
@@ -141,6 +147,8 @@ class DeviceLayer {
   at::Device device_;
   std::unique_ptr<PlanRunner> runner_;
 };
+
+#pragma GCC diagnostic pop
 
 // While it lives, `lane` is the current one: kernels, collectives and torch operations go there.
 class LaneScope {

@@ -1,9 +1,9 @@
 // A device layer for tests.
-#include "engine/transport/device/recording_layer.hpp"
+#include "testing/recording_layer.hpp"
 
 #include <utility>
 
-#include "cuda/kernels.hpp"
+#include "testing/twins.hpp"
 
 namespace fsdp2x {
 

@@ -1,5 +1,5 @@
 // The kernels on the host: the same bodies, tile after tile and thread after thread.
-#include <cmath>
+#include "testing/twins.hpp"
 
 #include "cuda/bodies/changes.hpp"
 #include "cuda/bodies/coded_adamw.hpp"
@@ -8,7 +8,6 @@
 #include "cuda/bodies/reduce.hpp"
 #include "cuda/bodies/wire.hpp"
 #include "cuda/checks.hpp"
-#include "cuda/kernels.hpp"
 
 namespace fsdp2x::cuda {
 
@@ -170,20 +169,7 @@ void sum_wire(const WireList& list, const SumWireArgs& args, Stream) {
   run_tiles(SumWireBody{list, args}, list.num_tiles);
 }
 
-// True when x * (1 / divisor) has the same bits as x / divisor for every x.
-bool reciprocal_is_exact(double divisor) {
-  int exponent = 0;
-  const auto single = static_cast<float>(divisor);
-  return std::fabs(std::frexp(divisor, &exponent)) == 0.5 && std::isnormal(single) && std::isnormal(1.0f / single);
-}
-
 }  // namespace
-
-Scale divide_by(double divisor) {
-  if (divisor == 1.0) return {};
-  if (reciprocal_is_exact(divisor)) return {1.0 / divisor, divisor, ScaleMode::multiply};
-  return {divisor, 1.0 / divisor, ScaleMode::divide};
-}
 
 const Kernels& twin_kernels() {
   static const Kernels kernels = {

@@ -1,0 +1,43 @@
+// The extension module fsdp2x._C_testing, which no wheel has: devices that are played on CPU memory. It takes the engine
+// from fsdp2x._C, which is imported first.
+#include <torch/csrc/utils/pybind.h>
+
+#include <utility>
+#include <vector>
+
+#include "testing/recording_layer.hpp"
+#include "testing/twins.hpp"
+
+namespace py = pybind11;
+
+namespace {
+
+std::vector<std::pair<uintptr_t, size_t>> ranges_of(const std::vector<fsdp2x::MemoryRange>& ranges) {
+  std::vector<std::pair<uintptr_t, size_t>> result;
+  for (const auto& range : ranges) result.emplace_back(reinterpret_cast<uintptr_t>(range.data), range.bytes);
+  return result;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C_testing, m) {
+  using fsdp2x::RecordingLayer;
+  m.def("twin_kernels", &fsdp2x::cuda::twin_kernels, py::return_value_policy::reference);
+  py::class_<RecordingLayer, fsdp2x::DeviceLayer, std::shared_ptr<RecordingLayer>>(m, "RecordingLayer")
+      .def(py::init<bool>(), py::arg("with_twins"))
+      .def("clear", &RecordingLayer::clear)
+      .def("use_stream", &RecordingLayer::use_stream, py::arg("number"))
+      .def("wait_stream", &RecordingLayer::wait_stream, py::arg("number"))
+      .def("begin_capture", &RecordingLayer::begin_capture)
+      .def("end_capture", &RecordingLayer::end_capture)
+      // Of each entry: operation, lane, subject, and (address, bytes) of what it reads and writes.
+      .def_property_readonly("entries", [](const RecordingLayer& layer) {
+        py::list result;
+        // A copy: Python's collector may run here, and find transports whose end is recorded.
+        for (const std::vector<RecordingLayer::Entry> entries = layer.entries(); const auto& entry : entries) {
+          result.append(py::make_tuple(entry.operation, entry.lane, entry.subject, ranges_of(entry.reads),
+                                       ranges_of(entry.writes)));
+        }
+        return result;
+      });
+}

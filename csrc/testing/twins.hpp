@@ -1,0 +1,10 @@
+// The kernels on the host, for tests: the same bodies, tile after tile and thread after thread.
+#pragma once
+
+#include "cuda/kernels.hpp"
+
+namespace fsdp2x::cuda {
+
+const Kernels& twin_kernels();
+
+}  // namespace fsdp2x::cuda
