@@ -17,7 +17,7 @@ if(NOT CMAKE_CUDA_COMPILER)
     message(FATAL_ERROR "FSDP2X_CUDA is ON but no working nvcc was found: put it on PATH, set CUDACXX to it, take it "
                         "from packages (make CUDA=wheels, or cmake/cuda_wheels.py), or use FSDP2X_CUDA=OFF.")
   endif()
-  message(STATUS "fsdp2x: no nvcc, the kernels of csrc/cuda are left out")
+  message(STATUS "fsdp2x: no nvcc, the kernels of csrc/kernels/cuda are left out")
   return()
 endif()
 
@@ -33,7 +33,7 @@ if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
       message(FATAL_ERROR "FSDP2X_CUDA is ON but ${fsdp2x_why_not}: use another nvcc (CUDACXX), name architectures "
                           "(CUDAARCHS), or use FSDP2X_CUDA=OFF.")
     endif()
-    message(WARNING "fsdp2x: ${fsdp2x_why_not}; the kernels of csrc/cuda are left out, and torch's operations run in "
+    message(WARNING "fsdp2x: ${fsdp2x_why_not}; the kernels of csrc/kernels/cuda are left out, and torch's operations run in "
                     "their place. Use another nvcc (CUDACXX) or name architectures (CUDAARCHS).")
     unset(CMAKE_CUDA_ARCHITECTURES)
     return()

@@ -32,7 +32,7 @@ target_compile_definitions(_C PRIVATE TORCH_EXTENSION_NAME=_C _GLIBCXX_USE_CXX11
 # Messages of torch's headers name their files: as torch/..., not where the machine of the build has them.
 target_compile_options(_C PRIVATE "-fmacro-prefix-map=${torch_dir}/=torch/")
 # libtorch.so is left out: it is an empty shell that pulls in libtorch_cuda.so, of which nothing is used here.
-target_link_libraries(_C PRIVATE fsdp2x_cpu fsdp2x_core "${torch_dir}/lib/libtorch_python.so"
+target_link_libraries(_C PRIVATE fsdp2x_cpu fsdp2x_shm fsdp2x_core "${torch_dir}/lib/libtorch_python.so"
                                  "${torch_dir}/lib/libtorch_cpu.so" "${torch_dir}/lib/libc10.so")
 # The static libraries' symbols stay hidden: torch brings a libcudart of its own, not to be mixed up with the static one.
 target_link_options(_C PRIVATE -Wl,--exclude-libs,ALL)

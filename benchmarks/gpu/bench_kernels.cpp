@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/layout.hpp"
-#include "cuda/kernels.hpp"
+#include "kernels/cuda/kernels.hpp"
 #include "device_memory.hpp"
 
 namespace fsdp2x::cuda {

@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "bind/own.hpp"
-#include "cpu/process_guard.hpp"
-#include "cpu/shm_group.hpp"
-#include "cpu/shm_handshake.hpp"
+#include "shm/process_guard.hpp"
+#include "shm/shm_group.hpp"
+#include "shm/shm_handshake.hpp"
 #include "engine/schedule/unit.hpp"
 
 namespace fsdp2x {

@@ -21,7 +21,7 @@
 
 namespace fsdp2x {
 
-// Builtins on the host, which are no functions of a library: see cpu/kernel_loops.hpp.
+// Builtins on the host, which are no functions of a library: see kernels/cpu/kernel_loops.hpp.
 FSDP2X_HOST_DEVICE float square_root(float value) {
 #ifdef __CUDA_ARCH__
   return sqrtf(value);

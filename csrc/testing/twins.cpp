@@ -1,13 +1,13 @@
 // The kernels on the host: the same bodies, tile after tile and thread after thread.
 #include "testing/twins.hpp"
 
-#include "cuda/bodies/changes.hpp"
-#include "cuda/bodies/coded_adamw.hpp"
-#include "cuda/bodies/copy.hpp"
-#include "cuda/bodies/optimizer.hpp"
-#include "cuda/bodies/reduce.hpp"
-#include "cuda/bodies/wire.hpp"
-#include "cuda/checks.hpp"
+#include "kernels/cuda/bodies/changes.hpp"
+#include "kernels/cuda/bodies/coded_adamw.hpp"
+#include "kernels/cuda/bodies/copy.hpp"
+#include "kernels/cuda/bodies/optimizer.hpp"
+#include "kernels/cuda/bodies/reduce.hpp"
+#include "kernels/cuda/bodies/wire.hpp"
+#include "kernels/cuda/checks.hpp"
 
 namespace fsdp2x::cuda {
 

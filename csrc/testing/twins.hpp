@@ -1,7 +1,7 @@
 // The kernels on the host, for tests: the same bodies, tile after tile and thread after thread.
 #pragma once
 
-#include "cuda/kernels.hpp"
+#include "kernels/cuda/kernels.hpp"
 
 namespace fsdp2x::cuda {
 

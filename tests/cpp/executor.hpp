@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/kernels.hpp"
+#include "kernels/cuda/kernels.hpp"
 #include "twins.hpp"
 
 namespace fsdp2x::cuda {

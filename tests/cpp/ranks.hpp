@@ -23,7 +23,7 @@
 #include <vector>
 
 #include "core/error.hpp"
-#include "cpu/shm_group.hpp"
+#include "shm/shm_group.hpp"
 
 namespace fsdp2x::ranks {
 

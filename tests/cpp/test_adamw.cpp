@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "core/error.hpp"
-#include "cpu/kernels.hpp"
-#include "cpu/optimizers.hpp"
+#include "kernels/cpu/kernels.hpp"
+#include "kernels/cpu/optimizers.hpp"
 #include "twins.hpp"
 
 namespace fsdp2x {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "core/error.hpp"
-#include "cpu/changes.hpp"
+#include "kernels/cpu/changes.hpp"
 
 namespace fsdp2x {
 namespace {

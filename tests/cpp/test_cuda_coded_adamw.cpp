@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "core/error.hpp"
-#include "core/moment_codes.hpp"
-#include "cpu/optimizers.hpp"
+#include "kernels/rules/moment_codes.hpp"
+#include "kernels/cpu/optimizers.hpp"
 #include "executor.hpp"
 
 namespace fsdp2x::cuda {

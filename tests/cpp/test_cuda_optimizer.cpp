@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/error.hpp"
-#include "cpu/optimizers.hpp"
+#include "kernels/cpu/optimizers.hpp"
 #include "executor.hpp"
 
 namespace fsdp2x::cuda {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/error.hpp"
-#include "cpu/kernels.hpp"
+#include "kernels/cpu/kernels.hpp"
 #include "executor.hpp"
 #include "virtual_ranks.hpp"
 

@@ -8,8 +8,8 @@
 
 #include "core/error.hpp"
 #include "core/layout.hpp"
-#include "cpu/kernels.hpp"
-#include "cpu/wire.hpp"
+#include "kernels/cpu/kernels.hpp"
+#include "kernels/cpu/wire.hpp"
 #include "executor.hpp"
 
 namespace fsdp2x::cuda {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/gather_plan.hpp"
-#include "cpu/kernels.hpp"
+#include "kernels/cpu/kernels.hpp"
 
 namespace fsdp2x {
 namespace {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/error.hpp"
-#include "cpu/kernels.hpp"
+#include "kernels/cpu/kernels.hpp"
 #include "twins.hpp"
 
 namespace fsdp2x {

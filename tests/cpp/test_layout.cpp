@@ -9,7 +9,7 @@
 
 #include "core/error.hpp"
 #include "core/layout.hpp"
-#include "cpu/kernels.hpp"
+#include "kernels/cpu/kernels.hpp"
 
 namespace fsdp2x {
 namespace {

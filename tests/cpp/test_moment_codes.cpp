@@ -7,8 +7,8 @@
 #include <random>
 #include <vector>
 
-#include "core/moment_codes.hpp"
-#include "cpu/optimizers.hpp"
+#include "kernels/rules/moment_codes.hpp"
+#include "kernels/cpu/optimizers.hpp"
 #include "twins.hpp"
 
 namespace fsdp2x {

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "core/error.hpp"
-#include "cpu/shm_group.hpp"
+#include "shm/shm_group.hpp"
 #include "faults.hpp"
 #include "ranks.hpp"
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/error.hpp"
-#include "cpu/shm_group.hpp"
+#include "shm/shm_group.hpp"
 #include "ranks.hpp"
 
 namespace fsdp2x {

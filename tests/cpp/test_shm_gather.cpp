@@ -15,7 +15,7 @@
 
 #include "core/error.hpp"
 #include "core/slots.hpp"
-#include "cpu/shm_group.hpp"
+#include "shm/shm_group.hpp"
 #include "ranks.hpp"
 
 namespace fsdp2x {

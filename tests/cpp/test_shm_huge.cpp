@@ -10,10 +10,10 @@
 #include <string>
 #include <vector>
 
-#include "cpu/file_descriptor.hpp"
-#include "cpu/huge_pages.hpp"
-#include "cpu/shm_group.hpp"
-#include "cpu/shm_windows.hpp"
+#include "shm/file_descriptor.hpp"
+#include "shm/huge_pages.hpp"
+#include "shm/shm_group.hpp"
+#include "shm/shm_windows.hpp"
 #include "ranks.hpp"
 
 namespace fsdp2x {

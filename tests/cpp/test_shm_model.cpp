@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "core/error.hpp"
-#include "cpu/shm_map.hpp"
+#include "shm/shm_map.hpp"
 #include "model/explorer.hpp"
 #include "model/shm_ranks.hpp"
 

@@ -11,8 +11,8 @@
 
 #include "core/error.hpp"
 #include "core/slots.hpp"
-#include "cpu/kernels.hpp"
-#include "cpu/shm_group.hpp"
+#include "kernels/cpu/kernels.hpp"
+#include "shm/shm_group.hpp"
 #include "ranks.hpp"
 
 namespace fsdp2x {

@@ -16,9 +16,9 @@
 #include <vector>
 
 #include "core/error.hpp"
-#include "cpu/file_descriptor.hpp"
-#include "cpu/shm_group.hpp"
-#include "cpu/shm_map.hpp"
+#include "shm/file_descriptor.hpp"
+#include "shm/shm_group.hpp"
+#include "shm/shm_map.hpp"
 #include "ranks.hpp"
 
 namespace fsdp2x {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/wire_layout.hpp"
-#include "cpu/wire.hpp"
+#include "kernels/cpu/wire.hpp"
 #include "twins.hpp"
 
 namespace fsdp2x {

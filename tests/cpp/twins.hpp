@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "core/dtype.hpp"
-#include "cpu/kernel_table.hpp"
+#include "kernels/cpu/kernel_table.hpp"
 
 namespace fsdp2x::twins {
 

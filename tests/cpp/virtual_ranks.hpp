@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/layout.hpp"
-#include "cpu/kernels.hpp"
+#include "kernels/cpu/kernels.hpp"
 
 namespace fsdp2x::cuda {
 

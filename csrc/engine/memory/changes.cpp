@@ -9,7 +9,7 @@
 #include <mutex>
 
 #include "core/error.hpp"
-#include "cpu/changes.hpp"
+#include "kernels/cpu/changes.hpp"
 #include "engine/memory/device_kernels.hpp"
 #include "engine/torch/parallel.hpp"
 

@@ -7,7 +7,7 @@
 #include <optional>
 #include <utility>
 
-#include "cuda/kernels.hpp"
+#include "kernels/cuda/kernels.hpp"
 
 namespace fsdp2x {
 

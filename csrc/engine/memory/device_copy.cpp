@@ -1,7 +1,7 @@
 // Copy plans on any device.
 #include "engine/memory/device_copy.hpp"
 
-#include "cpu/kernels.hpp"
+#include "kernels/cpu/kernels.hpp"
 #include "engine/torch/parallel.hpp"
 
 namespace fsdp2x {

@@ -9,7 +9,7 @@
 #include <optional>
 #include <string>
 
-#include "cuda/probe.hpp"
+#include "kernels/cuda/probe.hpp"
 #include "engine/torch/py_ref.hpp"
 
 namespace fsdp2x {

@@ -10,7 +10,7 @@
 #include <optional>
 #include <vector>
 
-#include "cuda/kernels.hpp"
+#include "kernels/cuda/kernels.hpp"
 #include "engine/memory/uploaded_plan.hpp"
 #include "engine/torch/current_stream.hpp"
 

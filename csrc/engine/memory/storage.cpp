@@ -1,7 +1,7 @@
 // Storages whose data pointer the engine moves.
 #include "engine/memory/storage.hpp"
 
-#include "cpu/huge_pages.hpp"
+#include "shm/huge_pages.hpp"
 #include "engine/memory/device_copy.hpp"
 #include "engine/torch/torch_compat.hpp"
 

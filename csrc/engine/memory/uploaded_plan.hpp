@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "cuda/plan.hpp"
+#include "kernels/cuda/plan.hpp"
 
 namespace fsdp2x {
 

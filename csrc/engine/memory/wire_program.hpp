@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/plan.hpp"
+#include "kernels/cuda/plan.hpp"
 
 namespace fsdp2x {
 

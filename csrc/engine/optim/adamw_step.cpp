@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "core/error.hpp"
-#include "core/moment_codes.hpp"
-#include "cpu/optimizers.hpp"
+#include "kernels/rules/moment_codes.hpp"
+#include "kernels/cpu/optimizers.hpp"
 #include "engine/memory/storage.hpp"
 #include "engine/optim/coded_moments.hpp"
 #include "engine/optim/step_jobs.hpp"

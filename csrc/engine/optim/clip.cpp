@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "cpu/kernels.hpp"
+#include "kernels/cpu/kernels.hpp"
 #include "engine/memory/storage.hpp"
 #include "engine/torch/gil.hpp"
 #include "engine/torch/parallel.hpp"

@@ -4,8 +4,8 @@
 #include <algorithm>
 
 #include "core/error.hpp"
-#include "core/moment_codes.hpp"
-#include "cpu/optimizers.hpp"
+#include "kernels/rules/moment_codes.hpp"
+#include "kernels/cpu/optimizers.hpp"
 #include "engine/memory/local_tensor.hpp"
 #include "engine/torch/gil.hpp"
 #include "engine/torch/parallel.hpp"

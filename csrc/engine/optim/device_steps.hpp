@@ -20,7 +20,7 @@
 #include <cstring>
 #include <vector>
 
-#include "core/optimizer_rules.hpp"
+#include "kernels/rules/optimizer_rules.hpp"
 #include "engine/memory/device_kernels.hpp"
 
 namespace fsdp2x {

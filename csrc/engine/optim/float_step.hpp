@@ -1,4 +1,4 @@
-// The step of the optimizers of FloatRules (core/optimizer_rules.hpp), which differ in their rule alone.
+// The step of the optimizers of FloatRules (kernels/rules/optimizer_rules.hpp), which differ in their rule alone.
 #pragma once
 
 #include <string>
@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "core/error.hpp"
-#include "core/optimizer_rules.hpp"
-#include "cpu/optimizers.hpp"
+#include "kernels/rules/optimizer_rules.hpp"
+#include "kernels/cpu/optimizers.hpp"
 #include "engine/optim/optimizer.hpp"
 #include "engine/optim/step_jobs.hpp"
 

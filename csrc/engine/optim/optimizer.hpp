@@ -31,7 +31,7 @@ struct AdamWGroup {
 // another device, dtype or memory format, or placements that differ between parameter, gradient and state.
 using LeftOver = std::vector<std::pair<size_t, size_t>>;
 
-// How a step treats what is stored in bf16, or in 8 bits (core/moment_codes.hpp).
+// How a step treats what is stored in bf16, or in 8 bits (kernels/rules/moment_codes.hpp).
 struct NarrowRules {
   bool narrow_moments = false;  // whether the kernel takes such moments; if not, their parameters are left over
   PyRef stochastic;             // null: round to nearest even

@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "core/layout.hpp"
-#include "cpu/shard_views.hpp"
+#include "shm/shard_views.hpp"
 
 namespace fsdp2x {
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/schedule/effects.hpp"
-#include "cpu/shm_group.hpp"
+#include "shm/shm_group.hpp"
 #include "engine/schedule/waiting_gradients.hpp"
 #include "engine/transport/agreement.hpp"
 #include "engine/transport/transport.hpp"

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/process_guard.hpp"
+#include "shm/process_guard.hpp"
 #include "engine/params/param_group.hpp"
 #include "engine/params/unit_facts.hpp"
 

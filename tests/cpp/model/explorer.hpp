@@ -1,5 +1,5 @@
 // Explores every order in which ranks may access shared words: an explicit-state model checker for code that is
-// compiled against model/cpu/shm_word.hpp.
+// compiled against model/shm/shm_word.hpp.
 //
 // Each rank runs the real code on a stack of its own and gives way before every access. The explorer tries all orders
 // depth first; a branch is taken by running the program again from the start, and left where a state is met that was

@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "cpu/shm_word.hpp"
+#include "shm/shm_word.hpp"
 #include "model/shm_ranks.hpp"
 #include "schedule/programs.hpp"
 

@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "core/slots.hpp"
-#include "cpu/shm_map.hpp"
-#include "cpu/shm_protocol.hpp"
+#include "shm/shm_map.hpp"
+#include "shm/shm_protocol.hpp"
 #include "model/explorer.hpp"
 
 namespace fsdp2x::model {

@@ -6,7 +6,7 @@
 #include <functional>
 #include <string>
 
-#include "cuda/kernels.hpp"
+#include "kernels/cuda/kernels.hpp"
 
 namespace fsdp2x::cuda::device_memory {
 

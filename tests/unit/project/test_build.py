@@ -376,7 +376,7 @@ def nvcc(*arguments: str, timeout: float = 250) -> subprocess.CompletedProcess:
 
 
 def kernel_options(werror: bool) -> list[str]:
-    """The options of csrc/cuda/CMakeLists.txt."""
+    """The options of csrc/kernels/cuda/CMakeLists.txt."""
     text = (CUDA_DIR / "CMakeLists.txt").read_text()
     options = re.search(r"set\(cuda_options (.*?)\)", text, re.DOTALL)[1].split()
     return options + (re.search(r"list\(APPEND cuda_options (.*?)\)", text)[1].split() if werror else [])

@@ -108,7 +108,7 @@ def test_includes_point_inward_and_in_no_circle():
 @pytest.mark.parametrize(
     ("planted", "complaint"),
     [
-        ({"core/a.hpp": '#include "cpu/kernels.hpp"\n'}, "core/a.hpp includes cpu/kernels.hpp"),
+        ({"core/a.hpp": '#include "kernels/cpu/kernels.hpp"\n'}, "core/a.hpp includes kernels/cpu/kernels.hpp"),
         (
             {"engine/params/a.cpp": '#include "engine/transport/transport.hpp"\n'},
             "engine/params/a.cpp includes engine/transport/transport.hpp",

@@ -96,7 +96,7 @@ def test_no_descriptor_is_left():
 
 
 def test_the_size_of_the_shared_file_is_the_engines():
-    least = re.search(r"kSizes = \{size_t\{1\} << (\d+),", (ROOT / "csrc/cpu/shm_group.cpp").read_text())
+    least = re.search(r"kSizes = \{size_t\{1\} << (\d+),", (ROOT / "csrc/shm/shm_group.cpp").read_text())
     assert 2 ** int(least[1]) == doctor.LEAST_FILE_BYTES
 
 

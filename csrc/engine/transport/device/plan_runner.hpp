@@ -7,7 +7,7 @@
 
 #include <vector>
 
-#include "cuda/kernels.hpp"
+#include "kernels/cuda/kernels.hpp"
 #include "engine/transport/device/device_layer.hpp"
 
 namespace fsdp2x {

@@ -7,7 +7,7 @@
 #include <algorithm>
 
 #include "core/error.hpp"
-#include "cpu/kernels.hpp"
+#include "kernels/cpu/kernels.hpp"
 #include "engine/memory/device_copy.hpp"
 #include "engine/memory/storage.hpp"
 #include "engine/transport/agreement.hpp"

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "cpu/kernels.hpp"
-#include "cpu/wire.hpp"
+#include "kernels/cpu/kernels.hpp"
+#include "kernels/cpu/wire.hpp"
 #include "engine/torch/parallel.hpp"
 
 namespace fsdp2x {

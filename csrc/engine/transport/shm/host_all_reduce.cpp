@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "core/error.hpp"
-#include "cpu/kernels.hpp"
+#include "kernels/cpu/kernels.hpp"
 #include "engine/memory/device_copy.hpp"
 #include "engine/memory/local_tensor.hpp"
 #include "engine/memory/storage.hpp"

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/slots.hpp"
-#include "cpu/shm_group.hpp"
+#include "shm/shm_group.hpp"
 
 namespace fsdp2x {
 

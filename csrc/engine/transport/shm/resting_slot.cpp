@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/huge_pages.hpp"
+#include "shm/huge_pages.hpp"
 #include "engine/memory/device_copy.hpp"
 
 namespace fsdp2x {

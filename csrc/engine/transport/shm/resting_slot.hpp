@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "core/slots.hpp"
-#include "cpu/shm_group.hpp"
+#include "shm/shm_group.hpp"
 #include "engine/params/param_group.hpp"
 
 namespace fsdp2x {

@@ -14,7 +14,7 @@
 
 #include "core/error.hpp"
 #include "core/layout.hpp"
-#include "cpu/kernels.hpp"
+#include "kernels/cpu/kernels.hpp"
 #include "engine/memory/device_copy.hpp"
 #include "engine/memory/storage.hpp"
 #include "engine/torch/gil.hpp"

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "cpu/kernels.hpp"
-#include "cpu/shm_group.hpp"
+#include "kernels/cpu/kernels.hpp"
+#include "shm/shm_group.hpp"
 #include "engine/transport/segment_plans.hpp"
 #include "engine/transport/shm/resting_slot.hpp"
 #include "engine/transport/transport.hpp"

@@ -26,7 +26,7 @@ VARIABLES = (
 )  # fmt: skip
 # A rank opens a file for the shared memory and a socket for each rank of its host, beside its data and its libraries'.
 LEAST_FILES = 1024
-# Of the sparse file that ranks share (csrc/cpu/shm_group.cpp): only what is written takes memory.
+# Of the sparse file that ranks share (csrc/shm/shm_group.cpp): only what is written takes memory.
 LEAST_FILE_BYTES = 2**36
 LEAST_SHM_BYTES = GIB
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW

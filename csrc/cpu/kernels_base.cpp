@@ -1,3 +1,0 @@
-// The kernel table for any processor the package is built for.
-#define FSDP2X_KERNEL_TABLE kernel_table_base
-#include "cpu/kernel_loops.hpp"

@@ -1,0 +1,213 @@
+// What a kernel is launched with: segments cut into tiles, built once on the host and uploaded once by their user.
+//
+//   image of a plan in the memory of the kernels:  | segment 0 | segment 1 | ... | segment of tile 0 | of tile 1 | ...
+//   |
+//
+// A block of threads takes one tile, so that one launch serves parameters of any number and size. Everything that
+// changes from step to step (bases, scales, gradients) is a kernel parameter.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <vector>
+
+#include "core/layout.hpp"
+#include "core/wire_format.hpp"
+
+namespace fsdp2x::cuda {
+
+inline constexpr int kTileNumel = 4096;  // a multiple of every vector length
+inline constexpr int kSumNumel = 8192;   // values that one block adds up
+inline constexpr int kMaxTable = 320;    // gradients a launch can name: kernel parameters end at 4 KiB
+inline constexpr int kMaxGroups = 32;    // sets of hyperparameters a launch can name
+
+// Of add_up, for `num` values.
+inline int64_t num_sums(int64_t num) { return num == 0 ? 1 : (num + kSumNumel - 1) / kSumNumel; }
+
+// A plan as a launch takes it: pointers into the uploaded image.
+template <class Segment>
+struct List {
+  const Segment* segments = nullptr;
+  const uint32_t* tile_segments = nullptr;
+  int64_t num_tiles = 0;
+};
+
+template <class Segment>
+struct Plan {
+  std::vector<Segment> segments;
+  std::vector<uint32_t> tile_segments;  // per tile: the segment it belongs to
+  int first = 0;                        // index of the parameter that is entry 0 of the launch's table
+
+  int64_t num_tiles() const { return static_cast<int64_t>(tile_segments.size()); }
+  size_t image_bytes() const { return segments.size() * sizeof(Segment) + tile_segments.size() * sizeof(uint32_t); }
+  // To host memory of image_bytes; the user copies it to where the kernels run and keeps it alive there.
+  void write_image(void* image) const {
+    if (segments.empty()) return;
+    const size_t bytes = segments.size() * sizeof(Segment);
+    std::memcpy(image, segments.data(), bytes);
+    std::memcpy(static_cast<std::byte*>(image) + bytes, tile_segments.data(), tile_segments.size() * sizeof(uint32_t));
+  }
+  // `image`: the uploaded one, at a multiple of 16 bytes.
+  List<Segment> list(const void* image) const {
+    const auto* tiles = static_cast<const std::byte*>(image) + segments.size() * sizeof(Segment);
+    return {static_cast<const Segment*>(image), reinterpret_cast<const uint32_t*>(tiles), num_tiles()};
+  }
+};
+
+// A `Copy` as the kernels read it. Offsets in bytes, everything else in elements. f64 is
+// pairs of f32.
+struct CopySegment {
+  int64_t src_offset = 0;
+  int64_t dst_offset = 0;
+  int64_t numel = 0;  // of all pieces
+  int64_t piece_numel = 1;
+  int64_t src_stride = 0;
+  int64_t dst_stride = 0;
+  int64_t first_tile = 0;
+  DType src = DType::f32;
+  DType dst = DType::f32;
+};
+
+// A whole gradient, dense, on its way to the segments of all ranks: one entry, however many ranks there are. Of `outer`
+// blocks of `dim` rows of `inner` elements each rank gets `rows` rows of every block, the last ranks fewer or none.
+//
+//   segment of a rank:  | .. rows of all blocks | pad: zeros | .. | flag | zeros | ..
+//
+struct PackSegment {
+  int64_t dst_offset = 0;   // of rank 0's rows, in bytes
+  int64_t flag_offset = 0;  // of rank 0's flag, in bytes
+  int64_t rank_bytes = 0;   // from one rank's segment to the next one's
+  int64_t outer = 1;
+  int64_t dim = 0;
+  int64_t inner = 1;
+  int64_t rows = 0;
+  int64_t region_numel = 0;  // of a rank's rows and pad; 0: the flag alone
+  int64_t first_tile = 0;
+  int32_t num_ranks = 1;
+  int32_t rank_tiles = 1;  // of one rank
+  int32_t flag_numel = 0;  // the flag and the zeros behind it; 0: there is none
+  int32_t source = 0;      // entry of the launch's table
+  DType src = DType::f32;
+  DType dst = DType::f32;
+  DType flag_type = DType::f32;
+};
+
+// Rows to be summed: `numel` elements at `src_offset` bytes from every source's base go to a target.
+struct ReduceSegment {
+  int64_t src_offset = 0;
+  int64_t numel = 0;
+  int64_t first_tile = 0;
+  int32_t target = 0;  // entry of the launch's table
+  DType src = DType::f32;
+  DType dst = DType::f32;
+  bool operator==(const ReduceSegment&) const = default;
+};
+
+// The numbers by which the elements of a range draw their random bits, as cpu::Rounding has them: element i is number
+// first + i / run * stride + i % run, so that rows that lie apart in the whole parameter draw what they would there.
+struct Numbers {
+  uint64_t first = 0;
+  int64_t run = 0;  // 0: all follow each other
+  int64_t stride = 0;
+  bool operator==(const Numbers&) const = default;
+};
+
+// A range of elements that an optimizer steps. The pointers are those of the memory it lies in for as long as the plan
+// is used; only gradients may move.
+struct AdamWSegment {
+  void* param = nullptr;
+  void* exp_avg = nullptr;
+  void* exp_avg_sq = nullptr;
+  void* max_exp_avg_sq = nullptr;   // null: no amsgrad
+  float* exp_avg_scales = nullptr;  // one for each block of codes (kernels/rules/moment_codes.hpp); null but for codes
+  float* exp_avg_sq_scales = nullptr;
+  float* max_exp_avg_sq_scales = nullptr;
+  int64_t numel = 0;
+  int64_t first_tile = 0;
+  Numbers numbers;
+  int32_t source = 0;              // entry of the launch's table of gradients
+  int32_t group = 0;               // entry of the launch's table of steps
+  DType type = DType::f32;         // of the parameter and its gradient
+  DType moment_type = DType::f32;  // f32 or bf16; byte: codes, all segments of a launch or none
+  bool operator==(const AdamWSegment&) const = default;
+};
+
+// Likewise of an optimizer of FloatRules.
+struct FloatSegment {
+  float* param = nullptr;
+  float* state = nullptr;  // null: none is kept
+  int64_t numel = 0;
+  int64_t first_tile = 0;
+  int32_t source = 0;
+  int32_t group = 0;
+  bool operator==(const FloatSegment&) const = default;
+};
+
+// Values in pieces, and their codes, dense and from the beginning of a block on (core/wire_format.hpp). Offsets in
+// bytes, those of codes and scales from the start of a rank's segment or of all of them.
+struct WireSegment {
+  int64_t values_offset = 0;
+  int64_t codes_offset = 0;
+  int64_t scales_offset = 0;  // of formats with scales
+  int64_t numel = 0;          // of all pieces
+  int64_t piece_numel = 1;
+  int64_t stride = 0;  // elements from one piece of values to the next
+  int64_t first_tile = 0;
+  int32_t source = 0;  // entry of the launch's table
+  DType type = DType::f32;
+  WireFormat format = WireFormat::plain;  // plain: f32 as it is
+};
+
+using CopyPlan = Plan<CopySegment>;
+using CopyList = List<CopySegment>;
+using PackPlan = Plan<PackSegment>;
+using PackList = List<PackSegment>;
+using ReducePlan = Plan<ReduceSegment>;
+using ReduceList = List<ReduceSegment>;
+using AdamWPlan = Plan<AdamWSegment>;
+using AdamWList = List<AdamWSegment>;
+using FloatPlan = Plan<FloatSegment>;
+using FloatList = List<FloatSegment>;
+using WirePlan = Plan<WireSegment>;
+using WireList = List<WireSegment>;
+
+// The kernels compute in fp32: what has an f64 side they can move, but neither cast nor add.
+inline bool computes(DType type) { return type == DType::f32 || type == DType::bf16 || type == DType::f16; }
+inline bool computes(DType src, DType dst) { return computes(src) && computes(dst); }
+inline bool serves(const Copy& copy) { return copy.src == copy.dst || computes(copy.src, copy.dst); }
+
+// Cuts segments into tiles. Empty segments are left out. Throws Error for a type that the kernels do not compute, and
+// when there are more tiles than a launch can have.
+CopyPlan make_plan(std::vector<CopySegment> segments);
+PackPlan make_plan(std::vector<PackSegment> segments);
+ReducePlan make_plan(std::vector<ReduceSegment> segments);
+// Throws Error as well for moments that are neither f32, bf16 nor codes with scales, and for a group or gradient that
+// no launch can name.
+AdamWPlan make_plan(std::vector<AdamWSegment> segments);
+FloatPlan make_plan(std::vector<FloatSegment> segments);
+// Throws Error as well for pieces of more than 2^31 elements.
+WirePlan make_plan(std::vector<WireSegment> segments);
+
+// --- the plans of a unit; one table entry is one parameter ----------------------------------------------------------
+
+// Of copies that the kernels serve.
+CopyPlan plan_copies(std::span<const Copy> copies);
+
+// Whether a gradient of `type` is packed by kernels: cast where they compute, in pieces that they can count.
+bool packs(const ParamPlace& place, DType type);
+// Whether the flags behind the rows of this layout are of a type that the kernels write.
+bool packs_flags(const Layout& layout);
+
+// Whole gradients, dense, of `grad_types[parameter]` -> the W reduce segments, `segment_bytes` apart, with every byte
+// of theirs written: those of gradients that `packs` refuses, and those of flags that `packs_flags` does, are not. In
+// what lies behind layout.reduce_segment_bytes() is room for a flag of each parameter. Several plans when there are
+// more than kMaxTable parameters; the table's entry i is then parameter `first + i`.
+std::vector<PackPlan> plan_pack(const Layout& layout, std::span<const DType> grad_types, size_t segment_bytes);
+
+// This rank's reduced segment, where the sources' bases are -> the gradients. Several plans as in plan_pack, without
+// parameters that have an f64 side.
+std::vector<ReducePlan> plan_reduce(const Layout& layout);
+
+}  // namespace fsdp2x::cuda

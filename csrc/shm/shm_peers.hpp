@@ -1,0 +1,161 @@
+// Waiting for the other ranks of a group, waking them, and noticing that one is gone.
+#pragma once
+
+#include <poll.h>
+#include <sched.h>
+#include <sys/types.h>
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "shm/file_descriptor.hpp"
+#include "shm/shm_map.hpp"
+#include "shm/shm_options.hpp"
+
+namespace fsdp2x::cpu {
+
+// "12.3 s"
+std::string seconds_text(double seconds);
+
+// What a wait finds at a peer. elsewhere: it comes only after this rank has gone on.
+enum class Seen { late, done, elsewhere };
+
+inline Seen seen(Seen seen) { return seen; }
+inline Seen seen(bool is_done) { return is_done ? Seen::done : Seen::late; }
+
+// A rank that has left a pass may have begun another one meanwhile, and says so: who waits for it looks after this
+// time.
+inline constexpr double kPatienceS = 0.5;
+
+class Peers {
+ public:
+  // `where(rank)` says for a timeout what that rank did last.
+  Peers(const ShmOptions& options, ShmMap map, std::byte* control, std::function<std::string(int)> where);
+
+  // Opens the peers' processes by the pids that rank 0 published; without it only closing and timeouts end a wait.
+  void watch();
+
+  RankState& state(int rank) const { return map_.state(control_, rank); }
+
+  // Wakes the peers that sleep. Call it after every store that somebody may wait for.
+  void ring() const;
+
+  // Ranks that have left one of these passes will not come to what this rank waits for in it; 0: none. Neither will
+  // those that have left another one, if this rank does not know it yet.
+  void set_passes(uint64_t pass, uint64_t forward);
+  // This rank has left that pass.
+  void note_left(uint64_t pass) { own_.left = pass; }
+  // Why this rank leaves its pass, when it is because a peer has; otherwise empty.
+  const std::string& followed() const { return followed_; }
+
+  // What see(rank), a Seen or whether the rank is done, says of all peers; without waiting.
+  template <class See>
+  Seen see_all(const See& see) const;
+
+  // Returns true when see(rank) is done for every peer, false as soon as one is elsewhere. Throws Error when a late
+  // peer is dead, closed, or has left this rank's pass, when any rank has failed, and after the group's timeout.
+  // `describe()` names what is waited for; it is called only for an error.
+  template <class See, class Describe>
+  bool wait(const See& see, const Describe& describe);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  static void pause();
+  uint32_t begin_sleep() const;
+  void sleep(uint32_t bell, Clock::time_point deadline) const;
+  void end_sleep() const;
+
+  // Looks at every peer's process once; afterwards is_dead() answers.
+  void look();
+  bool is_dead(int rank) const { return dead_[static_cast<size_t>(rank)]; }
+  bool is_closed(int rank) const { return state(rank).closed.load(std::memory_order_acquire) != 0; }
+  bool has_failed(int rank) const { return state(rank).failed.load(std::memory_order_acquire) != 0; }
+  bool has_left(int rank) const {
+    const uint64_t left = state(rank).left.load(std::memory_order_acquire);
+    if (left == 0 || own_.pass == 0) return false;
+    return left == own_.pass || left == own_.forward ||
+           (left != own_.left && left != known_left_[static_cast<size_t>(rank)]);
+  }
+  [[noreturn]] void fail_failed(int rank, const std::string& what) const;
+  [[noreturn]] void fail_gone(int rank, const std::string& what, double waited_s) const;
+  [[noreturn]] void fail_left(int rank, const std::string& what, double waited_s);
+  [[noreturn]] void fail_timeout(int rank, const std::string& what, double waited_s) const;
+  std::string name(int rank) const;
+  // "; rank 2 (pid 7) has died": a peer that waits in vain is often not the cause.
+  std::string other_dead(int rank) const;
+
+  // Before a wait sleeps.
+  struct Patience {
+    int num_pauses, num_yields;
+  };
+  struct Passes {
+    uint64_t pass = 0, forward = 0;  // see set_passes()
+    uint64_t left = 0;
+  };
+
+  const ShmOptions& options_;
+  ShmMap map_;
+  std::byte* control_;
+  std::function<std::string(int)> where_;
+  Patience patience_;
+  bool watching_ = false;
+  Passes own_;
+  std::vector<uint64_t> known_left_;  // by rank: the pass of the last error
+  std::string followed_;
+  std::vector<FileDescriptor> processes_;
+  std::vector<pollfd> polled_;
+  std::vector<bool> dead_;
+};
+
+template <class See>
+Seen Peers::see_all(const See& see) const {
+  Seen all = Seen::done;
+  for (int rank = 0; rank < options_.world; ++rank) {
+    if (rank == options_.rank) continue;
+    const Seen one = seen(see(rank));
+    if (one == Seen::elsewhere) return one;
+    if (one == Seen::late) all = one;
+  }
+  return all;
+}
+
+template <class See, class Describe>
+bool Peers::wait(const See& see, const Describe& describe) {
+  Seen all = see_all(see);
+  for (int i = 0; all == Seen::late && i < patience_.num_pauses; ++i, all = see_all(see)) pause();
+  for (int i = 0; all == Seen::late && i < patience_.num_yields; ++i, all = see_all(see)) ::sched_yield();
+  if (all != Seen::late) return all == Seen::done;
+  const auto start = Clock::now();
+  const auto deadline =
+      start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(options_.timeout_s));
+  while (true) {
+    const uint32_t bell = begin_sleep();
+    all = see_all(see);
+    if (all == Seen::late) sleep(bell, deadline);
+    end_sleep();
+    if (all == Seen::late) all = see_all(see);
+    if (all != Seen::late) return all == Seen::done;
+
+    const auto now = Clock::now();
+    const double waited_s = std::chrono::duration<double>(now - start).count();
+    look();
+    const auto is_late = [&](int rank) { return rank != options_.rank && seen(see(rank)) == Seen::late; };
+    for (int rank = 0; rank < options_.world; ++rank) {
+      if (has_failed(rank)) fail_failed(rank, describe());
+      // What a rank did before it went is still there, hence the look afterwards.
+      if ((is_dead(rank) || is_closed(rank)) && is_late(rank)) fail_gone(rank, describe(), waited_s);
+      if (waited_s >= kPatienceS && has_left(rank) && is_late(rank)) fail_left(rank, describe(), waited_s);
+    }
+    for (int rank = 0; now >= deadline && rank < options_.world; ++rank) {
+      if (is_late(rank)) fail_timeout(rank, describe(), waited_s);
+    }
+    if (options_.on_wait) options_.on_wait();
+  }
+}
+
+}  // namespace fsdp2x::cpu

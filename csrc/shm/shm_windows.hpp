@@ -1,0 +1,51 @@
+// The windows a rank has mapped from the memfd: opened at the first use, kept until the group dies.
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <utility>
+
+#include "shm/process_guard.hpp"
+
+namespace fsdp2x::cpu {
+
+enum class View { read_write, read_only, isolated };
+
+size_t page_bytes();
+
+// One mapping of a range of the memfd. A forked child does not have it: what the child maps may come to lie there.
+class Mapping {
+ public:
+  Mapping() = default;
+  // Throws Error when the system refuses.
+  Mapping(int fd, size_t offset, size_t bytes, View view);
+  Mapping(Mapping&& other) noexcept;
+  Mapping& operator=(Mapping&& other) noexcept;
+  ~Mapping();
+
+  std::byte* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  ProcessGuard guard_;
+  std::byte* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+// Mappings of one view, found again by file offset and size.
+class Windows {
+ public:
+  explicit Windows(View view) : view_(view) {}
+  // The smallest window that begins at `offset` and holds `bytes`. A larger one than asked for only exists before a
+  // smaller one would be made, so that equal arguments always give equal pointers.
+  std::byte* get(int fd, size_t offset, size_t bytes);
+  size_t mapped_bytes() const { return mapped_bytes_; }
+  size_t count() const { return mappings_.size(); }
+
+ private:
+  View view_;
+  std::map<std::pair<size_t, size_t>, Mapping> mappings_;
+  size_t mapped_bytes_ = 0;
+};
+
+}  // namespace fsdp2x::cpu
