@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "core/layout.hpp"
-#include "kernels/cuda/kernels.hpp"
 #include "device_memory.hpp"
+#include "kernels/cuda/kernels.hpp"
 
 namespace fsdp2x::cuda {
 namespace {

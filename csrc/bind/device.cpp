@@ -6,17 +6,7 @@
 #include "engine/transport/device/device_transport.hpp"
 
 namespace fsdp2x {
-namespace {
-
 namespace py = pybind11;
-
-std::vector<std::pair<uintptr_t, size_t>> ranges_of(const std::vector<MemoryRange>& ranges) {
-  std::vector<std::pair<uintptr_t, size_t>> result;
-  for (const MemoryRange& range : ranges) result.emplace_back(reinterpret_cast<uintptr_t>(range.data), range.bytes);
-  return result;
-}
-
-}  // namespace
 
 void bind_device(py::module_& m) {
   // Whether fsdp2x was built with them, and whether a device can run them.
@@ -43,14 +33,13 @@ void bind_device(py::module_& m) {
             self.transfer(target, source);
           },
           py::arg("lane"), py::arg("target"), py::arg("source"))
-      // What else touched memory on a lane, for layers that keep a record.
+      // What else touched memory on a lane.
       .def(
-          "note",
+          "touches",
           [](DeviceLayer& self, Lane lane, const std::string& operation, const std::string& subject,
              const std::vector<at::Tensor>& reads, const std::vector<at::Tensor>& writes) {
-            if (!self.is_recorder()) return;
             const LaneScope scope(self, lane);
-            self.note(operation, subject, ranges_of(reads), ranges_of(writes));
+            self.touches(operation.c_str(), subject, reads, writes);
           },
           py::arg("lane"), py::arg("operation"), py::arg("subject"), py::arg("reads"), py::arg("writes"));
   py::class_<TorchLayer, DeviceLayer, std::shared_ptr<TorchLayer>>(m, "TorchLayer")

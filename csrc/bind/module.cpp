@@ -5,8 +5,6 @@
 #include "bind/own.hpp"
 #include "bind/parts.hpp"
 #include "core/error.hpp"
-#include "kernels/cpu/kernels.hpp"
-#include "shm/shm_group.hpp"
 #include "engine/memory/changes.hpp"
 #include "engine/memory/device_kernels.hpp"
 #include "engine/memory/storage.hpp"
@@ -19,6 +17,8 @@
 #include "engine/transport/process_group/process_group_transport.hpp"
 #include "engine/transport/shm/host_all_reduce.hpp"
 #include "engine/transport/shm/shared_memory_transport.hpp"
+#include "kernels/cpu/kernels.hpp"
+#include "shm/shm_group.hpp"
 
 namespace fsdp2x {
 
@@ -32,8 +32,8 @@ struct TorchShape {
 
   // Dtypes that the engine cannot cast travel as bytes.
   ParamShape in_engine() const {
-    ParamShape shape{outer, dim, inner, engine_dtype(original), engine_dtype(compute), engine_dtype(reduce), true,
-                     in_slot};
+    ParamShape shape{outer, dim,    inner, engine_dtype(original), engine_dtype(compute), engine_dtype(reduce),
+                     true,  in_slot};
     if (shape.orig == DType::byte) {
       shape.inner *= static_cast<int64_t>(c10::elementSize(original));
       shape.compute = shape.reduce = DType::byte;
@@ -136,8 +136,7 @@ void bind_layout(py::module_& m) {
       .def_readonly("compute", &TorchShape::compute)
       .def_readonly("reduce", &TorchShape::reduce)
       .def_readonly("in_slot", &TorchShape::in_slot)
-      .def_property_readonly("numel",
-                             [](const TorchShape& shape) { return shape.outer * shape.dim * shape.inner; })
+      .def_property_readonly("numel", [](const TorchShape& shape) { return shape.outer * shape.dim * shape.inner; })
       // For memory plans: bytes of the gradient as peers read it.
       .def_property_readonly("packed_bytes", [](const TorchShape& shape) {
         const ParamShape packed = shape.in_engine();

@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "bind/own.hpp"
+#include "engine/schedule/unit.hpp"
 #include "shm/process_guard.hpp"
 #include "shm/shm_group.hpp"
 #include "shm/shm_handshake.hpp"
-#include "engine/schedule/unit.hpp"
 
 namespace fsdp2x {
 

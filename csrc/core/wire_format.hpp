@@ -36,7 +36,8 @@ FSDP2X_HOST_DEVICE float wire_scale(float peak, float top) {
 // Within what codes reach; NaN becomes zero, its block's scale tells.
 FSDP2X_HOST_DEVICE float wire_place(float value, float scale, float top) {
 #ifdef __CUDA_ARCH__
-  // A product, as in kernels/cuda/bodies/element.hpp; what lies below 2^-126, where it may round another way, has code zero.
+  // A product, as in kernels/cuda/bodies/element.hpp; what lies below 2^-126, where it may round another way, has code
+  // zero.
   const auto place = static_cast<float>(static_cast<double>(value) * (1.0 / static_cast<double>(scale)));
 #else
   const float place = value / scale;

@@ -1,5 +1,5 @@
-// The extension module fsdp2x._C_testing, which no wheel has: devices that are played on CPU memory. It takes the engine
-// from fsdp2x._C, which is imported first.
+// The extension module fsdp2x._C_testing, which no wheel has: devices that are played on CPU memory. It takes the
+// engine from fsdp2x._C, which is imported first.
 #include <torch/csrc/utils/pybind.h>
 
 #include <utility>

@@ -1,6 +1,8 @@
 // A device layer for tests.
 #include "testing/recording_layer.hpp"
 
+#include <torch/csrc/autograd/python_variable.h>
+
 #include <utility>
 
 #include "testing/twins.hpp"
@@ -65,6 +67,22 @@ std::vector<MemoryRange> touched_codes(const WireProgram& program, const void* b
 }
 
 MemoryRange range_of(const at::Tensor& memory) { return {memory.const_data_ptr(), memory.nbytes()}; }
+
+std::vector<MemoryRange> ranges_of(at::TensorList tensors) {
+  std::vector<MemoryRange> ranges;
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.defined()) ranges.push_back(range_of(tensor));
+  }
+  return ranges;
+}
+
+std::vector<MemoryRange> ranges_of(PyObject* list) {
+  std::vector<MemoryRange> ranges;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
+    ranges.push_back(range_of(THPVariable_Unpack(PyList_GET_ITEM(list, i))));
+  }
+  return ranges;
+}
 
 }  // namespace
 
@@ -159,6 +177,43 @@ void RecordingLayer::note(const std::string& operation, const std::string& subje
                           const std::vector<MemoryRange>& reads, const std::vector<MemoryRange>& writes) {
   const std::string lane = lane_ == Lane::host ? lane_name(Lane::host) : name_of(current_);
   entries_.push_back({operation, lane, subject, reads, writes});
+}
+
+void RecordingLayer::touches(const char* operation, const std::string& subject, at::TensorList reads,
+                             at::TensorList writes) {
+  note(operation, subject, ranges_of(reads), ranges_of(writes));
+}
+
+void RecordingLayer::gathers(const std::string& subject, PyObject* outputs, PyObject* inputs) {
+  note("all_gather", subject, ranges_of(inputs), ranges_of(outputs));
+}
+
+void RecordingLayer::lands(const std::string& subject, const Layout& layout, const at::Tensor& memory,
+                           const GradientTargets& targets) {
+  std::vector<MemoryRange> written;
+  bool in_place = false, is_new = false;
+  for (size_t i = 0; i < targets.size(); ++i) {
+    if (!targets[i]) continue;
+    const ParamPlace& place = layout.params()[i];
+    is_new = is_new || targets[i]->is_new;
+    if (place.shard_numel == 0) continue;
+    const bool lies_there = static_cast<const std::byte*>(memory.const_data_ptr()) + place.reduce_segment_offset ==
+                            static_cast<const std::byte*>(targets[i]->data);
+    in_place = in_place || lies_there;
+    if (!lies_there) written.push_back({targets[i]->data, bytes_of(place.shape.orig, place.shard_numel)});
+  }
+  // The device is the CPU, where new memory of the host may just have been a gradient of the device.
+  if (is_new) written.clear();
+  note(in_place ? "land in place" : "land by copy", subject, {range_of(memory)}, written);
+}
+
+void RecordingLayer::lets_users_write(const std::function<std::vector<at::Tensor>(bool on_host)>& memory_of) {
+  for (const bool on_host : {false, true}) {
+    const std::vector<MemoryRange> pools = ranges_of(memory_of(on_host));
+    if (on_host && pools.empty()) return;
+    const LaneScope scope(*this, on_host ? Lane::host : Lane::compute);
+    note("optimizer", "", pools, pools);
+  }
 }
 
 // --- work ---

@@ -11,6 +11,12 @@
 
 namespace fsdp2x {
 
+// Bytes that an operation reads or writes.
+struct MemoryRange {
+  const void* data = nullptr;
+  size_t bytes = 0;
+};
+
 class RecordingLayer final : public DeviceLayer {
  public:
   struct Entry {
@@ -46,9 +52,11 @@ class RecordingLayer final : public DeviceLayer {
   void assign(const at::Tensor& target, const at::Tensor& source) override;
   void transfer(const at::Tensor& target, const at::Tensor& source) override;
   bool in_capture() override { return in_capture_; }
-  bool is_recorder() const override { return true; }
-  void note(const std::string& operation, const std::string& subject, const std::vector<MemoryRange>& reads,
-            const std::vector<MemoryRange>& writes) override;
+  void touches(const char* operation, const std::string& subject, at::TensorList reads, at::TensorList writes) override;
+  void gathers(const std::string& subject, PyObject* outputs, PyObject* inputs) override;
+  void lands(const std::string& subject, const Layout& layout, const at::Tensor& memory,
+             const GradientTargets& targets) override;
+  void lets_users_write(const std::function<std::vector<at::Tensor>(bool on_host)>& memory_of) override;
 
   const std::vector<Entry>& entries() const { return entries_; }
   void clear() { entries_.clear(); }
@@ -70,6 +78,8 @@ class RecordingLayer final : public DeviceLayer {
   // The stream that `lane` means here.
   int stream_of(Lane lane) const;
   static std::string name_of(int stream);
+  void note(const std::string& operation, const std::string& subject, const std::vector<MemoryRange>& reads,
+            const std::vector<MemoryRange>& writes);
 
   Lane lane_ = Lane::compute;
   int current_ = 0;          // the current stream: a lane's number, or a user stream's behind those

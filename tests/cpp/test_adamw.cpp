@@ -190,8 +190,7 @@ TEST_P(Optimizer, SgdEqualsItsTwin) {
   for (const float weight_decay : {0.0f, 0.1f}) {
     for (int mode = 0; mode < SgdRule::kNumMomentum; ++mode) {
       const auto momentum = static_cast<SgdRule::Momentum>(mode);
-      const bool nesterov =
-          momentum == SgdRule::first_nesterov || momentum == SgdRule::later_nesterov;
+      const bool nesterov = momentum == SgdRule::first_nesterov || momentum == SgdRule::later_nesterov;
       const bool later = momentum == SgdRule::later || momentum == SgdRule::later_nesterov;
       for (const int64_t numel : kSizes) {
         const SgdRule step{weight_decay, 0.9f, 0.7f, -0.05f, numel % 2 == 1 ? -1.0f : 1.0f, momentum};

@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "core/error.hpp"
-#include "kernels/rules/moment_codes.hpp"
-#include "kernels/cpu/optimizers.hpp"
 #include "executor.hpp"
+#include "kernels/cpu/optimizers.hpp"
+#include "kernels/rules/moment_codes.hpp"
 
 namespace fsdp2x::cuda {
 namespace {

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "core/error.hpp"
-#include "kernels/cpu/kernels.hpp"
 #include "executor.hpp"
+#include "kernels/cpu/kernels.hpp"
 #include "virtual_ranks.hpp"
 
 namespace fsdp2x::cuda {

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "core/error.hpp"
-#include "kernels/cpu/optimizers.hpp"
 #include "executor.hpp"
+#include "kernels/cpu/optimizers.hpp"
 
 namespace fsdp2x::cuda {
 namespace {
@@ -285,8 +285,8 @@ TEST(FloatRules, EverySizeAlignmentAndVariant) {
     for (const size_t shift : {size_t{0}, size_t{1}}) {
       for (const float grad_scale : {1.0f, 0.25f}) {
         const auto trace = [&](const char* rule, int variant) {
-          return std::string(rule) + " variant " + std::to_string(variant) + ", " + std::to_string(numel) + " shifted by " +
-                 std::to_string(shift);
+          return std::string(rule) + " variant " + std::to_string(variant) + ", " + std::to_string(numel) +
+                 " shifted by " + std::to_string(shift);
         };
         for (int mode = 0; mode < SgdRule::kNumMomentum; ++mode) {
           for (const float weight_decay : {0.0f, 0.1f}) {
@@ -296,7 +296,8 @@ TEST(FloatRules, EverySizeAlignmentAndVariant) {
           }
         }
         SCOPED_TRACE(trace("lion", 0));
-        steps_as_on_the_cpu(LionRule{0.997f, 0.9f, 0.1f, 0.99f, 0.01f, -0.03f, -1.0f}, numel, shift, grad_scale, random);
+        steps_as_on_the_cpu(LionRule{0.997f, 0.9f, 0.1f, 0.99f, 0.01f, -0.03f, -1.0f}, numel, shift, grad_scale,
+                            random);
       }
     }
   }

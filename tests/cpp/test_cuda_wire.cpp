@@ -8,9 +8,9 @@
 
 #include "core/error.hpp"
 #include "core/layout.hpp"
+#include "executor.hpp"
 #include "kernels/cpu/kernels.hpp"
 #include "kernels/cpu/wire.hpp"
-#include "executor.hpp"
 
 namespace fsdp2x::cuda {
 

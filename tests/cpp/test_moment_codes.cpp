@@ -7,8 +7,8 @@
 #include <random>
 #include <vector>
 
-#include "kernels/rules/moment_codes.hpp"
 #include "kernels/cpu/optimizers.hpp"
+#include "kernels/rules/moment_codes.hpp"
 #include "twins.hpp"
 
 namespace fsdp2x {

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "core/error.hpp"
-#include "shm/shm_group.hpp"
 #include "faults.hpp"
 #include "ranks.hpp"
+#include "shm/shm_group.hpp"
 
 namespace fsdp2x {
 namespace {

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "core/error.hpp"
-#include "shm/shm_group.hpp"
 #include "ranks.hpp"
+#include "shm/shm_group.hpp"
 
 namespace fsdp2x {
 namespace {

@@ -15,8 +15,8 @@
 
 #include "core/error.hpp"
 #include "core/slots.hpp"
-#include "shm/shm_group.hpp"
 #include "ranks.hpp"
+#include "shm/shm_group.hpp"
 
 namespace fsdp2x {
 namespace {

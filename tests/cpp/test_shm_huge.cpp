@@ -10,11 +10,11 @@
 #include <string>
 #include <vector>
 
+#include "ranks.hpp"
 #include "shm/file_descriptor.hpp"
 #include "shm/huge_pages.hpp"
 #include "shm/shm_group.hpp"
 #include "shm/shm_windows.hpp"
-#include "ranks.hpp"
 
 namespace fsdp2x {
 namespace {

@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "core/error.hpp"
-#include "shm/shm_map.hpp"
 #include "model/explorer.hpp"
 #include "model/shm_ranks.hpp"
+#include "shm/shm_map.hpp"
 
 namespace fsdp2x {
 namespace {

@@ -12,8 +12,8 @@
 #include "core/error.hpp"
 #include "core/slots.hpp"
 #include "kernels/cpu/kernels.hpp"
-#include "shm/shm_group.hpp"
 #include "ranks.hpp"
+#include "shm/shm_group.hpp"
 
 namespace fsdp2x {
 namespace {

@@ -9,8 +9,8 @@
 #include <memory>
 #include <vector>
 
-#include "shm/shm_group.hpp"
 #include "ranks.hpp"
+#include "shm/shm_group.hpp"
 
 namespace fsdp2x {
 namespace {

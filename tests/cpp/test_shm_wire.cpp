@@ -16,10 +16,10 @@
 #include <vector>
 
 #include "core/error.hpp"
+#include "ranks.hpp"
 #include "shm/file_descriptor.hpp"
 #include "shm/shm_group.hpp"
 #include "shm/shm_map.hpp"
-#include "ranks.hpp"
 
 namespace fsdp2x {
 namespace {

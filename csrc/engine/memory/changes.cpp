@@ -9,9 +9,9 @@
 #include <mutex>
 
 #include "core/error.hpp"
-#include "kernels/cpu/changes.hpp"
 #include "engine/memory/device_kernels.hpp"
 #include "engine/torch/parallel.hpp"
+#include "kernels/cpu/changes.hpp"
 
 namespace fsdp2x {
 

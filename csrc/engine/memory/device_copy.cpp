@@ -1,8 +1,8 @@
 // Copy plans on any device.
 #include "engine/memory/device_copy.hpp"
 
-#include "kernels/cpu/kernels.hpp"
 #include "engine/torch/parallel.hpp"
+#include "kernels/cpu/kernels.hpp"
 
 namespace fsdp2x {
 

@@ -9,8 +9,8 @@
 #include <optional>
 #include <string>
 
-#include "kernels/cuda/probe.hpp"
 #include "engine/torch/py_ref.hpp"
+#include "kernels/cuda/probe.hpp"
 
 namespace fsdp2x {
 

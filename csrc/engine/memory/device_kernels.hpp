@@ -10,9 +10,9 @@
 #include <optional>
 #include <vector>
 
-#include "kernels/cuda/kernels.hpp"
 #include "engine/memory/uploaded_plan.hpp"
 #include "engine/torch/current_stream.hpp"
+#include "kernels/cuda/kernels.hpp"
 
 namespace fsdp2x {
 

@@ -1,9 +1,9 @@
 // Storages whose data pointer the engine moves.
 #include "engine/memory/storage.hpp"
 
-#include "shm/huge_pages.hpp"
 #include "engine/memory/device_copy.hpp"
 #include "engine/torch/torch_compat.hpp"
+#include "shm/huge_pages.hpp"
 
 namespace fsdp2x {
 

@@ -7,11 +7,11 @@
 #include <utility>
 
 #include "core/error.hpp"
-#include "kernels/rules/moment_codes.hpp"
-#include "kernels/cpu/optimizers.hpp"
 #include "engine/memory/storage.hpp"
 #include "engine/optim/coded_moments.hpp"
 #include "engine/optim/step_jobs.hpp"
+#include "kernels/cpu/optimizers.hpp"
+#include "kernels/rules/moment_codes.hpp"
 
 namespace fsdp2x {
 namespace {

@@ -5,10 +5,10 @@
 
 #include <algorithm>
 
-#include "kernels/cpu/kernels.hpp"
 #include "engine/memory/storage.hpp"
 #include "engine/torch/gil.hpp"
 #include "engine/torch/parallel.hpp"
+#include "kernels/cpu/kernels.hpp"
 
 namespace fsdp2x {
 namespace {

@@ -4,11 +4,11 @@
 #include <algorithm>
 
 #include "core/error.hpp"
-#include "kernels/rules/moment_codes.hpp"
-#include "kernels/cpu/optimizers.hpp"
 #include "engine/memory/local_tensor.hpp"
 #include "engine/torch/gil.hpp"
 #include "engine/torch/parallel.hpp"
+#include "kernels/cpu/optimizers.hpp"
+#include "kernels/rules/moment_codes.hpp"
 
 namespace fsdp2x {
 

@@ -1,4 +1,5 @@
-// Moments in 8 bits (kernels/rules/moment_codes.hpp) as tensors: into codes and out of them, where states are loaded and saved.
+// Moments in 8 bits (kernels/rules/moment_codes.hpp) as tensors: into codes and out of them, where states are loaded
+// and saved.
 #pragma once
 
 #include <ATen/ATen.h>

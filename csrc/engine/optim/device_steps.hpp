@@ -20,8 +20,8 @@
 #include <cstring>
 #include <vector>
 
-#include "kernels/rules/optimizer_rules.hpp"
 #include "engine/memory/device_kernels.hpp"
+#include "kernels/rules/optimizer_rules.hpp"
 
 namespace fsdp2x {
 

@@ -6,10 +6,10 @@
 #include <vector>
 
 #include "core/error.hpp"
-#include "kernels/rules/optimizer_rules.hpp"
-#include "kernels/cpu/optimizers.hpp"
 #include "engine/optim/optimizer.hpp"
 #include "engine/optim/step_jobs.hpp"
+#include "kernels/cpu/optimizers.hpp"
+#include "kernels/rules/optimizer_rules.hpp"
 
 namespace fsdp2x {
 

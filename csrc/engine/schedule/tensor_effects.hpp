@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "core/schedule/effects.hpp"
-#include "shm/shm_group.hpp"
 #include "engine/schedule/waiting_gradients.hpp"
 #include "engine/transport/agreement.hpp"
 #include "engine/transport/transport.hpp"
+#include "shm/shm_group.hpp"
 
 namespace fsdp2x {
 

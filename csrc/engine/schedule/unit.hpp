@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "shm/process_guard.hpp"
 #include "engine/params/param_group.hpp"
 #include "engine/params/unit_facts.hpp"
+#include "shm/process_guard.hpp"
 
 namespace fsdp2x {
 

@@ -7,8 +7,8 @@
 #include <immintrin.h>
 #endif
 
-#include "kernels/rules/philox.hpp"
 #include "kernels/cpu/kernel_table.hpp"
+#include "kernels/rules/philox.hpp"
 
 namespace fsdp2x::cpu {
 namespace {

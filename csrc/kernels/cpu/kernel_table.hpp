@@ -53,12 +53,13 @@ struct KernelTable {
   // [amsgrad]; max_exp_avg_sq is not read without it.
   void (*adamw[2])(float* param, const float* grad, float* exp_avg, float* exp_avg_sq, float* max_exp_avg_sq,
                    int64_t numel, const AdamWStep& step);
-  // The rounding bits (see kernels/rules/philox.hpp) of the elements of `num_blocks` blocks, 16 for each, in their order.
+  // The rounding bits (see kernels/rules/philox.hpp) of the elements of `num_blocks` blocks, 16 for each, in their
+  // order.
   void (*rounding_bits)(uint16_t* bits, RoundingKey key, Draw draw, uint64_t first_block, int64_t num_blocks);
   // dst (bf16) = acc, rounded up or down by the bits.
   void (*store_stochastic)(void* dst, const float* acc, const uint16_t* bits, int64_t numel);
-  // Moments in 8 bits, from the beginning of a block on (kernels/rules/moment_codes.hpp): [has a sign], and [stochastic]; `bits`
-  // are not read without.
+  // Moments in 8 bits, from the beginning of a block on (kernels/rules/moment_codes.hpp): [has a sign], and
+  // [stochastic]; `bits` are not read without.
   void (*load_moments[2])(float* values, const uint8_t* codes, const float* scales, int64_t numel);
   void (*store_moments[2][2])(uint8_t* codes, float* scales, const float* values, const uint16_t* bits, int64_t numel);
   // Wire formats, [fp8 rather than int8]: see kernels/cpu/wire.hpp. `first` is in the first block.

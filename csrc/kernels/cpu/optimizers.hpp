@@ -1,5 +1,5 @@
-// Optimizer steps on raw pointers: one pass over parameter, gradient and state, by kernels/rules/optimizer_rules.hpp. Each has a
-// scalar twin in tests/cpp.
+// Optimizer steps on raw pointers: one pass over parameter, gradient and state, by kernels/rules/optimizer_rules.hpp.
+// Each has a scalar twin in tests/cpp.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,9 @@ struct Rounding {
 };
 
 struct AdamWPiece {
-  DType type = DType::f32;     // of the parameter and its gradient: f32, bf16 or f16
-  DType moments = DType::f32;  // f32, bf16, or byte: codes of kernels/rules/moment_codes.hpp, from the beginning of a block on
+  DType type = DType::f32;  // of the parameter and its gradient: f32, bf16 or f16
+  DType moments =
+      DType::f32;  // f32, bf16, or byte: codes of kernels/rules/moment_codes.hpp, from the beginning of a block on
   void* param = nullptr;
   const void* grad = nullptr;
   void* exp_avg = nullptr;
@@ -40,8 +41,8 @@ struct AdamWPiece {
 // is the new one, both are stored equal.
 void adamw(const AdamWPiece& piece, const AdamWStep& step);
 
-// Moments in 8 bits from the beginning of a block on (kernels/rules/moment_codes.hpp), out of codes and into the nearest ones.
-// `is_signed`: of exp_avg.
+// Moments in 8 bits from the beginning of a block on (kernels/rules/moment_codes.hpp), out of codes and into the
+// nearest ones. `is_signed`: of exp_avg.
 void decode_moments(float* values, const uint8_t* codes, const float* scales, int64_t numel, bool is_signed);
 void encode_moments(uint8_t* codes, float* scales, const float* values, int64_t numel, bool is_signed);
 

@@ -9,9 +9,9 @@
 #include <cstdint>
 
 #include "core/host_device.hpp"
+#include "kernels/cuda/plan.hpp"
 #include "kernels/rules/optimizer_rules.hpp"
 #include "kernels/rules/philox.hpp"
-#include "kernels/cuda/plan.hpp"
 
 struct CUstream_st;
 

@@ -206,7 +206,7 @@ class HostMoments:
             torch.empty(block.memory.numel(), dtype=torch.uint8, device=device) for block in blocks[:num_buffers]
         ]
         known = [block.memory for block in blocks if block.has_stepped]
-        layer.note(_C.Lane.host, "moments", "", known, known)
+        layer.touches(_C.Lane.host, "moments", "", known, known)
         layer.record(began, compute)  # memory is new in the order of the compute lane
         layer.wait(copy_in, began)
         try:
@@ -222,7 +222,7 @@ class HostMoments:
                 ours = {id(one.param) for one in block.members} & stepped
                 chosen = selection(lambda param, ours=ours: id(param) in ours)
                 run(chosen, block.on_device(buffer, states, stepped), block.steps)
-                layer.note(compute, "step", block.name, [buffer], [buffer])
+                layer.touches(compute, "step", block.name, [buffer], [buffer])
                 layer.record(events["moments stepped"][k], compute)
                 layer.wait(copy_out, events["moments stepped"][k])
                 layer.transfer(copy_out, block.memory, buffer)

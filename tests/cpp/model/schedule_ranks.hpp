@@ -7,9 +7,9 @@
 #include <string>
 #include <utility>
 
-#include "shm/shm_word.hpp"
 #include "model/shm_ranks.hpp"
 #include "schedule/programs.hpp"
+#include "shm/shm_word.hpp"
 
 namespace fsdp2x::model {
 

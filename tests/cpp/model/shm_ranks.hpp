@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "core/slots.hpp"
+#include "model/explorer.hpp"
 #include "shm/shm_map.hpp"
 #include "shm/shm_protocol.hpp"
-#include "model/explorer.hpp"
 
 namespace fsdp2x::model {
 

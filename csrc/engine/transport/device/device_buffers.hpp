@@ -66,7 +66,7 @@ class DeviceBuffers {
   void open(int id, size_t bytes);
   void drop(int id, bool has_waited);
   // For records: others may have written to the memory before it is taken, and may when it was given back.
-  void note(const char* operation, const DeviceBuffer& buffer) const;
+  void touches(const char* operation, const DeviceBuffer& buffer) const;
 
   std::string name_;
   std::shared_ptr<DeviceLayer> layer_;

@@ -49,19 +49,4 @@ void DeviceContext::follow_blocks(Lane lane) {
   }
 }
 
-void DeviceContext::note_rows(const char* operation, const std::string& subject, const at::Tensor& input,
-                              const at::Tensor& output) {
-  if (!layer_->is_recorder()) return;
-  const auto range_of = [](const at::Tensor& tensor) {
-    return tensor.defined() ? ranges_of({tensor}) : std::vector<MemoryRange>();
-  };
-  layer_->note(operation, subject, range_of(input), range_of(output));
-}
-
-std::vector<MemoryRange> ranges_of(const std::vector<at::Tensor>& tensors) {
-  std::vector<MemoryRange> ranges;
-  for (const at::Tensor& tensor : tensors) ranges.push_back({tensor.const_data_ptr(), tensor.nbytes()});
-  return ranges;
-}
-
 }  // namespace fsdp2x

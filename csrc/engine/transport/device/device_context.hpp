@@ -51,9 +51,6 @@ class DeviceContext {
   void follow_blocks(Lane lane);
   void forget_freed_blocks() { lanes_with_freed_blocks_.fill(false); }
 
-  // For records.
-  void note_rows(const char* operation, const std::string& subject, const at::Tensor& input, const at::Tensor& output);
-
  private:
   at::Tensor allocate(size_t bytes);
 
@@ -87,7 +84,5 @@ class HomeScope {
   Lane away_;
   std::optional<LaneScope> scope_;
 };
-
-std::vector<MemoryRange> ranges_of(const std::vector<at::Tensor>& tensors);
 
 }  // namespace fsdp2x

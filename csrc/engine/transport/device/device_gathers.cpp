@@ -184,20 +184,7 @@ void DeviceGathers::call_all_gather(ParamGroup& group, Plan& plan, DeviceBuffer&
   }
   if (!done) throw_collective_error(group, group.calls().explain, "all-gather");
   ++group.counters().python_calls;
-  note_all_gather(group, lists);
-}
-
-void DeviceGathers::note_all_gather(const ParamGroup& group, const TensorLists& lists) {
-  if (!context_.layer().is_recorder()) return;
-  const auto ranges = [](const PyRef& list) {
-    std::vector<MemoryRange> found;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list.get()); ++i) {
-      const at::Tensor& tensor = THPVariable_Unpack(PyList_GET_ITEM(list.get(), i));
-      found.push_back({tensor.const_data_ptr(), tensor.nbytes()});
-    }
-    return found;
-  };
-  context_.layer().note("all_gather", group.name(), ranges(lists.second), ranges(lists.first));
+  context_.layer().gathers(group.name(), lists.first.get(), lists.second.get());
 }
 
 void DeviceGathers::finish(ParamGroup& group) {
@@ -206,12 +193,7 @@ void DeviceGathers::finish(ParamGroup& group) {
   context_.layer().wait(Lane::compute, *slot.ready);
   close(group);
   mine.is_finished = true;
-  note_use(group, slot);
-}
-
-void DeviceGathers::note_use(const ParamGroup& group, const DeviceBuffer& slot) {
-  if (context_.layer().is_recorder())
-    context_.layer().note("use", group.name(), {{slot.data(), group.layout().slot_bytes()}}, {});
+  context_.layer().touches("use", group.name(), slot.memory, {});
 }
 
 void DeviceGathers::release(ParamGroup& group) {
@@ -223,7 +205,7 @@ void DeviceGathers::release(ParamGroup& group) {
   if (id < 0) return close(group);
   DeviceBuffer& slot = (*slots_)[id];
   if (mine.is_finished) {
-    note_use(group, slot);
+    context_.layer().touches("use", group.name(), slot.memory, {});
   } else {  // nobody used it, but its gather may still read the pool that an optimizer writes next
     context_.layer().wait(Lane::compute, *slot.ready);
     close(group);

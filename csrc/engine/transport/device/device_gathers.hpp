@@ -77,8 +77,6 @@ class DeviceGathers {
                                 const DeviceBuffer* staging);
   // Gives back what a gather needed besides its slot; the compute lane has waited for it.
   void close(const ParamGroup& group);
-  void note_use(const ParamGroup& group, const DeviceBuffer& slot);
-  void note_all_gather(const ParamGroup& group, const TensorLists& lists);
 
   DeviceContext& context_;
   HostShards& host_shards_;

@@ -7,6 +7,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,6 +17,7 @@
 #include "core/layout.hpp"
 #include "engine/memory/copy_program.hpp"
 #include "engine/memory/wire_program.hpp"
+#include "engine/params/gradients.hpp"
 #include "engine/transport/segment_plans.hpp"
 
 struct CUstream_st;
@@ -31,18 +33,11 @@ namespace fsdp2x {
 enum class Lane : uint8_t { compute, copy_in, gather, reduce, all_reduce, copy_out, host };
 inline constexpr size_t kNumLanes = 6;
 
-
 // May be recorded again and again; a wait refers to the latest record before it, and is nothing if there was none, or
 // if one of both was captured into a graph and the other was not: see `TorchLayer::capture`.
 class DeviceEvent {
  public:
   virtual ~DeviceEvent() = default;
-};
-
-// Bytes that an operation reads or writes.
-struct MemoryRange {
-  const void* data = nullptr;
-  size_t bytes = 0;
 };
 
 // One parameter of a packing launch: its whole gradient, dense.
@@ -124,10 +119,17 @@ class FSDP2X_VISIBLE DeviceLayer {
   // Whether what the compute lane is given now becomes a graph.
   virtual bool in_capture() { return false; }
 
-  // What torch and collectives do with memory on the current lane, for layers that keep a record.
-  virtual bool is_recorder() const { return false; }
-  virtual void note(const std::string& /*operation*/, const std::string& /*subject*/,
-                    const std::vector<MemoryRange>& /*reads*/, const std::vector<MemoryRange>& /*writes*/) {}
+  // --- what others do with memory on the current lane, which a device does not ask ---
+  // Torch, a collective or a hook of the user's. Undefined tensors are left out.
+  virtual void touches(const char* /*operation*/, const std::string& /*subject*/, at::TensorList /*reads*/,
+                       at::TensorList /*writes*/) {}
+  // A collective over Python lists of tensors.
+  virtual void gathers(const std::string& /*subject*/, PyObject* /*outputs*/, PyObject* /*inputs*/) {}
+  // The host writes reduced rows, which lie in `memory` as in a segment of `layout`, into gradients.
+  virtual void lands(const std::string& /*subject*/, const Layout& /*layout*/, const at::Tensor& /*memory*/,
+                     const GradientTargets& /*targets*/) {}
+  // Users may write to what `memory_of` tells, on the device or on the host, as an optimizer does.
+  virtual void lets_users_write(const std::function<std::vector<at::Tensor>(bool on_host)>& /*memory_of*/) {}
 
  protected:
   friend class LaneScope;

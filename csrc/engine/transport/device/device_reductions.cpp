@@ -129,8 +129,8 @@ void DeviceReductions::call_reduce_scatter(ParamGroup& group, const Reduction& r
                                                                group.averages() ? Py_True : Py_False, nullptr));
   if (!done) throw_collective_error(group, group.calls().explain, "reduction");
   ++group.counters().python_calls;
-  context_.note_rows(group.averages() ? "reduce_scatter (average)" : "reduce_scatter (sum)", group.name(), input,
-                     output);
+  context_.layer().touches(group.averages() ? "reduce_scatter (average)" : "reduce_scatter (sum)", group.name(), input,
+                           output);
 }
 
 DeviceWireGradients* DeviceReductions::wire_of(ParamGroup& group, const SegmentPlan& plan) {
@@ -164,10 +164,10 @@ void DeviceReductions::reduce_coded(ParamGroup& group, DeviceWireGradients& wire
     if (!done) throw_collective_error(group, group.calls().explain, "reduction");
     ++group.counters().python_calls;
   }
-  context_.note_rows("all_to_all", group.name(), sent, received);
+  context_.layer().touches("all_to_all", group.name(), sent, received);
   if (group.calls().all_reduce_hook || group.has_replicas()) {  // the user sees the pads, the all-reduce sends them
     running.rows.zero_();
-    context_.note_rows("zero", group.name(), at::Tensor(), running.rows);
+    context_.layer().touches("zero", group.name(), {}, running.rows);
   }
   // Where a collective would average, an all-reduce over the replicas will.
   wire.sum(layer, received.const_data_ptr(), group.averages() ? group.layout().world() : 1.0, running.rows.data_ptr());
@@ -202,7 +202,7 @@ void DeviceReductions::reduce_over_replicas(ParamGroup& group, Reduction& runnin
                                                                group.averages() ? Py_True : Py_False, nullptr));
   if (!done) throw_collective_error(group, group.calls().explain_all_reduce, "all-reduce");
   ++group.counters().python_calls;
-  context_.note_rows("all_reduce", group.name(), rows, rows);
+  context_.layer().touches("all_reduce", group.name(), rows, rows);
 }
 
 void DeviceReductions::keep_partial(ParamGroup& group, Reduction& running) {
@@ -260,7 +260,7 @@ void DeviceRows::run_hook(const PyRef& hook) {
   const at::Tensor rows =
       typed(reduction_.rows, group_.reduce_type(), 0, reduction_.plan->layout->reduce_segment_bytes());
   call_hook(hook, rows);
-  reductions_.context_.note_rows("hook", group_.name(), rows, rows);
+  reductions_.context_.layer().touches("hook", group_.name(), rows, rows);
 }
 
 std::unique_ptr<ReducedRows> DeviceRows::to_host() {
@@ -316,7 +316,7 @@ void DeviceReductions::ask_for_flags(const ParamGroup& group, const Reduction& r
     mine.flags = host_memory_for(layer.device(), at::kFloat, num);
     mine.flags_there = layer.make_event(group.name() + ".flags");
     const LaneScope scope(layer, Lane::host);
-    layer.note("take", "flags", {}, ranges_of({mine.flags}));
+    layer.touches("take", "flags", {}, mine.flags);
   }
   const LaneScope scope(layer, running.lane);
   layer.transfer(mine.flags,
@@ -331,7 +331,7 @@ void DeviceReductions::read_flags(const ParamGroup& group, Reduction& running) {
     running.wanted[i] = mine.flags.const_data_ptr<float>()[i] > 0.0F ? 1 : 0;
   }
   const LaneScope scope(context_.layer(), Lane::host);
-  context_.note_rows("read flags", group.name(), mine.flags, at::Tensor());
+  context_.layer().touches("read flags", group.name(), mine.flags, {});
 }
 
 std::unique_ptr<ReducedRows> DeviceReductions::finish(ParamGroup& group) {

@@ -29,7 +29,7 @@ DeviceTransport::~DeviceTransport() {
 
 void DeviceTransport::register_group(const std::shared_ptr<ParamGroup>& group) {
   group->set_index(static_cast<uint32_t>(groups_.size()));
-  groups_.push_back({group, context_.layer().is_recorder() ? group->pool() : at::Tensor(), group->offloads()});
+  groups_.push_back(group);
   host_shards_.register_group(*group);
   gathers_.register_group(*group);
   packing_.register_group(*group);
@@ -41,7 +41,7 @@ void DeviceTransport::register_group(const std::shared_ptr<ParamGroup>& group) {
 void DeviceTransport::begin_forward(const PyRef& after) {
   if (memory_.are_on_their_way()) reductions_.end();  // of a backward that raised
   // What users do between two forwards: an optimizer step, new values, gradients read and set to None.
-  note_optimizer(/*with_shards=*/true);
+  let_users_write(/*with_shards=*/true);
   host_shards_.may_change();
   gathers_.set_keeps(context_.keeps() || after);
   host_shards_.set_keeps(context_.keeps() || after);
@@ -63,28 +63,22 @@ void DeviceTransport::end_backward() {
   end_forward();  // gathers of this backward have read the shards, too
   host_shards_.may_change();
   reductions_.end();
-  note_optimizer(/*with_shards=*/false);
+  let_users_write(/*with_shards=*/false);
 }
 
-void DeviceTransport::note_optimizer(bool with_shards) {
-  if (!context_.layer().is_recorder()) return;
-  for (const bool of_host : {false, true}) {
-    std::vector<MemoryRange> pools;
-    for (const Recorded& recorded : groups_) {
-      const auto group = recorded.group.lock();
-      if (recorded.offloads != of_host) continue;
+void DeviceTransport::let_users_write(bool with_shards) {
+  context_.layer().lets_users_write([&](bool on_host) {
+    std::vector<at::Tensor> pools;
+    for (const auto& weak : groups_) {
+      const auto group = weak.lock();
+      if (!group || group->offloads() != on_host) continue;
       // Who starts a gather ahead of forward does not write to its shards before it has ended.
-      const bool is_on_its_way = group && gathers_.is_running(*group);
-      if (with_shards && !is_on_its_way) pools.push_back({recorded.pool.const_data_ptr(), recorded.pool.nbytes()});
+      if (with_shards && !gathers_.is_running(*group)) pools.push_back(group->pool());
       // With manual finalization, gradients are nobody's until their reduction ends.
-      if (!group || group->is_posted()) continue;
-      const at::Tensor& pool = group->gradients().pool();
-      if (pool.defined()) pools.push_back({pool.const_data_ptr(), pool.nbytes()});
+      if (!group->is_posted()) pools.push_back(group->gradients().pool());
     }
-    if (of_host && !host_shards_.exist()) return;
-    const LaneScope scope(context_.layer(), of_host ? Lane::host : Lane::compute);
-    context_.layer().note("optimizer", "", pools, pools);
-  }
+    return pools;
+  });
 }
 
 bool DeviceTransport::needs_room(const ParamGroup& group, std::optional<size_t> param) {

@@ -72,8 +72,7 @@ class DeviceTransport final : public Transport {
   std::vector<Loan> loans() const override;
 
  private:
-  // For records: what users do to pools between two steps, on the lane that owns them.
-  void note_optimizer(bool with_shards);
+  void let_users_write(bool with_shards);
 
   DeviceContext context_;
   ReduceMemory memory_;
@@ -81,13 +80,7 @@ class DeviceTransport final : public Transport {
   DeviceGathers gathers_;
   DevicePacking packing_;
   DeviceReductions reductions_;
-  // For records.
-  struct Recorded {
-    std::weak_ptr<ParamGroup> group;
-    at::Tensor pool;
-    bool offloads = false;
-  };
-  std::vector<Recorded> groups_;
+  std::vector<std::weak_ptr<ParamGroup>> groups_;
 };
 
 }  // namespace fsdp2x

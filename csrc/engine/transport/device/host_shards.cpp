@@ -50,23 +50,17 @@ class HostRows final : public ReducedRows {
 void HostRows::write(const GradientTargets& targets) {
   layer_.synchronize(downloaded_);
   const DType type = group_.reduce_type();
-  std::vector<MemoryRange> written;
-  bool is_new = false;
   for (size_t i = 0; i < targets.size(); ++i) {
     if (!targets[i]) continue;
     const ParamPlace& place = layout_->params()[i];
-    is_new = is_new || targets[i]->is_new;
     const auto* rows = static_cast<const std::byte*>(memory.const_data_ptr()) + place.reduce_segment_offset;
     if (rows == targets[i]->data || place.shard_numel == 0) continue;
     scale_into(at::kCPU, place.shape.orig, targets[i]->data, type, rows, place.shard_numel, divisor_,
                targets[i]->accumulate);
-    written.push_back({targets[i]->data, static_cast<size_t>(place.shard_numel) * dtype_bytes(place.shape.orig)});
   }
-  if (layer_.is_recorder()) {
-    // A recorder's device is the CPU, where new memory of the host may just have been a gradient of the device.
-    if (is_new) written.clear();
+  {
     const LaneScope scope(layer_, Lane::host);
-    layer_.note(in_pool ? "land in place" : "land by copy", group_.name(), ranges_of({memory}), written);
+    layer_.lands(group_.name(), *layout_, memory, targets);
   }
   give_back();
 }

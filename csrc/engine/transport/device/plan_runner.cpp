@@ -18,22 +18,20 @@ template <class Segment>
 struct LayerPlan {
   LayerPlan(cuda::Plan<Segment> plan, DeviceLayer& layer)
       : image(std::move(plan), layer.device()), home(layer.current_stream()) {
-    if (!layer.is_recorder()) return;
     const LaneScope scope(layer, Lane::host);  // which waits until the plan has arrived
-    layer.note("take", "plan", {}, {range()});
+    layer.touches("take", "plan", {}, image.memory);
   }
   cuda::List<Segment> list(DeviceLayer& layer) const {
     if (home && home != layer.current_stream()) layer.hold(image.memory);
-    if (layer.is_recorder()) layer.note("read plan", "", {range()}, {});
+    layer.touches("read plan", "", image.memory, {});
     return image.list();
   }
-  // For records, before it is freed.
-  void note_end(DeviceLayer& layer) const {
-    if (!layer.is_recorder()) return;
-    const StreamScope scope(layer, *home);
-    layer.note("give_back", "plan", {}, {range()});
+  // Before it is freed.
+  void end(DeviceLayer& layer) const {
+    std::optional<StreamScope> scope;
+    if (home) scope.emplace(layer, *home);
+    layer.touches("give_back", "plan", {}, image.memory);
   }
-  MemoryRange range() const { return {image.memory.const_data_ptr(), image.memory.nbytes()}; }
 
   UploadedPlan<Segment> image;
   std::optional<c10::Stream> home;
@@ -125,7 +123,7 @@ std::vector<PackItem> PlanRunner::pack(SegmentPlan& plan, const std::vector<Pack
   if (!packs.contains(types)) {
     if (packs.size() >= kMaxPacks) {
       for (const auto& [known, parts] : packs) {
-        for (const auto& part : parts) part.note_end(layer_);
+        for (const auto& part : parts) part.end(layer_);
       }
       packs.clear();
     }

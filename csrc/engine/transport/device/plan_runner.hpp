@@ -7,8 +7,8 @@
 
 #include <vector>
 
-#include "kernels/cuda/kernels.hpp"
 #include "engine/transport/device/device_layer.hpp"
+#include "kernels/cuda/kernels.hpp"
 
 namespace fsdp2x {
 

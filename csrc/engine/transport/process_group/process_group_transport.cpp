@@ -7,10 +7,10 @@
 #include <algorithm>
 
 #include "core/error.hpp"
-#include "kernels/cpu/kernels.hpp"
 #include "engine/memory/device_copy.hpp"
 #include "engine/memory/storage.hpp"
 #include "engine/transport/agreement.hpp"
+#include "kernels/cpu/kernels.hpp"
 
 namespace fsdp2x {
 

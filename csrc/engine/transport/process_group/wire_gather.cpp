@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
+#include "engine/torch/parallel.hpp"
 #include "kernels/cpu/kernels.hpp"
 #include "kernels/cpu/wire.hpp"
-#include "engine/torch/parallel.hpp"
 
 namespace fsdp2x {
 

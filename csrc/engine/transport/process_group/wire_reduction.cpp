@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <cstring>
 
+#include "engine/torch/parallel.hpp"
 #include "kernels/cpu/kernels.hpp"
 #include "kernels/cpu/wire.hpp"
-#include "engine/torch/parallel.hpp"
 
 namespace fsdp2x {
 

@@ -5,12 +5,12 @@
 #include <vector>
 
 #include "core/error.hpp"
-#include "kernels/cpu/kernels.hpp"
 #include "engine/memory/device_copy.hpp"
 #include "engine/memory/local_tensor.hpp"
 #include "engine/memory/storage.hpp"
 #include "engine/torch/gil.hpp"
 #include "engine/torch/parallel.hpp"
+#include "kernels/cpu/kernels.hpp"
 
 namespace fsdp2x {
 

@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include "shm/huge_pages.hpp"
 #include "engine/memory/device_copy.hpp"
+#include "shm/huge_pages.hpp"
 
 namespace fsdp2x {
 

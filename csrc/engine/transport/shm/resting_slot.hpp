@@ -4,8 +4,8 @@
 #include <memory>
 
 #include "core/slots.hpp"
-#include "shm/shm_group.hpp"
 #include "engine/params/param_group.hpp"
+#include "shm/shm_group.hpp"
 
 namespace fsdp2x {
 

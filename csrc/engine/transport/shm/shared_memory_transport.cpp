@@ -14,11 +14,11 @@
 
 #include "core/error.hpp"
 #include "core/layout.hpp"
-#include "kernels/cpu/kernels.hpp"
 #include "engine/memory/device_copy.hpp"
 #include "engine/memory/storage.hpp"
 #include "engine/torch/gil.hpp"
 #include "engine/torch/parallel.hpp"
+#include "kernels/cpu/kernels.hpp"
 
 namespace fsdp2x {
 

@@ -7,11 +7,11 @@
 #include <string>
 #include <vector>
 
-#include "kernels/cpu/kernels.hpp"
-#include "shm/shm_group.hpp"
 #include "engine/transport/segment_plans.hpp"
 #include "engine/transport/shm/resting_slot.hpp"
 #include "engine/transport/transport.hpp"
+#include "kernels/cpu/kernels.hpp"
+#include "shm/shm_group.hpp"
 
 namespace fsdp2x {
 

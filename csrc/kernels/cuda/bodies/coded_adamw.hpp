@@ -6,8 +6,8 @@
 // the barrier. The scales do, since the first thread of a block of codes writes them.
 #pragma once
 
-#include "kernels/rules/moment_codes.hpp"
 #include "kernels/cuda/bodies/optimizer.hpp"
+#include "kernels/rules/moment_codes.hpp"
 
 namespace fsdp2x::cuda {
 

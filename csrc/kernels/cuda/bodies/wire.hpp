@@ -6,9 +6,9 @@
 // What `peak` computes `run` computes again: what it reads lies in the nearest cache.
 #pragma once
 
-#include "kernels/rules/moment_codes.hpp"
 #include "core/wire_format.hpp"
 #include "kernels/cuda/bodies/element.hpp"
+#include "kernels/rules/moment_codes.hpp"
 
 namespace fsdp2x::cuda {
 
