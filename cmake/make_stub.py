@@ -25,6 +25,7 @@ SPELLINGS = [
     (r"collections\.abc\.|typing\.", ""),
     (r"Tuple\[int, \.\.\.\]", "Sequence[int]"),
     (r"\b[\w.]*_C\.", ""),
+    (r": (\w+) = None", r": \1 | None = None"),  # a null pointer
 ]
 # Python objects that the engine keeps and calls: it says nothing of what they are.
 ANY = r"(?<=[:>\[,] )object\b|(?<=\[)object\b"

@@ -145,7 +145,7 @@ class CodedAdamW : public twins::EveryIsa {};
 TEST_P(CodedAdamW, EqualsItsTwin) {
   std::mt19937_64 random(1);
   std::normal_distribution<float> normal;
-  const cpu::AdamWStep step = {0.999f, 0.1f, 0.999f, 0.001f, 0.05f, 1e-8f, -1e-2f, -1.0f};
+  const AdamWStep step = {0.999f, 0.1f, 0.999f, 0.001f, 0.05f, 1e-8f, -1e-2f, -1.0f};
   for (const DType type : {DType::f32, DType::bf16, DType::f16}) {
     for (const bool amsgrad : {false, true}) {
       for (const bool stochastic : {false, true}) {

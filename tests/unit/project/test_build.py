@@ -16,7 +16,7 @@ from harness import programs
 
 ROOT = Path(__file__).resolve().parents[3]
 FIND_TORCH = ROOT / "cmake" / "find_torch.py"
-CUDA_DIR = ROOT / "csrc" / "cuda"
+CUDA_DIR = ROOT / "csrc" / "kernels" / "cuda"
 FILES = ("include/ATen/ATen.h", "include/pybind11/pybind11.h", "lib/libtorch_python.so")
 NEW_ABI = b"\0_ZN3c105ErrorC1ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE\0"
 OLD_ABI = b"\0_ZN3c105ErrorC1ENS_14SourceLocationESs\0"

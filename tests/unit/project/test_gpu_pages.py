@@ -76,7 +76,7 @@ def sources(*folders: str) -> dict[str, str]:
 def test_kernels_are_counted_by_names_that_they_have():
     """`"run_tiles" in name` over the names of a trace."""
     kernel = r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\("
-    device = (ROOT / "csrc" / "cuda" / "device").iterdir()
+    device = (ROOT / "csrc" / "kernels" / "cuda" / "device").iterdir()
     named = {name for path in device for name in re.findall(kernel, path.read_text())}
     counted = {
         (node.left.value, path)

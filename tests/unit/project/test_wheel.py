@@ -127,7 +127,7 @@ def test_what_is_built_here_would_pass(tag_wheel):
     """So that `make wheel` does not find out first."""
     from fsdp2x.base import native
 
-    (extension,) = Path(native.build_info.__file__).parent.glob("_C*.so")
+    (extension,) = Path(native.build_info.__file__).parent.glob("_C.*.so")
     tag_wheel.check_library(extension, [str(ROOT), str(Path.home()), sys.prefix])
 
 
