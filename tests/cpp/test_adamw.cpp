@@ -37,10 +37,10 @@ AdamWStep adamw_step(double beta1, bool maximize) {
   step.decay = static_cast<float>(1.0 - 1e-2 * 0.1);
   step.weight = static_cast<float>(1.0 - beta1);
   step.beta2 = 0.999f;
-  step.rest2 = static_cast<float>(1.0 - 0.999);
-  step.root = static_cast<float>(std::sqrt(1.0 - std::pow(0.999, 3.0)));
+  step.one_minus_beta2 = static_cast<float>(1.0 - 0.999);
+  step.sqrt_bias2 = static_cast<float>(std::sqrt(1.0 - std::pow(0.999, 3.0)));
   step.eps = 1e-8f;
-  step.minus_size = static_cast<float>(-1e-2 / (1.0 - std::pow(beta1, 3.0)));
+  step.neg_step_size = static_cast<float>(-1e-2 / (1.0 - std::pow(beta1, 3.0)));
   step.sign = maximize ? -1.0f : 1.0f;
   return step;
 }
@@ -54,15 +54,15 @@ Element twin(Element e, const AdamWStep& s, bool amsgrad) {
   const float g = s.sign < 0.0f ? -e.grad : e.grad;
   e.param = e.param * s.decay;
   e.m = std::fabs(s.weight) < 0.5f ? std::fma(s.weight, g - e.m, e.m) : std::fma(s.weight - 1.0f, g - e.m, g);
-  e.v = std::fma(s.rest2 * g, g, e.v * s.beta2);
+  e.v = std::fma(s.one_minus_beta2 * g, g, e.v * s.beta2);
   float second = e.v;
   if (amsgrad) {
     e.largest =
         std::isnan(e.largest) || std::isnan(e.v) ? std::numeric_limits<float>::quiet_NaN() : std::max(e.largest, e.v);
     second = e.largest;
   }
-  const float denominator = std::sqrt(second) / s.root + s.eps;
-  const float numerator = s.minus_size * e.m;
+  const float denominator = std::sqrt(second) / s.sqrt_bias2 + s.eps;
+  const float numerator = s.neg_step_size * e.m;
   e.param = e.param + numerator / denominator;
   return e;
 }

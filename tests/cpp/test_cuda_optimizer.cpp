@@ -81,14 +81,14 @@ void step_by_hand(State& s, const AdamWStep& step, const AdamWCase& c, RoundingK
     const float old = s.m.get_float(i);
     // From the nearer end, as torch interpolates.
     const float m = step.weight < 0.5f ? std::fma(step.weight, g - old, old) : std::fma(step.weight - 1.0f, g - old, g);
-    const float v = std::fma(step.rest2 * g, g, s.v.get_float(i) * step.beta2);
+    const float v = std::fma(step.one_minus_beta2 * g, g, s.v.get_float(i) * step.beta2);
     float second = v;
     if (c.amsgrad) {
       second = std::isnan(v) ? v : std::max(s.largest.get_float(i), v);
       set_rounded(s.largest, i, second, c, key, Draw::exp_avg_sq);
     }
     const float p =
-        s.param.get_float(i) * step.decay + step.minus_size * m / (std::sqrt(second) / step.root + step.eps);
+        s.param.get_float(i) * step.decay + step.neg_step_size * m / (std::sqrt(second) / step.sqrt_bias2 + step.eps);
     set_rounded(s.param, i, p, c, key, Draw::param);
     set_rounded(s.m, i, m, c, key, Draw::exp_avg);
     set_rounded(s.v, i, v, c, key, Draw::exp_avg_sq);
@@ -208,7 +208,7 @@ TEST(AdamW, RangesHaveTheirOwnGroupsAndGradients) {
   AdamWArgs args;
   args.steps[0] = adamw_step();
   args.steps[1] = adamw_step();
-  args.steps[1].minus_size = -1e-1f;
+  args.steps[1].neg_step_size = -1e-1f;
   args.grads[0] = grad.data();
   args.grads[2] = grad.as<float>() + kNumel;
   const Uploaded plan(make_plan(segments));
@@ -221,8 +221,8 @@ TEST(AdamW, RangesHaveTheirOwnGroupsAndGradients) {
       const AdamWStep& step = args.steps[range == 2 ? 1 : 0];
       const float g = grads.get_float(range == 2 ? i - kNumel : i);
       const float mean = std::fma(step.weight, g, 0.0f);
-      const float square = std::fma(step.rest2 * g, g, 0.0f);
-      expected = expected * step.decay + step.minus_size * mean / (std::sqrt(square) / step.root + step.eps);
+      const float square = std::fma(step.one_minus_beta2 * g, g, 0.0f);
+      expected = expected * step.decay + step.neg_step_size * mean / (std::sqrt(square) / step.sqrt_bias2 + step.eps);
     }
     ASSERT_EQ(got[static_cast<size_t>(i)], expected) << "element " << i;
   }

@@ -167,12 +167,12 @@ TEST_P(CodedAdamW, EqualsItsTwin) {
             const float g = -grad.get_float(i);
             const float old = m.get(i);
             new_m.push_back(std::fma(step.weight, g - old, old));
-            new_v.push_back(std::fma(step.rest2 * g, g, v.get(i) * step.beta2));
+            new_v.push_back(std::fma(step.one_minus_beta2 * g, g, v.get(i) * step.beta2));
             float second = new_v.back();
             if (amsgrad) second = std::isnan(second) ? second : std::max(second, largest.get(i));
             new_largest.push_back(second);
             const float moved = param.get_float(i) * step.decay +
-                                step.minus_size * new_m.back() / (std::sqrt(second) / step.root + step.eps);
+                                step.neg_step_size * new_m.back() / (std::sqrt(second) / step.sqrt_bias2 + step.eps);
             const auto number = rounding.first + static_cast<uint64_t>((256 + i) / 300 * 404 + (256 + i) % 300);
             const auto bits = [&](Draw draw) {
               return rounding_bits(rounding_block(rounding.key, draw, number), number);

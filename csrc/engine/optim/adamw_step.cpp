@@ -123,10 +123,10 @@ AdamWStep adamw_numbers(const AdamWGroup& group, double count) {
   step.decay = static_cast<float>(group.decay);
   step.weight = static_cast<float>(1.0 - group.beta1);
   step.beta2 = static_cast<float>(group.beta2);
-  step.rest2 = static_cast<float>(1.0 - group.beta2);
-  step.root = static_cast<float>(std::pow(bias2, 0.5));
+  step.one_minus_beta2 = static_cast<float>(1.0 - group.beta2);
+  step.sqrt_bias2 = static_cast<float>(std::pow(bias2, 0.5));
   step.eps = static_cast<float>(group.eps);
-  step.minus_size = static_cast<float>(-size);
+  step.neg_step_size = static_cast<float>(-size);
   step.sign = group.maximize ? -1.0f : 1.0f;
   return step;
 }

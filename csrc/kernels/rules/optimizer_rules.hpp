@@ -18,10 +18,10 @@ struct AdamWStep {
   float decay = 1.0f;   // 1 - lr * weight_decay
   float weight = 0.0f;  // 1 - beta1
   float beta2 = 0.0f;
-  float rest2 = 0.0f;  // 1 - beta2
-  float root = 1.0f;   // sqrt(1 - beta2^t)
+  float one_minus_beta2 = 0.0f;  // 1 - beta2
+  float sqrt_bias2 = 1.0f;       // sqrt(1 - beta2^t)
   float eps = 0.0f;
-  float minus_size = 0.0f;  // -lr / (1 - beta1^t)
+  float neg_step_size = 0.0f;  // -lr / (1 - beta1^t)
   float sign = 1.0f;
 
   // One element's moments after a gradient; torch interpolates from the nearer end.
@@ -29,13 +29,13 @@ struct AdamWStep {
     const bool from_average = weight < 0.5f;
     const float coefficient = from_average ? weight : weight - 1.0f;
     exp_avg = multiply_add(coefficient, gradient - exp_avg, from_average ? exp_avg : gradient);
-    exp_avg_sq = multiply_add(rest2 * gradient, gradient, exp_avg_sq * beta2);
+    exp_avg_sq = multiply_add(one_minus_beta2 * gradient, gradient, exp_avg_sq * beta2);
   }
 
   // `second`: exp_avg_sq, or the largest one with amsgrad.
   FSDP2X_HOST_DEVICE float stepped(float param, float exp_avg, float second) const {
-    const float denominator = square_root(second) / root + eps;
-    return param * decay + minus_size * exp_avg / denominator;
+    const float denominator = square_root(second) / sqrt_bias2 + eps;
+    return param * decay + neg_step_size * exp_avg / denominator;
   }
 };
 
@@ -108,7 +108,7 @@ struct LionRule {
   float beta1 = 0.0f;
   float rest1 = 0.0f;  // 1 - beta1
   float beta2 = 0.0f;
-  float rest2 = 0.0f;  // 1 - beta2
+  float one_minus_beta2 = 0.0f;  // 1 - beta2
   float minus_lr = 0.0f;
   float sign = 1.0f;
 
@@ -127,7 +127,7 @@ struct LionRule {
 
   FSDP2X_HOST_DEVICE void step(int, float gradient, float& param, float& state) const {
     const float way = multiply_add(rest1, gradient, state * beta1);
-    state = multiply_add(rest2, gradient, state * beta2);
+    state = multiply_add(one_minus_beta2, gradient, state * beta2);
     const float direction = way > 0.0f ? 1.0f : way < 0.0f ? -1.0f : way;  // NaN stays: a lost gradient shows
     param = multiply_add(minus_lr, direction, param * decay);
   }
