@@ -2,6 +2,7 @@
 #include <cstdlib>
 
 #include "executor.hpp"
+#include "testing/twins.hpp"
 
 namespace fsdp2x::cuda {
 

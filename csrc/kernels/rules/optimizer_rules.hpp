@@ -106,7 +106,7 @@ struct LionRule {
 
   float decay = 1.0f;  // 1 - lr * weight_decay
   float beta1 = 0.0f;
-  float rest1 = 0.0f;  // 1 - beta1
+  float one_minus_beta1 = 0.0f;  // 1 - beta1
   float beta2 = 0.0f;
   float one_minus_beta2 = 0.0f;  // 1 - beta2
   float minus_lr = 0.0f;
@@ -126,7 +126,7 @@ struct LionRule {
   FSDP2X_HOST_DEVICE static constexpr bool writes_state(int) { return true; }
 
   FSDP2X_HOST_DEVICE void step(int, float gradient, float& param, float& state) const {
-    const float way = multiply_add(rest1, gradient, state * beta1);
+    const float way = multiply_add(one_minus_beta1, gradient, state * beta1);
     state = multiply_add(one_minus_beta2, gradient, state * beta2);
     const float direction = way > 0.0f ? 1.0f : way < 0.0f ? -1.0f : way;  // NaN stays: a lost gradient shows
     param = multiply_add(minus_lr, direction, param * decay);
