@@ -61,15 +61,15 @@ def layout_shapes(
                 reduce = param.element if reduce is None else torch.promote_types(reduce, param.element)
     shapes = []
     for param in params:
-        casts = param_dtype is not None and param.dtype.is_floating_point and not param.keeps_dtype
-        original = param.element
-        compute = param_dtype if casts else original
+        original = compute = param.element
+        if param_dtype is not None and param.dtype.is_floating_point and not param.keeps_dtype:
+            compute = param_dtype
         castable = original in REDUCIBLE and compute in REDUCIBLE
         if compute != original and not castable and not param.is_wrapper:
             raise NotImplementedError(
                 f"fsdp2x.fully_shard: parameter {param.fqn!r} cannot be cast from {param.dtype} to {compute}"
             )
-        reduce_as = reduce if castable else original
+        reduce_as = reduce if castable and reduce is not None else original
         shapes.append(_C.ParamShape(*param.view, original, compute, reduce_as, not param.is_wrapper))
     return shapes
 
