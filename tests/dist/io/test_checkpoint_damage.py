@@ -1,17 +1,28 @@
-"""Damaged checkpoints and disks that refuse: each rank is told clearly, an older one is taken, nothing is lost."""
+"""Damaged checkpoints, full disks, and kills: each rank raises, an older checkpoint is taken, nothing is left."""
 
+import builtins
+import errno
 import os
 import pickle
+import random
+import signal
 import struct
+import threading
+import time
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import damage
+import fsdp2x
 from checkpoints import Training, on_first, shared_folder
-from harness import distributed
-from reference import full
+from fsdp2x import checkpoint
+from fsdp2x.checkpoint import CheckpointError
+from harness import dist_run, distributed
+from models import Stack
+from reference import full, only_fsdp2x
 from training import Said
 
 FORMS = ("sharded", "full", "per_rank")
@@ -190,3 +201,150 @@ def test_arguments_are_checked(ctx):
         checkpoint.save("/nowhere", training.model, other, step=1)
     with pytest.raises(checkpoint.CheckpointError, match="no such checkpoint"):
         checkpoint.load("/nowhere", training.model)
+
+
+# Of the places of a save, every third is the first to fail.
+STRIDE = 3
+
+
+class Disk:
+    """Below `folder` the `room`-th opening for writing, write or sync fails, and all that follow."""
+
+    def __init__(self, patch, folder, room):
+        self.folder, self.room, self.num_tried = str(folder), room, 0
+        patch.setattr(builtins, "open", self.limited(open, lambda file, mode="r", *_, **__: set(mode) & set("wax+")))
+        writes = os.O_WRONLY | os.O_RDWR
+        patch.setattr(os, "open", self.limited(os.open, lambda file, flags, *_, **__: flags & writes))
+        for name in ("pwrite", "fsync"):
+            patch.setattr(os, name, self.limited(getattr(os, name), lambda *_: True))
+
+    def limited(self, function, writes):
+        def call(file, *args, **options):
+            path = os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else str(file)
+            if path.startswith(self.folder) and writes(file, *args, **options):
+                self.num_tried += 1
+                if self.num_tried > self.room:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+            return function(file, *args, **options)
+
+        return call
+
+
+def remains(path):
+    """What is neither a whole checkpoint nor names one."""
+    return [name for name in os.listdir(path) if not (name in ("latest", "whole.pt") or name.startswith("step-"))]
+
+
+@distributed(world_sizes=(2,), timeout=180)
+@pytest.mark.parametrize("form", ["sharded", "full", "per_rank", "file"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.each_value
+def test_full_disk(ctx, form, asynchronous):
+    only_fsdp2x(ctx)
+    model = fsdp2x.fully_shard(Stack(), auto_wrap=True)
+    optimizer = fsdp2x.optim.AdamW(model.parameters())
+    options = {"form": "full" if form == "file" else form, "async_save": asynchronous}
+
+    def save(path, step):
+        target = path / "whole.pt" if form == "file" else path
+        saved = checkpoint.save(target, model, optimizer, step=step, **options)
+        if asynchronous:
+            saved.wait()
+
+    with shared_folder() as folder:
+        path, num_failures = folder / "checkpoints", 0
+        save(path, 1)
+        for victim in range(ctx.world):
+            for room in range(0, 60, STRIDE):
+                dist.barrier()
+                with pytest.MonkeyPatch.context() as patch:
+                    disk = Disk(patch, folder, room if ctx.rank == victim else 10**6)
+                    try:
+                        save(path, room + 2)
+                    except CheckpointError as error:
+                        failed, said = True, str(error)
+                    else:
+                        failed = False
+                fails = [None] * ctx.world
+                dist.all_gather_object(fails, failed)
+                assert len(set(fails)) == 1
+                if not failed:
+                    break
+                num_failures += 1
+                assert f"rank {victim}" in said or ctx.world == 1
+                assert "No space left on device" in said and "\n" not in said, said
+                assert not remains(path), said
+                dist.barrier()
+            assert not failed and disk.num_tried < 60
+        assert num_failures
+        twin = fsdp2x.fully_shard(Stack(), auto_wrap=True)
+        checkpoint.load(path / "whole.pt" if form == "file" else path, twin)
+
+
+# Long enough for a handful of saves; the kill falls anywhere into them.
+LONGEST_S = 0.8
+
+
+def fill_with(training, value):
+    """Every number that a checkpoint holds becomes `value`."""
+    with torch.no_grad():
+        for tensor in [*training.model.parameters(), *training.model.buffers()]:
+            tensor.fill_(value)
+        for state in training.optimizer.state.values():
+            for tensor in state.values():
+                tensor.fill_(value)
+
+
+def save_until_killed(ctx, root, kill_after_s, victims, is_async):
+    """Saves one checkpoint after the other; a victim dies at its moment, the others return what they were told."""
+    training = Training("adamw")
+    training.steps(1)
+    fill_with(training, 1)
+    training.save(root, step=1)
+    if ctx.rank in victims:
+        threading.Timer(kill_after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    step = 2
+    begun = time.monotonic()
+    try:
+        while time.monotonic() - begun < 25:
+            fill_with(training, step)
+            training.save(root, step=step, keep=2, async_save=is_async)
+            (root.parent / f"returned-{ctx.rank}").write_text(str(step))
+            step += 1
+    except RuntimeError as error:
+        return str(error), time.monotonic() - begun
+    return "never told", time.monotonic() - begun
+
+
+def check(tmp_path, seed, victims, is_async):
+    root = tmp_path / "checkpoints"
+    moment = random.Random(seed).uniform(0, LONGEST_S)
+    died = dict.fromkeys(victims, -signal.SIGKILL)
+    outcomes = dist_run(save_until_killed, 2, root, moment, victims, is_async, expect_exit=died)
+    for outcome in outcomes:
+        if outcome.rank not in victims:
+            said, seconds = outcome.value
+            assert "lost rank 1" in said, said
+            assert seconds < moment + 10
+    returned = [tmp_path / f"returned-{rank}" for rank in range(2)]
+    # What save() returned for is on disk; an asynchronous one only when the next has returned.
+    known = max([int(path.read_text() or 0) for path in returned if path.exists()], default=1)
+    training = Training("adamw", impl=None)
+    loaded = training.load(root)
+    assert known - is_async <= loaded.step <= known + 1
+    values = {float(v) for tensor in training.model.state_dict().values() for v in tensor.unique()}
+    values |= {float(v) for s in training.optimizer.state.values() for tensor in s.values() for v in tensor.unique()}
+    assert values == {float(loaded.step)}
+    training.save(root, step=loaded.step + 10, keep=1)
+    assert sorted(path.name for path in root.iterdir()) == ["latest", f"step-{loaded.step + 10:06d}"]
+
+
+@pytest.mark.parametrize(("victims", "is_async"), [((1,), False), ((0, 1), False), ((1,), True), ((0, 1), True)])
+def test_kill(tmp_path, victims, is_async):
+    check(tmp_path, f"{victims} {is_async}", victims, is_async)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(30))
+def test_kill_at_random_moments(tmp_path, seed):
+    check(tmp_path, seed, ((1,), (0, 1))[seed % 2], seed % 4 >= 2)

@@ -253,7 +253,7 @@ def save_two(folder, form):
         training.steps(1)
         states[step] = snapshot(training)
         if form == "stock":
-            from test_checkpoint_stock import stock_save
+            from test_checkpoint_forms import stock_save
 
             stock_save(training, folder / f"saved/step-00000{step}")
         elif form == "file":

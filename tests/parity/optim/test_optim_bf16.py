@@ -245,30 +245,31 @@ def optimizer_bytes(optimizer):
 
 def test_wrong_settings_are_refused():
     param = nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match="moments_dtype is torch.float16"):
-        fsdp2x.optim.AdamW([param], moments_dtype=torch.float16)
+    for dtype in (torch.float16, torch.float64, torch.int8, torch.float8_e4m3fn, "fp8"):
+        with pytest.raises(ValueError, match="moments_dtype is .*, expected None, torch.float32, torch.bfloat16 or 'i"):
+            fsdp2x.optim.AdamW([param], moments_dtype=dtype)
     with pytest.raises(ValueError, match="needs moments_dtype"):
         fsdp2x.optim.AdamW([param], stochastic_rounding=True)
     for seed in (-1, 2**64):
         with pytest.raises(ValueError, match="seed"):
             fsdp2x.optim.AdamW([param], seed=seed, **STOCHASTIC)
-    strided = nn.Parameter(torch.ones(4, 6)[:, ::2])
-    strided.grad = torch.ones_like(strided)
-    with pytest.raises(NotImplementedError, match="stochastic_rounding of a parameter of shape"):
-        fsdp2x.optim.AdamW([strided], **STOCHASTIC).step()
 
 
-def test_what_the_kernel_cannot_take_is_stepped_by_torch_and_rounded():
-    """A strided parameter keeps its moments in bfloat16 too."""
-    base = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("moments", [torch.bfloat16, "int8"])
+def test_what_the_kernel_cannot_take_is_stepped_by_torch_and_rounded(moments):
+    """A strided parameter keeps its moments in their dtype, too."""
+    base = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
     strided, dense = nn.Parameter(base.clone()[:, ::2]), nn.Parameter(base.clone()[:, ::2].contiguous())
-    optimizers = [fsdp2x.optim.AdamW([param], lr=1e-2, **BF16) for param in (strided, dense)]
-    for step in range(3):
+    optimizers = [fsdp2x.optim.AdamW([param], lr=1e-2, moments_dtype=moments) for param in (strided, dense)]
+    for step in range(5):
         for param, optimizer in zip((strided, dense), optimizers, strict=True):
             set_grads([param], step)
             optimizer.step()
-    same(strided.detach().contiguous(), dense.detach(), **CLOSE)
-    for name in ("exp_avg", "exp_avg_sq"):
-        moments = [optimizer.state[param][name] for param, optimizer in zip((strided, dense), optimizers, strict=True)]
-        assert moments[0].dtype is torch.bfloat16
-        same(moments[0].contiguous(), moments[1], **EXACT)
+    close = CLOSE if moments is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    same(strided.detach().contiguous(), dense.detach(), **close)
+    for name, value in moments_of(optimizers[0], strided).items():
+        assert value.dtype is {"int8": torch.uint8}.get(moments, moments) or name.endswith("_scales")
+        if moments is torch.bfloat16:
+            same(value.contiguous(), optimizers[1].state[dense][name], name, **EXACT)
+    with pytest.raises(NotImplementedError, match="stochastic_rounding of a parameter of shape"):
+        fsdp2x.optim.AdamW([strided], moments_dtype=moments, stochastic_rounding=True).step()

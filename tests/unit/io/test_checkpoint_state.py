@@ -1,5 +1,6 @@
-"""Random generators: what is drawn after loading is what would have been drawn."""
+"""Random generators and optimizer states of a checkpoint: what each of them accepts, and what it refuses."""
 
+import itertools
 import json
 import math
 import random
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 import damage
-from fsdp2x.base.failures import CorruptFile
+import fsdp2x
+from fsdp2x.base.failures import CheckpointError, CorruptFile
 from fsdp2x.io.checkpoint.directory import rng_file
+from fsdp2x.io.checkpoint.optimizer import Restore, named_state
 from fsdp2x.io.checkpoint.rng import check_rng, read_rng, rng_state, save_rng, seed_all, set_rng
 
 CPU = torch.device("cpu")
@@ -123,3 +126,49 @@ def test_a_changed_state_is_refused_or_can_be_set():
 
 def draw_state():
     return json.loads(json.dumps(rng_state(CPU)))
+
+
+OPTIMIZERS = {
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+    "Adagrad": torch.optim.Adagrad,
+    "ASGD": torch.optim.ASGD,
+    "Adamax": torch.optim.Adamax,
+    "Lion": fsdp2x.optim.Lion,
+    "NAdam": torch.optim.NAdam,
+    "RMSprop": torch.optim.RMSprop,
+    "Rprop": torch.optim.Rprop,
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
+    "SGD with momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "ours": fsdp2x.optim.AdamW,
+}
+SAME = [{"AdamW", "ours"}, {"SGD", "SGD with momentum"}]
+
+
+def stepped(model, kind):
+    """With what schedulers and users add to groups."""
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4, cycle_momentum=False)
+    optimizer.param_groups[0]["layer"] = 3
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(("saved", "here"), list(itertools.product(OPTIMIZERS, OPTIMIZERS)))
+def test_only_the_same_rule_takes_a_state_over(saved, here):
+    model = torch.nn.Linear(3, 4)
+    state, _ = named_state(model, [stepped(model, saved)])
+    described = {
+        name: {key: (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for key, v in of.items()}
+        for name, of in state["state"].items()
+    }
+    restore = Restore(model, [OPTIMIZERS[here](model.parameters())])
+    found = {"state": described, "param_groups": state["param_groups"]}
+    if saved == here or {saved, here} in SAME:
+        restore.check(found)
+        return
+    before = {key: value for key, value in restore.groups[0].settings.items() if key != "params"}
+    with pytest.raises(CheckpointError, match="another optimizer was saved: its groups have .*build the one that was"):
+        restore.check(found)
+    assert {key: value for key, value in restore.groups[0].settings.items() if key != "params"} == before
