@@ -1,7 +1,6 @@
 """Rollouts: an engine that samples with log-probabilities and takes weights meanwhile, and what trainers ask it."""
 
-from fsdp2x.rl.rollout.client import RolloutClient, RolloutError
-from fsdp2x.rl.rollout.colocated import ColocatedRollout
+from fsdp2x.rl.rollout.client import ColocatedRollout, RolloutClient, RolloutError
 from fsdp2x.rl.rollout.sampling import Completion, Sampling, sample
 from fsdp2x.rl.rollout.server import RolloutServer
 

@@ -2,10 +2,10 @@
 
 import sys
 
-from fsdp2x.rl.sync.outcomes import PushReport, SyncError
 from fsdp2x.rl.sync.receiver import engine, engine_group, engine_tcp, vllm_worker
 from fsdp2x.rl.sync.session import Session, connect
 from fsdp2x.rl.sync.source import WeightSource
+from fsdp2x.rl.sync.targets.base import PushReport, SyncError
 from fsdp2x.rl.sync.targets.in_process import InProcess
 from fsdp2x.rl.sync.targets.peer import Peer
 from fsdp2x.rl.sync.targets.sglang import Sglang

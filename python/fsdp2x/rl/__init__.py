@@ -1,6 +1,5 @@
 """Policies: log-probabilities without logits, advantages, corrections, losses, a frozen reference model."""
 
-from fsdp2x.rl.advantages import group_advantages
 from fsdp2x.rl.head import HeadScores, LogitTransform, head_scores
 from fsdp2x.rl.losses import (
     CISPO,
@@ -11,12 +10,12 @@ from fsdp2x.rl.losses import (
     REINFORCE,
     PolicyLoss,
     PolicySettings,
+    group_advantages,
     importance_weights,
     policy_loss,
 )
-from fsdp2x.rl.reference import Reference
 from fsdp2x.rl.rows import RowTokens, StepCount, count_step
-from fsdp2x.rl.score import Scores, score
+from fsdp2x.rl.score import Reference, Scores, score
 
 __all__ = [
     "CISPO",

@@ -270,7 +270,7 @@ def _hf_dcp(world):
 
 
 def _layers():
-    from fsdp2x.train.selftest.transformer import build
+    from fsdp2x.train.selftest import build
 
     return build(torch.device("cpu"))
 

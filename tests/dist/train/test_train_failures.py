@@ -1,13 +1,15 @@
-"""What goes wrong while training: a rank that dies is named by the others, and a mistake of one rank is told to all."""
+"""What ends a run, or makes it skip a step: a dead rank, texts that differ, no number, an overflow of float16."""
 
+import math
 import os
 import signal
 import time
 
 import pytest
+import torch
 
 from harness import dist_run, distributed
-from training import settings, shared_folder, write_text
+from training import losses, run, settings, shared_folder, weights, write_text
 
 
 def make_trainer(config):
@@ -75,3 +77,90 @@ def test_text_that_differs_between_ranks_is_an_error_on_all(ctx):
             make_trainer(settings(mine, folder / "run"))
         with pytest.raises(ConfigError, match="rank 1: data.files: .*/nothing: no such file"):
             make_trainer(settings(folder / ("text" if ctx.rank == 0 else "nothing"), folder / "run"))
+
+
+# ---- float16: an overflow on one rank skips the step on all, and a resumed run has the scale it left
+
+
+HALF = {"param_dtype": "float16", "reduce_dtype": "float32"}
+
+
+def config(folder, output, **sections):
+    base = {"parallel": HALF, "scaler": {"init_scale": 256.0, "growth_interval": 2}, **sections}
+    # Sections that the tiny config has not are taken as they are.
+    scaler = base.pop("scaler")
+    return {**settings(folder / "text", folder / output, **base), "scaler": scaler}
+
+
+def overflow(trainer, step, rank):
+    """Makes the gradient of the logits infinite on one rank in one step."""
+
+    def hook(module, args, output):
+        if trainer.step + 1 == step and trainer.world.rank == rank and output.logits.requires_grad:
+            output.logits.register_hook(lambda grad: grad * math.inf)
+
+    trainer.model.register_forward_hook(hook)
+
+
+@distributed(world_sizes=(2, 3))
+@pytest.mark.parametrize("parallel", [{}, {"strategy": "NO_SHARD"}, {"transport": "process_group"}])
+@pytest.mark.each_value
+def test_an_overflow_on_one_rank_skips_on_all(ctx, parallel):
+    from fsdp2x.train import Trainer, parse_config
+
+    with shared_folder(ctx) as folder:
+        trainer = Trainer(parse_config(config(folder, "run", parallel={**HALF, **parallel})))
+        overflow(trainer, step=2, rank=ctx.world - 1)
+        seen = []
+        for _ in range(4):
+            before = weights(trainer)
+            loss, norm, lr = trainer.train_step()
+            same = all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
+            seen.append((trainer.skipped, same, norm is None, trainer.scaler.scale, math.isfinite(loss)))
+        assert trainer.schedule.step == 4 and lr > 0
+        trainer.close()
+    assert seen == [
+        (False, False, False, 256.0, True),
+        (True, True, True, 128.0, True),
+        (False, False, False, 128.0, True),
+        (False, False, False, 256.0, True),
+    ]
+
+
+@distributed
+def test_a_resumed_run_has_the_scale_it_left(ctx):
+    from fsdp2x.train import Trainer, parse_config
+    from fsdp2x.train.metrics import read_metrics
+
+    def train(output, **sections):
+        trainer = Trainer(parse_config(config(folder, output, **sections)))
+        overflow(trainer, step=2, rank=0)
+        start = trainer.scaler.state_dict()
+        trainer.run()
+        trainer.close()
+        return trainer, start
+
+    with shared_folder(ctx) as folder:
+        whole, _ = train("whole")
+        checkpoint = {"resume_from": str(folder / "whole/checkpoints/step-000003")}
+        resumed, start = train("resumed", checkpoint=checkpoint)
+        # Step 2 halved 256; step 3 was good, so that one more doubles it.
+        assert (start["scale"], start["_growth_tracker"]) == (128.0, 1)
+        assert resumed.scaler.state_dict() == whole.scaler.state_dict()
+        for one, other in zip(weights(whole), weights(resumed), strict=True):
+            assert torch.equal(one, other)
+        torch.distributed.barrier()
+        lines = [line for line in read_metrics(folder / "whole" / "metrics.jsonl") if line["event"] == "train"]
+        assert [line["skipped"] for line in lines] == [False, True, False, False, False, False]
+        assert [line["scale"] for line in lines] == [256.0, 128.0, 128.0, 256.0, 256.0, 512.0]
+
+
+@distributed
+def test_float16_follows_float32(ctx):
+    with shared_folder(ctx) as folder:
+        run(config(folder, "half"))
+        run(settings(folder / "text", folder / "single"))
+        torch.distributed.barrier()
+        half, single = losses(folder / "half"), losses(folder / "single")
+    for step in single:
+        assert float.fromhex(half[step]) == pytest.approx(float.fromhex(single[step]), abs=2e-2)

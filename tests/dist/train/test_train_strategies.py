@@ -1,11 +1,15 @@
 """Strategies by name: the mesh that each makes, and losses, gradients and weights of one process for all of them."""
 
+import os
+
 import pytest
 import torch
+import yaml
 
+from agents import run_agents
 from harness import distributed
 from reference import full, params
-from training import settings, shared_folder
+from training import settings, shared_folder, write_text
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 BATCH = 12  # blocks of all ranks; divides by 1 to 4
@@ -105,3 +109,19 @@ def test_two_copies_of_two_shards(ctx, strategy):
 def test_sizes_that_mean_all_ranks(ctx, parallel):
     with shared_folder(ctx) as folder:
         assert check(folder, **parallel).shape == (2,)
+
+
+# ---- two torchrun agents as two nodes
+
+
+@pytest.mark.full
+@pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="starts torchrun itself")
+def test_a_hybrid_mesh_shards_inside_nodes_and_copies_across(tmp_path):
+    from fsdp2x.train.metrics import read_metrics
+
+    config = settings(write_text(tmp_path / "text"), tmp_path / "run", parallel={"strategy": "HYBRID_SHARD"})
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    run_agents(tmp_path, "-m", "fsdp2x.train", tmp_path / "config.yaml", "train.steps=3")
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert lines[0]["strategy"].startswith("HYBRID_SHARD: mesh (2, 2) [ddp, fsdp], 2 copies of 2 shards")
+    assert lines[0]["world_size"] == 4 and len({line["step"] for line in lines if line["event"] == "train"}) == 3

@@ -13,8 +13,7 @@ from fsdp2x.memory import plan_memory
 from fsdp2x.plan.plan import PlanError
 from fsdp2x.plan.report import _folded, readable
 from fsdp2x.train.cli import main
-from fsdp2x.train.commands.plan_request import parse_bytes
-from fsdp2x.train.commands.plan_words import COLUMNS, WORDS, explanation
+from fsdp2x.train.commands.plan_request import COLUMNS, WORDS, explanation, parse_bytes
 from models import Stack
 from training import MODEL
 

@@ -15,12 +15,11 @@ import yaml
 
 import damage
 import fsdp2x
-from fsdp2x.train import ConfigError, TrainConfig, load_config, parse_config, safe_yaml
+from fsdp2x.train import ConfigError, TrainConfig, load_config, parse, parse_config
 from fsdp2x.train.config import ParallelConfig
 from fsdp2x.train.load_config import IDLE
 from fsdp2x.train.model import build_on_meta, idle_expert_units, sharding, unit_policy
-from fsdp2x.train.parse import SECTIONS, apply_overrides, known_keys, read_yaml
-from fsdp2x.train.safe_yaml import MOST_BYTES, load_yaml
+from fsdp2x.train.parse import MOST_BYTES, SECTIONS, apply_overrides, known_keys, load_yaml, read_yaml
 from training import MODEL, settings
 
 GOOD = {"model": {"config": {"model_type": "qwen3"}}, "data": {"files": ["a.txt"]}}
@@ -233,7 +232,7 @@ def test_aliases_that_end_are_followed(monkeypatch):
         "c": {"x": [1, 2], "y": 3},
     }
     assert load_yaml("", "here") is None
-    monkeypatch.setattr(safe_yaml, "MOST_VALUES", 300)
+    monkeypatch.setattr(parse, "MOST_VALUES", 300)
     assert len(load_yaml("a: [" + "x, " * 290 + "]", "here")["a"]) == 290
     with pytest.raises(ConfigError, match="more than 300 values"):
         load_yaml(LIST + "b: [" + "*a0, " * 30 + "]", "here")

@@ -1,4 +1,4 @@
-"""Learning rate as a function of the step, and which parameters decay."""
+"""Learning rates by the step, which parameters decay, and the scaler of the loss, which follows torch's rule."""
 
 import dataclasses
 import math
@@ -6,8 +6,16 @@ import math
 import pytest
 import torch
 
-from fsdp2x.train.config import ConfigError, OptimizerConfig, ScheduleConfig
-from fsdp2x.train.schedule import Schedule, decay_groups, lr_factor, make_optimizer, make_shape
+from fsdp2x.train.config import ConfigError, OptimizerConfig, ScalerConfig, ScheduleConfig
+from fsdp2x.train.schedule import (
+    SMALLEST_SCALE,
+    GradScaler,
+    Schedule,
+    decay_groups,
+    lr_factor,
+    make_optimizer,
+    make_shape,
+)
 
 SHAPE = ScheduleConfig(kind="cosine", warmup_steps=10, decay_steps=110, min_lr_ratio=0.1, wsd_decay_steps=40)
 
@@ -163,3 +171,76 @@ def test_how_moments_are_kept(name):
     assert (plain.moments_dtype, plain.stochastic_rounding) == (torch.bfloat16, False)
     with pytest.raises(ConfigError, match="optimizer.stochastic_rounding: got True, expected false"):
         OptimizerConfig(name=name, stochastic_rounding=True)
+
+
+# ---- scaling of the loss
+
+
+def make_scaler(**settings):
+    return GradScaler(ScalerConfig(**{"init_scale": 64.0, "growth_interval": 2, **settings}))
+
+
+def parameters(*values):
+    """Parameters whose gradients hold the values."""
+    made = [torch.nn.Parameter(torch.zeros(2)) for _ in values]
+    for parameter, value in zip(made, values, strict=True):
+        parameter.grad = None if value is None else torch.tensor([1.0, value])
+    return made
+
+
+@pytest.mark.parametrize(
+    ("values", "good"),
+    [((2.0, 3.0), True), ((2.0, math.inf), False), ((-math.inf, 1.0), False), ((math.nan, 1.0), False),
+     ((math.inf, math.nan), False), ((None, 2.0), True), ((None,), True), ((), True)],
+)  # fmt: skip
+def test_unscaling_and_finding(values, good):
+    scaler, made = make_scaler(), parameters(*values)
+    assert scaler.unscale(made) is good
+    for parameter, value in zip(made, values, strict=True):
+        if value is not None and math.isfinite(value):
+            assert parameter.grad.tolist() == [1 / 64, value / 64]
+
+
+def test_the_rule_is_that_of_torch():
+    """The same good and bad steps as torch's scaler on one parameter."""
+    goods = [True, True, True, False, True, True, False, False, True, True, True, True]
+    ours = make_scaler()
+    theirs = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    for good in goods:
+        theirs.scale((parameter * (1.0 if good else math.inf)).sum()).backward()
+        theirs.step(optimizer)
+        theirs.update()
+        optimizer.zero_grad()
+        ours.update(good)
+        assert ours.state_dict() == theirs.state_dict()
+
+
+def test_state_goes_through_a_checkpoint():
+    scaler = make_scaler()
+    scaler.update(False)
+    scaler.update(True)
+    other = make_scaler()
+    other.load_state_dict(scaler.state_dict())
+    assert (other.scale, other.num_good_steps) == (32.0, 1)
+    other.update(True)
+    assert other.scale == 64.0
+
+
+def test_a_scale_that_never_comes_back_is_an_error():
+    scaler = make_scaler(init_scale=SMALLEST_SCALE)
+    with pytest.raises(RuntimeError, match="overflow float16 at every scale"):
+        scaler.update(False)
+
+
+def test_settings():
+    for wrong, sentence in (
+        ({"init_scale": 0.0}, "scaler.init_scale: got 0.0, expected a positive number"),
+        ({"growth_factor": 1.0}, "scaler.growth_factor: got 1.0, expected more than 1"),
+        ({"backoff_factor": 1.0}, "scaler.backoff_factor: got 1.0, expected a fraction in (0, 1)"),
+        ({"growth_interval": 0}, "scaler.growth_interval: got 0, expected at least 1"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            ScalerConfig(**wrong)
+        assert str(error.value) == sentence

@@ -39,9 +39,8 @@ from fsdp2x.io.export.stream import (
 from fsdp2x.lifecycle.tree import named_params, running_step
 from fsdp2x.rl.sync.delta import BucketDelta, Changes, Snapshot, fill_changes, finish_changes, gather_changes, ring_for
 from fsdp2x.rl.sync.merged import AdapterMerge
-from fsdp2x.rl.sync.outcomes import Failure, PushReport, SyncError
 from fsdp2x.rl.sync.receiver.engine import POSITION_BYTES
-from fsdp2x.rl.sync.targets.base import EngineTarget, PushBucket, TargetError
+from fsdp2x.rl.sync.targets.base import EngineTarget, Failure, PushBucket, PushReport, SyncError, TargetError
 from fsdp2x.rl.sync.wire import describe_wire, layout_digest, lies_in_ring, plan_wire
 from fsdp2x.sharding.transport import check_transport
 

@@ -15,9 +15,8 @@ from typing import Literal
 
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.processes import require_own_process
-from fsdp2x.rl.sync.outcomes import Failure
 from fsdp2x.rl.sync.receiver import engine, engine_tcp
-from fsdp2x.rl.sync.targets.base import EngineTarget, PushBucket, TargetError, WireLayout
+from fsdp2x.rl.sync.targets.base import EngineTarget, Failure, PushBucket, TargetError, WireLayout
 from fsdp2x.rl.sync.targets.transports import BroadcastTransport, BucketTransport, FileTransport, IpcTransport
 
 _NAMED_S = 1.0  # after a broadcast failed, for a word of the engine that is the cause

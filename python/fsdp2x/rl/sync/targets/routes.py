@@ -8,7 +8,7 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fsdp2x.rl.sync.targets.base import TargetError
@@ -29,6 +29,18 @@ def phase(name: str) -> Iterator[None]:
         yield
     except ControlError as error:
         raise TargetError.at(name, str(error)) from error
+
+
+def server_addresses(caller: str, address: str | Sequence[str], port: int) -> list[str]:
+    """The addresses of one or several servers. ``port``: that of the example in the error.
+
+    Raises:
+        ValueError: there is none, or one is not that of HTTP.
+    """
+    addresses = [address] if isinstance(address, str) else list(address)
+    if not addresses or not all(isinstance(one, str) and one.startswith("http") for one in addresses):
+        raise ValueError(f'{caller}: addresses such as "http://127.0.0.1:{port}", got {address!r}')
+    return addresses
 
 
 class Routes:

@@ -26,12 +26,11 @@ from torch.multiprocessing import reductions
 
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.memory_file import aligned_starts, collect_handed
-from fsdp2x.rl.sync.outcomes import Failure
 from fsdp2x.rl.sync.receiver.engine import WireError
 from fsdp2x.rl.sync.receiver.engine_group import BroadcastGroup, common_host
 from fsdp2x.rl.sync.receiver.engine_tcp import own_host
-from fsdp2x.rl.sync.targets.base import EngineTarget, PushBucket, TargetError, WireLayout, refuse_adapters
-from fsdp2x.rl.sync.targets.routes import ControlError, Routes, phase
+from fsdp2x.rl.sync.targets.base import EngineTarget, Failure, PushBucket, TargetError, WireLayout, refuse_adapters
+from fsdp2x.rl.sync.targets.routes import ControlError, Routes, phase, server_addresses
 from fsdp2x.rl.sync.targets.transports import HandedMemory
 
 _MISSING = "start SGLang 0.5.10 or newer"
@@ -54,7 +53,7 @@ class Sglang(EngineTarget):
 
     whole_only = "SGLang loads whole tensors"
 
-    @checked(own=("pause",))  # which says why there is no third way
+    @checked
     def __init__(
         self,
         address: str | Sequence[str],
@@ -68,7 +67,8 @@ class Sglang(EngineTarget):
             address: of servers, the same on every rank.
             rank: of the session's group, that talks to them.
             pause: what becomes of their requests. ``"retract"``: they go on with the new weights, what is cached of
-                them is computed again. ``"abort"``: they end.
+                them is computed again. ``"abort"``: they end. Requests that SGLang pauses in place would keep the
+                cache of the old weights.
             group: None: servers are sent handles of memory of this rank's GPU, by CUDA IPC. It holds all buckets until
                 the push ends, because SGLang answers before its copies ran: the bytes of all weights on the wire. A
                 worker that cannot load ends its server. Otherwise buckets are broadcast to all workers of all servers
@@ -77,15 +77,7 @@ class Sglang(EngineTarget):
                 broadcast that failed has no limit of ours: start such servers again. SGLang answers for the first
                 tensor-parallel worker: another one that could not load is a line in its log.
         """
-        addresses = [address] if isinstance(address, str) else list(address)
-        if not addresses or not all(isinstance(a, str) and a.startswith("http") for a in addresses):
-            raise ValueError(f'fsdp2x.sync.Sglang: addresses such as "http://127.0.0.1:30000", got {address!r}')
-        if pause not in ("retract", "abort"):
-            raise ValueError(
-                f'fsdp2x.sync.Sglang: pause must be "retract" or "abort", got {pause!r}: what is paused in place keeps '
-                "the cache of the old weights"
-            )
-        self._servers = [Routes(one, _MISSING) for one in addresses]
+        self._servers = [Routes(one, _MISSING) for one in server_addresses("fsdp2x.sync.Sglang", address, 30000)]
         self._rank, self._pause, self._acts = rank, pause, False
         self._num_workers: dict[str, int] = {}
         self._backend = group

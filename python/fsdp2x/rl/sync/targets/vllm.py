@@ -21,7 +21,7 @@ from fsdp2x.rl.sync.receiver.engine_tcp import SCHEME, own_host
 from fsdp2x.rl.sync.receiver.vllm_worker import place_of_process
 from fsdp2x.rl.sync.targets.base import BackgroundCall, EngineTarget, PushBucket, WireLayout, refuse_adapters
 from fsdp2x.rl.sync.targets.peer import Peer
-from fsdp2x.rl.sync.targets.routes import ControlError, Routes, phase
+from fsdp2x.rl.sync.targets.routes import ControlError, Routes, phase, server_addresses
 
 CONTACT_S = 60.0  # from a call of all workers to the begin that they wait for; vLLM may be in the middle of a step
 
@@ -70,11 +70,9 @@ class Vllm(EngineTarget):
             group: as for ``Peer``, also for workers on this host. None: memory files where all workers run beside the
                 rank that talks to them, else ``"gloo"``.
         """
-        addresses = [engine] if isinstance(engine, str) else engine
         self._controls: Sequence[ServerControl | LocalControl]
-        if isinstance(addresses, Sequence):
-            if not addresses or not all(isinstance(a, str) and a.startswith("http") for a in addresses):
-                raise ValueError(f'fsdp2x.sync.Vllm: addresses such as "http://127.0.0.1:8000", got {engine!r}')
+        if isinstance(engine, Sequence):
+            addresses = server_addresses("fsdp2x.sync.Vllm", engine, 8000)
             self._controls, self._rank = [ServerControl(address) for address in addresses], rank
         elif engine is None or hasattr(engine, "collective_rpc"):
             self._controls, self._rank = ([] if engine is None else [LocalControl(engine)]), None

@@ -1,4 +1,7 @@
-"""The five checks. Every rank runs each of them, because forward, backward and `full_tensor` are collective."""
+"""`fsdp2x selftest`: five checks of a sharded model against an unsharded twin, on whatever machine this is.
+
+Every rank runs each of them, because forward, backward and `full_tensor` are collective.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,60 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp2x.base.arguments import checked
+from fsdp2x.base.failures import exchange
+from fsdp2x.lifecycle.api import fully_shard
 from fsdp2x.plan.describe import describe
 from fsdp2x.plan.report import memory_report, readable
-from fsdp2x.train.selftest import transformer as small
+
+__all__ = ["run_suite", "shard_layers"]
+
+# 1003 and 250 are multiples of none of 2, 3 and 4: shards differ in size.
+VOCAB, HIDDEN, LAYERS, HEADS, FEED_FORWARD = 1003, 64, 4, 8, 250
+BATCH, LENGTH = 2, 16
+
+
+class SimpleTransformer(nn.Module):
+    """Embedding, encoder layers, head. Logits are [batch, length, vocabulary]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, HIDDEN)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(HIDDEN, HEADS, FEED_FORWARD, dropout=0.0, batch_first=True)
+            for _ in range(LAYERS)
+        )
+        self.lm_head = nn.Linear(HIDDEN, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x)
+
+
+def build(device: torch.device) -> SimpleTransformer:
+    """The same weights on every rank and at every call; the global generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(42)
+        return SimpleTransformer().to(device)
+
+
+def batch(rank: int, step: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs and labels of one rank in one step, int64 [batch, length]: any rank can make those of the others."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    tokens = torch.randint(0, VOCAB, (2, BATCH, LENGTH), generator=generator).to(device)
+    return tokens[0], tokens[1]
+
+
+def loss_of(model: nn.Module, rank: int, step: int, device: torch.device) -> Tensor:
+    """Mean cross-entropy of that rank's batch, in fp32."""
+    inputs, labels = batch(rank, step, device)
+    return nn.functional.cross_entropy(model(inputs).float().view(-1, VOCAB), labels.view(-1))
+
 
 STEPS = 4
 LEARNING_RATE = 1e-3
@@ -39,11 +90,11 @@ class Setting:
     num_steps: int
 
     def loss(self, model: nn.Module, step: int) -> torch.Tensor:
-        return small.loss_of(model, self.rank, step, self.device)
+        return loss_of(model, self.rank, step, self.device)
 
     def mean_loss(self, model: nn.Module, step: int) -> torch.Tensor:
         """Of all ranks' batches, computed by this rank alone on an unsharded model."""
-        losses = [small.loss_of(model, rank, step, self.device) for rank in range(self.world)]
+        losses = [loss_of(model, rank, step, self.device) for rank in range(self.world)]
         return torch.stack(losses).mean()
 
     def mean_over_ranks(self, loss: torch.Tensor) -> float:
@@ -53,7 +104,7 @@ class Setting:
 
     def pair(self) -> tuple[nn.Module, nn.Module]:
         """A sharded model and its unsharded twin."""
-        return self.shard(small.build(self.device)), small.build(self.device)
+        return self.shard(build(self.device)), build(self.device)
 
 
 def check_parameter_sharding(setting: Setting) -> str:
@@ -101,7 +152,7 @@ def check_loss_consistency(setting: Setting) -> str:
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, twin = setting.pair()
-    half = setting.shard(small.build(setting.device), mp_policy=policy)
+    half = setting.shard(build(setting.device), mp_policy=policy)
     seen: list[torch.dtype] = []
     handle = half.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     optimizers = [torch.optim.AdamW(each.parameters(), lr=LEARNING_RATE, eps=EPSILON) for each in (model, half, twin)]
@@ -216,3 +267,45 @@ def _require(condition: bool, message: str) -> None:
 def _local_bytes(tensor: torch.Tensor) -> int:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.numel() * local.itemsize
+
+
+_LINE = "=" * 60
+
+
+@checked
+def shard_layers(model: nn.Module, mp_policy=None, transport: str = "auto") -> nn.Module:
+    """One unit per layer and one for the rest: what the checks shard with."""
+    options = {"mp_policy": mp_policy} if mp_policy is not None else {}
+    for layer in model.layers:
+        fully_shard(layer, transport=transport, **options)
+    return fully_shard(model, auto_wrap=False, transport=transport, **options)
+
+
+@checked
+def run_suite(
+    device: torch.device, *, shard: Callable[..., nn.Module] = shard_layers, num_steps: int = 20
+) -> list[tuple[str, str]]:
+    """Runs all checks; collective over the default process group. Prints on rank 0.
+
+    Returns the failures as (name of the check, sentences of the ranks that failed), the same on every rank. After a
+    failure the remaining checks still run, unless a rank could not finish: then its error is raised everywhere.
+    """
+    setting = Setting(shard, device, dist.get_rank(), dist.get_world_size(), num_steps)
+    print_on_first(f"{_LINE}\nFSDP2 Integration Test Suite\n{_LINE}")
+    failures = []
+    for name, check in CHECKS.items():
+        print_on_first(f"\n=== Testing {name} ===")
+        verdict, wrong = "", None
+        try:
+            verdict = check(setting)
+        except CheckFailed as error:
+            wrong = f"rank {setting.rank}: {error}"
+        sentences = list(dict.fromkeys(sentence for sentence in exchange(wrong) if sentence is not None))
+        if sentences:
+            failures.append((name, "; ".join(sentences)))
+            print_on_first("\n".join(f"❌ Test failed on {sentence}" for sentence in sentences))
+        else:
+            print_on_first(f"✅ {verdict}")
+    verdict = "✅ All tests passed!" if not failures else f"❌ {len(failures)} of {len(CHECKS)} tests failed"
+    print_on_first(f"\n{_LINE}\n{verdict}\n{_LINE}")
+    return failures
