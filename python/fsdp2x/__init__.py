@@ -21,8 +21,13 @@ from fsdp2x.io.hf.lora import add_lora, load_adapter, save_adapter
 from fsdp2x.io.hf.save import save_hf
 from fsdp2x.lifecycle.api import fully_shard
 from fsdp2x.lifecycle.contexts import accumulate, unsharded
-from fsdp2x.lifecycle.handles import GradientReductionHandle, UnshardHandle
-from fsdp2x.lifecycle.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
+from fsdp2x.lifecycle.module import (
+    FSDPModule,
+    GradientReductionHandle,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from fsdp2x.lifecycle.replicas import check_module_states, sync_module_states
 from fsdp2x.lifecycle.sleep import sleep, wake
 from fsdp2x.memory import memory_report

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,13 +20,13 @@ from torch import nn
 from torch._compile import _disable_dynamo as never_compiled
 from torch._utils import _rebuild_tensor_v2 as rebuild_tensor  # the functions that files of torch.save name
 from torch._utils import _rebuild_tensor_v3 as rebuild_tensor_of_dtype
-from torch.distributed._composable import contract  # fully_shard.state(module) and the "only once" error
-from torch.distributed._composable.contract import (  # to undo a registration whose sharding failed
+from torch.distributed._composable.contract import (  # where composable functions look for one another
     REGISTRY_KEY,
     STATE_KEY,
+    RegistryItem,
     _get_registry,
 )
-from torch.distributed._composable_state import _State as State  # what contract() requires of a state
+from torch.distributed._composable_state import _State as State  # the base class of states
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # a gradient may still be on its way
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import AllgatherOptions  # whether groups block the host
@@ -54,7 +54,7 @@ S = TypeVar("S", bound=State)
 
 # What is torch's own, beside the functions below.
 __all__ = [
-    "DTensorSpec", "State", "StridedShard", "TrainingState", "contract", "is_traceable_wrapper_subclass",
+    "DTensorSpec", "State", "StridedShard", "TrainingState", "is_traceable_wrapper_subclass",
     "local_shape_and_offset", "never_compiled", "rebuild_tensor", "rebuild_tensor_of_dtype", "root_modules",
     "tree_leaves",
 ]  # fmt: skip
@@ -73,16 +73,32 @@ def is_replicated(module: nn.Module) -> bool:
 
 
 def state_of(module: nn.Module, kind: type[S]) -> S | None:
-    """The state of class ``kind`` that ``contract`` has registered on ``module``, if any."""
+    """The state of class ``kind`` that is registered on ``module``, if any."""
     states = module.__dict__.get(STATE_KEY, {}).values()
     return next((state for state in states if isinstance(state, kind)), None)
 
 
-def forget_contract(modules: list[nn.Module], function) -> None:
-    """Undoes what ``contract`` recorded for ``function`` on ``modules``."""
+def register_state(modules: Iterable[nn.Module], function: str, state: State) -> None:
+    """Records on ``modules`` that the composable ``function`` was applied, without the checks of ``contract``.
+
+    Raises:
+        AssertionError: it was applied to one of them before (torch's message).
+    """
     for module in modules:
-        module.__dict__.get(STATE_KEY, {}).pop(function, None)
-        module.__dict__.get(REGISTRY_KEY, {}).pop(function.__name__, None)
+        if function in (_get_registry(module) or ()):
+            raise AssertionError(
+                "Each distinct composable distributed API can only be applied to a module once. "
+                f"{function} has already been applied to the following module:\n{module}"
+            )
+    for module in modules:
+        module.__dict__.setdefault(STATE_KEY, OrderedDict())[function] = state
+        module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())[function] = RegistryItem()
+
+
+def forget_state(modules: Iterable[nn.Module], function: str) -> None:
+    """Undoes ``register_state``."""
+    for module in modules:
+        del module.__dict__[STATE_KEY][function], module.__dict__[REGISTRY_KEY][function]
 
 
 def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
@@ -18,10 +18,11 @@ from fsdp2x.base.arguments import checked
 from fsdp2x.lifecycle.module import FSDPModule
 from fsdp2x.lifecycle.state import UnitState
 from fsdp2x.lifecycle.tree import get_state
+from fsdp2x.lifecycle.unit import UnitSettings, mark_managed
 from fsdp2x.sharding import collect
 from fsdp2x.sharding.collect import group_by_ranks, place
 from fsdp2x.sharding.mesh import ShardGroup, default_mesh, shard_group
-from fsdp2x.sharding.offload import Offload, offload_of
+from fsdp2x.sharding.offload import offload_of
 from fsdp2x.sharding.padding import even_placement
 from fsdp2x.sharding.param_group import ShardedParamGroup
 from fsdp2x.sharding.transport import check_transport
@@ -121,23 +122,56 @@ def fully_shard(
     ranks = shard_group(mesh or default_mesh(), dp_mesh_dims)
     if split and shard_placement_fn is None:
         shard_placement_fn = partial(even_placement, world=ranks.world)
-    common = {
-        "ranks": ranks,
-        "shard_placement_fn": shard_placement_fn,
-        "mp_policy": mp_policy,
-        "buffer_dtype": buffer_dtype,
-        "offload": offload_of(offload_policy),
-        "ignored_params": ignored_params or set(),
-        "transport": transport,
-        "timeout": _check_timeout(timeout, ranks),
-        "check_ranks": check_ranks,
-    }
+    settings = UnitSettings(
+        ranks, mp_policy, offload_of(offload_policy), transport, _check_timeout(timeout, ranks), check_ranks
+    )
+    ignored = ignored_params or set()
+
+    def shard(modules: Iterable[nn.Module], reshard: bool | int | None, keeps_for_backward: bool = False) -> None:
+        state, roots = UnitState(), tuple(torch_private.root_modules(list(modules)))
+        torch_private.register_state(roots, "fully_shard", state)
+        try:
+            managed = collect.managed_modules(roots, lambda inner: get_state(inner) is not None)
+            groups = _shard_params(managed, settings, ignored, shard_placement_fn, buffer_dtype)
+            state.configure(roots, managed, groups, settings, reshard)
+        except BaseException:
+            torch_private.forget_state(roots, "fully_shard")
+            raise
+        state.options.reshard_without_grad = keeps_for_backward  # backward needs it at once, if there is one
+        for inner in managed:
+            mark_managed(inner)
+        for root in roots:
+            root.__class__ = _sharded_class(type(root))
+
     for plan in plans:
-        part = plan.modules[0] if len(plan.modules) == 1 else list(plan.modules)
-        keeps = plan.reshard_after_forward is False and reshard_after_forward is not False
-        reshard = plan.reshard_after_forward if plan.reshard_after_forward is not None else reshard_after_forward
-        _shard_or_undo(part, list(plan.modules), reshard_after_forward=reshard, keeps_for_backward=keeps, **common)
-    return _shard_or_undo(module, modules, reshard_after_forward=reshard_after_forward, **common)
+        own = plan.reshard_after_forward
+        keeps = own is False and reshard_after_forward is not False
+        shard(plan.modules, reshard_after_forward if own is None else own, keeps)
+    shard(modules, reshard_after_forward)
+    return module
+
+
+fully_shard.state = get_state
+
+
+def _shard_params(
+    managed: list[nn.Module],
+    settings: UnitSettings,
+    ignored: set[nn.Parameter],
+    placement_fn: Callable | None,
+    buffer_dtype: torch.dtype | None,
+) -> list[ShardedParamGroup]:
+    """Cuts the parameters of ``managed`` and moves their buffers. Returns a group for each mesh."""
+    ranks, offload = settings.ranks, settings.offload
+    owned = collect.collect_params(managed, ignored)
+    if not offload.of_shards:
+        collect.move_to_device([entry.param for entry in owned], ranks.device)
+    buffers = collect.collect_buffers(managed)
+    collect.move_to_device(buffers, ranks.device)
+    if buffer_dtype is not None:
+        collect.cast_floating(buffers, buffer_dtype)
+    placed = [place(entry, ranks, placement_fn) for entry in owned]
+    return [ShardedParamGroup(members, settings.mp_policy, offload) for members in group_by_ranks(placed)]
 
 
 def _check_timeout(timeout: timedelta | None, ranks: ShardGroup) -> timedelta | None:
@@ -193,63 +227,6 @@ def _check_reshard(reshard_after_forward: bool | int | None) -> None:
             "reshard_after_forward should be a bool or an int representing the group size to reshard to, not "
             f"{reshard_after_forward!r}"
         )
-
-
-def _shard_or_undo(module: Any, modules: list[nn.Module], **arguments):
-    already = [m for m in modules if get_state(m) is not None]
-    try:
-        return _shard(module, **arguments)
-    except BaseException:
-        if not already:
-            torch_private.forget_contract(modules, _shard_modules)
-        raise
-
-
-def _shard_modules(
-    module: nn.Module | list[nn.Module],
-    *,
-    ranks: ShardGroup,
-    reshard_after_forward: bool | None,
-    shard_placement_fn: Callable | None,
-    mp_policy: MixedPrecisionPolicy,
-    offload: Offload,
-    buffer_dtype: torch.dtype | None,
-    ignored_params: set[nn.Parameter],
-    transport: str,
-    timeout: timedelta | None,
-    check_ranks: bool,
-    keeps_for_backward: bool = False,
-):
-    """One unit: collects, moves, cuts, registers hooks and swaps classes.
-
-    ``keeps_for_backward``: it is not resharded after forward because backward needs it at once, if there is one.
-    """
-    modules = (module,) if isinstance(module, nn.Module) else tuple(torch_private.root_modules(list(module)))
-    managed = collect.managed_modules(modules, lambda m: get_state(m) is not None)
-    owned = collect.collect_params(managed, ignored_params)
-    if not offload.of_shards:
-        collect.move_to_device([entry.param for entry in owned], ranks.device)
-    buffers = collect.collect_buffers(managed)
-    collect.move_to_device(buffers, ranks.device)
-    if buffer_dtype is not None:
-        collect.cast_floating(buffers, buffer_dtype)
-    placed = [place(entry, ranks, shard_placement_fn) for entry in owned]
-    groups = [ShardedParamGroup(members, mp_policy, offload) for members in group_by_ranks(placed)]
-    state: UnitState = _shard.state(modules[0])
-    state.configure(modules, ranks, mp_policy, reshard_after_forward, transport, timeout, check_ranks, groups, managed)
-    state.offload = offload
-    state.options.reshard_without_grad = keeps_for_backward
-    for managed_module in managed:
-        # Read by Dynamo and by HuggingFace's generate().
-        managed_module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
-    for one in modules:
-        one.__class__ = _sharded_class(type(one))
-    return module
-
-
-_shard_modules.__name__ = "fully_shard"  # torch's error about a module that is sharded already repeats it
-_shard = torch_private.contract(state_cls=UnitState)(_shard_modules)
-fully_shard.state = get_state
 
 
 def _sharded_class(cls: type) -> type:

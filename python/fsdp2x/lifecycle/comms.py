@@ -1,4 +1,4 @@
-"""What a group calls in Python: the all-reduce over replicas, extensions, and the user's own collectives and hooks."""
+"""How a unit communicates if not by its transport alone: extensions, custom collectives and hooks, wire formats."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.base import torch_private
 from fsdp2x.base.collectives import Gather, all_gather, explained, gather_packed, reduce_scatter, wait
-from fsdp2x.lifecycle import wire_formats
-from fsdp2x.lifecycle.unit import CustomComms, ShardedUnit
+from fsdp2x.base.native import _C
+from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.sharding.mesh import reduction_group
 from fsdp2x.sharding.param_group import ShardedParamGroup
 from fsdp2x.sharding.sharded_param import unsharded_parameter
@@ -98,34 +98,30 @@ class _SlowGathers:
 
 def apply(state: ShardedUnit) -> None:
     """Hands the collectives and hooks that the user set to the engine's groups of ``state``."""
-    wire_formats.check(state)
+    check_wire_formats(state)
     custom = state.comms
     for group in state.groups:
         engine = group.engine
         assert engine is not None, "made before it is connected"
-        hook, stream = custom.all_reduce_hook, custom.all_reduce_hook_stream
-        engine.all_reduce_hook = hook and functools.partial(_call_hook, hook, stream)
+        hook = custom.all_reduce_hook
+        engine.all_reduce_hook = hook and functools.partial(_call_hook, hook, custom.all_reduce_hook_stream)
         if group.is_replicated:
             continue
-        gather = custom.all_gather and functools.partial(_custom_gather, custom.all_gather, group.ranks.group)
+        ranks: Any = group.ranks.group
+        gather = custom.all_gather and functools.partial(_custom_gather, custom.all_gather, ranks)
         if group.slow_gathers is not None:
-            gather = gather or functools.partial(all_gather, group.ranks.group)
-            gather = functools.partial(group.slow_gathers.all_gather, gather)
+            gather = functools.partial(group.slow_gathers.all_gather, gather or functools.partial(all_gather, ranks))
         engine.all_gather = gather
-        engine.separate_reduce_scatter = None
-        if engine.has_streams and custom.separate_reduction and custom.reduce_scatter is None:
-            engine.reduce_scatter = None
-            engine.separate_reduce_scatter = device_reduction(reduction_group(group.ranks))
-        else:
-            engine.reduce_scatter = _reduction_of(custom, group)
-
-
-def _reduction_of(custom: CustomComms, group: ShardedParamGroup) -> Callable[..., Any] | None:
-    """None: the transport's own."""
-    ranks: Any = reduction_group(group.ranks) if custom.separate_reduction else group.ranks.group
-    if custom.reduce_scatter is not None:
-        return functools.partial(_custom_scatter, custom.reduce_scatter, ranks)
-    return functools.partial(reduce_scatter, ranks) if custom.separate_reduction else None
+        reduction = separate = None  # the transport's own
+        if custom.separate_reduction:
+            ranks = reduction_group(group.ranks)
+        if custom.reduce_scatter is not None:
+            reduction = functools.partial(_custom_scatter, custom.reduce_scatter, ranks)
+        elif custom.separate_reduction and engine.has_streams:
+            separate = device_reduction(ranks)
+        elif custom.separate_reduction:
+            reduction = functools.partial(reduce_scatter, ranks)
+        engine.reduce_scatter, engine.separate_reduce_scatter = reduction, separate
 
 
 def _call_hook(hook: Callable[[torch.Tensor], None], stream: Any, rows: torch.Tensor) -> bool:
@@ -170,3 +166,107 @@ def own_collective(caller: str, comm: Any) -> Any:
             f"fsdp2x.FSDPModule.{caller}: comm must be a collective with __call__ and allocate, or None, got {comm!r}"
         )
     return comm
+
+
+# --- wire formats: in how few bits weights and gradients travel ---
+
+_PLAIN = _C.WireFormat.plain
+WEIGHTS = {"int8": _C.WireFormat.int8, "fp8": _C.WireFormat.fp8}
+GRADIENTS = {"int8": _C.WireFormat.int8, "bfloat16": _C.WireFormat.bf16}
+
+
+def wire_formats_of(caller: str, weights: str | None, gradients: str | None) -> tuple[Any, Any]:
+    """The engine's formats by their names; None: as they are computed, or reduced.
+
+    Raises:
+        ValueError: another name.
+    """
+    for what, name, known in (("weights", weights, WEIGHTS), ("gradients", gradients, GRADIENTS)):
+        if name is not None and name not in known:
+            raise ValueError(f"{caller}: {what} is {name!r}, expected {', '.join(map(repr, known))} or None")
+    return WEIGHTS.get(weights or "", _PLAIN), GRADIENTS.get(gradients or "", _PLAIN)
+
+
+def uses_wire_formats(options: _C.UnitOptions) -> bool:
+    return options.wire_weights != _PLAIN or options.wire_gradients != _PLAIN
+
+
+def wire_names_of(options: _C.UnitOptions) -> tuple[str | None, str | None]:
+    """The names of the formats of weights and of gradients, as ``wire_formats_of`` takes them."""
+    weights = next((name for name, format in WEIGHTS.items() if format == options.wire_weights), None)
+    return weights, next((name for name, format in GRADIENTS.items() if format == options.wire_gradients), None)
+
+
+def describe_wire_formats(options: _C.UnitOptions) -> tuple[str, ...]:
+    """What ranks must agree about, in words; nothing where nothing is asked for."""
+    if not uses_wire_formats(options):
+        return ()
+    weights, gradients = (name or "they are" for name in wire_names_of(options))
+    return (f"weights travel as {weights}, gradients as {gradients}",)
+
+
+def check_wire_formats(state: ShardedUnit) -> None:
+    """Whether the formats that ``state`` asks for can be had with what else it is set to.
+
+    Raises:
+        NotImplementedError: on a device that fsdp2x has no kernels for, and for weights that fewer ranks keep after
+            forward.
+        ValueError: gradients that are not summed in float32, or by the user's collective.
+    """
+    options = state.live_options()
+    if not uses_wire_formats(options):
+        return
+    where = f"fsdp2x: wire formats of unit '{state.name}'"
+    device = state.ranks.device
+    if device.type != "cpu" and not _C.can_run_kernels(device):
+        raise NotImplementedError(
+            f"{where}: on {device.type} it takes kernels of fsdp2x, and this build has none that run there (fsdp2x "
+            "doctor says why); leave set_wire_dtype out"
+        )
+    if options.wire_weights != _PLAIN and state.post_forward_world is not None:
+        raise NotImplementedError(
+            f"{where}: it reshards to {state.post_forward_world} ranks after forward, which keep whole numbers; use "
+            "reshard_after_forward=True or False, or weights=None"
+        )
+    if options.wire_gradients == _PLAIN:
+        return
+    if state.comms.reduce_scatter is not None or state.comms.separate_reduction:
+        raise ValueError(
+            f"{where}: gradients travel in an all-to-all of the shard group, not by set_custom_reduce_scatter or "
+            "set_separate_reduce_scatter_group; use one of them, or gradients=None"
+        )
+    policy = state.mp_policy
+    for group in state.groups:
+        shapes = group.shapes(policy.param_dtype, policy.reduce_dtype)
+        for sharded, shape in zip(group.params, shapes, strict=True):
+            if sharded.param.requires_grad and shape.reduce != torch.float32:
+                raise ValueError(
+                    f"{where}: the gradient of {sharded.fqn or sharded.owners[0][1]!r} is reduced in {shape.reduce}, "
+                    "and what travels is summed in float32; use MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+                )
+
+
+def set_wire_formats(states: list[Any], weights: _C.WireFormat, gradients: _C.WireFormat) -> None:
+    """Sets the formats of ``states``, all or none. Collective where they shared memory until now.
+
+    Raises:
+        RuntimeError: a forward or backward is running; and what ``check_wire_formats`` raises.
+    """
+    if any(state.is_running for state in states):
+        raise RuntimeError("wire formats cannot be set during forward or backward")
+    before = [(state, state.live_options().wire_weights, state.live_options().wire_gradients) for state in states]
+    try:
+        for state in states:
+            _set_formats(state, weights, gradients)
+            check_wire_formats(state)
+        for state in states:
+            state.apply_comms()
+    except BaseException:
+        for found in before:
+            _set_formats(*found)
+        raise
+
+
+def _set_formats(state: ShardedUnit, weights: _C.WireFormat, gradients: _C.WireFormat) -> None:
+    options = state.live_options()
+    options.wire_weights, options.wire_gradients = weights, gradients

@@ -1,4 +1,4 @@
-"""The hooks of one unit on its modules: around their forward, on modules called past the root, and for state dicts.
+"""The hooks of one unit on its modules: around their forward, on and on modules called past the root.
 
 The engine's objects cannot take part in Python's cycle collection: they must not lead back to the modules.
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, cast
 
@@ -21,9 +21,7 @@ from torch import nn
 from fsdp2x.base import torch_private
 from fsdp2x.base.annotations import follow_inputs, imported_package, skips_checks
 from fsdp2x.base.native import _C
-from fsdp2x.base.optimizer_hooks import refuse_swapped
-from fsdp2x.lifecycle import replicas
-from fsdp2x.lifecycle.moving import adopt_all
+from fsdp2x.lifecycle.changes import watch_loading
 from fsdp2x.lifecycle.tree import depth_of, get_state, is_running
 from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.sharding.collect import managed_modules
@@ -77,21 +75,6 @@ def register_hooks(state: ShardedUnit, managed: list[nn.Module]) -> None:
         module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(post_forward, always_call=True)
     watch_loading(state, {id(m): m for param in state.params for m, _ in param.owners}.values())
-
-
-def watch_loading(state: ShardedUnit, modules: Iterable[nn.Module]) -> None:
-    """State dicts of ``modules`` are read from, and loaded into, the sharded parameters of ``state``."""
-    weak = _held_by_modules(state)
-    for module in modules:
-        module.register_state_dict_pre_hook(lambda *args: weak().reshard())
-        module._register_load_state_dict_pre_hook(lambda *args: before_load(weak()))
-        module.register_load_state_dict_post_hook(lambda *args: adopt_all(weak().groups))
-        module.register_load_state_dict_post_hook(lambda *args: replicas.check_again(weak()))
-
-
-def before_load(state: ShardedUnit) -> None:
-    refuse_swapped("load_state_dict", (param.param for param in state.params))
-    state.reshard()
 
 
 def follow_modules_of(root: ShardedUnit) -> None:

@@ -13,17 +13,58 @@ from torch import nn
 from fsdp2x.base import torch_private
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.optimizer_hooks import refuse_swapped
-from fsdp2x.lifecycle import pending_gradients, wire_formats
-from fsdp2x.lifecycle.comms import own_collective
-from fsdp2x.lifecycle.handles import GradientReductionHandle, UnshardHandle
-from fsdp2x.lifecycle.moving import moving
-from fsdp2x.lifecycle.state import UnitState, set_wire_formats
+from fsdp2x.lifecycle import pending_gradients
+from fsdp2x.lifecycle.changes import moving
+from fsdp2x.lifecycle.comms import own_collective, set_wire_formats, wire_formats_of
+from fsdp2x.lifecycle.state import UnitState
 from fsdp2x.lifecycle.tree import get_state, refuse_unregistered
 from fsdp2x.sharding.mesh import reduction_group
 from fsdp2x.sharding.transport import has_streams
 
 # Bound once: install() puts our classes under these names.
 _TorchFSDPModule = torch_fsdp.FSDPModule
+_TorchReductionHandle = getattr(torch_fsdp, "GradientReductionHandle", object)  # since 2.15
+
+
+class UnshardHandle(torch_fsdp.UnshardHandle):
+    """Returned by ``FSDPModule.unshard(async_op=True)``."""
+
+    def __init__(self, state: UnitState | None) -> None:
+        self._state = state
+
+    def wait(self) -> None:
+        """Waits until the parameters are gathered and registers them on the modules.
+
+        No effect after the unit's forward, which has waited.
+        """
+        if self._state is not None and self._state.unit is not None:
+            self._state.unit.finish_unshard()
+        self._state = None
+
+
+class GradientReductionHandle(_TorchReductionHandle):
+    """Returned by ``FSDPModule.finalize_backward(async_op=True)``."""
+
+    def __init__(self, state: UnitState | None) -> None:
+        self._state = state
+        if state is not None:
+            self._generation = state.generation
+            state.reduction_pending = True
+
+    def wait(self) -> None:
+        """Waits until all gradients are reduced and in ``.grad``.
+
+        Raises:
+            RuntimeError: ``reset_iter_state()`` was called in between.
+        """
+        if self._state is None:
+            return
+        if self._state.generation != self._generation:
+            raise RuntimeError("This gradient reduction handle was invalidated")
+        assert self._state.root is not None, "finalize_backward has seen it"
+        self._state.root.finalize_backward()
+        self._state.reduction_pending = False
+        self._state = None
 
 
 class FSDPModule(_TorchFSDPModule):
@@ -362,7 +403,7 @@ class FSDPModule(_TorchFSDPModule):
                 ``reshard_after_forward``.
             RuntimeError: called during forward or backward.
         """
-        formats = wire_formats.formats_of("fsdp2x.FSDPModule.set_wire_dtype", weights, gradients)
+        formats = wire_formats_of("fsdp2x.FSDPModule.set_wire_dtype", weights, gradients)
         set_wire_formats(list(self._states(recurse)), *formats)
 
     @checked

@@ -9,21 +9,19 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import cast
 
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.base.failures import number_unit
 from fsdp2x.base.native import _C
-from fsdp2x.lifecycle import comms, moving, replicas, wire_formats
+from fsdp2x.lifecycle import comms, replicas
+from fsdp2x.lifecycle.changes import adopt_all, adopt_late, late_groups, meet, share_late, snapshot, warn_of_raw_buffers
 from fsdp2x.lifecycle.hooks import follow_modules_of, register_hooks, watch_entries
-from fsdp2x.lifecycle.late import adopt_late, late_groups, meet, share_late, snapshot
 from fsdp2x.lifecycle.transport_choice import TransportChoice
 from fsdp2x.lifecycle.tree import check_tree, find_tree, name_units, places_in, set_names
-from fsdp2x.lifecycle.unit import ShardedUnit
-from fsdp2x.sharding.mesh import ShardGroup, post_forward_group, smaller_world
+from fsdp2x.lifecycle.unit import ShardedUnit, UnitSettings
+from fsdp2x.sharding.mesh import post_forward_group, smaller_world
 from fsdp2x.sharding.param_group import ShardedParamGroup, mark_aliases
 from fsdp2x.sharding.transport import has_streams
 
@@ -34,19 +32,16 @@ class UnitState(ShardedUnit):
     def configure(
         self,
         modules: tuple[nn.Module, ...],
-        ranks: ShardGroup,
-        mp_policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | int | None,
-        transport: str,
-        timeout: timedelta | None,
-        checks_ranks: bool,
-        groups: list[ShardedParamGroup],
         managed: list[nn.Module],
+        groups: list[ShardedParamGroup],
+        settings: UnitSettings,
+        reshard_after_forward: bool | int | None,
     ) -> None:
-        self.modules, self.ranks, self.mp_policy, self.checks_ranks = modules, ranks, mp_policy, checks_ranks
+        """Makes this the unit of ``modules``; ``managed``: those of its parameters."""
+        self.modules, self.groups, self.places = modules, groups, places_in(managed)
+        vars(self).update(vars(settings))
+        ranks, policy = settings.ranks, settings.mp_policy
         self.number = number_unit(self, ranks.mesh.mesh.flatten().tolist())
-        self.transport, self.timeout, self.groups = transport, timeout, groups
-        self.places = places_in(managed)
         for group in groups:
             group.unit_state = weakref.ref(self)
         self.auto_reshard = reshard_after_forward is None
@@ -56,9 +51,9 @@ class UnitState(ShardedUnit):
         )
         is_off = reshard_after_forward is False or reshard_after_forward == 1 and reshard_after_forward is not True
         self.options.reshard_after_forward = not is_off
-        self.options.cast_forward_inputs = mp_policy.cast_forward_inputs
-        self.options.param_dtype = mp_policy.param_dtype
-        self.options.output_dtype = mp_policy.output_dtype
+        self.options.cast_forward_inputs = policy.cast_forward_inputs
+        self.options.param_dtype = policy.param_dtype
+        self.options.output_dtype = policy.output_dtype
         register_hooks(self, managed)
 
     def lazy_init(self) -> None:
@@ -123,7 +118,7 @@ class UnitState(ShardedUnit):
         self.modules_seen = snapshot(self.modules[0])
         follow_modules_of(self)
         watch_entries(self)
-        moving.warn_of_raw_buffers(self)
+        warn_of_raw_buffers(self)
 
     def _adopt_late(self, tree: Sequence[UnitState]) -> bool:
         changed = adopt_late(self, tree)
@@ -140,7 +135,7 @@ class UnitState(ShardedUnit):
         """
         if not self.is_root:
             return
-        moving.warn_of_raw_buffers(self)
+        warn_of_raw_buffers(self)
         root = self.root
         if root is not None and (root.in_forward or root.in_backward or _C.is_same_tree(self.modules_seen)):
             return
@@ -200,7 +195,7 @@ class UnitState(ShardedUnit):
         groups = [group for state in tree for group in state.groups]
         for group in groups:
             group.find_extensions()
-        moving.adopt_all(groups)
+        adopt_all(groups)
         check_tree(tree)
 
     def _make_root(self) -> None:
@@ -278,7 +273,7 @@ class UnitState(ShardedUnit):
         """What of this unit's settings runs over a process group alone; "" if nothing does."""
         if self.comms.is_custom:
             return "custom collectives"
-        return "wire formats" if wire_formats.is_used(self.live_options()) else ""
+        return "wire formats" if comms.uses_wire_formats(self.live_options()) else ""
 
     def apply_comms(self) -> None:
         """Hands changed custom collectives to the engine; moves the tree to a process group when it shares memory.
@@ -348,33 +343,3 @@ class UnitState(ShardedUnit):
             choice.agree(root, group, self.post_forward_world if post_forward else None)
         self.unit, self.root = unit, root
         comms.apply(self)
-
-    def adopt(self) -> None:
-        """Takes parameters that were replaced or moved back into the pool."""
-        moving.adopt_all(self.groups)
-
-
-def set_wire_formats(states: list[UnitState], weights: _C.WireFormat, gradients: _C.WireFormat) -> None:
-    """Sets the formats of ``states``, all or none. Collective where they shared memory until now.
-
-    Raises:
-        RuntimeError: a forward or backward is running; and what ``wire_formats.check`` raises.
-    """
-    if any(state.is_running for state in states):
-        raise RuntimeError("wire formats cannot be set during forward or backward")
-    before = [(state, state.live_options().wire_weights, state.live_options().wire_gradients) for state in states]
-    try:
-        for state in states:
-            _set_formats(state, weights, gradients)
-            wire_formats.check(state)
-        for state in states:
-            state.apply_comms()
-    except BaseException:
-        for found in before:
-            _set_formats(*found)
-        raise
-
-
-def _set_formats(state: UnitState, weights: _C.WireFormat, gradients: _C.WireFormat) -> None:
-    options = state.live_options()
-    options.wire_weights, options.wire_gradients = weights, gradients

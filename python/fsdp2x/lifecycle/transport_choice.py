@@ -21,7 +21,7 @@ from fsdp2x.base.annotations import skips_checks
 from fsdp2x.base.collectives import all_gather, all_to_all, explain_collective, reduce_scatter, wait
 from fsdp2x.base.native import _C
 from fsdp2x.base.rendezvous import GroupInfo, UnitParams, rendezvous
-from fsdp2x.lifecycle import wire_formats
+from fsdp2x.lifecycle.comms import describe_wire_formats
 from fsdp2x.sharding import transport
 from fsdp2x.sharding.mesh import ShardGroup, post_forward_group
 from fsdp2x.sharding.param_group import ShardedParamGroup
@@ -244,6 +244,6 @@ def facts_of(
         if with_training:
             facts.append("trained" if sharded.param.requires_grad else "frozen")
         if (state := group.unit_state()) is not None:
-            facts += wire_formats.told(state.live_options())
+            facts += describe_wire_formats(state.live_options())
         params.append((sharded.fqn or sharded.owners[0][1], tuple(facts)))
     return UnitParams(name, tuple(params))

@@ -64,30 +64,42 @@ class CustomComms:
         return self.all_gather is not None or self.reduce_scatter is not None
 
 
+@dataclass(frozen=True)
+class UnitSettings:
+    """What one ``fully_shard`` call gives to each of its units."""
+
+    ranks: ShardGroup
+    mp_policy: MixedPrecisionPolicy
+    offload: Offload
+    transport: str
+    timeout: timedelta | None
+    checks_ranks: bool
+
+
 class ShardedUnit(StateNames, torch_private.State):
     """One unit. Attributes without a comment are what the call was given."""
 
     modules = WeakTuple()
     tree = WeakTuple()  # all units below a root, set on the root only
     ranks: ShardGroup
+    mp_policy: MixedPrecisionPolicy
+    offload: Offload
+    transport: str
+    timeout: timedelta | None
+    checks_ranks: bool
     hooks: _C.UnitHooks  # since `fully_shard`
 
     def __init__(self) -> None:
         super().__init__()
         self.number = UnitNumber()
-        self.mp_policy = MixedPrecisionPolicy()
-        self.transport = "auto"
-        self.timeout: timedelta | None = None
-        self.checks_ranks = True
         self.groups: list[ShardedParamGroup] = []  # one per mesh; none without parameters
-        self.offload = Offload()
         self.places: list[Place] = []  # of all parameters when the unit was made, ignored ones among them
         self.auto_reshard = True  # reshard_after_forward was None: the root keeps its parameters
         self.post_forward_world: int | None = None  # reshard_after_forward as an int
         self.is_root: bool | None = None  # decided at lazy initialization
         self.unit: _C.Unit | None = None  # from lazy initialization on, or from an earlier unshard()
         self.root: _C.Root | None = None  # shared by all units of one root module; provisional until is_root is decided
-        self.modules_seen: tuple = ()  # by the root's last forward; see ``late.snapshot``
+        self.modules_seen: tuple = ()  # by the root's last forward; see ``changes.snapshot``
         self.options = _C.UnitOptions()  # becomes the unit's own at lazy initialization
         self.names: list[str] = []  # FQNs of the modules from the root
         self.prefetch: dict[
@@ -258,6 +270,11 @@ class ShardedUnit(StateNames, torch_private.State):
         self.reduction_pending = False
         self.generation += 1
         self.root.reset()
+
+
+def mark_managed(module: nn.Module) -> None:
+    """Sets the attributes that Dynamo and HuggingFace's ``generate()`` read."""
+    module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
 
 
 def refuse_unreduced(units: Iterable[ShardedUnit]) -> None:

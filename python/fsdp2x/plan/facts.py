@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.base.native import _C
-from fsdp2x.lifecycle.wire_formats import GRADIENTS, WEIGHTS
+from fsdp2x.lifecycle.comms import GRADIENTS, WEIGHTS
 from fsdp2x.sharding import transport
 from fsdp2x.sharding.offload import Offload
 from fsdp2x.sharding.padding import Padding

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp2x.base import torch_private
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.failures import ConfigError
-from fsdp2x.lifecycle import wire_formats
+from fsdp2x.lifecycle.comms import wire_formats_of
 from fsdp2x.plan.facts import ModelFacts, Ranks, Wire
 from fsdp2x.plan.optimizers import PLANNED, may_be_on_host, planned_bytes
 from fsdp2x.plan.report import MemoryReport, check_micro_batches, report_of
@@ -182,7 +182,7 @@ def _check_wire(
     """What ``set_wire_dtype`` would refuse."""
     if wire == Wire():
         return
-    wire_formats.formats_of("plan", wire.weights, wire.gradients)
+    wire_formats_of("plan", wire.weights, wire.gradients)
     if transport != Transport.PROCESS_GROUP:
         raise PlanError(f"wire formats: got transport {transport}, expected process_group, where they travel")
     if wire.weights is not None and reshard not in (None, True, False):

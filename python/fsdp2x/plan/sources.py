@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.base import torch_private
 from fsdp2x.base.native import _C
-from fsdp2x.lifecycle import wire_formats
+from fsdp2x.lifecycle.comms import wire_names_of
 from fsdp2x.lifecycle.state import UnitState
 from fsdp2x.lifecycle.tree import unit_states
 from fsdp2x.lifecycle.unit import ShardedUnit
@@ -95,7 +95,7 @@ def _group_of_state(state: ShardedUnit, group: ShardedParamGroup, common: dict[s
             or common["registers_memory"],
             averages=not options.force_sum_reduction and options.divide_factor in (None, ranks.world * ranks.replicas),
         ),
-        wire=Wire(*wire_formats.names_of(options)),
+        wire=Wire(*wire_names_of(options)),
         may_rest=not any(param.is_alias for param in group.params),
     )
 

@@ -14,22 +14,23 @@ def test_exported_names_exist(name):
     assert callable(getattr(torch_private, name))
 
 
-def test_contract_gives_states_and_can_be_undone():
-    class State(torch_private.State):
-        pass
+def test_states_are_registered_once_and_can_be_forgotten():
+    from torch.distributed._composable import contract
 
-    @torch_private.contract(state_cls=State)
-    def mark(module):
+    @contract()
+    def fully_shard(module):
         return module
 
-    module = nn.Linear(2, 2)
-    mark(module)
-    assert isinstance(mark.state(module), State)
-    with pytest.raises(AssertionError):
-        mark(module)
-    torch_private.forget_contract([module], mark.__wrapped__)
-    assert mark.state(module) is None
-    mark(module)
+    module, state = nn.Linear(2, 2), torch_private.State()
+    torch_private.register_state([module], "fully_shard", state)
+    assert torch_private.state_of(module, torch_private.State) is state
+    with pytest.raises(AssertionError, match="fully_shard has already been applied"):
+        torch_private.register_state([nn.Linear(2, 2), module], "fully_shard", torch_private.State())
+    with pytest.raises(AssertionError, match="fully_shard has already been applied"):
+        fully_shard(module)
+    torch_private.forget_state([module], "fully_shard")
+    assert torch_private.state_of(module, torch_private.State) is None
+    assert fully_shard(module) is module
     assert not torch_private.is_replicated(module)
 
 
