@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _DEEP = 3000
 _STOP = 0.25  # at each level on the way to the place that is changed
@@ -420,3 +421,34 @@ def change_file(rng: random.Random, path: Path, others: list[Path]) -> Change:
         elif action == "pipe":
             os.mkfifo(path)
     return Change(f"{action} {path.name} ({other.parent.name}/{other.name})")
+
+
+# --- rounds on several ranks ------------------------------------------------------------------------------------------
+
+
+def problems_in(ctx, rounds, form: str, begin) -> list[str]:
+    """Runs rounds of damage. `begin(rng)` prepares one: its name, what damages on rank 0, what judges it."""
+    problems = []
+    for number in rounds:
+        rng = random.Random(f"{form} {number}")
+        name, hurt, judge = begin(rng)
+        changes = [hurt(rng) if ctx.rank == 0 else None]
+        dist.broadcast_object_list(changes, src=0)
+        what = f"round {number}: {changes[0].what}, {name}"
+        print(what, flush=True)  # the last one is the one that hangs
+        everyone = [None] * ctx.world
+        dist.all_gather_object(everyone, judge(changes[0]))
+        problems += [f"{what}: {one}" for one in dict.fromkeys(everyone) if one is not None]
+    return problems
+
+
+def unlike(error: Exception | None, *kinds: type) -> str | None:
+    """What is wrong with how all ranks fail: something was executed, they differ, or it is none of these errors."""
+    said = [None] * dist.get_world_size()
+    dist.all_gather_object(said, None if error is None else f"{type(error).__name__}: {error}")
+    if os.path.exists(Evil.path):
+        return "executed"
+    if len(set(said)) > 1:
+        return f"the ranks say {said}"
+    is_refusal = error is None or isinstance(error, kinds) and error.__cause__ is None
+    return None if is_refusal else f"{error!r} from {error.__cause__!r}"

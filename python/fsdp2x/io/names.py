@@ -143,10 +143,7 @@ def original_classes(model: nn.Module) -> Iterator[None]:
 
 
 def remember_source(base: ForeignModel, conversions: list | None, dtypes: dict[str, torch.dtype], path) -> None:
-    """Keeps on the model what saving it in the form of its files needs; ``dtypes`` by name in ``base``.
-
-    The conversions are where transformers' own ``save_pretrained`` looks for them.
-    """
+    """Keeps on the model what saving it in the form of its files needs; ``dtypes`` by name in ``base``."""
     if conversions is not None:
         base._weight_conversions = conversions
     known = getattr(base, "_fsdp2x_source_dtypes", {})
@@ -169,7 +166,8 @@ class _Reverse:
         from transformers.core_model_loading import dot_natural_key
 
         for name in sorted(names, key=dot_natural_key):
-            layer, pattern = _first_match(name, self._converters)
+            matches = (converter.rename_source_key(name) for converter in self._converters)
+            layer, pattern = next((match for match in matches if match[1] is not None), (name, None))
             if pattern is None:
                 self._renamed[name] = _renamed_by(self._renamings, name)
             else:
@@ -212,15 +210,6 @@ def run_converter(
         fresh.add_tensor(layer, name, pattern, tensor)
     made = fresh.convert(layer, model=model, config=model.config)
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
-
-
-def _first_match(name: str, converters: list) -> tuple[str, str | None]:
-    """The name that the first converter which knows ``name`` makes of it, and that one's pattern; else (name, None)."""
-    for converter in converters:
-        found, pattern = converter.rename_source_key(name)
-        if pattern is not None:
-            return found, pattern
-    return name, None
 
 
 def _renamed_by(renamings: list, name: str) -> str:

@@ -105,19 +105,17 @@ class _Absent:
 
     def _connect(self, module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor | None:
         model = self._model()
-        if not torch.is_grad_enabled() or not isinstance(model, FSDPModule) or not _reduces_in_order(model):
+        if not torch.is_grad_enabled() or not isinstance(model, FSDPModule):
+            return None
+        # Otherwise the root's reduction is keyed by unit, and no collective among those of the other units.
+        groups = model._get_fsdp_state().groups
+        if not any(group.ranks.has_replicate_axis or not group.transport.shares_memory for group in groups):
             return None
         params = [(id(tower), param) for tower in self._towers for param in tower.parameters() if param.requires_grad]
         if not params:
             return None
         owners, tensors = zip(*params, strict=True)
         return _ZerosWhereAbsent.apply(self._ran, owners, output, *tensors)
-
-
-def _reduces_in_order(root: FSDPModule) -> bool:
-    """Whether the root's reduction is a collective among those of the other units, instead of keyed by unit."""
-    groups = root._get_fsdp_state().groups
-    return any(group.ranks.has_replicate_axis or not group.transport.shares_memory for group in groups)
 
 
 class _ZerosWhereAbsent(torch.autograd.Function):

@@ -26,7 +26,6 @@ from fsdp2x.optim.moments import (
     pieces,
     place_in_whole,
     widened,
-    widened_states,
 )
 from fsdp2x.sharding.offload import host_state, marks_exist
 
@@ -120,10 +119,7 @@ class AdamW(EngineStep, torch.optim.AdamW):
         self._places: dict[Any, tuple[int, int, int]] = {}  # of DTensorSpecs, in the whole parameter
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; moments come in ``moments_dtype``, without a detour through the dtype of their parameter.
-
-        Moments that belong to the host go there straight away.
-        """
+        """As torch's; moments come in ``moments_dtype``, without a detour through the dtype of their parameter."""
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         on_host = self._wanted_on_host()
         ours = {id(one.param) for one in on_host}
@@ -155,15 +151,6 @@ class AdamW(EngineStep, torch.optim.AdamW):
             self.state[param].update(
                 {name: value.to(dtype, copy=True).to(param.device) for name, value in values.items()}
             )
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's; moments in 8 bits come as their values, in float32."""
-        with widened_states(self):
-            return super().state_dict()
-
-    def _widened_state(self, param: Tensor) -> dict[str, Any]:
-        """The state of one parameter as checkpoints have it: as in ``state_dict``."""
-        return widened(self.state[param])
 
     def step_scaled(self, grad_scale: Tensor | None) -> None:
         run = functools.partial(self._run, grad_scale)

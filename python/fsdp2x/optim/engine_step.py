@@ -12,6 +12,7 @@ from fsdp2x.base.native import _C
 from fsdp2x.base.optimizer_hooks import refuse_stale
 from fsdp2x.optim.clip import check_max_grad_norm, measure_in_step
 from fsdp2x.optim.local import loss_of
+from fsdp2x.optim.moments import widened, widened_states
 
 _UNSUPPORTED = ("capturable", "differentiable")
 
@@ -53,6 +54,17 @@ class EngineStep(torch.optim.Optimizer):
         except ValueError:
             del self.param_groups[-1]
             raise
+
+    moments_dtype: torch.dtype | str | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; moments in 8 bits come as their values, in float32."""
+        with widened_states(self):
+            return super().state_dict()
+
+    def _widened_state(self, param: Tensor) -> dict[str, Any]:
+        """The state of one parameter as checkpoints have it: as in ``state_dict``."""
+        return widened(self.state[param])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:

@@ -38,10 +38,7 @@ def cut_like(whole: Tensor, local: Tensor) -> Tensor:
 
 
 def local_tensors(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """The local tensors of DTensors that are all cut alike; the tensors themselves when they are not.
-
-    Then torch dispatches on the DTensors, which redistributes.
-    """
+    """The local tensors of DTensors that are all cut alike; the tensors themselves when they are not."""
     specs = [torch_private.spec_of(t) for t in tensors if isinstance(t, DTensor)]
     if not specs or any((spec.mesh, spec.placements) != (specs[0].mesh, specs[0].placements) for spec in specs):
         return list(tensors)

@@ -108,9 +108,6 @@ def place_in_whole(param: Tensor) -> tuple[int, int, int]:
     """(first, run, stride): local element i is number ``first + i // run * stride + i % run`` of the whole.
 
     What several ranks hold in common has the same numbers on all of them.
-
-    Raises:
-        NotImplementedError: a parameter cut along so many dims that its elements follow no such rule.
     """
     if not isinstance(param, DTensor):
         return 0, max(param.numel(), 1), 0

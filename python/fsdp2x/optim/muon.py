@@ -16,7 +16,7 @@ from fsdp2x.optim.adamw import AdamW, count_on_host
 from fsdp2x.optim.clip import scaled
 from fsdp2x.optim.engine_step import EngineStep
 from fsdp2x.optim.local import dense_gradient, local_tensor, number
-from fsdp2x.optim.moments import widened, widened_states, zeros_like_all
+from fsdp2x.optim.moments import zeros_like_all
 from fsdp2x.optim.muon_plan import MatrixBlock, MatrixJob, MuonPlan, make_plan
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
@@ -249,15 +249,6 @@ class Muon(EngineStep):
             del self.param_groups[-1]
             raise
 
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's; moments in 8 bits come as their values, in float32."""
-        with widened_states(self):
-            return super().state_dict()
-
-    def _widened_state(self, param: Tensor) -> dict[str, Any]:
-        """The state of one parameter as checkpoints have it: as in ``state_dict``."""
-        return widened(self.state[param])
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; moments come in ``moments_dtype``, as in ``AdamW``."""
         super().load_state_dict(state_dict)
@@ -276,19 +267,15 @@ class Muon(EngineStep):
             self._plan = make_plan(params, names, self.ns_dtype)
         self._adamw.param_groups = [group for group in self.param_groups if not group["use_muon"]]
         self._adamw.state = self.state
-        self._make_momentum(params)
+        fresh = [param for param in params if param.grad is not None and "momentum_buffer" not in self.state[param]]
+        dtypes = [dense_gradient("optim.Muon", param).dtype for param in fresh]
+        for param, zeros in zip(fresh, zeros_like_all(zip(fresh, dtypes, strict=True)), strict=True):
+            self.state[param]["momentum_buffer"] = zeros
         steps = [
             _MatrixStep(param, group, self.state[param], grad_scale, first)
             for (param, group), first in zip(matrices, self._plan.first, strict=True)
         ]
         _run(self._plan, steps, lambda: self._adamw.step_scaled(grad_scale))
-
-    def _make_momentum(self, params: list[Tensor]) -> None:
-        fresh = [param for param in params if param.grad is not None and "momentum_buffer" not in self.state[param]]
-        for param, zeros in zip(
-            fresh, zeros_like_all((param, dense_gradient("optim.Muon", param).dtype) for param in fresh), strict=True
-        ):
-            self.state[param]["momentum_buffer"] = zeros
 
 
 class _MatrixStep:
@@ -312,7 +299,9 @@ class _MatrixStep:
         rows, columns = param.shape[-2:]
         self._lr = number(group["lr"])
         self._scaled_lr = self._lr * _LR_SCALES[group["adjust_lr_fn"] or "original"](rows, columns)
-        self._param, self._grad, self._momentum = (_stack(tensor) for tensor in (param, grad, momentum))
+        # The local parts as [num, rows, columns].
+        locals_ = [local_tensor(tensor) for tensor in (param, grad, momentum)]
+        self._param, self._grad, self._momentum = (t.unsqueeze(0) if t.ndim == 2 else t for t in locals_)
 
     def write_update(self, job: MatrixJob, block: MatrixBlock, target: Tensor | None) -> None:
         """Updates the momentum of a block of this rank, and writes what is orthogonalised, if to anywhere."""
@@ -353,6 +342,10 @@ def _run(plan: MuonPlan, steps: list[_MatrixStep], meanwhile: Callable[[], None]
     def write(job: MatrixJob, block: MatrixBlock, target: Tensor | None) -> None:
         steps[job.param].write_update(job, block, target)
 
+    def apply(arrive: Callable[[], Iterable]) -> None:
+        for job, block, update in arrive():
+            steps[job.param].apply(block, update)
+
     arriving = plan.rounds[0].send(write) if plan.rounds else list
     meanwhile()
     for job in plan.local:
@@ -361,27 +354,14 @@ def _run(plan: MuonPlan, steps: list[_MatrixStep], meanwhile: Callable[[], None]
         if step.has_gradient:
             step.write_update(job, job.blocks[0], whole)
             step.apply(job.blocks[0], step.orthogonalize(whole))
-    returning = None
+    returning: Callable[[], Iterable] = list
     for index, current in enumerate(plan.rounds):
         wholes = arriving()
         arriving = plan.rounds[index + 1].send(write) if index + 1 < len(plan.rounds) else list
         done = [(job, steps[job.param].orthogonalize(whole)) for job, whole in wholes]
-        if returning is not None:
-            _apply_all(steps, returning)
+        apply(returning)
         returning = current.give_back(done)
-    if returning is not None:
-        _apply_all(steps, returning)
-
-
-def _apply_all(steps: list[_MatrixStep], arrive: Callable) -> None:
-    for job, block, update in arrive():
-        steps[job.param].apply(block, update)
-
-
-def _stack(tensor: Tensor) -> Tensor:
-    """The local part as [num, rows, columns]."""
-    local = local_tensor(tensor)
-    return local.unsqueeze(0) if local.ndim == 2 else local
+    apply(returning)
 
 
 def _triples(group: dict[str, Any]) -> list[tuple[float, float, float]]:

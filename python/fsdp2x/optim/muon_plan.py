@@ -193,10 +193,7 @@ class Round:
                     self._awaited.add(job.owner, job, block)
 
     def send(self, fill: Fill) -> Callable[[], Wholes]:
-        """Starts to bring blocks to their owners; ``fill`` writes those of this rank.
-
-        The result waits, and returns the whole matrices of this rank's jobs.
-        """
+        """Starts to bring blocks to their owners; ``fill`` writes those of this rank."""
         arrive = self._start(self._sent, self._received, fill)
         for job, block in self._held_alike:
             fill(job, block, None)

@@ -51,7 +51,7 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
             f"{type(model).__name__}; build the optimizer from the parameters of the model that was sharded"
         )
     states = {
-        old: _moved_state(records[original_number(old) or 0][0], optimizer.state[old], old, new)
+        old: _sharded_state(records[original_number(old) or 0][0], optimizer.state[old], old, new)
         for old, new in replaced.items()
         if old in optimizer.state
     }
@@ -65,15 +65,9 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
     return len(replaced)
 
 
-def _moved_state(name: str, state: dict, old: nn.Parameter, new: nn.Parameter) -> dict:
-    wide = widened(state)
-    coded = tuple(key for key in wide if key not in state)
-    return narrowed(new, _sharded_state(name, wide, old, new), coded)
-
-
 def _sharded_state(name: str, state: dict, old: nn.Parameter, new: nn.Parameter) -> dict:
-    result = {}
-    for key, value in state.items():
+    result, wide = {}, widened(state)
+    for key, value in wide.items():
         if not isinstance(value, torch.Tensor) or value.numel() == 1 and value.shape != old.shape:
             result[key] = value
         elif value.shape == old.shape and not isinstance(value, DTensor):
@@ -86,4 +80,4 @@ def _sharded_state(name: str, state: dict, old: nn.Parameter, new: nn.Parameter)
                 f"fsdp2x.rebind_optimizer: the state {key!r} of parameter '{name}' has shape {tuple(value.shape)}, "
                 f"expected {tuple(old.shape)} or one element; rebind before the first step and load the state after it"
             )
-    return result
+    return narrowed(new, result, tuple(key for key in wide if key not in state))

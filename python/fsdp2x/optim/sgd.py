@@ -59,7 +59,18 @@ class SGD(EngineStep, torch.optim.SGD):
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize)
 
     def step_scaled(self, grad_scale: Tensor | None) -> None:
-        settings = [_settings(group) for group in self.param_groups]
+        settings = [
+            (
+                group["params"],
+                number(group["lr"]),
+                group["momentum"],
+                group["dampening"],
+                number(group["weight_decay"]),
+                group["nesterov"],
+                group["maximize"],
+            )
+            for group in self.param_groups
+        ]
         left_over = _C.sgd_step(settings, self.state, self._make_buffer, self._on_device, grad_scale)
         for group, params in self._left_to_torch(left_over):
             self._step_by_torch(group, params, grad_scale)
@@ -94,15 +105,3 @@ class SGD(EngineStep, torch.optim.SGD):
         for param, target, buffer, existed in zip(params, targets, buffers, had, strict=True):
             if not existed:  # torch made it from the gradient
                 self.state[param]["momentum_buffer"] = buffer if target is param else cut_like(param, buffer)
-
-
-def _settings(group: dict[str, Any]) -> tuple:
-    return (
-        group["params"],
-        number(group["lr"]),
-        group["momentum"],
-        group["dampening"],
-        number(group["weight_decay"]),
-        group["nesterov"],
-        group["maximize"],
-    )

@@ -1,18 +1,16 @@
 """HuggingFace folders whose files lie: refused by all ranks alike, or loaded as the files say; never half of it."""
 
 import json
-import os
-import random
 import shutil
 import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import damage
 from checkpoints import on_first, shared_folder
+from fsdp2x.checkpoint import CheckpointError
 from harness import distributed
 from models import build, tiny_lora
 
@@ -103,7 +101,7 @@ class Subject:
             error = refusal
         after = _locals(self.model)
         self.restore()
-        if wrong := _unlike(error):
+        if wrong := damage.unlike(error, CheckpointError, ValueError):
             return wrong
         if error is not None:
             changed = [name for name in after if not _same(after[name], self.kept[name])]
@@ -125,25 +123,10 @@ def judge_made(folder, mode, whole, change):
         model = fsdp2x.from_pretrained(folder, mode=mode, progress=False)
     except Exception as refusal:
         error = refusal
-    if (wrong := _unlike(error)) or error is not None:
+    if (wrong := damage.unlike(error, CheckpointError, ValueError)) or error is not None:
         return wrong
     found = dict(fsdp2x.full_tensors(model))
     return _differ({name: value for name, value in found.items() if name in whole}, whole, change)
-
-
-def _unlike(error):
-    """What is wrong with an error; ranks that raise have to raise the same."""
-    from fsdp2x.checkpoint import CheckpointError
-
-    said = [None] * dist.get_world_size()
-    dist.all_gather_object(said, None if error is None else f"{type(error).__name__}: {error}")
-    if os.path.exists(damage.Evil.path):
-        return "executed"
-    if len(set(said)) > 1:
-        return f"the ranks say {said}"
-    if error is not None and (not isinstance(error, (CheckpointError, ValueError)) or error.__cause__ is not None):
-        return f"{error!r} from {error.__cause__!r}"
-    return None
 
 
 def _differ(found, expected, change):
@@ -188,20 +171,19 @@ def test_damage_is_refused_or_loaded_as_the_files_say(ctx, form, rounds):
             fsdp2x.load_hf(subject.model, saved, progress=False)
         original, whole = _locals(subject.model), dict(fsdp2x.full_tensors(subject.model))
         subject.restore()
-        problems = []
-        for number in rounds:
-            rng = random.Random(f"{form} {number}")
+
+        def begin(rng):
             made, mode = rng.random() < 0.4 and form != "adapter", rng.choice(["each", "broadcast"])
             copy = folder / "copy"
-            on_first(lambda copy=copy: (shutil.rmtree(copy, ignore_errors=True), shutil.copytree(saved, copy)))
-            changes = [hurt(rng, copy) if ctx.rank == 0 else None]
-            dist.broadcast_object_list(changes, src=0)
-            what = f"round {number}: {changes[0].what}, {'made' if made else 'loaded'} in mode {mode}"
-            print(what, flush=True)  # the last one is the one that hangs
-            judge = (lambda *a: judge_made(*a)) if made else subject.judge
-            wrong = judge(copy, mode, whole if made else original, changes[0])
-            everyone = [None] * ctx.world
-            dist.all_gather_object(everyone, wrong)
-            problems += [f"{what}: {one}" for one in dict.fromkeys(everyone) if one is not None]
+            on_first(lambda: (shutil.rmtree(copy, ignore_errors=True), shutil.copytree(saved, copy)))
+            judge = judge_made if made else subject.judge
+            name = f"{'made' if made else 'loaded'} in mode {mode}"
+            return (
+                name,
+                lambda rng: hurt(rng, copy),
+                lambda change: judge(copy, mode, whole if made else original, change),
+            )
+
+        problems = damage.problems_in(ctx, rounds, form, begin)
         logging.disable(logging.NOTSET)
         assert not problems, "\n".join(problems)

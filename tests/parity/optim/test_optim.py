@@ -70,17 +70,19 @@ def test_accumulation_in_low_precision(ctx, reduce, transport):
 
 
 @distributed(world_sizes=(2,))
-def test_foreign_gradients_are_accumulated_into(ctx):
-    """A gradient tensor assigned by somebody else is added to in place, as stock does."""
+@pytest.mark.parametrize("foreign", [False, True])
+def test_gradients_are_accumulated_into_the_same_tensor(ctx, foreign):
+    """Also into one that somebody else assigned, over backwards without zero_grad."""
 
     def run(model):
-        foreign = []
-        for param in model.parameters():
-            param.grad = torch.ones_like(param)
-            foreign.append(param.grad)
-        loss_of(model, ctx.rank).backward()
-        identical = [param.grad is grad for param, grad in zip(model.parameters(), foreign, strict=True)]
-        return identical, grads(model)
+        if foreign:
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+        else:
+            loss_of(model, ctx.rank, 0).backward()
+        first = [param.grad for param in model.parameters()]
+        loss_of(model, ctx.rank, 1).backward()
+        return [a is param.grad for a, param in zip(first, model.parameters(), strict=True)], grads(model)
 
     identical, _ = parity(ctx, Stack(), run, STACK_UNITS)
     assert all(identical)
@@ -114,17 +116,3 @@ def test_optimizer_in_backward(ctx, transport):
 
     losses, order, _, none, _ = parity(ctx, Stack(), run, STACK_UNITS, transport=transport)
     assert changes(losses) and all(none) and len(order) == 3 * len(none)
-
-
-@distributed(world_sizes=(2,))
-def test_sgd_with_accumulated_gradients_held_by_the_user(ctx):
-    """`.grad` is the same tensor over several backwards without zero_grad, and its value the sum."""
-
-    def run(model):
-        loss_of(model, ctx.rank, 0).backward()
-        first = [param.grad for param in model.parameters()]
-        loss_of(model, ctx.rank, 1).backward()
-        return [a is param.grad for a, param in zip(first, model.parameters(), strict=True)], grads(model)
-
-    identical, _ = parity(ctx, Stack(), run, STACK_UNITS)
-    assert all(identical)

@@ -24,44 +24,38 @@ def test_every_sample_once_within_the_budget(lengths, budget, more):
         assert len(bins) <= max(1, 2 * -(-sum(lengths) // budget)) or not lengths
 
 
-def test_a_sample_that_fills_a_bin_exactly_shares_no_bin_and_opens_no_other():
-    assert pack_by_budget([4, 6, 10], 10) == [[0, 1], [2]]
-    assert pack_by_budget([10], 10) == [[0]]
+@pytest.mark.parametrize(
+    ("lengths", "num_bins", "expected"),
+    [
+        ([4, 6, 10], None, [[0, 1], [2]]),  # what fills a bin exactly shares no bin and opens no other
+        ([10], None, [[0]]),
+        ([3, 2], 4, [[0], [1], [], []]),
+        ([], None, []),
+        ([], 2, [[], []]),
+    ],
+)
+def test_bins(lengths, num_bins, expected):
+    assert pack_by_budget(lengths, 10, num_bins=num_bins) == expected
 
 
-def test_bins_are_balanced():
-    """Filling first would give 10, 10 and 1."""
-    bins = pack_by_budget([1] * 21, 10)
-    assert sorted(len(members) for members in bins) == [7, 7, 7]
-
-
-def test_balance_gives_way_to_the_budget():
-    """Spreading [7, 7 | 5, 5, 5 | ...] longest first overflows where best-fit does not."""
-    lengths = [6, 5, 5, 4, 4, 4, 2]  # 6 + 4, 5 + 5, 4 + 4 + 2 fill three bins of 10 to the brim
+def test_bins_are_balanced_unless_the_budget_forbids_it():
+    assert [len(members) for members in pack_by_budget([1] * 21, 10)] == [7, 7, 7]  # filling first: 10, 10 and 1
+    lengths = [6, 5, 5, 4, 4, 4, 2]  # 6 + 4, 5 + 5, 4 + 4 + 2 fill three bins of 10; spreading longest first overflows
     bins = pack_by_budget(lengths, 10)
     assert [sum(lengths[index] for index in members) for members in bins] == [10, 10, 10]
 
 
-def test_fewer_samples_than_bins_leave_empty_bins():
-    assert pack_by_budget([3, 2], 10, num_bins=4) == [[0], [1], [], []]
-    assert pack_by_budget([], 10) == [] and pack_by_budget([], 10, num_bins=2) == [[], []]
-
-
-def test_a_sample_beyond_the_budget():
-    with pytest.raises(ValueError, match="sample 1 has 11 tokens, more than max_tokens=10"):
-        pack_by_budget([3, 11], 10)
-
-
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("lengths", "budget", "said"),
     [
-        (([3, 0], 10), "sample 1 has 0 tokens"),
-        (([3], 0), "max_tokens must be at least 1"),
+        ([3, 11], 10, "sample 1 has 11 tokens, more than max_tokens=10"),
+        ([3, 0], 10, "sample 1 has 0 tokens"),
+        ([3], 0, "max_tokens must be at least 1"),
     ],
 )
-def test_wrong_arguments(arguments, said):
+def test_wrong_arguments(lengths, budget, said):
     with pytest.raises(ValueError, match=said):
-        pack_by_budget(*arguments)
+        pack_by_budget(lengths, budget)
 
 
 # ---- rows
@@ -91,19 +85,14 @@ def test_labels_of_one_sample_never_follow_another():
     assert row.labels.tolist() == [[-100, 6, -100, 8]]
 
 
-def test_unpack_knows_padding_by_its_count_and_not_by_its_token():
+def test_members_padding_and_unpacking():
+    """Padding is known by its count and not by its token; an empty row is padding without labels."""
     row = pack_samples(SAMPLES, pad_to_multiple_of=8)
     assert [part.tolist() for part in row.unpack(row.input_ids)] == [[5, 6, 0], [7], [8, 9]]
     with pytest.raises(ValueError, match=r"values of shape \(1, 3\) for 8 tokens"):
         row.unpack(torch.zeros(1, 3))
-
-
-def test_some_members_in_a_given_order():
     row = pack_samples(SAMPLES, [2, 0])
     assert row.input_ids.tolist() == [[8, 9, 5, 6, 0]] and row.sample_ids == (2, 0) and row.num_padding == 0
-
-
-def test_an_empty_row_is_padding_without_labels():
     row = pack_samples(SAMPLES, [], pad_to_multiple_of=3, pad_token_id=9)
     assert row.input_ids.tolist() == [[9, 9, 9]] and row.labels.tolist() == [[-100] * 3]
     assert row.num_padding == 3 and row.layout.samples == () and row.unpack(row.input_ids) == []

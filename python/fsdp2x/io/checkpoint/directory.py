@@ -97,12 +97,13 @@ def _pointed(pointer: Path) -> str:
         return file.read(200).decode("utf-8", errors="replace").strip()
 
 
-def find(path: str | Path) -> Path:
-    """`path`, when something that `load` may read is there: a checkpoint of any form, or a folder of them."""
+def find(path: str | Path) -> list[Path]:
+    """The checkpoints of any form that a load of `path` tries, in order; raises `CheckpointError` if it is none."""
     path = Path(path).expanduser()
-    if path.is_file() or (path / METADATA).is_file() or is_root(path) or is_root(path / "checkpoints"):
-        return path
-    return resolve(path)
+    if path.is_file() or (path / METADATA).is_file():
+        return [path]
+    root = path if is_root(path) else path / "checkpoints"
+    return [resolve(path)] if (path / MANIFEST).is_file() or not is_root(root) else candidates(root)
 
 
 def candidates(root: Path) -> list[Path]:
@@ -173,10 +174,7 @@ def publish(root: Path, step: int) -> Path:
 
 
 def retain(root: Path, keep: int) -> list[Path]:
-    """Deletes all but the newest `keep` checkpoints and the marked ones, never the one `latest` names.
-
-    Returns what was deleted. Marked ones do not count.
-    """
+    """Deletes all but the newest `keep` checkpoints and the marked ones, never the one `latest` names."""
     pointer = root / LATEST
     newest = _pointed(pointer) if pointer.is_file() else ""
     checkpoints = [path for path in whole_checkpoints(root) if not (path / MARKED).exists()]

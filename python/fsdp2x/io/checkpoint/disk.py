@@ -41,10 +41,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Sink:
-    """Writes one file. `put` appends bytes, `data` a tensor; `crc` and `num_bytes` are those of all that came.
-
-    What comes is copied into two blocks alternately: a thread writes one while the other is filled.
-    """
+    """Writes one file. `put` appends bytes, `data` a tensor; `crc` and `num_bytes` are those of all that came."""
 
     def __init__(self, path: Path):
         self.path = path

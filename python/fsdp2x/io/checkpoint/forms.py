@@ -33,67 +33,58 @@ from fsdp2x.base.memory_file import memory_of
 from fsdp2x.io.checkpoint.archive import ALIGN_BYTES, Archive, Record, Stored
 from fsdp2x.io.checkpoint.directory import FULL_FILE, rank_file, write_bytes
 from fsdp2x.io.checkpoint.disk import Sink, combine
+from fsdp2x.io.checkpoint.manifest import FormName
 from fsdp2x.io.checkpoint.plan import Chunk, Plan
 from fsdp2x.io.checkpoint.trees import nest, to_bytes
-from fsdp2x.io.formats.dcp import METADATA, label
+from fsdp2x.io.formats.dcp import METADATA, KeyPath, label
 from fsdp2x.io.formats.records import LABEL
 from fsdp2x.io.formats.tensors import runs_of_box
 
 Files = dict[str, dict[str, int]]
+Written = tuple[Files, Any]  # the files of a rank, and what `finish` is to know of its part
 
 
 @dataclass
 class Contents:
-    """What a save holds on this rank beside the tensors. `rngs` and `small` are those of all ranks, on rank 0."""
+    """What a save holds on this rank besides the tensors. `rngs` and `small` are those of all ranks, on rank 0."""
 
     objects: dict[str, Any]
-    paths: Mapping[str, tuple]
+    paths: Mapping[str, KeyPath]
     aliases: Mapping[str, str]
     manifest: dict[str, Any]
+    file_name: str = FULL_FILE  # of a full checkpoint
     small: dict[str, Any] = field(default_factory=dict)
     rngs: list[dict[str, Any]] = field(default_factory=list)
-
-
-@dataclass
-class Written:
-    """What a rank reports about its part."""
-
-    files: Files
-    details: Any = None
 
 
 class Form:
     """One save of this rank: where its data goes, the writing, and on rank 0 what joins the parts of all ranks."""
 
-    name: str
     chunks: Sequence[Chunk]  # of this rank
     holds_parts = False  # the small parts and the generators of all ranks; else they get files of their own
 
-    def place(self, folder: Path, contents: Contents, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, plan: Plan, rank: int, contents: Contents):
+        self.plan, self.rank, self.contents, self.chunks = plan, rank, contents, plan.mine
+
+    def place(self, folder: Path, group: dist.ProcessGroup | None) -> None:
         """What all ranks do together before they write."""
 
-    def write(self, folder: Path, contents: Contents, data: Iterable[torch.Tensor]) -> Written:
+    def write(self, folder: Path, data: Iterable[torch.Tensor]) -> Written:
         """Writes the bytes of `chunks`, which come one after the other."""
         raise NotImplementedError
 
-    def finish(self, folder: Path, contents: Contents, written: Sequence[Written]) -> Files:
-        """On rank 0, after all have written."""
+    def finish(self, folder: Path, details: Sequence[Any]) -> Files:
+        """On rank 0, after all have written; `details` by rank."""
         return {}
 
 
 class Sharded(Form):
     """`torch.distributed.checkpoint`'s directory."""
 
-    name = "sharded"
-
-    def __init__(self, plan: Plan, rank: int):
-        self.plan, self.rank = plan, rank
-        self.chunks = plan.mine
-
-    def write(self, folder: Path, contents: Contents, data: Iterable[torch.Tensor]) -> Written:
+    def write(self, folder: Path, data: Iterable[torch.Tensor]) -> Written:
         entries: list[tuple] = []
         files: Files = {}
-        step = contents.manifest["step"]
+        step = self.contents.manifest["step"]
         if self.chunks:
             file = f"__{self.rank}_0.distcp"
 
@@ -110,22 +101,22 @@ class Sharded(Form):
             file = f"__{self.rank}_1.distcp"
             content = b""
             for name in self.plan.objects:
-                part = _labelled(to_bytes(contents.objects[name]), label(name, None, step))
+                part = _labelled(to_bytes(self.contents.objects[name]), label(name, None, step))
                 entries.append((name, None, file, len(content), len(part)))
                 content += part
             files[file] = write_described(folder / file, content)
-        return Written(files, entries)
+        return files, entries
 
-    def finish(self, folder: Path, contents: Contents, written: Sequence[Written]) -> Files:
+    def finish(self, folder: Path, details: Sequence[Any]) -> Files:
         """The table of contents. A tied weight is stored once and listed under each of its names, as stock expects."""
         metadata, paths = self.plan.of_all_ranks()
         described = dict(metadata.state_dict_metadata)
         storage = {
             MetadataIndex(name, offsets): torch_private.storage_info(file, start, length)
-            for one in written
-            for name, offsets, file, start, length in one.details
+            for entries in details
+            for name, offsets, file, start, length in entries
         }
-        for alias, kept in contents.aliases.items():
+        for alias, kept in self.contents.aliases.items():
             alias, kept = f"model.{alias}", f"model.{kept}"
             described[alias] = described[kept]
             paths[alias] = ("model", alias.removeprefix("model."))
@@ -145,24 +136,21 @@ class Sharded(Form):
 class PerRank(Form):
     """A file of each rank, for the same number of ranks only."""
 
-    name = "per_rank"
-
     def __init__(self, plan: Plan, rank: int, contents: Contents):
-        self.rank = rank
+        super().__init__(plan, rank, contents)
         self.chunks = plan.held
         stored = {chunk.name: Stored(key, chunk.dtype, chunk.sizes) for key, chunk in enumerate(self.chunks)}
         tree = nest(contents.paths, {**stored, **contents.objects})
-        tree["chunks"] = {chunk.name: _described(chunk) for chunk in self.chunks}
+        tree["chunks"] = {
+            chunk.name: {key: list(getattr(chunk, key)) for key in ("shape", "offsets", "sizes")}
+            for chunk in self.chunks
+        }
         tree["owner"] = {"rank": rank, **{key: contents.manifest[key] for key in ("world_size", "step")}}
         self._archive = Archive(tree, list(stored.values()))
 
-    def write(self, folder: Path, contents: Contents, data: Iterable[torch.Tensor]) -> Written:
+    def write(self, folder: Path, data: Iterable[torch.Tensor]) -> Written:
         file = rank_file(self.rank)
-        return Written({file: write_sink(folder / file, lambda sink: self._archive.write(sink, data))})
-
-
-def _described(chunk: Chunk) -> dict[str, list[int]]:
-    return {"shape": list(chunk.shape), "offsets": list(chunk.offsets), "sizes": list(chunk.sizes)}
+        return {file: write_sink(folder / file, lambda sink: self._archive.write(sink, data))}, None
 
 
 def _labelled(archive: bytes, text: bytes) -> bytes:
@@ -197,17 +185,13 @@ _BLOCK_BYTES = 8 << 20
 class Full(Form):
     """One file; `place` says where the tensors lie in it."""
 
-    name = "full"
     holds_parts = True
+    _archive: Archive | None = None
+    _starts: dict[str, int]
 
-    def __init__(self, plan: Plan, rank: int, file_name: str = FULL_FILE):
-        self.plan, self.rank, self.file_name = plan, rank, file_name
-        self.chunks = plan.mine
-        self._archive: Archive | None = None
-        self._starts: dict[str, int] = {}
-
-    def place(self, folder: Path, contents: Contents, group: dist.ProcessGroup | None) -> None:
+    def place(self, folder: Path, group: dist.ProcessGroup | None) -> None:
         """Lays the file out and makes it, empty; collective."""
+        contents = self.contents
 
         def lay_out() -> dict[str, int]:
             metadata, paths = self.plan.of_all_ranks()
@@ -231,15 +215,15 @@ class Full(Form):
                 tree["model"][alias] = tree["model"][kept]
             tree.update(contents.small, rng=contents.rngs, step=contents.manifest["step"], manifest=contents.manifest)
             self._archive = Archive(tree, list(stored.values()))
-            with open(folder / self.file_name, "wb") as file:
+            with open(folder / contents.file_name, "wb") as file:
                 file.truncate(self._archive.num_bytes)
             return dict(zip(stored, self._archive.data_offsets, strict=True))
 
         self._starts = on_rank_0(lay_out, group=group)
 
-    def write(self, folder: Path, contents: Contents, data: Iterable[torch.Tensor]) -> Written:
+    def write(self, folder: Path, data: Iterable[torch.Tensor]) -> Written:
         pieces = []
-        path = folder / self.file_name
+        path = folder / self.contents.file_name
         file = os.open(path, os.O_WRONLY)
         try:
             for chunk, source in zip(self.chunks, data, strict=True):
@@ -258,18 +242,18 @@ class Full(Form):
             raise
         finally:
             os.close(file)
-        return Written({}, pieces)
+        return {}, pieces
 
-    def finish(self, folder: Path, contents: Contents, written: Sequence[Written]) -> Files:
+    def finish(self, folder: Path, details: Sequence[Any]) -> Files:
         """Headers, checksums and directory."""
         pieces: dict[str, list[tuple]] = {}
-        for one in written:
-            for name, *piece in one.details:
+        for of_rank in details:
+            for name, *piece in of_rank:
                 pieces.setdefault(name, []).append(tuple(piece))
         names = iter(self._starts)
         archive = self._archive
         assert archive is not None, "rank 0 has laid it out"
-        path = folder / self.file_name
+        path = folder / self.contents.file_name
         crcs: list[int] = []
         whole = at = 0
         with open(path, "r+b") as file:
@@ -293,7 +277,10 @@ class Full(Form):
             put(archive.directory(crcs), archive.directory_offset)
             file.flush()
             os.fsync(file.fileno())
-        return {self.file_name: {"bytes": archive.num_bytes, "crc32": whole}}
+        return {self.contents.file_name: {"bytes": archive.num_bytes, "crc32": whole}}
+
+
+FORM_CLASSES: dict[FormName, type[Form]] = {"sharded": Sharded, "per_rank": PerRank, "full": Full}
 
 
 def runs(chunk: Chunk) -> Iterator[tuple[int, int, int]]:

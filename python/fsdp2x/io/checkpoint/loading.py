@@ -23,9 +23,8 @@ from fsdp2x.base.failures import (
     run_on_all_ranks,
 )
 from fsdp2x.base.optimizer_hooks import why_swapped
-from fsdp2x.io.checkpoint import directory
 from fsdp2x.io.checkpoint.background import Saver
-from fsdp2x.io.checkpoint.directory import MANIFEST, PARTS_FILE, rng_file
+from fsdp2x.io.checkpoint.directory import MANIFEST, PARTS_FILE, find, rng_file
 from fsdp2x.io.checkpoint.manifest import (
     FormName,
     check_entries,
@@ -34,11 +33,11 @@ from fsdp2x.io.checkpoint.manifest import (
     read_manifest,
     verify_files,
 )
-from fsdp2x.io.checkpoint.match import Found, FoundState, find_parts, match_model, match_optimizer
+from fsdp2x.io.checkpoint.match import FoundState, find_parts, match_model, match_optimizer
 from fsdp2x.io.checkpoint.optimizer import Optimizers, Restore, as_optimizers
 from fsdp2x.io.checkpoint.plan import PARTS
 from fsdp2x.io.checkpoint.rng import check_rng, device_of, read_rng, seed_all, set_rng
-from fsdp2x.io.checkpoint.sources import Copy, open_source, run, verify_archive
+from fsdp2x.io.checkpoint.sources import open_source, verify_archive
 from fsdp2x.io.checkpoint.trees import mismatch
 from fsdp2x.io.formats.dcp import METADATA
 from fsdp2x.io.formats.safe_files import OpenFiles
@@ -62,7 +61,7 @@ def choose(path: Path, verify: bool, look_into: Callable[[Choice], None], what: 
     """The newest checkpoint that is as written and in which `look_into` finds no damage on any rank; collective."""
     rank, world_size = rank_and_size()
     refused = []
-    for option in run_on_all_ranks(lambda: _options(path), what=what):
+    for option in run_on_all_ranks(lambda: find(path), what=what):
         found: list[Choice] = []
         failures = _failures(lambda found=found, option=option: found.append(_examine(option, verify)), what)
         if not failures:
@@ -87,15 +86,6 @@ def _failures(work: Callable[[], Any], what: str) -> dict[int, str]:
 
     said = gather_all(attempt, what=what)
     return {rank: one for rank, one in enumerate(said) if one is not None}
-
-
-def _options(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    root = path if directory.is_root(path) else path / "checkpoints"
-    if (path / MANIFEST).is_file() or (path / METADATA).is_file() or not directory.is_root(root):
-        return [path if path.is_dir() and (path / METADATA).is_file() else directory.resolve(path)]
-    return directory.candidates(root)
 
 
 def _examine(option: Path, verify: bool) -> Choice:
@@ -218,22 +208,17 @@ class Match:
     model: torch.nn.Module
     parts: dict[str, Any]
     manifest: Mapping[str, Any]
-    tensors: Mapping[str, Any]
-    aliases: Mapping[str, str]
-    found: Found
+    values: Mapping[str, Any]  # by each name of the model's state dict
     restore: Restore
     state: FoundState | None
     missing: list[str]
     unexpected: list[str]
     rng: dict[str, Any] | None
-    model_copies: list[Copy]
-    state_copies: list[Copy]
+    model_reads: list[Callable[[], None]]
+    state_reads: list[Callable[[], None]]
 
     def hand_over(self, wanted: Mapping[str, Any], undo: list[Callable[[], None]]) -> list[str]:
-        """Gives their states to optimizers and other objects; `undo` gets what gives them back the former ones.
-
-        Returns what an optimizer could not take over.
-        """
+        """Gives their states to optimizers and other objects; `undo` gets what gives them back the former ones."""
         for name, part in wanted.items():
             if name not in self.parts:
                 continue
@@ -251,11 +236,10 @@ class Match:
 
     def fill(self) -> None:
         """Reads into the model, and sets the random generators."""
-        run(self.model_copies)
-        whole = {**self.tensors, **self.found.objects}
-        full = {**whole, **{alias: whole[kept] for alias, kept in self.aliases.items()}}
+        for read in self.model_reads:
+            read()
         # The model's own tensors are filled already; load_state_dict is for the hooks that the model may have.
-        self.model.load_state_dict({name: full[clean_name(name)] for name in self.model.state_dict()})
+        self.model.load_state_dict({name: self.values[clean_name(name)] for name in self.model.state_dict()})
         if self.rng is not None:
             set_rng(self.rng, device_of(self.model))
 
@@ -266,7 +250,7 @@ def _apply(match: Match, wanted: Mapping[str, Any], what: str) -> list[str]:
     What others may refuse comes first and is taken back when any rank fails. The model is filled in place, last: only
     its files can still fail, such as by a disk, and have been read once.
     """
-    run_on_all_ranks(lambda: run(match.state_copies), what=what)
+    run_on_all_ranks(lambda: [read() for read in match.state_reads], what=what)
     undo: list[Callable[[], None]] = []
     try:
         said = run_on_all_ranks(lambda: match.hand_over(wanted, undo), what=what)
@@ -313,10 +297,10 @@ def _match(
     elif isinstance(parts.get("rng"), list):
         raise CorruptFile(f"{choice.path}: damaged, it has random generators of each rank, and no manifest")
     tensors, aliases = model_layout(model)
-    nodes = find_parts(source.tree, {**tensors, **aliases})
-    found = match_model(nodes, tensors, aliases, strict)
+    model_node, optimizer_node = find_parts(source.tree, {**tensors, **aliases})
+    found = match_model(model_node, tensors, aliases, strict)
     restore = Restore(model, optimizers)
-    state = match_optimizer(nodes, restore, manifest.get("layouts", {})) if optimizers else None
+    state = match_optimizer(optimizer_node, restore, manifest.get("layouts", {})) if optimizers else None
     missing = [*found.missing, *(state.missing if state else [])]
     missing += [name for name in wanted if not {name, f"{name}_of_ranks"} & set(parts)]
     unexpected = [*found.unexpected, *(state.unexpected if state else [])]
@@ -332,12 +316,10 @@ def _match(
         if strict and name in parts and hasattr(part, "state_dict"):
             if wrong := mismatch(parts[name], part.state_dict(), name):
                 raise CheckpointError(f"{choice.path}: {wrong}")
-    model_copies = source.prepare(found.targets)
-    state_copies = source.prepare(state.targets) if state else []
-    return Match(
-        model, parts, manifest, tensors, aliases, found, restore, state, missing, unexpected, rng,
-        model_copies, state_copies,
-    )  # fmt: skip
+    values = {**tensors, **found.objects}
+    values |= {alias: values[kept] for alias, kept in aliases.items()}
+    model_reads, state_reads = (source.prepare(one.targets) if one else [] for one in (found, state))
+    return Match(model, parts, manifest, values, restore, state, missing, unexpected, rng, model_reads, state_reads)
 
 
 def _check_parts(path: Path, parts: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:

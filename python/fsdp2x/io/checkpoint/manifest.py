@@ -74,28 +74,22 @@ def make_manifest(
     form: str = "sharded",
     layouts: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The manifest but for what only rank 0 knows, and its files.
-
-    `layouts`: how the tensors of model and optimizer were cut, by dotted name.
-    """
+    """The manifest but for what only rank 0 knows, and its files."""
+    try:
+        own_version = version("fsdp2x")
+    except PackageNotFoundError:
+        own_version = "not installed"
     return {
         "format": FORMAT,
         "form": form,
         "step": step,
         "world_size": world_size,
         "mesh": mesh,
-        "versions": {"fsdp2x": _own_version(), "torch": str(torch.__version__), "python": platform.python_version()},
+        "versions": {"fsdp2x": own_version, "torch": str(torch.__version__), "python": platform.python_version()},
         "model_type": model_type,
         "tied": dict(aliases),
         "layouts": dict(layouts or {}),
     }
-
-
-def _own_version() -> str:
-    try:
-        return version("fsdp2x")
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def file_names(folder: Path) -> list[str]:

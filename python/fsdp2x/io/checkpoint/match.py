@@ -17,15 +17,8 @@ from fsdp2x.io.checkpoint.optimizer import Restore, own_form
 from fsdp2x.io.checkpoint.sources import Leaf
 from fsdp2x.io.checkpoint.trees import mismatch
 
+Node = Mapping[str, Any]
 _DEPTH = 4
-
-
-@dataclass
-class Parts:
-    """Nodes of the tree; None where there is none."""
-
-    model: Mapping[str, Any] | None
-    optimizer: Mapping[str, Any] | None
 
 
 @dataclass
@@ -58,9 +51,9 @@ class FoundState(Found):
         }
 
 
-def find_parts(tree: Mapping[str, Any], names: Collection[str]) -> Parts:
-    """`names`: of the model's tensors, aliases too."""
-    best: tuple[int, Mapping[str, Any] | None] = (0, None)
+def find_parts(tree: Mapping[str, Any], names: Collection[str]) -> tuple[Node | None, Node | None]:
+    """The nodes of the model, whose tensors have these names, and of the optimizer."""
+    best: tuple[int, Node | None] = (0, None)
     optimizer = None
 
     def visit(node: Any, depth: int) -> None:
@@ -84,13 +77,13 @@ def find_parts(tree: Mapping[str, Any], names: Collection[str]) -> Parts:
     if model is None:
         empty = tree.get("model")
         model = empty if isinstance(empty, Mapping) else None
-    return Parts(model, optimizer)
+    return model, optimizer
 
 
-def match_model(parts: Parts, tensors: Mapping[str, Any], aliases: Mapping[str, str], strict: bool) -> Found:
+def match_model(node: Node | None, tensors: Mapping[str, Any], aliases: Mapping[str, str], strict: bool) -> Found:
     """What to read for the model. Another shape is an error also without `strict`."""
     found = Found()
-    saved = {name: value for name, value in (parts.model or {}).items() if not isinstance(value, Mapping)}
+    saved = {name: value for name, value in (node or {}).items() if not isinstance(value, Mapping)}
     other_names: dict[str, list[str]] = {}
     for alias, kept in aliases.items():
         other_names.setdefault(kept, []).append(alias)
@@ -121,16 +114,18 @@ def match_model(parts: Parts, tensors: Mapping[str, Any], aliases: Mapping[str, 
     return found
 
 
-def match_optimizer(parts: Parts, restore: Restore, layouts: Mapping[str, str]) -> FoundState:
+def match_optimizer(node: Node | None, restore: Restore, layouts: Mapping[str, str]) -> FoundState:
     """What to read for the optimizers."""
     found = FoundState(layouts=layouts)
-    if parts.optimizer is None:
+    if node is None:
         found.missing = ["optimizer"]
-        found.groups = []
         return found
-    saved = _by_group(parts.optimizer, restore)
+    saved = _by_group(node, restore)
     _check_form(saved)
-    described = {name: {key: _described(item) for key, item in one.items()} for name, one in saved["state"].items()}
+    described = {
+        name: {key: (item.shape, item.dtype) if isinstance(item, Leaf) else item for key, item in one.items()}
+        for name, one in saved["state"].items()
+    }
     groups = [{key: 0.0 if isinstance(item, Leaf) else item for key, item in g.items()} for g in saved["param_groups"]]
     restore.check({"state": described, "param_groups": groups})
     lacking, foreign = restore.differences(saved)
@@ -152,11 +147,6 @@ def match_optimizer(parts: Parts, restore: Restore, layouts: Mapping[str, str]) 
     return found
 
 
-def _described(item: Any) -> Any:
-    """Shape and dtype of a stored tensor, any other value itself."""
-    return (item.shape, item.dtype) if isinstance(item, Leaf) else item
-
-
 def _check_form(saved: Mapping[str, Any]) -> None:
     """Raises `CorruptFile` for what is no optimizer's state: names to states by key, groups of settings with names."""
     state, groups = saved["state"], saved["param_groups"]
@@ -173,7 +163,7 @@ def _check_form(saved: Mapping[str, Any]) -> None:
         members.update(names)
 
 
-def _by_group(node: Mapping[str, Any], restore: Restore) -> dict[str, Any]:
+def _by_group(node: Node, restore: Restore) -> dict[str, Any]:
     """The saved state in the form of `optimizer.named_state`; also what `flatten_optimizer_state_dict` makes."""
     if "param_groups" in node:
         groups = node["param_groups"]

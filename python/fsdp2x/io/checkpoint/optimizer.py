@@ -43,10 +43,7 @@ _PLAIN = "plain"
 
 
 def named_state(model: torch.nn.Module, optimizers: Optimizers) -> tuple[dict[str, Any], dict[KeyPath, str]]:
-    """State and parameter groups of all optimizers together, and layouts of tensors that are plain beside DTensors.
-
-    A plain tensor of the shape of its parameter's shard is a part of a tensor that is cut like the parameter.
-    """
+    """State and parameter groups of all optimizers together, and layouts of tensors that are plain beside DTensors."""
     names = _names(model)
     layouts: dict[KeyPath, str] = {}
     state: dict[str, Any] = {}
@@ -236,20 +233,16 @@ def _require_same_rule(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Non
 def _homes(members: Sequence[str], saved_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The different settings of the saved groups that the members were in."""
     wanted = set(members)
-    return _distinct([group for group in saved_groups if not wanted.isdisjoint(group["params"])])
+    found: list[dict[str, Any]] = []
+    for group in saved_groups:
+        settings = _settings(group)
+        if not wanted.isdisjoint(group["params"]) and not any(same(settings, other) for other in found):
+            found.append(settings)
+    return found
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def _distinct(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The different settings among groups."""
-    found: list[dict[str, Any]] = []
-    for settings in map(_settings, groups):
-        if not any(same(settings, other) for other in found):
-            found.append(settings)
-    return found
 
 
 def require_same_cut(layouts: Sequence[Mapping[str, str]], what: str) -> None:

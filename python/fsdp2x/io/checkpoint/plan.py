@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,16 +39,14 @@ class State:
     `plain`: the layouts of plain tensors that an optimizer keeps beside DTensors.
     """
 
-    tree: dict[str, Any]
     flat: dict[str, Any]
     paths: dict[str, KeyPath]
     aliases: dict[str, str]
-    model_names: dict[str, torch.Tensor]
     small: dict[str, Any]
     rng: dict[str, Any]
-    signature: tuple = field(default=())
-    layouts: dict[str, str] = field(default_factory=dict)
-    plain: dict[str, str] = field(default_factory=dict)
+    signature: tuple
+    layouts: dict[str, str]
+    plain: dict[str, str]
 
 
 def collect(model: torch.nn.Module, optimizers: Optimizers, small: Mapping[str, Any], trusted: bool) -> State:
@@ -68,21 +66,15 @@ def collect(model: torch.nn.Module, optimizers: Optimizers, small: Mapping[str, 
         if isinstance(value, torch.Tensor) and value.is_meta:
             raise CheckpointError(f"{name} is on the meta device: it has no values to save")
     # Copied: some state dicts hold the lists that the next step changes, while a thread may still write this.
-    parts = {name: copy.deepcopy(state_of(value)) for name, value in small.items() if value is not None}
+    states = {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in small.items()}
+    parts = {name: copy.deepcopy(state) for name, state in states.items() if small[name] is not None}
     if not trusted:
         check_loadable({**{n: v for n, v in flat.items() if not isinstance(v, torch.Tensor)}, **parts})
     signature = tuple(
         (name, value.dtype, value.shape, layouts.get(name)) if isinstance(value, torch.Tensor) else (name,)
         for name, value in flat.items()
     )
-    return State(
-        tree, flat, paths, aliases, tensors, parts, rng_state(device_of(model)), signature, layouts, plain_layouts
-    )
-
-
-def state_of(part: Any) -> Any:
-    """What an object with `state_dict()` says, or the value itself."""
-    return part.state_dict() if hasattr(part, "state_dict") else part
+    return State(flat, paths, aliases, parts, rng_state(device_of(model)), signature, layouts, plain_layouts)
 
 
 @dataclass(frozen=True)
@@ -159,7 +151,8 @@ def make_plan(flat: Mapping[str, Any], paths: Mapping[str, KeyPath], signature: 
 
     assigned = on_rank_0(assign)
     rank, _ = rank_and_size()
-    mine = _kept(local[0], assigned[rank])
+    wanted = set(assigned[rank])
+    mine = [item for item in local[0].items if _key(item) in wanted]
     objects = [item.index.fqn for item in mine if item.type == WriteItemType.BYTE_IO]
     plan = Plan(signature, _chunks(local[0].items), _chunks(mine), objects)
     if rank == 0:
@@ -196,11 +189,6 @@ def _first_holders(plans: Sequence[SavePlan]) -> dict[tuple, int]:
             if item.type != WriteItemType.SHARD:
                 found.setdefault(_key(item), rank)
     return found
-
-
-def _kept(plan: SavePlan, keys: Sequence[tuple]) -> list[WriteItem]:
-    wanted = set(keys)
-    return [item for item in plan.items if _key(item) in wanted]
 
 
 def _chunks(items: Sequence[WriteItem]) -> list[Chunk]:

@@ -12,9 +12,9 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, assert_never
+from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -36,7 +36,7 @@ from fsdp2x.io.checkpoint import directory
 from fsdp2x.io.checkpoint.background import Saved, Saver
 from fsdp2x.io.checkpoint.directory import ASSETS_FOLDER, PARTS_FILE
 from fsdp2x.io.checkpoint.disk import bytes_of
-from fsdp2x.io.checkpoint.forms import Contents, Form, Full, PerRank, Sharded, write_described
+from fsdp2x.io.checkpoint.forms import FORM_CLASSES, Contents, write_described
 from fsdp2x.io.checkpoint.manifest import (
     FormName,
     describe_entries,
@@ -135,7 +135,7 @@ def save(
     manifest = make_manifest(
         step=target.step,
         world_size=rank_and_size()[1],
-        mesh=_mesh_of(state.model_names),
+        mesh=_mesh_of(state.flat),
         aliases=state.aliases,
         model_type=str(getattr(getattr(model, "config", None), "model_type", type(model).__name__)),
         form=form,
@@ -230,33 +230,26 @@ class Job:
     def __init__(self, target, form: FormName, plan: Plan, state: State, what, lost_ranks, manifest, write_assets):
         self.target, self.what, self.lost_ranks, self.write_assets = target, what, lost_ranks, write_assets
         self.call = current_call(what)
-        self.state = replace(state, tree={}, flat={}, model_names={})
+        self.small, self.rng = state.small, state.rng
         objects = {name: value for name, value in state.flat.items() if not isinstance(value, torch.Tensor)}
         self.contents = Contents(objects, state.paths, state.aliases, manifest)
+        if target.is_file:
+            self.contents.file_name = target.path.name
         self.num_entries = len(state.flat)
         self.entries = plan.entries
         rank, _ = rank_and_size()
-        self.form: Form
-        match form:
-            case "sharded":
-                self.form = Sharded(plan, rank)
-            case "per_rank":
-                self.form = PerRank(plan, rank, self.contents)
-            case "full":
-                self.form = Full(plan, rank, target.path.name) if target.is_file else Full(plan, rank)
-            case _:
-                assert_never(form)
+        self.form = FORM_CLASSES[form](plan, rank, self.contents)
 
     def run(self, data: list[torch.Tensor], group: Group) -> None:
         """Writes and publishes the data of `form.chunks`; collective over `group`."""
         with calling(self.call), self.lost_ranks.named(self.what):
-            target, contents, what = self.target, self.contents, self.what
+            target, what = self.target, self.what
             rank, _ = rank_and_size(group)
-            mine = (self.state.small.get("data"), self.state.rng, self.num_entries)
+            mine = (self.small.get("data"), self.rng, self.num_entries)
             gathered = gather_on_rank_0(lambda: mine, group=group)
             on_rank_0(lambda: self._begin(gathered), what=what, group=group)
             try:
-                self.form.place(target.temporary, contents, group)
+                self.form.place(target.temporary, group)
                 written = gather_on_rank_0(lambda: self._write(data), what=what, group=group)
                 on_rank_0(lambda: self._finish(written), what=what, group=group)
             except CheckpointError:
@@ -283,8 +276,8 @@ class Job:
     def _small(self, positions: list[Any]) -> dict[str, Any]:
         """Small parts of all ranks; the data position once where all ranks have the same."""
         if all(same(positions[0], other) for other in positions[1:]):
-            return self.state.small
-        return {**{k: v for k, v in self.state.small.items() if k != "data"}, "data_of_ranks": positions}
+            return self.small
+        return {**{k: v for k, v in self.small.items() if k != "data"}, "data_of_ranks": positions}
 
     def _write(self, data: list[torch.Tensor]) -> Any:
         folder = self.target.temporary
@@ -295,13 +288,13 @@ class Job:
                 "system that they share"
             )
         if not self.form.holds_parts:
-            save_rng(folder, rank, self.target.step, self.state.rng)
-        return self.form.write(folder, self.contents, data)
+            save_rng(folder, rank, self.target.step, self.rng)
+        return self.form.write(folder, data)
 
     def _finish(self, written: list) -> None:
         folder, contents = self.target.temporary, self.contents
-        files = {name: described for one in written for name, described in one.files.items()}
-        files.update(self.form.finish(folder, contents, written))
+        files = {name: described for of_rank, _ in written for name, described in of_rank.items()}
+        files.update(self.form.finish(folder, [details for _, details in written]))
         if not self.target.is_file:
             if not self.form.holds_parts:
                 parts = {**contents.small, "step": self.target.step}

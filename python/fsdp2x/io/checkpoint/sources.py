@@ -1,13 +1,14 @@
 """Reading the three forms: what a checkpoint holds as one tree, and its tensors into memory that is there.
 
 Every rank reads for itself, only what it needs; nothing here is a collective. A leaf of the tree is a `Leaf` where a
-tensor is stored, else the value itself. `prepare` looks at everything that `run` will read, and changes nothing.
+tensor is stored, else the value itself. `prepare` looks at everything that will be read, and changes nothing.
 """
 
 from __future__ import annotations
 
+import functools
 import zipfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, assert_never
@@ -39,21 +40,6 @@ class Leaf:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
-class Copy:
-    """`target` is filled with the box of its shape that begins at `start`."""
-
-    source: tensors.Source
-    start: tuple[int, ...]
-    target: torch.Tensor
-
-
-def run(copies: Iterable[Copy]) -> None:
-    """Reads the bytes."""
-    for copy in copies:
-        copy.source.read(copy.start, copy.target)
-
-
 class CheckpointSource:
     """A checkpoint of one form: its `tree`, and `entries`, what the manifest is to say of it."""
 
@@ -62,9 +48,16 @@ class CheckpointSource:
     _folder: Path
     _trusted: bool
 
-    def prepare(self, targets: Mapping[Leaf, torch.Tensor]) -> list[Copy]:
+    def prepare(self, targets: Mapping[Leaf, torch.Tensor]) -> list[Callable[[], None]]:
+        """What reads the bytes of this rank's chunks into ``targets``, one call for each."""
         by_name = {leaf.name: target for leaf, target in targets.items()}
-        return [Copy(*self._place(chunk), _local(by_name[chunk.name])) for chunk in chunks_of(by_name)]
+        reads = []
+        for chunk in chunks_of(by_name):
+            source, start = self._place(chunk)
+            target = by_name[chunk.name]
+            local = target.to_local() if isinstance(target, DTensor) else target
+            reads.append(functools.partial(source.read, start, local.detach()))
+        return reads
 
     def _place(self, chunk: Chunk) -> tuple[tensors.Source, tuple[int, ...]]:
         """What holds a chunk of this rank, and where in it the chunk begins."""
@@ -184,10 +177,7 @@ def verify_archive(path: Path, rank: int, world_size: int) -> None:
 def _matched(
     path: Path, values: Mapping[str, Any], records: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Entries, dict[str, tensors.Source]]:
-    """Model and optimizer of a file as a tree, its entries, and a source for each tensor.
-
-    What torch loads and what the records say must agree.
-    """
+    """Model and optimizer of a file as a tree, its entries, and a source for each tensor."""
     flat, paths = flatten({name: values[name] for name in _TOPS if name in values})
     found, _ = flatten({name: records[name] for name in _TOPS if name in records})
     leaves, entries, sources = {}, {}, {}
@@ -228,7 +218,3 @@ def _whole_shape(what: str, chunk: Any, held: tuple[int, ...]) -> tuple[int, ...
     if not fits or any(a + n > whole for a, n, whole in zip(offsets, sizes, shape, strict=True)):
         raise CorruptFile(f"{what} has shape {list(held)} and is said to be the chunk {str(chunk)[:200]}")
     return tuple(shape)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

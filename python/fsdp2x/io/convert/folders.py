@@ -358,9 +358,10 @@ def hf_to_dcp(
             state[f"model.{name}"] = torch.empty(source.shape, dtype=wanted, device="meta")
         with written(out, "convert", force) as folder:
             paths = {f"model.{name}": ("model", name) for name in sources}
-            form, contents = Sharded(plan_alone(state, paths), 0), Contents({}, paths, aliases, {"step": 0})
+            form = Sharded(plan_alone(state, paths), 0, Contents({}, paths, aliases, {"step": 0}))
             data = (bytes_of(sources[c.name.removeprefix("model.")].whole(c.dtype)) for c in form.chunks)
-            form.finish(folder, contents, [form.write(folder, contents, data)])
+            _, entries = form.write(folder, data)
+            form.finish(folder, [entries])
             (folder / ASSETS_FOLDER).mkdir()
             copy_assets(origin, folder / ASSETS_FOLDER)
     return out

@@ -16,7 +16,7 @@ from fsdp2x.base.failures import CheckpointError, CorruptFile
 from fsdp2x.io.checkpoint.directory import MANIFEST, resolve
 from fsdp2x.io.checkpoint.manifest import check_entries, read_manifest, tied_names, verify_files
 from fsdp2x.io.formats.dcp import METADATA, DcpTensors, Ours
-from fsdp2x.io.formats.records import Placement, Shard, box_of, read_records
+from fsdp2x.io.formats.records import Shard, box_of, read_records
 from fsdp2x.io.formats.safe_files import OpenFiles, read_text
 from fsdp2x.io.formats.tensors import Piece, Source, Tile, tiled
 from fsdp2x.sharding.names import clean_name
@@ -125,12 +125,9 @@ def _check_shards(name: str, shards: list[Shard]) -> None:
         fits = fits and [(one.kind, one.dim) for one in shard.placements] == placements
         fits = fits and len(shard.coordinate) == len(placements)
         fits = fits and all(type(place) is int and 0 <= place < len(shards) for place in shard.coordinate)
-        if not fits or not all(_is_placement(one, len(shard.shape)) for one in shard.placements):
+        dims = [one.dim for one in shard.placements if one.kind in ("Shard", "_StridedShard")]
+        if not fits or not all(type(dim) is int and 0 <= dim < len(shard.shape) for dim in dims):
             raise CorruptFile(f"{name}: rank {rank} holds a DTensor that contradicts itself or those of the others")
-
-
-def _is_placement(one: Placement, num_dims: int) -> bool:
-    return one.kind not in ("Shard", "_StridedShard") or type(one.dim) is int and 0 <= one.dim < num_dims
 
 
 logger = logging.getLogger("fsdp2x")
@@ -182,10 +179,7 @@ def _best_prefix(keys: Collection[str], names: Collection[str], where: str) -> s
 
 
 def without_groups(tensors: Mapping[str, Source], num_experts: int | None, where: str) -> dict[str, Source]:
-    """Weights of grouped experts, stacked row-wise as (experts x rows, columns), become one weight per expert.
-
-    ``mlp.group_mlp.up_proj.weight`` holds ``mlp.experts.{i}.up_proj.weight`` one after the other.
-    """
+    """Weights of grouped experts, stacked row-wise as (experts x rows, columns), become one weight per expert."""
     if not num_experts:
         raise CheckpointError(f"{where}: --groupgemm, but the origin's config.json has no num_experts")
     result: dict[str, Source] = {}

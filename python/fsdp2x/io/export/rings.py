@@ -218,12 +218,13 @@ def make_ring(
 
     ``receivers``: by rank of the group, who wants the tensors. ``keep_file``: on the CPU it has a ``file``, where this
     rank wants them. ``in_order``: all buckets are gathered, one after the other.
-
-    Raises:
-        ValueError: ``transport="shm"`` where the ranks cannot share memory; they have other buckets.
     """
     sizes = [place(bucket)[1] for bucket in buckets]
-    known = rendezvous(group, [_facts(index, bucket) for index, bucket in enumerate(buckets)])
+    facts = []
+    for index, bucket in enumerate(buckets):
+        params = ((entry.name, (tuple(entry.param.shape), str(entry.dtype))) for entry in bucket)
+        facts.append(UnitParams(f"bucket {index}", tuple(params)))
+    known = rendezvous(group, facts)
     if known is not None:
         known.require_same_units("fsdp2x.export")
     reason = "the process group is fake" if known is None else "the parameters are not on the CPU"
@@ -250,11 +251,6 @@ def _shared_ring(known: GroupInfo, num_bytes: int, transport: str, keep_file: bo
         num_bytes + words_bytes, lambda file: rings.append(SharedRing(known.group, num_bytes, file, keep_file))
     )
     return (None, reason) if reason else (rings[0], "")
-
-
-def _facts(index: int, bucket: Sequence[Entry]) -> UnitParams:
-    params = ((entry.name, (tuple(entry.param.shape), str(entry.dtype))) for entry in bucket)
-    return UnitParams(f"bucket {index}", tuple(params))
 
 
 def _gather_of(entries: Sequence[Entry]) -> str:
@@ -376,10 +372,7 @@ class GroupRing:
 
     @torch.no_grad()
     def finish(self, entries: Sequence[Entry], changed: str = "") -> list[torch.Tensor] | None:
-        """The whole tensors, in the order of ``entries``; None where this rank does not receive.
-
-        ``changed``: a parameter of this rank that is not what it was when the pass began.
-        """
+        """The whole tensors, in the order of ``entries``; None where this rank does not receive."""
         works, self._work = self._work, []
         with explained(self.group, _gather_of(entries)):
             for work in works:
@@ -439,10 +432,7 @@ class SharedRing:
                 seen(entry, local)
 
     def finish(self, entries: Sequence[Entry], changed: str = "") -> list[torch.Tensor]:
-        """Waits until every rank has written, and returns the whole tensors in the order of ``entries``.
-
-        ``changed``, what it raises: as ``GroupRing.finish``.
-        """
+        """Waits until every rank has written, and returns the whole tensors in the order of ``entries``."""
         starts, num_bytes = place(entries)
         slot = self._meet(num_bytes, _gather_of(entries), changed)
         with torch.inference_mode(False):

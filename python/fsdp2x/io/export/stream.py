@@ -318,10 +318,5 @@ def full_tensors(
         RuntimeError: a parameter is on the meta device; on every rank: a parameter changed between two buckets.
     """
     buckets = stream_as("fsdp2x.full_tensors", model, bucket_bytes, dtype, "model", params, True, "auto")
-    return _copies(buckets, device)
-
-
-def _copies(buckets, device: torch.device | str | None) -> Iterator[tuple[str, torch.Tensor]]:
-    for bucket in buckets:
-        for name, tensor in bucket.items():
-            yield name, tensor.to(device or tensor.device, copy=True)
+    items = (item for bucket in buckets for item in bucket.items())
+    return ((name, tensor.to(device or tensor.device, copy=True)) for name, tensor in items)

@@ -276,10 +276,7 @@ def label(name: str, offsets: Sequence[int] | None, step: int) -> bytes:
 
 
 class DcpTensors(Mapping):
-    """Key -> source of every tensor in the directory. Its files are looked at when a source is asked for.
-
-    ``table`` has the other entries, too. Raises as ``read_table``.
-    """
+    """Key -> source of every tensor in the directory. Its files are looked at when a source is asked for."""
 
     def __init__(self, folder: Path, files: OpenFiles, ours: Ours | None = None) -> None:
         self.folder, self._files, self._ours = folder, files, ours

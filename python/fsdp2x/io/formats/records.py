@@ -117,10 +117,6 @@ def read_records(
     Args:
         opaque: objects of classes that a state dict does not need become `OpaqueObject` instead of an error.
         labels: one of which the record `LABEL` has to be.
-
-    Raises:
-        CorruptFile: not a whole file of ``torch.save``, or one that contradicts itself.
-        CheckpointError: it cannot be opened, or holds what is neither a tensor nor plain data.
     """
     if length is None:
         length = files.num_bytes(path) - offset
@@ -392,9 +388,6 @@ def box_of(
 
     A dim is cut into chunks of ceil(d/W), axis after axis. A strided shard was cut by a later axis before: FSDP over
     tensor parallelism.
-
-    Raises:
-        CheckpointError: a placement that is neither sharded nor replicated.
     """
     start, box = [0] * len(shape), list(shape)
     axes = [axis for axis, one in enumerate(placements) if one.kind != "_StridedShard"]

@@ -40,7 +40,13 @@ def weight_files(path: str | Path) -> list[Path]:
     """The weight files of a folder, or ``path`` itself when it is one."""
     path = Path(path).expanduser()
     if path.is_file():
-        return _of_index(path) if path.name.endswith(".index.json") else [path]
+        if not path.name.endswith(".index.json"):
+            return [path]
+        files = list(dict.fromkeys(path.parent / name for name in _weight_map(path).values()))
+        missing = [file.name[:200] for file in files if not os.path.isfile(file)]  # also one that no file could have
+        if missing:
+            raise CheckpointError(f"{path}: names files that are missing: {', '.join(missing)}")
+        return files
     if not path.is_dir():
         raise CheckpointError(
             f"{path}: no such folder or file; download a model of the hub first, for instance with "
@@ -50,14 +56,6 @@ def weight_files(path: str | Path) -> list[Path]:
         if (path / name).is_file():
             return weight_files(path / name)
     raise CheckpointError(f"{path}: holds none of {', '.join(_WEIGHTS)}")
-
-
-def _of_index(index: Path) -> list[Path]:
-    files = list(dict.fromkeys(index.parent / name for name in _weight_map(index).values()))
-    missing = [file.name[:200] for file in files if not os.path.isfile(file)]  # also one that no file could have
-    if missing:
-        raise CheckpointError(f"{index}: names files that are missing: {', '.join(missing)}")
-    return files
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -434,8 +434,15 @@ def from_pretrained(
     what = f"loading {folder}"
 
     def describe() -> tuple[Any, torch.dtype, Any]:
+        from transformers import GenerationConfig
+
         with told_of(folder):
-            return _describe(folder, config, dtype)
+            found = read_hf_config(folder) if config is None else config
+            generation = None
+            if (folder / "generation_config.json").is_file():
+                read_json(folder / "generation_config.json", unique=False)
+                generation = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+            return found, (found.dtype or dtype_of_files(folder)) if dtype == "auto" else dtype, generation
 
     def build() -> nn.Module:
         with told_of(folder):
@@ -459,15 +466,3 @@ def from_pretrained(
         progress=progress,
     )
     return model.eval()
-
-
-def _describe(folder: Path, config: Any, dtype: torch.dtype | str) -> tuple[Any, Any, Any]:
-    """Config, dtype and generation config (or None) of a folder."""
-    from transformers import GenerationConfig
-
-    config = read_hf_config(folder) if config is None else config
-    generation = None
-    if (folder / "generation_config.json").is_file():
-        read_json(folder / "generation_config.json", unique=False)
-        generation = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
-    return config, (config.dtype or dtype_of_files(folder)) if dtype == "auto" else dtype, generation

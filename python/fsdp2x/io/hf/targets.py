@@ -157,10 +157,7 @@ _MARK = "_is_hf_initialized"
 
 @torch.no_grad()
 def initial_values(model: nn.Module, targets: list[Target], missing: list[Target], seed: int) -> Callable[[], None]:
-    """Values for ``missing`` and all buffers that are on the meta device; what is returned puts them in their places.
-
-    The missing weights are whole in memory until then.
-    """
+    """Values for ``missing`` and all buffers that are on the meta device; the result puts them in their places."""
     buffers = [
         (module, name, buffer)
         for module in model.modules()

@@ -141,15 +141,15 @@ def _forward(
     self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     state: _State = getattr(self, PARALLEL_STATE)
-    local = _local_twin(self, state)
+    module, forward, params = _local_experts(self, state)
 
     def run(rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         if rows.shape[0] == 0:
             # Backward must still come by here: the peers wait in its all-to-all, and the unit in its reduction.
-            zero = touch(local.params)
+            zero = touch(params)
             return rows if zero is None else rows + zero.to(rows.dtype)
         ones = rows.new_ones(rows.shape[0], 1)
-        return local.forward(local.module, rows, numbers.unsqueeze(1), ones)
+        return forward(module, rows, numbers.unsqueeze(1), ones)
 
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     top_k = top_k_index.shape[-1]
@@ -164,15 +164,8 @@ def _forward(
     return out.view(*hidden_states.shape[:-1], out.shape[-1])
 
 
-@dataclass(frozen=True)
-class _Twin:
-    module: nn.Module
-    forward: Any
-    params: list[torch.Tensor]
-
-
-def _local_twin(experts: nn.Module, state: _State) -> _Twin:
-    """The experts as their class wrote them, for the local ones only: plain tensors in place of the DTensors."""
+def _local_experts(experts: nn.Module, state: _State) -> tuple[nn.Module, Callable, list[torch.Tensor]]:
+    """The local experts as a module of plain tensors, the forward of their class, and those tensors."""
     cls = unsharded_class(experts)
     twin = object.__new__(cls)
     twin.__dict__.update(experts.__dict__)
@@ -183,7 +176,7 @@ def _local_twin(experts: nn.Module, state: _State) -> _Twin:
     for name, value in experts.__dict__.items():
         if "expert" in name and type(value) is int and value == state.num_experts:
             twin.__dict__[name] = state.num_local
-    return _Twin(twin, cls.forward, list(params.values()))
+    return twin, cls.forward, list(params.values())
 
 
 # ---- tokens to the ranks that own their experts, and back
@@ -225,22 +218,19 @@ def dispatch(
     dist.all_to_all_single(received, counts, group=group)
     # One copy to the host for both directions.
     sends, receives = torch.stack([counts.sum(1), received.sum(1)]).tolist()
-    rows = all_to_all(hidden[order // top_k], sends, receives, group)
+    rows = _AllToAll.apply(hidden[order // top_k], sends, receives, group)
     local = torch.arange(num_experts // world, device=hidden.device).repeat(world)
     out = experts(rows, torch.repeat_interleave(local, received.reshape(-1)))
-    back = all_to_all(out, receives, sends, group)
+    back = _AllToAll.apply(out, receives, sends, group)
     places = torch.empty_like(order)
     places[order] = torch.arange(order.numel(), device=order.device)
     weighted = back[places].view(num_tokens, top_k, back.shape[1]) * weights.unsqueeze(-1)
     return weighted.sum(1).to(hidden.dtype)
 
 
-def all_to_all(rows: torch.Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """``rows`` (sum of sends, H) to (sum of receives, H), differentiable: gradients take the way back."""
-    return _AllToAll.apply(rows, sends, receives, group)
-
-
 class _AllToAll(torch.autograd.Function):
+    """Rows (sum of sends, H) to (sum of receives, H); gradients take the way back."""
+
     @staticmethod
     def forward(ctx, rows, sends, receives, group):
         ctx.way_back = receives, sends, group

@@ -121,10 +121,7 @@ _SECOND_DIM = {"input_ids", "inputs_embeds", "token_type_ids", "mm_token_type_id
 
 
 def cut_decoder_inputs(inputs: dict[str, Any], start: int, stop: int, length: int) -> dict[str, Any]:
-    """``inputs`` of a decoder's forward with everything that runs along the sequence cut to ``start:stop``.
-
-    Knows token ids, embeddings, positions of any number of kinds, and Qwen3-VL's deep visual features.
-    """
+    """``inputs`` of a decoder's forward with everything that runs along the sequence cut to ``start:stop``."""
     cut = dict(inputs)
     visual = inputs.get("visual_pos_masks")
     for name, value in inputs.items():
@@ -209,7 +206,10 @@ class SequenceAttention:
             raise ValueError(
                 f"{type(model).__name__} runs attention over layouts already; call remove() on the earlier handle first"
             )
-        _register()
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        AttentionInterface.register(IMPLEMENTATION, sequence_attention)
+        AttentionMaskInterface.register(IMPLEMENTATION, sequence_mask)
         self._before = before
         self._depth = 0
         self._switch(True)
@@ -344,19 +344,8 @@ def _check_coverage(module: nn.Module, forward: _Forward) -> None:
 # ---- what transformers calls
 
 
-def _register() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(IMPLEMENTATION, sequence_attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, sequence_mask)
-
-
 def sequence_mask(*_: Any, mask_function: Any = None, use_vmap: bool = False, **__: Any) -> None:
-    """transformers' request for a mask: none is made, but a kind that layouts do not express is refused.
-
-    Raises:
-        NotImplementedError: chunked, block-wise, bidirectional or user-supplied masks.
-    """
+    """transformers' request for a mask: none is made, but a kind that layouts do not express is refused."""
     names = set() if mask_function is None else _builders(mask_function)
     if use_vmap or not names <= _KNOWN_MASKS:
         other = ", ".join(sorted(names - _KNOWN_MASKS)) or "an overlay of its own"
@@ -401,9 +390,6 @@ def sequence_attention(
     """transformers' attention call over a layout: from [rows, heads, positions, dim] to [rows, positions, heads, dim].
 
     Under Ulysses the positions are this rank's, and heads are exchanged for positions around the computation.
-
-    Raises:
-        RuntimeError: no layout arrived. ValueError, NotImplementedError: a mask, cache or bias that layouts exclude.
     """
     name = type(module).__name__
     if sequence_layout is None:

@@ -336,10 +336,7 @@ class RowGradients:
         return RowGradients(self.highest[part], self.constant[part], slope, of_label)
 
     def apply_(self, scores: torch.Tensor, labels: torch.Tensor, first: int, spare: torch.Tensor | None) -> None:
-        """Turns ``scores`` [rows, columns from ``first`` on] into their gradient, in place.
-
-        ``spare``, of that shape, is overwritten; needed where entropies have gradients.
-        """
+        """Turns ``scores`` [rows, columns from ``first`` on] into their gradient, in place."""
         scores.sub_(self.highest.unsqueeze(1))
         if self.slope is None:
             scores.exp_().mul_(self.constant.unsqueeze(1))

@@ -194,11 +194,7 @@ def attend_flat(
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """Which heads each of ``size`` ranks computes; kv heads travel to every rank that has one of their query heads.
-
-    Raises:
-        ValueError: the ranks cannot have equally many query heads.
-    """
+    """Which heads each of ``size`` ranks computes; kv heads travel to every rank that has one of their query heads."""
 
     num_heads: int
     num_kv_heads: int
@@ -358,7 +354,11 @@ class _ToPositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx, attended: torch.Tensor, shard: RankPart):
         ctx.shard = shard
-        return _positions_of(attended, shard)
+        rows, length, heads, dim = attended.shape
+        part = length // shard.size
+        send = attended.unflatten(1, (shard.size, part)).transpose(0, 1).contiguous()
+        received = _all_to_all(send.view(-1), shard).view(shard.size, rows, part, heads, dim)
+        return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     @staticmethod
     @once_differentiable
@@ -369,11 +369,3 @@ class _ToPositions(torch.autograd.Function):
         send = grad.unflatten(2, (shard.size, -1)).permute(2, 0, 1, 3, 4).contiguous()
         received = _all_to_all(send.view(-1), shard).view(shard.size, rows, part, heads // shard.size, dim)
         return received.transpose(0, 1).flatten(1, 2), None
-
-
-def _positions_of(attended: torch.Tensor, shard: RankPart) -> torch.Tensor:
-    rows, length, heads, dim = attended.shape
-    part = length // shard.size
-    send = attended.unflatten(1, (shard.size, part)).transpose(0, 1).contiguous()
-    received = _all_to_all(send.view(-1), shard).view(shard.size, rows, part, heads, dim)
-    return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
