@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp2x.sharding.names import clean_name, unsharded_class
+from fsdp2x.sharding.wrap import clean_name, unsharded_class
 
 # A model of transformers or PEFT: to torch's annotations each of its attributes is a Tensor or a Module.
 ForeignModel = Any

@@ -23,8 +23,8 @@ from fsdp2x.sharding import collect
 from fsdp2x.sharding.collect import group_by_ranks, place
 from fsdp2x.sharding.mesh import ShardGroup, default_mesh, shard_group
 from fsdp2x.sharding.offload import offload_of
-from fsdp2x.sharding.padding import even_placement
 from fsdp2x.sharding.param_group import ShardedParamGroup
+from fsdp2x.sharding.shapes import even_placement
 from fsdp2x.sharding.transport import check_transport
 from fsdp2x.sharding.wrap import plan_units, should_auto_wrap
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from fsdp2x.base.arguments import checked
-from fsdp2x.sharding.names import clean_name
+from fsdp2x.sharding.wrap import clean_name
 
 logger = logging.getLogger("fsdp2x")
 

@@ -20,8 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp2x.base.arguments import checked
 from fsdp2x.lifecycle.api import fully_shard
 from fsdp2x.lifecycle.module import FSDPModule
-from fsdp2x.sharding.names import clean_name
-from fsdp2x.sharding.wrap import plan_units
+from fsdp2x.sharding.wrap import clean_name, plan_units
 
 _USUAL_NAMES = ("visual", "vision_tower", "vision_model", "vision_encoder", "vision_embed_tokens", "image_encoder")
 

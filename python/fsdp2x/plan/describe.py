@@ -11,7 +11,7 @@ from fsdp2x.base.native import _C
 from fsdp2x.lifecycle.tree import roots_of, unit_states
 from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.plan.report import columns
-from fsdp2x.sharding.padding import advice, padding_in
+from fsdp2x.sharding.shapes import advice, padding_in
 
 
 @dataclass(frozen=True)

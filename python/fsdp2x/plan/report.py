@@ -18,7 +18,7 @@ from fsdp2x.plan.optimizers import StateBytes, optimizer_bytes
 from fsdp2x.plan.sources import facts_of_model
 from fsdp2x.plan.steps import HELD, MicroBatches, PlannedTree, Traffic, all_reduce_scratch_bytes
 from fsdp2x.sharding.offload import host_state
-from fsdp2x.sharding.padding import advice
+from fsdp2x.sharding.shapes import advice
 from fsdp2x.sharding.transport import Transport, has_streams
 
 _MEASURED = ("gather_slot_bytes", "peak_gather_bytes", "scratch_bytes", "resident_shard_bytes", "wire_bytes")

@@ -22,9 +22,8 @@ from fsdp2x.plan.facts import Collectives, GroupFacts, ModelFacts, Ranks, UnitFa
 from fsdp2x.sharding import collect
 from fsdp2x.sharding.mesh import ShardGroup, post_forward_group
 from fsdp2x.sharding.offload import Offload
-from fsdp2x.sharding.padding import Padding, even_placement, padding_in, padding_of
 from fsdp2x.sharding.param_group import ShardedParamGroup
-from fsdp2x.sharding.shapes import ParamFacts, keeps_dtype
+from fsdp2x.sharding.shapes import Padding, ParamFacts, even_placement, keeps_dtype, padding_in, padding_of
 from fsdp2x.sharding.transport import Transport, has_streams
 from fsdp2x.sharding.wrap import AutoWrap, plan_units, should_auto_wrap
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import fsdp2x
 import models
 from fsdp2x.memory import plan_memory
-from fsdp2x.sharding import padding
+from fsdp2x.sharding import shapes
 from harness import distributed
 from reference import full, only_fsdp2x, same
 from training import shared_folder
@@ -34,7 +34,7 @@ def test_split_models_are_cut_where_rows_would_pad(ctx, transport):
     only_fsdp2x(ctx)
     plain = models.build("qwen3_moe", **ONE_EXPERT)
     with pytest.MonkeyPatch.context() as patch, shared_folder(ctx) as folder:
-        patch.setattr(padding, "_WORTH_BYTES", 0)
+        patch.setattr(shapes, "_WORTH_BYTES", 0)
         model = fsdp2x.fully_shard(copy.deepcopy(plain), transport=transport)
         experts = [name for name, _ in model.named_parameters() if "experts." in name]
         cut = {name: param.placements[0].dim for name, param in model.named_parameters()}
@@ -62,7 +62,7 @@ def test_padding_is_told_with_the_ways_out(ctx):
     only_fsdp2x(ctx)
     plain = models.build("qwen3_moe", **ONE_EXPERT)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(padding, "_WORTH_BYTES", 0)
+        patch.setattr(shapes, "_WORTH_BYTES", 0)
         reports = [plan_memory(plain, 2, transport="shm", auto_wrap=False)]
         model = fsdp2x.fully_shard(plain, auto_wrap=False, transport="shm")
         reports += [fsdp2x.describe(model), fsdp2x.memory_report(model)]

@@ -43,7 +43,7 @@ from fsdp2x.io.formats.dcp import METADATA
 from fsdp2x.io.formats.safe_files import OpenFiles
 from fsdp2x.lifecycle.replicas import check_again
 from fsdp2x.lifecycle.tree import unit_states
-from fsdp2x.sharding.names import clean_name
+from fsdp2x.sharding.wrap import clean_name
 
 logger = logging.getLogger(__name__)
 

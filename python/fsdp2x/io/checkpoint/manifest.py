@@ -31,7 +31,7 @@ from fsdp2x.io.checkpoint.directory import (
 )
 from fsdp2x.io.formats.dcp import METADATA
 from fsdp2x.io.formats.safe_files import open_regular, read_json
-from fsdp2x.sharding.names import clean_name
+from fsdp2x.sharding.wrap import clean_name
 
 FORMAT = 3
 FormName = Literal["sharded", "full", "per_rank"]

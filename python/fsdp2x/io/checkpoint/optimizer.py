@@ -21,8 +21,8 @@ from fsdp2x.base.failures import CheckpointError
 from fsdp2x.io.checkpoint.trees import mismatch, same
 from fsdp2x.io.formats.dcp import KeyPath
 from fsdp2x.lifecycle.tree import named_params
-from fsdp2x.sharding.names import clean_name
 from fsdp2x.sharding.offload import host_state
+from fsdp2x.sharding.wrap import clean_name
 
 Optimizers = Sequence[torch.optim.Optimizer]
 

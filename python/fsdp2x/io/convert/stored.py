@@ -19,7 +19,7 @@ from fsdp2x.io.formats.dcp import METADATA, DcpTensors, Ours
 from fsdp2x.io.formats.records import Shard, box_of, read_records
 from fsdp2x.io.formats.safe_files import OpenFiles, read_text
 from fsdp2x.io.formats.tensors import Piece, Source, Tile, tiled
-from fsdp2x.sharding.names import clean_name
+from fsdp2x.sharding.wrap import clean_name
 
 _RANK_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 # Where frameworks put the DCP directory of the model inside a checkpoint.

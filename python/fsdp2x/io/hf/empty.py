@@ -19,7 +19,7 @@ from fsdp2x.base.failures import CheckpointError, first_line
 from fsdp2x.io.formats.safe_files import read_json
 from fsdp2x.io.hf.files import Checkpoint
 from fsdp2x.io.names import ForeignModel
-from fsdp2x.sharding.names import unsharded_class
+from fsdp2x.sharding.wrap import unsharded_class
 
 # Of what is made one by one, more than any model has.
 _COUNTED = re.compile(r"(?:^|_)(layers?|depths?|blocks?|experts|heads|labels|codebooks)(?:_|$)")

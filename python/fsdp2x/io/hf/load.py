@@ -47,7 +47,7 @@ from fsdp2x.io.names import (
 from fsdp2x.lifecycle.api import fully_shard
 from fsdp2x.lifecycle.replicas import check_again
 from fsdp2x.lifecycle.tree import unit_states
-from fsdp2x.sharding.names import unsharded_class
+from fsdp2x.sharding.wrap import unsharded_class
 
 BUCKET_BYTES = 16 << 20
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp2x.base.arguments import checked
 from fsdp2x.lifecycle.api import fully_shard
 from fsdp2x.models.moe.units import PARALLEL_STATE, ExpertGroup, experts_of, touch
-from fsdp2x.sharding.names import unsharded_class
+from fsdp2x.sharding.wrap import unsharded_class
 
 
 def _exchange(rows: torch.Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup) -> torch.Tensor:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2x.base.arguments import checked
 from fsdp2x.lifecycle.api import fully_shard
-from fsdp2x.sharding.names import unsharded_class
+from fsdp2x.sharding.wrap import unsharded_class
 
 # On fused experts that expert_parallel spread: their forward is a collective, which no rank may skip.
 PARALLEL_STATE = "_fsdp2x_expert_parallel"

@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp2x.io.names import Family, TensorSpec
 from fsdp2x.lifecycle.tree import named_params
-from fsdp2x.sharding.names import unsharded_class
+from fsdp2x.sharding.wrap import unsharded_class
 
 
 class AdapterMerge:

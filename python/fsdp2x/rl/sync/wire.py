@@ -14,7 +14,7 @@ from fsdp2x.io.export.stream import BucketPlan, plan_buckets, ring_of
 from fsdp2x.io.names import Family
 from fsdp2x.rl.sync.merged import AdapterMerge
 from fsdp2x.rl.sync.targets.base import WireLayout
-from fsdp2x.sharding.names import clean_name
+from fsdp2x.sharding.wrap import clean_name
 
 
 def plan_wire(
