@@ -246,9 +246,11 @@ class _Buckets:
             reduced = [row for row, groups in zip(rows, self._groups, strict=True) if group in groups]
             # Gradients that are offloaded lie on the host, and their ranks may only talk on the device.
             part = torch.stack(reduced).to(device if device.type == self._mesh_device else self._mesh_device)
+            part = _split_nan(part) if largest else part
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
             with explained(group, "norm of gradients"):
                 all_reduce_agreed(group, part, op, "sums the norm of gradients")
+            part = _join_nan(part) if largest else part
             for row, value in zip(reduced, part, strict=True):
                 row.copy_(value)
         return merged.max() if largest else merged.sum()
@@ -336,8 +338,19 @@ def _largest(tensors: list[DTensor]) -> DTensor:
     dtype = functools.reduce(torch.promote_types, [value.dtype for value in values])
     largest = torch.stack([value.to(dtype) for value in values]).max()
     # As one functional all-reduce for each axis, which tools that count collectives see.
-    partial = DTensor.from_local(largest, mesh, [Partial("max")] * mesh.ndim, run_check=False)
-    return partial.redistribute(placements=[Replicate()] * mesh.ndim)
+    replicated = [Replicate()] * mesh.ndim
+    partial = DTensor.from_local(_split_nan(largest), mesh, [Partial("max")] * mesh.ndim, run_check=False)
+    whole = local_tensor(partial.redistribute(placements=replicated))
+    return DTensor.from_local(_join_nan(whole), mesh, replicated, run_check=False)
+
+
+def _split_nan(values: Tensor) -> Tensor:
+    """Returns ``values`` with zeros for NaN, and where they are NaN: the largest value of several ranks may drop NaN."""
+    return torch.stack([values.masked_fill(values.isnan(), 0.0), values.isnan().to(values.dtype)])
+
+
+def _join_nan(pair: Tensor) -> Tensor:
+    return pair[0].masked_fill(pair[1] > 0, math.nan)
 
 
 def _is_mixed(tensors: list[Tensor]) -> bool:

@@ -1,6 +1,7 @@
 """Clipping against torch's, by the CPU's kernels and by the twins of a device's; within steps; under install()."""
 
 import copy
+import itertools
 import math
 import pickle
 
@@ -367,14 +368,14 @@ def places_of(arrangement: str, world: int) -> list:
     }[arrangement]
 
 
-def parameters(places: list, *, broken: float | None = None) -> tuple[list, list]:
+def parameters(places: list, *, broken: float | None = None, row: int = 0) -> tuple[list, list]:
     """With gradients, cut as ``places`` says, and the same ones plain; one parameter has no gradient."""
     generator = torch.Generator().manual_seed(0)
     cut, plain = [], []
     for index, shape in enumerate([(5, 3), (4, 4), (1, 2), (7, 6), (3, 8), (2, 2)]):
         weight, grad = torch.randn(2, *shape, generator=generator, dtype=torch.float64 if index == 3 else torch.float32)
-        if broken is not None and index == 2:
-            grad[0, 1] = broken
+        if broken is not None and index == 3:
+            grad[row, row] = broken
         plain.append(nn.Parameter(weight.clone()))
         place = places[index % len(places)]
         cut.append(nn.Parameter(weight if place is None else distribute_tensor(weight, *place)))
@@ -428,18 +429,26 @@ def test_clips_as_if_unsharded(ctx, arrangement):
         assert_alike(cut, plain, "values")
 
 
-@distributed(world_sizes=(2,))
-@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_norms_under_install_that_are_not_finite(ctx, broken):
+@distributed(world_sizes=(2, 4))
+@pytest.mark.parametrize("arrangement", ["all kinds", "one mesh"])
+def test_one_rank_alone_has_a_gradient_that_is_not_finite(ctx, arrangement):
     only_fsdp2x(ctx)
-    with fsdp2x.install():
-        cut, plain = parameters(places_of("all kinds", ctx.world), broken=broken)
-        before = [numbers(param.grad) for param in cut]
-        with pytest.raises(RuntimeError, match="pass error_if_nonfinite=False to scale them by it anyway"):
-            nn.utils.clip_grad_norm_(cut, 1.0, error_if_nonfinite=True)
-        same([numbers(param.grad) for param in cut], before, "gradients")
-        nn.utils.clip_grad_norm_(cut, 1.0)
-        nn.utils.clip_grad_norm_(plain, 1.0)
-        assert_alike(cut, plain, "scaled by it")
-        with pytest.raises(ValueError, match="norm_type is 0.0"):
+    places = places_of(arrangement, ctx.world)
+    for broken, norm_type, row in itertools.product([math.nan, math.inf], [2.0, math.inf], [0, -1]):
+        what = f"{broken} in row {row}, norm {norm_type}"
+        cut, plain = parameters(places, broken=broken, row=row)
+        ours = fsdp2x.clip_grad_norm_(cut, 1.0, norm_type)
+        same(numbers(ours), numbers(nn.utils.clip_grad_norm_(plain, 1.0, norm_type)).to(ours.dtype), what)
+        assert_alike(cut, plain, what)
+        with fsdp2x.install():
+            cut, plain = parameters(places, broken=broken, row=row)
+            before = [numbers(param.grad) for param in cut]
+            with pytest.raises(RuntimeError, match="error_if_nonfinite=False"):
+                nn.utils.clip_grad_norm_(cut, 1.0, norm_type, error_if_nonfinite=True)
+            same([numbers(param.grad) for param in cut], before, what)
+            nn.utils.clip_grad_norm_(cut, 1.0, norm_type)
+            nn.utils.clip_grad_norm_(plain, 1.0, norm_type)
+            assert_alike(cut, plain, what)
+    if arrangement == "all kinds":
+        with fsdp2x.install(), pytest.raises(ValueError, match="norm_type is 0.0"):
             nn.utils.get_total_norm([param.grad for param in cut if param.grad is not None], 0)
