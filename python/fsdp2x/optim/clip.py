@@ -345,7 +345,7 @@ def _largest(tensors: list[DTensor]) -> DTensor:
 
 
 def _split_nan(values: Tensor) -> Tensor:
-    """Returns ``values`` with zeros for NaN, and where they are NaN: the largest value of several ranks may drop NaN."""
+    """Returns ``values`` with zeros for NaN, and a flag for each NaN, which an all-reduce of maxima may drop."""
     return torch.stack([values.masked_fill(values.isnan(), 0.0), values.isnan().to(values.dtype)])
 
 
