@@ -197,7 +197,7 @@ class ReplicatedParamGroup(ShardedParamGroup):
     def _shard(self, placed: Placed) -> None:
         param, owners = placed.owned.param, placed.owned.owners
         spec = specs.replicated_spec(param, self.ranks)
-        keeps = keeps_dtype(param, self._mp_policy)
+        keeps = keeps_dtype(param, self.policy)
         self.params.append(ShardedParam(param, Owners(owners), spec, param.shape, user_attributes(param), keeps, False))
 
     def _take_places(self, placed: list[Placed]) -> None:

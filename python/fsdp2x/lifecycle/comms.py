@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.base import torch_private
 from fsdp2x.base.collectives import Gather, all_gather, explained, gather_packed, reduce_scatter, wait
@@ -21,10 +20,10 @@ from fsdp2x.sharding.sharded_param import unsharded_parameter
 from fsdp2x.sharding.transport import device_reduction
 
 
-def connect(group: ShardedParamGroup, mp_policy: MixedPrecisionPolicy) -> None:
+def connect(group: ShardedParamGroup) -> None:
     """Gives the engine's group its callables: when it is made, and when it moves to another root."""
     if any(param.extension is not None or param.is_alias for param in group.params):
-        engine, slow = group.engine, _SlowGathers(group, mp_policy)
+        engine, slow = group.engine, _SlowGathers(group)
         assert engine is not None, "made before it is connected"
         engine.gather_slowly, engine.finish_slowly, engine.free_slowly = slow.begin, slow.finish, slow.free
         group.slow_gathers = slow
@@ -37,9 +36,9 @@ class _SlowGathers:
     and where the engine has nothing to gather, in one of their own.
     """
 
-    def __init__(self, group: ShardedParamGroup, mp_policy: MixedPrecisionPolicy) -> None:
+    def __init__(self, group: ShardedParamGroup) -> None:
         self._group: Any = weakref.ref(group)  # which lives as long as the engine calls us
-        self._mp_policy = mp_policy
+        self._policy = group.policy
         self._work: Any = None
 
     def _extended(self):
@@ -50,7 +49,7 @@ class _SlowGathers:
     def _begin(self, gather: Gather, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for _, param in self._extended():
             local = torch_private.local_tensor(param.param)
-            pairs += param.extension.begin(local, param.owners[0][0], self._mp_policy)
+            pairs += param.extension.begin(local, param.owners[0][0], self._policy)
         ranks = self._group().ranks
         self._work = gather_packed(gather, ranks.world, ranks.rank, pairs) if pairs else None
 
@@ -82,7 +81,7 @@ class _SlowGathers:
         with torch.inference_mode(False), torch.no_grad():
             self._wait()
             for index, param in self._extended():
-                dtype = self._mp_policy.param_dtype or param.param.dtype
+                dtype = self._policy.param_dtype or param.param.dtype
                 tensor = param.extension.finish(torch_private.local_tensor(param.param), dtype)
                 if tensor is not None:
                     param.extension.parameter = unsharded_parameter(param, param.spec.wrap_unsharded(tensor))
@@ -235,10 +234,8 @@ def check_wire_formats(state: ShardedUnit) -> None:
             f"{where}: gradients travel in an all-to-all of the shard group, not by set_custom_reduce_scatter or "
             "set_separate_reduce_scatter_group; use one of them, or gradients=None"
         )
-    policy = state.mp_policy
     for group in state.groups:
-        shapes = group.shapes(policy.param_dtype, policy.reduce_dtype)
-        for sharded, shape in zip(group.params, shapes, strict=True):
+        for sharded, shape in zip(group.params, group.shapes(), strict=True):
             if sharded.param.requires_grad and shape.reduce != torch.float32:
                 raise ValueError(
                     f"{where}: the gradient of {sharded.fqn or sharded.owners[0][1]!r} is reduced in {shape.reduce}, "

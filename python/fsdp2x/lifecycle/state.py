@@ -205,16 +205,7 @@ class UnitState(ShardedUnit):
         root.is_last_backward = self.is_last_backward
         root.set_post_optimizer_event(self.post_optimizer_event)
         root.manual_finalization = self.manual_finalization
-        choice = TransportChoice(
-            self.transport,
-            self.timeout,
-            needs_group=next((needed for state in tree if (needed := state.needs_group)), ""),
-            comm_memory=next((state.comm_memory for state in tree if state.comm_memory is not None), None),
-            model=f"{self.number.kind} {self.number.number}",
-            checks_ranks=all(state.checks_ranks for state in tree),
-            layers=next((state.layers for state in tree if state.layers is not None), None),
-            units=[(state.name, state.mp_policy, group) for state in tree for group in state.groups],
-        )
+        choice = TransportChoice(self)
         new = [state for state in tree if state.unit is None]
         try:
             units = [state._engine_unit() for state in tree]
@@ -268,13 +259,6 @@ class UnitState(ShardedUnit):
         if any(group.transport.shares_memory for state in root_state.tree for group in state.groups):
             root_state._make_root()
 
-    @property
-    def needs_group(self) -> str:
-        """What of this unit's settings runs over a process group alone; "" if nothing does."""
-        if self.comms.is_custom:
-            return "custom collectives"
-        return "wire formats" if comms.uses_wire_formats(self.live_options()) else ""
-
     def apply_comms(self) -> None:
         """Hands changed custom collectives to the engine; moves the tree to a process group when it shares memory.
 
@@ -292,12 +276,10 @@ class UnitState(ShardedUnit):
         self.root_unit._make_root()
 
     def _engine_unit(self):
-        policy = self.mp_policy
         for group in self.groups:
             if group.engine is None:
-                streams = has_streams(group.ranks.device)
-                group.make_engine_group(policy.param_dtype, policy.reduce_dtype, has_streams=streams)
-            comms.connect(group, policy)
+                group.make_engine_group()
+            comms.connect(group)
         if self.unit is not None:
             return self.unit
         return _C.Unit(

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.base import torch_private
 from fsdp2x.base.agreement import Agreement, agreement_of, make_agreement
@@ -22,6 +21,7 @@ from fsdp2x.base.collectives import all_gather, all_to_all, explain_collective, 
 from fsdp2x.base.native import _C
 from fsdp2x.base.rendezvous import GroupInfo, UnitParams, rendezvous
 from fsdp2x.lifecycle.comms import describe_wire_formats
+from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.sharding import transport
 from fsdp2x.sharding.mesh import ShardGroup, post_forward_group
 from fsdp2x.sharding.param_group import ShardedParamGroup
@@ -31,37 +31,24 @@ from fsdp2x.sharding.transport import Transport, has_streams
 class TransportChoice:
     """Makes the transports of one root, one per shard group, all by the same rule."""
 
-    def __init__(
-        self,
-        name: str,
-        timeout: timedelta | None,
-        *,
-        needs_group: str = "",
-        comm_memory: str | None = None,
-        layers: dict[torch.device, Any] | None = None,
-        checks_ranks: bool = True,
-        model: str = "",
-        units: Iterable[tuple[str, MixedPrecisionPolicy, ShardedParamGroup]] = (),
-    ) -> None:
-        """``units``: what the transports are for, in an order that is the same on every rank.
-
-        ``needs_group``: what of the user's settings runs over a process group alone. ``model``: class, and number in
-        the order of ``fully_shard`` calls.
-        """
-
-        if needs_group and name == Transport.SHM:
+    def __init__(self, root: ShardedUnit) -> None:
+        """``root``: its tree is the same on every rank, in one order."""
+        tree = root.tree
+        needs_group = next((needed for state in tree if (needed := state.needs_group)), "")
+        if needs_group and root.transport == Transport.SHM:
             raise ValueError(
                 f'fully_shard: {needs_group} need a process group, but transport="shm" was asked for; use '
                 'transport="process_group" or "auto"'
             )
-        self._name = Transport.PROCESS_GROUP if needs_group else name
-        self._timeout = timeout
-        self._comm_memory = comm_memory
-        self._layers = {} if layers is None else layers  # streams; shared with whoever has the same dict
-        self.model = model
-        self._checks_ranks = checks_ranks
-        self._units = list(units)
-        self._on_device = any(has_streams(group.ranks.device) for _, _, group in self._units)
+        self._name = Transport.PROCESS_GROUP if needs_group else root.transport
+        self._timeout = root.timeout
+        self._comm_memory = next((state.comm_memory for state in tree if state.comm_memory is not None), None)
+        # Streams, shared with whoever has the same dict.
+        self._layers: dict[torch.device, Any] = next((one.layers for one in tree if one.layers is not None), {})
+        self._model = f"{root.number.kind} {root.number.number}"
+        self._checks_ranks = all(state.checks_ranks for state in tree)
+        self._units = [(state.name, group) for state in tree for group in state.groups]
+        self._on_device = any(has_streams(group.ranks.device) for _, group in self._units)
         self._known: dict[Any, GroupInfo | None] = {}
         self._made: dict[Any, Any] = {}
         self._all_reduces: dict[Any, Any] = {}
@@ -137,7 +124,7 @@ class TransportChoice:
             if agreement is not None:
                 root.add_agreement(agreement)
         shards, replicated, kept_after = agreements
-        engine.take_seats(shards, replicated, kept_after, self.model)
+        engine.take_seats(shards, replicated, kept_after, self._model)
 
     def explain_of(self, group: dist.ProcessGroup | None) -> Callable[[BaseException, str], BaseException] | None:
         """What a failed collective of ``group`` is told with: see ``explain_collective``."""
@@ -150,9 +137,9 @@ class TransportChoice:
             ValueError: they have different models.
         """
         if group not in self._known:
-            members = [unit for unit in self._units if group in (unit[2].ranks.group, unit[2].ranks.replicate_group)]
+            members = [unit for unit in self._units if group in (unit[1].ranks.group, unit[1].ranks.replicate_group)]
             units = [facts_of(*unit) for unit in members]
-            units.append(UnitParams(f"model {self.model}", ()))
+            units.append(UnitParams(f"model {self._model}", ()))
             trained = [facts_of(*unit, with_training=True) for unit in members]
             known = None if group is None else rendezvous(group, units, trained, self._checks_ranks)
             if known is not None:
@@ -232,13 +219,10 @@ def _all_reduce(group: dist.ProcessGroup, timeout: timedelta | None, rows: torch
     return wait(dist.all_reduce(rows, op=op, group=group, async_op=True), timeout)
 
 
-def facts_of(
-    name: str, policy: MixedPrecisionPolicy, group: ShardedParamGroup, *, with_training: bool = False
-) -> UnitParams:
+def facts_of(name: str, group: ShardedParamGroup, *, with_training: bool = False) -> UnitParams:
     """The facts of one group of the unit ``name``; with which of its parameters are trained, where that counts."""
     params = []
-    shapes = group.shapes(policy.param_dtype, policy.reduce_dtype)
-    for sharded, shape in zip(group.params, shapes, strict=True):
+    for sharded, shape in zip(group.params, group.shapes(), strict=True):
         facts = [tuple(sharded.local_size), f"cut along {sharded.spec.shard_dim}", str(shape.original)]
         facts += [f"gathered as {shape.compute}", f"reduced as {shape.reduce}"]
         if with_training:

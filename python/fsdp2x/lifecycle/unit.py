@@ -142,6 +142,14 @@ class ShardedUnit(StateNames, torch_private.State):
         return self.unit
 
     @property
+    def needs_group(self) -> str:
+        """What of this unit's settings runs over a process group alone; "" if nothing does."""
+        options, plain = self.live_options(), _C.WireFormat.plain
+        if self.comms.is_custom:
+            return "custom collectives"
+        return "wire formats" if (options.wire_weights, options.wire_gradients) != (plain, plain) else ""
+
+    @property
     def is_running(self) -> bool:
         """Whether the root is in a forward or backward."""
         return self.root is not None and (self.root.in_forward or self.root.in_backward)

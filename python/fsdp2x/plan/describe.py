@@ -101,11 +101,8 @@ def _transports(states: list[ShardedUnit]) -> str:
 
 
 def _report(state: ShardedUnit, names: dict[int, str], fqns: dict[int, str]) -> UnitReport:
-    policy, params = state.mp_policy, state.params
-    layouts = [
-        _C.Layout(group.shapes(policy.param_dtype, policy.reduce_dtype), group.ranks.world, group.ranks.rank)
-        for group in state.groups
-    ]
+    params = state.params
+    layouts = [_C.Layout(group.shapes(), group.ranks.world, group.ranks.rank) for group in state.groups]
     return UnitReport(
         name=", ".join(names.get(id(module), "?") or "<root>" for module in state.modules),
         params=tuple(fqns.get(id(param.param), param.fqn or param.owners[0][1]) for param in params),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp2x.base import torch_private
 from fsdp2x.base.native import _C
 from fsdp2x.lifecycle.comms import wire_names_of
-from fsdp2x.lifecycle.state import UnitState
 from fsdp2x.lifecycle.tree import unit_states
 from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.models.moe.parallel import cuts_columns, spreadable
@@ -138,7 +137,7 @@ def _transport_of(state: ShardedUnit, group: ShardedParamGroup) -> Transport:
 
 def _may_share(state: ShardedUnit, group: ShardedParamGroup) -> bool:
     on_cpu = group.ranks.device.type == "cpu"
-    return on_cpu and state.transport != Transport.PROCESS_GROUP and not cast("UnitState", state).needs_group
+    return on_cpu and state.transport != Transport.PROCESS_GROUP and not state.needs_group
 
 
 def _replicas_share(state: ShardedUnit, group: ShardedParamGroup) -> bool:

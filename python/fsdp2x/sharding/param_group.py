@@ -53,7 +53,7 @@ class ShardedParamGroup(GroupNames):
         # What tells optimizers that the state of our parameters is to be in host memory.
         keeps_state = offload.mode == "optimizer" and has_streams(self.ranks.device)
         self._mark = new_mark(offload.pin_memory) if keeps_state else None
-        self._mp_policy = mp_policy
+        self.policy = mp_policy
         self._pin_memory = offload.pin_memory and offload.of_shards
         self._own_pool: torch.Tensor | None = None  # before there is an engine, which may move shards
         self.params: list[ShardedParam] = []
@@ -61,9 +61,6 @@ class ShardedParamGroup(GroupNames):
         self.unit_state: Callable = lambda: None  # weak reference to the state of the unit
         self.engine: _C.ParamGroup | None = None  # from lazy initialization on
         self.slow_gathers: Any = None  # comms._SlowGathers, where there are extensions or aliases
-        self._param_dtype: torch.dtype | None = None
-        self._whole_chunks = False
-        self._sum_dtype: torch.dtype | None = None
         self._own_offsets: list[int] = []
         self._dtypes: list[torch.dtype] = []
         for one in placed:
@@ -122,7 +119,7 @@ class ShardedParamGroup(GroupNames):
         # What a tensor subclass keeps on its instances are its parts, not the user's.
         attributes = {} if is_wrapper(full) else user_attributes(owned.param)
         sharded.__dict__.update(attributes)
-        keeps = keeps_dtype(owned.param, self._mp_policy)
+        keeps = keeps_dtype(owned.param, self.policy)
         owners = Owners(owned.owners)
         self.params.append(ShardedParam(sharded, owners, spec, full.shape, attributes, keeps, is_wrapper(local)))
 
@@ -133,9 +130,23 @@ class ShardedParamGroup(GroupNames):
             if sharded.extension is None and has_extension(local):
                 sharded.extension = Extension(sharded.spec, sharded.local_size, self.ranks, sharded.owners[0][0])
 
-    def shapes(self, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> list[_C.ParamShape]:
-        """What the engine's layout needs to know of each parameter."""
-        return layout_shapes([sharded.facts for sharded in self.params], param_dtype, reduce_dtype)
+    def shapes(self) -> list[_C.ParamShape]:
+        """What the engine's layout wants of each parameter."""
+        policy = self.policy
+        return layout_shapes([sharded.facts for sharded in self.params], policy.param_dtype, policy.reduce_dtype)
+
+    def _pool_layout(self) -> _C.Layout:
+        """Where shards lie, which no dtype of compute or reduction changes."""
+        shapes = layout_shapes([sharded.facts for sharded in self.params], None, None)
+        return _C.Layout(shapes, self.ranks.world, self.ranks.rank)
+
+    def _make_pool(self, layout: _C.Layout, device: torch.device, dtypes: list[torch.dtype]) -> torch.Tensor:
+        """Makes the memory for shards of ``dtypes``, which is not zeroed."""
+        pool = _C.pool_memory(max(layout.shard_pool_bytes, 1), device)
+        if self._pin_memory:
+            pool = pool.pin_memory()
+        self._own_pool, self._dtypes = pool, dtypes
+        return pool
 
     @property
     def transport(self) -> Transport:
@@ -220,16 +231,13 @@ class ShardedParamGroup(GroupNames):
                     torch_private.set_local_tensor(sharded.param, local.clone())
             return
         self._leave_slot()
-        layout, pool = _C.Layout(self.shapes(None, None), self.ranks.world, self.ranks.rank), self.pool
+        layout, pool, dtypes = self._pool_layout(), self.pool, [local.dtype for local in locals_]
         device = torch.device("cpu") if self.offloads else locals_[0].device
         fresh = pool is None or pool.numel() != max(layout.shard_pool_bytes, 1)
-        fresh = fresh or pool.device != device or self._dtypes != [local.dtype for local in locals_]
+        fresh = fresh or pool.device != device or self._dtypes != dtypes
         if pool is None or fresh:
             self._leave_engine()
-            pool = _C.pool_memory(max(layout.shard_pool_bytes, 1), device).zero_()
-            if self._pin_memory:
-                pool = pool.pin_memory()
-            self._own_pool, self._dtypes = pool, [local.dtype for local in locals_]
+            pool = self._make_pool(layout, device, dtypes).zero_()
         self._own_offsets = layout.shard_offsets
         with torch.no_grad():
             for sharded, local, offset in zip(self.params, locals_, layout.shard_offsets, strict=True):
@@ -267,13 +275,10 @@ class ShardedParamGroup(GroupNames):
                     f"fsdp2x: parameter {name!r} is a {kind} on the meta device; call to_empty() on the model and fill "
                     "it yourself"
                 )
-        layout = _C.Layout(self.shapes(None, None), self.ranks.world, self.ranks.rank)
+        layout = self._pool_layout()
         # Every page is written once, by who fills the parameters; only what lies between them is zeroed here.
         device = torch.device("cpu") if self.offloads else self.ranks.device
-        pool = _C.pool_memory(max(layout.shard_pool_bytes, 1), device)
-        if self._pin_memory:
-            pool = pool.pin_memory()
-        self._own_pool, self._dtypes = pool, [local.dtype for local in locals_]
+        pool = self._make_pool(layout, device, [local.dtype for local in locals_])
         self._own_offsets = layout.shard_offsets
         end = 0
         with torch.inference_mode(False), torch.no_grad():
@@ -338,19 +343,18 @@ class ShardedParamGroup(GroupNames):
                 "fsdp2x.load_hf."
             )
 
-    def make_engine_group(self, param_dtype, reduce_dtype, has_streams: bool) -> None:
+    def make_engine_group(self) -> None:
         """Makes the ``_C.ParamGroup`` over these parameters.
 
-        ``has_streams``: its transport is an accelerator's. Slots then have room for equal chunks of all ranks, as
-        collectives that gather in place want, and shards and gradients may stay on the host.
+        On an accelerator, slots have room for equal chunks of all ranks, as collectives that gather in place want, and
+        shards and gradients may stay on the host.
         """
-        if has_streams:
+        on_device = has_streams(self.ranks.device)
+        if on_device:
             self._check_offload()
-        self._whole_chunks = has_streams
-        self._param_dtype, self._sum_dtype = param_dtype, reduce_dtype
-        shapes = self.shapes(param_dtype, reduce_dtype)
+        shapes = self.shapes()
         engine = self.engine = _C.ParamGroup(
-            _C.Layout(shapes, self.ranks.world, self.ranks.rank, has_streams),
+            _C.Layout(shapes, self.ranks.world, self.ranks.rank, on_device),
             self._present_pool,
             self._engine_params(shapes),
             specs.make_gradient,
@@ -358,7 +362,7 @@ class ShardedParamGroup(GroupNames):
             specs.plain_gradient,
             self.ranks.replicas,
             self.ranks.device,
-            _OFFLOADS.get(self.offload.mode, _C.Offload.nothing) if has_streams else _C.Offload.nothing,
+            _OFFLOADS.get(self.offload.mode, _C.Offload.nothing) if on_device else _C.Offload.nothing,
         )
         self._own_pool = None  # the engine's, which may move shards
         self._watch_shards(engine)
@@ -398,8 +402,8 @@ class ShardedParamGroup(GroupNames):
 
         ``explain``: tells what its failed collectives raise.
         """
-        shapes = kept_shapes(self.shapes(self._param_dtype, self._sum_dtype))
-        layout = _C.Layout(shapes, ranks.world, ranks.rank, self._whole_chunks)
+        shapes = kept_shapes(self.shapes())
+        layout = _C.Layout(shapes, ranks.world, ranks.rank, has_streams(self.ranks.device))
         pool = _C.pool_memory(max(layout.shard_pool_bytes, 1), ranks.device).zero_()
         params = []
         with torch.inference_mode(False), torch.no_grad():

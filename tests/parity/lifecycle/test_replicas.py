@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from fsdp2x.base.failures import UnitNumber
 from fsdp2x.lifecycle.transport_choice import TransportChoice
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
@@ -20,7 +21,8 @@ TIMEOUT_S = 20.0
 
 def all_reduce_of(transport="shm", timeout_s=TIMEOUT_S):
     replicas = SimpleNamespace(replicate_group=dist.group.WORLD, device=torch.device("cpu"))
-    return TransportChoice(transport, timedelta(seconds=timeout_s)).all_reduce_of(replicas)
+    root = SimpleNamespace(tree=(), transport=transport, timeout=timedelta(seconds=timeout_s), number=UnitNumber())
+    return TransportChoice(root).all_reduce_of(replicas)
 
 
 def values_of(rank, call, numel, dtype):
