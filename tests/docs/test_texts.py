@@ -61,10 +61,6 @@ def test_links_lead_somewhere(name):
     assert dead_links(name, PAGES[name]) == []
 
 
-def test_a_dead_link_is_found():
-    assert dead_links("docs/x.md", "[a](gone.md) [b](limits.md) [c](limits.md#gone)") == ["gone.md", "limits.md#gone"]
-
-
 # ---- names
 
 
@@ -98,11 +94,6 @@ def test_names_and_keys_are_there(name):
     assert unknown_keys(PAGES[name]) == []
 
 
-def test_names_and_keys_that_are_not_there_are_found():
-    text = "`fsdp2x.gone` `fsdp2x.optim.AdamW(x)` `parallel.gone=1` `parallel.fsdp_size`"
-    assert (unknown_names(text), unknown_keys(text)) == (["fsdp2x.gone"], ["parallel.gone"])
-
-
 @each_page
 def test_programs_are_programs(name):
     for fence in fences(PAGES[name]):
@@ -133,12 +124,6 @@ def test_commands_that_are_shown_could_be_run(name, monkeypatch):
     shown = [command for fence in fences(text) if fence.language == "bash" for command in commands(fence.text)]
     shown += [code for code in inline_code(text) if code.startswith("make ") and code.split()[1].islower()]
     for command in shown:
-        check_command(command)
-
-
-@pytest.mark.parametrize("command", ["make gone", "fsdp2x gone", "fsdp2x plan x --gone", "pip install '.[gone]'"])
-def test_a_command_that_could_not_is_found(command, capsys):
-    with pytest.raises((ValueError, SystemExit)):
         check_command(command)
 
 
@@ -215,14 +200,3 @@ def test_messages_of_the_troubleshooting_page_are_in_the_source():
     assert len(QUOTED) >= 40
     assert [message for message in QUOTED if not is_said(message)] == []
     assert not is_said("this message … nobody wrote")
-
-
-def test_the_page_of_all_messages_has_what_is_raised():
-    source = (
-        'raise ValueError(f"one {x} has {y}, expected three of them" + "; do it")\nwarnings.warn("four words or more")'
-    )
-    assert messages().raised(source) == ["one … has …, expected three of them; do it", "four words or more"]
-    source = 'throw Error("shared memory: rank " + std::to_string(rank) +\n "; died" " here");'
-    assert messages().thrown(source) == ["shared memory: rank …; died here"]
-    page = messages().page(PACKAGE, ROOT / "csrc")
-    assert page.count("\n- ") > 300 and "died…: its own output says why; restart all ranks" in page

@@ -1,7 +1,6 @@
 """What GPU benchmarks and tests read out of traces, and the sizes of their models; no device is needed for these."""
 
 import pytest
-import torch
 
 from one_gpu import device_work, hf_shapes
 
@@ -36,15 +35,6 @@ def test_kernels_copies_and_fills_are_counted():
     assert device_work.counts([]) == {"kernels": 0, "copies": 0, "fills": 0, "all": 0}
 
 
-def test_the_unsharded_model_is_subtracted():
-    sharded, plain = {"kernels": 58, "copies": 9, "all": 67}, {"kernels": 10, "copies": 1, "all": 11}
-    assert device_work.per_unit(sharded, plain, 8) == {"kernels": 6.0, "copies": 1.0, "all": 7.0}
-
-
-def test_the_hosts_waits_are_found():
-    assert device_work.waits_of(TRACE) == ["cudaDeviceSynchronize", "cudaMallocAsync"]
-
-
 def test_overlap_of_streams():
     work = device_work.work_of(TRACE)
     compute = device_work.compute_stream(work)
@@ -57,18 +47,6 @@ def test_overlap_of_streams():
     assert device_work.shared_us(casts, []) == 0
     with pytest.raises(ValueError, match="does not see the device"):
         device_work.compute_stream([])
-
-
-def test_work_that_overlaps_itself_counts_once():
-    work = [device_work.Work("kernels", "a", 1, 0, 4), device_work.Work("kernels", "b", 2, 2, 6)]
-    assert device_work.busy_us(work) == 6
-    assert device_work.shared_us(work, [device_work.Work("kernels", "c", 3, 1, 5)]) == 4
-
-
-def test_a_trace_of_the_host_has_no_work_of_a_device():
-    trace = device_work.trace_of(lambda: torch.ones(3) + 1, "cpu")
-    assert any("add" in str(one.get("name")) for one in trace["traceEvents"])
-    assert device_work.work_of(trace) == []
 
 
 @pytest.mark.parametrize("name", [*hf_shapes.SHAPES, *hf_shapes.TINY])
@@ -88,12 +66,3 @@ def test_as_many_layers_as_fit():
     assert 4 * some.numel <= 20 * 2**30 < 4 * some.with_layers(some.layers + 1).numel
     with pytest.raises(MemoryError, match="one layer needs 5.1 GB, and 1.0 GB are free"):
         shape.fitting(10**9, 4.0)
-
-
-def test_equal_weights_and_tokens_whenever_they_are_built():
-    shape = hf_shapes.TINY["llama-tiny"]
-    one, other = hf_shapes.build(shape, "cpu"), hf_shapes.build(shape, "cpu")
-    assert all(map(torch.equal, one.parameters(), other.parameters()))
-    batch = hf_shapes.batch(shape, 8, "cpu")
-    assert torch.equal(batch["input_ids"], hf_shapes.batch(shape, 8, "cpu")["labels"])
-    assert batch["input_ids"].shape == (1, 8) and batch["input_ids"].max() < shape.vocab
