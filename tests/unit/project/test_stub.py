@@ -1,5 +1,6 @@
 """The stub of the compiled module says what the module has: ``make stub`` writes it."""
 
+import ast
 import importlib.util
 from pathlib import Path
 
