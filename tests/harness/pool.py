@@ -62,6 +62,7 @@ class Outcome:
     log: str = ""
     exit_code: int | None = None
     num_groups: int = 0  # process groups that the rank has made, by which torch names the next one
+    has_diverged: bool = False  # the ranks did different things, and have not met since
 
     @property
     def cause(self) -> str:
@@ -131,6 +132,13 @@ class RankPool:
         self.broken = any(outcome.status not in ("ok", "skip") for outcome in outcomes)
         return outcomes
 
+    def meet_again(self) -> None:
+        """Lets ranks meet after a body in which they diverged.
+
+        A rank may still wait in a gloo collective. If it timed out in a later body, gloo would close all connections.
+        """
+        self.run(Body.of(worker.meet_again), "fsdp2x", {}, (), {}, GRACE_S)
+
     def close(self) -> list[int | None]:
         """Ends all ranks, asking first; returns their exit codes. Nothing of the pool is left afterwards."""
         for rank in self._idle:
@@ -162,7 +170,7 @@ class RankPool:
             for connection in wait(list(pending), left):
                 outcome = outcomes[pending.pop(connection)]
                 try:
-                    outcome.status, outcome.value, outcome.num_groups = connection.recv()
+                    outcome.status, outcome.value, outcome.num_groups, outcome.has_diverged = connection.recv()
                     self._idle.add(outcome.rank)
                 except (EOFError, ConnectionResetError):
                     outcome.status = "died"

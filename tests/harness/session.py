@@ -50,7 +50,10 @@ class Session:
     ) -> list[Outcome]:
         pool = RankPool(world) if fresh else self._pool(world)
         try:
-            return pool.run(body, self.impl, {}, arguments, keywords, timeout)
+            outcomes = pool.run(body, self.impl, {}, arguments, keywords, timeout)
+            if any(outcome.has_diverged for outcome in outcomes) and not (fresh or pool.broken):
+                pool.meet_again()
+            return outcomes
         except BaseException:
             pool.broken = True
             raise

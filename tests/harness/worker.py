@@ -39,13 +39,13 @@ def main(rank: int, world: int, port: int, connection: Connection, log_path: str
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
     # What has been imported stays: a collection behind each body need not walk through it.
     gc.freeze()
-    connection.send(("ready", None, 0))
+    connection.send(("ready", None, 0, False))
     while (message := _next_message(connection)) is not None:
         body, impl, options, arguments, keywords = message
         try:
             function = body.load()
         except BaseException as error:
-            connection.send(("fail", f"cannot import {body.path}: {type(error).__name__}: {error}", 0))
+            connection.send(("fail", f"cannot import {body.path}: {type(error).__name__}: {error}", 0, False))
             continue
         status, value = run_body(function, Context(rank, world, impl, options), arguments, keywords)
         sys.stdout.flush()
@@ -53,11 +53,32 @@ def main(rank: int, world: int, port: int, connection: Connection, log_path: str
         gc.collect()
         gc.freeze()  # what outlives a body is a cache or a module, in which no later collection needs to look
         try:
-            connection.send((status, value, dist.distributed_c10d._world.group_count))
+            connection.send((status, value, dist.distributed_c10d._world.group_count, _has_diverged()))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
-            connection.send(("fail", f"the body's return value cannot be sent to the parent: {error}", 0))
+            connection.send(("fail", f"the body's return value cannot be sent to the parent: {error}", 0, False))
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def meet_again(ctx: Context) -> None:
+    """Body that ends the collectives in which ranks still wait for one that raised instead of joining them."""
+    from fsdp2x.base.failures import exchange
+
+    for _ in range(3):  # a rank may learn of the failure by the first one
+        try:
+            exchange(None, None)
+            return
+        except RuntimeError as error:
+            last = error
+    raise last
+
+
+def _has_diverged() -> bool:
+    import torch.distributed as dist
+
+    agreements = sys.modules.get("fsdp2x.base.agreement")
+    agreement = agreements and dist.is_initialized() and agreements.agreement_of(dist.group.WORLD)
+    return bool(agreement and (agreement._failed or agreement._has_left))
 
 
 def _reuse_meshes() -> None:
