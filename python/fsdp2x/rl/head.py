@@ -263,16 +263,18 @@ class _HeadScores(torch.autograd.Function):
     def backward(ctx, grad_log_probs, grad_entropies):
         rows, weight, bias, targets, kept, highest, total, entropies = ctx.saved_tensors
         settings: _Settings = ctx.settings
-        of_results = [None if one is None else _select(one, kept) for one in (grad_log_probs, grad_entropies)]
-        live = _live(of_results, rows)
+        of_labels, of_entropies = (
+            None if one is None else _select(one, kept) for one in (grad_log_probs, grad_entropies)
+        )
+        live = _live([of_labels, of_entropies], rows)
         if live is not None:
             rows, targets, highest, total = rows[live], targets[live], highest[live], total[live]
             entropies = None if entropies is None else entropies[live]
-            of_results = [None if one is None else one[live] for one in of_results]
+            of_labels, of_entropies = (None if one is None else one[live] for one in (of_labels, of_entropies))
             settings = settings.of_rows(live)
             kept = live if kept is None else kept[live]
         scale = settings.transform.scale / settings.temperature
-        gradients = RowGradients.of(highest, total, *of_results, entropies, scale)
+        gradients = RowGradients.of(highest, total, of_labels, of_entropies, entropies, scale)
         with torch.autocast(rows.device.type, enabled=False):
             grad_rows, grad_weight, grad_bias = _add_up(
                 settings, gradients, (rows, weight, bias), targets, ctx.needs_input_grad
@@ -315,7 +317,7 @@ def _add_up(
     products = settings.products(rows, weight, bias, num_spares=2 if is_capped else 1)
     grad_rows = torch.zeros(rows.shape, dtype=products.dtype, device=rows.device) if wanted[0] else None
     grad_weight = torch.empty_like(weight) if wanted[1] else None
-    grad_bias = torch.empty_like(bias) if wanted[2] else None
+    grad_bias = torch.empty_like(bias) if bias is not None and wanted[2] else None
     for block in products.blocks():
         of_block = _Total(grad_weight, block.rows, products.dtype)
         of_bias = _Total(grad_bias, block.rows, products.dtype)

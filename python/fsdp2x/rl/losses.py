@@ -145,7 +145,6 @@ def policy_loss(
             a constant mean without ``max_tokens``.
     """
     logp = scores.log_probs
-    _check_given(settings, scores, reference)
     for name, values in (("scores", logp), ("old", old), ("reference", reference), ("weights", weights)):
         if values is not None:
             row.check(values, f"policy_loss: {name}")
@@ -159,30 +158,24 @@ def policy_loss(
     if weights is not None:
         of_token = of_token * weights.detach().to(logp).where(row.has_label, 0.0)
     kl = None
-    if reference is not None and settings.kl is not None:
+    if settings.kl is not None:
+        if reference is None:
+            raise ValueError(
+                f"policy_loss: kl={settings.kl!r} needs the reference model's log-probabilities: reference="
+            )
         kl = _kl(settings.kl, (logp - reference.detach().to(logp)).where(row.has_label, 0.0))
         of_token = of_token + settings.kl_weight * kl
     if settings.entropy_weight:
+        if scores.entropy is None:
+            raise ValueError("policy_loss: an entropy_weight needs entropies: score(..., entropy=True)")
         of_token = of_token - settings.entropy_weight * scores.entropy
     by_token = row.has_label.to(logp) * (count.ranks / count.tokens).to(logp)
+    loss = (of_token * _factors(settings, row, count, by_token)).sum()
     with torch.no_grad():
-        means = [
-            None if values is None else (values * by_token).sum()
-            for values in (clipped, _kl("k3", -difference), kl, scores.entropy)
-        ]
-    return PolicyLoss((of_token * _factors(settings, row, count, by_token)).sum(), *means)
-
-
-def _check_given(settings: PolicySettings, scores: Scores, reference: torch.Tensor | None) -> None:
-    if settings.kl is not None and reference is None:
-        raise ValueError(f"policy_loss: kl={settings.kl!r} needs the reference model's log-probabilities: reference=")
-    if settings.entropy_weight and scores.entropy is None:
-        raise ValueError("policy_loss: an entropy_weight needs entropies: score(..., entropy=True)")
-    if settings.mean == "constant" and settings.max_tokens is None:
-        raise ValueError(
-            'policy_loss: mean="constant" needs max_tokens, the same in all steps: '
-            "dataclasses.replace(settings, max_tokens=...)"
-        )
+        k3 = _kl("k3", -difference)
+        means = [(values * by_token).sum() for values in (clipped, k3)]
+        others = [None if values is None else (values * by_token).sum() for values in (kl, scores.entropy)]
+    return PolicyLoss(loss, *means, *others)
 
 
 def _surrogate(
@@ -231,6 +224,11 @@ def _factors(settings: PolicySettings, row: RowTokens, count: StepCount, by_toke
     by_sample = (count.ranks / count.samples).to(by_token)
     if settings.mean == "samples":
         return row.shares().to(by_token) * by_sample
+    if settings.max_tokens is None:
+        raise ValueError(
+            'policy_loss: mean="constant" needs max_tokens, the same in all steps: '
+            "dataclasses.replace(settings, max_tokens=...)"
+        )
     return row.has_label.to(by_token) * (by_sample / settings.max_tokens)
 
 
@@ -345,7 +343,8 @@ def group_advantages(
         problem = "; ".join(f"rank {rank}: {said}" for rank, (said, _, _) in told if said is not None)
     if problem:
         raise ValueError(f"group_advantages: {problem}")
-    made = _advantages(*(torch.cat(parts) for parts in list(zip(*everyone, strict=True))[1:]), scale, epsilon)
+    _, all_rewards, all_ids = zip(*everyone, strict=True)
+    made = _advantages(torch.cat(all_rewards), torch.cat(all_ids), scale, epsilon)
     return made[first : first + rewards.shape[0]].to(rewards.device, torch.float32)
 
 

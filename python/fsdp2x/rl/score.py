@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2x.base import torch_private
 from fsdp2x.lifecycle.module import FSDPModule
 from fsdp2x.lifecycle.sleep import sleep, wake
+from fsdp2x.lifecycle.state import UnitState
 from fsdp2x.lifecycle.tree import units_of
 from fsdp2x.models.sequence.attention import base_model
 from fsdp2x.rl.head import HeadScores, LogitTransform, head_scores
@@ -102,7 +103,7 @@ def score(
     return call.join(output)
 
 
-def _find_heads(outer: nn.Module) -> list[nn.Linear]:
+def _find_heads(outer: Any) -> list[nn.Linear]:
     """The linear layers one of which is the model's head: several where PEFT keeps trained copies."""
     name = _name_of(outer)
     if not hasattr(outer, "get_output_embeddings") or not hasattr(outer, "config"):
@@ -252,7 +253,7 @@ class _Call:
         logits = _logits_of(output)
         log_probs, entropy = self._scores
         if log_probs.requires_grad:
-            if not logits.requires_grad:
+            if logits is None or not logits.requires_grad:
                 raise NotImplementedError(f"{self._name} detaches its logits")
             log_probs, entropy = _Join.apply(logits, log_probs, entropy)
         others = {} if isinstance(output, tuple) else {n: v for n, v in output.items() if n not in _NOT_RETURNED}
@@ -364,7 +365,7 @@ class Reference:
         if kind is not None:
             return  # the other ranks may be elsewhere
         for state in self._states:
-            if state.is_root:
+            if isinstance(state, UnitState) and state.is_root:
                 state.release_memory()
         self._fall_asleep()
 

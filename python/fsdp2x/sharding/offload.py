@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import typing
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -13,7 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp2x.base.arguments import checked
 
-OFFLOAD_MODES = ("none", "optimizer", "gradients", "all")
+OffloadMode = Literal["none", "optimizer", "gradients", "all"]
+OFFLOAD_MODES = typing.get_args(OffloadMode)
 
 
 @checked
@@ -59,7 +61,7 @@ class HostOffloadPolicy(OffloadPolicy):
         TypeError: ``pin_memory`` is no bool.
     """
 
-    mode: Literal["none", "optimizer", "gradients", "all"] = "all"
+    mode: OffloadMode = "all"
     pin_memory: bool = True
 
 

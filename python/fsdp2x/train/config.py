@@ -379,7 +379,7 @@ class LoggingConfig(Section):
             "tensorboard_dir", self.tensorboard or self.tensorboard_dir is None, "logging.tensorboard=true as well"
         )
         self.require("profile_end", last is None or first is not None, "logging.profile_start as well")
-        self.require("profile_end", last is None or first <= last, f"{first} or more")
+        self.require("profile_end", last is None or (first is not None and first <= last), f"{first} or more")
 
 
 @dataclass(frozen=True)

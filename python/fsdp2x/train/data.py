@@ -15,7 +15,7 @@ import hashlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -65,6 +65,12 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Samples: ...
 
     def __getitem__(self, index: int | slice) -> torch.Tensor | Samples:
         """One sample [length], or consecutive ones."""
@@ -171,6 +177,7 @@ class BlockStream:
 
     def next_batch(self) -> torch.Tensor:
         """The next micro-batch of this rank, int64 `[batch_size, block_size]`; advances by all ranks' batches."""
+        assert isinstance(self.blocks.train, torch.Tensor), "samples differ in length"
         return self.blocks.train[self._advance()].to(torch.int64)
 
     def next_samples(self) -> list[torch.Tensor]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, cast
 
 from fsdp2x.train.config import ConfigError, DType
 from fsdp2x.train.translate import (
@@ -63,6 +63,11 @@ def _betas(first: str, second: str, default: float) -> dict[str, Row]:
         key.rpartition(".")[2]: becomes("optimizer.betas", by=by, kind=float, note=f"[{index}]")
         for index, key in enumerate((first, second))
     }
+
+
+def one_of(values: Iterable[str]) -> Any:
+    """The type of these values."""
+    return cast(Any, Literal)[tuple(values)]
 
 
 NO_CLIP = becomes("train.clip", by={0: None}, note="; 0 does not clip")
@@ -188,7 +193,7 @@ def _num_devices(value: Any, _: Mapping) -> int:
 
 _UNREAD = "nothing reads it, also where it comes from"
 STRATEGY_ROWS = table({
-    "strategy_args": {"strategy_name": becomes("train.mode", by=MODES, kind=Literal[tuple(MODES)])},
+    "strategy_args": {"strategy_name": becomes("train.mode", by=MODES, kind=one_of(MODES))},
     CONFIG: {
         "fsdp_size": becomes("parallel.fsdp_size", kind=int, note="; at most 1: all ranks"),
         "param_dtype": becomes(
@@ -246,7 +251,7 @@ STRATEGY_ROWS = table({
         "gradient_accumulation_steps": "train.accumulation",
         "warmup_steps": "schedule.warmup_steps",
         "warmup_ratio": "schedule.warmup_ratio",
-        "lr_scheduler_type": becomes("schedule.kind", by=LR_SCHEDULES, kind=Literal[tuple(LR_SCHEDULES)]),
+        "lr_scheduler_type": becomes("schedule.kind", by=LR_SCHEDULES, kind=one_of(LR_SCHEDULES)),
         "num_train_epochs": "train.epochs",
         "max_steps": becomes("train.steps", by=lambda value, _: value if value > 0 else None, kind=int),
         "logging_steps": "logging.every",

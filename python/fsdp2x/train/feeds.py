@@ -58,7 +58,8 @@ class BlockFeed:
             weight_sum += weight
         return mean_over_ranks(loss_sum, weight_sum, self.device)
 
-    def _held_out(self, blocks: torch.Tensor) -> list[tuple[torch.Tensor, float]]:
+    def _held_out(self, blocks: torch.Tensor | Samples) -> list[tuple[torch.Tensor, float]]:
+        assert isinstance(blocks, torch.Tensor), "samples differ in length"
         rank, world_size = self.stream.rank, self.stream.world_size
         return held_out_batches(blocks, batch_size=self.batching.eval_batch_size, rank=rank, world_size=world_size)
 
@@ -132,6 +133,7 @@ def make_feed(
             ranks = range(dist.get_world_size())
             groups = [list(ranks[i : i + sequence_parallel]) for i in ranks[::sequence_parallel]]
             group, _ = dist.new_subgroups_by_enumeration(groups)
+            assert isinstance(group, dist.ProcessGroup), "this rank is in one of them"
             context = apply_ulysses(model, group)
         return SequenceFeed(**common, data=data, context=context)
     if data.packing:

@@ -217,7 +217,7 @@ class Observer:
     def __init__(self, config: LoggingConfig, output: Path, rank: int, device: torch.device):
         self.output, self.rank, self.device = output, rank, device
         self.first = config.profile_start
-        self.last = config.profile_end or config.profile_start
+        self.last = config.profile_end or config.profile_start or 0
         self.snapshot_step = config.memory_snapshot
         self._profiler: Any = None
         if self.snapshot_step is not None and device.type == "cuda":

@@ -26,7 +26,7 @@ from fsdp2x.models.freeze import freeze_module_prefix
 from fsdp2x.models.moe.parallel import expert_parallel
 from fsdp2x.models.moe.units import apply_expert_patch, find_experts, use_grouped_gemm
 from fsdp2x.models.tiled_mlp import apply_tiled_mlp
-from fsdp2x.sharding.offload import HostOffloadPolicy
+from fsdp2x.sharding.offload import HostOffloadPolicy, OffloadMode
 from fsdp2x.sharding.wrap import AutoWrap, plan_units
 from fsdp2x.train.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig, as_config_error
 from fsdp2x.train.schedule import decay_groups
@@ -68,7 +68,7 @@ def build_model(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> torch.n
             )
             _check_whole(model, folder, sorted(report["missing_keys"]))
         else:
-            hf_config = make_hf_config(config.config, tokenizer)
+            hf_config = make_hf_config(config, tokenizer)
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False, **options)
     check_vocabulary(model, tokenizer)
@@ -94,7 +94,7 @@ def build_on_meta(
 
     with _built_by_transformers(config):
         if config.path is None:
-            made = make_hf_config(config.config, tokenizer)
+            made = make_hf_config(config, tokenizer)
             return build_empty(AutoModelForCausalLM, made, dtype, attn_implementation, keeps_float32=False)
         # Rows are read into the class that the folder names.
         model_class = None if config.load == "rows" else AutoModelForCausalLM
@@ -116,7 +116,7 @@ def _built_by_transformers(config: ModelConfig) -> Iterator[None]:
 
 def find_folder(config: ModelConfig) -> Path:
     """The folder of `model.path`; raises `ConfigError`."""
-    folder = Path(config.path).expanduser()
+    folder = Path(config.path or "").expanduser()
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path: got {config.path!r}, expected a local directory with a config.json")
     try:
@@ -138,7 +138,7 @@ def check_folder(config: ModelConfig) -> Path:
     return folder
 
 
-def check_vocabulary(model: torch.nn.Module, tokenizer: Tokenizer) -> None:
+def check_vocabulary(model: Any, tokenizer: Tokenizer) -> None:
     num_rows = model.get_input_embeddings().weight.shape[0]
     if num_rows < tokenizer.vocab_size:
         raise ConfigError(
@@ -147,12 +147,12 @@ def check_vocabulary(model: torch.nn.Module, tokenizer: Tokenizer) -> None:
         )
 
 
-def make_hf_config(settings: dict, tokenizer: Tokenizer | None) -> Any:
+def make_hf_config(config: ModelConfig, tokenizer: Tokenizer | None) -> Any:
     """A transformers config; vocabulary and end-of-text ids follow the tokenizer, if any, unless they are given."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    settings = dict(settings)
+    settings = dict(config.config or {})
     model_type = settings.pop("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING_NAMES:
         near = _nearest(str(model_type), CONFIG_MAPPING_NAMES)
@@ -212,7 +212,7 @@ def make_sharded(
         policy = _told_policy(empty, parallel)
         with as_config_error("model"):
             model = from_pretrained(
-                Path(config.model.path).expanduser(),
+                find_folder(config.model),
                 dtype=getattr(torch, config.model.dtype),
                 attn_implementation=config.model.attn_implementation,
                 prepare=ready,
@@ -232,7 +232,7 @@ def make_sharded(
     return RunModel(model, **noted)
 
 
-def _set_wire(model: torch.nn.Module, parallel: ParallelConfig) -> None:
+def _set_wire(model: Any, parallel: ParallelConfig) -> None:
     if parallel.wire_weights is not None or parallel.wire_gradients is not None:
         with as_config_error("parallel.wire_weights, parallel.wire_gradients"):
             model.set_wire_dtype(weights=parallel.wire_weights, gradients=parallel.wire_gradients)
@@ -275,7 +275,7 @@ def prepare(model: torch.nn.Module, config: TrainConfig) -> torch.nn.Module:
     return model
 
 
-def recompute_activations(model: torch.nn.Module) -> None:
+def recompute_activations(model: Any) -> None:
     """Turns on the model's own activation checkpointing, without reentrance; call before `shard`."""
     options = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):
@@ -359,9 +359,11 @@ def sharding(config: ParallelConfig, plan: MeshPlan, device: torch.device, param
     }
 
 
-def offload_mode(setting: bool | str) -> str:
+def offload_mode(setting: bool | OffloadMode) -> OffloadMode:
     """The mode of `HostOffloadPolicy` that `parallel.offload` asks for."""
-    return {False: "none", True: "all"}.get(setting, setting)
+    if isinstance(setting, bool):
+        return "all" if setting else "none"
+    return setting
 
 
 def _nearest(word: str, known: Any) -> str:

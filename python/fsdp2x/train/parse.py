@@ -133,9 +133,9 @@ def build(section: str, settings: Mapping[str, Any]) -> Any:
     values = settings.get(section)
     if not isinstance(values, Mapping | None):
         raise ConfigError(f"{section}: got {describe(values)}, expected a mapping")
-    paths = {name: f"{section}.{name}" for name in values or {}}
+    known = {f"{section}.{name}": (name, value) for name, value in (values or {}).items()}
     return SECTIONS[section](
-        **{name: convert(known_keys()[path].kind, values[name], path) for name, path in paths.items()}
+        **{name: convert(known_keys()[path].kind, value, path) for path, (name, value) in known.items()}
     )
 
 
@@ -286,9 +286,10 @@ def _loader() -> type:
         num_values = depth = 0
 
         def compose_node(self, parent: Any, index: Any) -> Any:
+            compose: Any = super().compose_node  # whose nodes get attributes of this loader
             line = self.peek_event().start_mark.line + 1
             if self.check_event(yaml.AliasEvent):
-                node = super().compose_node(parent, index)
+                node = compose(parent, index)
                 if not hasattr(node, "num_values"):
                     raise ConfigError(f"the alias of line {line} stands for what it is in")
                 self._count(node.num_values, node.height, line)
@@ -296,7 +297,7 @@ def _loader() -> type:
             before = self.num_values
             self._count(1, 1, line)
             self.depth += 1
-            node = super().compose_node(parent, index)
+            node = compose(parent, index)
             self.depth -= 1
             children = node.value if not isinstance(node, yaml.ScalarNode) else []
             if isinstance(node, yaml.MappingNode):

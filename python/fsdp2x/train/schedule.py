@@ -34,6 +34,7 @@ def lr_factor(step: int, shape: ScheduleConfig) -> float:
                        linear 1 - u, cosine (1 + cos(pi * u)) / 2, exponential 2 * 0.5 ** u - 1, minus_sqrt 1 - sqrt(u)
     """
     w, d, low = shape.warmup_steps, shape.decay_steps, shape.min_lr_ratio
+    assert d is not None and shape.wsd_decay_steps is not None, "a shape of make_shape"
     if step < w:
         return shape.warmup_start_ratio + (1.0 - shape.warmup_start_ratio) * step / w
     if shape.kind == "constant":

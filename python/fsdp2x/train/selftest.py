@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -113,7 +114,8 @@ def check_parameter_sharding(setting: Setting) -> str:
     originals = dict(twin.named_parameters())
     for name, param in model.named_parameters():
         original = originals[name].detach()
-        _require(isinstance(param, DTensor), f"{name} is a {type(param).__name__}, expected a DTensor")
+        if not isinstance(param, DTensor):
+            raise CheckFailed(f"{name} is a {type(param).__name__}, expected a DTensor")
         _require(tuple(param.placements) == (Shard(0),), f"{name} has placements {param.placements}")
         rows = -(-original.shape[0] // setting.world)
         expected = original[setting.rank * rows : (setting.rank + 1) * rows]
@@ -133,11 +135,11 @@ def check_gradient_synchronization(setting: Setting) -> str:
     for step in range(2):  # the second accumulates into the first
         setting.loss(model, step).backward()
         setting.mean_loss(twin, step).backward()
-        expected = {name: param.grad for name, param in twin.named_parameters()}
+        expected = {name: _whole(param.grad) for name, param in twin.named_parameters()}
         for name, param in model.named_parameters():
-            _require(param.grad is not None, f"{name} has no gradient")
-            got = param.grad.full_tensor()
-            error = (got - expected[name]).abs().max().item()
+            if param.grad is None:
+                raise CheckFailed(f"{name} has no gradient")
+            error = (_whole(param.grad) - expected[name]).abs().max().item()
             scale = expected[name].abs().max().item()
             _require(
                 error <= 1e-5 * max(scale, 1.0) and error <= 1e-3 * scale + 1e-8,
@@ -152,7 +154,7 @@ def check_loss_consistency(setting: Setting) -> str:
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, twin = setting.pair()
-    half = setting.shard(build(setting.device), mp_policy=policy)
+    half: Any = setting.shard(build(setting.device), mp_policy=policy)
     seen: list[torch.dtype] = []
     handle = half.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     optimizers = [torch.optim.AdamW(each.parameters(), lr=LEARNING_RATE, eps=EPSILON) for each in (model, half, twin)]
@@ -174,7 +176,7 @@ def check_loss_consistency(setting: Setting) -> str:
     )
     originals = dict(twin.named_parameters())
     for name, param in model.named_parameters():
-        error = (param.full_tensor() - originals[name]).abs().max().item()
+        error = (_whole(param) - originals[name]).abs().max().item()
         _require(error <= 0.05 * LEARNING_RATE, f"{name}: off by {error:.3g} after {STEPS} steps")
     return f"Loss is consistent across all ranks: {expected:.6f}"
 
@@ -187,7 +189,7 @@ def check_memory_usage(setting: Setting) -> str:
     held = []
     for each, optimizer in zip((model, twin), optimizers, strict=True):
         setting.loss(each, 0).backward()
-        tensors = list(each.parameters()) + [param.grad for param in each.parameters()]
+        tensors = [*each.parameters(), *(param.grad for param in each.parameters() if param.grad is not None)]
         optimizer.step()
         tensors += [value for state in optimizer.state.values() for value in state.values() if value.dim() > 0]
         held.append(sum(_local_bytes(tensor) for tensor in tensors))
@@ -264,6 +266,12 @@ def _require(condition: bool, message: str) -> None:
         raise CheckFailed(message)
 
 
+def _whole(tensor: torch.Tensor | None) -> torch.Tensor:
+    """The gathered tensor; collective for one that is sharded."""
+    assert tensor is not None, "every parameter has a gradient"
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def _local_bytes(tensor: torch.Tensor) -> int:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.numel() * local.itemsize
@@ -273,7 +281,7 @@ _LINE = "=" * 60
 
 
 @checked
-def shard_layers(model: nn.Module, mp_policy=None, transport: str = "auto") -> nn.Module:
+def shard_layers(model: Any, mp_policy=None, transport: str = "auto") -> nn.Module:
     """One unit per layer and one for the rest: what the checks shard with."""
     options = {"mp_policy": mp_policy} if mp_policy is not None else {}
     for layer in model.layers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -65,11 +66,12 @@ class HuggingFaceTokenizer:
         if not path.is_dir():
             raise ConfigError(f"data.tokenizer: got {folder!r}, expected 'bytes' or a local directory")
         try:
-            self.inner = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+            inner: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         except Exception as error:
             # Whatever a damaged file makes transformers, tokenizers or sentencepiece raise.
             said = " ".join(str(error).split())[:300]
             raise ConfigError(f"data.tokenizer: the tokenizer in {folder} cannot be loaded: {said}") from None
+        self.inner = inner
         # An id may lie beyond the number of entries.
         self.vocab_size = 1 + max(len(self.inner) - 1, *self.inner.get_vocab().values())
         self.eos_id = self.inner.eos_token_id

@@ -51,7 +51,6 @@ class Trainer:
         self.config = config
         self._owns_world = world is None
         self._closing = contextlib.ExitStack()
-        self.metrics: Metrics | None = None
         self._interrupt: Interrupt | None = None
         self._stops = False  # on all ranks: some rank was interrupted
         try:
@@ -90,7 +89,8 @@ class Trainer:
         self.num_steps = resolve_steps(config.train, len(self.blocks.train), self.blocks_per_step)
         made = make_sharded(config, model, self.tokenizer, self.plan, world.device, param_dtype)
         self.model, self.num_parameters, self.assets_config = made.model, made.num_parameters, made.assets_config
-        self.optimizer = self.schedule = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.schedule: Schedule | None = None
         if self.training:
             self.model.train()
             self.optimizer = make_optimizer(self.model, config.optimizer, made.decays, config.train.clip)
@@ -115,7 +115,8 @@ class Trainer:
         self.step, self.skipped = 0, False
         seed_all(config.train.seed, world.rank)
         Saver.of(self.model).lost_ranks = self.world.lost_ranks
-        resumed = self._resume() if config.checkpoint.resume_from is not None else None
+        resume_from = config.checkpoint.resume_from
+        resumed = None if resume_from is None else self._resume(resume_from)
         if world.is_main and config.logging.overwrite:
             self._folder.delete_former_run()
         self._open_metrics(loggers)
@@ -149,7 +150,8 @@ class Trainer:
             # Rank 0 alone has the run, but all must hear when it cannot begin.
             options = {"dir": str(self.output), **logging_.wandb_options}
             begin = lambda: WandbLogger(options, dataclasses.asdict(self.config)) if self.world.is_main else None  # noqa: E731
-            loggers += filter(None, [run_on_all_ranks(begin, raising=ConfigError)])
+            run_of_rank_0 = run_on_all_ranks(begin, raising=ConfigError)
+            loggers += [] if run_of_rank_0 is None else [run_of_rank_0]
         self.metrics = Metrics(
             self.output,
             main=self.world.is_main,
@@ -307,7 +309,8 @@ class Trainer:
         With a scaled loss, a step whose gradients overflow on any rank changes no parameter on any: `skipped` is then
         True and the norm None.
         """
-        config = self.config
+        config, optimizer, schedule = self.config, self.optimizer, self.schedule
+        assert optimizer is not None and schedule is not None, "a run that only evaluates takes no steps"
         shares, self.num_tokens = self.feed.step()
         loss_sum = torch.zeros((), device=self.world.device, dtype=torch.float64)
         scale = self.scaler.scale if self.scaler else 1.0
@@ -319,9 +322,9 @@ class Trainer:
             loss_sum += loss.detach()
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.skipped = self.scaler is not None and not self.scaler.unscale(parameters)
-        lr = self.schedule.advance()
-        grad_norm = None if self.skipped else self._update(parameters)
-        self.optimizer.zero_grad(set_to_none=True)
+        lr = schedule.advance()
+        grad_norm = None if self.skipped else self._update(optimizer, parameters)
+        optimizer.zero_grad(set_to_none=True)
         self.step += 1
         if self.scaler is not None:
             self.scaler.update(not self.skipped)
@@ -332,15 +335,15 @@ class Trainer:
             raise TrainingError(f"the loss of step {self.step} is not a number; lower optimizer.lr or set train.clip")
         return mean, grad_norm, lr
 
-    def _update(self, parameters: list[torch.nn.Parameter]) -> float | None:
+    def _update(self, optimizer: Any, parameters: list[torch.nn.Parameter]) -> float | None:
         """Steps with clipped gradients; returns their norm before, if they are clipped."""
         clip, norm = self.config.train.clip, None
-        clips_itself = getattr(self.optimizer, "max_grad_norm", None) is not None
+        clips_itself = getattr(optimizer, "max_grad_norm", None) is not None
         if clip is not None and not clips_itself:
             norm = clip_grad_norm_(parameters, clip)
-        self.optimizer.step()
+        optimizer.step()
         if clips_itself:
-            norm = self.optimizer.grad_norm
+            norm = optimizer.grad_norm
         return None if norm is None else float(norm)
 
     @torch.no_grad()
@@ -382,11 +385,11 @@ class Trainer:
         self.metrics.say("%s %s in %.2f s", "saved" if saved.done else "saving", saved.path, saved.stall_s)
         return saved.path
 
-    def _resume(self) -> Path:
-        groups = self.optimizer.param_groups if self.training else []
+    def _resume(self, resume_from: str) -> Path:
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
         configured = [{key: group[key] for key in group if key != "params"} for group in groups]
         loaded = checkpoint.load(
-            self.config.checkpoint.resume_from,
+            resume_from,
             self.model,
             self.optimizer,
             seed=self.config.train.seed,
@@ -397,7 +400,7 @@ class Trainer:
 
     def _go_on_from(self, loaded: checkpoint.Loaded, configured: list[dict]) -> None:
         self.step = loaded.step if isinstance(loaded.step, int) else 0  # others do not say it
-        if not self.training:
+        if self.optimizer is None:
             return
         if loaded.scheduler is None or loaded.data is None:
             raise CheckpointError("it holds no training run (no schedule or data position)")

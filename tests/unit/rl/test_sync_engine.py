@@ -296,8 +296,9 @@ def test_dropped_buckets_go_back_to_the_allocator(monkeypatch):
     for name in ("ipc_collect", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: calls.append(name))
     target = Sglang("http://127.0.0.1:1")
-    target._servers = []
+    servers = target._servers  # which a commit and an abort would ask
     for end in (lambda: target.commit(1), lambda: target.abort("no reason"), target.close):
+        target._servers = servers if end == target.close else []
         target._handed = [object()]
         end()
         assert not target._handed and calls == ["ipc_collect"]

@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import nn
@@ -165,7 +166,7 @@ class _Rows:
         self._lengths = prompts.new_full((num_rows,), sampling.max_tokens)
         self._stops = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=prompts.device)
         self._versions: list[Version] = []
-        self._cache = None
+        self._cache: Any = None  # of transformers
 
     def run(self, weights: Callable[[], AbstractContextManager[Version]]) -> None:
         for step in range(self._sampling.max_tokens):

@@ -176,7 +176,7 @@ class Changes:
         dense = changes.dense
         for family in plan.families:
             of_family = [self._counts[self._column[name]] for name in family.params]
-            found = [self._found.pop(name, None) for name in family.params]
+            found = {name: self._found.pop(name) for name in family.params if name in self._found}
             name = family.params[0]
             if not any(map(any, of_family)):
                 continue
@@ -187,7 +187,7 @@ class Changes:
                 longest_bytes = max(a + b for a, b in zip(changes.rank_bytes, sizes, strict=True))
                 if 2 * len(first_ring) * longest_bytes <= slot_bytes and 2 * sum(sizes) <= entry.whole_bytes:
                     mine = [of_family[0][rank] for rank in own_ring]
-                    changes.take(BucketDelta(dense, [(family, entry, *found[0])], [mine], sizes))
+                    changes.take(BucketDelta(dense, [(family, entry, *found[name])], [mine], sizes))
                     continue
             dense.families.append(family)
             dense.gathered += [gathered[name] for name in family.params if name in gathered]

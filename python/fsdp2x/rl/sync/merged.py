@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ class AdapterMerge:
         """
         self._caller = caller
         fqns = {id(param): name for name, param, _ in named_params(model)}
-        self._layers: list[tuple[nn.Module, dict[str, nn.Parameter]]] = []
+        self._layers: list[tuple[Any, dict[str, nn.Parameter]]] = []
         self._replaced: dict[str, tuple[str, torch.dtype]] = {}  # FQN -> FQN and dtype of the trained one in its place
         self._copies: set[str] = set()  # FQNs of all that were trained whole
         for path, module in _adapted(caller, model):
@@ -48,7 +49,7 @@ class AdapterMerge:
             raise NotImplementedError(f"{caller}: {twice!r} is the base of two adapted layers; untie them")
         self._touched = {*claimed, *self._replaced}
 
-    def _replace(self, wrapper: nn.Module, path: str, fqns: Mapping[int, str]) -> None:
+    def _replace(self, wrapper: Any, path: str, fqns: Mapping[int, str]) -> None:
         if len(wrapper.active_adapters) != 1:
             raise NotImplementedError(
                 f"{self._caller}: {path!r} has {len(wrapper.active_adapters)} active copies, not 1"
@@ -88,8 +89,8 @@ class AdapterMerge:
         return [made.get(family.params[0], family) for family in families if family.params[0] not in hidden]
 
 
-def _adapted(caller: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Adapted layers and wrappers of modules that were trained whole, the outermost ones."""
+def _adapted(caller: str, model: Any) -> list[tuple[str, Any]]:
+    """Adapted layers and wrappers of modules that were trained whole, the outermost ones. PEFT has no types."""
     if not hasattr(model, "peft_config"):
         return []
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -98,7 +99,7 @@ def _adapted(caller: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
     kinds = sorted({str(getattr(config.peft_type, "value", config.peft_type)) for config in model.peft_config.values()})
     if kinds != ["LORA"]:
         raise NotImplementedError(f"{caller}: merge_adapters=True merges LoRA, not {', '.join(kinds)}")
-    found: list[tuple[str, nn.Module]] = []
+    found: list[tuple[str, Any]] = []
     for path, module in model.named_modules():
         if any(path.startswith(f"{outer}.") for outer, _ in found):
             continue
@@ -106,10 +107,13 @@ def _adapted(caller: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
             raise NotImplementedError(f"{caller}: {path!r} is a {type(module).__name__}, which cannot be merged here")
         if isinstance(module, ModulesToSaveWrapper):
             found.append((path, module))
-        elif isinstance(module, BaseTunerLayer) and any(True for _ in module.parameters()):
-            if isinstance(module.base_layer, BaseTunerLayer) or not hasattr(module.get_base_layer(), "weight"):
-                raise NotImplementedError(f"{caller}: {path!r} adapts parameters of {type(module.get_base_layer())}")
-            found.append((path, module))
+        elif isinstance(module, BaseTunerLayer):
+            layer: Any = module
+            if not any(True for _ in layer.parameters()):
+                continue
+            if isinstance(layer.base_layer, BaseTunerLayer) or not hasattr(layer.get_base_layer(), "weight"):
+                raise NotImplementedError(f"{caller}: {path!r} adapts parameters of {type(layer.get_base_layer())}")
+            found.append((path, layer))
     return found
 
 
@@ -120,7 +124,7 @@ def _replaced(family: Family, trained: tuple[str, torch.dtype], dtypes: Mapping[
 
 
 def _merged(
-    module: nn.Module,
+    module: Any,
     params: Mapping[str, nn.Parameter],
     bases: list[Family],
     dtypes: Mapping[str, torch.dtype | None],
@@ -146,7 +150,7 @@ def _merged(
     return Family(names, outputs, convert, is_renamed_only=False)
 
 
-def _stand_in(module: nn.Module, tensors: Mapping[int, torch.Tensor]) -> nn.Module:
+def _stand_in(module: nn.Module, tensors: Mapping[int, torch.Tensor]) -> Any:
     """The module with these tensors as its parameters (by their ids), without hooks, and with state of its own."""
     twin = object.__new__(unsharded_class(module))
     for name, value in vars(module).items():

@@ -184,7 +184,8 @@ class Session:
         self._snapshot = Snapshot(plans) if deltas else None
         self._state = "fresh"
         self._version: int | str | None = None
-        self._rings: dict | None = None
+        self._rings: dict = {}
+        self._has_rings = False
         self._gather_error: Exception | None = None
         self._make_rings()
 
@@ -193,6 +194,7 @@ class Session:
             self._rings = make_rings(
                 self._plans, self._receives, self._transport, keep_files=True, in_order=not self._deltas
             )
+        self._has_rings = True
         self._layout = describe_wire(self._plans, self._rings, self._deltas)
 
     @property
@@ -266,7 +268,7 @@ class Session:
     def close(self) -> None:
         """Lets go of the engines, which keep what they hold, and of the memory. Not collective."""
         self._target.close()
-        self._rings = self._snapshot = None
+        self._rings, self._has_rings, self._snapshot = {}, False, None
         self._state = "closed"
 
     def __enter__(self) -> Session:
@@ -284,7 +286,7 @@ class Session:
     def _agree(self, version: int | str, mode: str) -> None:
         """Raises the same on every rank, before anything has changed."""
         require_own_process("push weights")
-        said = self._exchange((version, mode, self._why_not(mode), self._rings is None))
+        said = self._exchange((version, mode, self._why_not(mode), not self._has_rings))
         for rank, (_, _, problem, _) in enumerate(said):
             if problem is not None:
                 kind, text = problem
@@ -383,7 +385,7 @@ class Session:
         if self._state == "open":
             self._tear(f"a trainer failed: {type(error).__name__}: {error}")
         self._target.close()
-        self._rings = None
+        self._rings, self._has_rings = {}, False
 
     def _move(self, state: str) -> None:
         allowed = {"fresh": ("open",), "clean": ("open",), "torn": ("open",), "open": ("clean", "torn"), "closed": ()}
@@ -411,6 +413,7 @@ class Session:
             before = bucket
 
     def _changes(self) -> Iterator[PushBucket]:
+        assert self._snapshot is not None, "refused before"
         before = None
         found = Changes(self._plans, self._snapshot, self._group)
         for changes in found.of_buckets(self._plans, self._first_rings, self._own_rings):
@@ -435,8 +438,9 @@ class Session:
         hold = None if self._snapshot is None else self._snapshot.hold
         if plan.gathered:
             ring_of(self._rings, plan).fill(plan.gathered, hold)
-        for entry in plan.alone if hold is not None else ():
-            hold(entry, entry.local)
+        if hold is not None:
+            for entry in plan.alone:
+                hold(entry, entry.local)
 
     def _gathered(self, plan: BucketPlan, before: PushBucket | None) -> PushBucket:
         """A bucket that was filled, complete; only then is the memory of ``before`` free."""

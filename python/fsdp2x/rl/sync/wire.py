@@ -98,7 +98,7 @@ def layout_digest(plans: list[BucketPlan]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def describe_wire(plans: list[BucketPlan], rings: Mapping, deltas: bool) -> WireLayout:
+def describe_wire(plans: list[BucketPlan], rings: dict, deltas: bool) -> WireLayout:
     """The layout of ``plans``, whose rings are made with ``keep_files``."""
     with_file = {id(ring): ring for ring in rings.values() if ring.file is not None}
     files = tuple((ring.file, ring.num_bytes) for ring in with_file.values())
@@ -111,7 +111,7 @@ def describe_wire(plans: list[BucketPlan], rings: Mapping, deltas: bool) -> Wire
     return WireLayout(tuple(plan.specs for plan in plans), files, max(spare, default=0))
 
 
-def lies_in_ring(plan: BucketPlan, rings: Mapping) -> bool:
+def lies_in_ring(plan: BucketPlan, rings: dict) -> bool:
     """Whether what is handed out is the very memory that the ranks wrote to, and other processes can map it."""
     if plan.alone or not all(family.is_renamed_only for family in plan.families):
         return False

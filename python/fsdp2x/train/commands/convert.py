@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from typing import Any
 
 from fsdp2x.base.failures import ConfigError
 from fsdp2x.train.commands.shared import DTYPE
@@ -87,7 +88,7 @@ def _convert(args: argparse.Namespace) -> int:
     for name, forms in (("groupgemm", ("ranks",)), ("prefix", ("hf", "ranks"))):
         if getattr(args, name) not in (None, 0) and kind not in forms:
             raise ConfigError(f"convert: --{name} has no meaning in this form; see fsdp2x convert --help")
-    options = {"dtype": getattr(torch, args.dtype) if args.dtype else None, "force": args.force}
+    options: dict[str, Any] = {"dtype": getattr(torch, args.dtype) if args.dtype else None, "force": args.force}
     if kind == "dcp":
         out = hf_to_dcp(args.input_dir, args.output_dir, **options)
     elif kind == "hf":

@@ -27,10 +27,6 @@ from fsdp2x.train.model import build_on_meta, offload_mode, prepare, unit_policy
 from fsdp2x.train.strategy import plan_mesh, resolve_batching, usual_node
 from fsdp2x.train.tokenizer import choose_tokenizer, make_tokenizer
 
-_DEFAULTS = {
-    "replicas": 1, "dtype": "float32", "offload": "none", "optimizer": "adamw", "expert_parallel": 1,
-    "micro_batches": 1, "before_last": "nothing",
-}  # fmt: skip
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
 _DECIMAL_UNITS = {"K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 
@@ -64,12 +60,28 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Settings(Request):
+    """What is planned: a request whose gaps are filled."""
+
+    local_world_size: int = 1
+    replicas: int = 1
+    dtype: str = "float32"
+    transport: str = Transport.PROCESS_GROUP
+    device: str = "cuda"
+    offload: str = "none"
+    optimizer: str = "adamw"
+    expert_parallel: int = 1
+    micro_batches: int = 1
+    before_last: str = "nothing"
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """The report and what it is of."""
 
     model: str
     num_parameters: int
-    request: Request
+    request: Settings
     report: MemoryReport
     bound: MemoryBound
     staging_bytes: int = 0  # of the host: at most so many, for saves in the background
@@ -127,7 +139,7 @@ class MemoryPlan:
         lines += ["", report.table(self.bound), *above_bound(report, self.bound)]
         if self.staging_bytes:
             lines.append(f"saves in the background: up to {readable(self.staging_bytes)} of host memory on top")
-        if self.fits is not None:
+        if request.memory_bytes is not None:
             room = request.memory_bytes - self.peak_bytes
             verdict = f"fits, {readable(room)} left for activations" if self.fits else f"too big by {readable(-room)}"
             lines.append(f"{readable(request.memory_bytes)} a rank: {verdict}")
@@ -142,7 +154,7 @@ def make_plan(request: Request) -> MemoryPlan:
     Raises:
         ConfigError: the config cannot be read, or does not go with the request.
     """
-    request = _filled(request, {"local_world_size": usual_node(request.world_size)})
+    local_world_size = request.local_world_size or usual_node(request.world_size)
     path = Path(request.config).expanduser()
     stages_saves = dtype_is_the_models = False
     if path.is_dir() or path.suffix == ".json":
@@ -155,31 +167,32 @@ def make_plan(request: Request) -> MemoryPlan:
     else:
         given = dataclasses.asdict(request)
         model, asked, stages_saves = _read_training(
-            path, request.overrides, request.world_size, request.local_world_size, given
+            path, request.overrides, request.world_size, local_world_size, given
         )
         request = _filled(request, asked)
     request = _filled(request, {"transport": Transport.SHM if request.device == "cpu" else Transport.PROCESS_GROUP})
-    request = _filled(request, {"device": usual_device(request.transport), **_DEFAULTS})
+    request = _filled(request, {"device": usual_device(str(request.transport)), "local_world_size": local_world_size})
+    settings = Settings(**{name: value for name, value in vars(request).items() if value is not None})
     names = ("replicas", "transport", "device", "offload", "auto_wrap", "reshard_after_forward", "expert_parallel",
              "expert_fsdp_size", "local_world_size", "wire_weights", "wire_gradients")  # fmt: skip
-    options = {
+    options: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=request.param_dtype and getattr(torch, request.param_dtype),
-            reduce_dtype=request.reduce_dtype and getattr(torch, request.reduce_dtype),
+            param_dtype=getattr(torch, settings.param_dtype) if settings.param_dtype else None,
+            reduce_dtype=getattr(torch, settings.reduce_dtype) if settings.reduce_dtype else None,
         ),
-        **{name: getattr(request, name) for name in names},
+        **{name: getattr(settings, name) for name in names},
     }
     try:
-        micro_batches = check_micro_batches("plan", request.micro_batches, request.before_last)
-        facts = planned_facts(model, request.world_size, **options)
-        report = planned_report(facts, request.optimizer, micro_batches)
-        bound = memory_bound(facts, request.optimizer, options["mp_policy"])
+        micro_batches = check_micro_batches("plan", settings.micro_batches, settings.before_last)
+        facts = planned_facts(model, settings.world_size, **options)
+        report = planned_report(facts, settings.optimizer, micro_batches)
+        bound = memory_bound(facts, settings.optimizer, options["mp_policy"])
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(str(error)) from None
     saved = report.shard_bytes - report.pad_bytes + (report.optimizer_bytes or 0) + report.unsharded_bytes
     numel = sum(param.numel() for param in model.parameters())
     staging = saved if stages_saves else 0
-    return MemoryPlan(type(model).__name__, numel, request, report, bound, staging, dtype_is_the_models)
+    return MemoryPlan(type(model).__name__, numel, settings, report, bound, staging, dtype_is_the_models)
 
 
 def _filled(request: Request, values: dict[str, Any]) -> Request:

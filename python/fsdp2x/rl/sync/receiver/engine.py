@@ -301,8 +301,9 @@ class Receiver:
             ready, _, _ = select.select(self.sockets, [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
                 return None
-            if self._connection in ready:
-                if (version := self._answer_one()) is not None:
+            connection = self._connection
+            if connection is not None and connection in ready:
+                if (version := self._answer_one(connection)) is not None:
                     return version
             elif self._listener in ready:
                 self._accept()
@@ -363,12 +364,12 @@ class Receiver:
         elif connection is not None:
             self._connection = connection
 
-    def _answer_one(self) -> int | str | None:
+    def _answer_one(self, connection: socket.socket) -> int | str | None:
         """Answers a request; from begin on, all to the end of the push."""
         with contextlib.ExitStack() as held:
             while True:
                 try:
-                    kind, body, files = receive_frame(self._connection, time.monotonic() + self._timeout_s)
+                    kind, body, files = receive_frame(connection, time.monotonic() + self._timeout_s)
                 except WireError as error:
                     self.release(str(error))
                     return None
@@ -377,7 +378,7 @@ class Receiver:
                 answer = self._handle(kind, body, files)
                 try:
                     deadline = time.monotonic() + self._timeout_s
-                    send_frame(self._connection, _ANSWER, {**self.status, **answer}, deadline)
+                    send_frame(connection, _ANSWER, {**self.status, **answer}, deadline)
                 except WireError as error:
                     self.release(str(error))
                 if self._state != "open" or self._connection is None:
@@ -400,6 +401,12 @@ class Receiver:
         finally:
             self._heard_at = time.monotonic()
             close_files(files)
+
+    @property
+    def _trainer(self) -> socket.socket:
+        """The connection that a request came by."""
+        assert self._connection is not None, "requests come by a connection"
+        return self._connection
 
     def _on_hello(self, body: dict[str, Any], files: list[int]) -> None:
         if body["wire"] != WIRE:

@@ -116,10 +116,11 @@ class BroadcastGroup:
         store.set_timeout(limit)
         rank = 0 if is_trainer else store.add(f"engines of {self._name}", 1)
         if self._backend == "gloo":
-            options, device = dist.ProcessGroupGloo._Options(), dist.ProcessGroupGloo.create_device
+            gloo: Any = dist.ProcessGroupGloo  # whose options torch's stubs lack
+            options, device = gloo._Options(), gloo.create_device
             options._devices = [device(hostname=self._host) if self._host else device()]
             options._timeout, options._threads = limit, 1
-            return dist.ProcessGroupGloo(places, rank, self._size, options)
+            return gloo(places, rank, self._size, options)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
         with _without_watchdog():

@@ -225,11 +225,13 @@ class TcpReceiver(Receiver):
         return []  # the group's device is not known yet
 
     def _on_invite(self, body: dict[str, Any], files: list[int]) -> None:
-        host, trainer = self._connection.getsockname()[0], self._connection.getpeername()[0]
+        host, trainer = self._trainer.getsockname()[0], self._trainer.getpeername()[0]
         self._group = BroadcastGroup.invited(body, trainer, host, self._timeout_s, self._device_index)
 
     def _on_join(self, body: dict[str, Any], files: list[int]) -> None:
-        deadline, connection = time.monotonic() + self._timeout_s, self._connection
+        if self._group is None:
+            raise WireError("a join before an invitation")
+        deadline, connection = time.monotonic() + self._timeout_s, self._trainer
         self._group.join(False, deadline, lambda: is_closed(connection))
         self._group.meet(deadline, lambda: is_closed(connection))
         self._memory = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._group.device)
@@ -243,9 +245,9 @@ class TcpReceiver(Receiver):
             self._group = None
 
     def _on_bucket(self, body: dict[str, Any], files: list[int]) -> None:
-        if not self._buffers:
+        if self._group is None or not self._buffers:
             raise WireError("a bucket before the group was joined")
-        num_bytes, deadline, connection = body["bytes"], time.monotonic() + self._timeout_s, self._connection
+        num_bytes, deadline, connection = body["bytes"], time.monotonic() + self._timeout_s, self._trainer
         if not 0 <= num_bytes <= self._num_bytes:
             raise WireError(f"a bucket of {num_bytes} bytes, the layout made room for {self._num_bytes}")
         self._group.broadcast(self._memory[:num_bytes], deadline, lambda: is_closed(connection))

@@ -49,6 +49,8 @@ def _as_value(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, 
 class Fsdp2xWorker:
     """Methods that vLLM adds to its workers, for ``collective_rpc``; none of them raises."""
 
+    device: Any  # of the worker that they are added to
+
     @_as_value
     def fsdp2x_listen(self) -> dict[str, Any]:
         """Opens this worker's receiver, once; where it listens, and what it holds."""
@@ -178,8 +180,11 @@ class LayerwiseReload:
     # the first load is taken.
 
     def _forget_kernels(self, model: torch.nn.Module) -> None:
-        methods = {id(m): m for m in (getattr(layer, "quant_method", None) for layer in model.modules())}.values()
-        for method in methods:
+        methods: dict[int, Any] = {}
+        for layer in model.modules():
+            method = getattr(layer, "quant_method", None)
+            methods[id(method)] = method
+        for method in methods.values():
             if getattr(method, "moe_kernel", None) is not None:
                 self._kernels.append((method, method.moe_kernel))
                 method.moe_kernel = None
@@ -192,7 +197,7 @@ class LayerwiseReload:
                 method.moe_kernel = kernel
 
     @contextlib.contextmanager
-    def _model(self) -> Iterator[torch.nn.Module]:
+    def _model(self) -> Iterator[Any]:
         from vllm.config import set_current_vllm_config
 
         _use_device(self._worker.device)

@@ -48,22 +48,22 @@ class InProcess(EngineTarget):
                 ``finish_weight_update`` or a reset of the prefix cache.
             abort: ``abort(reason)`` when a push failed, on this rank or another: the engine must not generate.
         """
-        self._load, self._calls, self._copies = load_weights, calls, copies
-        self._start, self._apply, self._finish, self._abort = start, apply_delta, finish, abort
+        self._has_engine, self._calls, self._copies = load_weights is not None, calls, copies
+        self._load, self._apply = load_weights or _ignore, apply_delta
+        self._start, self._finish, self._abort = start or _ignore, finish or _ignore, abort or _ignore
 
     def receives(self, rank: int) -> bool:
-        return self._load is not None
+        return self._has_engine
 
     def check(self, caller: str, deltas: bool) -> None:
-        if deltas and self._load is not None and self._apply is None:
+        if deltas and self._has_engine and self._apply is None:
             raise NotImplementedError(
                 f"{caller}: engines load whole tensors, so deltas need InProcess(load_weights, apply_delta=...); "
                 "without it connect with deltas=False and push whole weights"
             )
 
     def begin(self, version: int | str, mode: str, base: int | str | None) -> None:
-        if self._start is not None:
-            self._start(mode)
+        self._start(mode)
 
     def take(self, buckets: Iterator[PushBucket]) -> None:
         if self._calls == "bucket":
@@ -100,15 +100,18 @@ class InProcess(EngineTarget):
 
     def _apply_deltas(self, bucket: PushBucket) -> None:
         for delta in bucket.deltas:
+            assert self._apply is not None, "checked when connecting"
             self._apply(delta.spec.name, delta.positions, delta.values)
 
     def finish(self, version: int | str) -> None:
-        if self._finish is not None:
-            self._finish(version)
+        self._finish(version)
 
     def abort(self, reason: str) -> None:
-        if self._abort is not None:
-            self._abort(reason)
+        self._abort(reason)
+
+
+def _ignore(*_: object) -> None:
+    """An engine that needs no such call."""
 
 
 def _told(error: Exception, bucket: PushBucket | None) -> TargetError:

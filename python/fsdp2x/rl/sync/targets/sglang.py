@@ -86,7 +86,7 @@ class Sglang(EngineTarget):
         self._open: set[str] = set()  # servers with a session of ours
         self._has_begun = False
         self._asleep: set[str] = set()
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = self._make_pool()
         self._sent: tuple[PushBucket, list[Future]] | None = None
         self._failure: Failure | None = None
 
@@ -117,8 +117,6 @@ class Sglang(EngineTarget):
     def open(self, layout: WireLayout, timeout_s: float) -> None:
         refuse_adapters(layout, "SGLang loads adapters by requests of their own")
         self._failure, self._sent, self._has_begun = None, None, False
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(len(self._servers), "fsdp2x-sglang")
         with phase("begin"):
             for server in self._servers:
                 server.timeout_s = timeout_s
@@ -226,11 +224,13 @@ class Sglang(EngineTarget):
     def close(self) -> None:
         self._abandon_group()
         self._drop_handed()
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        self._pool.shutdown()
+        self._pool = self._make_pool()  # threads begin with the first request
 
     # ---- parts
+
+    def _make_pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(len(self._servers), "fsdp2x-sglang")
 
     def _drop_handed(self) -> None:
         self._handed.clear()

@@ -68,14 +68,14 @@ class BucketTransport:
         end = 0
         for spec, tensor in zip(bucket.specs, bucket.tensors, strict=True):
             if shared is not None:
-                tensors.append([indices[spec.name], shared, tensor.storage_offset() * tensor.itemsize])
+                tensors.append([indices[spec.name], shared, int(tensor.storage_offset()) * tensor.itemsize])
                 continue
             tensors.append([indices[spec.name], number, end])
             end = _C.align_up(self._copied(tensor, end))
         for delta in bucket.deltas:
             index, count = indices[delta.spec.name], delta.positions.numel()
             if shared is not None and not bucket.tensors:
-                begin = delta.positions.storage_offset() * engine.POSITION_BYTES
+                begin = int(delta.positions.storage_offset()) * engine.POSITION_BYTES
                 deltas.append([index, shared, begin, count])
                 continue
             deltas.append([index, number, end, count])
@@ -118,6 +118,7 @@ class FileTransport(BucketTransport):
         self._sizes = [*(num_bytes for _, num_bytes in layout.files), self._own.num_bytes]
 
     def describe_memory(self) -> tuple[dict[str, Any], list[int]]:
+        assert self._own is not None, "prepared before"
         return {"files": self._sizes}, [*self.files, self._own.file]
 
     def close(self) -> None:
@@ -136,10 +137,12 @@ class IpcTransport(BucketTransport):
             self.memory = self._handed.bytes
 
     def describe_memory(self) -> tuple[dict[str, Any], list[int]]:
+        assert self._handed is not None, "prepared before"
         return {"files": [], "device": engine.describe_handle(self._handed.device_handle())}, []
 
     def place(self, bucket: PushBucket, indices: Mapping[str, int]) -> dict[str, Any]:
         body = super().place(bucket, indices)
+        assert self._handed is not None, "prepared before"
         self._handed.synchronize()
         return body
 
@@ -181,6 +184,7 @@ class BroadcastTransport(BucketTransport):
         return invitation
 
     def join(self, deadline: float, is_lost: Callable[[], bool]) -> None:
+        assert self._group is not None, "invited before"
         self._group.join(True, deadline, is_lost)
         self._group.meet(deadline, is_lost)
 
@@ -193,6 +197,7 @@ class BroadcastTransport(BucketTransport):
         return body
 
     def deliver(self, deadline: float, is_lost: Callable[[], bool]) -> None:
+        assert self._group is not None, "joined before"
         self._group.broadcast(self.memory[: self._num_bytes], deadline, is_lost)
 
     def close(self) -> None:

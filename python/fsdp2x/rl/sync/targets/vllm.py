@@ -161,18 +161,19 @@ class Vllm(EngineTarget):
             for control in self._controls:
                 control.pause(self._pause)
             self._calls = {control.name: _call_workers(control, covers_all) for control in self._controls}
-        self._peer.open(self._layout, self._timeout_s)
-        self._peer.begin(version, mode, base)
+        assert self._layout is not None, "open comes first"
+        self._workers.open(self._layout, self._timeout_s)
+        self._workers.begin(version, mode, base)
 
     def take(self, buckets: Iterator[PushBucket]) -> None:
-        self._peer.take(buckets)
+        self._workers.take(buckets)
 
     def finish(self, version: int | str) -> None:
-        self._peer.finish(version)
+        self._workers.finish(version)
 
     def commit(self, version: int | str) -> None:
         self._is_committing = True
-        self._peer.commit(version)
+        self._workers.commit(version)
         with phase("commit"):
             for name, call in self._calls.items():
                 self._require_committed(name, call, version)
@@ -189,9 +190,9 @@ class Vllm(EngineTarget):
     def abort(self, reason: str) -> None:
         self._torn = True
         if self._calls and not self._is_committing:
-            self._peer.abort(reason)
+            self._workers.abort(reason)
         elif self._calls:
-            self._peer.close()  # workers that have committed listen no more: those that have not see the connection end
+            self._workers.close()  # those that have committed listen no more, and others see the connection end
         for call in self._calls.values():
             call.join(self._timeout_s)
         self._calls = {name: call for name, call in self._calls.items() if call.is_alive()}
@@ -212,6 +213,11 @@ class Vllm(EngineTarget):
         self._peer, self._addresses = None, []
 
     # ---- parts
+
+    @property
+    def _workers(self) -> Peer:
+        assert self._peer is not None, "begin finds the workers"
+        return self._peer
 
     def _wake(self, *tags: str) -> None:
         for tag in tags:
