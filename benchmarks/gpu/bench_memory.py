@@ -10,7 +10,7 @@ them. NCCL's own buffers are not in it. The first losses of both sides must agre
 
 ``backward`` is the most that was allocated in forward and backward of the third step, ``step`` until the optimizer has
 stepped, ``resting`` what is left behind it. ``model`` is what any implementation holds: weights, buffers and moments of
-this rank. ``plan`` is what memory_report foretells for fsdp2x: at rest with all that is kept for the next step, and the
+this rank. ``plan`` is what memory_report predicts for fsdp2x: at rest with all that is kept for the next step, and the
 peak, which knows no activations.
 """
 

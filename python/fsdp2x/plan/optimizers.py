@@ -102,7 +102,7 @@ def optimizer_bytes(
     ``is_on_host``: whether the state of a parameter is in host memory while its model is on an accelerator.
 
     Raises:
-        ValueError: before its first step, an optimizer whose state cannot be foretold (not Adam(W), Lion, Muon or SGD).
+        ValueError: before its first step, an optimizer whose state cannot be predicted (not Adam(W), Lion, Muon, SGD).
     """
     total = on_host = 0
     for group in optimizer.param_groups:

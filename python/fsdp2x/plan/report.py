@@ -222,7 +222,7 @@ def memory_report(
             :func:`fsdp2x.accumulate`, whose gradients wait in memory.
 
     Raises:
-        ValueError: nothing in ``model`` is sharded; an optimizer without state whose state cannot be foretold.
+        ValueError: nothing in ``model`` is sharded; an optimizer without state whose state cannot be predicted.
     """
     accumulation = check_micro_batches("fsdp2x.memory_report", micro_batches, before_last)
     states = units_of(model, "memory_report")

@@ -186,13 +186,13 @@ def test_bytes_are_counted(ctx, weights, gradients, most, transport):
         for formats in ({}, {"weights": weights, "gradients": gradients}):
             model = shard(ctx, Stack(num=2, width=64, hidden=96), UNITS, transport=transport)
             model.set_wire_dtype(**formats)
-            foretold = fsdp2x.memory_report(model)
+            predicted = fsdp2x.memory_report(model)
             for _ in range(2):
                 sent.clear()
                 model.zero_grad()
                 model(torch.randn(3, 64)).square().mean().backward()
             report = fsdp2x.memory_report(model)
-            assert (report.traffic, report.wire_bytes) == (foretold.traffic, foretold.wire_bytes)
+            assert (report.traffic, report.wire_bytes) == (predicted.traffic, predicted.wire_bytes)
             if formats or transport == "process_group":  # a device gathers whole numbers in place, in another call
                 assert sum(sent) == report.traffic.total_bytes
             assert report.scratch_bytes == report.measured["scratch_bytes"]

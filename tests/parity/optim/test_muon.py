@@ -278,7 +278,7 @@ def test_steps_are_those_of_two_optimizers(ctx, rounded):
         same(full(optimizer.state[param]), full(adamw.state[twin]), "state")
     report = fsdp2x.memory_report(model, optimizer)
     fresh = fsdp2x.memory_report(model, make_rounded(ctx, **ROUNDED[rounded])[1])
-    assert report.optimizer_bytes == fresh.optimizer_bytes, "what the first step makes was foretold"
+    assert report.optimizer_bytes == fresh.optimizer_bytes, "what the first step makes was predicted"
 
 
 def optimizer_pairs(optimizer):

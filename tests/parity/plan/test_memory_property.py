@@ -1,4 +1,4 @@
-"""Random module trees: what memory_report and its replay of the schedule foretell is what the engine counted."""
+"""Random module trees: what memory_report and its replay of the schedule predict is what the engine counted."""
 
 from collections import Counter
 from dataclasses import replace
@@ -81,9 +81,9 @@ def check(ctx, case: Case) -> None:
             model.zero_grad()
             steps.append(Counter(fsdp2x.describe(model).stats))
         after = fsdp2x.memory_report(model, optimizer, **micro_batches)
-        foretold, found = plan.to_dict(), {**after.to_dict(), "measured": None}
-        assert found == foretold, {
-            name: (foretold[name], found[name]) for name in found if found[name] != foretold[name]
+        predicted, found = plan.to_dict(), {**after.to_dict(), "measured": None}
+        assert found == predicted, {
+            name: (predicted[name], found[name]) for name in found if found[name] != predicted[name]
         }
         expected = {name: getattr(plan, name) for name in LEDGER}
         said = f"{transport}: planned {expected}, measured {after.measured}\n{plan}\n{steps[-1]}"

@@ -31,7 +31,7 @@ all_policies = pytest.mark.parametrize("policy", POLICIES)
 
 
 def check(model, run, *, optimizer=None, late_ranks: bool = False, num: int = 1, before_last="nothing") -> None:
-    """Foretells, runs some steps, and compares. `late_ranks`: scratches are those of the worst order of ranks.
+    """Predicts, runs some steps, and compares. `late_ranks`: scratches are those of the worst order of ranks.
 
     `num`: backwards of a step, which reduce by `before_last` but for the last one.
     """

@@ -1,4 +1,4 @@
-"""A step's peak of device memory is never above stock FSDP2's, and what memory_report foretells."""
+"""A step's peak of device memory is never above stock FSDP2's, and what memory_report predicts."""
 
 import json
 from pathlib import Path

@@ -119,7 +119,7 @@ def test_frozen_and_held_complex_gradients(ctx):
 
 
 @distributed(world_sizes=(2,))
-def test_memory_of_complex_weights_is_foretold(ctx):
+def test_memory_of_complex_weights_is_predicted(ctx):
     only_fsdp2x(ctx)
     model = shard(ctx, Complex())
     report = fsdp2x.memory_report(model).to_dict()

@@ -1,4 +1,4 @@
-"""`fsdp2x plan`: the memory of a run, foretold."""
+"""`fsdp2x plan`: the memory of a run, predicted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp2x.train.commands.shared import DTYPE, positive, show
 def add(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "plan",
-        help="foretell the memory of a run",
+        help="predict the memory of a run",
         description=(
             "Units, padding, bytes at rest and at the peak of a step on rank 0, and bytes sent in a step, for a model "
             "that is built without weights. Activations come on top. Exit status 1: it does not fit --memory."

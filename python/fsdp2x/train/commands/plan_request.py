@@ -242,11 +242,11 @@ def _read_training(
         saved stays in host memory.
 
     Raises:
-        ConfigError: what a run would refuse, and settings whose bytes cannot be foretold.
+        ConfigError: what a run would refuse, and settings whose bytes cannot be predicted.
     """
     config = parse_without_text(translate_file(path, overrides).settings)
     parallel, optimizer = config.parallel, config.optimizer
-    _refuse_unforeseen(config)
+    _refuse_unpredictable(config)
     mesh = plan_mesh(parallel, world_size, local_world_size)
     trains = config.train.mode == "train"
     shares_memory = Transport.SHM in (given.get("transport"), parallel.transport)
@@ -281,11 +281,11 @@ def _read_training(
     return model, asked, trains and config.checkpoint.async_save
 
 
-def _refuse_unforeseen(config: TrainConfig) -> None:
+def _refuse_unpredictable(config: TrainConfig) -> None:
     if config.train.mode == "train" and config.optimizer.implementation in ("foreach", "for_loop"):
         raise ConfigError(
             f"optimizer.implementation: got {config.optimizer.implementation!r}, whose steps take memory that is not "
-            "foretold; plan with auto, fsdp2x or fused"
+            "predicted; plan with auto, fsdp2x or fused"
         )
 
 
