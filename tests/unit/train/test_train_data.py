@@ -5,7 +5,7 @@ import torch
 
 from fsdp2x.train.config import ConfigError, DataConfig
 from fsdp2x.train.data import Blocks, BlockStream, find_files, held_out_batches, read_blocks
-from fsdp2x.train.tokenizer import ByteTokenizer, byte_alphabet, make_tokenizer
+from fsdp2x.train.tokenizer import ByteTokenizer, make_tokenizer
 from training import write_text
 
 
@@ -143,11 +143,6 @@ def test_ids_are_bytes(text):
     assert ids.dtype == torch.int64
     assert ids.tolist() == list(text.encode())
     assert ByteTokenizer().decode([*ids.tolist(), 256]) == text
-
-
-def test_alphabet_is_256_different_characters():
-    assert len(set(byte_alphabet())) == 256
-    assert byte_alphabet()[ord("A")] == "A"
 
 
 def test_saved_form_loads_in_transformers(tmp_path):
