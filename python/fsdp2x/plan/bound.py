@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.optim.muon import named_matrices
-from fsdp2x.plan.facts import ModelFacts, UnitFacts
+from fsdp2x.plan.facts import ModelFacts, PlannedUnit
 
 _NUM_MOMENTS = {"adamw": 2, "muon": 2, "lion": 1, "sgd": 0, "sgd_momentum": 1, "none": 0}
 _MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256}  # int8: a float32 scale for 256 elements
@@ -90,9 +90,9 @@ def memory_bound(facts: ModelFacts, optimizer: str, policy: MixedPrecisionPolicy
     return MemoryBound(*map(int, (*held, at_rest, peak, total.host, peak - total.host)))
 
 
-def _params_by_unit(facts: ModelFacts) -> list[tuple[UnitFacts, list[nn.Parameter]]]:
+def _params_by_unit(facts: ModelFacts) -> list[tuple[PlannedUnit, list[nn.Parameter]]]:
     """The units that have parameters. An outer unit comes before those inside it, which have the parameters."""
-    found: dict[nn.Parameter, UnitFacts] = {}
+    found: dict[nn.Parameter, PlannedUnit] = {}
     for unit in facts.units:
         found.update((param, unit) for module in unit.modules for param in module.parameters())
     by_unit = [(unit, [param for param, owner in found.items() if owner is unit]) for unit in facts.units]
@@ -100,7 +100,7 @@ def _params_by_unit(facts: ModelFacts) -> list[tuple[UnitFacts, list[nn.Paramete
 
 
 def _count(
-    unit: UnitFacts,
+    unit: PlannedUnit,
     params: list[nn.Parameter],
     optimizer: str,
     matrices: set[nn.Parameter],

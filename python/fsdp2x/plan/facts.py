@@ -77,7 +77,7 @@ class GroupFacts:
 
 
 @dataclass(frozen=True, eq=False)
-class UnitFacts:
+class PlannedUnit:
     """One unit: what is gathered together, and by whose forward. Compared by identity."""
 
     name: str
@@ -96,7 +96,7 @@ class ModelFacts:
     """A model's units in the order of ``named_modules``, and the bytes that every rank holds whole."""
 
     model: nn.Module
-    units: tuple[UnitFacts, ...]
+    units: tuple[PlannedUnit, ...]
     unsharded_bytes: int  # buffers and parameters outside of any unit
     padded: tuple[Padding, ...] = ()  # parameters that take much more than their bytes
 

@@ -13,7 +13,7 @@ from fsdp2x.lifecycle.contexts import BEFORE_LAST
 from fsdp2x.lifecycle.tree import roots_of, units_of
 from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.plan.bound import MemoryBound
-from fsdp2x.plan.facts import GroupFacts, ModelFacts, UnitFacts
+from fsdp2x.plan.facts import GroupFacts, ModelFacts, PlannedUnit
 from fsdp2x.plan.optimizers import StateBytes, optimizer_bytes
 from fsdp2x.plan.sources import facts_of_model
 from fsdp2x.plan.steps import HELD, MicroBatches, PlannedTree, Traffic, all_reduce_scratch_bytes
@@ -302,9 +302,9 @@ def _step_bytes(planned: list[PlannedTree], groups: list[GroupFacts]) -> int | N
     return sum(tree.device_bytes for tree in planned) - gradients
 
 
-def trees_of(facts: ModelFacts) -> list[tuple[nn.Module, list[UnitFacts]]]:
+def trees_of(facts: ModelFacts) -> list[tuple[nn.Module, list[PlannedUnit]]]:
     """Each outermost unit with the units below it; forward starts there."""
-    trees: list[tuple[nn.Module, list[UnitFacts]]] = []
+    trees: list[tuple[nn.Module, list[PlannedUnit]]] = []
     taken: set[int] = set()
     for unit in facts.units:
         if id(unit) in taken:
@@ -316,7 +316,7 @@ def trees_of(facts: ModelFacts) -> list[tuple[nn.Module, list[UnitFacts]]]:
     return trees
 
 
-def _unit_memory(unit: UnitFacts) -> UnitMemory:
+def _unit_memory(unit: PlannedUnit) -> UnitMemory:
     return UnitMemory(
         name=unit.name,
         num_params=unit.num_params,

@@ -17,7 +17,7 @@ from fsdp2x.lifecycle.comms import wire_names_of
 from fsdp2x.lifecycle.tree import unit_states
 from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.models.moe.parallel import cuts_columns, spreadable
-from fsdp2x.plan.facts import Collectives, GroupFacts, ModelFacts, Ranks, UnitFacts, Wire, group_facts
+from fsdp2x.plan.facts import Collectives, GroupFacts, ModelFacts, PlannedUnit, Ranks, Wire, group_facts
 from fsdp2x.sharding import collect
 from fsdp2x.sharding.mesh import ShardGroup, post_forward_group
 from fsdp2x.sharding.offload import Offload
@@ -54,10 +54,10 @@ def _below(outer: ShardedUnit, states: list[ShardedUnit]) -> list[ShardedUnit]:
     return [state for state in states if state is not outer and id(state.modules[0]) in inside]
 
 
-def _unit_of_state(state: ShardedUnit, names: dict[int, str], common: dict[str, Any], *, is_root: bool) -> UnitFacts:
+def _unit_of_state(state: ShardedUnit, names: dict[int, str], common: dict[str, Any], *, is_root: bool) -> PlannedUnit:
     options = state.live_options()
     reshards = options.reshard_after_forward and not (is_root and state.auto_reshard)
-    return UnitFacts(
+    return PlannedUnit(
         name=", ".join(names.get(id(module), "?") or "<root>" for module in state.modules),
         modules=state.modules,
         owners=tuple(
@@ -177,7 +177,7 @@ def facts_of_plan(
     planned: set[nn.Module] = set()
     names = {module: name for name, module in model.named_modules()}
     param_names = {param: name for name, param in model.named_parameters()}
-    found: list[UnitFacts] = []
+    found: list[PlannedUnit] = []
     sharded: set[tuple[int, str]] = set()
     padded: list[Padding] = []
     ep = 1 if experts is None else experts.ep
@@ -216,7 +216,7 @@ def facts_of_plan(
             wire=wire,
         )
         found.append(
-            UnitFacts(
+            PlannedUnit(
                 name=", ".join(names[module] or "<root>" for module in modules),
                 modules=modules,
                 owners=(frozenset(id(m) for one in owned if one.param.requires_grad for m, _ in one.owners),),

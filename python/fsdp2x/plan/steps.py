@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass
 from torch import nn
 
 from fsdp2x.base.native import _C
-from fsdp2x.plan.facts import GroupFacts, Ranks, UnitFacts
+from fsdp2x.plan.facts import GroupFacts, PlannedUnit, Ranks
 
 # What the transports of a model hold, in bytes. ``own_gather_slot_bytes`` is this rank's part of slots that ranks
 # share.
@@ -71,7 +71,7 @@ class MicroBatches:
 class PlannedTree:
     """All units below one root module, in the order of ``named_modules``."""
 
-    def __init__(self, root: nn.Module, units: list[UnitFacts], micro_batches: MicroBatches = MicroBatches()) -> None:
+    def __init__(self, root: nn.Module, units: list[PlannedUnit], micro_batches: MicroBatches = MicroBatches()) -> None:
         self._units = units
         self._backwards = micro_batches.backwards
         self._steps = _C.PlannedSteps(mmap.PAGESIZE)
