@@ -22,7 +22,7 @@ from fsdp2x.sharding.transport import Transport
 
 
 @dataclass(frozen=True)
-class Ranks:
+class PlannedMesh:
     """Who shares a group. Groups with equal ``key`` share a transport."""
 
     key: Hashable
@@ -41,7 +41,7 @@ class Ranks:
 class GroupFacts:
     """One group of a unit on one rank, in bytes. Compared by identity."""
 
-    ranks: Ranks
+    ranks: PlannedMesh
     shard_pool_bytes: int
     shard_pad_bytes: int  # of the pool: not this rank's rows
     slot_bytes: int
@@ -122,7 +122,7 @@ def _count(
     params: Sequence[ParamFacts],
     shapes: list[_C.ParamShape],
     trains: Sequence[bool],
-    ranks: Ranks,
+    ranks: PlannedMesh,
     reduces_unused: bool = False,
     small: GroupFacts | None = None,
     offload: Offload = Offload(),  # noqa: B008 (a tuple)
@@ -183,7 +183,7 @@ def _count(
     )
 
 
-def _wire_bytes(layout: Any, training: Any, ranks: Ranks, wire: Wire) -> tuple[int, int, int]:
+def _wire_bytes(layout: Any, training: Any, ranks: PlannedMesh, wire: Wire) -> tuple[int, int, int]:
     """A rank's segment that is gathered and that is reduced, in their formats, and what is kept of both."""
     segment, coded, kept = layout.gather_segment_bytes, 0, 0
     if ranks.world > 1 and segment and wire.weights is not None:
@@ -199,9 +199,9 @@ def group_facts(
     params: Sequence[ParamFacts],
     requires_grad: Sequence[bool],
     policy: MixedPrecisionPolicy,
-    ranks: Ranks,
+    ranks: PlannedMesh,
     *,
-    small_ranks: Ranks | None = None,
+    small_ranks: PlannedMesh | None = None,
     reduces_unused: bool = False,
     offload: Offload = Offload(),  # noqa: B008 (a tuple)
     collectives: Collectives = Collectives(),

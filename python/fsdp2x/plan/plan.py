@@ -15,7 +15,7 @@ from fsdp2x.base import torch_private
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.failures import ConfigError
 from fsdp2x.lifecycle.comms import wire_formats_of
-from fsdp2x.plan.facts import ModelFacts, Ranks, Wire
+from fsdp2x.plan.facts import ModelFacts, PlannedMesh, Wire
 from fsdp2x.plan.optimizers import PLANNED, may_be_on_host, planned_bytes
 from fsdp2x.plan.report import MemoryReport, check_micro_batches, report_of
 from fsdp2x.plan.sources import ExpertRanks, facts_of_plan
@@ -145,12 +145,12 @@ def planned_facts(
     _check_wire(wire, device, transport, mp_policy, reshard_after_forward)
     on_one_host = transport == Transport.SHM and world_size <= (local_world_size or world_size)
 
-    def ranks_of(key: str, world: int, copies: int) -> Ranks:
+    def ranks_of(key: str, world: int, copies: int) -> PlannedMesh:
         if device == "cuda":
             how = torch_private.gathers_of_nccl()
-            return Ranks(key, world, 0, Transport.PROCESS_GROUP, copies, has_streams=True, gathers=how)
+            return PlannedMesh(key, world, 0, Transport.PROCESS_GROUP, copies, has_streams=True, gathers=how)
         share = copies > 1 and on_one_host
-        return Ranks(
+        return PlannedMesh(
             key, world, 0, Transport.LOCAL if world == 1 else Transport(transport), copies, replicas_share=share
         )
 

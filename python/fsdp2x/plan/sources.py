@@ -17,7 +17,7 @@ from fsdp2x.lifecycle.comms import wire_names_of
 from fsdp2x.lifecycle.tree import unit_states
 from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.models.moe.parallel import cuts_columns, spreadable
-from fsdp2x.plan.facts import Collectives, GroupFacts, ModelFacts, PlannedUnit, Ranks, Wire, group_facts
+from fsdp2x.plan.facts import Collectives, GroupFacts, ModelFacts, PlannedMesh, PlannedUnit, Wire, group_facts
 from fsdp2x.sharding import collect
 from fsdp2x.sharding.mesh import ShardGroup, post_forward_group
 from fsdp2x.sharding.offload import Offload
@@ -105,9 +105,9 @@ def _ranks(
     common: dict[str, Any],
     replicas: int,
     replicas_share: bool = False,
-) -> Ranks:
+) -> PlannedMesh:
     name, has_streams = _transport_of(state, group), _has_streams(group)
-    return Ranks(
+    return PlannedMesh(
         ranks.group,
         ranks.world,
         ranks.rank,
@@ -154,7 +154,7 @@ def _replicas_share(state: ShardedUnit, group: ShardedParamGroup) -> bool:
 
 def facts_of_plan(
     model: nn.Module,
-    ranks: Ranks,
+    ranks: PlannedMesh,
     *,
     auto_wrap: AutoWrap = None,
     reshard_after_forward: bool | int | None = None,
@@ -237,7 +237,7 @@ class ExpertRanks:
     """The experts of each block are spread over ``ep`` ranks; ``ranks`` share those of one part."""
 
     ep: int
-    ranks: Ranks
+    ranks: PlannedMesh
 
 
 def _param_of_plan(
@@ -248,7 +248,7 @@ def _param_of_plan(
     return ParamFacts(name, one.param.shape, dim, one.param.dtype, keeps_dtype(one.param, policy))
 
 
-def _small_ranks(reshard: bool | int | None, ranks: Ranks) -> Ranks | None:
+def _small_ranks(reshard: bool | int | None, ranks: PlannedMesh) -> PlannedMesh | None:
     if reshard is None or isinstance(reshard, bool):
         return None
     if not 1 <= reshard <= ranks.world or ranks.world % reshard:

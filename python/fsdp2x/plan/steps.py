@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass
 from torch import nn
 
 from fsdp2x.base.native import _C
-from fsdp2x.plan.facts import GroupFacts, PlannedUnit, Ranks
+from fsdp2x.plan.facts import GroupFacts, PlannedMesh, PlannedUnit
 
 # What the transports of a model hold, in bytes. ``own_gather_slot_bytes`` is this rank's part of slots that ranks
 # share.
@@ -92,7 +92,7 @@ class PlannedTree:
         self._groups.append(group)
         return self._steps.add_group(unit, self._transport(group.ranks), sizes, small)
 
-    def _transport(self, ranks: Ranks) -> int:
+    def _transport(self, ranks: PlannedMesh) -> int:
         if ranks.key not in self._transports:
             kinds = _C.PlannedTransport
             is_device = ranks.transport.is_collective and ranks.has_streams
