@@ -111,28 +111,6 @@ def test_trains_as_with_stock(ctx, name, option):
     assert all(torch.isfinite(value).all() for value in after.values())
 
 
-@each_model
-@pytest.mark.parametrize("state_dict_type", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-@distributed(world_sizes=(2,), timeout=120)
-@pytest.mark.each_value
-def test_resume_gives_the_same_losses(ctx, name, state_dict_type):
-    with shared_folder(ctx) as folder:
-        with launched(ctx):
-            accelerator, model, optimizer = prepared(name, state_dict_type=state_dict_type)
-            assert_sharded_by_us(model)
-            train(ctx, accelerator, model, optimizer, name, range(2))
-            accelerator.save_state(str(folder / "state"))
-            expected = train(ctx, accelerator, model, optimizer, name, range(2, 4))
-            weights = params(model)
-        with launched(ctx):
-            accelerator, model, optimizer = prepared(name, seed=5, state_dict_type=state_dict_type)
-            train(ctx, accelerator, model, optimizer, name, range(7, 8))
-            accelerator.load_state(str(folder / "state"))
-            got = train(ctx, accelerator, model, optimizer, name, range(2, 4))
-            same(got, expected)
-            same(params(model), weights)
-
-
 @distributed(world_sizes=(2,), timeout=120)
 def test_checkpoints_of_stock_load_and_the_other_way_round(ctx):
     with shared_folder(ctx) as folder:

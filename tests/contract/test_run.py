@@ -83,13 +83,6 @@ def test_mistakes(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_help(capsys):
-    from fsdp2x.run import main
-
-    assert main(["--help"]) == 0
-    assert "usage: python -m fsdp2x.run" in capsys.readouterr().out
-
-
 def test_under_torchrun(folder):
     """Two ranks train an untouched script, and it is ours that shards."""
     (folder / "train.py").write_text(

@@ -115,6 +115,13 @@ def mesh_of(kind: str, world: int) -> DeviceMesh:
     return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
 
 
+def everyone(ctx, mine: Any) -> list[Any]:
+    """What each rank has."""
+    found = [None] * ctx.world
+    dist.all_gather_object(found, mine)
+    return found
+
+
 def full(value: Any) -> Any:
     """Gathered copies of DTensors (collective), clones of tensors, recursively."""
     found: list[DTensor] = []

@@ -11,15 +11,9 @@ from fsdp2x.base.agreement import Agreement
 from fsdp2x.base.collectives import Diverged
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import grads, only_fsdp2x, same, shard
+from reference import everyone, grads, only_fsdp2x, same, shard
 
 SOON_S = 8.0  # a tenth of a second, on a busy machine
-
-
-def everyone(ctx, mine):
-    found = [None] * ctx.world
-    dist.all_gather_object(found, mine)
-    return found
 
 
 def step(model, ctx, number=0):

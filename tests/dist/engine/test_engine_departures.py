@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import TRANSPORTS, grads, only_fsdp2x, same, shard
+from reference import TRANSPORTS, everyone, grads, only_fsdp2x, same, shard
 
 TIMEOUT_S = 25.0  # of a wait; that of the harness' group is longer
 SOON_S = 8.0  # half a second, on a busy machine
@@ -40,12 +40,6 @@ class Raising(Stack):
         if self.place == "last":
             self.refuse()
         return x
-
-
-def everyone(ctx, mine):
-    found = [None] * ctx.world
-    dist.all_gather_object(found, mine)
-    return found
 
 
 def step(model, ctx, number=0):

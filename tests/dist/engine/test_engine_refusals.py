@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import refusing
 from compiling import compiled
 from harness import dist_run
 from models import STACK_UNITS, Stack, step
-from reference import shard
+from reference import everyone, shard
 
 TIMEOUT_S = 8.0
 SOON_S = 7.0
@@ -48,12 +47,6 @@ def attempt(ctx, transport, before_step):
     seconds = time.monotonic() - started
     gc.collect()
     return losses, told, seconds
-
-
-def everyone(ctx, mine):
-    found = [None] * ctx.world
-    dist.all_gather_object(found, mine)
-    return found
 
 
 def open_files():
