@@ -25,7 +25,7 @@ from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.sharding import transport
 from fsdp2x.sharding.mesh import ShardGroup, post_forward_group
 from fsdp2x.sharding.param_group import ShardedParamGroup
-from fsdp2x.sharding.transport import Transport, has_streams
+from fsdp2x.sharding.transport import TransportKind, has_streams
 
 
 class TransportChoice:
@@ -35,12 +35,12 @@ class TransportChoice:
         """``root``: its tree is the same on every rank, in one order."""
         tree = root.tree
         needs_group = next((needed for state in tree if (needed := state.needs_group)), "")
-        if needs_group and root.transport == Transport.SHM:
+        if needs_group and root.transport == TransportKind.SHM:
             raise ValueError(
                 f'fully_shard: {needs_group} need a process group, but transport="shm" was asked for; use '
                 'transport="process_group" or "auto"'
             )
-        self._name = Transport.PROCESS_GROUP if needs_group else root.transport
+        self._name = TransportKind.PROCESS_GROUP if needs_group else root.transport
         self._timeout = root.timeout
         self._comm_memory = next((state.comm_memory for state in tree if state.comm_memory is not None), None)
         # Streams, shared with whoever has the same dict.
@@ -86,12 +86,12 @@ class TransportChoice:
 
     def _make(self, ranks: ShardGroup):
         is_alone = ranks.world == 1 and not has_streams(ranks.device)
-        if is_alone and (self._name != Transport.PROCESS_GROUP or ranks.group is None):
+        if is_alone and (self._name != TransportKind.PROCESS_GROUP or ranks.group is None):
             return _C.local_transport()
         shared, reason = self._shared(ranks.group, ranks.device)
         if shared is not None:
             return _C.shm_transport(shared)
-        if self._name == Transport.SHM:
+        if self._name == TransportKind.SHM:
             raise ValueError(f'fully_shard: transport="shm" is not possible: {reason}; use transport="process_group"')
         known = self._group_info(ranks.group)
         if known is not None:
@@ -186,7 +186,7 @@ class TransportChoice:
         """
         if device.type != "cpu":
             return None, "the mesh is not on the CPU"
-        if self._name == Transport.PROCESS_GROUP:
+        if self._name == TransportKind.PROCESS_GROUP:
             return None, "a process group was asked for"
         known = self._group_info(group)
         if known is None:

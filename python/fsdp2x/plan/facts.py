@@ -18,7 +18,7 @@ from fsdp2x.lifecycle.comms import GRADIENTS, WEIGHTS
 from fsdp2x.sharding import transport
 from fsdp2x.sharding.offload import Offload
 from fsdp2x.sharding.shapes import REDUCIBLE, Padding, ParamFacts, kept_shapes, layout_shapes
-from fsdp2x.sharding.transport import Transport
+from fsdp2x.sharding.transport import TransportKind
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,17 @@ class PlannedMesh:
     key: Hashable
     world: int
     rank: int
-    transport: Transport
+    transport: TransportKind
     replicas: int = 1
-    has_streams: bool = False  # collectives run beside the compute, on a device
     replicas_share: bool = False  # memory of one host: they all-reduce through it
     gathers: str = "unknown"  # how many gathers run, on a device: see torch_private.gathers_of
     registers_memory: bool = False  # buffers are of memory that is registered with the backend, on a device
     max_reduce_buffers: int | None = None  # packed units on their way to their reduction, on a device; None: by bytes
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether collectives run on streams of a device, beside the compute."""
+        return self.transport is TransportKind.DEVICE
 
 
 @dataclass(frozen=True, eq=False)

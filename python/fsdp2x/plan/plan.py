@@ -21,7 +21,7 @@ from fsdp2x.plan.report import MemoryReport, check_micro_batches, report_of
 from fsdp2x.plan.sources import ExpertRanks, facts_of_plan
 from fsdp2x.plan.steps import MicroBatches
 from fsdp2x.sharding.offload import OFFLOAD_MODES, Offload
-from fsdp2x.sharding.transport import Transport
+from fsdp2x.sharding.transport import TransportKind
 from fsdp2x.sharding.wrap import AutoWrap
 
 
@@ -90,7 +90,7 @@ def plan_memory(
 
 def usual_device(transport: str) -> str:
     """Where a model is when only its transport is known."""
-    return "cpu" if transport == Transport.SHM else "cuda"
+    return "cpu" if transport == TransportKind.SHM else "cuda"
 
 
 def planned_report(facts: ModelFacts, optimizer: str, micro_batches: MicroBatches) -> MemoryReport:
@@ -132,26 +132,26 @@ def planned_facts(
     """The units that ``plan_memory`` counts, with the same arguments and errors."""
     if world_size < 1 or replicas < 1 or world_size % replicas:
         raise PlanError(f"{replicas} replicas do not divide a world of {world_size} rank(s)")
-    if transport not in (Transport.PROCESS_GROUP, Transport.SHM):
+    if transport not in (TransportKind.PROCESS_GROUP, TransportKind.SHM):
         raise PlanError(f"transport: got {transport!r}, expected process_group or shm")
     if offload not in OFFLOAD_MODES:
         raise PlanError(f"offload: got {offload!r}, expected one of {', '.join(OFFLOAD_MODES)}")
     device = device or usual_device(transport)
     if device not in ("cuda", "cpu"):
         raise PlanError(f"device: got {device!r}, expected cuda or cpu")
-    if device == "cuda" and transport == Transport.SHM:
+    if device == "cuda" and transport == TransportKind.SHM:
         raise PlanError("transport: got shm, which ranks on the CPU share; expected process_group with device cuda")
     wire = Wire(wire_weights, wire_gradients)
     _check_wire(wire, device, transport, mp_policy, reshard_after_forward)
-    on_one_host = transport == Transport.SHM and world_size <= (local_world_size or world_size)
+    on_one_host = transport == TransportKind.SHM and world_size <= (local_world_size or world_size)
 
     def ranks_of(key: str, world: int, copies: int) -> PlannedMesh:
         if device == "cuda":
             how = torch_private.gathers_of_nccl()
-            return PlannedMesh(key, world, 0, Transport.PROCESS_GROUP, copies, has_streams=True, gathers=how)
+            return PlannedMesh(key, world, 0, TransportKind.DEVICE, copies, gathers=how)
         share = copies > 1 and on_one_host
         return PlannedMesh(
-            key, world, 0, Transport.LOCAL if world == 1 else Transport(transport), copies, replicas_share=share
+            key, world, 0, TransportKind.LOCAL if world == 1 else TransportKind(transport), copies, replicas_share=share
         )
 
     experts = None
@@ -183,7 +183,7 @@ def _check_wire(
     if wire == Wire():
         return
     wire_formats_of("plan", wire.weights, wire.gradients)
-    if transport != Transport.PROCESS_GROUP:
+    if transport != TransportKind.PROCESS_GROUP:
         raise PlanError(f"wire formats: got transport {transport}, expected process_group, where they travel")
     if wire.weights is not None and reshard not in (None, True, False):
         raise PlanError(

@@ -19,7 +19,7 @@ from fsdp2x.plan.sources import facts_of_model
 from fsdp2x.plan.steps import HELD, MicroBatches, PlannedTree, Traffic, all_reduce_scratch_bytes
 from fsdp2x.sharding.offload import host_state
 from fsdp2x.sharding.shapes import advice
-from fsdp2x.sharding.transport import Transport, has_streams
+from fsdp2x.sharding.transport import TransportKind, has_streams
 
 _MEASURED = ("gather_slot_bytes", "peak_gather_bytes", "scratch_bytes", "resident_shard_bytes", "wire_bytes")
 
@@ -189,7 +189,7 @@ class MemoryReport:
         ]
 
     def _is_pooled(self) -> bool:
-        return Transport.PROCESS_GROUP in self.transport
+        return TransportKind.PROCESS_GROUP in self.transport or TransportKind.DEVICE in self.transport
 
     def _sharing(self) -> str:
         shared = 0 < self.own_gather_slot_bytes != self.gather_slot_bytes

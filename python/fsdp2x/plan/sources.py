@@ -23,7 +23,7 @@ from fsdp2x.sharding.mesh import ShardGroup, post_forward_group
 from fsdp2x.sharding.offload import Offload
 from fsdp2x.sharding.param_group import ShardedParamGroup
 from fsdp2x.sharding.shapes import Padding, ParamFacts, even_placement, keeps_dtype, padding_in, padding_of
-from fsdp2x.sharding.transport import Transport, has_streams
+from fsdp2x.sharding.transport import TransportKind, has_streams
 from fsdp2x.sharding.wrap import AutoWrap, plan_units, should_auto_wrap
 
 # ---- from the units of a sharded model
@@ -106,38 +106,32 @@ def _ranks(
     replicas: int,
     replicas_share: bool = False,
 ) -> PlannedMesh:
-    name, has_streams = _transport_of(state, group), _has_streams(group)
     return PlannedMesh(
         ranks.group,
         ranks.world,
         ranks.rank,
-        name,
+        _transport_of(state, group),
         replicas,
-        has_streams,
         replicas_share,
         gathers=torch_private.gathers_of(ranks.group, ranks.device),
         **common,
     )
 
 
-def _has_streams(group: ShardedParamGroup) -> bool:
-    return group.engine.has_streams if group.engine is not None else has_streams(group.ranks.device)
-
-
-def _transport_of(state: ShardedUnit, group: ShardedParamGroup) -> Transport:
+def _transport_of(state: ShardedUnit, group: ShardedParamGroup) -> TransportKind:
     """The one that runs; before the first forward the one that ``"auto"`` chooses for the ranks of one host."""
     if group.engine is not None:
         return group.transport
-    if _has_streams(group):
-        return Transport.PROCESS_GROUP
+    if has_streams(group.ranks.device):
+        return TransportKind.DEVICE
     if not _may_share(state, group):
-        return Transport.PROCESS_GROUP if group.ranks.group is not None else Transport.LOCAL
-    return Transport.LOCAL if group.ranks.world == 1 else Transport.SHM
+        return TransportKind.PROCESS_GROUP if group.ranks.group is not None else TransportKind.LOCAL
+    return TransportKind.LOCAL if group.ranks.world == 1 else TransportKind.SHM
 
 
 def _may_share(state: ShardedUnit, group: ShardedParamGroup) -> bool:
     on_cpu = group.ranks.device.type == "cpu"
-    return on_cpu and state.transport != Transport.PROCESS_GROUP and not state.needs_group
+    return on_cpu and state.transport != TransportKind.PROCESS_GROUP and not state.needs_group
 
 
 def _replicas_share(state: ShardedUnit, group: ShardedParamGroup) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 
 from fsdp2x.base.native import _C
 from fsdp2x.plan.facts import GroupFacts, PlannedMesh, PlannedUnit
+from fsdp2x.sharding.transport import TransportKind
 
 # What the transports of a model hold, in bytes. ``own_gather_slot_bytes`` is this rank's part of slots that ranks
 # share.
@@ -29,6 +30,13 @@ _READ = (
     "reduced_bytes", "landing_bytes", "is_trainable", "reduces_in_place", "offloads", "keeps_shards", "rests",
     "reduces_unused",
 )  # fmt: skip
+
+_KINDS = {
+    TransportKind.LOCAL: _C.PlannedTransport.shared_memory,
+    TransportKind.SHM: _C.PlannedTransport.shared_memory,
+    TransportKind.PROCESS_GROUP: _C.PlannedTransport.process_group,
+    TransportKind.DEVICE: _C.PlannedTransport.device,
+}
 
 
 @dataclass(frozen=True)
@@ -94,12 +102,9 @@ class PlannedTree:
 
     def _transport(self, ranks: PlannedMesh) -> int:
         if ranks.key not in self._transports:
-            kinds = _C.PlannedTransport
-            is_device = ranks.transport.is_collective and ranks.has_streams
-            self.is_on_device = self.is_on_device and is_device
-            kind = kinds.process_group if ranks.transport.is_collective else kinds.shared_memory
+            self.is_on_device = self.is_on_device and ranks.has_streams
             planned = _C.PlannedRanks(ranks.world, ranks.replicas, ranks.registers_memory, ranks.max_reduce_buffers)
-            self._transports[ranks.key] = self._steps.add_transport(kinds.device if is_device else kind, planned)
+            self._transports[ranks.key] = self._steps.add_transport(_KINDS[ranks.transport], planned)
         return self._transports[ranks.key]
 
     def run(self) -> Traffic:

@@ -32,7 +32,7 @@ from fsdp2x.sharding.sharded_param import (
     unsharded_parameter,
     user_attributes,
 )
-from fsdp2x.sharding.transport import Transport, has_streams
+from fsdp2x.sharding.transport import TransportKind, has_streams
 from fsdp2x.sharding.upstream_names import GroupNames
 
 
@@ -149,10 +149,10 @@ class ShardedParamGroup(GroupNames):
         return pool
 
     @property
-    def transport(self) -> Transport:
+    def transport(self) -> TransportKind:
         """The one that runs, from lazy initialization on."""
         assert self.engine is not None, "asked before lazy initialization"
-        return Transport(self.engine.transport_name)
+        return TransportKind(self.engine.transport_name)
 
     @property
     def holds_unreduced(self) -> bool:

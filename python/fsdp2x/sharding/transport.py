@@ -16,26 +16,27 @@ from fsdp2x.base import torch_private
 from fsdp2x.base.native import _C
 
 
-class Transport(enum.StrEnum):
+class TransportKind(enum.StrEnum):
     """How the ranks of a group hand each other bytes, as the engine names it, and what follows from that."""
 
     LOCAL = "local"  # a rank alone on a CPU
     SHM = "shm"  # ranks of one host, which read each other's memory
-    PROCESS_GROUP = "process_group"
+    PROCESS_GROUP = "process_group"  # collectives of the CPU, which this thread waits for
+    DEVICE = "device"  # collectives of a process group on the streams of an accelerator
 
     @property
     def is_collective(self) -> bool:
         """All ranks come to everything in one order, train the same parameters, and send what others are to have."""
-        return self is Transport.PROCESS_GROUP
+        return self in (TransportKind.PROCESS_GROUP, TransportKind.DEVICE)
 
     @property
     def shares_memory(self) -> bool:
         """Slots are one copy for all ranks, in which shards may rest, and units are reduced in any order."""
-        return self is Transport.SHM
+        return self is TransportKind.SHM
 
 
 # What may be asked for.
-TRANSPORTS = ("auto", Transport.SHM, Transport.PROCESS_GROUP)
+TRANSPORTS = ("auto", TransportKind.SHM, TransportKind.PROCESS_GROUP)
 
 
 def check_transport(name: str) -> str:

@@ -73,12 +73,12 @@ def check(model, run, *, optimizer=None, late_ranks: bool = False, num: int = 1,
     assert sum(bounds) <= plan.gradient_bytes <= sum(bounds) + sum(flags)
     pools = [group.engine.gradient_pool_bytes for group in trained]
     assert 0 in pools or sum(pools) == plan.gradient_bytes
-    # Over a process group nothing is kept; shared memory is not the allocator's.
+    # Over process groups nothing is kept; shared memory is not the allocator's.
     slots = 0 if plan.transport == "shm" else plan.gather_slot_bytes + plan.scratch_bytes
-    kept_for_next = 0 if plan.transport == "process_group" else plan.gradient_bytes + slots
+    kept_for_next = 0 if plan.transport in ("process_group", "device") else plan.gradient_bytes + slots
     expected = kept_for_next + plan.after_forward_bytes + (plan.optimizer_bytes or 0)
     assert expected <= kept, f"{kept} instead of {expected}\n{plan}"
-    if plan.transport != "process_group":  # gloo frees what it takes for itself in threads that are not watched
+    if plan.transport not in ("process_group", "device"):  # gloo frees what it takes for itself in threads that are not watched
         assert kept <= expected + SLACK_BYTES, f"{kept} instead of {expected}\n{plan}"
     assert plan.resting_bytes < plan.peak_bytes
     str(plan)

@@ -242,7 +242,7 @@ def test_devices_and_offloading(folder):
         return planned(folder, prepare(folder, "run", changes)).report
 
     cpu, cuda = of(), of(**{"parallel.device": "cuda"})
-    assert cpu.transport == "shm" and cuda.transport == "process_group" and cuda.step_bytes is not None
+    assert cpu.transport == "shm" and cuda.transport == "device" and cuda.step_bytes is not None
     hosts = [of(**{"parallel.device": "cuda", "parallel.offload": mode}).host_bytes
              for mode in ("none", "optimizer", "gradients", "all")]  # fmt: skip
     assert hosts == sorted(set(hosts)) or hosts[:3] == sorted(set(hosts[:3]))

@@ -207,12 +207,12 @@ def test_the_device_decides_who_counts(config, capsys):
 
     cuda, cpu, shm = report(), report("--device", "cpu", "--transport", "process_group"), report("--transport", "shm")
     assert [plan["policy"]["device"] for plan in (cuda, cpu, shm)] == ["cuda", "cpu", "cpu"]
-    assert [plan["report"]["transport"] for plan in (cuda, cpu, shm)] == ["process_group", "process_group", "shm"]
+    assert [plan["report"]["transport"] for plan in (cuda, cpu, shm)] == ["device", "process_group", "shm"]
     assert report("--device", "cpu") == shm and report("--device", "cuda") == cuda
     # 50 rows over 3 ranks: the slot has room for whole chunks, and two packed units may be on their way.
     assert cuda["report"]["gather_slot_bytes"] > cpu["report"]["gather_slot_bytes"]
     assert cuda["report"]["own_gather_slot_bytes"] > 0 == cpu["report"]["own_gather_slot_bytes"]
-    assert plan_json(capsys, config, "--world-size", 1)[1]["report"]["transport"] == "process_group"
+    assert plan_json(capsys, config, "--world-size", 1)[1]["report"]["transport"] == "device"
 
 
 def test_what_is_offloaded_needs_no_room_on_the_device(config, capsys):

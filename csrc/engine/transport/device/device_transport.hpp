@@ -26,7 +26,7 @@ class DeviceTransport final : public Transport {
   DeviceTransport(DeviceCollectives collectives, std::shared_ptr<DeviceLayer> layer, size_t pack_below_bytes);
   ~DeviceTransport() override;
 
-  const char* name() const override { return "process_group"; }
+  const char* name() const override { return "device"; }
   bool has_streams() const override { return true; }
   void register_group(const std::shared_ptr<ParamGroup>& group) override;
   void begin_forward(const PyRef& after) override;

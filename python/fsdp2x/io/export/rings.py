@@ -39,7 +39,7 @@ from fsdp2x.base.memory_file import MemoryFile, aligned_starts, tensor_at, whole
 from fsdp2x.base.native import _C
 from fsdp2x.base.processes import require_own_process
 from fsdp2x.base.rendezvous import GroupInfo, UnitParams, rendezvous
-from fsdp2x.sharding.transport import Transport
+from fsdp2x.sharding.transport import TransportKind
 
 
 @dataclass
@@ -228,12 +228,12 @@ def make_ring(
     if known is not None:
         known.require_same_units("fsdp2x.export")
     reason = "the process group is fake" if known is None else "the parameters are not on the CPU"
-    if transport != Transport.PROCESS_GROUP and device.type == "cpu" and known is not None:
+    if transport != TransportKind.PROCESS_GROUP and device.type == "cpu" and known is not None:
         num_bytes = ring_bytes([whole_pages(size) for size in sizes], in_order)
         ring, reason = _shared_ring(known, num_bytes, transport, keep_file)
         if ring is not None:
             return ring
-    if transport == Transport.SHM:
+    if transport == TransportKind.SHM:
         raise ValueError(f'transport="shm" is not possible: {reason}; use transport="process_group"')
     token = b"" if known is None else known.peers[0].token
     return GroupRing(group, device, ring_bytes(sizes, in_order), receivers, keep_file, token)

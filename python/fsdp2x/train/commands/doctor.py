@@ -187,7 +187,7 @@ def _choices() -> Iterator[Finding]:
     """What `fully_shard(model)` would use here, and why."""
     import torch.distributed as dist
 
-    from fsdp2x.sharding.transport import Transport, check_transport
+    from fsdp2x.sharding.transport import TransportKind, check_transport
 
     topic = "would be used"
     has_gpu = _has_gpu()
@@ -200,7 +200,7 @@ def _choices() -> Iterator[Finding]:
         return
     if has_gpu:
         yield _nccl(topic)
-    elif name == Transport.PROCESS_GROUP:
+    elif name == TransportKind.PROCESS_GROUP:
         yield Finding(topic, "transport", "process group: FSDP2X_TRANSPORT says so")
     else:
         fault = shared_memory_fault()
@@ -209,7 +209,7 @@ def _choices() -> Iterator[Finding]:
         else:
             advice = 'a limit of the system; transport="process_group" chooses gloo without the warning'
             yield Finding(
-                topic, "transport", f"process group: {fault}", "wrong" if name == Transport.SHM else "note", advice
+                topic, "transport", f"process group: {fault}", "wrong" if name == TransportKind.SHM else "note", advice
             )
     if not dist.is_gloo_available():
         yield Finding(topic, "gloo", "missing in this torch", "wrong", "install a torch that has it")

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp2x.plan.bound import MemoryBound, memory_bound
 from fsdp2x.plan.plan import planned_facts, planned_report, usual_device
 from fsdp2x.plan.report import MemoryReport, check_micro_batches, columns, readable
-from fsdp2x.sharding.transport import Transport
+from fsdp2x.sharding.transport import TransportKind
 from fsdp2x.train import ConfigError, TrainConfig
 from fsdp2x.train.explain_config import parse_without_text
 from fsdp2x.train.load_config import translate_file
@@ -66,7 +66,7 @@ class Settings(Request):
     local_world_size: int = 1
     replicas: int = 1
     dtype: str = "float32"
-    transport: str = Transport.PROCESS_GROUP
+    transport: str = TransportKind.PROCESS_GROUP
     device: str = "cuda"
     offload: str = "none"
     optimizer: str = "adamw"
@@ -170,7 +170,9 @@ def make_plan(request: Request) -> MemoryPlan:
             path, request.overrides, request.world_size, local_world_size, given
         )
         request = _filled(request, asked)
-    request = _filled(request, {"transport": Transport.SHM if request.device == "cpu" else Transport.PROCESS_GROUP})
+    request = _filled(
+        request, {"transport": TransportKind.SHM if request.device == "cpu" else TransportKind.PROCESS_GROUP}
+    )
     request = _filled(request, {"device": usual_device(str(request.transport)), "local_world_size": local_world_size})
     settings = Settings(**{name: value for name, value in vars(request).items() if value is not None})
     names = ("replicas", "transport", "device", "offload", "auto_wrap", "reshard_after_forward", "expert_parallel",
@@ -249,7 +251,7 @@ def _read_training(
     _refuse_unpredictable(config)
     mesh = plan_mesh(parallel, world_size, local_world_size)
     trains = config.train.mode == "train"
-    shares_memory = Transport.SHM in (given.get("transport"), parallel.transport)
+    shares_memory = TransportKind.SHM in (given.get("transport"), parallel.transport)
     device = given.get("device") or ("cpu" if parallel.device == "cpu" or shares_memory else "cuda")
     in_few_bits = parallel.wire_weights is not None or parallel.wire_gradients is not None
     on_one_host = device == "cpu" and mesh.shard_size <= local_world_size
@@ -259,7 +261,7 @@ def _read_training(
         "reduce_dtype": parallel.reduce_dtype,
         "replicas": mesh.num_replicas,
         "reshard_after_forward": mesh.reshard_after_forward,
-        "transport": (Transport.SHM if on_one_host and not in_few_bits else Transport.PROCESS_GROUP)
+        "transport": (TransportKind.SHM if on_one_host and not in_few_bits else TransportKind.PROCESS_GROUP)
         if parallel.transport == "auto"
         else parallel.transport,
         "wire_weights": parallel.wire_weights,
