@@ -19,7 +19,7 @@ void Root::add_unit(const std::shared_ptr<Unit>& unit, const std::vector<std::sh
     unit->groups[i]->join(transports.at(i), effects_.commons());
     effects_.add_transport(transports[i]);
     transports[i]->register_group(unit->groups[i]);
-    if (transports[i]->is_frugal()) {
+    if (transports[i]->is_synchronous()) {
       schedule_.settings().is_synchronous = true;
       blocks().keep_nothing();
     }

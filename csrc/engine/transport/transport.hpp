@@ -32,8 +32,8 @@ class Transport {
  public:
   virtual ~Transport() = default;
   virtual const char* name() const = 0;
-  // Frugal: a reduction is waited for at once, no gather runs ahead by a guess, no memory is kept for the next step.
-  virtual bool is_frugal() const { return false; }
+  // Waits for a reduction where it is posted, gathers nothing ahead by a guess, keeps no memory for the next step.
+  virtual bool is_synchronous() const { return false; }
   // Gives the group its index; in the same order on every rank.
   virtual void register_group(const std::shared_ptr<ParamGroup>& group) = 0;
 

@@ -2,9 +2,9 @@
 // issued through Python so that CommDebugMode, patches and custom groups see them; buffers are rank-major, with one
 // fused copy-out.
 //
-// Collectives copy what they are given there (gloo does), and stock FSDP2 runs them one at a time. So as not to need
-// more memory than stock, it is frugal: free memory goes back at once, and gathers that are on their way end before a
-// unit's gradients take memory.
+// gloo copies what a collective is given, and FSDP2 runs one at a time. To need no more memory than FSDP2, this
+// transport is synchronous: free memory goes back at once, and gathers on their way end before a unit's gradients take
+// memory.
 #pragma once
 
 #include <map>
@@ -33,7 +33,7 @@ class ProcessGroupTransport final : public Transport {
   explicit ProcessGroupTransport(Collectives collectives);
 
   const char* name() const override { return "process_group"; }
-  bool is_frugal() const override { return true; }
+  bool is_synchronous() const override { return true; }
   void register_group(const std::shared_ptr<ParamGroup>& group) override;
   void begin_forward(const PyRef& after) override;
   void begin_gather(ParamGroup& group, bool pools_stand_still) override;
