@@ -326,9 +326,9 @@ class ParamGroup:
     all_gather: Any
     reduce_scatter: Any
     separate_reduce_scatter: Any
-    gather_slowly: Any
-    finish_slowly: Any
-    free_slowly: Any
+    begin_extension_gather: Any
+    finish_extension_gather: Any
+    free_extension_gather: Any
     explain: Any
     explain_all_reduce: Any
 

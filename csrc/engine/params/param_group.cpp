@@ -130,7 +130,7 @@ void ParamGroup::take_seats(AgreementSeat shards, AgreementSeat replicas) {
 
 ParamGroup& ParamGroup::begin_gather() {
   ++counters().gathers;
-  call(calls_.gather_slowly);  // before the pool is read: it refreshes aliases
+  call(calls_.begin_extension_gather);  // before the pool is read: it refreshes aliases
   gathered_from_ = keeps_rows() ? post_forward_.group.get() : this;
   if (gathered_from_ == this) {
     if (shards_.state() == ShardState::open) {
@@ -200,7 +200,7 @@ bool ParamGroup::follow_gathered() {
 }
 
 void ParamGroup::fill() {
-  call(calls_.finish_slowly);
+  call(calls_.finish_extension_gather);
   pybind11::gil_scoped_acquire gil;
   check_registered();
   for (size_t i = 0; i < params_.size(); ++i) {
@@ -220,7 +220,7 @@ void ParamGroup::empty(bool keeps_post_forward) {
   }
 }
 
-void ParamGroup::free_extensions() { call(calls_.free_slowly); }
+void ParamGroup::free_extensions() { call(calls_.free_extension_gather); }
 
 void ParamGroup::set_post_forward(std::shared_ptr<ParamGroup> group, std::vector<PyRef> sharded) {
   post_forward_.group = std::move(group);

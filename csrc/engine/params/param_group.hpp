@@ -41,9 +41,9 @@ struct GroupCalls {
   PyRef all_gather;               // instead of the transport's, with the same arguments; process group only
   PyRef reduce_scatter;           // likewise
   PyRef separate_reduce_scatter;  // the transport's, over another process group; on streams only
-  PyRef gather_slowly;            // (): refreshes aliases; starts the gathers of extensions unless all_gather will
-  PyRef finish_slowly;            // (): fills their unsharded parameters
-  PyRef free_slowly;              // ()
+  PyRef begin_extension_gather;   // (): refreshes aliases; starts the gathers of extensions unless all_gather will
+  PyRef finish_extension_gather;  // (): fills their unsharded parameters
+  PyRef free_extension_gather;    // ()
   PyRef explain;                  // (exception, what failed) -> the exception to raise
   PyRef explain_all_reduce;       // the same over the replicas
 };

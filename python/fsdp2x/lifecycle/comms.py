@@ -23,13 +23,15 @@ from fsdp2x.sharding.transport import device_reduction
 def connect(group: ShardedParamGroup) -> None:
     """Gives the engine's group its callables: when it is made, and when it moves to another root."""
     if any(param.extension is not None or param.is_alias for param in group.params):
-        engine, slow = group.engine, _SlowGathers(group)
+        engine, gathers = group.engine, _ExtensionGathers(group)
         assert engine is not None, "made before it is connected"
-        engine.gather_slowly, engine.finish_slowly, engine.free_slowly = slow.begin, slow.finish, slow.free
-        group.slow_gathers = slow
+        engine.begin_extension_gather = gathers.begin
+        engine.finish_extension_gather = gathers.finish
+        engine.free_extension_gather = gathers.free
+        group.extension_gathers = gathers
 
 
-class _SlowGathers:
+class _ExtensionGathers:
     """Extensions and aliases of one group. Holds its parameters weakly: the engine must not lead back to modules.
 
     Over a process group the extensions' inputs travel with the engine's segment, in one collective; over shared memory,
@@ -108,8 +110,9 @@ def apply(state: ShardedUnit) -> None:
             continue
         ranks: Any = group.ranks.group
         gather = custom.all_gather and functools.partial(_custom_gather, custom.all_gather, ranks)
-        if group.slow_gathers is not None:
-            gather = functools.partial(group.slow_gathers.all_gather, gather or functools.partial(all_gather, ranks))
+        if group.extension_gathers is not None:
+            gather = gather or functools.partial(all_gather, ranks)
+            gather = functools.partial(group.extension_gathers.all_gather, gather)
         engine.all_gather = gather
         reduction = separate = None  # the transport's own
         if custom.separate_reduction:

@@ -60,7 +60,7 @@ class ShardedParamGroup(GroupNames):
         self.module_fqn = ""  # of the unit's modules, from lazy initialization on
         self.unit_state: Callable = lambda: None  # weak reference to the state of the unit
         self.engine: _C.ParamGroup | None = None  # from lazy initialization on
-        self.slow_gathers: Any = None  # comms._SlowGathers, where there are extensions or aliases
+        self.extension_gathers: Any = None  # comms._ExtensionGathers, where there are extensions or aliases
         self._own_offsets: list[int] = []
         self._dtypes: list[torch.dtype] = []
         for one in placed:
@@ -374,7 +374,7 @@ class ShardedParamGroup(GroupNames):
         self._leave_slot()
         if self._own_pool is None and self.engine is not None:
             self._own_pool, self._own_offsets = self.engine.pool, self.engine.shard_offsets
-        self.engine = self.slow_gathers = None
+        self.engine = self.extension_gathers = None
         for sharded in self.params:
             sharded.extension = None
 
