@@ -10,7 +10,7 @@
 //   | begin_gather, finish_gather | calls cancel_gather once for every group of the unit that has begun, also for the
 //     one that threw; the unit is sharded |
 //   | release_gather, cancel_gather | the group counts as released; the other groups of the unit are released as well |
-//   | pack, settle, begin_reduce | the group keeps its state: abandoning the backward drops it |
+//   | pack, pack_pending, begin_reduce | the group keeps its state: abandoning the backward drops it |
 //   | finish_reduce, all_reduce, run_reduce_hook, begin_download, attach | the group's gradients count as reduced; rows
 //     that are not attached are dropped by drop_reduced; sums with earlier backwards are lost, and every pass raises
 //     until a reset |
@@ -139,7 +139,7 @@ class Effects {
   // Packs a parameter's gradient that was shown to the user again. After the last one nothing is shown.
   virtual void pack_shown(ScheduledGroup& /*group*/, size_t /*param*/) {}
   // This backward may have no more gradients for the group: what is held may be packed and freed.
-  virtual void settle(ScheduledGroup& group) = 0;
+  virtual void pack_pending(ScheduledGroup& group) = 0;
   virtual void begin_reduce(ScheduledUnit& unit, ScheduledGroup& group, ForwardCounts forwards) = 0;
   virtual Reduced finish_reduce(ScheduledUnit& unit, ScheduledGroup& group, bool flush) = 0;
   // The backward ends without a reduction of the group.

@@ -80,9 +80,9 @@ void MemoryEffects::pack(ScheduledGroup& group, size_t /*param*/) {
   whole_.take(of(group).bytes.gradient);
 }
 
-void MemoryEffects::settle(ScheduledGroup& group) {
+void MemoryEffects::pack_pending(ScheduledGroup& group) {
   PerGroup& state = state_of(group);
-  if (!state.holds_gradients || !state.transport->settle(of(group))) return;
+  if (!state.holds_gradients || !state.transport->pack_pending(of(group))) return;
   state.holds_gradients = false;
   whole_.give_back(of(group).bytes.gradient);
 }

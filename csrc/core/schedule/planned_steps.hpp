@@ -92,7 +92,7 @@ class MemoryEffects final : public Effects {
   void publish_progress(uint64_t /*position*/) override {}
   void make_room(ScheduledGroup& group) override;
   void pack(ScheduledGroup& group, size_t param) override;
-  void settle(ScheduledGroup& group) override;
+  void pack_pending(ScheduledGroup& group) override;
   void begin_reduce(ScheduledUnit& unit, ScheduledGroup& group, ForwardCounts forwards) override;
   Reduced finish_reduce(ScheduledUnit& unit, ScheduledGroup& group, bool flush) override;
   void attach(ScheduledGroup& /*group*/) override {}

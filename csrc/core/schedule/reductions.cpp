@@ -24,11 +24,11 @@ void Reductions::pack(ScheduledUnit& unit, ScheduledGroup& group, size_t param) 
   effects_.pack(group, param);
 }
 
-void Reductions::settle(ScheduledUnit& unit) {
+void Reductions::pack_pending(ScheduledUnit& unit) {
   for (ScheduledGroup* const group : unit.groups_) {
     if (group->gradient_state() != GradientState::packed || effects_.is_shown(*group)) continue;
     make_room(*group, std::nullopt);
-    effects_.settle(*group);
+    effects_.pack_pending(*group);
   }
 }
 

@@ -26,7 +26,7 @@ class Reductions {
   // Autograd has accumulated a gradient. One that comes late (a weight used outside its unit) waits for the reduction
   // that was posted, and makes another one.
   void pack(ScheduledUnit& unit, ScheduledGroup& group, size_t param);
-  void settle(ScheduledUnit& unit);
+  void pack_pending(ScheduledUnit& unit);
   // Whether peers may have gradients of the group, which has none here, and wait for this rank in a collective: its
   // unit took part in a forward under grad, and no graph that lives has a call of it.
   bool is_awaited(const ScheduledUnit& unit, const ScheduledGroup& group) const;

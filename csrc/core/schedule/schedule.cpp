@@ -281,7 +281,8 @@ void Schedule::post_backward(ScheduledUnit& unit, std::optional<uint64_t> number
     sweep(unit);
     if (unit.options_.reshard_after_backward) reshard(unit);
   }
-  if (!unit.options_.requires_gradient_sync || effects_.has_outstanding_calls(unit)) return reductions_.settle(unit);
+  if (!unit.options_.requires_gradient_sync || effects_.has_outstanding_calls(unit))
+    return reductions_.pack_pending(unit);
   const auto& groups = unit.groups_;
   if (std::none_of(groups.begin(), groups.end(), [&](const auto* group) { return is_due(unit, *group); })) return;
   const auto section = effects_.open_section(unit, Section::post_backward_reduce);
@@ -322,7 +323,7 @@ void Schedule::end_backward() {
       section = effects_.open_section(unit, Section::post_backward_reshard);
     }
     sweep(unit);
-    if (!unit.options_.requires_gradient_sync || settings_.manual_finalization) reductions_.settle(unit);
+    if (!unit.options_.requires_gradient_sync || settings_.manual_finalization) reductions_.pack_pending(unit);
     if (unit.options_.reshard_after_backward) reshard(unit);
   }
   if (!settings_.manual_finalization) flush(alive);

@@ -146,7 +146,7 @@ void DeviceTransportMemory::release_gather(const PlannedGroup& group) {
   release(slots_, held_[group.number].slot);
 }
 
-bool DeviceTransportMemory::settle(const PlannedGroup& group) {
+bool DeviceTransportMemory::pack_pending(const PlannedGroup& group) {
   Held& held = held_[group.number];
   if (held.packed < 0) held.packed = acquire(pools_.buffers, packed_bytes(group));
   return true;

@@ -78,7 +78,7 @@ class TransportMemory {
   // The first gradient of a group is packed. `syncs`: this backward reduces it.
   virtual void open(const PlannedGroup& /*group*/, bool /*syncs*/) {}
   // Gradients wait for a later backward. Returns whether those of autograd are freed.
-  virtual bool settle(const PlannedGroup& /*group*/) { return false; }
+  virtual bool pack_pending(const PlannedGroup& /*group*/) { return false; }
   // Whether gradients are packed into the gradient pool.
   virtual bool packs_into_pool(const PlannedGroup& /*group*/) const { return false; }
   virtual bool needs_room(const PlannedGroup& group, bool for_gradient) = 0;
@@ -172,7 +172,7 @@ class DeviceTransportMemory final : public TransportMemory {
   void begin_gather(const PlannedGroup& group) override;
   void finish_gather(const PlannedGroup& group) override;
   void release_gather(const PlannedGroup& group) override;
-  bool settle(const PlannedGroup& group) override;
+  bool pack_pending(const PlannedGroup& group) override;
   bool packs_into_pool(const PlannedGroup& group) const override;
   bool needs_room(const PlannedGroup& group, bool for_gradient) override;
   void make_room(const PlannedGroup& group) override;

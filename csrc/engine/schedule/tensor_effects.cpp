@@ -303,7 +303,7 @@ void TensorEffects::pack_shown(ScheduledGroup& group, size_t param) {
   if (param + 1 == shown.size()) shown.clear();
 }
 
-void TensorEffects::settle(ScheduledGroup& group) { of(group).transport().settle(of(group)); }
+void TensorEffects::pack_pending(ScheduledGroup& group) { of(group).transport().pack_pending(of(group)); }
 
 void TensorEffects::begin_reduce(ScheduledUnit& /*unit*/, ScheduledGroup& group, ForwardCounts forwards) {
   const OutsideTransforms outside;

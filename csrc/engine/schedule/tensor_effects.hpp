@@ -91,7 +91,7 @@ class TensorEffects final : public Effects {
   void make_room(ScheduledGroup& group) override;
   void pack(ScheduledGroup& group, size_t param) override;
   void pack_shown(ScheduledGroup& group, size_t param) override;
-  void settle(ScheduledGroup& group) override;
+  void pack_pending(ScheduledGroup& group) override;
   void begin_reduce(ScheduledUnit& unit, ScheduledGroup& group, ForwardCounts forwards) override;
   Reduced finish_reduce(ScheduledUnit& unit, ScheduledGroup& group, bool flush) override;
   void skip_reduce(ScheduledGroup& group) override;

@@ -73,7 +73,7 @@ class Transport {
   // Adds a whole unsharded gradient to what is packed of the group; the first one of a parameter overwrites.
   virtual void pack(ParamGroup& group, size_t param, const at::Tensor& gradient) = 0;
   // This backward may have no more gradients for the group: what is held may be packed and freed.
-  virtual void settle(ParamGroup& /*group*/) {}
+  virtual void pack_pending(ParamGroup& /*group*/) {}
   // Hands over what is packed, in the reduce dtype, and holds nothing of the group from then on. Flat, by parameter;
   // undefined: nothing was packed of it.
   virtual std::vector<at::Tensor> take_packed(ParamGroup& group) = 0;

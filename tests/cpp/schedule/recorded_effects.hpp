@@ -143,8 +143,8 @@ class RecordedEffects : public Effects {
     of(group).packed->merge(of(group).accumulated);
     of(group).accumulated.clear();
   }
-  void settle(ScheduledGroup& group) override {
-    require(of(group).packed.has_value(), "nothing to settle: " + group.name());
+  void pack_pending(ScheduledGroup& group) override {
+    require(of(group).packed.has_value(), "nothing to pack: " + group.name());
     effect();
   }
   void begin_reduce(ScheduledUnit&, ScheduledGroup& group, ForwardCounts) override {

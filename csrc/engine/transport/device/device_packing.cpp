@@ -59,12 +59,12 @@ void DevicePacking::pack(ParamGroup& group, size_t i, const at::Tensor& gradient
   mine.held[i] = gradient;
 }
 
-void DevicePacking::settle(ParamGroup& group) {
+void DevicePacking::pack_pending(ParamGroup& group) {
   if (per_group(group).plan != nullptr) pack_held(group, /*for_reduction=*/false);
 }
 
 std::vector<at::Tensor> DevicePacking::take_whole(ParamGroup& group) {
-  settle(group);
+  pack_pending(group);
   PerGroup& mine = per_group(group);
   std::vector<at::Tensor> taken(mine.filled.size());
   if (mine.plan == nullptr) return taken;

@@ -25,7 +25,7 @@ class DevicePacking {
   bool needs_room(const ParamGroup& group, std::optional<size_t> param);
   void make_room(const ParamGroup& group);
   void pack(ParamGroup& group, size_t param, const at::Tensor& gradient);
-  void settle(ParamGroup& group);
+  void pack_pending(ParamGroup& group);
   // See Transport::take_packed.
   std::vector<at::Tensor> take_whole(ParamGroup& group);
 

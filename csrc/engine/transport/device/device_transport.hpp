@@ -54,7 +54,7 @@ class DeviceTransport final : public Transport {
   void pack(ParamGroup& group, size_t param, const at::Tensor& gradient) override {
     packing_.pack(group, param, gradient);
   }
-  void settle(ParamGroup& group) override { packing_.settle(group); }
+  void pack_pending(ParamGroup& group) override { packing_.pack_pending(group); }
   std::vector<at::Tensor> take_packed(ParamGroup& group) override { return packing_.take_whole(group); }
   void begin_reduce(ParamGroup& group, ForwardCounts) override { reductions_.begin(group, packing_.take(group)); }
   bool needs_empty_reduction(const ParamGroup& group) const override;
