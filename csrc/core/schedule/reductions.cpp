@@ -89,7 +89,7 @@ bool Reductions::finish(const std::shared_ptr<ScheduledUnit>& unit, ScheduledGro
   } catch (...) {
     // Users' hooks run when the rows have left the transport: what they leave undone is nowhere any more.
     effects_.drop_reduced(group);
-    if (holds_earlier) lose(group);
+    if (holds_earlier) mark_lost(group);
     throw;
   }
 }
@@ -126,7 +126,7 @@ void Reductions::all_reduce(const std::shared_ptr<ScheduledUnit>& unit, Schedule
     deliver(unit, group);
   } catch (...) {
     effects_.drop_reduced(group);
-    if (sum.backward != backward_number() || sum.holds_earlier) lose(group);
+    if (sum.backward != backward_number() || sum.holds_earlier) mark_lost(group);
     throw;
   }
 }
@@ -200,10 +200,10 @@ void Reductions::abandon(ScheduledUnit& unit) {
       const size_t num_downloads =
           std::erase_if(downloads_, [group](const OnItsWay& one) { return one.group == group; });
       if (num_downloads > 0) effects_.drop_download(*group);
-      if ((was_packed || num_downloads > 0) && group->contributions_.holds_earlier) lose(*group);
+      if ((was_packed || num_downloads > 0) && group->contributions_.holds_earlier) mark_lost(*group);
     }
     if (group->partial_contributions_.backward == backward_number()) {
-      if (group->partial_contributions_.holds_earlier) lose(*group);
+      if (group->partial_contributions_.holds_earlier) mark_lost(*group);
       drop_partial(*group);
     }
     group->is_reduced_ = false;
@@ -227,7 +227,7 @@ void Reductions::reset() {
   downloads_.clear();
 }
 
-void Reductions::lose(const ScheduledGroup& group) { lost_ += (lost_.empty() ? "'" : ", '") + group.name() + "'"; }
+void Reductions::mark_lost(const ScheduledGroup& group) { lost_ += (lost_.empty() ? "'" : ", '") + group.name() + "'"; }
 
 void Reductions::refuse_after_loss() const {
   if (lost_.empty()) return;

@@ -67,7 +67,7 @@ class Reductions {
   void deliver(const std::shared_ptr<ScheduledUnit>& unit, ScheduledGroup& group);
   void finish_download(std::deque<OnItsWay>::iterator found);
   void all_reduce(const std::shared_ptr<ScheduledUnit>& unit, ScheduledGroup& group);
-  void lose(const ScheduledGroup& group);
+  void mark_lost(const ScheduledGroup& group);
 
   Effects& effects_;
   std::deque<OnItsWay> pending_;
