@@ -44,11 +44,11 @@ at::Tensor SegmentRows::flags() const {
   return typed(memory_, type_, layout_->reduce_segment_bytes(), layout_->params().size() * dtype_bytes(type_));
 }
 
-std::vector<uint8_t> SegmentRows::wanted() {
+std::vector<uint8_t> SegmentRows::has_gradient() {
   const at::Tensor values = flags().to(at::TensorOptions().dtype(at::kFloat).device(at::kCPU));
-  std::vector<uint8_t> wanted(layout_->params().size());
-  for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = values.const_data_ptr<float>()[i] > 0.0F ? 1 : 0;
-  return wanted;
+  std::vector<uint8_t> has_gradient(layout_->params().size());
+  for (size_t i = 0; i < has_gradient.size(); ++i) has_gradient[i] = values.const_data_ptr<float>()[i] > 0.0F ? 1 : 0;
+  return has_gradient;
 }
 
 void SegmentRows::run_hook(const PyRef& hook) {

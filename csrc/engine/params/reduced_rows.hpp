@@ -24,7 +24,7 @@ class ReducedRows {
   ReducedRows& operator=(const ReducedRows&) = delete;
 
   // By parameter: whether any rank has a gradient of it.
-  virtual std::vector<uint8_t> wanted() = 0;
+  virtual std::vector<uint8_t> has_gradient() = 0;
   // The user's, on what was summed. Needs the GIL, and so do the next three.
   virtual void run_hook(const PyRef& hook) = 0;
   // Of a group whose gradients are the host's: begins to bring the rows there.
@@ -54,7 +54,7 @@ class SegmentRows final : public ReducedRows {
   // False: the segments are of different parameters.
   bool add(const SegmentRows& other);
 
-  std::vector<uint8_t> wanted() override;
+  std::vector<uint8_t> has_gradient() override;
   void run_hook(const PyRef& hook) override;
   void write(const GradientTargets& targets) override;
   SegmentRows* segment() override { return this; }

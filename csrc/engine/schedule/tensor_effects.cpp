@@ -375,10 +375,10 @@ void TensorEffects::finish_download(ScheduledGroup& group) {
 
 void TensorEffects::write(ParamGroup& group, std::unique_ptr<ReducedRows> rows) {
   Gradients& gradients = group.gradients();
-  const std::vector<uint8_t> wanted = rows->wanted();
-  GradientTargets targets(wanted.size());
+  const std::vector<uint8_t> has_gradient = rows->has_gradient();
+  GradientTargets targets(has_gradient.size());
   for (size_t i = 0; i < targets.size(); ++i) {
-    if (wanted[i]) targets[i] = gradients.prepare(i);
+    if (has_gradient[i]) targets[i] = gradients.prepare(i);
   }
   rows->write(targets);
   for (size_t i = 0; i < targets.size(); ++i) {

@@ -42,7 +42,7 @@ at::Tensor WaitingGradients::unreduced(ParamGroup& group, size_t param) {
 at::Tensor WaitingGradients::partial_rows(ParamGroup& group, size_t param) {
   const std::unique_ptr<SegmentRows> held = group.transport().partial(group);
   SegmentRows* const rows = held ? held.get() : group.waiting().partial.get();
-  return rows != nullptr && rows->wanted()[param] != 0 ? rows->rows(param) : at::Tensor();
+  return rows != nullptr && rows->has_gradient()[param] != 0 ? rows->rows(param) : at::Tensor();
 }
 
 void WaitingGradients::clear(Reductions& reductions, ParamGroup& group, const std::vector<bool>& which, bool drops) {
@@ -65,7 +65,7 @@ void WaitingGradients::clear(Reductions& reductions, ParamGroup& group, const st
   const auto is_defined = [](const at::Tensor& one) { return one.defined(); };
   if (!shown.empty() && std::none_of(shown.begin(), shown.end(), is_defined)) reductions.drop_packed(group);
   if (rows == nullptr) return;
-  const std::vector<uint8_t> left = rows->wanted();
+  const std::vector<uint8_t> left = rows->has_gradient();
   if (std::none_of(left.begin(), left.end(), [](uint8_t one) { return one != 0; })) reductions.drop_partial(group);
 }
 

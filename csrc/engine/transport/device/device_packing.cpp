@@ -85,9 +85,9 @@ DevicePacking::Packed DevicePacking::take(ParamGroup& group) {
   packed.memory = pack_held(group, /*for_reduction=*/true);
   packed.buffer = mine.buffer;
   packed.filled = mine.filled;
-  packed.wanted = flags_of(group);
-  for (size_t i = 0; i < packed.wanted.size(); ++i) {
-    if (mine.plan->layout->params()[i].shape.trainable && !packed.wanted[i]) packed.is_certain = is_alone(group);
+  packed.has_gradient = flags_of(group);
+  for (size_t i = 0; i < packed.has_gradient.size(); ++i) {
+    if (mine.plan->layout->params()[i].shape.trainable && !packed.has_gradient[i]) packed.is_certain = is_alone(group);
   }
   close(mine);
   return packed;

@@ -32,11 +32,11 @@ class DevicePacking {
   // All that a reduction reads; what the group held is empty from then on.
   struct Packed {
     SegmentPlan* plan = nullptr;
-    int buffer = -1;              // in ReduceMemory; none: `memory` is the gradient pool
-    at::Tensor memory;            // W segments, laid end to end
-    std::vector<uint8_t> filled;  // by parameter: it has a gradient here
-    std::vector<uint8_t> wanted;  // likewise, or is reduced as zeros
-    bool is_certain = true;       // every trainable one does
+    int buffer = -1;                    // in ReduceMemory; none: `memory` is the gradient pool
+    at::Tensor memory;                  // W segments, laid end to end
+    std::vector<uint8_t> filled;        // by parameter: it has a gradient here
+    std::vector<uint8_t> has_gradient;  // likewise, or is reduced as zeros
+    bool is_certain = true;             // every trainable one does
   };
   Packed take(ParamGroup& group);
   // Drops what is held. Returns whether there was any.

@@ -45,7 +45,7 @@ void DeviceReductions::begin(ParamGroup& group, DevicePacking::Packed packed) {
   const auto segment_bytes = static_cast<int64_t>(plan.segment_bytes);
   Reduction running;
   running.plan = packed.plan;
-  running.wanted = std::move(packed.wanted);
+  running.has_gradient = std::move(packed.has_gradient);
   running.is_certain = packed.is_certain;
   if (packed.buffer < 0) {  // in the gradient pool
     running.rows = packed.memory.narrow(0, 0, segment_bytes);
@@ -234,7 +234,7 @@ class DeviceRows final : public ReducedRows {
   DeviceRows(DeviceReductions& reductions, ParamGroup& group, DeviceReductions::Reduction reduction)
       : reductions_(reductions), group_(group), reduction_(std::move(reduction)) {}
   ~DeviceRows() override { retire(reduction_.lane); }
-  std::vector<uint8_t> wanted() override { return reduction_.wanted; }
+  std::vector<uint8_t> has_gradient() override { return reduction_.has_gradient; }
   void run_hook(const PyRef& hook) override;
   std::unique_ptr<ReducedRows> to_host() override;
   void write(const GradientTargets& targets) override;
@@ -264,8 +264,9 @@ void DeviceRows::run_hook(const PyRef& hook) {
 }
 
 std::unique_ptr<ReducedRows> DeviceRows::to_host() {
-  auto rows = reductions_.host_shards_.download(group_, reduction_.rows, *reduction_.plan, std::move(reduction_.wanted),
-                                                reduction_.divisor, reduction_.lane);
+  auto rows =
+      reductions_.host_shards_.download(group_, reduction_.rows, *reduction_.plan, std::move(reduction_.has_gradient),
+                                        reduction_.divisor, reduction_.lane);
   retire(Lane::copy_out);
   if (reduction_.buffer >= 0) {
     reductions_.context_.layer().record(*reductions_.memory_.buffer(reduction_.buffer).free, Lane::copy_out);
@@ -311,7 +312,7 @@ void DeviceReductions::ask_for_flags(const ParamGroup& group, const Reduction& r
   PerGroup& mine = per_group(group);
   DeviceLayer& layer = context_.layer();
   const DType type = group.reduce_type();
-  const size_t num = running.wanted.size();
+  const size_t num = running.has_gradient.size();
   if (!mine.flags.defined()) {
     mine.flags = host_memory_for(layer.device(), at::kFloat, num);
     mine.flags_there = layer.make_event(group.name() + ".flags");
@@ -327,8 +328,8 @@ void DeviceReductions::ask_for_flags(const ParamGroup& group, const Reduction& r
 void DeviceReductions::read_flags(const ParamGroup& group, Reduction& running) {
   PerGroup& mine = per_group(group);
   context_.layer().synchronize(*mine.flags_there);
-  for (size_t i = 0; i < running.wanted.size(); ++i) {
-    running.wanted[i] = mine.flags.const_data_ptr<float>()[i] > 0.0F ? 1 : 0;
+  for (size_t i = 0; i < running.has_gradient.size(); ++i) {
+    running.has_gradient[i] = mine.flags.const_data_ptr<float>()[i] > 0.0F ? 1 : 0;
   }
   const LaneScope scope(context_.layer(), Lane::host);
   context_.layer().touches("read flags", group.name(), mine.flags, {});

@@ -49,9 +49,9 @@ class DeviceReductions {
     uint64_t number = 0;  // in ReduceMemory; 0: nothing is on its way
     SegmentPlan* plan = nullptr;
     Lane lane = Lane::reduce;
-    double divisor = 1.0;         // left to divide by
-    std::vector<uint8_t> wanted;  // by parameter, unless the flags tell
-    bool is_certain = true;       // they do not: no other rank can have what this one lacks
+    double divisor = 1.0;               // left to divide by
+    std::vector<uint8_t> has_gradient;  // by parameter, unless the flags tell
+    bool is_certain = true;             // they do not: no other rank can have what this one lacks
   };
   struct PerGroup {
     Reduction running;

@@ -14,19 +14,19 @@ namespace {
 class HostRows final : public ReducedRows {
  public:
   HostRows(DeviceLayer& layer, ParamGroup& group, DeviceEvent& downloaded, std::shared_ptr<const Layout> layout,
-           std::vector<uint8_t> wanted, double divisor)
+           std::vector<uint8_t> has_gradient, double divisor)
       : layer_(layer),
         group_(group),
         downloaded_(downloaded),
         layout_(std::move(layout)),
-        wanted_(std::move(wanted)),
+        has_gradient_(std::move(has_gradient)),
         divisor_(divisor) {}
   ~HostRows() override {
     if (!memory.defined()) return;
     layer_.synchronize(downloaded_);  // its memory is used again
     give_back();
   }
-  std::vector<uint8_t> wanted() override { return wanted_; }
+  std::vector<uint8_t> has_gradient() override { return has_gradient_; }
   void run_hook(const PyRef&) override {}  // it has run, on the device
   void write(const GradientTargets& targets) override;
 
@@ -43,7 +43,7 @@ class HostRows final : public ReducedRows {
   ParamGroup& group_;
   DeviceEvent& downloaded_;
   std::shared_ptr<const Layout> layout_;
-  std::vector<uint8_t> wanted_;
+  std::vector<uint8_t> has_gradient_;
   double divisor_;  // left to divide by
 };
 
@@ -129,12 +129,12 @@ void HostShards::may_change() {
 }
 
 std::unique_ptr<ReducedRows> HostShards::download(ParamGroup& group, const at::Tensor& rows, const SegmentPlan& plan,
-                                                  std::vector<uint8_t> wanted, double divisor, Lane lane) {
+                                                  std::vector<uint8_t> has_gradient, double divisor, Lane lane) {
   DeviceLayer& layer = context_.layer();
   DeviceEvent& downloaded = *groups_[group.index()].downloaded;
   Gradients& gradients = group.gradients();
-  const bool all = std::all_of(wanted.begin(), wanted.end(), [](uint8_t flag) { return flag != 0; });
-  auto result = std::make_unique<HostRows>(layer, group, downloaded, plan.layout, std::move(wanted), divisor);
+  const bool all = std::all_of(has_gradient.begin(), has_gradient.end(), [](uint8_t flag) { return flag != 0; });
+  auto result = std::make_unique<HostRows>(layer, group, downloaded, plan.layout, std::move(has_gradient), divisor);
   const size_t bytes = plan.layout->reduce_segment_bytes();
   const size_t num_allocations = gradients.num_allocations();
   at::Tensor memory;

@@ -47,7 +47,7 @@ class HostShards {
 
   // Reduced rows that are complete on `lane` begin to go to the host. Needs the GIL.
   std::unique_ptr<ReducedRows> download(ParamGroup& group, const at::Tensor& rows, const SegmentPlan& plan,
-                                        std::vector<uint8_t> wanted, double divisor, Lane lane);
+                                        std::vector<uint8_t> has_gradient, double divisor, Lane lane);
 
  private:
   struct PerGroup {

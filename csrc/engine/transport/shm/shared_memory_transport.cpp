@@ -27,7 +27,7 @@ class SummedRows final : public ReducedRows {
  public:
   SummedRows(SharedMemoryTransport& transport, ParamGroup& group, SharedMemoryTransport::Sources sources);
   ~SummedRows() override;
-  std::vector<uint8_t> wanted() override;
+  std::vector<uint8_t> has_gradient() override;
   void run_hook(const PyRef&) override;
   void write(const GradientTargets& targets) override;
 
@@ -437,10 +437,10 @@ SummedRows::~SummedRows() {
   if (!is_read_) transport_.close_scratch(group_);
 }
 
-std::vector<uint8_t> SummedRows::wanted() {
-  std::vector<uint8_t> wanted(group_.params().size());
-  for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = sources_.any_filled(i) ? 1 : 0;
-  return wanted;
+std::vector<uint8_t> SummedRows::has_gradient() {
+  std::vector<uint8_t> has_gradient(group_.params().size());
+  for (size_t i = 0; i < has_gradient.size(); ++i) has_gradient[i] = sources_.any_filled(i) ? 1 : 0;
+  return has_gradient;
 }
 
 void SummedRows::run_hook(const PyRef&) {}  // a group with a hook is staged
