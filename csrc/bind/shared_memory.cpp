@@ -30,13 +30,14 @@ void raise_on_signal() {
 std::function<std::vector<std::string>(const std::string&)> exchange_by(const py::object& exchange) {
   // Shared: a std::function must be able to copy it.
   const auto function = std::make_shared<PyRef>(own(exchange));
-  return [function](const std::string& mine) {
+  return [function](const std::string& outcome) {
     const py::gil_scoped_acquire gil;
-    const PyRef text = PyRef::steal(PyUnicode_DecodeUTF8(mine.data(), static_cast<Py_ssize_t>(mine.size()), "replace"));
-    const PyRef said =
+    const PyRef text =
+        PyRef::steal(PyUnicode_DecodeUTF8(outcome.data(), static_cast<Py_ssize_t>(outcome.size()), "replace"));
+    const PyRef outcomes =
         PyRef::steal(text ? PyObject_CallFunctionObjArgs(function->get(), text.get(), nullptr) : nullptr);
-    if (!said) throw_python_error();
-    return py::reinterpret_borrow<py::object>(said.get()).cast<std::vector<std::string>>();
+    if (!outcomes) throw_python_error();
+    return py::reinterpret_borrow<py::object>(outcomes.get()).cast<std::vector<std::string>>();
   };
 }
 
@@ -76,16 +77,16 @@ void bind_shared_memory(py::module_& m) {
          const py::object& exchange, size_t num_bytes, const py::object& use) {
         const cpu::ShmOptions options =
             shm_options(rank, global_ranks, socket_name, token, /*timeout_s=*/0.0, exchange);
-        const auto call_use = [&use](const cpu::Meeting& meeting) {
+        const auto call_use = [&use](const cpu::Rendezvous& result) {
           const py::gil_scoped_acquire gil;
-          const PyRef file = PyRef::steal(PyLong_FromLong(meeting.memory.get()));
+          const PyRef file = PyRef::steal(PyLong_FromLong(result.memory.get()));
           const PyRef done =
               PyRef::steal(file ? PyObject_CallFunctionObjArgs(use.ptr(), file.get(), nullptr) : nullptr);
           if (!done) throw_python_error();
         };
         std::string reason;
         const py::gil_scoped_release released;
-        cpu::meet(options, {num_bytes, num_bytes}, call_use, reason);
+        cpu::rendezvous(options, {num_bytes, num_bytes}, call_use, reason);
         return reason;
       },
       py::arg("rank"), py::arg("global_ranks"), py::arg("socket_name"), py::arg("token"), py::arg("exchange"),

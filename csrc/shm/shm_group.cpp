@@ -1,4 +1,4 @@
-// The memory of a group: met over, mapped window by window.
+// The memory of a group: result over, mapped window by window.
 #include "shm/shm_group.hpp"
 
 #include <cerrno>
@@ -28,24 +28,24 @@ ShmGroup::ShmGroup(const ShmOptions& options, const ShmMap& map, Mapping control
 
 std::unique_ptr<ShmGroup> ShmGroup::create(const ShmOptions& options, std::string& reason) {
   std::unique_ptr<ShmGroup> group;
-  const auto map_control = [&](Meeting& meeting) {
-    const ShmMap map(options.world, meeting.total_bytes);
+  const auto map_control = [&](Rendezvous& result) {
+    const ShmMap map(options.world, result.total_bytes);
     Mapping control;
     try {
-      control = Mapping(meeting.memory.get(), 0, map.control_bytes(), View::read_write);
+      control = Mapping(result.memory.get(), 0, map.control_bytes(), View::read_write);
     } catch (const Error& error) {
       throw Error("shared memory: " + options.name(options.rank) + " cannot enter its group: " + error.what());
     }
-    for (size_t rank = 0; options.rank == 0 && rank < meeting.pids.size(); ++rank) {
-      map.state(control.data(), static_cast<int>(rank)).pid.store(static_cast<uint64_t>(meeting.pids[rank]));
+    for (size_t rank = 0; options.rank == 0 && rank < result.pids.size(); ++rank) {
+      map.state(control.data(), static_cast<int>(rank)).pid.store(static_cast<uint64_t>(result.pids[rank]));
     }
     group.reset(new ShmGroup(options, map, std::move(control)));
   };
-  std::optional<Meeting> meeting = meet(options, kSizes, map_control, reason);
-  if (!meeting) return nullptr;
-  group->memory_ = std::move(meeting->memory);
+  std::optional<Rendezvous> result = rendezvous(options, kSizes, map_control, reason);
+  if (!result) return nullptr;
+  group->memory_ = std::move(result->memory);
   // A rank in a pid namespace of its own cannot tell what the published numbers mean.
-  if (meeting->pids_are_shared) group->watch_peers();
+  if (result->pids_are_shared) group->watch_peers();
   return group;
 }
 

@@ -1,4 +1,4 @@
-// The meeting of the ranks: memfd, abstract unix socket, and the checks of who is at the other end.
+// How ranks come to share a memory file: memfd, abstract unix socket, and the checks of who is at the other end.
 //
 //   rank 0     make the file, listen                                          | exchange
 //   the others connect, check the listener's user, say Hello {rank, token ..} | exchange
@@ -131,15 +131,15 @@ void check(const ShmOptions& options) {
   }
 }
 
-class Host {  // rank 0
+class Listener {  // rank 0
  public:
-  Host(const ShmOptions& options, FileSizes sizes) : options_(options), sizes_(sizes) {}
+  Listener(const ShmOptions& options, FileSizes sizes) : options_(options), sizes_(sizes) {}
 
-  void open(Meeting& meeting) {
-    meeting.memory = make_memory(options_, sizes_, meeting.total_bytes);
-    meeting.pids.assign(static_cast<size_t>(options_.world), 0);
-    meeting.pids[0] = ::getpid();
-    guests_.resize(static_cast<size_t>(options_.world));
+  void open(Rendezvous& result) {
+    result.memory = make_memory(options_, sizes_, result.total_bytes);
+    result.pids.assign(static_cast<size_t>(options_.world), 0);
+    result.pids[0] = ::getpid();
+    connections_.resize(static_cast<size_t>(options_.world));
     if (options_.world == 1) return;
     listener_ = make_socket(options_);
     socklen_t length = 0;
@@ -151,7 +151,7 @@ class Host {  // rank 0
   }
 
   // The ranks are waiting at the socket; among them may be anybody.
-  void admit(Meeting& meeting) {
+  void accept_all(Rendezvous& result) {
     for (int num_missing = options_.world - 1; num_missing > 0;) {
       FileDescriptor connection(
           retried([&] { return ::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK); }));
@@ -164,20 +164,20 @@ class Host {  // rank 0
       Hello hello;
       if (!listen_to(connection, peer, hello)) continue;
       const auto rank = static_cast<size_t>(hello.rank);
-      meeting.pids[rank] = peer.pid == hello.pid ? peer.pid : 0;
-      guests_[rank] = std::move(connection);
+      result.pids[rank] = peer.pid == hello.pid ? peer.pid : 0;
+      connections_[rank] = std::move(connection);
       --num_missing;
     }
     listener_.reset();
     for (int rank = 1; rank < options_.world; ++rank) {
-      if (guests_[static_cast<size_t>(rank)].valid()) continue;
+      if (connections_[static_cast<size_t>(rank)].valid()) continue;
       fail(options_, "did not see " + options_.name(rank) + " at its socket" + refusals_);
     }
   }
 
-  void serve(const Meeting& meeting) {
+  void send_memory(const Rendezvous& result) {
     Reply reply;
-    reply.total_bytes = meeting.total_bytes;
+    reply.total_bytes = result.total_bytes;
     reply.pid = ::getpid();
     for (int rank = 1; rank < options_.world; ++rank) {
       iovec data = {&reply, sizeof(reply)};
@@ -191,10 +191,10 @@ class Host {  // rank 0
       header->cmsg_level = SOL_SOCKET;
       header->cmsg_type = SCM_RIGHTS;
       header->cmsg_len = CMSG_LEN(sizeof(int));
-      const int fd = meeting.memory.get();
+      const int fd = result.memory.get();
       std::memcpy(CMSG_DATA(header), &fd, sizeof(fd));
-      const FileDescriptor& guest = guests_[static_cast<size_t>(rank)];
-      if (retried([&] { return ::sendmsg(guest.get(), &message, MSG_NOSIGNAL); }) != sizeof(reply)) {
+      const FileDescriptor& connection = connections_[static_cast<size_t>(rank)];
+      if (retried([&] { return ::sendmsg(connection.get(), &message, MSG_NOSIGNAL); }) != sizeof(reply)) {
         fail(options_, "cannot hand its memfd to " + options_.name(rank) + system_error());
       }
     }
@@ -215,7 +215,8 @@ class Host {  // rank 0
       reason = "showed a wrong token";
     } else if (hello.world != options_.world) {
       reason = "counts another number of ranks";
-    } else if (hello.rank < 1 || hello.rank >= options_.world || guests_[static_cast<size_t>(hello.rank)].valid()) {
+    } else if (hello.rank < 1 || hello.rank >= options_.world ||
+               connections_[static_cast<size_t>(hello.rank)].valid()) {
       reason = "calls itself a rank that is there already, or that does not exist";
     }
     if (reason == nullptr) return true;
@@ -226,15 +227,15 @@ class Host {  // rank 0
   const ShmOptions& options_;
   FileSizes sizes_;
   FileDescriptor listener_;
-  std::vector<FileDescriptor> guests_;  // by rank
+  std::vector<FileDescriptor> connections_;  // by rank
   std::string refusals_;
 };
 
-class Guest {  // every other rank
+class Connector {  // every other rank
  public:
-  Guest(const ShmOptions& options, FileSizes sizes) : options_(options), sizes_(sizes) {}
+  Connector(const ShmOptions& options, FileSizes sizes) : options_(options), sizes_(sizes) {}
 
-  void come(Meeting& meeting) {
+  void connect(Rendezvous& result) {
     connection_ = make_socket(options_);
     socklen_t length = 0;
     const sockaddr_un address = address_of(options_, length);
@@ -247,7 +248,7 @@ class Guest {  // every other rank
       fail(options_, "found a process of another user (uid " + std::to_string(listener.uid) + ", not " +
                          std::to_string(::geteuid()) + ") on its group's socket: run all ranks as one user");
     }
-    host_pid_ = listener.pid;
+    listener_pid_ = listener.pid;
     Hello hello;
     hello.rank = options_.rank;
     hello.world = options_.world;
@@ -256,25 +257,25 @@ class Guest {  // every other rank
     if (retried([&] { return ::send(connection_.get(), &hello, sizeof(hello), MSG_NOSIGNAL); }) != sizeof(hello)) {
       fail(options_, "cannot greet " + options_.name(0) + system_error());
     }
-    meeting.pids_are_shared = false;
+    result.pids_are_shared = false;
   }
 
-  void take(Meeting& meeting) {
+  void take_memory(Rendezvous& result) {
     Reply reply;
-    meeting.memory = receive(reply);
+    result.memory = receive(reply);
     struct stat status = {};
     if (reply.magic != kShmMagic) fail(options_, "got a reply of another version of fsdp2x: install the same one");
-    if (!meeting.memory.valid() || ::fstat(meeting.memory.get(), &status) != 0) {
+    if (!result.memory.valid() || ::fstat(result.memory.get(), &status) != 0) {
       fail(options_, "got no memfd from " + options_.name(0) + ": check `ulimit -n`");
     }
     // A file that can shrink would turn reads into SIGBUS.
-    const int seals = ::fcntl(meeting.memory.get(), F_GET_SEALS);
+    const int seals = ::fcntl(result.memory.get(), F_GET_SEALS);
     const bool is_right = S_ISREG(status.st_mode) && static_cast<uint64_t>(status.st_size) == reply.total_bytes &&
                           reply.total_bytes >= sizes_.least_bytes && reply.total_bytes <= sizes_.most_bytes &&
                           seals >= 0 && (seals & kSeals) == kSeals;
     if (!is_right) fail(options_, "got a file from " + options_.name(0) + " that is not its memfd");
-    meeting.total_bytes = reply.total_bytes;
-    meeting.pids_are_shared = host_pid_ == reply.pid;
+    result.total_bytes = reply.total_bytes;
+    result.pids_are_shared = listener_pid_ == reply.pid;
     connection_.reset();
   }
 
@@ -313,7 +314,7 @@ class Guest {  // every other rank
   const ShmOptions& options_;
   FileSizes sizes_;
   FileDescriptor connection_;
-  pid_t host_pid_ = 0;
+  pid_t listener_pid_ = 0;
 };
 
 // Collective: runs a step and tells the others how it ended. False when it failed anywhere.
@@ -321,17 +322,18 @@ class Guest {  // every other rank
 // waiting.
 template <class Step>
 bool all_succeed(const ShmOptions& options, const Step& step, std::string& reason) {
-  std::string mine;
+  std::string outcome;
   try {
     step();
   } catch (const Error& error) {
-    mine = error.what();
+    outcome = error.what();
   } catch (const std::exception& error) {
-    mine = "shared memory: " + options.name(options.rank) + " failed to enter its group (" + error.what() + ")";
+    outcome = "shared memory: " + options.name(options.rank) + " failed to enter its group (" + error.what() + ")";
   }
-  const std::vector<std::string> said = options.world == 1 ? std::vector<std::string>{mine} : options.exchange(mine);
+  const std::vector<std::string> outcomes =
+      options.world == 1 ? std::vector<std::string>{outcome} : options.exchange(outcome);
   size_t num_failed = 0;
-  for (const std::string& text : said) {
+  for (const std::string& text : outcomes) {
     if (text.empty()) continue;
     if (num_failed++ == 0) reason = text;
   }
@@ -341,34 +343,34 @@ bool all_succeed(const ShmOptions& options, const Step& step, std::string& reaso
 
 }  // namespace
 
-std::optional<Meeting> meet(const ShmOptions& options, FileSizes sizes, const std::function<void(Meeting&)>& use,
-                            std::string& reason) {
-  Meeting meeting;
-  Host host(options, sizes);
-  Guest guest(options, sizes);
-  const bool hosts = options.rank == 0;
+std::optional<Rendezvous> rendezvous(const ShmOptions& options, FileSizes sizes,
+                                     const std::function<void(Rendezvous&)>& use, std::string& reason) {
+  Rendezvous result;
+  Listener listener(options, sizes);
+  Connector connector(options, sizes);
+  const bool is_listener = options.rank == 0;
   const auto open = [&] {
     check(options);
-    if (hosts) host.open(meeting);
+    if (is_listener) listener.open(result);
   };
-  const auto come = [&] {
-    if (!hosts) guest.come(meeting);
+  const auto connect = [&] {
+    if (!is_listener) connector.connect(result);
   };
-  const auto serve = [&] {
-    if (!hosts) return;
-    host.admit(meeting);
-    use(meeting);
-    host.serve(meeting);
+  const auto send_memory = [&] {
+    if (!is_listener) return;
+    listener.accept_all(result);
+    use(result);
+    listener.send_memory(result);
   };
-  const auto take = [&] {
-    if (hosts) return;
-    guest.take(meeting);
-    use(meeting);
+  const auto take_memory = [&] {
+    if (is_listener) return;
+    connector.take_memory(result);
+    use(result);
   };
-  const bool all_met = all_succeed(options, open, reason) && all_succeed(options, come, reason) &&
-                       all_succeed(options, serve, reason) && all_succeed(options, take, reason);
-  if (!all_met) return std::nullopt;
-  return meeting;
+  const bool all_succeeded = all_succeed(options, open, reason) && all_succeed(options, connect, reason) &&
+                             all_succeed(options, send_memory, reason) && all_succeed(options, take_memory, reason);
+  if (!all_succeeded) return std::nullopt;
+  return result;
 }
 
 }  // namespace fsdp2x::cpu

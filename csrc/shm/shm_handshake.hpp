@@ -15,7 +15,7 @@
 
 namespace fsdp2x::cpu {
 
-struct Meeting {
+struct Rendezvous {
   FileDescriptor memory;
   size_t total_bytes = 0;
   // Rank 0 only: the process of every rank as seen from here, 0 where it lives in another pid namespace.
@@ -33,7 +33,7 @@ struct FileSizes {
 // Collective. `use` runs on every rank that has the file: on rank 0 when the others have come and before they get the
 // file, on them when they have it. Empty on every rank when a step, or `use`, threw on any of them: `reason` is then
 // the same everywhere.
-std::optional<Meeting> meet(const ShmOptions& options, FileSizes sizes, const std::function<void(Meeting&)>& use,
-                            std::string& reason);
+std::optional<Rendezvous> rendezvous(const ShmOptions& options, FileSizes sizes,
+                                     const std::function<void(Rendezvous&)>& use, std::string& reason);
 
 }  // namespace fsdp2x::cpu

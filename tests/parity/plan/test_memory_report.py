@@ -78,10 +78,8 @@ def check(model, run, *, optimizer=None, late_ranks: bool = False, num: int = 1,
     kept_for_next = 0 if plan.transport in ("process_group", "device") else plan.gradient_bytes + slots
     expected = kept_for_next + plan.after_forward_bytes + (plan.optimizer_bytes or 0)
     assert expected <= kept, f"{kept} instead of {expected}\n{plan}"
-    if plan.transport not in (
-        "process_group",
-        "device",
-    ):  # gloo frees what it takes for itself in threads that are not watched
+    # gloo frees what it takes for itself in threads that are not watched.
+    if plan.transport not in ("process_group", "device"):
         assert kept <= expected + SLACK_BYTES, f"{kept} instead of {expected}\n{plan}"
     assert plan.resting_bytes < plan.peak_bytes
     str(plan)
