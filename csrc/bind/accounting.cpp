@@ -79,8 +79,8 @@ void bind_planned_steps(py::module_& m) {
           [](PlannedSteps& self, const std::vector<PlannedEvent>& events,
              const std::vector<PlannedBackward>& backwards) {
             std::vector<std::tuple<size_t, std::vector<size_t>, std::vector<size_t>>> moved;
-            for (auto& one : self.run(events, backwards)) {
-              moved.emplace_back(one.num, std::move(one.gathers), std::move(one.reductions));
+            for (auto& backward : self.run(events, backwards)) {
+              moved.emplace_back(backward.num, std::move(backward.gathers), std::move(backward.reductions));
             }
             return moved;
           },

@@ -67,7 +67,8 @@ void bind_device(py::module_& m) {
       "direct_chunk_bytes",
       [](const Layout& layout, size_t pack_below_bytes) {
         std::vector<size_t> chunks;
-        for (const DirectGather& one : plan_gather(layout, pack_below_bytes).direct) chunks.push_back(one.chunk_bytes);
+        for (const DirectGather& direct : plan_gather(layout, pack_below_bytes).direct)
+          chunks.push_back(direct.chunk_bytes);
         return chunks;
       },
       py::arg("layout"), py::arg("pack_below_bytes"));

@@ -82,9 +82,9 @@ py::dict stats_of(const Root& root) {
   };
   TransportStats stats;
   for (const auto& transport : root.transports()) {
-    const TransportStats one = transport->stats();
-    for (const auto& [name, member] : kSums) stats.*member += one.*member;
-    if (stats.owners.empty() || one.owners != "empty") stats.owners = one.owners;
+    const TransportStats part = transport->stats();
+    for (const auto& [name, member] : kSums) stats.*member += part.*member;
+    if (stats.owners.empty() || part.owners != "empty") stats.owners = part.owners;
   }
   py::dict result;
   for (const auto& [name, member] : kSums) result[name] = stats.*member;

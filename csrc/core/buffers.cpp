@@ -24,7 +24,8 @@ int BufferLedger::fitting(size_t bytes) const {
 }
 
 int BufferLedger::unused() const {
-  const auto found = std::find_if(entries_.begin(), entries_.end(), [](const Entry& one) { return !one.has_memory; });
+  const auto found =
+      std::find_if(entries_.begin(), entries_.end(), [](const Entry& entry) { return !entry.has_memory; });
   return static_cast<int>(found - entries_.begin());
 }
 
@@ -60,7 +61,7 @@ void BufferLedger::close(int id) {
 
 size_t BufferLedger::num_owned() const {
   return static_cast<size_t>(
-      std::count_if(entries_.begin(), entries_.end(), [](const Entry& one) { return one.is_owned; }));
+      std::count_if(entries_.begin(), entries_.end(), [](const Entry& entry) { return entry.is_owned; }));
 }
 
 size_t BufferLedger::bytes() const {

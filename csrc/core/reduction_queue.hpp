@@ -38,8 +38,8 @@ class ReductionQueue {
   }
   // Its rows are written: the segment goes back with its buffer. False: that has gone already.
   bool add_segment(uint64_t number, int segment) {
-    const auto found =
-        std::find_if(queue_.begin(), queue_.end(), [number](const Reduction& one) { return one.number == number; });
+    const auto found = std::find_if(queue_.begin(), queue_.end(),
+                                    [number](const Reduction& reduction) { return reduction.number == number; });
     if (found == queue_.end()) return false;
     found->segments.push_back(segment);
     return true;
@@ -61,7 +61,7 @@ class ReductionQueue {
     const bool takes_place_of_slot = given_back && bytes <= *given_back + *given_back / 8;
     if (!counts_bytes_ || takes_place_of_slot) return most;
     size_t total = bytes;
-    for (const Reduction& one : queue_) total += one.bytes;
+    for (const Reduction& reduction : queue_) total += reduction.bytes;
     return total <= largest_bytes_ ? most : 0;
   }
   // How many may be beside the backward that goes on behind that.

@@ -27,16 +27,16 @@ UnitSettings UnitSettings::unpacked(uint64_t word) {
   return {static_cast<uint32_t>(word & kFlagMask), std::bit_cast<double>(word & ~kFlagMask)};
 }
 
-std::string difference(const UnitSettings& mine, const UnitSettings& theirs) {
+std::string difference(const UnitSettings& own, const UnitSettings& theirs) {
   std::string text;
   const auto add = [&text](const std::string& name, const std::string& here, const std::string& there) {
     if (here != there) text += (text.empty() ? "" : ", ") + name + " (" + here + " and " + there + ")";
   };
   for (size_t i = 0; i < kUnitFlagNames.size(); ++i) {
     const auto flag = [i](const UnitSettings& settings) { return (settings.flags >> i & 1) != 0 ? "True" : "False"; };
-    add(kUnitFlagNames[i], flag(mine), flag(theirs));
+    add(kUnitFlagNames[i], flag(own), flag(theirs));
   }
-  add("gradient_divide_factor", text_of(mine.divide_factor), text_of(theirs.divide_factor));
+  add("gradient_divide_factor", text_of(own.divide_factor), text_of(theirs.divide_factor));
   return text;
 }
 

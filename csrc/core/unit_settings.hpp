@@ -24,6 +24,6 @@ struct UnitSettings {
 };
 
 // "reshard_after_forward (True and False)"
-std::string difference(const UnitSettings& mine, const UnitSettings& theirs);
+std::string difference(const UnitSettings& own, const UnitSettings& theirs);
 
 }  // namespace fsdp2x

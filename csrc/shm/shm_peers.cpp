@@ -134,13 +134,13 @@ void Peers::fail_failed(int rank, const std::string& what) const {
 
 void Peers::fail_gone(int rank, const std::string& what, double waited_s) const {
   const std::string who = "shared memory: " + name(rank);
-  const std::string mine = " while " + options_.name(options_.rank) + " waited for it in " + what + " (for " +
-                           seconds_text(waited_s) + ")" + other_dead(rank);
+  const std::string waiting = " while " + options_.name(options_.rank) + " waited for it in " + what + " (for " +
+                              seconds_text(waited_s) + ")" + other_dead(rank);
   if (is_closed(rank)) {
-    throw Error(who + " closed its shared-memory group" + mine +
+    throw Error(who + " closed its shared-memory group" + waiting +
                 ": every rank must run the same steps and keep its model until all of them are done");
   }
-  throw Error(who + " died" + mine + ": its own output says why; restart all ranks");
+  throw Error(who + " died" + waiting + ": its own output says why; restart all ranks");
 }
 
 void Peers::fail_left(int rank, const std::string& what, double waited_s) {

@@ -117,9 +117,9 @@ Seen Peers::see_all(const See& see) const {
   Seen all = Seen::done;
   for (int rank = 0; rank < options_.world; ++rank) {
     if (rank == options_.rank) continue;
-    const Seen one = seen(see(rank));
-    if (one == Seen::elsewhere) return one;
-    if (one == Seen::late) all = one;
+    const Seen state = seen(see(rank));
+    if (state == Seen::elsewhere) return state;
+    if (state == Seen::late) all = state;
   }
   return all;
 }

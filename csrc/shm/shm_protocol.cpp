@@ -141,13 +141,13 @@ struct ShmProtocol::Impl {
   }
 
   void compare_forwards(uint32_t unit, uint64_t epoch, int rank) const {
-    const ForwardCounts mine = forwards_of(unit, options.rank), theirs = forwards_of(unit, rank);
-    if (mine.num_raised == theirs.num_raised || mine.num_begun == theirs.num_begun) return;
+    const ForwardCounts own_counts = forwards_of(unit, options.rank), theirs = forwards_of(unit, rank);
+    if (own_counts.num_raised == theirs.num_raised || own_counts.num_begun == theirs.num_begun) return;
     const auto text = [this](int who, const ForwardCounts& forwards) {
       return options.name(who) + " began " + std::to_string(forwards.num_begun) + " forwards, of which " +
              std::to_string(forwards.num_raised) + " raised";
     };
-    throw Error("shared memory: at " + reduction_text(unit, epoch) + ", " + text(options.rank, mine) + "; " +
+    throw Error("shared memory: at " + reduction_text(unit, epoch) + ", " + text(options.rank, own_counts) + "; " +
                 text(rank, theirs) +
                 ": their gradients are of different steps. When a forward raises on one rank, all ranks must leave out "
                 "that batch (all-reduce a flag before backward), or none may go on: restart from a checkpoint");
@@ -157,10 +157,10 @@ struct ShmProtocol::Impl {
     return {own.num_begun.load(std::memory_order_relaxed), own.num_raised.load(std::memory_order_relaxed)};
   }
 
-  [[noreturn]] void fail_mismatch(const GatherPost& mine, int rank, const GatherPost& theirs) const {
-    std::string text = "shared memory: rank " + std::to_string(options.rank) + " is in " + place_text(mine) +
+  [[noreturn]] void fail_mismatch(const GatherPost& own_post, int rank, const GatherPost& theirs) const {
+    std::string text = "shared memory: rank " + std::to_string(options.rank) + " is in " + place_text(own_post) +
                        ", rank " + std::to_string(rank) + " in " + place_text(theirs) + ": ";
-    if (mine.unit != theirs.unit) {
+    if (own_post.unit != theirs.unit) {
       text += "the ranks ran their units in different order; every rank must run the same modules in the same order";
     } else {
       text +=
@@ -169,10 +169,10 @@ struct ShmProtocol::Impl {
     }
     throw Error(text);
   }
-  [[noreturn]] void fail_settings(const GatherPost& post, uint64_t mine, int rank, uint64_t theirs) const {
+  [[noreturn]] void fail_settings(const GatherPost& post, uint64_t own_settings, int rank, uint64_t theirs) const {
     throw Error("shared memory: " + options.name(options.rank) + " and " + options.name(rank) +
                 " have different settings at " + gather_text(post) + ": " +
-                difference(UnitSettings::unpacked(mine), UnitSettings::unpacked(theirs)) +
+                difference(UnitSettings::unpacked(own_settings), UnitSettings::unpacked(theirs)) +
                 ". Set them alike on every rank.");
   }
   // While this rank ends its backward: the peer waits for this rank's next gather, or has ended more backwards without

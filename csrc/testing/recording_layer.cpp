@@ -152,19 +152,19 @@ void RecordingLayer::end_capture() {
 }
 
 void RecordingLayer::record(DeviceEvent& event, Lane lane) {
-  auto& mine = static_cast<NamedEvent&>(event);
+  auto& named = static_cast<NamedEvent&>(event);
   const int on = stream_of(lane);
-  mine.capture = in_capture_ && captured_.contains(on) ? num_captures_ : 0;
-  entries_.push_back({"record", name_of(on), mine.name, {}, {}});
+  named.capture = in_capture_ && captured_.contains(on) ? num_captures_ : 0;
+  entries_.push_back({"record", name_of(on), named.name, {}, {}});
 }
 
 void RecordingLayer::wait(Lane lane, DeviceEvent& event) {
-  auto& mine = static_cast<NamedEvent&>(event);
+  auto& named = static_cast<NamedEvent&>(event);
   const int on = stream_of(lane);
   // As TorchLayer: across the border of a capture a wait is nothing.
-  const bool waits = mine.capture == (in_capture_ ? num_captures_ : 0);
+  const bool waits = named.capture == (in_capture_ ? num_captures_ : 0);
   if (waits && in_capture_) captured_.insert(on);
-  entries_.push_back({waits ? "wait" : "skip", name_of(on), mine.name, {}, {}});
+  entries_.push_back({waits ? "wait" : "skip", name_of(on), named.name, {}, {}});
 }
 
 void RecordingLayer::synchronize(DeviceEvent& event) {

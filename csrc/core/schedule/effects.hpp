@@ -86,7 +86,7 @@ class Effects {
   // way there at once, and whether two groups have one transport.
   virtual bool downloads(const ScheduledGroup& /*group*/) const { return false; }
   virtual size_t max_downloads(const ScheduledGroup& /*group*/) const { return 1; }
-  virtual bool share_transport(const ScheduledGroup& /*one*/, const ScheduledGroup& /*other*/) const { return true; }
+  virtual bool share_transport(const ScheduledGroup& /*group*/, const ScheduledGroup& /*other*/) const { return true; }
   // Throws unless this process may act on the unit. `action`: "gather unit".
   virtual void check_process(const ScheduledUnit& /*unit*/, const char* /*action*/) const {}
   // Throws where the unit's parameters belong to another unit by now.

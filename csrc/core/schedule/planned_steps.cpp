@@ -40,8 +40,8 @@ size_t MemoryEffects::max_downloads(const ScheduledGroup& group) const {
   return state_of(group).transport->max_downloads();
 }
 
-bool MemoryEffects::share_transport(const ScheduledGroup& one, const ScheduledGroup& other) const {
-  return state_of(one).transport == state_of(other).transport;
+bool MemoryEffects::share_transport(const ScheduledGroup& group, const ScheduledGroup& other) const {
+  return state_of(group).transport == state_of(other).transport;
 }
 
 PlannedGroup& MemoryEffects::source_of(ScheduledGroup& group) {

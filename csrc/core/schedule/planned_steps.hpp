@@ -80,7 +80,7 @@ class MemoryEffects final : public Effects {
   bool needs_room(const ScheduledGroup& group, std::optional<size_t> param) override;
   bool downloads(const ScheduledGroup& group) const override;
   size_t max_downloads(const ScheduledGroup& group) const override;
-  bool share_transport(const ScheduledGroup& one, const ScheduledGroup& other) const override;
+  bool share_transport(const ScheduledGroup& group, const ScheduledGroup& other) const override;
   void begin_gather(ScheduledGroup& group, bool shards_stand_still) override;
   void finish_gather(ScheduledUnit& unit, ScheduledGroup& group) override;
   bool release_gather(ScheduledGroup& group, bool may_keep_rows) override;

@@ -57,10 +57,10 @@ void Reductions::post(ScheduledUnit& unit, ScheduledGroup& group, ForwardCounts 
 
 void Reductions::finish_pending() {
   for (size_t i = 0; i < pending_.size();) {
-    const OnItsWay one = pending_[i];  // users' hooks may come here again
-    if (one.group->posts_late_ || !finish(one.unit, *one.group, /*flush=*/false)) {
+    const OnItsWay reduction = pending_[i];  // users' hooks may come here again
+    if (reduction.group->posts_late_ || !finish(reduction.unit, *reduction.group, /*flush=*/false)) {
       ++i;
-    } else if (i < pending_.size() && pending_[i].group == one.group) {
+    } else if (i < pending_.size() && pending_[i].group == reduction.group) {
       pending_.erase(pending_.begin() + static_cast<std::ptrdiff_t>(i));
     }
   }
@@ -152,9 +152,9 @@ void Reductions::flush(const ScheduledUnits& units, ForwardCounts forwards) {
     }
   }
   while (!pending_.empty()) {
-    const OnItsWay one = pending_.front();
-    finish(one.unit, *one.group, /*flush=*/true);
-    if (!pending_.empty() && pending_.front().group == one.group) pending_.pop_front();
+    const OnItsWay reduction = pending_.front();
+    finish(reduction.unit, *reduction.group, /*flush=*/true);
+    if (!pending_.empty() && pending_.front().group == reduction.group) pending_.pop_front();
   }
   for (auto it = units.rbegin(); it != units.rend(); ++it) {
     const ScheduleOptions& options = (*it)->options_;
@@ -189,8 +189,9 @@ void Reductions::drop_partial(ScheduledGroup& group) {
 
 void Reductions::forget_pending() {
   // With manual finalization, reductions of earlier backwards continue.
-  std::erase_if(pending_,
-                [this](const OnItsWay& one) { return one.group->contributions_.backward == backward_number(); });
+  std::erase_if(pending_, [this](const OnItsWay& reduction) {
+    return reduction.group->contributions_.backward == backward_number();
+  });
 }
 
 void Reductions::abandon(ScheduledUnit& unit) {
@@ -198,7 +199,7 @@ void Reductions::abandon(ScheduledUnit& unit) {
     if (group->contributions_.backward == backward_number()) {
       const bool was_packed = drop_packed(*group);
       const size_t num_downloads =
-          std::erase_if(downloads_, [group](const OnItsWay& one) { return one.group == group; });
+          std::erase_if(downloads_, [group](const OnItsWay& reduction) { return reduction.group == group; });
       if (num_downloads > 0) effects_.drop_download(*group);
       if ((was_packed || num_downloads > 0) && group->contributions_.holds_earlier) mark_lost(*group);
     }

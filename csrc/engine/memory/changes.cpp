@@ -55,19 +55,19 @@ Found take_on_cpu(const at::Tensor& now, const at::Tensor& held, int64_t max) {
   std::mutex mutex;
   std::atomic<int64_t> total{0};
   run_parallel(held.numel(), kGrainNumel, [&](int64_t begin, int64_t end) {
-    cpu::Changes mine;
+    cpu::Changes part;
     // By torch, whose NaNs are those of a push of everything, into memory that stays in the cache.
     const at::Tensor block = is_cast ? at::empty({std::min(end - begin, kBlockNumel)}, held.options()) : at::Tensor();
-    for (int64_t i = begin; i < end && !mine.has_more; i += kBlockNumel) {
+    for (int64_t i = begin; i < end && !part.has_more; i += kBlockNumel) {
       const int64_t numel = std::min(end - i, kBlockNumel);
       at::Tensor values = now.narrow(0, i, numel);
       if (is_cast) values = block.narrow(0, 0, numel).copy_(values);
       cpu::take_changes(before + static_cast<size_t>(i) * held.itemsize(), values.const_data_ptr(), held.itemsize(), i,
-                        numel, max, mine);
+                        numel, max, part);
     }
-    total += mine.has_more ? max + 1 : static_cast<int64_t>(mine.positions.size());
+    total += part.has_more ? max + 1 : static_cast<int64_t>(part.positions.size());
     const std::lock_guard lock(mutex);
-    found.emplace(begin, std::move(mine));
+    found.emplace(begin, std::move(part));
   });
   if (total > max) return std::nullopt;
   at::Tensor positions = at::empty({total}, at::kLong);

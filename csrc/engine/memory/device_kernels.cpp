@@ -21,10 +21,10 @@ enum class Known : uint8_t { nothing, runs, fails };
 bool can_run(at::Device device) {
   static std::array<std::atomic<Known>, 128> known;  // as many as a c10::DeviceIndex can name
   const int index = device.has_index() ? device.index() : 0;
-  std::atomic<Known>& mine = known[static_cast<size_t>(index)];
-  if (const Known before = mine; before != Known::nothing) return before == Known::runs;
+  std::atomic<Known>& entry = known[static_cast<size_t>(index)];
+  if (const Known before = entry; before != Known::nothing) return before == Known::runs;
   const std::string why = cuda::why_no_kernels_on(index);
-  if (mine.exchange(why.empty() ? Known::runs : Known::fails) != Known::nothing || why.empty()) return why.empty();
+  if (entry.exchange(why.empty() ? Known::runs : Known::fails) != Known::nothing || why.empty()) return why.empty();
   const std::string text = "fsdp2x: its kernels cannot run on cuda:" + std::to_string(index) + ": " + why +
                            ". Torch's operations run in their place, one launch each. Update the driver, or build "
                            "fsdp2x with an nvcc of the driver's version and for this device (CUDAARCHS).";

@@ -82,7 +82,7 @@ void DeviceSteps::run(Iterator first, Iterator last, const at::Tensor& grad_scal
   for (; first != last; ++first) {
     if (first->pair.param.tensor.numel() == 0) continue;
     // Those stored otherwise, or on another device, may have come between.
-    const auto has_room = [&first](const Launch<Job>& one) { return one.has_room(*first); };
+    const auto has_room = [&first](const Launch<Job>& launch) { return launch.has_room(*first); };
     auto launch = std::find_if(launches.rbegin(), launches.rend(), has_room);
     if (launch == launches.rend()) {
       launches.emplace_back().device = first->pair.param.tensor.device();
@@ -92,15 +92,15 @@ void DeviceSteps::run(Iterator first, Iterator last, const at::Tensor& grad_scal
     launch->add(*first);
   }
   for (size_t i = 0; i < launches.size(); ++i) {
-    Launch<Job>& one = launches[i];
-    const DeviceScope scope(one.device);
+    Launch<Job>& launch = launches[i];
+    const DeviceScope scope(launch.device);
     at::Tensor scale;  // freed in the order of the stream that reads it
     if (grad_scale.defined()) {
-      scale = grad_scale.to(one.device, at::kFloat);
-      one.args.grad_scale = scale.const_data_ptr<float>();
+      scale = grad_scale.to(launch.device, at::kFloat);
+      launch.args.grad_scale = scale.const_data_ptr<float>();
     }
-    Job::launch(*kernels_.operator->(), plans_of(one.segments.front()).list(i, one.segments, one.device), one.args,
-                scope.stream());
+    Job::launch(*kernels_.operator->(), plans_of(launch.segments.front()).list(i, launch.segments, launch.device),
+                launch.args, scope.stream());
   }
 }
 

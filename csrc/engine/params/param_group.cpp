@@ -101,11 +101,11 @@ void throw_collective_error(const ParamGroup& group, const PyRef& explain, const
   if (!explain) throw_python_error();
   pybind11::error_already_set error;
   const std::string what = operation + " of unit '" + group.name() + "'";
-  const PyRef told = PyRef::steal(PyObject_CallFunction(explain.get(), "Os", error.value().ptr(), what.c_str()));
-  if (told.get() == error.value().ptr()) {
+  const PyRef explained = PyRef::steal(PyObject_CallFunction(explain.get(), "Os", error.value().ptr(), what.c_str()));
+  if (explained.get() == error.value().ptr()) {
     error.restore();
-  } else if (told) {
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(told.get())), told.get());
+  } else if (explained) {
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(explained.get())), explained.get());
   }
   throw_python_error();
 }

@@ -90,9 +90,9 @@ void run_empty_backward() noexcept {
 std::string text_of(const py::object& error) {
   constexpr size_t kMaxBytes = 400;
   std::string text = Py_TYPE(error.ptr())->tp_name;
-  const auto said = py::reinterpret_steal<py::object>(PyObject_Str(error.ptr()));
+  const auto message = py::reinterpret_steal<py::object>(PyObject_Str(error.ptr()));
   Py_ssize_t bytes = 0;
-  const char* const data = said ? PyUnicode_AsUTF8AndSize(said.ptr(), &bytes) : nullptr;
+  const char* const data = message ? PyUnicode_AsUTF8AndSize(message.ptr(), &bytes) : nullptr;
   if (data != nullptr) {
     auto num = std::min(static_cast<size_t>(bytes), kMaxBytes);
     while (num > 0 && (static_cast<unsigned char>(data[num]) & 0xC0) == 0x80) --num;  // inside of a character

@@ -122,8 +122,8 @@ size_t TensorEffects::max_downloads(const ScheduledGroup& group) const {
   return of(group).transport().max_reduce_buffers();
 }
 
-bool TensorEffects::share_transport(const ScheduledGroup& one, const ScheduledGroup& other) const {
-  return &of(one).transport() == &of(other).transport();
+bool TensorEffects::share_transport(const ScheduledGroup& group, const ScheduledGroup& other) const {
+  return &of(group).transport() == &of(other).transport();
 }
 
 void TensorEffects::check_process(const ScheduledUnit& unit, const char* action) const {

@@ -63,7 +63,7 @@ class TensorEffects final : public Effects {
   bool all_reduces_later(const ScheduledGroup& group) const override;
   bool downloads(const ScheduledGroup& group) const override;
   size_t max_downloads(const ScheduledGroup& group) const override;
-  bool share_transport(const ScheduledGroup& one, const ScheduledGroup& other) const override;
+  bool share_transport(const ScheduledGroup& group, const ScheduledGroup& other) const override;
   void check_process(const ScheduledUnit& unit, const char* action) const override;
   void check_params(const ScheduledUnit& unit) const override;
 

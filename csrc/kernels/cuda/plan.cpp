@@ -54,10 +54,10 @@ std::vector<CopySegment> with_countable_pieces(std::vector<CopySegment>&& segmen
     }
     const int64_t count = segment.numel / segment.piece_numel;
     for (int64_t piece = 0; piece < count; ++piece) {
-      CopySegment& one = result.emplace_back(segment);
-      one.numel = one.piece_numel;
-      one.src_offset += piece * one.src_stride * static_cast<int64_t>(dtype_bytes(one.src));
-      one.dst_offset += piece * one.dst_stride * static_cast<int64_t>(dtype_bytes(one.dst));
+      CopySegment& part = result.emplace_back(segment);
+      part.numel = part.piece_numel;
+      part.src_offset += piece * part.src_stride * static_cast<int64_t>(dtype_bytes(part.src));
+      part.dst_offset += piece * part.dst_stride * static_cast<int64_t>(dtype_bytes(part.dst));
     }
   }
   return result;

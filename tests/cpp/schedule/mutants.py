@@ -51,7 +51,7 @@ FAULTS = (
     ("downloads of a backward that raised arrive", "reductions.cpp",
      "if (num_downloads > 0) effects_.drop_download(*group);", ""),
     ("the end of a backward forgets the last reductions", "reductions.cpp",
-     "finish(one.unit, *one.group, /*flush=*/true);\n    if", "if"),
+     "finish(reduction.unit, *reduction.group, /*flush=*/true);\n    if", "if"),
     ("rows arrive only with the next backward", "reductions.cpp",
      "while (!downloads_.empty()) finish_download(downloads_.begin());", ""),
     ("a backward that raised is not abandoned", "schedule.cpp",

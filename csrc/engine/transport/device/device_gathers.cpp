@@ -30,10 +30,10 @@ DeviceGathers::DeviceGathers(DeviceContext& context, HostShards& host_shards, si
       staging_(context.make_buffers("staging")) {}
 
 void DeviceGathers::register_group(ParamGroup& group) {
-  PerGroup& mine = groups_.emplace_back();
-  mine.plan = Plan(plan_gather(group.layout(), pack_below_bytes_));
-  mine.own_rows = CopyProgram(group.layout().shard_to_slot());
-  mine.pool_event = context_.layer().make_event(group.name() + ".pool");
+  PerGroup& state = groups_.emplace_back();
+  state.plan = Plan(plan_gather(group.layout(), pack_below_bytes_));
+  state.own_rows = CopyProgram(group.layout().shard_to_slot());
+  state.pool_event = context_.layer().make_event(group.name() + ".pool");
 }
 
 void DeviceGathers::set_keeps(bool keeps) {
@@ -57,31 +57,31 @@ void DeviceGathers::begin(ParamGroup& group, bool pools_stand_still) {
 }
 
 DeviceGathers::Plan& DeviceGathers::plan_of(const ParamGroup& group) {
-  PerGroup& mine = per_group(group);
+  PerGroup& state = per_group(group);
   const WireFormat format = group.options().wire_weights;
-  if (format != mine.coded_as) {
-    mine.coded.reset();
-    mine.coded_as = format;
-    if (format != WireFormat::plain) mine.coded.emplace(DeviceWireWeights(group.layout(), format));
+  if (format != state.coded_as) {
+    state.coded.reset();
+    state.coded_as = format;
+    if (format != WireFormat::plain) state.coded.emplace(DeviceWireWeights(group.layout(), format));
   }
-  if (mine.coded && !mine.coded->codes_to_slot.empty()) return *mine.coded;
-  if (!mine.in_one_piece || mine.plan.direct.empty()) return mine.plan;
-  if (!mine.packed) mine.packed.emplace(plan_gather(group.layout(), kPackEverything));
-  return *mine.packed;
+  if (state.coded && !state.coded->codes_to_slot.empty()) return *state.coded;
+  if (!state.in_one_piece || state.plan.direct.empty()) return state.plan;
+  if (!state.packed) state.packed.emplace(plan_gather(group.layout(), kPackEverything));
+  return *state.packed;
 }
 
 void DeviceGathers::enqueue(ParamGroup& group, bool pools_stand_still) {
-  PerGroup& mine = per_group(group);
+  PerGroup& state = per_group(group);
   // A user's collective, and extensions, may allocate and copy as they like: in the order of the compute lane.
-  mine.in_one_piece = static_cast<bool>(group.calls().all_gather);
-  mine.is_finished = false;
+  state.in_one_piece = static_cast<bool>(group.calls().all_gather);
+  state.is_finished = false;
   Plan& gather = plan_of(group);
-  const Lane copy_lane = mine.in_one_piece ? Lane::compute : Lane::copy_in;
-  const Lane gather_lane = mine.in_one_piece ? Lane::compute : Lane::gather;
+  const Lane copy_lane = state.in_one_piece ? Lane::compute : Lane::copy_in;
+  const Lane gather_lane = state.in_one_piece ? Lane::compute : Lane::gather;
 
   if (!group.gathers_alone()) {
     size_t bytes = gather.segment_bytes;
-    for (const DirectGather& one : gather.direct) bytes += one.chunk_bytes;
+    for (const DirectGather& direct : gather.direct) bytes += direct.chunk_bytes;
     agree_on_shards(group, Operation::all_gather, bytes, DType::byte);
   }
   bool is_new = false;
@@ -98,18 +98,18 @@ void DeviceGathers::enqueue(ParamGroup& group, bool pools_stand_still) {
   if (uploaded.buffer != nullptr) pool = uploaded.buffer->data();
   DeviceBuffer* staging = nullptr;
   if (!group.gathers_alone() && gather.segment_bytes > 0) {
-    mine.staging = staging_->acquire(gather.segment_bytes * world, group.name(), &staging_is_new);
-    staging = &(*staging_)[mine.staging];
+    state.staging = staging_->acquire(gather.segment_bytes * world, group.name(), &staging_is_new);
+    staging = &(*staging_)[state.staging];
   }
   if (is_new || staging_is_new || uploaded.is_new || !pools_stand_still) context_.follow_compute(copy_lane);
-  context_.layer().wait(copy_lane, *mine.pool_event);
+  context_.layer().wait(copy_lane, *state.pool_event);
   context_.layer().wait(copy_lane, *slot.free);
   if (staging != nullptr) context_.layer().wait(copy_lane, *staging->free);
   if (uploaded.buffer != nullptr) host_shards_.upload(group, uploaded, copy_lane);
   {
     const LaneScope scope(context_.layer(), copy_lane);
     if (group.gathers_alone()) {
-      context_.layer().copy(mine.own_rows, pool, slot.data());
+      context_.layer().copy(state.own_rows, pool, slot.data());
     } else {
       if (!gather.to_slot.empty()) context_.layer().copy(gather.to_slot, pool, slot.data());
       if (staging != nullptr) {
@@ -140,8 +140,8 @@ void DeviceGathers::enqueue(ParamGroup& group, bool pools_stand_still) {
 }
 
 void DeviceGathers::close(const ParamGroup& group) {
-  PerGroup& mine = per_group(group);
-  if (mine.staging >= 0) staging_->release(std::exchange(mine.staging, -1), /*has_waited=*/true);
+  PerGroup& state = per_group(group);
+  if (state.staging >= 0) staging_->release(std::exchange(state.staging, -1), /*has_waited=*/true);
   host_shards_.close(group);
 }
 
@@ -150,9 +150,9 @@ DeviceGathers::TensorLists DeviceGathers::make_lists(const ParamGroup& group, co
   const auto world = static_cast<size_t>(group.layout().world());
   const auto rank = static_cast<size_t>(group.layout().rank());
   TensorLists lists{PyRef::steal(PyList_New(0)), PyRef::steal(PyList_New(0))};
-  for (const DirectGather& one : plan.direct) {
-    append(lists.first, bytes_of(slot.memory, one.slot_offset, world * one.chunk_bytes));
-    append(lists.second, bytes_of(slot.memory, one.slot_offset + rank * one.chunk_bytes, one.chunk_bytes));
+  for (const DirectGather& direct : plan.direct) {
+    append(lists.first, bytes_of(slot.memory, direct.slot_offset, world * direct.chunk_bytes));
+    append(lists.second, bytes_of(slot.memory, direct.slot_offset + rank * direct.chunk_bytes, direct.chunk_bytes));
   }
   if (staging != nullptr) {
     append(lists.first, bytes_of(staging->memory, 0, world * plan.segment_bytes));
@@ -162,16 +162,16 @@ DeviceGathers::TensorLists DeviceGathers::make_lists(const ParamGroup& group, co
 }
 
 void DeviceGathers::call_all_gather(ParamGroup& group, Plan& plan, DeviceBuffer& slot, DeviceBuffer* staging) {
-  const PerGroup& mine = per_group(group);
+  const PerGroup& state = per_group(group);
   pybind11::gil_scoped_acquire gil;
-  const std::pair key(group.gather().slot.id, mine.staging);
+  const std::pair key(group.gather().slot.id, state.staging);
   TensorLists once;  // a user's collective may keep what it is given
-  if (mine.in_one_piece) {
+  if (state.in_one_piece) {
     once = make_lists(group, plan, slot, staging);
   } else if (!plan.lists.contains(key)) {
     plan.lists.emplace(key, make_lists(group, plan, slot, staging));
   }
-  const TensorLists& lists = mine.in_one_piece ? once : plan.lists.at(key);
+  const TensorLists& lists = state.in_one_piece ? once : plan.lists.at(key);
   PyRef done;
   if (PyList_GET_SIZE(lists.first.get()) == 1) {
     PyObject* const output = PyList_GET_ITEM(lists.first.get(), 0);
@@ -188,23 +188,23 @@ void DeviceGathers::call_all_gather(ParamGroup& group, Plan& plan, DeviceBuffer&
 }
 
 void DeviceGathers::finish(ParamGroup& group) {
-  PerGroup& mine = per_group(group);
+  PerGroup& state = per_group(group);
   DeviceBuffer& slot = (*slots_)[group.gather().slot.id];
   context_.layer().wait(Lane::compute, *slot.ready);
   close(group);
-  mine.is_finished = true;
+  state.is_finished = true;
   context_.layer().touches("use", group.name(), slot.memory, {});
 }
 
 void DeviceGathers::release(ParamGroup& group) {
   const int id = group.gather().slot.id;
-  PerGroup& mine = per_group(group);
-  if (!std::exchange(mine.is_enqueued, true)) {  // an exception came: what was enqueued may still use the memory
+  PerGroup& state = per_group(group);
+  if (!std::exchange(state.is_enqueued, true)) {  // an exception came: what was enqueued may still use the memory
     for (const Lane lane : {Lane::copy_in, Lane::gather}) context_.join(lane);
   }
   if (id < 0) return close(group);
   DeviceBuffer& slot = (*slots_)[id];
-  if (mine.is_finished) {
+  if (state.is_finished) {
     context_.layer().touches("use", group.name(), slot.memory, {});
   } else {  // nobody used it, but its gather may still read the pool that an optimizer writes next
     context_.layer().wait(Lane::compute, *slot.ready);

@@ -218,17 +218,17 @@ uint64_t TorchLayer::capture() {
 }
 
 void TorchLayer::record(DeviceEvent& event, Lane lane) {
-  auto& mine = static_cast<TorchEvent&>(event);
+  auto& torch_event = static_cast<TorchEvent&>(event);
   const c10::Stream on = stream(lane).value_or(current());
-  mine.event.record(on);
+  torch_event.event.record(on);
   const uint64_t running = capture();
   // A lane that has not followed the compute lane into its capture is not part of it.
-  mine.capture = running != 0 && is_capturing(on) ? running : 0;
+  torch_event.capture = running != 0 && is_capturing(on) ? running : 0;
 }
 
 void TorchLayer::wait(Lane lane, DeviceEvent& event) {
-  auto& mine = static_cast<TorchEvent&>(event);
-  if (mine.capture == capture()) mine.event.block(stream(lane).value_or(current()));
+  auto& torch_event = static_cast<TorchEvent&>(event);
+  if (torch_event.capture == capture()) torch_event.event.block(stream(lane).value_or(current()));
 }
 
 void TorchLayer::synchronize(DeviceEvent& event) {

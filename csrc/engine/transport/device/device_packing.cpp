@@ -15,48 +15,48 @@ namespace fsdp2x {
 DevicePacking::DevicePacking(DeviceContext& context, ReduceMemory& memory) : context_(context), memory_(memory) {}
 
 void DevicePacking::register_group(const ParamGroup& group) {
-  PerGroup& mine = groups_.emplace_back();
-  mine.held.resize(group.params().size());
-  mine.filled.assign(group.params().size(), 0);
+  PerGroup& state = groups_.emplace_back();
+  state.held.resize(group.params().size());
+  state.filled.assign(group.params().size(), 0);
 }
 
 SegmentPlan& DevicePacking::plan_of(const ParamGroup& group) { return per_group(group).plans.of(group); }
 
 void DevicePacking::open(const ParamGroup& group) {
-  PerGroup& mine = per_group(group);
-  if (mine.plan != nullptr) return;
-  mine.plan = &plan_of(group);
-  std::fill(mine.filled.begin(), mine.filled.end(), uint8_t{0});
+  PerGroup& state = per_group(group);
+  if (state.plan != nullptr) return;
+  state.plan = &plan_of(group);
+  std::fill(state.filled.begin(), state.filled.end(), uint8_t{0});
   ++num_open_;
 }
 
-void DevicePacking::close(PerGroup& mine) {
-  std::fill(mine.held.begin(), mine.held.end(), at::Tensor());
-  mine.buffer = -1;
-  mine.plan = nullptr;
+void DevicePacking::close(PerGroup& state) {
+  std::fill(state.held.begin(), state.held.end(), at::Tensor());
+  state.buffer = -1;
+  state.plan = nullptr;
   --num_open_;
 }
 
 bool DevicePacking::needs_room(const ParamGroup& group, std::optional<size_t> param) {
-  const PerGroup& mine = per_group(group);
-  if (mine.buffer >= 0) return false;
-  if (param && !mine.held[*param].defined()) return false;  // it is only held
-  const SegmentPlan& plan = mine.plan != nullptr ? *mine.plan : plan_of(group);
+  const PerGroup& state = per_group(group);
+  if (state.buffer >= 0) return false;
+  if (param && !state.held[*param].defined()) return false;  // it is only held
+  const SegmentPlan& plan = state.plan != nullptr ? *state.plan : plan_of(group);
   return memory_.needs_room(group, plan.segment_bytes * static_cast<size_t>(group.layout().world()));
 }
 
 void DevicePacking::make_room(const ParamGroup& group) {
-  const PerGroup& mine = per_group(group);
-  const SegmentPlan& plan = mine.plan != nullptr ? *mine.plan : plan_of(group);
+  const PerGroup& state = per_group(group);
+  const SegmentPlan& plan = state.plan != nullptr ? *state.plan : plan_of(group);
   memory_.make_room(group, plan.segment_bytes * static_cast<size_t>(group.layout().world()));
 }
 
 void DevicePacking::pack(ParamGroup& group, size_t i, const at::Tensor& gradient) {
   open(group);
-  PerGroup& mine = per_group(group);
-  if (!mine.plan->layout->params()[i].shape.trainable) throw_unfrozen(group, i);
-  if (mine.held[i].defined()) pack_held(group, /*for_reduction=*/false);  // the second one is added
-  mine.held[i] = gradient;
+  PerGroup& state = per_group(group);
+  if (!state.plan->layout->params()[i].shape.trainable) throw_unfrozen(group, i);
+  if (state.held[i].defined()) pack_held(group, /*for_reduction=*/false);  // the second one is added
+  state.held[i] = gradient;
 }
 
 void DevicePacking::pack_pending(ParamGroup& group) {
@@ -65,12 +65,12 @@ void DevicePacking::pack_pending(ParamGroup& group) {
 
 std::vector<at::Tensor> DevicePacking::take_whole(ParamGroup& group) {
   pack_pending(group);
-  PerGroup& mine = per_group(group);
-  std::vector<at::Tensor> taken(mine.filled.size());
-  if (mine.plan == nullptr) return taken;
+  PerGroup& state = per_group(group);
+  std::vector<at::Tensor> taken(state.filled.size());
+  if (state.plan == nullptr) return taken;
   for (size_t i = 0; i < taken.size(); ++i) {
-    if (mine.filled[i]) {
-      taken[i] = mine.plan->unpacked(i, group.reduce_type(), memory_.buffer(mine.buffer).memory);
+    if (state.filled[i]) {
+      taken[i] = state.plan->unpacked(i, group.reduce_type(), memory_.buffer(state.buffer).memory);
     }
   }
   drop(group);
@@ -79,81 +79,81 @@ std::vector<at::Tensor> DevicePacking::take_whole(ParamGroup& group) {
 
 DevicePacking::Packed DevicePacking::take(ParamGroup& group) {
   open(group);
-  PerGroup& mine = per_group(group);
+  PerGroup& state = per_group(group);
   Packed packed;
-  packed.plan = mine.plan;
+  packed.plan = state.plan;
   packed.memory = pack_held(group, /*for_reduction=*/true);
-  packed.buffer = mine.buffer;
-  packed.filled = mine.filled;
+  packed.buffer = state.buffer;
+  packed.filled = state.filled;
   packed.has_gradient = flags_of(group);
   for (size_t i = 0; i < packed.has_gradient.size(); ++i) {
-    if (mine.plan->layout->params()[i].shape.trainable && !packed.has_gradient[i]) packed.is_certain = is_alone(group);
+    if (state.plan->layout->params()[i].shape.trainable && !packed.has_gradient[i]) packed.is_certain = is_alone(group);
   }
-  close(mine);
+  close(state);
   return packed;
 }
 
 bool DevicePacking::drop(const ParamGroup& group) {
-  PerGroup& mine = per_group(group);
-  if (mine.plan == nullptr) return false;
-  if (mine.buffer >= 0) memory_.give_back_buffer(mine.buffer);
-  close(mine);
+  PerGroup& state = per_group(group);
+  if (state.plan == nullptr) return false;
+  if (state.buffer >= 0) memory_.give_back_buffer(state.buffer);
+  close(state);
   return true;
 }
 
 void DevicePacking::open_buffer(const ParamGroup& group) {
-  PerGroup& mine = per_group(group);
-  if (mine.buffer >= 0) return;
-  mine.buffer = memory_.take_buffer(group, mine.plan->segment_bytes * static_cast<size_t>(group.layout().world()));
+  PerGroup& state = per_group(group);
+  if (state.buffer >= 0) return;
+  state.buffer = memory_.take_buffer(group, state.plan->segment_bytes * static_cast<size_t>(group.layout().world()));
   // The user sees what lies between the rows.
-  if (group.calls().all_reduce_hook) memory_.buffer(mine.buffer).memory.zero_();
+  if (group.calls().all_reduce_hook) memory_.buffer(state.buffer).memory.zero_();
 }
 
 at::Tensor DevicePacking::pool_to_pack(ParamGroup& group) {
-  const PerGroup& mine = per_group(group);
+  const PerGroup& state = per_group(group);
   const bool is_plain = is_alone(group) && !group.calls().reduce_scatter && !group.calls().all_reduce_hook;
   const bool is_whole = group.averages() || group.divisor() == 1.0;
   // What is in a buffer already came without gradient sync: it is added to there.
-  if (!is_plain || !is_whole || group.offloads() || mine.buffer >= 0) return {};
-  if (!mine.plan->layout->can_reduce_in_place()) return {};
+  if (!is_plain || !is_whole || group.offloads() || state.buffer >= 0) return {};
+  if (!state.plan->layout->can_reduce_in_place()) return {};
   pybind11::gil_scoped_acquire gil;
-  const auto pool = group.gradients().take_pool(mine.plan->layout);
+  const auto pool = group.gradients().take_pool(state.plan->layout);
   if (!pool) return {};
   context_.follow_blocks(Lane::compute);
   return *pool;
 }
 
 at::Tensor DevicePacking::pack_held(ParamGroup& group, bool for_reduction) {
-  PerGroup& mine = per_group(group);
-  const bool has_held = std::any_of(mine.held.begin(), mine.held.end(), [](const auto& g) { return g.defined(); });
+  PerGroup& state = per_group(group);
+  const bool has_held = std::any_of(state.held.begin(), state.held.end(), [](const auto& g) { return g.defined(); });
   if (!has_held && !for_reduction) return {};
   const at::Tensor pool = for_reduction ? pool_to_pack(group) : at::Tensor();
   if (!pool.defined()) open_buffer(group);
-  const at::Tensor target = pool.defined() ? pool : memory_.buffer(mine.buffer).memory;
-  const Layout& layout = *mine.plan->layout;
+  const at::Tensor target = pool.defined() ? pool : memory_.buffer(state.buffer).memory;
+  const Layout& layout = *state.plan->layout;
   std::vector<PackItem> items;
   std::vector<at::Tensor> alive;
-  for (size_t i = 0; i < mine.held.size(); ++i) {
-    uint8_t& filled = mine.filled[i];
-    if (!mine.held[i].defined()) {
+  for (size_t i = 0; i < state.held.size(); ++i) {
+    uint8_t& filled = state.filled[i];
+    if (!state.held[i].defined()) {
       if (for_reduction && !filled && layout.params()[i].shape.trainable) items.push_back({.param = i});
       continue;
     }
-    at::Tensor dense = std::exchange(mine.held[i], at::Tensor()).contiguous();
+    at::Tensor dense = std::exchange(state.held[i], at::Tensor()).contiguous();
     if (engine_dtype(dense.scalar_type()) == DType::byte) dense = dense.to(at::kFloat);
     items.push_back({i, engine_dtype(dense.scalar_type()), dense.const_data_ptr(), dense.nbytes(), filled != 0});
     filled = 1;
     alive.push_back(std::move(dense));
   }
-  if (!items.empty() || for_reduction) context_.layer().pack(*mine.plan, items, flags_of(group), target);
+  if (!items.empty() || for_reduction) context_.layer().pack(*state.plan, items, flags_of(group), target);
   return target;
 }
 
 std::vector<uint8_t> DevicePacking::flags_of(const ParamGroup& group) {
-  const PerGroup& mine = per_group(group);
-  std::vector<uint8_t> flags = mine.filled;
+  const PerGroup& state = per_group(group);
+  std::vector<uint8_t> flags = state.filled;
   for (size_t i = 0; i < flags.size(); ++i) {
-    const bool is_trainable = mine.plan->layout->params()[i].shape.trainable;
+    const bool is_trainable = state.plan->layout->params()[i].shape.trainable;
     if (is_trainable && group.options().reduce_unused_params) flags[i] = 1;
   }
   return flags;

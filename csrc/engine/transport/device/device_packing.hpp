@@ -55,7 +55,7 @@ class DevicePacking {
   };
   PerGroup& per_group(const ParamGroup& group) { return groups_[group.index()]; }
   void open(const ParamGroup& group);
-  void close(PerGroup& mine);
+  void close(PerGroup& state);
   void open_buffer(const ParamGroup& group);
   // The gradient pool, where a rank that is alone packs its gradients; undefined: into a buffer.
   at::Tensor pool_to_pack(ParamGroup& group);

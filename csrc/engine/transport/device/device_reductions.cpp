@@ -21,11 +21,11 @@ DeviceReductions::DeviceReductions(DeviceContext& context, ReduceMemory& memory,
 // --- the collective ---
 
 at::Tensor DeviceReductions::rows_for(ParamGroup& group, Reduction& running) {
-  PerGroup& mine = per_group(group);
+  PerGroup& state = per_group(group);
   const size_t bytes = running.plan->segment_bytes;
   const bool is_plain =
       !group.calls().reduce_scatter && !group.calls().all_reduce_hook && !context_.keeps() && !group.offloads();
-  const bool stays = !group.has_replicas() || (group.options().requires_all_reduce && mine.partial < 0);
+  const bool stays = !group.has_replicas() || (group.options().requires_all_reduce && state.partial < 0);
   if (is_plain && stays && group.layout().world() > 1 && running.plan->layout->can_reduce_in_place()) {
     pybind11::gil_scoped_acquire gil;
     if (const auto pool = group.gradients().take_pool(running.plan->layout)) {
@@ -39,7 +39,7 @@ at::Tensor DeviceReductions::rows_for(ParamGroup& group, Reduction& running) {
 }
 
 void DeviceReductions::begin(ParamGroup& group, DevicePacking::Packed packed) {
-  PerGroup& mine = per_group(group);
+  PerGroup& state = per_group(group);
   DeviceLayer& layer = context_.layer();
   const SegmentPlan& plan = *packed.plan;
   const auto segment_bytes = static_cast<int64_t>(plan.segment_bytes);
@@ -50,10 +50,10 @@ void DeviceReductions::begin(ParamGroup& group, DevicePacking::Packed packed) {
   if (packed.buffer < 0) {  // in the gradient pool
     running.rows = packed.memory.narrow(0, 0, segment_bytes);
     running.lane = Lane::compute;
-    mine.running = std::move(running);
+    state.running = std::move(running);
     return;
   }
-  mine.unsent = packed.buffer;
+  state.unsent = packed.buffer;
   if (!running.is_certain && layer.in_capture()) {
     throw Error("fsdp2x: the backward of unit '" + group.name() +
                 "' is captured into a CUDA graph and leaves some of " +
@@ -82,10 +82,10 @@ void DeviceReductions::begin(ParamGroup& group, DevicePacking::Packed packed) {
   }
   // A user's collective may allocate and copy as it likes.
   running.lane = group.calls().reduce_scatter ? Lane::compute : Lane::reduce;
-  mine.running = running;  // should the rest raise, drop() gives back what it has
+  state.running = running;  // should the rest raise, drop() gives back what it has
   if (wire != nullptr) {
     bool is_new = false;
-    mine.running.codes = running.codes = memory_.take_segment(group, 2 * wire->bytes(), &is_new);
+    state.running.codes = running.codes = memory_.take_segment(group, 2 * wire->bytes(), &is_new);
   }
   if (running.lane != Lane::compute) context_.follow_compute(running.lane);
   for (const int segment : {running.segment, running.codes}) {
@@ -99,9 +99,9 @@ void DeviceReductions::begin(ParamGroup& group, DevicePacking::Packed packed) {
       call_reduce_scatter(group, running, input);
     }
   }
-  running.number = memory_.begin(std::exchange(mine.unsent, -1), running.lane);
+  running.number = memory_.begin(std::exchange(state.unsent, -1), running.lane);
   if (running.codes >= 0) {
-    mine.running.codes = -1;
+    state.running.codes = -1;
     memory_.retire_segment(std::exchange(running.codes, -1), running.number, running.lane);
   }
   if (group.has_replicas()) {
@@ -111,7 +111,7 @@ void DeviceReductions::begin(ParamGroup& group, DevicePacking::Packed packed) {
     running.lane = Lane::all_reduce;
   }
   if (!running.is_certain && running.rows.defined()) ask_for_flags(group, running);
-  mine.running = std::move(running);
+  state.running = std::move(running);
 }
 
 void DeviceReductions::call_reduce_scatter(ParamGroup& group, const Reduction& running, const at::Tensor& input) {
@@ -134,17 +134,17 @@ void DeviceReductions::call_reduce_scatter(ParamGroup& group, const Reduction& r
 }
 
 DeviceWireGradients* DeviceReductions::wire_of(ParamGroup& group, const SegmentPlan& plan) {
-  PerGroup& mine = per_group(group);
+  PerGroup& state = per_group(group);
   const WireFormat format = group.options().wire_gradients;
   if (format == WireFormat::plain) {
-    mine.wire.reset();
+    state.wire.reset();
     return nullptr;
   }
   check_wire_type(group);
-  if (!mine.wire || mine.wire->format() != format || &mine.wire->plan() != &plan) {
-    mine.wire = std::make_unique<DeviceWireGradients>(plan, format);
+  if (!state.wire || state.wire->format() != format || &state.wire->plan() != &plan) {
+    state.wire = std::make_unique<DeviceWireGradients>(plan, format);
   }
-  return mine.wire.get();
+  return state.wire.get();
 }
 
 void DeviceReductions::reduce_coded(ParamGroup& group, DeviceWireGradients& wire, const Reduction& running,
@@ -174,17 +174,17 @@ void DeviceReductions::reduce_coded(ParamGroup& group, DeviceWireGradients& wire
 }
 
 void DeviceReductions::reduce_over_replicas(ParamGroup& group, Reduction& running) {
-  PerGroup& mine = per_group(group);
+  PerGroup& state = per_group(group);
   const DType type = group.reduce_type();
   const at::Tensor rows = typed(running.rows, type, 0, running.rows.nbytes());
-  if (mine.partial >= 0) {
-    DeviceBuffer& partial = memory_.segment(mine.partial);
-    if (mine.partial_plan != running.plan->layout) {
+  if (state.partial >= 0) {
+    DeviceBuffer& partial = memory_.segment(state.partial);
+    if (state.partial_plan != running.plan->layout) {
       throw_frozen_while_partial(group);
     }
     const LaneScope scope(context_.layer(), running.lane);
     context_.layer().add(rows, typed(partial.memory, type, 0, rows.nbytes()));
-    memory_.retire_segment(std::exchange(mine.partial, -1), running.number, running.lane);
+    memory_.retire_segment(std::exchange(state.partial, -1), running.number, running.lane);
     group.note_merged_partial();
   }
   if (!group.options().requires_all_reduce) {
@@ -206,7 +206,7 @@ void DeviceReductions::reduce_over_replicas(ParamGroup& group, Reduction& runnin
 }
 
 void DeviceReductions::keep_partial(ParamGroup& group, Reduction& running) {
-  PerGroup& mine = per_group(group);
+  PerGroup& state = per_group(group);
   if (running.segment < 0) {  // one rank: what was packed is what stays
     bool is_new = false;
     const auto bytes = running.rows.nbytes();
@@ -219,9 +219,9 @@ void DeviceReductions::keep_partial(ParamGroup& group, Reduction& running) {
     context_.layer().assign(typed(segment.memory, type, 0, bytes), typed(running.rows, type, 0, bytes));
     context_.layer().record(*memory_.buffer(running.buffer).free, running.lane);
   }
-  mine.partial = std::exchange(running.segment, -1);
-  mine.partial_plan = running.plan->layout;
-  context_.layer().record(*memory_.segment(mine.partial).ready, running.lane);
+  state.partial = std::exchange(running.segment, -1);
+  state.partial_plan = running.plan->layout;
+  context_.layer().record(*memory_.segment(state.partial).ready, running.lane);
   group.note_partial();
   running = Reduction();
 }
@@ -309,30 +309,30 @@ void DeviceRows::write(const GradientTargets& targets) {
 }
 
 void DeviceReductions::ask_for_flags(const ParamGroup& group, const Reduction& running) {
-  PerGroup& mine = per_group(group);
+  PerGroup& state = per_group(group);
   DeviceLayer& layer = context_.layer();
   const DType type = group.reduce_type();
   const size_t num = running.has_gradient.size();
-  if (!mine.flags.defined()) {
-    mine.flags = host_memory_for(layer.device(), at::kFloat, num);
-    mine.flags_there = layer.make_event(group.name() + ".flags");
+  if (!state.flags.defined()) {
+    state.flags = host_memory_for(layer.device(), at::kFloat, num);
+    state.flags_there = layer.make_event(group.name() + ".flags");
     const LaneScope scope(layer, Lane::host);
-    layer.touches("take", "flags", {}, mine.flags);
+    layer.touches("take", "flags", {}, state.flags);
   }
   const LaneScope scope(layer, running.lane);
-  layer.transfer(mine.flags,
+  layer.transfer(state.flags,
                  typed(running.rows, type, running.plan->layout->reduce_segment_bytes(), num * dtype_bytes(type)));
-  layer.record(*mine.flags_there, running.lane);
+  layer.record(*state.flags_there, running.lane);
 }
 
 void DeviceReductions::read_flags(const ParamGroup& group, Reduction& running) {
-  PerGroup& mine = per_group(group);
-  context_.layer().synchronize(*mine.flags_there);
+  PerGroup& state = per_group(group);
+  context_.layer().synchronize(*state.flags_there);
   for (size_t i = 0; i < running.has_gradient.size(); ++i) {
-    running.has_gradient[i] = mine.flags.const_data_ptr<float>()[i] > 0.0F ? 1 : 0;
+    running.has_gradient[i] = state.flags.const_data_ptr<float>()[i] > 0.0F ? 1 : 0;
   }
   const LaneScope scope(context_.layer(), Lane::host);
-  context_.layer().touches("read flags", group.name(), mine.flags, {});
+  context_.layer().touches("read flags", group.name(), state.flags, {});
 }
 
 std::unique_ptr<ReducedRows> DeviceReductions::finish(ParamGroup& group) {
@@ -343,30 +343,30 @@ std::unique_ptr<ReducedRows> DeviceReductions::finish(ParamGroup& group) {
 }
 
 void DeviceReductions::drop(const ParamGroup& group) {
-  PerGroup& mine = per_group(group);
-  if (group.is_posted()) context_.join(mine.running.lane);  // it writes to memory that may be freed next
-  for (const int segment : {mine.running.segment, mine.running.codes}) {
-    if (segment >= 0) memory_.give_back_segment(segment, mine.running.lane);
+  PerGroup& state = per_group(group);
+  if (group.is_posted()) context_.join(state.running.lane);  // it writes to memory that may be freed next
+  for (const int segment : {state.running.segment, state.running.codes}) {
+    if (segment >= 0) memory_.give_back_segment(segment, state.running.lane);
   }
-  if (mine.wire) {  // they belong to what is dropped
+  if (state.wire) {  // they belong to what is dropped
     const LaneScope scope(context_.layer(), Lane::reduce);
-    mine.wire->forget_errors(context_);
+    state.wire->forget_errors(context_);
   }
-  if (mine.unsent >= 0) memory_.give_back_buffer(std::exchange(mine.unsent, -1));
-  mine.running = Reduction();
+  if (state.unsent >= 0) memory_.give_back_buffer(std::exchange(state.unsent, -1));
+  state.running = Reduction();
 }
 
 std::unique_ptr<SegmentRows> DeviceReductions::partial(const ParamGroup& group) {
-  PerGroup& mine = per_group(group);
-  if (mine.partial < 0) return nullptr;
-  DeviceBuffer& segment = memory_.segment(mine.partial);
+  PerGroup& state = per_group(group);
+  if (state.partial < 0) return nullptr;
+  DeviceBuffer& segment = memory_.segment(state.partial);
   context_.layer().wait(Lane::compute, *segment.ready);
-  return std::make_unique<SegmentRows>(segment.memory, mine.partial_plan, group.reduce_type(), 1.0);
+  return std::make_unique<SegmentRows>(segment.memory, state.partial_plan, group.reduce_type(), 1.0);
 }
 
 void DeviceReductions::drop_partial(const ParamGroup& group) {
-  PerGroup& mine = per_group(group);
-  if (mine.partial >= 0) memory_.give_back_segment(std::exchange(mine.partial, -1), Lane::reduce);
+  PerGroup& state = per_group(group);
+  if (state.partial >= 0) memory_.give_back_segment(std::exchange(state.partial, -1), Lane::reduce);
 }
 
 void DeviceReductions::end() {
@@ -375,14 +375,14 @@ void DeviceReductions::end() {
 }
 
 void DeviceReductions::release_idle() {
-  for (PerGroup& mine : groups_) {
-    if (!mine.running.rows.defined()) mine.wire.reset();
+  for (PerGroup& state : groups_) {
+    if (!state.running.rows.defined()) state.wire.reset();
   }
 }
 
 size_t DeviceReductions::wire_bytes() const {
   size_t bytes = 0;
-  for (const PerGroup& mine : groups_) bytes += mine.wire ? mine.wire->error_bytes() : 0;
+  for (const PerGroup& state : groups_) bytes += state.wire ? state.wire->error_bytes() : 0;
   return bytes;
 }
 

@@ -73,30 +73,30 @@ HostShards::HostShards(DeviceContext& context)
       residents_(context.make_buffers("resident shards", /*tallied=*/false)) {}
 
 void HostShards::register_group(ParamGroup& group) {
-  PerGroup& mine = groups_.emplace_back();
-  if (group.offloads()) mine.downloaded = context_.layer().make_event(group.name() + ".downloaded");
+  PerGroup& state = groups_.emplace_back();
+  if (group.offloads()) state.downloaded = context_.layer().make_event(group.name() + ".downloaded");
   exist_ = exist_ || group.offloads();
 }
 
 void HostShards::release_idle() {
   may_change();
-  for (PerGroup& mine : groups_) {
-    if (mine.resident >= 0) residents_->release(std::exchange(mine.resident, -1));
+  for (PerGroup& state : groups_) {
+    if (state.resident >= 0) residents_->release(std::exchange(state.resident, -1));
   }
 }
 
 HostShards::Upload HostShards::open(ParamGroup& group, bool pools_stand_still) {
-  PerGroup& mine = groups_[group.index()];
+  PerGroup& state = groups_[group.index()];
   Upload target;
   if (!group.offloads() || group.pool().nbytes() == 0) return target;
   if (group.offload() == Offload::everything) {
-    mine.upload = uploads_->acquire(group.pool().nbytes(), group.name(), &target.is_new);
-    target.buffer = &(*uploads_)[mine.upload];
+    state.upload = uploads_->acquire(group.pool().nbytes(), group.name(), &target.is_new);
+    target.buffer = &(*uploads_)[state.upload];
     return target;
   }
-  if (mine.resident < 0) mine.resident = residents_->acquire(group.pool().nbytes(), group.name(), &target.is_new);
-  target.buffer = &(*residents_)[mine.resident];
-  target.is_current = mine.resident_is_current && pools_stand_still;
+  if (state.resident < 0) state.resident = residents_->acquire(group.pool().nbytes(), group.name(), &target.is_new);
+  target.buffer = &(*residents_)[state.resident];
+  target.is_current = state.resident_is_current && pools_stand_still;
   target.stays_current = pools_stand_still;
   return target;
 }
@@ -120,12 +120,12 @@ void HostShards::upload(ParamGroup& group, const Upload& target, Lane lane) {
 }
 
 void HostShards::close(const ParamGroup& group) {
-  PerGroup& mine = groups_[group.index()];
-  if (mine.upload >= 0) uploads_->release(std::exchange(mine.upload, -1), /*has_waited=*/true);
+  PerGroup& state = groups_[group.index()];
+  if (state.upload >= 0) uploads_->release(std::exchange(state.upload, -1), /*has_waited=*/true);
 }
 
 void HostShards::may_change() {
-  for (PerGroup& mine : groups_) mine.resident_is_current = false;
+  for (PerGroup& state : groups_) state.resident_is_current = false;
 }
 
 std::unique_ptr<ReducedRows> HostShards::download(ParamGroup& group, const at::Tensor& rows, const SegmentPlan& plan,

@@ -36,10 +36,10 @@ ProcessGroupTransport::PerGroup& ProcessGroupTransport::per_group(const ParamGro
 
 void ProcessGroupTransport::register_group(const std::shared_ptr<ParamGroup>& group) {
   group->set_index(static_cast<uint32_t>(groups_.size()));
-  PerGroup& mine = per_group(*group);
-  mine.group = group.get();
-  mine.filled.assign(group->params().size(), 0);
-  mine.segments_to_slot = joined(group->layout().segments_to_slot(group->layout().gather_segment_bytes()));
+  PerGroup& state = per_group(*group);
+  state.group = group.get();
+  state.filled.assign(group->params().size(), 0);
+  state.segments_to_slot = joined(group->layout().segments_to_slot(group->layout().gather_segment_bytes()));
 }
 
 at::Tensor ProcessGroupTransport::take(size_t bytes) {
@@ -95,28 +95,28 @@ void ProcessGroupTransport::start(ParamGroup& group, const PyRef& collective, St
 }
 
 bool ProcessGroupTransport::begin_coded_gather(ParamGroup& group, bool pools_stand_still) {
-  PerGroup& mine = per_group(group);
+  PerGroup& state = per_group(group);
   const WireFormat format = group.options().wire_weights;
-  mine.gathers_coded = format != WireFormat::plain;
-  if (!mine.gathers_coded) {
-    mine.wire_gather.reset();
+  state.gathers_coded = format != WireFormat::plain;
+  if (!state.gathers_coded) {
+    state.wire_gather.reset();
     return false;
   }
-  if (!mine.wire_gather || mine.wire_gather->format() != format) {
-    mine.wire_gather = std::make_unique<WireGather>(group.layout(), format);
+  if (!state.wire_gather || state.wire_gather->format() != format) {
+    state.wire_gather = std::make_unique<WireGather>(group.layout(), format);
   }
-  WireGather& wire = *mine.wire_gather;
+  WireGather& wire = *state.wire_gather;
   agree_on_shards(group, Operation::all_gather, wire.segment_bytes(), DType::byte);
-  mine.gather.memory = take(wire.segment_bytes() * static_cast<size_t>(group.layout().world()));
+  state.gather.memory = take(wire.segment_bytes() * static_cast<size_t>(group.layout().world()));
   pybind11::gil_scoped_acquire gil;
   const at::Tensor& segment = wire.segment(group, pools_stand_still ? num_forwards_ : kNoForward);
-  start(group, group.calls().all_gather ? group.calls().all_gather : collectives_.all_gather, mine.gather,
-        mine.gather.memory, segment, "all-gather");
+  start(group, group.calls().all_gather ? group.calls().all_gather : collectives_.all_gather, state.gather,
+        state.gather.memory, segment, "all-gather");
   return true;
 }
 
 void ProcessGroupTransport::begin_gather(ParamGroup& group, bool pools_stand_still) {
-  PerGroup& mine = per_group(group);
+  PerGroup& state = per_group(group);
   if (group.gathers_alone()) {
     open_slot(group);
     run_copies_on(at::kCPU, group.layout().shard_to_slot(), group.pool().const_data_ptr(), group.gather().write);
@@ -127,33 +127,33 @@ void ProcessGroupTransport::begin_gather(ParamGroup& group, bool pools_stand_sti
   const auto rank = static_cast<size_t>(group.layout().rank());
   const DType wire = wire_type(group.layout());
   agree_on_shards(group, Operation::all_gather, segment, wire);
-  mine.gather.memory = take(std::max<size_t>(segment * static_cast<size_t>(group.layout().world()), 1));
+  state.gather.memory = take(std::max<size_t>(segment * static_cast<size_t>(group.layout().world()), 1));
   run_copies_on(at::kCPU, group.layout().shard_to_segment(), group.pool().const_data_ptr(),
-                static_cast<std::byte*>(mine.gather.memory.data_ptr()) + rank * segment);
-  start(group, group.calls().all_gather ? group.calls().all_gather : collectives_.all_gather, mine.gather,
-        typed(mine.gather.memory, wire, 0, segment * static_cast<size_t>(group.layout().world())),
-        typed(mine.gather.memory, wire, rank * segment, segment), "all-gather");
+                static_cast<std::byte*>(state.gather.memory.data_ptr()) + rank * segment);
+  start(group, group.calls().all_gather ? group.calls().all_gather : collectives_.all_gather, state.gather,
+        typed(state.gather.memory, wire, 0, segment * static_cast<size_t>(group.layout().world())),
+        typed(state.gather.memory, wire, rank * segment, segment), "all-gather");
 }
 
 void ProcessGroupTransport::finish_gather(ParamGroup& group) {
   if (group.gathers_alone()) return;
-  PerGroup& mine = per_group(group);
-  wait(group, mine.gather, "all-gather");
+  PerGroup& state = per_group(group);
+  wait(group, state.gather, "all-gather");
   open_slot(group);  // not before: a prefetched unit holds its staging only
-  if (mine.gathers_coded) {
-    mine.wire_gather->decode(mine.gather.memory.const_data_ptr(), group.gather().write);
+  if (state.gathers_coded) {
+    state.wire_gather->decode(state.gather.memory.const_data_ptr(), group.gather().write);
   } else {
-    run_copies_on(at::kCPU, mine.segments_to_slot, mine.gather.memory.const_data_ptr(), group.gather().write);
+    run_copies_on(at::kCPU, state.segments_to_slot, state.gather.memory.const_data_ptr(), group.gather().write);
   }
-  give_back(mine.gather.memory);
+  give_back(state.gather.memory);
 }
 
 void ProcessGroupTransport::release_gather(ParamGroup& group) {
-  PerGroup& mine = per_group(group);
+  PerGroup& state = per_group(group);
   const int id = group.gather().slot.id;
   if (id >= 0 && group.close_slot(gather_ledger_)) give_back(slot_memory_[static_cast<size_t>(id)]);
-  end(group, mine.gather, "all-gather");
-  give_back(mine.gather.memory);
+  end(group, state.gather, "all-gather");
+  give_back(state.gather.memory);
 }
 
 std::shared_ptr<const Layout> ProcessGroupTransport::segment_layout(ParamGroup& group) {
@@ -169,21 +169,21 @@ void ProcessGroupTransport::make_room(ParamGroup&) {
 }
 
 void ProcessGroupTransport::open_scratch(ParamGroup& group) {
-  PerGroup& mine = per_group(group);
-  if (mine.plan != nullptr) return;
-  SegmentPlan& plan = mine.plans.of(group);
-  mine.reduction.memory = take(plan.segment_bytes * static_cast<size_t>(group.layout().world()));
-  if (group.calls().all_reduce_hook) mine.reduction.memory.zero_();  // the user sees the pads
-  std::fill(mine.filled.begin(), mine.filled.end(), uint8_t{0});
-  mine.plan = &plan;
+  PerGroup& state = per_group(group);
+  if (state.plan != nullptr) return;
+  SegmentPlan& plan = state.plans.of(group);
+  state.reduction.memory = take(plan.segment_bytes * static_cast<size_t>(group.layout().world()));
+  if (group.calls().all_reduce_hook) state.reduction.memory.zero_();  // the user sees the pads
+  std::fill(state.filled.begin(), state.filled.end(), uint8_t{0});
+  state.plan = &plan;
   ++num_scratches_;
 }
 
-void ProcessGroupTransport::close_scratch(PerGroup& mine) {
-  give_back(mine.reduced.memory);
-  give_back(mine.reduction.memory);
-  mine.reduces_coded = false;
-  mine.plan = nullptr;
+void ProcessGroupTransport::close_scratch(PerGroup& state) {
+  give_back(state.reduced.memory);
+  give_back(state.reduction.memory);
+  state.reduces_coded = false;
+  state.plan = nullptr;
   --num_scratches_;
 }
 
@@ -193,145 +193,146 @@ void ProcessGroupTransport::write_pool(ParamGroup& group, const CopyProgram& row
 
 void ProcessGroupTransport::pack(ParamGroup& group, size_t i, const at::Tensor& gradient) {
   open_scratch(group);
-  PerGroup& mine = per_group(group);
-  if (!mine.plan->layout->params()[i].shape.trainable) throw_unfrozen(group, i);
+  PerGroup& state = per_group(group);
+  if (!state.plan->layout->params()[i].shape.trainable) throw_unfrozen(group, i);
   at::Tensor dense = gradient.contiguous();
   if (engine_dtype(dense.scalar_type()) == DType::byte) dense = dense.to(at::kFloat);
   const DType type = engine_dtype(dense.scalar_type());
-  const auto& copies = mine.plan->copies_of(i, type);
-  if (mine.filled[i]) {
-    add_on(at::kCPU, copies, dense.const_data_ptr(), mine.reduction.memory.data_ptr());
+  const auto& copies = state.plan->copies_of(i, type);
+  if (state.filled[i]) {
+    add_on(at::kCPU, copies, dense.const_data_ptr(), state.reduction.memory.data_ptr());
   } else {
-    run_copies_on(at::kCPU, copies, dense.const_data_ptr(), mine.reduction.memory.data_ptr());
-    mine.filled[i] = 1;
+    run_copies_on(at::kCPU, copies, dense.const_data_ptr(), state.reduction.memory.data_ptr());
+    state.filled[i] = 1;
   }
 }
 
 std::vector<at::Tensor> ProcessGroupTransport::take_packed(ParamGroup& group) {
-  PerGroup& mine = per_group(group);
+  PerGroup& state = per_group(group);
   std::vector<at::Tensor> taken(group.params().size());
-  if (mine.plan == nullptr) return taken;
+  if (state.plan == nullptr) return taken;
   for (size_t i = 0; i < taken.size(); ++i) {
-    if (mine.filled[i]) taken[i] = mine.plan->unpacked(i, group.reduce_type(), mine.reduction.memory);
+    if (state.filled[i]) taken[i] = state.plan->unpacked(i, group.reduce_type(), state.reduction.memory);
   }
-  close_scratch(mine);
+  close_scratch(state);
   return taken;
 }
 
 void ProcessGroupTransport::fill_gaps(ParamGroup& group) {
-  PerGroup& mine = per_group(group);
+  PerGroup& state = per_group(group);
   const DType type = group.reduce_type();
-  const Layout& layout = *mine.plan->layout;
-  const size_t segment = mine.plan->segment_bytes;
-  std::vector<float> flags(mine.filled.begin(), mine.filled.end());
+  const Layout& layout = *state.plan->layout;
+  const size_t segment = state.plan->segment_bytes;
+  std::vector<float> flags(state.filled.begin(), state.filled.end());
   for (size_t i = 0; i < flags.size(); ++i) {
     if (layout.params()[i].shape.trainable && group.options().reduce_unused_params) flags[i] = 1.0F;
   }
   const auto element = static_cast<int64_t>(dtype_bytes(type));
   for (size_t i = 0; i < flags.size(); ++i) {
     const ParamPlace& place = layout.params()[i];
-    if (mine.filled[i] || !place.shape.trainable) continue;
-    typed(mine.reduction.memory, type, 0, segment * static_cast<size_t>(layout.world()))
+    if (state.filled[i] || !place.shape.trainable) continue;
+    typed(state.reduction.memory, type, 0, segment * static_cast<size_t>(layout.world()))
         .view({layout.world(), -1})
         .narrow(1, static_cast<int64_t>(place.reduce_segment_offset) / element, place.padded_shard_numel)
         .zero_();
   }
-  flags.resize(mine.plan->flags_numel());
-  run_copies_on(at::kCPU, {mine.plan->flags_to_segments}, flags.data(), mine.reduction.memory.data_ptr());
+  flags.resize(state.plan->flags_numel());
+  run_copies_on(at::kCPU, {state.plan->flags_to_segments}, flags.data(), state.reduction.memory.data_ptr());
 }
 
 bool ProcessGroupTransport::begin_coded_reduce(ParamGroup& group) {
-  PerGroup& mine = per_group(group);
+  PerGroup& state = per_group(group);
   const WireFormat format = group.options().wire_gradients;
   if (format == WireFormat::plain) {
-    mine.wire_reduction.reset();
+    state.wire_reduction.reset();
     return false;
   }
   check_wire_type(group);
-  if (!mine.wire_reduction || mine.wire_reduction->format() != format || &mine.wire_reduction->plan() != mine.plan) {
-    mine.wire_reduction = std::make_unique<WireReduction>(*mine.plan, format);
+  if (!state.wire_reduction || state.wire_reduction->format() != format ||
+      &state.wire_reduction->plan() != state.plan) {
+    state.wire_reduction = std::make_unique<WireReduction>(*state.plan, format);
   }
-  WireReduction& wire = *mine.wire_reduction;
+  WireReduction& wire = *state.wire_reduction;
   const size_t bytes = wire.segment_bytes() * static_cast<size_t>(group.layout().world());
   agree_on_shards(group, Operation::all_to_all, wire.segment_bytes(), DType::byte);
   at::Tensor sent = take(bytes);
-  wire.encode(mine.reduction.memory.const_data_ptr(), mine.filled, sent.mutable_data_ptr());
-  give_back(mine.reduction.memory);
-  mine.reduction.memory = std::move(sent);
-  mine.reduced.memory = take(bytes);
-  mine.reduces_coded = true;
-  start(group, collectives_.all_to_all, mine.reduced, mine.reduced.memory, mine.reduction.memory, "reduction");
+  wire.encode(state.reduction.memory.const_data_ptr(), state.filled, sent.mutable_data_ptr());
+  give_back(state.reduction.memory);
+  state.reduction.memory = std::move(sent);
+  state.reduced.memory = take(bytes);
+  state.reduces_coded = true;
+  start(group, collectives_.all_to_all, state.reduced, state.reduced.memory, state.reduction.memory, "reduction");
   return true;
 }
 
 void ProcessGroupTransport::begin_reduce(ParamGroup& group, ForwardCounts) {
   open_scratch(group);
-  PerGroup& mine = per_group(group);
+  PerGroup& state = per_group(group);
   fill_gaps(group);
   const int world = group.layout().world();
   if (world == 1 || begin_coded_reduce(group)) return;
   const DType type = group.reduce_type();
-  const size_t segment = mine.plan->segment_bytes;
+  const size_t segment = state.plan->segment_bytes;
   agree_on_shards(group, Operation::reduce_scatter, segment, type);
-  const at::Tensor input = typed(mine.reduction.memory, type, 0, segment * static_cast<size_t>(world));
+  const at::Tensor input = typed(state.reduction.memory, type, 0, segment * static_cast<size_t>(world));
   if (const double before = group.pre_divisor(); before != 1.0) input.div_(before);
-  mine.reduced.memory = take(segment);
-  start(group, group.calls().reduce_scatter ? group.calls().reduce_scatter : collectives_.reduce_scatter, mine.reduced,
-        typed(mine.reduced.memory, type, 0, segment), input, "reduction", group.averages() ? Py_True : Py_False);
+  state.reduced.memory = take(segment);
+  start(group, group.calls().reduce_scatter ? group.calls().reduce_scatter : collectives_.reduce_scatter, state.reduced,
+        typed(state.reduced.memory, type, 0, segment), input, "reduction", group.averages() ? Py_True : Py_False);
 }
 
 bool ProcessGroupTransport::needs_empty_reduction(const ParamGroup& group) const { return group.reduces_unused(); }
 
 Transport::Finished ProcessGroupTransport::finish_reduce(ParamGroup& group, bool /*flush*/) {
-  PerGroup& mine = per_group(group);
-  wait(group, mine.reduced, "reduction");
+  PerGroup& state = per_group(group);
+  wait(group, state.reduced, "reduction");
   Finished finished;
-  if (mine.reduces_coded) {
-    at::Tensor rows = take(mine.plan->segment_bytes);
+  if (state.reduces_coded) {
+    at::Tensor rows = take(state.plan->segment_bytes);
     // The user sees the pads, the all-reduce sends them.
     if (group.calls().all_reduce_hook || group.has_replicas()) rows.zero_();
-    mine.wire_reduction->sum(mine.reduced.memory.const_data_ptr(), rows.mutable_data_ptr());
+    state.wire_reduction->sum(state.reduced.memory.const_data_ptr(), rows.mutable_data_ptr());
     // Where a collective would average, an all-reduce over the replicas will.
     const bool averages = group.averages();
     if (averages) {
-      cpu::divide(DType::f32, rows.mutable_data_ptr(), static_cast<int64_t>(mine.plan->segment_bytes / sizeof(float)),
+      cpu::divide(DType::f32, rows.mutable_data_ptr(), static_cast<int64_t>(state.plan->segment_bytes / sizeof(float)),
                   group.layout().world());
     }
     finished.rows =
-        std::make_unique<SegmentRows>(rows, mine.plan->layout, DType::f32, averages ? 1.0 : group.divisor());
+        std::make_unique<SegmentRows>(rows, state.plan->layout, DType::f32, averages ? 1.0 : group.divisor());
     give_back(rows);
-    close_scratch(mine);
+    close_scratch(state);
     return finished;
   }
   const bool alone = group.layout().world() == 1;
   const double before = alone ? 1.0 : group.pre_divisor();
-  finished.rows = std::make_unique<SegmentRows>((alone ? mine.reduction : mine.reduced).memory, mine.plan->layout,
+  finished.rows = std::make_unique<SegmentRows>((alone ? state.reduction : state.reduced).memory, state.plan->layout,
                                                 group.reduce_type(), group.averages() ? 1.0 : group.divisor() / before);
-  close_scratch(mine);
+  close_scratch(state);
   return finished;
 }
 
 bool ProcessGroupTransport::abandon_reduce(ParamGroup& group) {
-  PerGroup& mine = per_group(group);
-  if (mine.wire_reduction) mine.wire_reduction->forget_errors();  // they belong to what is dropped
-  if (mine.plan == nullptr) return false;
-  end(group, mine.reduced, "reduction");
-  close_scratch(mine);
+  PerGroup& state = per_group(group);
+  if (state.wire_reduction) state.wire_reduction->forget_errors();  // they belong to what is dropped
+  if (state.plan == nullptr) return false;
+  end(group, state.reduced, "reduction");
+  close_scratch(state);
   return true;
 }
 
 void ProcessGroupTransport::release_idle() {
-  for (auto& [index, mine] : groups_) {
-    mine.wire_gather.reset();
-    if (!mine.reduces_coded) mine.wire_reduction.reset();
+  for (auto& [index, state] : groups_) {
+    state.wire_gather.reset();
+    if (!state.reduces_coded) state.wire_reduction.reset();
   }
 }
 
 TransportStats ProcessGroupTransport::stats() const {
   TransportStats stats;
-  for (const auto& [index, mine] : groups_) {
-    if (mine.wire_gather) stats.wire_bytes += mine.wire_gather->kept_bytes();
-    if (mine.wire_reduction) stats.wire_bytes += mine.wire_reduction->error_bytes();
+  for (const auto& [index, state] : groups_) {
+    if (state.wire_gather) stats.wire_bytes += state.wire_gather->kept_bytes();
+    if (state.wire_reduction) stats.wire_bytes += state.wire_reduction->error_bytes();
   }
   stats.gather_slots_owned = gather_ledger_.num_owned();
   stats.gather_slot_bytes = gather_ledger_.arena_bytes();

@@ -81,7 +81,7 @@ class ProcessGroupTransport final : public Transport {
   bool begin_coded_reduce(ParamGroup& group);
   void open_slot(ParamGroup& group);
   void open_scratch(ParamGroup& group);
-  void close_scratch(PerGroup& mine);
+  void close_scratch(PerGroup& state);
   void fill_gaps(ParamGroup& group);  // zeros and flags
   at::Tensor take(size_t bytes);
   void give_back(at::Tensor& memory);
