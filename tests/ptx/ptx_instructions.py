@@ -288,6 +288,6 @@ _TRANSLATIONS: dict[str, Callable[[Translator, list[str], tuple[str, ...]], str]
     **dict.fromkeys(("abs", "neg", "not", "sqrt", "rcp", "popc"), _of_one),
     **dict.fromkeys(("min", "max"), _extreme),
     **dict.fromkeys(("shl", "shr"), _shift),
-    **dict.fromkeys(("prmt", "bfe"), _bits),
+    **dict.fromkeys(("prmt", "bfe", "bfi"), _bits),
     "shf": _funnel_shift,
 }

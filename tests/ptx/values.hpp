@@ -177,6 +177,13 @@ inline u32 bfe(u32 value, u32 start, u32 length) {
   return (length & 255) >= 32 ? rest : rest & (shift_left(1u, length & 255) - 1);
 }
 
+// `value` with the low `length` bits of `field` from `start` on.
+inline u32 bfi(u32 field, u32 value, u32 start, u32 length) {
+  const u32 low = (length & 255) >= 32 ? ~0u : shift_left(1u, length & 255) - 1;
+  const u32 mask = shift_left(low, start & 255);
+  return (value & ~mask) | (shift_left(field, start & 255) & mask);
+}
+
 template <class T>
 inline bool unordered(T a, T b) {
   return a != a || b != b;
