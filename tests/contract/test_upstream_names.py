@@ -1,12 +1,16 @@
 """Upstream's private names on our units, groups and parameters: each acts as there, or is refused by name."""
 
+import inspect
+
 import pytest
 import torch
+import torch.distributed.fsdp as stock
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
 
+import fsdp2x
 from harness import distributed
 from models import inputs
 from reference import TORCH_MINOR, both_transports, grads, only_fsdp2x, same, shard, shard_stock
@@ -233,3 +237,25 @@ def test_a_backward_cannot_be_ended_while_it_runs(ctx):
     hidden.register_hook(lambda _: group.post_backward())
     with pytest.raises(RuntimeError, match=r"unit '0' must be called after backward completes"):
         hidden.sum().backward()
+
+
+# ---- public names
+
+
+@pytest.mark.parametrize("name", ["CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy"])
+def test_policies_are_those_of_torch(name):
+    """DataParallelMeshDims came with torch 2.12: where torch has none, we have none."""
+    assert (name in fsdp2x.__all__) == hasattr(stock, name)
+    assert getattr(fsdp2x, name, None) is getattr(stock, name, None)
+
+
+OURS = [name for name, member in vars(fsdp2x.FSDPModule).items() if inspect.isfunction(member) and name[0] != "_"]
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if hasattr(stock.FSDPModule, name)])
+def test_arguments_of_methods_are_named_as_upstream(name):
+    """Ours may take more behind them."""
+    ours, theirs = (
+        list(inspect.signature(getattr(cls, name)).parameters) for cls in (fsdp2x.FSDPModule, stock.FSDPModule)
+    )
+    assert ours[: len(theirs)] == theirs
