@@ -58,7 +58,7 @@ help:
 	@echo "make docs      the site of docs/ in build/site, warnings are errors; docs-serve shows it, docs-shoot draws it"
 	@echo "make lint      ruff, clang-format, imports and pyrefly's types; format applies the first two"
 	@echo "make sanitize  the C++ tests under ASan and UBSan"
-	@echo "make test-ptx  nvcc's kernels translated to C++, by the tests of the twins; needs nvcc, no GPU"
+	@echo "make test-ptx  nvcc's kernels translated to C++, by the tests of the reference kernels; needs nvcc, no GPU"
 	@echo "make test-real  packages that drive FSDP2, installed and run on both engines; skips what cannot be had"
 	@echo "make test-vllm  pushes into a real vLLM on the CPU (6 GB in build/vllm); skips what cannot be had"
 	@echo "make gpu-test  the kernels and the engine on a GPU; gpu-bench measures them; both skip without one"

@@ -75,7 +75,7 @@ if(FSDP2X_TESTING)
   target_include_directories(_C_testing SYSTEM PRIVATE "${torch_dir}/include" "${torch_dir}/include/torch/csrc/api/include")
   target_compile_definitions(_C_testing PRIVATE TORCH_EXTENSION_NAME=_C_testing _GLIBCXX_USE_CXX11_ABI=${torch_cxx11_abi})
   add_dependencies(_C_testing _C)
-  target_link_libraries(_C_testing PRIVATE fsdp2x_twins fsdp2x_core "${torch_dir}/lib/libtorch_python.so"
+  target_link_libraries(_C_testing PRIVATE fsdp2x_reference_kernels fsdp2x_core "${torch_dir}/lib/libtorch_python.so"
                                            "${torch_dir}/lib/libtorch_cpu.so" "${torch_dir}/lib/libc10.so")
   # By options: CMake links no modules, and some linkers drop what comes before the objects.
   target_link_options(_C_testing PRIVATE -Wl,--no-as-needed "$<TARGET_FILE:_C>" -Wl,--as-needed -Wl,--exclude-libs,ALL)

@@ -1,4 +1,5 @@
-// Marks the functions that kernels and their plain twins share: always inlined, on the device as well where nvcc reads.
+// Marks the functions that kernels and their plain references share: always inlined, on the device as well where nvcc
+// reads.
 #pragma once
 
 // Inlined without exception, also because the CPU loops are compiled once per instruction set: a copy that the linker

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "testing/recording_layer.hpp"
-#include "testing/twins.hpp"
+#include "testing/reference_kernels.hpp"
 
 namespace py = pybind11;
 
@@ -22,9 +22,9 @@ std::vector<std::pair<uintptr_t, size_t>> ranges_of(const std::vector<fsdp2x::Me
 
 PYBIND11_MODULE(_C_testing, m) {
   using fsdp2x::RecordingLayer;
-  m.def("twin_kernels", &fsdp2x::cuda::twin_kernels, py::return_value_policy::reference);
+  m.def("reference_kernels", &fsdp2x::cuda::reference_kernels, py::return_value_policy::reference);
   py::class_<RecordingLayer, fsdp2x::DeviceLayer, std::shared_ptr<RecordingLayer>>(m, "RecordingLayer")
-      .def(py::init<bool>(), py::arg("with_twins"))
+      .def(py::init<bool>(), py::arg("with_kernels"))
       .def("clear", &RecordingLayer::clear)
       .def("use_stream", &RecordingLayer::use_stream, py::arg("number"))
       .def("wait_stream", &RecordingLayer::wait_stream, py::arg("number"))

@@ -5,7 +5,7 @@
 
 #include <utility>
 
-#include "testing/twins.hpp"
+#include "testing/reference_kernels.hpp"
 
 namespace fsdp2x {
 
@@ -86,7 +86,8 @@ std::vector<MemoryRange> ranges_of(PyObject* list) {
 
 }  // namespace
 
-RecordingLayer::RecordingLayer(bool with_twins) : DeviceLayer(at::kCPU, with_twins ? &cuda::twin_kernels() : nullptr) {}
+RecordingLayer::RecordingLayer(bool with_kernels)
+    : DeviceLayer(at::kCPU, with_kernels ? &cuda::reference_kernels() : nullptr) {}
 
 std::unique_ptr<DeviceEvent> RecordingLayer::make_event(const std::string& name) {
   // Each transport has its own.

@@ -26,8 +26,8 @@ class RecordingLayer final : public DeviceLayer {
     std::vector<MemoryRange> reads, writes;
   };
 
-  // With the twins of the device's kernels, or with torch's operations in their place.
-  explicit RecordingLayer(bool with_twins);
+  // With the reference kernels, or with torch's operations in their place.
+  explicit RecordingLayer(bool with_kernels);
 
   std::unique_ptr<DeviceEvent> make_event(const std::string& name) override;
   void record(DeviceEvent& event, Lane lane) override;

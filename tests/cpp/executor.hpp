@@ -1,4 +1,4 @@
-// What runs the kernels under test: the host's twins, or a device. The test bodies see memory through it only.
+// What runs the kernels under test: the reference kernels, or a device. The test bodies see memory through it only.
 #pragma once
 
 #include <dlfcn.h>
@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "kernels/cuda/kernels.hpp"
-#include "twins.hpp"
+#include "reference.hpp"
 
 namespace fsdp2x::cuda {
 
@@ -126,15 +126,15 @@ class Uploaded {
 };
 
 // Typed values on the host, and the same bytes in a region.
-inline std::vector<std::byte> bytes_of(const twins::Buffer& buffer, int64_t numel) {
+inline std::vector<std::byte> bytes_of(const reference::Buffer& buffer, int64_t numel) {
   std::vector<std::byte> bytes(static_cast<size_t>(numel) * dtype_bytes(buffer.type()));
   if (!bytes.empty()) std::memcpy(bytes.data(), buffer.data(), bytes.size());
   return bytes;
 }
 
-inline twins::Buffer buffer_of(DType type, std::span<const std::byte> bytes) {
+inline reference::Buffer buffer_of(DType type, std::span<const std::byte> bytes) {
   const size_t numel = bytes.size() / dtype_bytes(type);
-  twins::Buffer buffer(type, static_cast<int64_t>(numel));
+  reference::Buffer buffer(type, static_cast<int64_t>(numel));
   if (numel > 0) std::memcpy(buffer.data(), bytes.data(), numel * dtype_bytes(type));
   return buffer;
 }
@@ -145,7 +145,7 @@ inline std::vector<std::byte> random_bytes(DType type, int64_t numel, std::mt199
     for (std::byte& byte : bytes) byte = static_cast<std::byte>(random() % 256);
     return bytes;
   }
-  twins::Buffer buffer(type, numel);
+  reference::Buffer buffer(type, numel);
   buffer.fill_random(random);
   return bytes_of(buffer, numel);
 }

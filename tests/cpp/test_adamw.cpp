@@ -1,4 +1,4 @@
-// Optimizer steps, sums of squares and multiplication against scalar twins, bit for bit, on every instruction set.
+// Optimizer steps, sums of squares and multiplication against scalar references, bit for bit, on every instruction set.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -9,16 +9,16 @@
 #include "core/error.hpp"
 #include "kernels/cpu/kernels.hpp"
 #include "kernels/cpu/optimizers.hpp"
-#include "twins.hpp"
+#include "reference.hpp"
 
 namespace fsdp2x {
 namespace {
 
-using twins::Buffer;
+using reference::Buffer;
 
 constexpr int64_t kSizes[] = {0, 1, 7, 15, 16, 17, 33, 1000, 1023, 1024, 1025, 4099};
 
-class Optimizer : public twins::EveryIsa {};
+class Optimizer : public reference::EveryIsa {};
 
 // Ordinary values with a few that are not: zeros of both signs, infinities, NaN.
 void fill(Buffer& buffer, int64_t numel, std::mt19937_64& random, bool positive = false) {
@@ -50,7 +50,7 @@ struct Element {
 };
 
 // Written from the formulas: m and v with one rounding per multiply-add.
-Element twin(Element e, const AdamWStep& s, bool amsgrad) {
+Element stepped(Element e, const AdamWStep& s, bool amsgrad) {
   const float g = s.sign < 0.0f ? -e.grad : e.grad;
   e.param = e.param * s.decay;
   e.m = std::fabs(s.weight) < 0.5f ? std::fma(s.weight, g - e.m, e.m) : std::fma(s.weight - 1.0f, g - e.m, g);
@@ -67,7 +67,7 @@ Element twin(Element e, const AdamWStep& s, bool amsgrad) {
   return e;
 }
 
-TEST_P(Optimizer, AdamWEqualsItsTwin) {
+TEST_P(Optimizer, AdamWEqualsItsReference) {
   std::mt19937_64 random(1);
   for (const DType type : {DType::f32, DType::bf16, DType::f16}) {
     for (const bool amsgrad : {false, true}) {
@@ -81,15 +81,15 @@ TEST_P(Optimizer, AdamWEqualsItsTwin) {
           fill(m, numel, random);
           fill(v, numel, random, /*positive=*/true);
           fill(largest, numel, random, /*positive=*/true);
-          Buffer param_twin = param, m_twin = m, v_twin = v, largest_twin = largest;
+          Buffer param_expected = param, m_expected = m, v_expected = v, largest_expected = largest;
           for (int64_t i = 0; i < numel; ++i) {
             const Element e =
-                twin({param.get_float(i), grad.get_float(i), m.get_float(i), v.get_float(i), largest.get_float(i)},
-                     step, amsgrad);
-            param_twin.set(i, e.param);
-            m_twin.set(i, e.m);
-            v_twin.set(i, e.v);
-            largest_twin.set(i, e.largest);
+                stepped({param.get_float(i), grad.get_float(i), m.get_float(i), v.get_float(i), largest.get_float(i)},
+                        step, amsgrad);
+            param_expected.set(i, e.param);
+            m_expected.set(i, e.m);
+            v_expected.set(i, e.v);
+            largest_expected.set(i, e.largest);
           }
           cpu::AdamWPiece piece;
           piece.type = type;
@@ -100,10 +100,10 @@ TEST_P(Optimizer, AdamWEqualsItsTwin) {
           piece.max_exp_avg_sq = amsgrad ? largest.data() : nullptr;
           piece.numel = numel;
           cpu::adamw(piece, step);
-          EXPECT_TRUE(param.equals(param_twin, false)) << dtype_name(type) << " parameters, amsgrad " << amsgrad;
-          EXPECT_TRUE(m.equals(m_twin, false));
-          EXPECT_TRUE(v.equals(v_twin, false));
-          EXPECT_TRUE(largest.equals(largest_twin, false));
+          EXPECT_TRUE(param.equals(param_expected, false)) << dtype_name(type) << " parameters, amsgrad " << amsgrad;
+          EXPECT_TRUE(m.equals(m_expected, false));
+          EXPECT_TRUE(v.equals(v_expected, false));
+          EXPECT_TRUE(largest.equals(largest_expected, false));
         }
       }
     }
@@ -113,7 +113,7 @@ TEST_P(Optimizer, AdamWEqualsItsTwin) {
 // The bf16 that `value` is rounded to with the bits of element `number`.
 float rounded(float value, const cpu::Rounding& rounding, Draw draw, uint64_t number) {
   const PhiloxBlock block = rounding_block(rounding.key, draw, number);
-  return twins::decode(stochastic_bf16(twins::to_bits(value), rounding_bits(block, number)), twins::kBf16);
+  return reference::decode(stochastic_bf16(reference::to_bits(value), rounding_bits(block, number)), reference::kBf16);
 }
 
 TEST_P(Optimizer, AdamWRoundsStochasticallyByTheElementsNumber) {
@@ -131,16 +131,16 @@ TEST_P(Optimizer, AdamWRoundsStochasticallyByTheElementsNumber) {
           fill(m, numel, random);
           fill(v, numel, random, /*positive=*/true);
           fill(largest, numel, random, /*positive=*/true);
-          Buffer param_twin = param, m_twin = m, v_twin = v, largest_twin = largest;
+          Buffer param_expected = param, m_expected = m, v_expected = v, largest_expected = largest;
           for (int64_t i = 0; i < numel; ++i) {
             const Element e =
-                twin({param.get_float(i), grad.get_float(i), m.get_float(i), v.get_float(i), largest.get_float(i)},
-                     step, amsgrad);
+                stepped({param.get_float(i), grad.get_float(i), m.get_float(i), v.get_float(i), largest.get_float(i)},
+                        step, amsgrad);
             const auto number = rounding.first + static_cast<uint64_t>((6 + i) / run * (run + 4) + (6 + i) % run);
-            param_twin.set(i, type == DType::bf16 ? rounded(e.param, rounding, Draw::param, number) : e.param);
-            m_twin.set(i, rounded(e.m, rounding, Draw::exp_avg, number));
-            v_twin.set(i, rounded(e.v, rounding, Draw::exp_avg_sq, number));
-            if (amsgrad) largest_twin.set(i, rounded(e.largest, rounding, Draw::exp_avg_sq, number));
+            param_expected.set(i, type == DType::bf16 ? rounded(e.param, rounding, Draw::param, number) : e.param);
+            m_expected.set(i, rounded(e.m, rounding, Draw::exp_avg, number));
+            v_expected.set(i, rounded(e.v, rounding, Draw::exp_avg_sq, number));
+            if (amsgrad) largest_expected.set(i, rounded(e.largest, rounding, Draw::exp_avg_sq, number));
           }
           cpu::AdamWPiece piece;
           piece.type = type;
@@ -153,10 +153,10 @@ TEST_P(Optimizer, AdamWRoundsStochasticallyByTheElementsNumber) {
           piece.numel = numel;
           piece.rounding = &rounding;
           cpu::adamw(piece, step);
-          EXPECT_TRUE(param.equals(param_twin, false)) << dtype_name(type) << " run " << run << " numel " << numel;
-          EXPECT_TRUE(m.equals(m_twin, false)) << numel << " run " << run;
-          EXPECT_TRUE(v.equals(v_twin, false)) << numel << " run " << run;
-          EXPECT_TRUE(largest.equals(largest_twin, false)) << numel << " run " << run;
+          EXPECT_TRUE(param.equals(param_expected, false)) << dtype_name(type) << " run " << run << " numel " << numel;
+          EXPECT_TRUE(m.equals(m_expected, false)) << numel << " run " << run;
+          EXPECT_TRUE(v.equals(v_expected, false)) << numel << " run " << run;
+          EXPECT_TRUE(largest.equals(largest_expected, false)) << numel << " run " << run;
         }
       }
     }
@@ -185,7 +185,7 @@ TEST_P(Optimizer, AdamWRefusesOtherTypes) {
   EXPECT_THROW(cpu::adamw(piece, AdamWStep()), Error);
 }
 
-TEST_P(Optimizer, SgdEqualsItsTwin) {
+TEST_P(Optimizer, SgdEqualsItsReference) {
   std::mt19937_64 random(2);
   for (const float weight_decay : {0.0f, 0.1f}) {
     for (int mode = 0; mode < SgdRule::kNumMomentum; ++mode) {
@@ -198,27 +198,27 @@ TEST_P(Optimizer, SgdEqualsItsTwin) {
         fill(param, numel, random);
         fill(grad, numel, random);
         fill(buffer, numel, random);
-        Buffer param_twin = param, buffer_twin = buffer;
+        Buffer param_expected = param, buffer_expected = buffer;
         for (int64_t i = 0; i < numel; ++i) {
           float d = step.sign < 0.0f ? -grad.get_float(i) : grad.get_float(i);
           if (weight_decay != 0.0f) d = std::fma(weight_decay, param.get_float(i), d);
           if (momentum != SgdRule::none) {
             const float b = later ? std::fma(step.rest, d, buffer.get_float(i) * step.momentum) : d;
-            buffer_twin.set(i, b);
+            buffer_expected.set(i, b);
             d = nesterov ? std::fma(step.momentum, b, d) : b;
           }
-          param_twin.set(i, std::fma(step.minus_lr, d, param.get_float(i)));
+          param_expected.set(i, std::fma(step.minus_lr, d, param.get_float(i)));
         }
         cpu::step_floats(step, static_cast<float*>(param.data()), static_cast<const float*>(grad.data()),
                          static_cast<float*>(buffer.data()), numel);
-        EXPECT_TRUE(param.equals(param_twin, false)) << "momentum mode " << mode;
-        EXPECT_TRUE(buffer.equals(buffer_twin, false)) << "momentum mode " << mode;
+        EXPECT_TRUE(param.equals(param_expected, false)) << "momentum mode " << mode;
+        EXPECT_TRUE(buffer.equals(buffer_expected, false)) << "momentum mode " << mode;
       }
     }
   }
 }
 
-TEST_P(Optimizer, LionEqualsItsTwin) {
+TEST_P(Optimizer, LionEqualsItsReference) {
   std::mt19937_64 random(6);
   for (const int64_t numel : kSizes) {
     const LionRule step{0.997f, 0.9f, 0.1f, 0.99f, 0.01f, -0.03f, numel % 2 == 1 ? -1.0f : 1.0f};
@@ -226,25 +226,25 @@ TEST_P(Optimizer, LionEqualsItsTwin) {
     fill(param, numel, random);
     fill(grad, numel, random);
     fill(average, numel, random);
-    Buffer param_twin = param, average_twin = average;
+    Buffer param_expected = param, average_expected = average;
     for (int64_t i = 0; i < numel; ++i) {
       const float g = step.sign < 0.0f ? -grad.get_float(i) : grad.get_float(i), old = average.get_float(i);
       const float direction = std::fma(0.1f, g, old * 0.9f);
       const float sign = std::isnan(direction) ? direction : direction > 0.0f ? 1.0f : direction < 0.0f ? -1.0f : 0.0f;
-      param_twin.set(i, std::fma(-0.03f, sign, param.get_float(i) * 0.997f));
-      average_twin.set(i, std::fma(0.01f, g, old * 0.99f));
+      param_expected.set(i, std::fma(-0.03f, sign, param.get_float(i) * 0.997f));
+      average_expected.set(i, std::fma(0.01f, g, old * 0.99f));
     }
     cpu::step_floats(step, static_cast<float*>(param.data()), static_cast<const float*>(grad.data()),
                      static_cast<float*>(average.data()), numel);
-    EXPECT_TRUE(param.equals(param_twin, false)) << numel;
-    EXPECT_TRUE(average.equals(average_twin, false)) << numel;
+    EXPECT_TRUE(param.equals(param_expected, false)) << numel;
+    EXPECT_TRUE(average.equals(average_expected, false)) << numel;
   }
 }
 
 TEST_P(Optimizer, SquaresAreSummedInF64) {
   std::mt19937_64 random(3);
   std::normal_distribution<float> normal;
-  for (const DType type : twins::kTypes) {
+  for (const DType type : reference::kTypes) {
     for (const int64_t numel : kSizes) {
       Buffer values(type, numel);
       double lanes[cpu::kNumLanes] = {};
@@ -263,7 +263,7 @@ TEST_P(Optimizer, SquaresAreSummedInF64) {
 TEST_P(Optimizer, MultipliesInPlace) {
   std::mt19937_64 random(4);
   const double factor = 0.3;
-  for (const DType type : twins::kTypes) {
+  for (const DType type : reference::kTypes) {
     for (const int64_t numel : kSizes) {
       Buffer values(type, numel);
       fill(values, numel, random);
@@ -282,7 +282,7 @@ TEST_P(Optimizer, MultipliesInPlace) {
   EXPECT_THROW(cpu::multiply(DType::byte, nullptr, 0, 1.0), Error);
 }
 
-INSTANTIATE_TEST_SUITE_P(Isa, Optimizer, twins::kAllIsas, twins::isa_name);
+INSTANTIATE_TEST_SUITE_P(Isa, Optimizer, reference::kAllIsas, reference::isa_name);
 
 }  // namespace
 }  // namespace fsdp2x

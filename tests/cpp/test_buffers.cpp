@@ -29,7 +29,7 @@ TEST(Buffers, SizesComeInStepsOfASixteenth) {
 }
 
 // The rule in plain words, one buffer after the other, against thousands of made-up calls.
-TEST(Buffers, LikeAPlainTwin) {
+TEST(Buffers, LikeAPlainModel) {
   struct Plain {
     size_t bytes;
     bool is_owned;
@@ -39,29 +39,29 @@ TEST(Buffers, LikeAPlainTwin) {
     std::mt19937 random(keeps ? 1 : 2);
     MemoryTally whole, tally(&whole);
     BufferLedger ledger(keeps, &tally);
-    std::map<int, Plain> twin;
+    std::map<int, Plain> model;
     size_t peak = 0, peak_owned = 0;
     int num_releases = 0;
     for (int call = 0; call < 4000; ++call) {
       std::vector<int> owned;
-      for (const auto& [id, buffer] : twin) {
+      for (const auto& [id, buffer] : model) {
         if (buffer.is_owned) owned.push_back(id);
       }
       if (!owned.empty() && random() % 2 == 0) {
         const int id = owned[random() % owned.size()];
         ledger.release(id, [&](int unkept) { ledger.close(unkept); });
         if (keeps) {
-          twin[id] = {twin[id].bytes, false, num_releases++};
+          model[id] = {model[id].bytes, false, num_releases++};
         } else {
-          twin.erase(id);
+          model.erase(id);
         }
         continue;
       }
       const size_t bytes = random() % 4 == 0 ? random() % 3 : random() % 50000;
       std::optional<int> chosen;
-      for (const auto& [id, buffer] : twin) {
+      for (const auto& [id, buffer] : model) {
         if (buffer.is_owned || buffer.bytes < bytes || buffer.bytes > 2 * size_class(bytes)) continue;
-        const auto rank = [&](int one) { return std::pair(twin[one].bytes, twin[one].released_at); };
+        const auto rank = [&](int one) { return std::pair(model[one].bytes, model[one].released_at); };
         if (!chosen || rank(id) < rank(*chosen)) chosen = id;
       }
       const BufferLedger::Acquired found = ledger.acquire(bytes, as_asked);
@@ -69,12 +69,12 @@ TEST(Buffers, LikeAPlainTwin) {
       if (chosen) {
         ASSERT_EQ(found.id, *chosen) << "call " << call;
       }
-      ASSERT_FALSE(found.is_new && twin.contains(found.id)) << "a buffer with memory was given other memory";
-      const size_t size = chosen ? twin[found.id].bytes : keeps ? size_class(bytes) : bytes;
-      twin[found.id] = {size, true, 0};
+      ASSERT_FALSE(found.is_new && model.contains(found.id)) << "a buffer with memory was given other memory";
+      const size_t size = chosen ? model[found.id].bytes : keeps ? size_class(bytes) : bytes;
+      model[found.id] = {size, true, 0};
       ASSERT_EQ(ledger.bytes_of(found.id), size);
       size_t total = 0, total_owned = 0;
-      for (const auto& [id, buffer] : twin) {
+      for (const auto& [id, buffer] : model) {
         total += buffer.bytes;
         total_owned += buffer.is_owned ? buffer.bytes : 0;
       }

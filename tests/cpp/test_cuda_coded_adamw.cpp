@@ -15,7 +15,7 @@
 namespace fsdp2x::cuda {
 namespace {
 
-using twins::Buffer;
+using reference::Buffer;
 
 constexpr std::array kSizes = {1, 7, 8, 255, 256, 1000, 4095, 4103, 8200};
 

@@ -15,7 +15,7 @@ namespace fsdp2x::cuda {
 namespace {
 
 using Bytes = std::vector<std::byte>;
-using twins::Buffer;
+using reference::Buffer;
 
 constexpr std::array kSizes = {1, 7, 8, 4095, 4103};
 
@@ -39,7 +39,7 @@ uint16_t by_hand(float value, RoundingKey key, Draw draw, uint64_t index) {
                                      static_cast<uint32_t>(key.step), static_cast<uint32_t>(key.step >> 32)}},
                                    static_cast<uint32_t>(key.seed), static_cast<uint32_t>(key.seed >> 32));
   const uint32_t word = block.words[index % 8 / 2];
-  const uint32_t bits = twins::to_bits(value);
+  const uint32_t bits = reference::to_bits(value);
   if (std::isnan(value)) return 0x7fc0;
   const uint32_t random = index % 2 == 0 ? word % 65536 : word / 65536;
   const uint32_t carry = bits % 65536 + random >= 65536 ? 1 : 0;
@@ -245,7 +245,7 @@ TEST(AdamW, PlansRefuseWhatTheKernelCannotStep) {
 
 // --- rules of float32 ------------------------------------------------------------------------------------------------
 
-// A step of `rule` has the bits of the CPU's loops, which test_adamw.cpp compares with scalar twins.
+// A step of `rule` has the bits of the CPU's loops, which test_adamw.cpp compares with scalar references.
 template <class Rule>
 void steps_as_on_the_cpu(Rule rule, int64_t numel, size_t shift, float grad_scale, std::mt19937_64& random) {
   Buffer param = normal_values(DType::f32, numel, random), grad = normal_values(DType::f32, numel, random),
@@ -325,7 +325,7 @@ TEST(Philox, StochasticRoundingIsUnbiasedAndKeepsWhatIsExact) {
     constexpr int kDraws = 40000;
     for (uint64_t i = 0; i < kDraws; ++i) {
       const uint32_t random = rounding_bits(rounding_block({7, 1}, Draw::param, i), i);
-      const uint16_t code = stochastic_bf16(twins::to_bits(value), random);
+      const uint16_t code = stochastic_bf16(reference::to_bits(value), random);
       ASSERT_TRUE(code == 0x3f80 || code == 0x3f81);
       num_up += code == 0x3f81;
     }

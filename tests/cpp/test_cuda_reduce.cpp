@@ -113,7 +113,7 @@ TEST(Norms, SquaresOfTargetsAndTheirScaling) {
       targets.mode[1] = TableMode::skip;
       double expected = 0.0;
       for (size_t i = 0; i < numels.size(); ++i) {
-        twins::Buffer values(type, numels[i]);
+        reference::Buffer values(type, numels[i]);
         for (int64_t k = 0; k < numels[i]; ++k) {
           values.set(k, normal(random));
           if (i != 1) expected += values.get_double(k) * values.get_double(k);

@@ -1,4 +1,4 @@
-// Casts, sums, divisions and copy plans against their scalar twins, bit for bit, on every instruction set.
+// Casts, sums, divisions and copy plans against their scalar references, bit for bit, on every instruction set.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -10,17 +10,17 @@
 
 #include "core/error.hpp"
 #include "kernels/cpu/kernels.hpp"
-#include "twins.hpp"
+#include "reference.hpp"
 
 namespace fsdp2x {
 namespace {
 
-using twins::Buffer;
-using twins::kTypes;
+using reference::Buffer;
+using reference::kTypes;
 
 constexpr int64_t kSizes[] = {0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 1000, 1023, 1024, 1025, 4099};
 
-class Kernels : public twins::EveryIsa {};
+class Kernels : public reference::EveryIsa {};
 
 TEST_P(Kernels, CastsEveryPairOfTypes) {
   std::mt19937_64 random(1);
@@ -51,25 +51,25 @@ TEST_P(Kernels, CastsEveryPairOfTypes) {
 
 TEST_P(Kernels, WidensEvery16BitValueAndRoundsEveryTie) {
   for (const DType type : {DType::bf16, DType::f16}) {
-    const twins::Format& format = type == DType::bf16 ? twins::kBf16 : twins::kF16;
+    const reference::Format& format = type == DType::bf16 ? reference::kBf16 : reference::kF16;
     Buffer all(type, 65536);
     for (int64_t i = 0; i < 65536; ++i) all.set_raw(i, static_cast<uint16_t>(i));
     Buffer wide(DType::f32, 65536);
     Buffer expected = wide;
-    for (int64_t i = 0; i < 65536; ++i) expected.set(i, twins::decode(static_cast<uint16_t>(i), format));
+    for (int64_t i = 0; i < 65536; ++i) expected.set(i, reference::decode(static_cast<uint16_t>(i), format));
     cpu::cast_copy(DType::f32, wide.data(), type, all.data(), 65536);
     ASSERT_TRUE(wide.equals(expected, true));
 
     // Every value, its neighbours, and the half-way points to the next value and their neighbours.
     std::vector<float> values;
     for (uint32_t code = 0; code < 65536; ++code) {
-      const uint32_t bits = twins::to_bits(twins::decode(static_cast<uint16_t>(code), format));
+      const uint32_t bits = reference::to_bits(reference::decode(static_cast<uint16_t>(code), format));
       const uint32_t half = type == DType::bf16 ? 0x8000u : 0x1000u;
       for (const uint32_t b : {bits, bits + 1, bits - 1, bits + half, bits + half + 1, bits + half - 1}) {
-        values.push_back(twins::from_bits(b));
+        values.push_back(reference::from_bits(b));
       }
-      const float next = twins::decode(static_cast<uint16_t>(code + 1), format);
-      if (std::isfinite(next)) values.push_back((next + twins::decode(static_cast<uint16_t>(code), format)) / 2.0f);
+      const float next = reference::decode(static_cast<uint16_t>(code + 1), format);
+      if (std::isfinite(next)) values.push_back((next + reference::decode(static_cast<uint16_t>(code), format)) / 2.0f);
     }
     const auto numel = static_cast<int64_t>(values.size());
     Buffer narrow(type, numel);
@@ -210,7 +210,7 @@ TEST_P(Kernels, LargeCopiesGoPastTheCaches) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Isa, Kernels, twins::kAllIsas, twins::isa_name);
+INSTANTIATE_TEST_SUITE_P(Isa, Kernels, reference::kAllIsas, reference::isa_name);
 
 }  // namespace
 }  // namespace fsdp2x

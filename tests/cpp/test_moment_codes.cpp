@@ -1,4 +1,5 @@
-// Moments in 8 bits: what the codes promise, and AdamW's step over them against a scalar twin on every instruction set.
+// Moments in 8 bits: what the codes promise, and AdamW's step over them against a scalar reference on every instruction
+// set.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -9,12 +10,12 @@
 
 #include "kernels/cpu/optimizers.hpp"
 #include "kernels/rules/moment_codes.hpp"
-#include "twins.hpp"
+#include "reference.hpp"
 
 namespace fsdp2x {
 namespace {
 
-using twins::Buffer;
+using reference::Buffer;
 
 // --- by the definition -----------------------------------------------------------------------------------------------
 
@@ -43,7 +44,7 @@ uint8_t encoded(float value, bool is_signed, float scale, int random) {
   return static_cast<uint8_t>(is_signed && value < 0.0f ? -code : code);
 }
 
-// Codes and scales of a moment, with those of the twin beside.
+// Codes and scales of a moment, with those that are expected.
 struct Coded {
   std::vector<uint8_t> codes;
   std::vector<float> scales;
@@ -140,9 +141,9 @@ TEST(MomentCodes, StochasticRoundingIsRightOnAverage) {
 
 // --- the step --------------------------------------------------------------------------------------------------------
 
-class CodedAdamW : public twins::EveryIsa {};
+class CodedAdamW : public reference::EveryIsa {};
 
-TEST_P(CodedAdamW, EqualsItsTwin) {
+TEST_P(CodedAdamW, EqualsItsReference) {
   std::mt19937_64 random(1);
   std::normal_distribution<float> normal;
   const AdamWStep step = {0.999f, 0.1f, 0.999f, 0.001f, 0.05f, 1e-8f, -1e-2f, -1.0f};
@@ -159,8 +160,8 @@ TEST_P(CodedAdamW, EqualsItsTwin) {
           }
           Coded m(numel, true, random), v(numel, false, random), largest(numel, false, random);
           const cpu::Rounding rounding = {{0x123456789abcdefULL, 3}, (uint64_t{5} << 40) + 3, 300, 404, 256};
-          Buffer param_twin = param;
-          Coded m_twin = m, v_twin = v, largest_twin = largest;
+          Buffer param_expected = param;
+          Coded m_expected = m, v_expected = v, largest_expected = largest;
           std::vector<float> new_m, new_v, new_largest;
           std::vector<int> m_bits, v_bits;
           for (int64_t i = 0; i < numel; ++i) {
@@ -178,16 +179,16 @@ TEST_P(CodedAdamW, EqualsItsTwin) {
               return rounding_bits(rounding_block(rounding.key, draw, number), number);
             };
             if (stochastic && type == DType::bf16) {
-              param_twin.set_raw(i, stochastic_bf16(twins::to_bits(moved), bits(Draw::param)));
+              param_expected.set_raw(i, stochastic_bf16(reference::to_bits(moved), bits(Draw::param)));
             } else {
-              param_twin.set(i, moved);
+              param_expected.set(i, moved);
             }
             m_bits.push_back(stochastic ? static_cast<int>(bits(Draw::exp_avg)) : -1);
             v_bits.push_back(stochastic ? static_cast<int>(bits(Draw::exp_avg_sq)) : -1);
           }
-          m_twin.set(new_m, m_bits);
-          v_twin.set(new_v, v_bits);
-          if (amsgrad) largest_twin.set(new_largest, v_bits);
+          m_expected.set(new_m, m_bits);
+          v_expected.set(new_v, v_bits);
+          if (amsgrad) largest_expected.set(new_largest, v_bits);
           cpu::AdamWPiece piece;
           piece.type = type;
           piece.moments = DType::byte;
@@ -204,17 +205,17 @@ TEST_P(CodedAdamW, EqualsItsTwin) {
           cpu::adamw(piece, step);
           const std::string what = std::string(dtype_name(type)) + " " + std::to_string(numel) + " elements" +
                                    (amsgrad ? ", amsgrad" : "") + (stochastic ? ", stochastic" : "");
-          EXPECT_TRUE(param.equals(param_twin, false)) << what;
-          m.expect_equal(m_twin, "exp_avg of " + what);
-          v.expect_equal(v_twin, "exp_avg_sq of " + what);
-          largest.expect_equal(largest_twin, "max_exp_avg_sq of " + what);
+          EXPECT_TRUE(param.equals(param_expected, false)) << what;
+          m.expect_equal(m_expected, "exp_avg of " + what);
+          v.expect_equal(v_expected, "exp_avg_sq of " + what);
+          largest.expect_equal(largest_expected, "max_exp_avg_sq of " + what);
         }
       }
     }
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Isa, CodedAdamW, twins::kAllIsas, twins::isa_name);
+INSTANTIATE_TEST_SUITE_P(Isa, CodedAdamW, reference::kAllIsas, reference::isa_name);
 
 }  // namespace
 }  // namespace fsdp2x

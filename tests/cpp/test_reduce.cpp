@@ -1,4 +1,4 @@
-// The reduction kernel against its scalar twin, bit for bit, whole and in ranges.
+// The reduction kernel against its scalar reference, bit for bit, whole and in ranges.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -10,14 +10,14 @@
 
 #include "core/error.hpp"
 #include "kernels/cpu/kernels.hpp"
-#include "twins.hpp"
+#include "reference.hpp"
 
 namespace fsdp2x {
 namespace {
 
 using cpu::ReducePiece;
-using twins::Buffer;
-using twins::kTypes;
+using reference::Buffer;
+using reference::kTypes;
 
 struct Case {
   DType src = DType::f32;
@@ -38,7 +38,7 @@ A value_at(const Buffer& buffer, int64_t index) {
 
 // One element after the other.
 template <class A>
-void twin(const Case& c, const std::vector<Buffer>& sources, Buffer& dst) {
+void reduce_plainly(const Case& c, const std::vector<Buffer>& sources, Buffer& dst) {
   Buffer rounded(c.dst, 1);
   for (int64_t i = 0; i < c.count * c.piece_numel; ++i) {
     const int64_t at = i / c.piece_numel * (c.piece_numel + c.gap) + i % c.piece_numel;
@@ -74,7 +74,7 @@ void check(const Case& c, uint64_t seed, bool finite = false) {
   }
   Buffer expected = dst;
   const bool wide = c.src == DType::f64 || c.dst == DType::f64;
-  wide ? twin<double>(c, sources, expected) : twin<float>(c, sources, expected);
+  wide ? reduce_plainly<double>(c, sources, expected) : reduce_plainly<float>(c, sources, expected);
 
   ReducePiece piece;
   piece.src_type = c.src;
@@ -101,7 +101,7 @@ void check(const Case& c, uint64_t seed, bool finite = false) {
   ASSERT_TRUE(in_ranges.equals(expected, false)) << what << ", cut at " << cut;
 }
 
-class Reduce : public twins::EveryIsa {};
+class Reduce : public reference::EveryIsa {};
 
 TEST_P(Reduce, EveryPairOfTypesAndNumberOfSources) {
   uint64_t seed = 0;
@@ -239,7 +239,7 @@ TEST_P(Reduce, RefusesBytes) {
   EXPECT_THROW(cpu::reduce(piece), Error);
 }
 
-INSTANTIATE_TEST_SUITE_P(Isa, Reduce, twins::kAllIsas, twins::isa_name);
+INSTANTIATE_TEST_SUITE_P(Isa, Reduce, reference::kAllIsas, reference::isa_name);
 
 }  // namespace
 }  // namespace fsdp2x

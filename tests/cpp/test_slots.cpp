@@ -47,14 +47,14 @@ TEST(Slots, ReusesTheSmallestFreeSlotThatFits) {
   SlotLedger ledger(kPage);
   const int large = ledger.acquire(4 * kPage, "large").id;
   const int middle = ledger.acquire(3 * kPage, "middle").id;
-  const int twin = ledger.acquire(3 * kPage, "twin").id;
+  const int second = ledger.acquire(3 * kPage, "second").id;
   ledger.release(large);
-  ledger.release(twin);
+  ledger.release(second);
   ledger.release(middle);
   const Slot slot = ledger.acquire(2 * kPage + 1, "x");
   EXPECT_EQ(slot.id, middle) << "the lowest id among equals";
   EXPECT_EQ(slot.num_uses, 2u);
-  EXPECT_EQ(ledger.acquire(2 * kPage + 1, "y").id, twin);
+  EXPECT_EQ(ledger.acquire(2 * kPage + 1, "y").id, second);
   EXPECT_EQ(ledger.acquire(2 * kPage + 1, "z").id, large);
   EXPECT_EQ(ledger.num_slots(), 3u);
 }

@@ -1,4 +1,4 @@
-// Wire formats: what the codes promise, and the loops against scalar twins on every instruction set.
+// Wire formats: what the codes promise, and the loops against scalar references on every instruction set.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,12 +10,12 @@
 
 #include "core/wire_layout.hpp"
 #include "kernels/cpu/wire.hpp"
-#include "twins.hpp"
+#include "reference.hpp"
 
 namespace fsdp2x {
 namespace {
 
-using twins::Buffer;
+using reference::Buffer;
 
 // --- by the definition -----------------------------------------------------------------------------------------------
 
@@ -139,9 +139,9 @@ TEST(WireCodes, TheNearestIsTaken) {
 
 // --- loops -----------------------------------------------------------------------------------------------------------
 
-class WireLoops : public twins::EveryIsa {};
+class WireLoops : public reference::EveryIsa {};
 
-TEST_P(WireLoops, EncodeAndDecodeAsTheirTwins) {
+TEST_P(WireLoops, EncodeAndDecodeAsTheirReferences) {
   std::mt19937_64 random(1);
   for (const WireFormat format : {WireFormat::int8, WireFormat::fp8}) {
     for (const DType type : {DType::f32, DType::bf16, DType::f16}) {
@@ -150,16 +150,16 @@ TEST_P(WireLoops, EncodeAndDecodeAsTheirTwins) {
             std::to_string(static_cast<int>(format)) + " " + dtype_name(type) + " " + std::to_string(numel);
         Buffer source(type, numel);
         fill(source, numel, random, /*with_lost=*/true);
-        Coded got(numel), twin(numel);
+        Coded got(numel), reference(numel);
         cpu::encode_wire(format, got.codes.data(), got.scales.data(), type, source.data(), numel);
-        twin.set(format, values_of(source, numel));
-        got.expect_equal(twin, what);
+        reference.set(format, values_of(source, numel));
+        got.expect_equal(reference, what);
         for (const int64_t first : {int64_t{0}, int64_t{1}, int64_t{255}, int64_t{256}, int64_t{700}}) {
           if (first > numel) continue;
           Buffer decoded(type, numel - first), expected(type, numel - first);
           cpu::decode_wire(format, type, decoded.data(), got.codes.data(), got.scales.data(), first, numel - first);
           for (int64_t i = 0; i < numel - first; ++i) {
-            expected.set(i, twin.get(format, static_cast<size_t>(first + i)));
+            expected.set(i, reference.get(format, static_cast<size_t>(first + i)));
             expect_same_float(decoded.get_float(i), expected.get_float(i), what + " at " + std::to_string(i));
           }
         }
@@ -171,24 +171,24 @@ TEST_P(WireLoops, EncodeAndDecodeAsTheirTwins) {
 TEST_P(WireLoops, ErrorsAreAddedToTheNextValues) {
   std::mt19937_64 random(2);
   for (const int64_t numel : {1, 256, 1000, 4099}) {
-    Coded got(numel), twin(numel), errors(numel), twin_errors(numel);
+    Coded got(numel), reference(numel), errors(numel), expected_errors(numel);
     for (int step = 0; step < 4; ++step) {
       Buffer source(DType::f32, numel);
       fill(source, numel, random, /*with_lost=*/step == 1);
       std::vector<float> wanted = values_of(source, numel);
       cpu::encode_int8_with_errors(got.codes.data(), got.scales.data(), errors.codes.data(), errors.scales.data(),
                                    wanted.data(), numel);
-      for (size_t i = 0; i < wanted.size(); ++i) wanted[i] += twin_errors.get(WireFormat::int8, i);
-      twin.set(WireFormat::int8, wanted);
+      for (size_t i = 0; i < wanted.size(); ++i) wanted[i] += expected_errors.get(WireFormat::int8, i);
+      reference.set(WireFormat::int8, wanted);
       for (size_t i = 0; i < wanted.size(); ++i) {
-        const float scale = twin.scales[i / kWireBlock];
+        const float scale = reference.scales[i / kWireBlock];
         const float left_scale = std::isfinite(scale) ? scale / 254.0f : 0.0f;
-        const float left = wanted[i] - twin.get(WireFormat::int8, i);
-        twin_errors.scales[i / kWireBlock] = left_scale;
-        twin_errors.codes[i] = code_of(WireFormat::int8, left / left_scale);
+        const float left = wanted[i] - reference.get(WireFormat::int8, i);
+        expected_errors.scales[i / kWireBlock] = left_scale;
+        expected_errors.codes[i] = code_of(WireFormat::int8, left / left_scale);
       }
-      got.expect_equal(twin, "codes");
-      errors.expect_equal(twin_errors, "errors");
+      got.expect_equal(reference, "codes");
+      errors.expect_equal(expected_errors, "errors");
     }
   }
 }
@@ -208,7 +208,7 @@ TEST_P(WireLoops, SumsAreThoseOfWhatIsDecoded) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Isa, WireLoops, twins::kAllIsas, twins::isa_name);
+INSTANTIATE_TEST_SUITE_P(Isa, WireLoops, reference::kAllIsas, reference::isa_name);
 
 // --- layout ----------------------------------------------------------------------------------------------------------
 

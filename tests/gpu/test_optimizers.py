@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2x
-from device_twins import clip_by_twins, step_by_twins
+from device_reference import clip_by_reference, step_by_reference
 from fsdp2x.base.native import _C
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
@@ -83,7 +83,7 @@ def test_bits_of_the_cpu_and_of_the_twins(name):
     here = parameters()
     twin, there = copy.deepcopy(here), on_gpu(here)
     optimizers = [make(params, **options) for params in (here, twin, there)]
-    step_by_twins(optimizers[1])
+    step_by_reference(optimizers[1])
     for step in range(4):
         set_gradients(step, here, twin, there)
         for optimizer in optimizers:
@@ -119,7 +119,7 @@ def test_clipping_has_the_bits_of_the_twins(dtypes, max_norm):
     here = parameters(DTYPES[dtypes])
     there = on_gpu(here)
     set_gradients(0, here, there)
-    with clip_by_twins():
+    with clip_by_reference():
         expected = fsdp2x.clip_grad_norm_(here, max_norm)
     norm = fsdp2x.clip_grad_norm_(there, max_norm)
     assert norm.is_cuda and norm.dtype is expected.dtype and norm.shape == ()

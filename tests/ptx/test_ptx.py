@@ -1,4 +1,4 @@
-"""nvcc's kernels without a GPU: the bodies that test the twins run the PTX of every architecture, translated to C++."""
+"""nvcc's kernels without a GPU: the bodies of tests/cpp run the PTX of every architecture, translated to C++."""
 
 import subprocess
 from concurrent.futures import ThreadPoolExecutor

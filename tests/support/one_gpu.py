@@ -36,7 +36,7 @@ def _backends() -> tuple[str, ...]:
 
 
 # The same body on the device with each of its backends, and as its rehearsal on the CPU: lanes and events are recorded
-# there, kernels are twins.
+# there, reference kernels run instead.
 each_backend = pytest.mark.parametrize(
     "place, backend",
     [

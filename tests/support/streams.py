@@ -23,15 +23,15 @@ KINDS = ("read", "write")
 BLOCK = 16
 
 
-def install(pack_below_bytes: int = 0, grouped: bool = True, with_twins: bool = True):
+def install(pack_below_bytes: int = 0, grouped: bool = True, with_kernels: bool = True):
     """Device transports over gloo until the test body ends; returns the recorder of all of them.
 
     Parameters of less than `pack_below_bytes` are gathered packed, all of them without `grouped`. Plans run through the
-    twins of the CUDA kernels, or through what stands in for these where the extension was built without nvcc.
+    reference kernels, or through what stands in for these where the extension was built without nvcc.
     """
     if isinstance(transport.layer_maker, mock.Mock):
         return transport.layer_maker.return_value()
-    recorder = testing.RecordingLayer(with_twins)
+    recorder = testing.RecordingLayer(with_kernels)
     mock.patch.object(transport, "layer_maker", mock.Mock(return_value=lambda: recorder)).start()
     check = api.check_transport
     as_group = {"streams": "process_group"}

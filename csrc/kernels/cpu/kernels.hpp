@@ -1,4 +1,4 @@
-// CPU kernels on raw pointers. Each has a plain scalar twin in tests/cpp. fp32 arithmetic unless a side is f64;
+// CPU kernels on raw pointers. Each has a plain scalar reference in tests/cpp. fp32 arithmetic unless a side is f64;
 // rounding to bf16/f16 is to nearest even, NaN stays NaN; no contraction of multiply and add (-ffp-contract=off).
 #pragma once
 

@@ -1,5 +1,5 @@
 // Optimizer steps on raw pointers: one pass over parameter, gradient and state, by kernels/rules/optimizer_rules.hpp.
-// Each has a scalar twin in tests/cpp.
+// Each has a scalar reference in tests/cpp.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Wire formats (core/wire_format.hpp) on raw pointers. Each has a scalar twin in tests/cpp.
+// Wire formats (core/wire_format.hpp) on raw pointers. Each has a scalar reference in tests/cpp.
 #pragma once
 
 #include <cstdint>

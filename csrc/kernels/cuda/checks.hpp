@@ -1,4 +1,4 @@
-// Checks of a launch's arguments, the same for the device and the twins.
+// Checks of a launch's arguments, the same for the device and the reference kernels.
 #pragma once
 
 #include <string>

@@ -1,5 +1,5 @@
-// The kernels of ring cuda as a table of functions. One table launches on the device, one runs plain twins of the same
-// index and element functions on the host: who holds a table does not know which.
+// The kernels of ring cuda as a table of functions. One table launches on the device, one runs plain versions of the
+// same index and element functions on the host: who holds a table does not know which.
 //
 // Every function enqueues on `stream`, allocates nothing and waits for nothing. All pointers are of the table's memory
 // (device or host), stay valid until the stream has passed, and are aligned to their elements; what starts at a
@@ -17,7 +17,7 @@ struct CUstream_st;
 
 namespace fsdp2x::cuda {
 
-using Stream = CUstream_st*;  // cudaStream_t without the runtime's headers; twins ignore it
+using Stream = CUstream_st*;  // cudaStream_t without the runtime's headers; reference kernels ignore it
 
 enum class ScaleMode : uint8_t { none, multiply, divide };
 

@@ -21,11 +21,11 @@ from streams import WIDTH, Experts, record_of_steps, step, wide
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("pack_below", [0, 600, 1 << 20])
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])
-@pytest.mark.parametrize("with_twins", [True, False])
-def test_trains_as_one_rank_would(ctx, pack_below, policy, with_twins):
+@pytest.mark.parametrize("with_kernels", [True, False])
+def test_trains_as_one_rank_would(ctx, pack_below, policy, with_kernels):
     """Direct, mixed and packed gathers, uneven rows, in two dtypes; with the twins of the kernels and without."""
     only_fsdp2x(ctx)
-    recorder = streams.install(pack_below, with_twins=with_twins)
+    recorder = streams.install(pack_below, with_kernels=with_kernels)
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options = {"mp_policy": mixed} if policy == "bf16" else {}
     reference = wide()
@@ -437,11 +437,11 @@ def test_rows_kept_in_a_smaller_world(ctx):
 
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("with_twins", [True, False])
-def test_nothing_that_nobody_wrote_travels(ctx, reduce_dtype, with_twins):
+@pytest.mark.parametrize("with_kernels", [True, False])
+def test_nothing_that_nobody_wrote_travels(ctx, reduce_dtype, with_kernels):
     """Rows, the pads behind them, flags and what lies behind these: memory that is new is full of NaN here."""
     only_fsdp2x(ctx)
-    streams.install(with_twins=with_twins)
+    streams.install(with_kernels=with_kernels)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, bias=False), nn.Linear(3, 5))
     model[1].weight.requires_grad_(False)
     model.unused = nn.Parameter(torch.ones(9))

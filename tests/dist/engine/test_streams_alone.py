@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fsdp2x
 import streams
 from arrangements import optimizer_in_backward
-from device_twins import Operations
+from device_reference import Operations
 from harness import distributed
 from models import STACK_UNITS, Branches, inputs
 from reference import full, only_fsdp2x, same, shard, shard_stock
@@ -39,12 +39,12 @@ def test_a_unit_is_two_casts_and_a_pack(ctx, policy):
 
 
 @distributed(world_sizes=(1,))
-@pytest.mark.parametrize("with_twins", [True, False])
+@pytest.mark.parametrize("with_kernels", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_gradients_are_stocks(ctx, policy, with_twins):
+def test_gradients_are_stocks(ctx, policy, with_kernels):
     """Written, added to, held by the user, foreign, and accumulated without gradient sync."""
     only_fsdp2x(ctx)
-    streams.install(with_twins=with_twins)
+    streams.install(with_kernels=with_kernels)
     plain = wide()
     stock = shard_stock(copy.deepcopy(plain), STACK_UNITS, mp_policy=POLICIES[policy])
     ours = shard(ctx, plain, STACK_UNITS, transport="streams", mp_policy=POLICIES[policy])

@@ -32,11 +32,11 @@ def step_on(recorder, model, ctx, number: int, stream: int) -> None:
 
 
 @distributed(world_sizes=(2,))
-@pytest.mark.parametrize("with_twins", [True, False])
-def test_steps_on_streams_of_the_user(ctx, with_twins):
+@pytest.mark.parametrize("with_kernels", [True, False])
+def test_steps_on_streams_of_the_user(ctx, with_kernels):
     """Lanes follow the stream that is current when a forward begins, whichever was in the step before."""
     only_fsdp2x(ctx)
-    recorder = streams.install(pack_below_bytes=1200, with_twins=with_twins)
+    recorder = streams.install(pack_below_bytes=1200, with_kernels=with_kernels)
     reference = wide()
     model = shard(ctx, copy.deepcopy(reference), STACK_UNITS, transport="streams")
     for number, stream in enumerate((0, 1, 2, 1, 0)):

@@ -1,4 +1,4 @@
-"""The kernels on a device, by the bodies that test their twins on the CPU."""
+"""The kernels on a device, by the bodies that test the reference kernels on the CPU."""
 
 import os
 import re

@@ -34,7 +34,7 @@ def test_a_device_encodes_for_each_gather(ctx):
 def test_devices_without_our_kernels_refuse(ctx):
     """Torch's operations stand in for kernels that are not there, but not for these."""
     only_fsdp2x(ctx)
-    streams.install(with_twins=False)
+    streams.install(with_kernels=False)
     model = sharded(ctx, reference(), "streams")
     model.set_wire_dtype(weights="int8")
     with pytest.raises(RuntimeError, match="wire formats take kernels of fsdp2x"):

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp2x
 import models
-from device_twins import Operations, clip_by_twins, step_by_twins
+from device_reference import Operations, clip_by_reference, step_by_reference
 from fsdp2x.optim import SGD, AdamW, Lion
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
@@ -48,7 +48,7 @@ def test_bits_of_clipping_first(ctx, kind):
     first, there, fused, fused_there = optimizers = [make(model.parameters(), **options) for model in sharded]
     assert fused.grad_norm is None
     for optimizer in (there, fused_there):
-        step_by_twins(optimizer)
+        step_by_reference(optimizer)
     for number, max_norm in enumerate((0.1, 1e9, 0.1)):
         fused.max_grad_norm = fused_there.max_grad_norm = max_norm
         for model in sharded:
@@ -57,7 +57,7 @@ def test_bits_of_clipping_first(ctx, kind):
                 model.blocks[1].up.weight.grad = None
         before = gradients(sharded[2])
         norm = fsdp2x.clip_grad_norm_(sharded[0].parameters(), max_norm)
-        with clip_by_twins():
+        with clip_by_reference():
             same(fsdp2x.clip_grad_norm_(sharded[1].parameters(), max_norm), norm, "norm")
             fused_there.step()
         for optimizer in (first, there, fused):
@@ -124,8 +124,8 @@ def test_half_precision_gradients_are_not_rounded_again():
 @pytest.mark.parametrize("make", [AdamW, SGD])
 def test_the_host_does_not_read_a_devices_factor(make):
     every = plain_params(torch.float32, torch.float32)
-    optimizer = step_by_twins(make(every, lr=1e-2, max_grad_norm=0.1))
-    with clip_by_twins():
+    optimizer = step_by_reference(make(every, lr=1e-2, max_grad_norm=0.1))
+    with clip_by_reference():
         optimizer.step()  # makes the state
         with Operations() as operations:
             optimizer.step()
@@ -183,7 +183,7 @@ def clip(model, max_norm, norm_type=2.0):
     clipped = gradients(model)
     for param, grad in zip(model.parameters(), before.values(), strict=True):
         param.grad.to_local().copy_(grad)
-    with clip_by_twins() as kept:
+    with clip_by_reference() as kept:
         norm = fsdp2x.clip_grad_norm_(model.parameters(), max_norm, norm_type)
     assert type(norm) is torch.Tensor and norm.ndim == 0
     same(norm, expected, "norm", rtol=1e-7, atol=0.0)
@@ -280,7 +280,7 @@ def test_partial_gradients_are_scaled_where_they_lie(ctx):
     model["plain"] = nn.Parameter(torch.randn(5))
     model["whole"].grad = DTensor.from_local(torch.full((4, 6), float(ctx.rank + 1)), mesh, [Partial()])
     model["plain"].grad = torch.full((5,), 2.0)
-    with clip_by_twins() as kept:
+    with clip_by_reference() as kept:
         norm = fsdp2x.clip_grad_norm_(list(model.parameters()), 1.0)
         assert kept.num_plans == 2
     expected = torch.tensor(24 * 9.0 + 5 * 4.0).sqrt()
@@ -299,7 +299,7 @@ def test_a_rank_without_gradients_takes_part(ctx):
     own = sum((grad.double().square().sum() for grad in gradients(model).values()), torch.zeros(()).double())
     torch.distributed.all_reduce(own)
     norms = [fsdp2x.clip_grad_norm_(model.parameters(), 1e9)]
-    with clip_by_twins():
+    with clip_by_reference():
         norms.append(fsdp2x.clip_grad_norm_(model.parameters(), 0.01))
     for norm in norms:
         same(norm.double(), own.sqrt(), "norm", rtol=1e-6, atol=1e-9)
@@ -313,7 +313,7 @@ def test_an_infinity_on_one_rank_is_an_error_on_all(ctx):
     if ctx.rank == 1:
         next(param.grad.to_local() for param in model.parameters()).view(-1)[0] = math.inf
     before = gradients(model)
-    with clip_by_twins(), pytest.raises(RuntimeError, match="is inf"):
+    with clip_by_reference(), pytest.raises(RuntimeError, match="is inf"):
         fsdp2x.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
     same(gradients(model), before, "gradients")
 

@@ -28,7 +28,7 @@ def test_elements_whose_bits_differ(dtype, held_dtype):
     expected = (bits[0] != bits[1]).any(1).nonzero().view(-1)
     threads = torch.get_num_threads()
     try:
-        for num, on_host in ((1, None), (4, None), (1, testing.twin_kernels())):
+        for num, on_host in ((1, None), (4, None), (1, testing.reference_kernels())):
             torch.set_num_threads(num)
             assert _C.take_changes(now, held.clone(), expected.numel() - 1, on_host) is None
             taken = held.clone()
@@ -40,11 +40,13 @@ def test_elements_whose_bits_differ(dtype, held_dtype):
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("with_twins", [False, True])
-def test_nothing_differs(with_twins):
+@pytest.mark.parametrize("with_kernels", [False, True])
+def test_nothing_differs(with_kernels):
     for size in (0, 3, 5000):
         flat = torch.ones(size, dtype=torch.bfloat16)
-        positions, values = _C.take_changes(flat, flat.clone(), 0, testing.twin_kernels() if with_twins else None)
+        positions, values = _C.take_changes(
+            flat, flat.clone(), 0, testing.reference_kernels() if with_kernels else None
+        )
         assert positions.dtype == torch.int64 and positions.numel() == values.numel() == 0
         assert values.dtype == torch.bfloat16
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fsdp2x
-from device_twins import Operations, clip_by_twins, step_by_twins
+from device_reference import Operations, clip_by_reference, step_by_reference
 from fsdp2x.optim import SGD, AdamW, Lion, clip
 
 SIZES = ((5, 7), (0, 3), (1033,), (), (6, 4, 3), (70000,))
@@ -52,7 +52,7 @@ def pair(kind, params, **options):
     ours = copy.deepcopy(params)
     groups = [[{"params": ps[::2], "lr": 1e-2}, {"params": ps[1::2], "weight_decay": 0.1}] for ps in (params, ours)]
     on_cpu, on_device = (kind(one, **options) for one in groups)
-    return on_cpu, step_by_twins(on_device), ours
+    return on_cpu, step_by_reference(on_device), ours
 
 
 def step(number: int, *optimizers, skip=()) -> None:
@@ -165,7 +165,7 @@ def test_more_hyperparameters_than_a_launch_can_name():
     params = parameters(torch.float32, [(5,)] * len(rates))
     ours = copy.deepcopy(params)
     groups = [[{"params": [p], "lr": lr} for p, lr in zip(ps, rates, strict=True)] for ps in (params, ours)]
-    on_cpu, on_device = SGD(groups[0]), step_by_twins(SGD(groups[1]))
+    on_cpu, on_device = SGD(groups[0]), step_by_reference(SGD(groups[1]))
     step(0, on_cpu, on_device)
     same_bits(on_cpu, on_device)
     assert on_device._on_device.num_plans == 3
@@ -260,7 +260,7 @@ def both(params, max_norm, norm_type=2.0):
     for param, other in zip(params, copies, strict=True):
         other.grad = None if param.grad is None else param.grad.clone()
     expected = fsdp2x.clip_grad_norm_(copies, max_norm, norm_type)
-    with clip_by_twins() as kept:
+    with clip_by_reference() as kept:
         norm = fsdp2x.clip_grad_norm_(params, max_norm, norm_type)
     # The kernels compute in fp32: what is f64 is torch's.
     assert kept.num_plans > 0 or all(param.grad is None or param.grad.dtype is torch.float64 for param in params)
@@ -303,7 +303,7 @@ def test_norms_that_are_not_finite(bad, dtype):
     params = with_gradients((dtype,))
     params[-1].grad[-1] = bad
     before = [param.grad.clone() for param in params]
-    with clip_by_twins(), pytest.raises(RuntimeError, match=f"is {bad}"):
+    with clip_by_reference(), pytest.raises(RuntimeError, match=f"is {bad}"):
         fsdp2x.clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
     for param, old in zip(params, before, strict=True):
         assert torch.equal(param.grad.nan_to_num(-7.0), old.nan_to_num(-7.0)), "refused, so nothing is scaled"
@@ -320,7 +320,7 @@ def test_missing_and_empty_gradients():
     assert torch.equal(norm, expected) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     empty = with_gradients(sizes=((0, 3),))
     none = [nn.Parameter(torch.ones(3))]
-    with clip_by_twins():
+    with clip_by_reference():
         for params in (empty, none, [*empty, *none], []):
             assert torch.equal(fsdp2x.clip_grad_norm_(params, 1.0), torch.tensor(0.0))
 
@@ -338,7 +338,7 @@ def test_what_the_kernels_cannot_take_is_left_to_torch():
 
 def test_plans_stay_while_sizes_and_dtypes_do():
     params = with_gradients(sizes=[(3,)] * 700)
-    with clip_by_twins() as kept:
+    with clip_by_reference() as kept:
         for _ in range(3):
             fsdp2x.clip_grad_norm_(params, 1e-3)
             assert kept.num_plans == 3, "of 320 gradients at most"
@@ -367,7 +367,7 @@ def test_kept_as_long_as_the_parameters_live():
 def test_nothing_is_read_back_and_the_number_of_operations_is_constant(num):
     """On a device every number that the host asks for stops it, and so does every copy to it."""
     params = with_gradients(sizes=[(7, 5)] * num)
-    with clip_by_twins():
+    with clip_by_reference():
         fsdp2x.clip_grad_norm_(params, 0.1)
         with Operations() as seen:
             norm = fsdp2x.clip_grad_norm_(params, 0.05)

@@ -1,6 +1,6 @@
-// Runs the engine's plans through a table of kernels: those of ring cuda on a device, or their twins on the host. A
-// plan is cut into tiles and uploaded the first time it runs, and kept with the plan; after that a run is one launch,
-// whichever gradients there are. What has an f64 side comes back: the kernels compute in fp32.
+// Runs the engine's plans through a table of kernels: those of ring cuda on a device, or the reference kernels on the
+// host. A plan is cut into tiles and uploaded the first time it runs, and kept with the plan; after that a run is one
+// launch, whichever gradients there are. What has an f64 side comes back: the kernels compute in fp32.
 #pragma once
 
 #include <ATen/ATen.h>

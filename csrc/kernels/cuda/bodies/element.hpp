@@ -36,10 +36,10 @@ FSDP2X_HOST_DEVICE const char* at(const void* base, int64_t bytes) { return stat
 FSDP2X_HOST_DEVICE char* at(void* base, int64_t bytes) { return static_cast<char*>(base) + bytes; }
 
 #ifndef __CUDA_ARCH__
-// The device faults where an access is not aligned; so do the twins.
+// The device faults where an access is not aligned; so do the reference kernels.
 inline void require_aligned(const void* address, size_t alignment) {
   if (reinterpret_cast<uintptr_t>(address) % alignment != 0) {
-    throw Error("kernel twin: an access of " + std::to_string(alignment) + " bytes is not aligned");
+    throw Error("reference kernel: an access of " + std::to_string(alignment) + " bytes is not aligned");
   }
 }
 #endif

@@ -1,4 +1,4 @@
-"""The device's kernels run by their twins on CPU memory: steps and clipping as on a device, without one."""
+"""The reference kernels in place of the device's, on CPU memory: steps and clipping as on a device, without one."""
 
 import contextlib
 
@@ -10,15 +10,15 @@ from fsdp2x.optim import clip
 from testing_extension import testing
 
 
-def step_by_twins(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    optimizer._on_device = _C.DeviceSteps(testing.twin_kernels())
+def step_by_reference(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    optimizer._on_device = _C.DeviceSteps(testing.reference_kernels())
     return optimizer
 
 
 @contextlib.contextmanager
-def clip_by_twins():
+def clip_by_reference():
     """While it lasts, ``fsdp2x.clip_grad_norm_`` takes CPU memory for a device's; gives what it keeps."""
-    kept, before = _C.DeviceClip(testing.twin_kernels()), clip._kernels_for
+    kept, before = _C.DeviceClip(testing.reference_kernels()), clip._kernels_for
     clip._kernels_for = lambda params: kept
     try:
         yield kept

@@ -1,5 +1,5 @@
 // The kernels on the host: the same bodies, tile after tile and thread after thread.
-#include "testing/twins.hpp"
+#include "testing/reference_kernels.hpp"
 
 #include "kernels/cuda/bodies/changes.hpp"
 #include "kernels/cuda/bodies/coded_adamw.hpp"
@@ -171,9 +171,9 @@ void sum_wire(const WireList& list, const SumWireArgs& args, Stream) {
 
 }  // namespace
 
-const Kernels& twin_kernels() {
+const Kernels& reference_kernels() {
   static const Kernels kernels = {
-      .name = "twin",
+      .name = "reference",
       .copy = copy,
       .pack_gradients = pack_gradients,
       .reduce = reduce,

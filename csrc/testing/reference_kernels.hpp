@@ -5,6 +5,6 @@
 
 namespace fsdp2x::cuda {
 
-const Kernels& twin_kernels();
+const Kernels& reference_kernels();
 
 }  // namespace fsdp2x::cuda

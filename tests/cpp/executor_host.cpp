@@ -1,16 +1,16 @@
-// The executor of the twins: host memory, no streams.
+// The executor of the reference kernels: host memory, no streams.
 #include <cstdlib>
 
 #include "executor.hpp"
-#include "testing/twins.hpp"
+#include "testing/reference_kernels.hpp"
 
 namespace fsdp2x::cuda {
 
 namespace {
 
-class TwinExecutor final : public Executor {
+class HostExecutor final : public Executor {
  public:
-  const Kernels& kernels() const override { return twin_kernels(); }
+  const Kernels& kernels() const override { return reference_kernels(); }
   void* allocate(size_t bytes) override { return std::aligned_alloc(256, (bytes + 255) / 256 * 256); }
   void release(void* memory) override { std::free(memory); }
   void upload(void* memory, const void* host, size_t bytes) override {
@@ -25,7 +25,7 @@ class TwinExecutor final : public Executor {
 }  // namespace
 
 Executor& executor() {
-  static TwinExecutor instance;
+  static HostExecutor instance;
   return instance;
 }
 

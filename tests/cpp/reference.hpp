@@ -1,4 +1,4 @@
-// Plain scalar twins of the kernels' arithmetic, written from the definition of the formats, and buffers of awkward
+// Plain scalar versions of the kernels' arithmetic, written from the definition of the formats, and buffers of awkward
 // values to compare them on.
 #pragma once
 
@@ -17,7 +17,7 @@
 #include "core/dtype.hpp"
 #include "kernels/cpu/kernel_table.hpp"
 
-namespace fsdp2x::twins {
+namespace fsdp2x::reference {
 
 inline constexpr std::array<DType, 4> kTypes = {DType::f32, DType::f64, DType::bf16, DType::f16};
 
@@ -186,4 +186,4 @@ inline std::string isa_name(const testing::TestParamInfo<cpu::Isa>& info) {
   return info.param == cpu::Isa::base ? "base" : info.param == cpu::Isa::avx2 ? "avx2" : "avx512";
 }
 
-}  // namespace fsdp2x::twins
+}  // namespace fsdp2x::reference
