@@ -20,7 +20,7 @@ void bind_agreement(py::module_& m) {
           "post",
           [](Agreement& self, const std::string& kind, const std::string& what, size_t bytes,
              std::optional<at::ScalarType> dtype) {
-            self.post_other(kind, what, dtype ? Operation::all_reduce : Operation::other, bytes,
+            self.post_other(Gil::of_caller(), kind, what, dtype ? Operation::all_reduce : Operation::other, bytes,
                             dtype ? engine_dtype(*dtype) : DType::byte);
           },
           py::arg("kind"), py::arg("what"), py::arg("bytes") = 0, py::arg("dtype") = std::nullopt)
@@ -28,7 +28,10 @@ void bind_agreement(py::module_& m) {
       .def("restart", &Agreement::restart)
       .def_property("is_broken", &Agreement::is_broken, &Agreement::set_broken)
       .def_property_readonly("num_posted", &Agreement::num_posted)
-      .def("describe_posted", &Agreement::describe_posted, py::arg("number"));
+      .def(
+          "describe_posted",
+          [](const Agreement& self, uint64_t number) { return self.describe_posted(Gil::of_caller(), number); },
+          py::arg("number"));
 }
 
 }  // namespace fsdp2x

@@ -246,7 +246,8 @@ void bind_root(py::module_& m) {
       .def("add_replicas",
            [](Root& self, const HostAllReduce& all_reduce) { self.add_replicas(all_reduce.shared_group()); })
       .def("reset", &Root::reset)
-      .def_property_readonly("has_replaced_shards", &Root::has_replaced_shards)
+      .def_property_readonly("has_replaced_shards",
+                             [](const Root& self) { return self.has_replaced_shards(Gil::of_caller()); })
       .def("release_idle", &Root::release_idle)
       .def("finalize_backward", &Root::finalize_backward)
       .def("finish_held_backwards", &Root::finish_held_backwards)
@@ -314,7 +315,7 @@ void bind_group(py::module_& m) {
                            const OwnerTuple& owner) { self.params().at(index).add_owner(owner_of(owner)); })
       .def("forget_missing_owners",
            [](ParamGroup& self) {
-             for (Param& param : self.params()) param.forget_missing_owners();
+             for (Param& param : self.params()) param.forget_missing_owners(Gil::of_caller());
            })
       .def("forget_gradients", [](ParamGroup& self) { self.gradients().forget(); })
       .def("set_post_forward",
@@ -475,7 +476,9 @@ void bind_unit(py::module_& m) {
       .def("forget_progress", &UnitHooks::forget_progress)
       .def("pre_forward", &UnitHooks::pre_forward)
       .def("post_forward", &UnitHooks::post_forward);
-  m.def("is_same_tree", &is_same_tree, py::arg("snapshot"));
+  m.def(
+      "is_same_tree", [](const py::tuple& snapshot) { return is_same_tree(Gil::of_caller(), snapshot); },
+      py::arg("snapshot"));
 }
 
 }  // namespace

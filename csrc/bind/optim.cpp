@@ -69,9 +69,10 @@ void bind_optim(py::module_& m) {
   m.def("pooled_zeros", &pooled_zeros, py::arg("shapes"));
   bind_rules(m, FloatRules());
   py::class_<WritableShards>(m, "WritableShards")
-      .def(
-          py::init([](const py::object& param_groups) { return std::make_unique<WritableShards>(param_groups.ptr()); }),
-          py::arg("param_groups"))
+      .def(py::init([](const py::object& param_groups) {
+             return std::make_unique<WritableShards>(Gil::of_caller(), param_groups.ptr());
+           }),
+           py::arg("param_groups"))
       .def("close", &WritableShards::close)
       .def_property_readonly("num_opened", &WritableShards::num_opened);
   py::class_<DeviceClip>(m, "DeviceClip")

@@ -98,12 +98,12 @@ void bind_shared_memory(py::module_& m) {
           py::arg("what"));
   // For os.register_at_fork.
   m.def("begin_fork", [] {
-    for (const auto& group : Unit::live_groups()) group->shards().begin_fork();
+    for (const auto& group : Unit::live_groups(Gil::of_caller())) group->shards().begin_fork();
   });
   m.def("end_fork", [] {
-    for (const auto& group : Unit::live_groups()) group->shards().end_fork();
+    for (const auto& group : Unit::live_groups(Gil::of_caller())) group->shards().end_fork();
   });
-  m.def("forbid_in_child", &Unit::forbid_all);
+  m.def("forbid_in_child", [] { Unit::forbid_all(Gil::of_caller()); });
 }
 
 }  // namespace fsdp2x

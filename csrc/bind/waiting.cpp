@@ -18,7 +18,7 @@ namespace {
 template <class Visit>
 void visit_waiting(const std::vector<py::object>& params, const Visit& visit) {
   std::unordered_set<PyObject*> given;
-  for (const auto& unit : Unit::live()) {
+  for (const auto& unit : Unit::live(Gil::of_caller())) {
     for (const auto& group : unit->groups) {
       if (!group->has_joined() || !group->holds_unreduced()) continue;
       if (given.empty()) {

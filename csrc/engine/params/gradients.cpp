@@ -19,7 +19,7 @@ int64_t numel_of(const ParamPlace& place, const at::Tensor& param) {
 }
 
 // Calls a Python function of two arguments; the result is a new reference.
-PyRef call(const PyRef& function, PyObject* a, PyObject* b) {
+PyRef call(const Gil& /*gil*/, const PyRef& function, PyObject* a, PyObject* b) {
   PyRef result = PyRef::steal(PyObject_CallFunctionObjArgs(function.get(), a, b, nullptr));
   if (!result) throw_python_error();
   return result;
@@ -65,29 +65,29 @@ Gradients::Gradients(const Layout& layout, std::vector<Param>& params, at::Tenso
       calls_{std::move(make_gradient), std::move(add_to_foreign)},
       entries_(params.size()) {}
 
-Gradients::Counts Gradients::count(const Entry& entry) const {
+Gradients::Counts Gradients::count(const Gil& /*gil*/, const Entry& entry) const {
   const PyRef tensor = PyRef::steal(THPVariable_Wrap(entry.tensor));
   const PyRef local = PyRef::steal(THPVariable_Wrap(entry.local));
   return {entry.tensor.use_count(), entry.local.use_count(), entry.local.storage().use_count(), Py_REFCNT(tensor.get()),
           Py_REFCNT(local.get())};
 }
 
-bool Gradients::held_elsewhere(const Entry& entry) const {
+bool Gradients::held_elsewhere(const Gil& gil, const Entry& entry) const {
   // A Python reference to the wrapper does not show in the C++ count, and a view of the local tensor only shows in the
   // storage's count: all five have to be back at what they were when only we held the gradient.
-  const Counts now = count(entry);
+  const Counts now = count(gil, entry);
   return now.tensor > entry.alone.tensor || now.local > entry.alone.local || now.storage > entry.alone.storage ||
          now.tensor_object > entry.alone.tensor_object || now.local_object > entry.alone.local_object;
 }
 
-void Gradients::make(size_t param, const at::Tensor& memory, size_t offset, bool in_block) {
+void Gradients::make(const Gil& gil, size_t param, const at::Tensor& memory, size_t offset, bool in_block) {
   const at::Tensor& like = params_[param].sharded();
   Entry& entry = entries_[param];
   const ParamPlace& place = layout_.params()[param];
   PyRef local_object =
       PyRef::steal(THPVariable_Wrap(tensor_in_pool(memory, offset, {numel_of(place, like)}, like.scalar_type())));
   ++num_python_calls_;
-  const PyRef tensor = call(calls_.make_gradient, params_[param].gradient_spec(), local_object.get());
+  const PyRef tensor = call(gil, calls_.make_gradient, params_[param].gradient_spec(), local_object.get());
   // The DTensor keeps a reshaped alias of `local`: that alias is what users see, so it is the one to watch.
   local_object = PyRef();
   entry.tensor = THPVariable_Unpack(tensor.get());
@@ -130,7 +130,7 @@ void Gradients::open_block(std::shared_ptr<const Layout> places) {
   is_lent_ = false;
 }
 
-std::optional<at::Tensor> Gradients::take_pool(const std::shared_ptr<const Layout>& reduced) {
+std::optional<at::Tensor> Gradients::take_pool(const Gil& gil, const std::shared_ptr<const Layout>& reduced) {
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Entry& entry = entries_[i];
     const bool is_reduced = reduced->params()[i].shape.trainable;
@@ -138,13 +138,13 @@ std::optional<at::Tensor> Gradients::take_pool(const std::shared_ptr<const Layou
     if (!is_reduced) continue;
     if (params_[i].sharded().grad().defined()) return std::nullopt;
     if (!block_.defined() || !entry.tensor.defined()) continue;
-    if (!entry.in_block || held_elsewhere(entry)) return std::nullopt;
+    if (!entry.in_block || held_elsewhere(gil, entry)) return std::nullopt;
   }
   if (!block_.defined()) open_block(reduced);
   return block_;
 }
 
-GradientTarget Gradients::prepare(size_t param) {
+GradientTarget Gradients::prepare(const Gil& gil, size_t param) {
   GradientTarget target;
   const ParamPlace& place = layout_.params()[param];
   const at::Tensor& sharded = params_[param].sharded();
@@ -165,14 +165,14 @@ GradientTarget Gradients::prepare(size_t param) {
     target.is_new = true;
   }
   const bool has_place = block_.defined() && places_->params()[param].shape.trainable;
-  const bool is_held = entry.tensor.defined() && held_elsewhere(entry);
+  const bool is_held = entry.tensor.defined() && held_elsewhere(gil, entry);
   is_lent_ = is_lent_ || (is_held && entry.in_block);
   if (has_place && !entry.tensor.defined()) {
-    make(param, block_, places_->params()[param].gradient_offset, /*in_block=*/true);
+    make(gil, param, block_, places_->params()[param].gradient_offset, /*in_block=*/true);
   } else if (!entry.tensor.defined() || is_held || (entry.in_block && !has_place)) {
     // It does not train any more, or somebody keeps last step's gradient, which stays theirs, with its memory.
     const size_t bytes = static_cast<size_t>(numel_of(place, sharded)) * sharded.element_size();
-    make(param, allocate(std::max<size_t>(bytes, 1), memory_), 0, /*in_block=*/false);
+    make(gil, param, allocate(std::max<size_t>(bytes, 1), memory_), 0, /*in_block=*/false);
     target.is_new = true;
   } else if (entry.in_block && entry.local.storage().data_ptr().get() == nullptr && place.shard_numel > 0) {
     point_storage_at_pool(*entry.local.storage().unsafeGetStorageImpl(), block_,
@@ -182,24 +182,24 @@ GradientTarget Gradients::prepare(size_t param) {
   return target;
 }
 
-void Gradients::attach(size_t param, const GradientTarget& target) {
+void Gradients::attach(const Gil& gil, size_t param, const GradientTarget& target) {
   const at::Tensor& sharded = params_[param].sharded();
   Entry& entry = entries_[param];
   if (target.foreign.defined()) {
     const PyRef local = PyRef::steal(THPVariable_Wrap(target.foreign));
     ++num_python_calls_;
-    call(calls_.add_to_foreign, params_[param].sharded_object(), local.get());
+    call(gil, calls_.add_to_foreign, params_[param].sharded_object(), local.get());
   } else if (!target.accumulate) {
-    if (entry.alone.tensor == 0) entry.alone = count(entry);
+    if (entry.alone.tensor == 0) entry.alone = count(gil, entry);
     sharded.mutable_grad() = entry.tensor;
   }
 }
 
-bool Gradients::release_if_unused() {
+bool Gradients::release_if_unused(const Gil& gil) {
   if (!block_.defined()) return false;
   for (size_t i = 0; i < entries_.size(); ++i) {
     if (!entries_[i].tensor.defined() || !entries_[i].in_block) continue;
-    if (has_own_gradient(i) || held_elsewhere(entries_[i])) return false;
+    if (has_own_gradient(i) || held_elsewhere(gil, entries_[i])) return false;
   }
   for (Entry& entry : entries_) {
     if (entry.tensor.defined() && entry.in_block) {

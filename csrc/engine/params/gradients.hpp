@@ -84,7 +84,6 @@ struct GradientTarget {
 // By parameter; null: no rank has a gradient of it.
 using GradientTargets = std::vector<std::optional<GradientTarget>>;
 
-// Every member function needs the GIL.
 class Gradients {
  public:
   // make_gradient(spec, local tensor) -> DTensor and add_to_foreign(parameter, local tensor) are Python callables.
@@ -100,14 +99,14 @@ class Gradients {
   void set_reduces_in_place(bool in_place) { reduces_in_place_ = in_place; }
   // The whole pool, laid out for `reduced`, to write this step's gradients into. None: one of these parameters has a
   // gradient, somebody holds the last one, or the pool is laid out for others.
-  std::optional<at::Tensor> take_pool(const std::shared_ptr<const Layout>& reduced);
+  std::optional<at::Tensor> take_pool(const Gil& gil, const std::shared_ptr<const Layout>& reduced);
   // Decides how the gradient of `param` is written; takes memory when there is none.
-  GradientTarget prepare(size_t param);
+  GradientTarget prepare(const Gil& gil, size_t param);
   // Makes the written gradient visible as `.grad`.
-  void attach(size_t param, const GradientTarget& target);
+  void attach(const Gil& gil, size_t param, const GradientTarget& target);
   // Gives the block back when every `.grad` is None and nobody else holds one of our gradients.
   // Returns whether it was given back now.
-  bool release_if_unused();
+  bool release_if_unused(const Gil& gil);
   // After parameters moved or changed their dtype: forget every gradient tensor.
   void forget();
   uint64_t num_python_calls() const { return num_python_calls_; }
@@ -131,10 +130,10 @@ class Gradients {
     Counts alone;
     bool in_block = false;
   };
-  Counts count(const Entry& entry) const;
-  bool held_elsewhere(const Entry& entry) const;
+  Counts count(const Gil& gil, const Entry& entry) const;
+  bool held_elsewhere(const Gil& gil, const Entry& entry) const;
   bool has_own_gradient(size_t param) const;
-  void make(size_t param, const at::Tensor& memory, size_t offset, bool in_block);
+  void make(const Gil& gil, size_t param, const at::Tensor& memory, size_t offset, bool in_block);
   // The layout of what trains now.
   std::shared_ptr<const Layout> current_layout() const;
   // Takes a block for the gradients of `places`. Gradients with memory of their own move in, unless they are `.grad`.

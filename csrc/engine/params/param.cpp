@@ -64,9 +64,9 @@ void Param::fill(void* data) {
   give_requires_grad(unsharded());
 }
 
-void Param::empty() {
+void Param::empty(const Gil& gil) {
   if (unsharded_) take_requires_grad(unsharded());
-  if (is_replaced()) is_lost_ = true;
+  if (is_replaced(gil)) is_lost_ = true;
   if (!storage_) return;
   if (!has_own_memory()) {
     is_lost_ = true;
@@ -93,13 +93,13 @@ bool Param::has_own_memory() const {
 }
 
 // Tensors that are no parameters come and go with torch.func.functional_call.
-bool Param::is_replaced() const {
-  PyObject* const found = registered_instead_of(unsharded_.get());
+bool Param::is_replaced(const Gil& gil) const {
+  PyObject* const found = registered_instead_of(gil, unsharded_.get());
   return found != nullptr && found != sharded_.get() && THPVariable_Check(found) &&
          PyObject_IsInstance(found, ParameterClass) == 1;
 }
 
-PyObject* Param::registered_instead_of(PyObject* expected) const {
+PyObject* Param::registered_instead_of(const Gil& /*gil*/, PyObject* expected) const {
   for (const Owner& owner : owners_) {
     PyObject* const found = PyDict_GetItemWithError(owner.parameters.get(), owner.name.get());
     if (found == nullptr && PyErr_Occurred() != nullptr) throw_python_error();
@@ -108,7 +108,7 @@ PyObject* Param::registered_instead_of(PyObject* expected) const {
   return nullptr;
 }
 
-void Param::forget_missing_owners() {
+void Param::forget_missing_owners(const Gil& /*gil*/) {
   std::erase_if(owners_, [](const Owner& owner) {
     const int found = PyDict_Contains(owner.parameters.get(), owner.name.get());
     if (found < 0) throw_python_error();
@@ -124,7 +124,7 @@ void Param::forbid() {
       .apply(*storage_, device_);
 }
 
-void Param::store(PyObject* parameter) const {
+void Param::store(const Gil& /*gil*/, PyObject* parameter) const {
   for (const Owner& owner : owners_) {
     if (!owner.weak_module) {
       if (PyDict_SetItem(owner.parameters.get(), owner.name.get(), parameter) != 0) throw_python_error();

@@ -9,6 +9,7 @@
 
 #include "core/layout.hpp"
 #include "engine/memory/storage.hpp"
+#include "engine/torch/gil.hpp"
 #include "engine/torch/py_ref.hpp"
 #include "engine/torch/torch_compat.hpp"
 
@@ -21,7 +22,7 @@ struct Owner {
   PyRef weak_module;  // weakref of a module whose class overrides __setattr__ (an LSTM), else null
 };
 
-// Created by Python once per parameter; lives as long as the unit. Every member function needs the GIL.
+// Created by Python once per parameter; lives as long as the unit.
 class Param {
  public:
   // `unsharded`: a tensor whose storage this moves, or a wrapper (DTensor) around `local`, which is such a tensor. Both
@@ -51,7 +52,7 @@ class Param {
   void fill(void* data);
   // Takes the memory away; a later access throws a message that names the parameter. Other memory that somebody gave to
   // the unsharded parameter goes.
-  void empty();
+  void empty(const Gil& gil);
   // Whether it trains now; `place`: its own in the group's layout.
   bool trains(const ParamPlace& place) const { return place.shape.trainable && sharded().requires_grad(); }
   // `registered`, which modules register instead of the sharded parameter, trains as that does.
@@ -68,19 +69,19 @@ class Param {
   bool has_storage() const { return storage_ != nullptr; }  // false: an extension keeps its memory
   // What the first module registers that does not register `expected`: a borrowed reference, None if it registers
   // nothing under the name; null: all of them do.
-  PyObject* registered_instead_of(PyObject* expected) const;
+  PyObject* registered_instead_of(const Gil& gil, PyObject* expected) const;
   void add_owner(Owner owner) { owners_.push_back(std::move(owner)); }
   // Forgets the places whose modules have deleted the name.
-  void forget_missing_owners();
-  void register_sharded() const { store(sharded_.get()); }
-  void register_unsharded() const { store(unsharded_.get()); }
-  void register_object(PyObject* parameter) const { store(parameter); }
+  void forget_missing_owners(const Gil& gil);
+  void register_sharded(const Gil& gil) const { store(gil, sharded_.get()); }
+  void register_unsharded(const Gil& gil) const { store(gil, unsharded_.get()); }
+  void register_object(const Gil& gil, PyObject* parameter) const { store(gil, parameter); }
 
   compat::NodePtr<compat::Node> accumulator;  // holds our post hook, so it must not die between steps
 
  private:
-  void store(PyObject* parameter) const;
-  bool is_replaced() const;
+  void store(const Gil& gil, PyObject* parameter) const;
+  bool is_replaced(const Gil& gil) const;
 
   std::string fqn_;
   PyRef sharded_;

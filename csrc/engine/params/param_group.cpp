@@ -76,7 +76,7 @@ void ParamGroup::watch_shards(const std::vector<std::optional<at::Tensor>>& loca
   check_sizes();
 }
 
-bool ParamGroup::has_replaced_shards() const {
+bool ParamGroup::has_replaced_shards(const Gil& /*gil*/) const {
   static PyObject* const local_name = interned("_local_tensor");
   for (size_t i = 0; i < params_.size(); ++i) {
     if (!shards_.is_watched(i)) continue;
@@ -97,7 +97,8 @@ void ParamGroup::rename(std::string new_name) {
   if (post_forward_.group) post_forward_.group->rename(name_ + " (after forward)");
 }
 
-void throw_collective_error(const ParamGroup& group, const PyRef& explain, const std::string& operation) {
+void throw_collective_error(const Gil& /*gil*/, const ParamGroup& group, const PyRef& explain,
+                            const std::string& operation) {
   if (!explain) throw_python_error();
   pybind11::error_already_set error;
   const std::string what = operation + " of unit '" + group.name() + "'";
@@ -165,9 +166,9 @@ void ParamGroup::fetch_reassigned() {
   }
 }
 
-void ParamGroup::check_registered() const {
+void ParamGroup::check_registered(const Gil& gil) const {
   for (size_t i = 0; i < params_.size(); ++i) {
-    PyObject* const found = params_[i].registered_instead_of(registered_while_sharded(i));
+    PyObject* const found = params_[i].registered_instead_of(gil, registered_while_sharded(i));
     if (found == nullptr) continue;
     throw Error("fsdp2x: parameter '" + params_[i].fqn() + "' was replaced on its module: rank " +
                 std::to_string(layout_.rank()) + " found a " + Py_TYPE(found)->tp_name +
@@ -182,10 +183,10 @@ PyObject* ParamGroup::registered_while_sharded(size_t param) const {
   return keeps_rows() ? post_forward_.params[param].get() : params_[param].sharded_object();
 }
 
-void ParamGroup::register_again() const {
+void ParamGroup::register_again(const Gil& gil) const {
   for (size_t i = 0; i < params_.size(); ++i) {
-    PyObject* const found = params_[i].registered_instead_of(params_[i].unsharded_object());
-    if (found != nullptr && found == registered_while_sharded(i)) params_[i].register_unsharded();
+    PyObject* const found = params_[i].registered_instead_of(gil, params_[i].unsharded_object());
+    if (found != nullptr && found == registered_while_sharded(i)) params_[i].register_unsharded(gil);
   }
 }
 
@@ -202,10 +203,10 @@ bool ParamGroup::follow_gathered() {
 void ParamGroup::fill() {
   call(calls_.finish_extension_gather);
   pybind11::gil_scoped_acquire gil;
-  check_registered();
+  check_registered(gil);
   for (size_t i = 0; i < params_.size(); ++i) {
     params_[i].fill(gathered_from_->gather_.read + gathered_from_->layout_.params()[i].slot_offset);
-    params_[i].register_unsharded();
+    params_[i].register_unsharded(gil);
   }
   counters().parameter_stores += params_.size();
 }
@@ -214,9 +215,9 @@ void ParamGroup::empty(bool keeps_post_forward) {
   counters().parameter_stores += params_.size();
   pybind11::gil_scoped_acquire gil;
   for (size_t i = 0; i < params_.size(); ++i) {
-    params_[i].empty();
+    params_[i].empty(gil);
     if (keeps_post_forward) params_[i].give_requires_grad(THPVariable_Unpack(post_forward_.params[i].get()));
-    params_[i].register_object(keeps_post_forward ? post_forward_.params[i].get() : params_[i].sharded_object());
+    params_[i].register_object(gil, keeps_post_forward ? post_forward_.params[i].get() : params_[i].sharded_object());
   }
 }
 
@@ -272,7 +273,7 @@ void ParamGroup::drop_post_forward() {
   pybind11::gil_scoped_acquire gil;
   for (size_t i = 0; i < params_.size(); ++i) {
     params_[i].take_requires_grad(THPVariable_Unpack(post_forward_.params[i].get()));
-    params_[i].register_sharded();
+    params_[i].register_sharded(gil);
   }
 }
 

@@ -97,10 +97,10 @@ class ParamGroup final : public ScheduledGroup {
   const Gradients& gradients() const { return gradients_; }
 
   // The local tensors of the sharded parameters; none for one that does not lie in the pool. Throws where one is not
-  // what the layout says. Needs the GIL.
+  // what the layout says.
   void watch_shards(const std::vector<std::optional<at::Tensor>>& locals);
-  // Whether some sharded parameter is another tensor than the watched one, or of another dtype or size. Needs the GIL.
-  bool has_replaced_shards() const;
+  // Whether some sharded parameter is another tensor than the watched one, or of another dtype or size.
+  bool has_replaced_shards(const Gil& gil) const;
 
   // --- who it belongs to ---
   void set_unit(const UnitFacts* unit);
@@ -127,9 +127,9 @@ class ParamGroup final : public ScheduledGroup {
   void fill();
   // Gathered parameters whose modules register the sharded ones again (torch.func.functional_call puts back what it
   // found) are registered once more.
-  void register_again() const;
+  void register_again(const Gil& gil) const;
   // Before a forward over parameters that were gathered earlier: which of them train may have been changed since.
-  // False: somebody gave one other memory, and they must be gathered again. Needs the GIL.
+  // False: somebody gave one other memory, and they must be gathered again.
   bool follow_gathered();
   // A parameter of which a change was lost at a reshard since the last call; null in general.
   const Param* take_lost();
@@ -191,7 +191,7 @@ class ParamGroup final : public ScheduledGroup {
   // Throws when a shard's storage has become too small for what the layout reads.
   void check_sizes() const;
   // Throws unless modules register what they were given last, the sharded parameters.
-  void check_registered() const;
+  void check_registered(const Gil& gil) const;
   PyObject* registered_while_sharded(size_t param) const;
   // Plain parameters to whose `.data` somebody assigned move back into the pool, with the new values.
   void fetch_reassigned();
@@ -234,6 +234,7 @@ class ParamGroup final : public ScheduledGroup {
 
 // Throws the exception that a collective of `group` left in the interpreter, as `explain` tells it. `operation`:
 // "all-gather".
-[[noreturn]] void throw_collective_error(const ParamGroup& group, const PyRef& explain, const std::string& operation);
+[[noreturn]] void throw_collective_error(const Gil& gil, const ParamGroup& group, const PyRef& explain,
+                                         const std::string& operation);
 
 }  // namespace fsdp2x

@@ -51,8 +51,8 @@ std::vector<uint8_t> SegmentRows::has_gradient() {
   return has_gradient;
 }
 
-void SegmentRows::run_hook(const PyRef& hook) {
-  call_hook(hook, typed(memory_, type_, 0, layout_->reduce_segment_bytes()));
+void SegmentRows::run_hook(const Gil& gil, const PyRef& hook) {
+  call_hook(gil, hook, typed(memory_, type_, 0, layout_->reduce_segment_bytes()));
 }
 
 void SegmentRows::write(const GradientTargets& targets) {
@@ -72,7 +72,7 @@ std::unique_ptr<SegmentRows> to_segment(std::unique_ptr<ReducedRows> rows) {
   return std::unique_ptr<SegmentRows>(segment);
 }
 
-void call_hook(const PyRef& hook, const at::Tensor& rows) {
+void call_hook(const Gil& /*gil*/, const PyRef& hook, const at::Tensor& rows) {
   const PyRef object = PyRef::steal(THPVariable_Wrap(rows));
   const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(hook.get(), object.get(), nullptr));
   if (!done) throw_python_error();

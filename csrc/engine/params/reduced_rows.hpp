@@ -25,10 +25,10 @@ class ReducedRows {
 
   // By parameter: whether any rank has a gradient of it.
   virtual std::vector<uint8_t> has_gradient() = 0;
-  // The user's, on what was summed. Needs the GIL, and so do the next three.
-  virtual void run_hook(const PyRef& hook) = 0;
+  // The user's, on what was summed.
+  virtual void run_hook(const Gil& gil, const PyRef& hook) = 0;
   // Of a group whose gradients are the host's: begins to bring the rows there.
-  virtual std::unique_ptr<ReducedRows> to_host() { return nullptr; }
+  virtual std::unique_ptr<ReducedRows> to_host(const Gil& /*gil*/) { return nullptr; }
   // Once. Until the rows are gone, the current stream is the one on which the gradients are complete.
   virtual void write(const GradientTargets& targets) = 0;
   // The block of the gradients was given back right behind that.
@@ -55,7 +55,7 @@ class SegmentRows final : public ReducedRows {
   bool add(const SegmentRows& other);
 
   std::vector<uint8_t> has_gradient() override;
-  void run_hook(const PyRef& hook) override;
+  void run_hook(const Gil& gil, const PyRef& hook) override;
   void write(const GradientTargets& targets) override;
   SegmentRows* segment() override { return this; }
 
@@ -73,6 +73,6 @@ class SegmentRows final : public ReducedRows {
 std::unique_ptr<SegmentRows> to_segment(std::unique_ptr<ReducedRows> rows);
 
 // Calls `hook` with `rows`; throws what it raises.
-void call_hook(const PyRef& hook, const at::Tensor& rows);
+void call_hook(const Gil& gil, const PyRef& hook, const at::Tensor& rows);
 
 }  // namespace fsdp2x

@@ -159,7 +159,7 @@ py::object UnitHooks::pre_forward(const py::object& module, py::object args, py:
 
 void UnitHooks::use_unit() {
   if (unit_) unit_->root->schedule().settle_raised_backward();
-  if (!unit_ || (begins_forward() && unit_->root->has_replaced_shards())) {
+  if (!unit_ || (begins_forward() && unit_->root->has_replaced_shards(Gil::of_caller()))) {
     const OutsideTransforms outside;
     calls_.lazy_init();
   }

@@ -38,10 +38,10 @@ std::vector<std::shared_ptr<Unit>> Root::units() const {
   return alive;
 }
 
-bool Root::has_replaced_shards() const {
+bool Root::has_replaced_shards(const Gil& gil) const {
   const auto alive = schedule_.units();
   return std::any_of(alive.begin(), alive.end(),
-                     [](const auto& unit) { return static_cast<const Unit&>(*unit).has_replaced_shards(); });
+                     [&gil](const auto& unit) { return static_cast<const Unit&>(*unit).has_replaced_shards(gil); });
 }
 
 void Root::note_thread() {

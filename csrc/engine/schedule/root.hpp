@@ -28,8 +28,8 @@ class Root : public std::enable_shared_from_this<Root> {
   std::vector<std::shared_ptr<Unit>> units() const;
   Schedule& schedule() { return schedule_; }
   const Schedule& schedule() const { return schedule_; }
-  // Whether shards were replaced, so that the units must adopt them before the next gather. Needs the GIL.
-  bool has_replaced_shards() const;
+  // Whether shards were replaced, so that the units must adopt them before the next gather.
+  bool has_replaced_shards(const Gil& gil) const;
 
   // --- forward ---
   // Before a forward that may be the root's: remembers its thread.

@@ -73,7 +73,7 @@ void TensorEffects::add_agreement(const std::shared_ptr<Agreement>& agreement) {
 void TensorEffects::release_unused_gradients(const ScheduledUnits& units) {
   const pybind11::gil_scoped_acquire gil;
   for (const auto& unit : units) {
-    for (const auto& group : of(*unit).groups) group->gradients().release_if_unused();
+    for (const auto& group : of(*unit).groups) group->gradients().release_if_unused(gil);
   }
 }
 
@@ -149,7 +149,7 @@ void TensorEffects::refuse_lost(ScheduledUnit& /*unit*/) {
 bool TensorEffects::follow_gathered(ScheduledUnit& unit) {
   bool is_whole = true;
   for (const auto& group : of(unit).groups) {
-    group->register_again();
+    group->register_again(Gil::of_caller());
     is_whole = group->follow_gathered() && is_whole;
   }
   return is_whole;
@@ -342,7 +342,7 @@ void TensorEffects::all_reduce(ScheduledGroup& scheduled) {
     const PyRef values = PyRef::steal(THPVariable_Wrap(rows->values()));
     const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(group.calls().all_reduce.get(), values.get(),
                                                                  group.averages() ? Py_True : Py_False, nullptr));
-    if (!done) throw_collective_error(group, group.calls().explain_all_reduce, "all-reduce");
+    if (!done) throw_collective_error(gil, group, group.calls().explain_all_reduce, "all-reduce");
     ++commons_->counters.python_calls;
   }
   group.waiting().reduced = std::move(rows);
@@ -352,44 +352,44 @@ void TensorEffects::run_reduce_hook(ScheduledGroup& group) {
   if (!of(group).calls().all_reduce_hook) return;
   const OutsideTransforms outside;
   const pybind11::gil_scoped_acquire gil;
-  of(group).waiting().reduced->run_hook(of(group).calls().all_reduce_hook);
+  of(group).waiting().reduced->run_hook(gil, of(group).calls().all_reduce_hook);
 }
 
 void TensorEffects::attach(ScheduledGroup& group) {
   const OutsideTransforms outside;
   const pybind11::gil_scoped_acquire gil;
-  write(of(group), std::move(of(group).waiting().reduced));
+  write(gil, of(group), std::move(of(group).waiting().reduced));
 }
 
 void TensorEffects::begin_download(ScheduledGroup& group) {
   const OutsideTransforms outside;
   const pybind11::gil_scoped_acquire gil;
   const std::unique_ptr<ReducedRows> rows = std::move(of(group).waiting().reduced);
-  of(group).waiting().downloads = rows->to_host();
+  of(group).waiting().downloads = rows->to_host(gil);
 }
 
 void TensorEffects::finish_download(ScheduledGroup& group) {
   const pybind11::gil_scoped_acquire gil;
-  write(of(group), std::move(of(group).waiting().downloads));
+  write(gil, of(group), std::move(of(group).waiting().downloads));
 }
 
-void TensorEffects::write(ParamGroup& group, std::unique_ptr<ReducedRows> rows) {
+void TensorEffects::write(const Gil& gil, ParamGroup& group, std::unique_ptr<ReducedRows> rows) {
   Gradients& gradients = group.gradients();
   const std::vector<uint8_t> has_gradient = rows->has_gradient();
   GradientTargets targets(has_gradient.size());
   for (size_t i = 0; i < targets.size(); ++i) {
-    if (has_gradient[i]) targets[i] = gradients.prepare(i);
+    if (has_gradient[i]) targets[i] = gradients.prepare(gil, i);
   }
   rows->write(targets);
   for (size_t i = 0; i < targets.size(); ++i) {
     if (!targets[i]) continue;
-    gradients.attach(i, *targets[i]);
-    run_hooks(group.params()[i]);
+    gradients.attach(gil, i, *targets[i]);
+    run_hooks(gil, group.params()[i]);
   }
-  if (gradients.release_if_unused()) rows->note_block_given_back();
+  if (gradients.release_if_unused(gil)) rows->note_block_given_back();
 }
 
-void TensorEffects::run_hooks(const Param& param) {
+void TensorEffects::run_hooks(const Gil& /*gil*/, const Param& param) {
   const at::Tensor& sharded = param.sharded();
   auto& hook = torch::autograd::impl::post_acc_grad_hooks(sharded);
   if (!hook) return;

@@ -111,10 +111,10 @@ class TensorEffects final : public Effects {
  private:
   // Gradients of the group's parameters come to the root from now on.
   void listen(ScheduledUnit& unit, ParamGroup& group);
-  // Prepares, writes, attaches, releases. Needs the GIL.
-  void write(ParamGroup& group, std::unique_ptr<ReducedRows> rows);
+  // Prepares, writes, attaches, releases.
+  void write(const Gil& gil, ParamGroup& group, std::unique_ptr<ReducedRows> rows);
   // The gradient is there: the sharded parameter's own hooks run.
-  void run_hooks(const Param& param);
+  void run_hooks(const Gil& gil, const Param& param);
 
   Root& root_;
   std::shared_ptr<Commons> commons_ = std::make_shared<Commons>();

@@ -15,8 +15,7 @@ namespace fsdp2x {
 
 namespace {
 
-// Guarded by the GIL.
-std::set<Unit*>& live_units() {
+std::set<Unit*>& live_units(const Gil& /*gil*/) {
   static std::set<Unit*> units;
   return units;
 }
@@ -29,13 +28,13 @@ Unit::Unit(std::string unit_name, at::Device unit_device, std::vector<std::share
            UnitOptions unit_options)
     : UnitFacts(std::move(unit_name), std::move(unit_options)), device(unit_device) {
   set_groups(std::move(unit_groups));
-  live_units().insert(this);
+  live_units(Gil::of_caller()).insert(this);
 }
 
 Unit::~Unit() {
   if (!Py_IsInitialized()) return;
   pybind11::gil_scoped_acquire gil;
-  live_units().erase(this);
+  live_units(gil).erase(this);
   try {
     if (guard_.is_here()) reset();
   } catch (const std::exception&) {
@@ -80,16 +79,17 @@ void Unit::reset() {
   if (root) root->schedule().reset(*this);
 }
 
-std::vector<std::shared_ptr<Unit>> Unit::live() {
+std::vector<std::shared_ptr<Unit>> Unit::live(const Gil& gil) {
   std::vector<std::shared_ptr<Unit>> all;
-  for (Unit* const unit : live_units()) {
+  for (Unit* const unit : live_units(gil)) {
     if (auto held = unit->weak_from_this().lock()) all.push_back(std::static_pointer_cast<Unit>(std::move(held)));
   }
   return all;
 }
 
-bool Unit::has_replaced_shards() const {
-  return std::any_of(groups.begin(), groups.end(), [](const auto& group) { return group->has_replaced_shards(); });
+bool Unit::has_replaced_shards(const Gil& gil) const {
+  return std::any_of(groups.begin(), groups.end(),
+                     [&gil](const auto& group) { return group->has_replaced_shards(gil); });
 }
 
 const Param* Unit::take_lost() {
@@ -111,14 +111,14 @@ void Unit::require_params() const {
               "', whose parameters have changed their dtype or device since this forward. Run forward again.");
 }
 
-std::vector<std::shared_ptr<ParamGroup>> Unit::live_groups() {
+std::vector<std::shared_ptr<ParamGroup>> Unit::live_groups(const Gil& gil) {
   std::vector<std::shared_ptr<ParamGroup>> all;
-  for (const Unit* unit : live_units()) all.insert(all.end(), unit->groups.begin(), unit->groups.end());
+  for (const Unit* unit : live_units(gil)) all.insert(all.end(), unit->groups.begin(), unit->groups.end());
   return all;
 }
 
-void Unit::forbid_all() {
-  for (const Unit* unit : live_units()) {
+void Unit::forbid_all(const Gil& gil) {
+  for (const Unit* unit : live_units(gil)) {
     if (unit->param_state() != ParamState::unsharded) continue;
     for (const auto& group : unit->groups) {
       for (Param& param : group->params()) param.forbid();

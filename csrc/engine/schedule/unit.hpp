@@ -43,7 +43,7 @@ class Unit final : public UnitFacts {
   void check_process(const char* action) const { guard_.require(action, name()); }
 
   // See ParamGroup::has_replaced_shards.
-  bool has_replaced_shards() const;
+  bool has_replaced_shards(const Gil& gil) const;
   // See ParamGroup::take_lost.
   const Param* take_lost();
 
@@ -51,12 +51,12 @@ class Unit final : public UnitFacts {
   std::shared_ptr<int> take_call_token() { return call_token_; }
   bool has_outstanding_calls() const { return call_token_.use_count() > 1; }
 
-  // All units that live, and their groups. Need the GIL.
-  static std::vector<std::shared_ptr<Unit>> live();
-  static std::vector<std::shared_ptr<ParamGroup>> live_groups();
+  // All units that live, and their groups.
+  static std::vector<std::shared_ptr<Unit>> live(const Gil& gil);
+  static std::vector<std::shared_ptr<ParamGroup>> live_groups(const Gil& gil);
   // In a forked child: takes the memory of all unsharded parameters of all units away, because it is the parent's. A
-  // later access throws. Needs the GIL.
-  static void forbid_all();
+  // later access throws.
+  static void forbid_all(const Gil& gil);
 
   std::shared_ptr<Root> root;  // kept alive for the hooks
   at::Device device;

@@ -21,12 +21,12 @@ std::span<PyObject* const> items(PyObject* list) {
 
 }  // namespace
 
-WritableShards::WritableShards(PyObject* param_groups) {
+WritableShards::WritableShards(const Gil& gil, PyObject* param_groups) {
   static PyObject* const params_name = interned("params");
   std::unordered_map<const c10::StorageImpl*, std::shared_ptr<ParamGroup>> by_pool;
   std::set<std::shared_ptr<Commons>> roots;
   size_t num_resting = 0;
-  for (auto& group : Unit::live_groups()) {
+  for (auto& group : Unit::live_groups(gil)) {
     if (!group->has_joined()) continue;
     roots.insert(group->commons());
     if (group->shards().state() == ShardState::resting) ++num_resting;

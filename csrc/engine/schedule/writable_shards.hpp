@@ -12,11 +12,11 @@
 namespace fsdp2x {
 
 // While it lives, writing to the shards of an optimizer's parameters writes what the next gather shows: nothing is
-// copied afterwards. What cannot be opened can be written as ever. Needs the GIL.
+// copied afterwards. What cannot be opened can be written as ever.
 class WritableShards {
  public:
   // `param_groups`: a list of dicts with a list of "params", as optimizers have it; what is none is passed over.
-  explicit WritableShards(PyObject* param_groups);
+  WritableShards(const Gil& gil, PyObject* param_groups);
   ~WritableShards() { close_shards(); }
   WritableShards(const WritableShards&) = delete;
   WritableShards& operator=(const WritableShards&) = delete;

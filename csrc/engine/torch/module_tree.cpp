@@ -26,7 +26,7 @@ Py_ssize_t count_values(PyObject* dict) {
 
 }  // namespace
 
-bool is_same_tree(const pybind11::tuple& snapshot) {
+bool is_same_tree(const Gil& /*gil*/, const pybind11::tuple& snapshot) {
   PyObject* const entries = snapshot.ptr();
   for (Py_ssize_t i = 0; i + kEntriesPerModule <= PyTuple_GET_SIZE(entries); i += kEntriesPerModule) {
     if (!has_values(PyTuple_GET_ITEM(entries, i), PyTuple_GET_ITEM(entries, i + 1))) return false;

@@ -67,8 +67,8 @@ void Agreement::post(uint64_t subject, const ParamGroup& group, Operation operat
   post(next, &group);
 }
 
-void Agreement::post_other(const std::string& kind, const std::string& what, Operation operation, size_t segment_bytes,
-                           DType type) {
+void Agreement::post_other(const Gil& /*gil*/, const std::string& kind, const std::string& what, Operation operation,
+                           size_t segment_bytes, DType type) {
   Collective next;
   // Beyond the numbers of units.
   next.subject = std::hash<std::string>()(kind) | uint64_t{1} << 63;
@@ -127,7 +127,7 @@ void Agreement::restart() {
   must_ask_ = is_broken_ = false;
 }
 
-pybind11::object Agreement::describe_posted(uint64_t number) const {
+pybind11::object Agreement::describe_posted(const Gil& /*gil*/, uint64_t number) const {
   Collective found;
   {
     const std::lock_guard lock(mutex_);

@@ -13,6 +13,7 @@
 #include <string>
 
 #include "core/collective_order.hpp"
+#include "engine/torch/gil.hpp"
 #include "engine/torch/py_ref.hpp"
 
 namespace fsdp2x {
@@ -33,9 +34,8 @@ class Agreement {
   // disagree, or if one of them has left the pass.
   void post(uint64_t subject, const ParamGroup& group, Operation operation, size_t segment_bytes, DType type);
   // The same for a collective of Python. `kind` is compared, `what` follows the rank in messages: "clips gradients".
-  // Needs the GIL.
-  void post_other(const std::string& kind, const std::string& what, Operation operation, size_t segment_bytes,
-                  DType type);
+  void post_other(const Gil& gil, const std::string& kind, const std::string& what, Operation operation,
+                  size_t segment_bytes, DType type);
   // This rank's pass has raised: peers that wait in it are told.
   void leave(const Pass& pass, const std::string& why) noexcept;
 
@@ -46,8 +46,8 @@ class Agreement {
   void ask_next() { must_ask_ = true; }
   void restart();
   uint64_t num_posted() const;
-  // The collective number `number`, counted from 0, as `ask` is given it; None if it is too long ago. Needs the GIL.
-  pybind11::object describe_posted(uint64_t number) const;
+  // The collective number `number`, counted from 0, as `ask` is given it; None if it is too long ago.
+  pybind11::object describe_posted(const Gil& gil, uint64_t number) const;
 
  private:
   struct Subject {

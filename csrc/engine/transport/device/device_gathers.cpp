@@ -182,7 +182,7 @@ void DeviceGathers::call_all_gather(ParamGroup& group, Plan& plan, DeviceBuffer&
     done = PyRef::steal(PyObject_CallFunctionObjArgs(context_.collectives().all_gather_group.get(), lists.first.get(),
                                                      lists.second.get(), nullptr));
   }
-  if (!done) throw_collective_error(group, group.calls().explain, "all-gather");
+  if (!done) throw_collective_error(gil, group, group.calls().explain, "all-gather");
   ++group.counters().python_calls;
   context_.layer().gathers(group.name(), lists.first.get(), lists.second.get());
 }

@@ -117,7 +117,7 @@ at::Tensor DevicePacking::pool_to_pack(ParamGroup& group) {
   if (!is_plain || !is_whole || group.offloads() || state.buffer >= 0) return {};
   if (!state.plan->layout->can_reduce_in_place()) return {};
   pybind11::gil_scoped_acquire gil;
-  const auto pool = group.gradients().take_pool(state.plan->layout);
+  const auto pool = group.gradients().take_pool(gil, state.plan->layout);
   if (!pool) return {};
   context_.follow_blocks(Lane::compute);
   return *pool;

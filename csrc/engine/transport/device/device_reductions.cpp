@@ -28,7 +28,7 @@ at::Tensor DeviceReductions::rows_for(ParamGroup& group, Reduction& running) {
   const bool stays = !group.has_replicas() || (group.options().requires_all_reduce && state.partial < 0);
   if (is_plain && stays && group.layout().world() > 1 && running.plan->layout->can_reduce_in_place()) {
     pybind11::gil_scoped_acquire gil;
-    if (const auto pool = group.gradients().take_pool(running.plan->layout)) {
+    if (const auto pool = group.gradients().take_pool(gil, running.plan->layout)) {
       context_.follow_blocks(Lane::reduce);
       return pool->narrow(0, 0, static_cast<int64_t>(bytes));
     }
@@ -127,7 +127,7 @@ void DeviceReductions::call_reduce_scatter(ParamGroup& group, const Reduction& r
                                         : context_.collectives().reduce_scatter;
   const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(function.get(), py_output.get(), py_input.get(),
                                                                group.averages() ? Py_True : Py_False, nullptr));
-  if (!done) throw_collective_error(group, group.calls().explain, "reduction");
+  if (!done) throw_collective_error(gil, group, group.calls().explain, "reduction");
   ++group.counters().python_calls;
   context_.layer().touches(group.averages() ? "reduce_scatter (average)" : "reduce_scatter (sum)", group.name(), input,
                            output);
@@ -161,7 +161,7 @@ void DeviceReductions::reduce_coded(ParamGroup& group, DeviceWireGradients& wire
     const PyRef input = PyRef::steal(THPVariable_Wrap(sent));
     const PyRef done = PyRef::steal(
         PyObject_CallFunctionObjArgs(context_.collectives().all_to_all.get(), output.get(), input.get(), nullptr));
-    if (!done) throw_collective_error(group, group.calls().explain, "reduction");
+    if (!done) throw_collective_error(gil, group, group.calls().explain, "reduction");
     ++group.counters().python_calls;
   }
   context_.layer().touches("all_to_all", group.name(), sent, received);
@@ -200,7 +200,7 @@ void DeviceReductions::reduce_over_replicas(ParamGroup& group, Reduction& runnin
   const PyRef tensor = PyRef::steal(THPVariable_Wrap(rows));
   const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(group.calls().all_reduce.get(), tensor.get(),
                                                                group.averages() ? Py_True : Py_False, nullptr));
-  if (!done) throw_collective_error(group, group.calls().explain_all_reduce, "all-reduce");
+  if (!done) throw_collective_error(gil, group, group.calls().explain_all_reduce, "all-reduce");
   ++group.counters().python_calls;
   context_.layer().touches("all_reduce", group.name(), rows, rows);
 }
@@ -235,8 +235,8 @@ class DeviceRows final : public ReducedRows {
       : reductions_(reductions), group_(group), reduction_(std::move(reduction)) {}
   ~DeviceRows() override { retire(reduction_.lane); }
   std::vector<uint8_t> has_gradient() override { return reduction_.has_gradient; }
-  void run_hook(const PyRef& hook) override;
-  std::unique_ptr<ReducedRows> to_host() override;
+  void run_hook(const Gil& gil, const PyRef& hook) override;
+  std::unique_ptr<ReducedRows> to_host(const Gil& gil) override;
   void write(const GradientTargets& targets) override;
   void note_block_given_back() override { reductions_.context_.note_freed_block(reduction_.lane); }
 
@@ -255,18 +255,18 @@ void DeviceRows::retire(Lane lane) {
   reductions_.memory_.retire_segment(std::exchange(reduction_.segment, -1), reduction_.number, lane);
 }
 
-void DeviceRows::run_hook(const PyRef& hook) {
+void DeviceRows::run_hook(const Gil& gil, const PyRef& hook) {
   const LaneScope scope(reductions_.context_.layer(), reduction_.lane);
   const at::Tensor rows =
       typed(reduction_.rows, group_.reduce_type(), 0, reduction_.plan->layout->reduce_segment_bytes());
-  call_hook(hook, rows);
+  call_hook(gil, hook, rows);
   reductions_.context_.layer().touches("hook", group_.name(), rows, rows);
 }
 
-std::unique_ptr<ReducedRows> DeviceRows::to_host() {
+std::unique_ptr<ReducedRows> DeviceRows::to_host(const Gil& gil) {
   auto rows =
-      reductions_.host_shards_.download(group_, reduction_.rows, *reduction_.plan, std::move(reduction_.has_gradient),
-                                        reduction_.divisor, reduction_.lane);
+      reductions_.host_shards_.download(gil, group_, reduction_.rows, *reduction_.plan,
+                                        std::move(reduction_.has_gradient), reduction_.divisor, reduction_.lane);
   retire(Lane::copy_out);
   if (reduction_.buffer >= 0) {
     reductions_.context_.layer().record(*reductions_.memory_.buffer(reduction_.buffer).free, Lane::copy_out);

@@ -27,7 +27,7 @@ class HostRows final : public ReducedRows {
     give_back();
   }
   std::vector<uint8_t> has_gradient() override { return has_gradient_; }
-  void run_hook(const PyRef&) override {}  // it has run, on the device
+  void run_hook(const Gil&, const PyRef&) override {}  // it has run, on the device
   void write(const GradientTargets& targets) override;
 
   at::Tensor memory;     // of the host
@@ -128,8 +128,9 @@ void HostShards::may_change() {
   for (PerGroup& state : groups_) state.resident_is_current = false;
 }
 
-std::unique_ptr<ReducedRows> HostShards::download(ParamGroup& group, const at::Tensor& rows, const SegmentPlan& plan,
-                                                  std::vector<uint8_t> has_gradient, double divisor, Lane lane) {
+std::unique_ptr<ReducedRows> HostShards::download(const Gil& gil, ParamGroup& group, const at::Tensor& rows,
+                                                  const SegmentPlan& plan, std::vector<uint8_t> has_gradient,
+                                                  double divisor, Lane lane) {
   DeviceLayer& layer = context_.layer();
   DeviceEvent& downloaded = *groups_[group.index()].downloaded;
   Gradients& gradients = group.gradients();
@@ -139,7 +140,7 @@ std::unique_ptr<ReducedRows> HostShards::download(ParamGroup& group, const at::T
   const size_t num_allocations = gradients.num_allocations();
   at::Tensor memory;
   if (all && divisor == 1.0 && plan.layout->can_reduce_in_place()) {
-    if (const auto pool = gradients.take_pool(plan.layout)) {
+    if (const auto pool = gradients.take_pool(gil, plan.layout)) {
       memory = *pool;
       result->in_pool = true;
     }

@@ -45,9 +45,10 @@ class HostShards {
   // The user may write to the shards next.
   void may_change();
 
-  // Reduced rows that are complete on `lane` begin to go to the host. Needs the GIL.
-  std::unique_ptr<ReducedRows> download(ParamGroup& group, const at::Tensor& rows, const SegmentPlan& plan,
-                                        std::vector<uint8_t> has_gradient, double divisor, Lane lane);
+  // Reduced rows that are complete on `lane` begin to go to the host.
+  std::unique_ptr<ReducedRows> download(const Gil& gil, ParamGroup& group, const at::Tensor& rows,
+                                        const SegmentPlan& plan, std::vector<uint8_t> has_gradient, double divisor,
+                                        Lane lane);
 
  private:
   struct PerGroup {

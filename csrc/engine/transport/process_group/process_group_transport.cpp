@@ -59,7 +59,7 @@ void ProcessGroupTransport::wait(const ParamGroup& group, Staging& staging, cons
   pybind11::gil_scoped_acquire gil;
   const PyRef work = std::move(staging.work);
   const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(collectives_.wait.get(), work.get(), nullptr));
-  if (!done) throw_collective_error(group, group.calls().explain, operation);
+  if (!done) throw_collective_error(gil, group, group.calls().explain, operation);
 }
 
 void ProcessGroupTransport::end(const ParamGroup& group, Staging& staging, const char* operation) {
@@ -90,7 +90,7 @@ void ProcessGroupTransport::start(ParamGroup& group, const PyRef& collective, St
   const PyRef py_input = PyRef::steal(THPVariable_Wrap(input));
   staging.work =
       PyRef::steal(PyObject_CallFunctionObjArgs(collective.get(), py_output.get(), py_input.get(), option, nullptr));
-  if (!staging.work) throw_collective_error(group, group.calls().explain, operation);
+  if (!staging.work) throw_collective_error(gil, group, group.calls().explain, operation);
   ++group.counters().python_calls;
 }
 

@@ -28,7 +28,7 @@ class SummedRows final : public ReducedRows {
   SummedRows(SharedMemoryTransport& transport, ParamGroup& group, SharedMemoryTransport::Sources sources);
   ~SummedRows() override;
   std::vector<uint8_t> has_gradient() override;
-  void run_hook(const PyRef&) override;
+  void run_hook(const Gil&, const PyRef&) override;
   void write(const GradientTargets& targets) override;
 
  private:
@@ -443,7 +443,7 @@ std::vector<uint8_t> SummedRows::has_gradient() {
   return has_gradient;
 }
 
-void SummedRows::run_hook(const PyRef&) {}  // a group with a hook is staged
+void SummedRows::run_hook(const Gil&, const PyRef&) {}  // a group with a hook is staged
 
 void SummedRows::write(const GradientTargets& targets) {
   transport_.sum_into(group_, sources_, targets);
