@@ -1,6 +1,8 @@
 // The collectives that a rank posts to a process group.
 #include "core/collective_order.hpp"
 
+#include <array>
+
 namespace fsdp2x {
 
 namespace {
@@ -18,33 +20,14 @@ uint64_t mixed(uint64_t hash, uint64_t value) {
 }  // namespace
 
 const char* to_string(Operation operation) {
-  switch (operation) {
-    case Operation::all_gather:
-      return "all_gather";
-    case Operation::reduce_scatter:
-      return "reduce_scatter";
-    case Operation::all_to_all:
-      return "all_to_all";
-    case Operation::all_reduce:
-      return "all_reduce";
-    case Operation::other:
-      return "other";
-  }
-  return "?";
+  static constexpr std::array kNames = {"all_gather", "reduce_scatter", "all_to_all", "all_reduce", "other"};
+  return kNames.at(static_cast<size_t>(operation));
 }
 
 const char* to_string(PassKind kind) {
-  switch (kind) {
-    case PassKind::outside:
-      return "outside of forward and backward";
-    case PassKind::forward:
-      return "in forward";
-    case PassKind::evaluation:
-      return "in a forward without gradients";
-    case PassKind::backward:
-      return "in backward";
-  }
-  return "?";
+  static constexpr std::array kNames = {"outside of forward and backward", "in forward",
+                                        "in a forward without gradients", "in backward"};
+  return kNames.at(static_cast<size_t>(kind));
 }
 
 uint64_t Collective::tag() const {

@@ -1,22 +1,13 @@
 // Names of the element types, as they appear in error messages.
 #include "core/dtype.hpp"
 
+#include <array>
+
 namespace fsdp2x {
 
 const char* dtype_name(DType dtype) {
-  switch (dtype) {
-    case DType::f32:
-      return "f32";
-    case DType::f64:
-      return "f64";
-    case DType::bf16:
-      return "bf16";
-    case DType::f16:
-      return "f16";
-    case DType::byte:
-      return "byte";
-  }
-  return "unknown";
+  static constexpr std::array kNames = {"f32", "f64", "bf16", "f16", "byte"};
+  return kNames.at(static_cast<size_t>(dtype));
 }
 
 }  // namespace fsdp2x

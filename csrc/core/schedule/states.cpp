@@ -1,46 +1,25 @@
 // Transitions of units and groups.
 #include "core/schedule/states.hpp"
 
+#include <array>
+
 #include "core/error.hpp"
 
 namespace fsdp2x {
 
 const char* to_string(ParamState state) {
-  switch (state) {
-    case ParamState::sharded:
-      return "SHARDED";
-    case ParamState::gathering:
-      return "GATHERING";
-    case ParamState::unsharded:
-      return "UNSHARDED";
-  }
-  return "?";
+  static constexpr std::array kNames = {"SHARDED", "GATHERING", "UNSHARDED"};
+  return kNames.at(static_cast<size_t>(state));
 }
 
 const char* to_string(Phase phase) {
-  switch (phase) {
-    case Phase::idle:
-      return "IDLE";
-    case Phase::forward:
-      return "FORWARD";
-    case Phase::backward:
-      return "BACKWARD";
-    case Phase::reduced:
-      return "REDUCED";
-  }
-  return "?";
+  static constexpr std::array kNames = {"IDLE", "FORWARD", "BACKWARD", "REDUCED"};
+  return kNames.at(static_cast<size_t>(phase));
 }
 
 const char* to_string(GradientState state) {
-  switch (state) {
-    case GradientState::none:
-      return "NONE";
-    case GradientState::packed:
-      return "PACKED";
-    case GradientState::posted:
-      return "POSTED";
-  }
-  return "?";
+  static constexpr std::array kNames = {"NONE", "PACKED", "POSTED"};
+  return kNames.at(static_cast<size_t>(state));
 }
 
 void ScheduledGroup::set_gradients(GradientState to) {

@@ -2,6 +2,7 @@
 #include "engine/params/shards.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -18,15 +19,8 @@ namespace {
 constexpr size_t kNumHolders = 3;
 
 const char* to_string(ShardState state) {
-  switch (state) {
-    case ShardState::in_pool:
-      return "IN POOL";
-    case ShardState::resting:
-      return "RESTING";
-    case ShardState::open:
-      return "OPEN";
-  }
-  return "?";
+  static constexpr std::array kNames = {"IN POOL", "RESTING", "OPEN"};
+  return kNames.at(static_cast<size_t>(state));
 }
 
 size_t shard_bytes(const ParamPlace& place) {

@@ -2,6 +2,7 @@
 #include "engine/transport/device/device_layer.hpp"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <array>
 
 #include <algorithm>
 
@@ -15,23 +16,8 @@
 namespace fsdp2x {
 
 const char* lane_name(Lane lane) {
-  switch (lane) {
-    case Lane::compute:
-      return "compute";
-    case Lane::copy_in:
-      return "copy_in";
-    case Lane::gather:
-      return "gather";
-    case Lane::reduce:
-      return "reduce";
-    case Lane::all_reduce:
-      return "all_reduce";
-    case Lane::copy_out:
-      return "copy_out";
-    case Lane::host:
-      return "host";
-  }
-  return "?";
+  static constexpr std::array kNames = {"compute", "copy_in", "gather", "reduce", "all_reduce", "copy_out", "host"};
+  return kNames.at(static_cast<size_t>(lane));
 }
 
 // --- kernels ---
