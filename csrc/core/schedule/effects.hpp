@@ -140,8 +140,8 @@ class Effects {
   virtual void pack_shown(ScheduledGroup& /*group*/, size_t /*param*/) {}
   // This backward may have no more gradients for the group: what is held may be packed and freed.
   virtual void pack_pending(ScheduledGroup& group) = 0;
-  virtual void begin_reduce(ScheduledUnit& unit, ScheduledGroup& group, ForwardCounts forwards) = 0;
-  virtual Reduced finish_reduce(ScheduledUnit& unit, ScheduledGroup& group, bool flush) = 0;
+  virtual void begin_reduce(ScheduledGroup& group, ForwardCounts forwards) = 0;
+  virtual Reduced finish_reduce(ScheduledGroup& group, bool flush) = 0;
   // The backward ends without a reduction of the group.
   virtual void skip_reduce(ScheduledGroup& /*group*/) {}
   // Adds the reduced rows to those that wait for an all-reduce.

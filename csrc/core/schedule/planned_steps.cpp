@@ -87,7 +87,7 @@ void MemoryEffects::pack_pending(ScheduledGroup& group) {
   whole_.give_back(of(group).bytes.gradient);
 }
 
-void MemoryEffects::begin_reduce(ScheduledUnit& /*unit*/, ScheduledGroup& scheduled, ForwardCounts /*forwards*/) {
+void MemoryEffects::begin_reduce(ScheduledGroup& scheduled, ForwardCounts /*forwards*/) {
   PlannedGroup& group = of(scheduled);
   PerGroup& state = state_of(group);
   reductions_.push_back(group.number);
@@ -100,7 +100,7 @@ void MemoryEffects::begin_reduce(ScheduledUnit& /*unit*/, ScheduledGroup& schedu
 }
 
 // Assumes the worst case of ranks that share memory: groups that are posted at the end of a backward wait for peers.
-Reduced MemoryEffects::finish_reduce(ScheduledUnit& /*unit*/, ScheduledGroup& scheduled, bool flush) {
+Reduced MemoryEffects::finish_reduce(ScheduledGroup& scheduled, bool flush) {
   PlannedGroup& group = of(scheduled);
   const PerGroup& state = state_of(group);
   if (!flush && state.posted_at_end && state.transport->is_shared()) return Reduced::later;

@@ -93,8 +93,8 @@ class MemoryEffects final : public Effects {
   void make_room(ScheduledGroup& group) override;
   void pack(ScheduledGroup& group, size_t param) override;
   void pack_pending(ScheduledGroup& group) override;
-  void begin_reduce(ScheduledUnit& unit, ScheduledGroup& group, ForwardCounts forwards) override;
-  Reduced finish_reduce(ScheduledUnit& unit, ScheduledGroup& group, bool flush) override;
+  void begin_reduce(ScheduledGroup& group, ForwardCounts forwards) override;
+  Reduced finish_reduce(ScheduledGroup& group, bool flush) override;
   void attach(ScheduledGroup& /*group*/) override {}
   void begin_download(ScheduledGroup& group) override;
   void finish_download(ScheduledGroup& group) override;

@@ -48,7 +48,7 @@ void Reductions::post(ScheduledUnit& unit, ScheduledGroup& group, ForwardCounts 
   make_room(group, std::nullopt);
   group.set_gradients(GradientState::posted);
   group.posts_late_ = false;
-  effects_.begin_reduce(unit, group, forwards);
+  effects_.begin_reduce(group, forwards);
   make_room(group, std::nullopt);  // beside it
   pending_.push_back({unit.shared_from_this(), &group});
 }
@@ -71,7 +71,7 @@ bool Reductions::finish(const std::shared_ptr<ScheduledUnit>& unit, ScheduledGro
   const Contributions& sum = group.contributions_;
   const bool holds_earlier = sum.backward != backward_number() || sum.holds_earlier;
   try {
-    const Reduced reduced = effects_.finish_reduce(*unit, group, flush);
+    const Reduced reduced = effects_.finish_reduce(group, flush);
     group.posts_late_ = reduced == Reduced::later;
     if (group.posts_late_) return false;
     group.set_gradients(GradientState::none);

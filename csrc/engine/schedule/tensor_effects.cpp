@@ -305,13 +305,13 @@ void TensorEffects::pack_shown(ScheduledGroup& group, size_t param) {
 
 void TensorEffects::pack_pending(ScheduledGroup& group) { of(group).transport().pack_pending(of(group)); }
 
-void TensorEffects::begin_reduce(ScheduledUnit& /*unit*/, ScheduledGroup& group, ForwardCounts forwards) {
+void TensorEffects::begin_reduce(ScheduledGroup& group, ForwardCounts forwards) {
   const OutsideTransforms outside;
   ++commons_->counters.reductions;
   of(group).transport().begin_reduce(of(group), forwards);
 }
 
-Reduced TensorEffects::finish_reduce(ScheduledUnit& /*unit*/, ScheduledGroup& group, bool flush) {
+Reduced TensorEffects::finish_reduce(ScheduledGroup& group, bool flush) {
   const OutsideTransforms outside;
   Transport::Finished finished = of(group).transport().finish_reduce(of(group), flush);
   if (finished.is_later) return Reduced::later;

@@ -92,8 +92,8 @@ class TensorEffects final : public Effects {
   void pack(ScheduledGroup& group, size_t param) override;
   void pack_shown(ScheduledGroup& group, size_t param) override;
   void pack_pending(ScheduledGroup& group) override;
-  void begin_reduce(ScheduledUnit& unit, ScheduledGroup& group, ForwardCounts forwards) override;
-  Reduced finish_reduce(ScheduledUnit& unit, ScheduledGroup& group, bool flush) override;
+  void begin_reduce(ScheduledGroup& group, ForwardCounts forwards) override;
+  Reduced finish_reduce(ScheduledGroup& group, bool flush) override;
   void skip_reduce(ScheduledGroup& group) override;
   void keep_partial(ScheduledGroup& group) override;
   void all_reduce(ScheduledGroup& group) override;

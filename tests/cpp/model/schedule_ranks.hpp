@@ -53,15 +53,15 @@ class ProtocolEffects final : public programs::RecordedEffects {
     rank_.forget();
     rank_.protocol().publish_progress(position);
   }
-  void begin_reduce(ScheduledUnit& unit, ScheduledGroup& group, ForwardCounts forwards) override {
-    RecordedEffects::begin_reduce(unit, group, forwards);
-    reductions_[number(group)] = rank_.post_reduction(number(group), unit.backward_position(), kTag, false);
+  void begin_reduce(ScheduledGroup& group, ForwardCounts forwards) override {
+    RecordedEffects::begin_reduce(group, forwards);
+    reductions_[number(group)] = rank_.post_reduction(number(group), position(group), kTag, false);
   }
-  Reduced finish_reduce(ScheduledUnit& unit, ScheduledGroup& group, bool flush) override {
+  Reduced finish_reduce(ScheduledGroup& group, bool flush) override {
     ModelRank::Reduction& reduction = reductions_.at(number(group));
-    reduction.position = unit.backward_position();
+    reduction.position = position(group);
     if (!rank_.finish_reduction(reduction, flush)) return Reduced::later;
-    return RecordedEffects::finish_reduce(unit, group, /*flush=*/true);
+    return RecordedEffects::finish_reduce(group, /*flush=*/true);
   }
   void skip_reduce(ScheduledGroup& group) override {
     rank_.forget();
@@ -71,6 +71,9 @@ class ProtocolEffects final : public programs::RecordedEffects {
  private:
   static uint32_t number(const ScheduledGroup& group) {
     return static_cast<uint32_t>(static_cast<const programs::RecordedGroup&>(group).number);
+  }
+  static uint64_t position(const ScheduledGroup& group) {
+    return static_cast<const programs::RecordedGroup&>(group).unit->backward_position();
   }
   void end_gather(ScheduledGroup& group) {
     const auto found = gathers_.extract(number(group));
@@ -108,13 +111,13 @@ class GroupEffects final : public programs::RecordedEffects {
     wait(waits_for_.at(&group));
     RecordedEffects::finish_gather(unit, group);
   }
-  void begin_reduce(ScheduledUnit& unit, ScheduledGroup& group, ForwardCounts forwards) override {
-    RecordedEffects::begin_reduce(unit, group, forwards);
+  void begin_reduce(ScheduledGroup& group, ForwardCounts forwards) override {
+    RecordedEffects::begin_reduce(group, forwards);
     waits_for_[&group] = post('r', group);
   }
-  Reduced finish_reduce(ScheduledUnit& unit, ScheduledGroup& group, bool flush) override {
+  Reduced finish_reduce(ScheduledGroup& group, bool flush) override {
     wait(waits_for_.at(&group));
-    return RecordedEffects::finish_reduce(unit, group, flush);
+    return RecordedEffects::finish_reduce(group, flush);
   }
 
  private:

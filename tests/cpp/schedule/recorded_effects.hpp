@@ -38,6 +38,7 @@ class RecordedGroup final : public ScheduledGroup {
 
   const int number;
   const bool trains;
+  const ScheduledUnit* unit = nullptr;  // its owner
   GatherState gather = GatherState::none;
   bool is_expected = false;  // its gradient is still to come in this backward
   Sum accumulated;           // by autograd
@@ -53,6 +54,7 @@ class RecordedUnit final : public ScheduledUnit {
  public:
   RecordedUnit(int number, bool trains)
       : ScheduledUnit("unit " + std::to_string(number), options), group(number, trains) {
+    group.unit = this;
     set_scheduled_groups({&group});
   }
   ScheduleOptions options;
@@ -147,14 +149,14 @@ class RecordedEffects : public Effects {
     require(of(group).packed.has_value(), "nothing to pack: " + group.name());
     effect();
   }
-  void begin_reduce(ScheduledUnit&, ScheduledGroup& group, ForwardCounts) override {
+  void begin_reduce(ScheduledGroup& group, ForwardCounts) override {
     require(!of(group).is_posted_to_peers, "a reduction begins twice: " + group.name());
     effect();
     if (!of(group).packed) of(group).packed.emplace();
     of(group).is_posted_to_peers = true;
     collectives_.emplace_back('r', of(group).number);
   }
-  Reduced finish_reduce(ScheduledUnit&, ScheduledGroup& group, bool flush) override {
+  Reduced finish_reduce(ScheduledGroup& group, bool flush) override {
     require(of(group).is_posted_to_peers, "a reduction is finished that did not begin: " + group.name());
     require(!of(group).reduced, "reduced rows are nowhere: " + group.name());
     if (!flush && !connection_.is_collective && connection_.peers_are_late) return Reduced::later;
