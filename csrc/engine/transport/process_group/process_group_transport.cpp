@@ -281,31 +281,30 @@ void ProcessGroupTransport::begin_reduce(ParamGroup& group, ForwardCounts) {
         typed(state.reduced.memory, type, 0, segment), input, "reduction", group.averages() ? Py_True : Py_False);
 }
 
+void ProcessGroupTransport::sum_coded(ParamGroup& group) {
+  PerGroup& state = per_group(group);
+  at::Tensor rows = take(state.plan->segment_bytes);
+  // The user sees the pads, the all-reduce sends them.
+  if (group.calls().all_reduce_hook || group.has_replicas()) rows.zero_();
+  state.wire_reduction->sum(state.reduced.memory.const_data_ptr(), rows.mutable_data_ptr());
+  // Where a collective would average, an all-reduce over the replicas will.
+  if (group.averages()) {
+    cpu::divide(DType::f32, rows.mutable_data_ptr(), static_cast<int64_t>(state.plan->segment_bytes / sizeof(float)),
+                group.layout().world());
+  }
+  give_back(state.reduced.memory);
+  state.reduced.memory = std::move(rows);
+}
+
 bool ProcessGroupTransport::needs_empty_reduction(const ParamGroup& group) const { return group.reduces_unused(); }
 
 Transport::Finished ProcessGroupTransport::finish_reduce(ParamGroup& group, bool /*flush*/) {
   PerGroup& state = per_group(group);
   wait(group, state.reduced, "reduction");
-  Finished finished;
-  if (state.reduces_coded) {
-    at::Tensor rows = take(state.plan->segment_bytes);
-    // The user sees the pads, the all-reduce sends them.
-    if (group.calls().all_reduce_hook || group.has_replicas()) rows.zero_();
-    state.wire_reduction->sum(state.reduced.memory.const_data_ptr(), rows.mutable_data_ptr());
-    // Where a collective would average, an all-reduce over the replicas will.
-    const bool averages = group.averages();
-    if (averages) {
-      cpu::divide(DType::f32, rows.mutable_data_ptr(), static_cast<int64_t>(state.plan->segment_bytes / sizeof(float)),
-                  group.layout().world());
-    }
-    finished.rows =
-        std::make_unique<SegmentRows>(rows, state.plan->layout, DType::f32, averages ? 1.0 : group.divisor());
-    give_back(rows);
-    close_scratch(state);
-    return finished;
-  }
   const bool alone = group.layout().world() == 1;
+  if (state.reduces_coded) sum_coded(group);
   const double before = alone ? 1.0 : group.pre_divisor();
+  Finished finished;
   finished.rows = std::make_unique<SegmentRows>((alone ? state.reduction : state.reduced).memory, state.plan->layout,
                                                 group.reduce_type(), group.averages() ? 1.0 : group.divisor() / before);
   close_scratch(state);

@@ -79,6 +79,7 @@ class ProcessGroupTransport final : public Transport {
              const at::Tensor& input, const char* operation, PyObject* option = nullptr);
   bool begin_coded_gather(ParamGroup& group, bool pools_stand_still);
   bool begin_coded_reduce(ParamGroup& group);
+  void sum_coded(ParamGroup& group);
   void open_slot(ParamGroup& group);
   void open_scratch(ParamGroup& group);
   void close_scratch(PerGroup& state);
