@@ -3,7 +3,6 @@
 
 #include <optional>
 
-#include "bind/own.hpp"
 #include "bind/parts.hpp"
 #include "engine/memory/storage.hpp"
 

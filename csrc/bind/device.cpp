@@ -1,7 +1,6 @@
 // Names of device transports and layers in fsdp2x._C; no decisions.
 #include "bind/parts.hpp"
 
-#include "bind/own.hpp"
 #include "engine/memory/device_kernels.hpp"
 #include "engine/transport/device/device_transport.hpp"
 

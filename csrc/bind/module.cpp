@@ -2,7 +2,6 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "bind/own.hpp"
 #include "bind/parts.hpp"
 #include "core/error.hpp"
 #include "engine/memory/changes.hpp"
@@ -10,7 +9,6 @@
 #include "engine/memory/storage.hpp"
 #include "engine/schedule/hooks.hpp"
 #include "engine/schedule/root.hpp"
-#include "engine/schedule/unit_move.hpp"
 #include "engine/torch/module_tree.hpp"
 #include "engine/torch/parallel.hpp"
 #include "engine/transport/agreement.hpp"

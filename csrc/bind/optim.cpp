@@ -1,7 +1,6 @@
 // Names of optimizer steps and gradient clipping in fsdp2x._C; no decisions.
 #include "bind/parts.hpp"
 
-#include "bind/own.hpp"
 #include "engine/optim/clip.hpp"
 #include "engine/optim/coded_moments.hpp"
 #include "engine/optim/float_step.hpp"

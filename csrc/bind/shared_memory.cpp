@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "bind/own.hpp"
 #include "engine/schedule/unit.hpp"
 #include "shm/process_guard.hpp"
 #include "shm/shm_group.hpp"

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/params/param_group.hpp"
@@ -70,6 +71,19 @@ class Unit final : public UnitFacts {
   cpu::ProcessGuard guard_;
   bool is_retired_ = false;
   std::shared_ptr<int> call_token_ = std::make_shared<int>(0);
+};
+
+// A unit on its way to another root. It is sharded meanwhile. finish() gathers it there, as far as it was, with what
+// this rank had written to its parameters.
+class UnitMove {
+ public:
+  explicit UnitMove(std::shared_ptr<Unit> unit);
+  void finish();
+
+ private:
+  std::shared_ptr<Unit> unit_;
+  ParamState state_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> before_;  // unsharded parameters and their values
 };
 
 }  // namespace fsdp2x
