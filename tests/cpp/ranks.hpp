@@ -215,6 +215,22 @@ inline std::vector<Outcome> run(const cpu::ShmOptions& options, const Body& body
   return outcomes;
 }
 
+// Runs `body` as rank 0 while rank 1, after `peer`, lives and does nothing. Returns how rank 0 ended.
+inline Outcome run_alone(double timeout_s, const std::function<void(cpu::ShmGroup&)>& body,
+                         const std::function<void(std::unique_ptr<cpu::ShmGroup>&)>& peer = nullptr) {
+  const Gate ended;
+  const auto outcomes = run(fresh_options(2, timeout_s), [&](const cpu::ShmOptions& options) {
+    auto group = enter(options);
+    if (options.rank == 1) {
+      if (peer) peer(group);
+      return ended.wait();
+    }
+    const auto opening = ended.open_at_end();
+    body(*group);
+  });
+  return outcomes[0];
+}
+
 inline void expect_all_ok(const std::vector<Outcome>& outcomes) {
   for (size_t rank = 0; rank < outcomes.size(); ++rank) {
     EXPECT_TRUE(outcomes[rank].ok) << "rank " << rank << " ended with code " << outcomes[rank].exit_code << ": "

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "core/error.hpp"
@@ -67,53 +68,67 @@ Element stepped(Element e, const AdamWStep& s, bool amsgrad) {
   return e;
 }
 
+// The bf16 that `value` is rounded to with the bits of element `number`.
+float rounded(float value, const cpu::Rounding& rounding, Draw draw, uint64_t number) {
+  const PhiloxBlock block = rounding_block(rounding.key, draw, number);
+  return reference::decode(stochastic_bf16(reference::to_bits(value), rounding_bits(block, number)), reference::kBf16);
+}
+
+// A step from random values, with what is stored in bf16 rounded stochastically unless `rounding` is null.
+void check_adamw(DType type, DType moments, int64_t numel, const AdamWStep& step, bool amsgrad,
+                 const cpu::Rounding* rounding, std::mt19937_64& random) {
+  Buffer param(type, numel), grad(type, numel), m(moments, numel), v(moments, numel), largest(moments, numel);
+  fill(param, numel, random);
+  fill(grad, numel, random);
+  fill(m, numel, random);
+  fill(v, numel, random, /*positive=*/true);
+  fill(largest, numel, random, /*positive=*/true);
+  Buffer param_expected = param, m_expected = m, v_expected = v, largest_expected = largest;
+  for (int64_t i = 0; i < numel; ++i) {
+    const auto stored = [&](DType in, Draw draw, float value) {
+      if (rounding == nullptr || in != DType::bf16) return value;
+      const int64_t place = rounding->offset + i;
+      const int64_t number = place / rounding->run * rounding->stride + place % rounding->run;
+      return rounded(value, *rounding, draw, rounding->first + static_cast<uint64_t>(number));
+    };
+    const Element e = stepped(
+        {param.get_float(i), grad.get_float(i), m.get_float(i), v.get_float(i), largest.get_float(i)}, step, amsgrad);
+    param_expected.set(i, stored(type, Draw::param, e.param));
+    m_expected.set(i, stored(moments, Draw::exp_avg, e.m));
+    v_expected.set(i, stored(moments, Draw::exp_avg_sq, e.v));
+    if (amsgrad) largest_expected.set(i, stored(moments, Draw::exp_avg_sq, e.largest));
+  }
+  cpu::AdamWPiece piece;
+  piece.type = type;
+  piece.moments = moments;
+  piece.param = param.data();
+  piece.grad = grad.data();
+  piece.exp_avg = m.data();
+  piece.exp_avg_sq = v.data();
+  piece.max_exp_avg_sq = amsgrad ? largest.data() : nullptr;
+  piece.numel = numel;
+  piece.rounding = rounding;
+  cpu::adamw(piece, step);
+  const std::string what = std::string(dtype_name(type)) + " parameters, amsgrad " + std::to_string(amsgrad) +
+                           ", numel " + std::to_string(numel) +
+                           (rounding == nullptr ? "" : ", run " + std::to_string(rounding->run));
+  EXPECT_TRUE(param.equals(param_expected, false)) << what;
+  EXPECT_TRUE(m.equals(m_expected, false)) << what;
+  EXPECT_TRUE(v.equals(v_expected, false)) << what;
+  EXPECT_TRUE(largest.equals(largest_expected, false)) << what;
+}
+
 TEST_P(Optimizer, AdamWEqualsItsReference) {
   std::mt19937_64 random(1);
   for (const DType type : {DType::f32, DType::bf16, DType::f16}) {
     for (const bool amsgrad : {false, true}) {
       for (const double beta1 : {0.9, 0.3, 0.5}) {
         for (const int64_t numel : kSizes) {
-          const AdamWStep step = adamw_step(beta1, numel % 2 == 1);
-          Buffer param(type, numel), grad(type, numel);
-          Buffer m(DType::f32, numel), v(DType::f32, numel), largest(DType::f32, numel);
-          fill(param, numel, random);
-          fill(grad, numel, random);
-          fill(m, numel, random);
-          fill(v, numel, random, /*positive=*/true);
-          fill(largest, numel, random, /*positive=*/true);
-          Buffer param_expected = param, m_expected = m, v_expected = v, largest_expected = largest;
-          for (int64_t i = 0; i < numel; ++i) {
-            const Element e =
-                stepped({param.get_float(i), grad.get_float(i), m.get_float(i), v.get_float(i), largest.get_float(i)},
-                        step, amsgrad);
-            param_expected.set(i, e.param);
-            m_expected.set(i, e.m);
-            v_expected.set(i, e.v);
-            largest_expected.set(i, e.largest);
-          }
-          cpu::AdamWPiece piece;
-          piece.type = type;
-          piece.param = param.data();
-          piece.grad = grad.data();
-          piece.exp_avg = m.data();
-          piece.exp_avg_sq = v.data();
-          piece.max_exp_avg_sq = amsgrad ? largest.data() : nullptr;
-          piece.numel = numel;
-          cpu::adamw(piece, step);
-          EXPECT_TRUE(param.equals(param_expected, false)) << dtype_name(type) << " parameters, amsgrad " << amsgrad;
-          EXPECT_TRUE(m.equals(m_expected, false));
-          EXPECT_TRUE(v.equals(v_expected, false));
-          EXPECT_TRUE(largest.equals(largest_expected, false));
+          check_adamw(type, DType::f32, numel, adamw_step(beta1, numel % 2 == 1), amsgrad, nullptr, random);
         }
       }
     }
   }
-}
-
-// The bf16 that `value` is rounded to with the bits of element `number`.
-float rounded(float value, const cpu::Rounding& rounding, Draw draw, uint64_t number) {
-  const PhiloxBlock block = rounding_block(rounding.key, draw, number);
-  return reference::decode(stochastic_bf16(reference::to_bits(value), rounding_bits(block, number)), reference::kBf16);
 }
 
 TEST_P(Optimizer, AdamWRoundsStochasticallyByTheElementsNumber) {
@@ -122,41 +137,8 @@ TEST_P(Optimizer, AdamWRoundsStochasticallyByTheElementsNumber) {
     for (const bool amsgrad : {false, true}) {
       for (const int64_t numel : kSizes) {
         for (const int64_t run : {int64_t{1}, int64_t{13}, numel + 20}) {
-          const AdamWStep step = adamw_step(0.9, false);
           const cpu::Rounding rounding = {{0x123456789abcdefULL, 3}, (uint64_t{5} << 40) + 3, run, run + 4, 6};
-          Buffer param(type, numel), grad(type, numel);
-          Buffer m(DType::bf16, numel), v(DType::bf16, numel), largest(DType::bf16, numel);
-          fill(param, numel, random);
-          fill(grad, numel, random);
-          fill(m, numel, random);
-          fill(v, numel, random, /*positive=*/true);
-          fill(largest, numel, random, /*positive=*/true);
-          Buffer param_expected = param, m_expected = m, v_expected = v, largest_expected = largest;
-          for (int64_t i = 0; i < numel; ++i) {
-            const Element e =
-                stepped({param.get_float(i), grad.get_float(i), m.get_float(i), v.get_float(i), largest.get_float(i)},
-                        step, amsgrad);
-            const auto number = rounding.first + static_cast<uint64_t>((6 + i) / run * (run + 4) + (6 + i) % run);
-            param_expected.set(i, type == DType::bf16 ? rounded(e.param, rounding, Draw::param, number) : e.param);
-            m_expected.set(i, rounded(e.m, rounding, Draw::exp_avg, number));
-            v_expected.set(i, rounded(e.v, rounding, Draw::exp_avg_sq, number));
-            if (amsgrad) largest_expected.set(i, rounded(e.largest, rounding, Draw::exp_avg_sq, number));
-          }
-          cpu::AdamWPiece piece;
-          piece.type = type;
-          piece.moments = DType::bf16;
-          piece.param = param.data();
-          piece.grad = grad.data();
-          piece.exp_avg = m.data();
-          piece.exp_avg_sq = v.data();
-          piece.max_exp_avg_sq = amsgrad ? largest.data() : nullptr;
-          piece.numel = numel;
-          piece.rounding = &rounding;
-          cpu::adamw(piece, step);
-          EXPECT_TRUE(param.equals(param_expected, false)) << dtype_name(type) << " run " << run << " numel " << numel;
-          EXPECT_TRUE(m.equals(m_expected, false)) << numel << " run " << run;
-          EXPECT_TRUE(v.equals(v_expected, false)) << numel << " run " << run;
-          EXPECT_TRUE(largest.equals(largest_expected, false)) << numel << " run " << run;
+          check_adamw(type, DType::bf16, numel, adamw_step(0.9, false), amsgrad, &rounding, random);
         }
       }
     }

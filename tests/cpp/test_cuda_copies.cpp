@@ -105,11 +105,11 @@ TEST_P(CopyWorld, RowsCastStraightIntoTheSlot) {
   for (const Unit& unit : units()) {
     const Region slot(unit.layouts[0].slot_bytes());
     for (const Layout& layout : unit.layouts) {
-      const Region pool(unit.shard_pool(layout), 0);
+      const Region pool(shard_pool(layout), 0);
       const Uploaded plan(plan_copies(layout.shard_to_slot()));
       kernels().copy(plan.list(), pool.data(), slot.data(), nullptr);
     }
-    unit.expect_gathered(unit.layouts[0], slot.read());
+    expect_whole(unit.layouts[0], slot.read());
   }
 }
 
@@ -118,7 +118,7 @@ TEST_P(CopyWorld, SegmentsAreCopiedOut) {
     const size_t stride = unit.layouts[0].gather_segment_bytes() + kAlignBytes;
     const Region gathered(stride * static_cast<size_t>(world()));
     for (const Layout& layout : unit.layouts) {
-      const Region pool(unit.shard_pool(layout), 0);
+      const Region pool(shard_pool(layout), 0);
       const Uploaded plan(plan_copies(layout.shard_to_segment()));
       kernels().copy(plan.list(), pool.data(), gathered.as<std::byte>() + stride * static_cast<size_t>(layout.rank()),
                      nullptr);
@@ -127,7 +127,7 @@ TEST_P(CopyWorld, SegmentsAreCopiedOut) {
       const Region slot(layout.slot_bytes());
       const Uploaded plan(plan_copies(layout.segments_to_slot(stride)));
       kernels().copy(plan.list(), gathered.data(), slot.data(), nullptr);
-      unit.expect_gathered(layout, slot.read());
+      expect_whole(layout, slot.read());
     }
   }
 }

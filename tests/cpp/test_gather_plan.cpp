@@ -7,22 +7,10 @@
 #include <vector>
 
 #include "core/gather_plan.hpp"
-#include "kernels/cpu/kernels.hpp"
+#include "whole_tensors.hpp"
 
 namespace fsdp2x {
 namespace {
-
-using Bytes = std::vector<std::byte>;
-
-float value_of(size_t param, int64_t index) {
-  return static_cast<float>((static_cast<int64_t>(param) * 37 + index) % 251 + 1);
-}
-
-float get(const std::byte* data, DType type, int64_t index) {
-  float value = 0;
-  cpu::cast_copy(DType::f32, &value, type, data + static_cast<size_t>(index) * dtype_bytes(type), 1);
-  return value;
-}
 
 // Shapes whose chunks are aligned at some worlds and not at others, of all dtypes, uneven, empty, and cut along dim 1.
 std::vector<ParamShape> shapes() {
@@ -39,26 +27,6 @@ std::vector<ParamShape> shapes() {
   all[9] = {.outer = 3, .dim = 60, .inner = 8, .compute = DType::bf16, .reduce = DType::bf16};
   all[10] = {.outer = 5, .dim = 64, .inner = 12, .reduce = DType::bf16};
   return all;
-}
-
-Bytes shard_pool(const Layout& layout) {
-  Bytes pool(layout.shard_pool_bytes());
-  for (size_t i = 0; i < layout.params().size(); ++i) {
-    const ParamPlace& place = layout.params()[i];
-    const ParamShape& shape = place.shape;
-    int64_t local = 0;
-    for (int64_t o = 0; o < shape.outer; ++o) {
-      for (int64_t row = place.rows.begin; row < place.rows.end; ++row) {
-        for (int64_t k = 0; k < shape.inner; ++k, ++local) {
-          const float value = value_of(i, (o * shape.dim + row) * shape.inner + k);
-          cpu::cast_copy(shape.orig,
-                         pool.data() + place.shard_offset + static_cast<size_t>(local) * dtype_bytes(shape.orig),
-                         DType::f32, &value, 1);
-        }
-      }
-    }
-  }
-  return pool;
 }
 
 class GatherWorld : public testing::TestWithParam<std::tuple<int, size_t>> {};
@@ -91,13 +59,7 @@ TEST_P(GatherWorld, WholeTensorsComeOut) {
       std::memcpy(stagings[0].data() + at, stagings[static_cast<size_t>(from)].data() + at, plan.segment_bytes);
   }
   cpu::run_copies(plan.staging_to_slot, stagings[0].data(), slots[0].data());
-  for (size_t i = 0; i < shapes().size(); ++i) {
-    const ParamPlace& place = layouts[0].params()[i];
-    for (int64_t index = 0; place.shape.in_slot && index < place.shape.numel(); ++index) {
-      ASSERT_EQ(get(slots[0].data() + place.slot_offset, place.shape.compute, index), value_of(i, index))
-          << "parameter " << i << ", element " << index;
-    }
-  }
+  expect_whole(layouts[0], slots[0]);
 }
 
 // The cliff: at worlds of 3, 5, 6 and 7 most row counts leave odd chunks.

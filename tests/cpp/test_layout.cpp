@@ -9,27 +9,10 @@
 
 #include "core/error.hpp"
 #include "core/layout.hpp"
-#include "kernels/cpu/kernels.hpp"
+#include "whole_tensors.hpp"
 
 namespace fsdp2x {
 namespace {
-
-using Bytes = std::vector<std::byte>;
-
-// Distinct values that bf16 holds exactly, so that casts keep them.
-float value_of(size_t param, int64_t index) {
-  return static_cast<float>((static_cast<int64_t>(param) * 37 + index) % 251 + 1);
-}
-
-void put(Bytes& buffer, size_t offset, DType type, int64_t index, float value) {
-  cpu::cast_copy(type, buffer.data() + offset + static_cast<size_t>(index) * dtype_bytes(type), DType::f32, &value, 1);
-}
-
-float get(const Bytes& buffer, size_t offset, DType type, int64_t index) {
-  float value = 0;
-  cpu::cast_copy(DType::f32, &value, type, buffer.data() + offset + static_cast<size_t>(index) * dtype_bytes(type), 1);
-  return value;
-}
 
 std::vector<ParamShape> unit_a() {
   std::vector<ParamShape> shapes(7);
@@ -56,33 +39,6 @@ class LayoutWorld : public testing::TestWithParam<int> {
     std::vector<Layout> all;
     for (int rank = 0; rank < world(); ++rank) all.emplace_back(shapes, world(), rank);
     return all;
-  }
-  // The shard pool of `layout`'s rank, filled from the whole tensors element by element.
-  static Bytes shard_pool(const Layout& layout) {
-    Bytes pool(layout.shard_pool_bytes());
-    for (size_t i = 0; i < layout.params().size(); ++i) {
-      const ParamPlace& place = layout.params()[i];
-      const ParamShape& shape = place.shape;
-      int64_t local = 0;
-      for (int64_t o = 0; o < shape.outer; ++o) {
-        for (int64_t row = place.rows.begin; row < place.rows.end; ++row) {
-          for (int64_t k = 0; k < shape.inner; ++k) {
-            put(pool, place.shard_offset, shape.orig, local++, value_of(i, (o * shape.dim + row) * shape.inner + k));
-          }
-        }
-      }
-      EXPECT_EQ(local, place.shard_numel);
-    }
-    return pool;
-  }
-  static void expect_whole(const Layout& layout, const Bytes& slot) {
-    for (size_t i = 0; i < layout.params().size(); ++i) {
-      const ParamPlace& place = layout.params()[i];
-      for (int64_t index = 0; index < place.shape.numel(); ++index) {
-        ASSERT_EQ(get(slot, place.slot_offset, place.shape.compute, index), value_of(i, index))
-            << "parameter " << i << " element " << index;
-      }
-    }
   }
 };
 

@@ -265,20 +265,13 @@ TEST(ShmGatherProtocol, ADeadPeerIsNoticedSoon) {
 }
 
 TEST(ShmGatherProtocol, AClosedPeerIsAnError) {
-  const ranks::Gate told;
-  const auto outcomes = ranks::run(fresh_options(2), [&](const ShmOptions& options) {
-    auto group = ranks::enter(options);
-    if (options.rank == 1) {
-      group.reset();
-      told.wait();  // alive, but no longer a rank
-      return;
-    }
-    const auto opening = told.open_at_end();
+  const auto use = [](ShmGroup& group) {
     const GatherPost post = {1, 0, 0, 0, 64};
-    group->post_gather(post);
-    group->join_gather(post);
-  });
-  expect_error(outcomes[0], {"rank 1", "closed its shared-memory group", "all-gather #1 of unit 0"});
+    group.post_gather(post);
+    group.join_gather(post);
+  };
+  const auto outcome = ranks::run_alone(ranks::kTimeoutS, use, [](auto& group) { group.reset(); });
+  expect_error(outcome, {"rank 1", "closed its shared-memory group", "all-gather #1 of unit 0"});
 }
 
 TEST(ShmGatherProtocol, WhatAPeerPostedBeforeItLeftStillCounts) {
@@ -295,20 +288,12 @@ TEST(ShmGatherProtocol, WhatAPeerPostedBeforeItLeftStillCounts) {
 // What rank 0 is told when it waits, in the pass that it enters, for rank 1.
 ranks::Outcome wait_for_one_that_left(const std::function<void(ShmGroup&)>& enter,
                                       const std::function<void(ShmGroup&)>& enter_and_leave, double timeout_s = 60.0) {
-  const ranks::Gate told;
-  const auto outcomes = ranks::run(fresh_options(2, timeout_s), [&](const ShmOptions& options) {
-    const auto group = ranks::enter(options);
-    if (options.rank == 1) {
-      enter_and_leave(*group);
-      told.wait();
-      return;
-    }
-    const auto opening = told.open_at_end();
-    enter(*group);
-    group->post_gather({1, 0, 0, 0, 64});
-    group->join_gather({1, 0, 0, 0, 64});
-  });
-  return outcomes[0];
+  const auto use = [&](ShmGroup& group) {
+    enter(group);
+    group.post_gather({1, 0, 0, 0, 64});
+    group.join_gather({1, 0, 0, 0, 64});
+  };
+  return ranks::run_alone(timeout_s, use, [&](auto& group) { enter_and_leave(*group); });
 }
 
 TEST(ShmGatherProtocol, APeerThatLeftThePassIsNamedWithItsReason) {
@@ -356,52 +341,32 @@ TEST(ShmGatherProtocol, APeerThatLeftAnotherPassIsWaitedFor) {
 }
 
 TEST(ShmGatherProtocol, EveryWaitHasATimeout) {
-  const ranks::Gate told;
-  const auto outcomes = ranks::run(fresh_options(2, 0.3), [&](const ShmOptions& options) {
-    const auto group = ranks::enter(options);
-    group->set_unit_name(2, "head");
-    const GatherPost post = {1, 2, 0, 0, 64};
-    if (options.rank == 1) {
-      told.wait();
-      return;
-    }
-    const auto opening = told.open_at_end();
-    group->post_gather(post);
-    group->join_gather(post);
+  const auto outcome = ranks::run_alone(0.3, [](ShmGroup& group) {
+    group.set_unit_name(2, "head");
+    group.post_gather({1, 2, 0, 0, 64});
+    group.join_gather({1, 2, 0, 0, 64});
   });
-  expect_error(outcomes[0],
+  expect_error(outcome,
                {"rank 0 waited 0.3 s for rank 1 (pid ", "all-gather #1 of unit 'head'", "has not begun", "`timeout`"});
 }
 
 TEST(ShmGatherProtocol, ATimeoutSaysWhereThePeerIs) {
-  const ranks::Gate told;
-  const auto outcomes = ranks::run(fresh_options(2, 0.3), [&](const ShmOptions& options) {
-    const auto group = ranks::enter(options);
-    group->set_unit_name(0, "first");
-    group->post_gather({1, 0, 0, 0, 64});
-    if (options.rank == 1) {
-      told.wait();
-      return;
-    }
-    const auto opening = told.open_at_end();
-    group->post_gather({2, 1, 1, 4096, 64});
-    group->join_gather({2, 1, 1, 4096, 64});
-  });
-  expect_error(outcomes[0], {"all-gather #2 of unit 1", "began all-gather #1 of unit 'first' last"});
+  const auto post_first = [](ShmGroup& group) {
+    group.set_unit_name(0, "first");
+    group.post_gather({1, 0, 0, 0, 64});
+  };
+  const auto use = [&](ShmGroup& group) {
+    post_first(group);
+    group.post_gather({2, 1, 1, 4096, 64});
+    group.join_gather({2, 1, 1, 4096, 64});
+  };
+  const auto outcome = ranks::run_alone(0.3, use, [&](auto& group) { post_first(*group); });
+  expect_error(outcome, {"all-gather #2 of unit 1", "began all-gather #1 of unit 'first' last"});
 }
 
 TEST(ShmGatherProtocol, ASlotThatIsNotReleasedTimesOut) {
-  const ranks::Gate told;
-  const auto outcomes = ranks::run(fresh_options(2, 0.3), [&](const ShmOptions& options) {
-    const auto group = ranks::enter(options);
-    if (options.rank == 1) {
-      told.wait();
-      return;
-    }
-    const auto opening = told.open_at_end();
-    group->acquire_slot({2, 0, 5, 0, 64}, 2);
-  });
-  expect_error(outcomes[0], {"the release of slot 5", "all-gather #2"});
+  const auto outcome = ranks::run_alone(0.3, [](ShmGroup& group) { group.acquire_slot({2, 0, 5, 0, 64}, 2); });
+  expect_error(outcome, {"the release of slot 5", "all-gather #2"});
 }
 
 // A sleeper looks by itself every 50 ms; it must not need to.

@@ -334,19 +334,12 @@ TEST(ShmReductionProtocol, ADeadPeerIsNoticedInTheFlush) {
 }
 
 TEST(ShmReductionProtocol, WaitingForTheEndTimesOut) {
-  const ranks::Gate told;
-  const auto outcomes = ranks::run(fresh_options(2, 0.3), [&](const ShmOptions& options) {
-    const auto group = ranks::enter(options);
-    if (options.rank == 1) {
-      told.wait();
-      return;
-    }
-    const auto opening = told.open_at_end();
-    group->post_reduction(0, 1, 7, 0);
-    group->consume_reduction(0, 1);
-    group->wait_consumed(0, 1);
+  const auto outcome = ranks::run_alone(0.3, [](ShmGroup& group) {
+    group.post_reduction(0, 1, 7, 0);
+    group.consume_reduction(0, 1);
+    group.wait_consumed(0, 1);
   });
-  expect_error(outcomes[0], {"rank 0 waited 0.3 s", "the end of reduction #1 of unit 0"});
+  expect_error(outcome, {"rank 0 waited 0.3 s", "the end of reduction #1 of unit 0"});
 }
 
 }  // namespace

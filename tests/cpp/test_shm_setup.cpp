@@ -116,40 +116,26 @@ void expect_same_error(const std::vector<ranks::Outcome>& outcomes, const std::v
   }
 }
 
-TEST(ShmSetup, AWrongTokenIsRefused) {
-  const auto outcomes = ranks::run(fresh_options(3), [](const ShmOptions& options) {
-    ShmOptions mine = options;
-    if (options.rank == 1) mine.token[31] = static_cast<char>(mine.token[31] ^ 1);
-    ranks::enter(mine);
-  });
-  expect_same_error(outcomes, {"rank 0 did not see rank 1", "refused process", "wrong token"});
-}
-
-TEST(ShmSetup, AnotherNumberOfRanksIsRefused) {
-  const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    ShmOptions mine = options;
-    if (options.rank == 1) mine.world = 3;
-    ranks::enter(mine);
-  });
-  expect_same_error(outcomes, {"did not see rank 1", "number of ranks"});
-}
-
-TEST(ShmSetup, TwoProcessesWithOneRankAreRefused) {
-  const auto outcomes = ranks::run(fresh_options(3), [](const ShmOptions& options) {
-    ShmOptions mine = options;
-    if (options.rank == 2) mine.rank = 1;
-    ranks::enter(mine);
-  });
-  expect_same_error(outcomes, {"did not see rank 2", "there already"});
-}
-
-TEST(ShmSetup, BadOptionsOfOneRankAreToldToAll) {
-  const auto outcomes = ranks::run(fresh_options(3), [](const ShmOptions& options) {
-    ShmOptions mine = options;
-    if (options.rank == 2) mine.token = "short";
-    ranks::enter(mine);
-  });
-  expect_same_error(outcomes, {"rank 2 needs", "token of 32 bytes", "got 5"});
+TEST(ShmSetup, WrongOptionsOfOneRankAreRefusedOnAll) {
+  struct Wrong {
+    int world, rank;
+    void (*change)(ShmOptions&);
+    std::vector<std::string> parts;
+  };
+  const auto flip_token = [](ShmOptions& own) { own.token[31] = static_cast<char>(own.token[31] ^ 1); };
+  for (const Wrong& wrong : {
+           Wrong{3, 1, flip_token, {"rank 0 did not see rank 1", "refused process", "wrong token"}},
+           Wrong{2, 1, [](ShmOptions& own) { own.world = 3; }, {"did not see rank 1", "number of ranks"}},
+           Wrong{3, 2, [](ShmOptions& own) { own.rank = 1; }, {"did not see rank 2", "there already"}},
+           Wrong{3, 2, [](ShmOptions& own) { own.token = "short"; }, {"rank 2 needs", "token of 32 bytes", "got 5"}},
+       }) {
+    const auto outcomes = ranks::run(fresh_options(wrong.world), [&wrong](const ShmOptions& options) {
+      ShmOptions own = options;
+      if (options.rank == wrong.rank) wrong.change(own);
+      ranks::enter(own);
+    });
+    expect_same_error(outcomes, wrong.parts);
+  }
 }
 
 TEST(ShmSetup, BadOptionsAreRefused) {

@@ -1,62 +1,16 @@
-// Units sharded over W virtual ranks in one process, with shard pools and whole tensors of known values.
+// Units sharded over W virtual ranks in one process.
 #pragma once
 
 #include <gtest/gtest.h>
 
-#include <cstdint>
-#include <cstring>
 #include <vector>
 
-#include "core/layout.hpp"
-#include "kernels/cpu/kernels.hpp"
+#include "whole_tensors.hpp"
 
 namespace fsdp2x::cuda {
 
-using Bytes = std::vector<std::byte>;
-
-inline void put(Bytes& buffer, size_t offset, DType type, int64_t index, double value) {
-  cpu::cast_copy(type, buffer.data() + offset + static_cast<size_t>(index) * dtype_bytes(type), DType::f64, &value, 1);
-}
-
-inline double get(const Bytes& buffer, size_t offset, DType type, int64_t index) {
-  double value = 0;
-  cpu::cast_copy(DType::f64, &value, type, buffer.data() + offset + static_cast<size_t>(index) * dtype_bytes(type), 1);
-  return value;
-}
-
 struct Unit {
   std::vector<Layout> layouts;  // by rank
-
-  // Distinct within a tile and held exactly by bf16, so that casts keep them.
-  static double value_of(size_t param, int64_t index) {
-    return static_cast<double>((static_cast<int64_t>(param) * 37 + index) % 251 + 1);
-  }
-
-  // The shard pool of a rank, filled from the whole tensors element by element.
-  Bytes shard_pool(const Layout& layout) const {
-    Bytes pool(layout.shard_pool_bytes());
-    for (size_t i = 0; i < layout.params().size(); ++i) {
-      const ParamPlace& place = layout.params()[i];
-      const ParamShape& shape = place.shape;
-      int64_t local = 0;
-      for (int64_t o = 0; o < shape.outer; ++o) {
-        for (int64_t k = place.rows.begin * shape.inner; k < place.rows.end * shape.inner; ++k) {
-          put(pool, place.shard_offset, shape.orig, local++, value_of(i, o * shape.dim * shape.inner + k));
-        }
-      }
-    }
-    return pool;
-  }
-
-  void expect_gathered(const Layout& layout, const Bytes& slot) const {
-    for (size_t i = 0; i < layout.params().size(); ++i) {
-      const ParamPlace& place = layout.params()[i];
-      for (int64_t index = 0; index < place.shape.numel(); ++index) {
-        ASSERT_EQ(get(slot, place.slot_offset, place.shape.compute, index), value_of(i, index))
-            << "parameter " << i << " element " << index << " of rank " << layout.rank();
-      }
-    }
-  }
 };
 
 class VirtualRanks : public testing::TestWithParam<int> {
