@@ -85,7 +85,7 @@ def register_state(modules: Iterable[nn.Module], function: str, state: State) ->
         AssertionError: it was applied to one of them before (torch's message).
     """
     for module in modules:
-        if function in (_get_registry(module) or ()):
+        if function in module.__dict__.get(REGISTRY_KEY, ()):  # a wrapper's getattr finds that of the wrapped module
             raise AssertionError(
                 "Each distinct composable distributed API can only be applied to a module once. "
                 f"{function} has already been applied to the following module:\n{module}"

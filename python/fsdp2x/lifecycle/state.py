@@ -38,10 +38,12 @@ class UnitState(ShardedUnit):
         reshard_after_forward: bool | int | None,
     ) -> None:
         """Makes this the unit of ``modules``; ``managed``: those of its parameters."""
-        self.modules, self.groups, self.places = modules, groups, places_in(managed)
         vars(self).update(vars(settings))
         ranks, policy = settings.ranks, settings.mp_policy
+        self.modules = modules
+        # Before the unit has parameters: ranks whose models differ in shapes count alike, and errors name the shapes.
         self.number = number_unit(self, ranks.mesh.mesh.flatten().tolist())
+        self.groups, self.places = groups, places_in(managed)
         for group in groups:
             group.unit_state = weakref.ref(self)
         self.auto_reshard = reshard_after_forward is None
