@@ -57,9 +57,10 @@ CASES = [
     for name, (script, runs) in RUNS.items()
     for run in runs
 ]
+IDS = ["-".join(str(part) for part in case if part).replace(" ", "_") for case in CASES]
 
 
-@pytest.mark.parametrize(("package", "script", "words", "ranks"), CASES)
+@pytest.mark.parametrize(("package", "script", "words", "ranks"), CASES, ids=IDS)
 def test_computes_what_it_computes_on_fsdp2(tmp_path, package, script, words, ranks):
     same_as_stock(package, script, tmp_path, *words.split(), ranks=ranks or 2, torchrun=ranks is not None)
 

@@ -82,14 +82,18 @@ def register_state(modules: Iterable[nn.Module], function: str, state: State) ->
     """Records on ``modules`` that the composable ``function`` was applied, without the checks of ``contract``.
 
     Raises:
-        AssertionError: it was applied to one of them before (torch's message).
+        AssertionError: it was applied to one of them before, or one is listed twice (torch's message).
     """
+    seen: set[int] = set()
     for module in modules:
-        if function in module.__dict__.get(REGISTRY_KEY, ()):  # a wrapper's getattr finds that of the wrapped module
+        if id(module) in seen or function in module.__dict__.get(
+            REGISTRY_KEY, ()
+        ):  # a wrapper's getattr finds that of the wrapped module
             raise AssertionError(
                 "Each distinct composable distributed API can only be applied to a module once. "
                 f"{function} has already been applied to the following module:\n{module}"
             )
+        seen.add(id(module))
     for module in modules:
         module.__dict__.setdefault(STATE_KEY, OrderedDict())[function] = state
         module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())[function] = RegistryItem()

@@ -131,17 +131,18 @@ def fully_shard(
         state, roots = UnitState(), tuple(torch_private.root_modules(list(modules)))
         torch_private.register_state(roots, "fully_shard", state)
         try:
+            classes = [_sharded_class(type(root)) for root in roots]
             managed = collect.managed_modules(roots, lambda inner: get_state(inner) is not None)
-            groups = _shard_params(managed, settings, ignored, shard_placement_fn, buffer_dtype)
+            groups = _shard_params(roots, managed, settings, ignored, shard_placement_fn, buffer_dtype)
             state.configure(roots, managed, groups, settings, reshard)
+            for root, cls in zip(roots, classes, strict=True):
+                root.__class__ = cls
         except BaseException:
             torch_private.forget_state(roots, "fully_shard")
             raise
         state.options.reshard_without_grad = keeps_for_backward  # backward needs it at once, if there is one
         for inner in managed:
             mark_managed(inner)
-        for root in roots:
-            root.__class__ = _sharded_class(type(root))
 
     for plan in plans:
         own = plan.reshard_after_forward
@@ -155,6 +156,7 @@ fully_shard.state = get_state
 
 
 def _shard_params(
+    roots: Iterable[nn.Module],
     managed: list[nn.Module],
     settings: UnitSettings,
     ignored: set[nn.Parameter],
@@ -164,6 +166,7 @@ def _shard_params(
     """Cuts the parameters of ``managed`` and moves their buffers. Returns a group for each mesh."""
     ranks, offload = settings.ranks, settings.offload
     owned = collect.collect_params(managed, ignored)
+    _refuse_ties_to_replicas(roots, {id(entry.param) for entry in owned})
     if not offload.of_shards:
         collect.move_to_device([entry.param for entry in owned], ranks.device)
     buffers = collect.collect_buffers(managed)
@@ -172,6 +175,17 @@ def _shard_params(
         collect.cast_floating(buffers, buffer_dtype)
     placed = [place(entry, ranks, placement_fn) for entry in owned]
     return [ShardedParamGroup(members, settings.mp_policy, offload) for members in group_by_ranks(placed)]
+
+
+def _refuse_ties_to_replicas(roots: Iterable[nn.Module], owned: set[int]) -> None:
+    """Modules under torch's ``replicate`` are left alone, so a tie to one would be cut."""
+    for module in [inner for root in roots for inner in root.modules() if torch_private.is_replicated(inner)]:
+        for name, param in module.named_parameters():
+            if id(param) in owned:
+                raise RuntimeError(
+                    f"fully_shard: parameter {name!r} of a {type(module).__name__} under torch's replicate() is tied to "
+                    "a parameter that would be sharded. Untie them, or shard both modules."
+                )
 
 
 def _check_timeout(timeout: timedelta | None, ranks: ShardGroup) -> timedelta | None:

@@ -281,6 +281,7 @@ def _get_total_norm(
     if not _is_mixed(tensors):
         if not meshes or not math.isinf(norm_type):
             return theirs(tensors, norm_type, error_if_nonfinite, foreach)
+        _checked_norm_type("get_total_norm", norm_type)
         # torch's operators raise for an empty shard, and return the largest value of this rank's shards only.
         return theirs([_largest(cast("list[DTensor]", tensors))], norm_type, error_if_nonfinite, foreach)
     norm = norm_of("get_total_norm", tensors, norm_type, error_if_nonfinite)
@@ -328,9 +329,11 @@ def _gradients(params: list[Tensor]) -> list[Tensor]:
 
 def _largest(tensors: list[DTensor]) -> DTensor:
     """The largest absolute value of ``tensors`` of one mesh, on every rank. An empty shard counts as 0. Collective."""
+    require_own_process("clip gradients with the other ranks")
     mesh = tensors[0].device_mesh
     values = [torch.zeros((), device=mesh.device_type)]
     for tensor in tensors:
+        refuse_sparse("get_total_norm", tensor)
         is_partial = any(placement.is_partial() for placement in tensor.placements)
         part = tensor.full_tensor() if is_partial else local_tensor(tensor)
         if part.numel() > 0:

@@ -3,7 +3,7 @@
 Forward keeps three numbers a row; backward computes each tile again and adds its products to both gradients:
 
     forward     for each block of the vocabulary, for each part of the rows:  z = h W^T  ->  max, sum e^z, sum e^z z
-    backward    z = h W^T  ->  G = dloss/dz (softmax.py)  ->  dh += G W,  dW += G^T h, both summed in fp32
+    backward    z = h W^T  ->  G = dloss/dz (models/sequence/loss.py)  ->  dh += G W,  dW += G^T h, both summed in fp32
 
 Rows without a label are dropped before all products, rows whose gradients are zero before those of backward.
 """

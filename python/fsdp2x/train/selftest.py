@@ -281,10 +281,11 @@ _LINE = "=" * 60
 
 
 @checked
-def shard_layers(model: Any, mp_policy=None, transport: str = "auto") -> nn.Module:
+def shard_layers(model: nn.Module, mp_policy=None, transport: str = "auto") -> nn.Module:
     """One unit per layer and one for the rest: what the checks shard with."""
     options = {"mp_policy": mp_policy} if mp_policy is not None else {}
-    for layer in model.layers:
+    layers: Any = model.layers
+    for layer in layers:
         fully_shard(layer, transport=transport, **options)
     return fully_shard(model, auto_wrap=False, transport=transport, **options)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 
 from harness import distributed
@@ -22,6 +23,14 @@ def fully_shard_of(ctx):
     else:
         from fsdp2x import fully_shard
     return fully_shard
+
+
+class Final(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+
+    def __init_subclass__(cls):
+        raise TypeError("not to be derived from")
 
 
 def refused(function, *errors):
@@ -56,7 +65,16 @@ def test_a_refused_call_leaves_the_module_as_it_was(ctx):
     model.scalar = nn.Parameter(torch.tensor(1.0))
     assert "scalar" in refused(lambda: fully_shard_of(ctx)(model), ValueError)
     del model.scalar
+    assert "module once" in refused(lambda: fully_shard_of(ctx)([model.head, model.head]), AssertionError)
+    model.tied = replicate(nn.Linear(4, 4))
+    model.tied.weight = model.blocks[0].up.weight
+    assert "'weight' of a DDPLinear" in refused(lambda: fully_shard_of(ctx)(model), RuntimeError)
+    del model.tied
+    model.final = Final()
+    assert "not to be derived from" in refused(lambda: fully_shard_of(ctx)([model.final, model.head]), TypeError)
+    del model.final
     assert type(model) is Stack and all(param is before[name] for name, param in model.named_parameters())
+    assert all(fully_shard_of(ctx).state(module) is None for module in model.modules())
     fully_shard_of(ctx)(model)
     assert type(model).__name__ == "FSDPStack"
 

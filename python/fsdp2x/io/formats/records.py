@@ -78,8 +78,8 @@ class Shard:
 class OpaqueObject:
     """An object of a class that was not looked up: its arguments and attributes. Anything else done to it is lost."""
 
-    args: tuple = ()
-    shape: tuple[int, ...] = ()  # of a tensor's
+    args: tuple
+    shape: tuple[int, ...]  # of a tensor's
 
     def __new__(cls, *args: Any, **keywords: Any) -> OpaqueObject:
         self = super().__new__(cls)

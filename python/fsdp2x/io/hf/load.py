@@ -434,9 +434,9 @@ def from_pretrained(
     what = f"loading {folder}"
 
     def describe() -> tuple[Any, torch.dtype, Any]:
-        from transformers import GenerationConfig
-
         with told_of(folder):
+            from transformers import GenerationConfig
+
             found = read_hf_config(folder) if config is None else config
             generation = None
             if (folder / "generation_config.json").is_file():

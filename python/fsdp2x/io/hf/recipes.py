@@ -5,7 +5,7 @@ rows of the fused weight; a conversion that is not made of stacking, joining, cu
 tensors by transformers itself.
 
 ``undo_loading`` goes back along the same recipes: they say which part of a weight is which tensor of the files. It is
-not ``source_families`` of ``hf.names``, which asks transformers what the files of a model would be named: files that
+not ``source_families`` of ``io/names.py``, which asks transformers what the files of a model would be named: files that
 exist may be named otherwise, such as GPT-2's without ``transformer.``, and what is written has their names.
 """
 

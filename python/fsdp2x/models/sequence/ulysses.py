@@ -1,6 +1,6 @@
 """Ulysses sequence parallelism for HuggingFace models: each rank of a group computes a slice of every sequence.
 
-Everything but attention works on the slice; around attention heads are exchanged for positions (``exchange.py``). Ranks
+Everything but attention works on the slice; around attention heads are exchanged for positions (``varlen.py``). Ranks
 of a group pass the same batch. Parameters are sharded over all ranks, data-parallel times sequence-parallel: each
 rank's gradient is that of its own tokens, and their sum over ranks is right.
 """

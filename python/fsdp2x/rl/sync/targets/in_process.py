@@ -49,8 +49,11 @@ class InProcess(EngineTarget):
             abort: ``abort(reason)`` when a push failed, on this rank or another: the engine must not generate.
         """
         self._has_engine, self._calls, self._copies = load_weights is not None, calls, copies
-        self._load, self._apply = load_weights or _ignore, apply_delta
-        self._start, self._finish, self._abort = start or _ignore, finish or _ignore, abort or _ignore
+        # An engine that is an empty container is false, and still an engine.
+        self._load, self._start, self._finish, self._abort = (
+            _ignore if call is None else call for call in (load_weights, start, finish, abort)
+        )
+        self._apply = apply_delta
 
     def receives(self, rank: int) -> bool:
         return self._has_engine
