@@ -214,3 +214,24 @@ def test_what_shards_nothing_is_told(ctx):
         with launched(ctx), mock.patch.object(logger, "warning") as warning:
             Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
             assert "every rank train alone" in warning.call_args.args[0]
+
+
+@distributed(world_sizes=(2,), timeout=120)
+def test_resume_gives_the_same_losses(ctx):
+    """With whole state dicts. Stock loads sharded ones, see above."""
+    name, state_dict_type = "llama", "FULL_STATE_DICT"
+    with shared_folder(ctx) as folder:
+        with launched(ctx):
+            accelerator, model, optimizer = prepared(name, state_dict_type=state_dict_type)
+            assert_sharded_by_us(model)
+            train(ctx, accelerator, model, optimizer, name, range(2))
+            accelerator.save_state(str(folder / "state"))
+            expected = train(ctx, accelerator, model, optimizer, name, range(2, 4))
+            weights = params(model)
+        with launched(ctx):
+            accelerator, model, optimizer = prepared(name, seed=5, state_dict_type=state_dict_type)
+            train(ctx, accelerator, model, optimizer, name, range(7, 8))
+            accelerator.load_state(str(folder / "state"))
+            got = train(ctx, accelerator, model, optimizer, name, range(2, 4))
+            same(got, expected)
+            same(params(model), weights)

@@ -183,8 +183,8 @@ def _refuse_ties_to_replicas(roots: Iterable[nn.Module], owned: set[int]) -> Non
         for name, param in module.named_parameters():
             if id(param) in owned:
                 raise RuntimeError(
-                    f"fully_shard: parameter {name!r} of a {type(module).__name__} under torch's replicate() is tied to "
-                    "a parameter that would be sharded. Untie them, or shard both modules."
+                    f"fully_shard: parameter {name!r} of a {type(module).__name__} under torch's replicate() is tied "
+                    "to a parameter that would be sharded. Untie them, or shard both modules."
                 )
 
 

@@ -352,7 +352,7 @@ WITH_KERNELS = sorted(path.name for path in CUDA_DIR.glob("device/*.cu") if "dev
 @pytest.mark.parametrize("source", WITH_KERNELS)
 def test_no_kernel_spills(tmp_path, source, architecture):
     result = nvcc(
-        *kernel_options(werror=True), "-O3", "-res-usage", f"-I{CUDA_DIR.parent}", f"-arch={architecture}", "-cubin",
+        *kernel_options(werror=True), "-O3", "-res-usage", f"-I{ROOT / 'csrc'}", f"-arch={architecture}", "-cubin",
         str(CUDA_DIR / "device" / source), "-o", str(tmp_path / "kernels.cubin"),
     )  # fmt: skip
     report = result.stdout + result.stderr
@@ -399,7 +399,7 @@ def test_kernels_that_the_driver_cannot_run_are_not_used():
 def test_the_extension_links_no_driver_and_no_nccl():
     from fsdp2x.base import native
 
-    extension = Path(native.build_info.__file__).parent.glob("_C*.so")
+    extension = Path(native.build_info.__file__).parent.glob("_C.*.so")
     readelf = shutil.which("readelf")
     if readelf is None:
         pytest.skip("readelf is not installed")
@@ -407,3 +407,43 @@ def test_the_extension_links_no_driver_and_no_nccl():
     needed = re.findall(r"NEEDED.*\[(.*?)\]", output)
     assert any(name.startswith("libc10.so") for name in needed)
     assert not [name for name in needed if re.match(r"lib(cuda|cudart|nccl|torch_cuda)\b", name)]
+
+
+@pytest.mark.parametrize("with_base", [False, True])
+def test_environment_includes_the_base_only_where_it_is_visible(tmp_path, with_base):
+    prefix, base = tmp_path / "venv", tmp_path / "base"
+    prefix.mkdir()
+    (prefix / "pyvenv.cfg").write_text(f"home = /usr/bin\ninclude-system-site-packages = {str(with_base).lower()}\n")
+    directories = find_torch.environment_torch_dirs(str(prefix), str(base))
+    assert any(directory.is_relative_to(prefix) for directory in directories)
+    assert any(directory.is_relative_to(base) for directory in directories) == with_base
+    assert {directory.name for directory in directories} == {"torch"}
+
+
+def test_annotated_version(tmp_path):
+    path = fake_torch(tmp_path / "torch", "2.12.0")
+    (path / "version.py").write_text('__version__: str = "2.12.0"\n')
+    assert find_torch.find_torch(str(path)).version == "2.12.0"
+
+
+SPILLS = """
+__global__ void spills(double* values, int num) {
+  double kept[160];
+  for (int i = 0; i < 160; ++i) kept[i] = values[i];
+  for (int round = 0; round < num; ++round)
+    for (int i = 0; i < 160; ++i) kept[i] = kept[i] * kept[(i + 7) % 160] + kept[(i + round) % 160];
+  for (int i = 0; i < 160; ++i) values[i] = kept[i];
+}
+"""
+
+
+def test_a_kernel_that_spills_does_not_compile(tmp_path):
+    source = tmp_path / "spills.cu"
+    source.write_text(SPILLS)
+    common = ["-arch=sm_90", "-cubin", str(source), "-o", str(tmp_path / "spills.cubin")]
+    result = nvcc(*kernel_options(werror=True), *common)
+    assert result.returncode != 0
+    assert (
+        "local memory" in (result.stdout + result.stderr).lower() or "spill" in (result.stdout + result.stderr).lower()
+    )
+    assert nvcc(*kernel_options(werror=False), *common).returncode == 0

@@ -22,3 +22,7 @@ make_stub = load_make_stub()
 def test_the_stub_is_that_of_the_module():
     written, bound = (ast.dump(ast.parse(text)) for text in (make_stub.STUB.read_text(), make_stub.stub_of(_C)))
     assert written == bound, "run `make stub`"
+
+
+def test_type_checkers_are_told_that_there_are_types():
+    assert (make_stub.STUB.parent / "py.typed").is_file()

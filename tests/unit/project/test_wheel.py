@@ -228,3 +228,9 @@ def test_only_a_checkout_has_the_test_extension():
     }
     assert "FSDP2X_TESTING=ON" in recipes["build"].stdout
     assert "FSDP2X_TESTING" not in recipes["wheel"].stdout
+
+
+def test_metadata_of_another_form_is_refused(tmp_path, tag_wheel):
+    wheel = plain_wheel(tmp_path, library(tmp_path), metadata=METADATA.replace("torch<2.16,>=2.11", "numpy"))
+    with pytest.raises(tag_wheel.BadWheel, match="requires torch 0 times; expected 1"):
+        tag_wheel.tag_wheel(wheel, tmp_path / "dist", [])

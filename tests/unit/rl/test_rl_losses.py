@@ -294,3 +294,19 @@ def test_an_entropy_weight_needs_entropies():
         rl.policy_loss(scores, part, torch.zeros(1), rl.count_step([part]), which)
     with pytest.raises(ValueError, match=r"spread: values of shape \[0\].*samples \[0\]"):
         rl.policy_loss(scores, part, torch.zeros(0), rl.count_step([part]))
+
+
+PLAIN = {"dual_clip": None, "max_tokens": None, "kl": None, "kl_weight": 0.0, "entropy_weight": 0.0}
+PRESETS = {
+    "GRPO": {"kind": "clip", "ratio": "token", "clip": (0.2, 0.2), "mean": "samples", **PLAIN},
+    "DAPO": {"kind": "clip", "ratio": "token", "clip": (0.2, 0.28), "mean": "tokens", **PLAIN},
+    "DR_GRPO": {"kind": "clip", "ratio": "token", "clip": (0.2, 0.2), "mean": "constant", **PLAIN},
+    "GSPO": {"kind": "clip", "ratio": "sequence", "clip": (3e-4, 4e-4), "mean": "samples", **PLAIN},
+    "CISPO": {"kind": "cispo", "ratio": "token", "clip": (1.0, 4.0), "mean": "tokens", **PLAIN},
+    "REINFORCE": {"kind": "reinforce", "ratio": "token", "clip": (0.2, 0.2), "mean": "tokens", **PLAIN},
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_what_its_paper_says(name):
+    assert dataclasses.asdict(getattr(rl, name)) == PRESETS[name]
