@@ -60,16 +60,24 @@ def clip_grad_norm_(
 
 def norm_of(caller: str, tensors: list[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """The norm of full tensors as one vector, by torch on the local ones. Collective, see ``clip_grad_norm_``."""
+    buckets = _buckets_of(caller, tensors, norm_type)
+    norm = _root(buckets.total(local_tensor(tensors[0]).device), norm_type).to(_norm_dtype(tensors))
+    if error_if_nonfinite:
+        _require_finite(caller, norm, norm_type)
+    return norm
+
+
+def _buckets_of(caller: str, tensors: list[Tensor], norm_type: float) -> _Buckets:
     buckets = _Buckets(_checked_norm_type(caller, norm_type))
     for tensor in tensors:
         refuse_sparse(caller, tensor)
         buckets.add_gradient(tensor)
+    return buckets
+
+
+def _norm_dtype(tensors: list[Tensor]) -> torch.dtype:
     is_double = any(tensor.dtype in (torch.float64, torch.complex128) for tensor in tensors)
-    norm = _root(buckets.total(local_tensor(tensors[0]).device), norm_type)
-    norm = norm.to(torch.float64 if is_double else torch.float32)
-    if error_if_nonfinite:
-        _require_finite(caller, norm, norm_type)
-    return norm
+    return torch.float64 if is_double else torch.float32
 
 
 def multiply_gradients(params: list[Tensor], factor: Tensor) -> None:
@@ -223,21 +231,26 @@ class _Buckets:
             power = torch.linalg.vector_norm(grad, self._norm_type, dtype=torch.float64)
             self.add(index, power.pow(self._norm_type))
 
+    def of_this_rank(self, device: torch.device) -> Tensor:
+        """Each bucket of this rank alone, f64."""
+        merged = torch.zeros(len(self._groups), dtype=torch.float64, device=device)
+        for row, terms in zip(merged, self._sums, strict=True):
+            for term in terms:
+                here: Any = term.to(device) if isinstance(term, Tensor) else term
+                if math.isinf(self._norm_type):
+                    torch.maximum(row, here, out=row)
+                else:
+                    row.add_(here)
+        return merged
+
     def total(self, device: torch.device) -> Tensor:
         """Reduces every bucket over its groups, and the buckets to one number. Collective."""
         if len(self._groups) == 0:
             return torch.zeros((), dtype=torch.float64, device=device)
         largest = math.isinf(self._norm_type)
+        merged = self.of_this_rank(device)
         # Every bucket is a view of its own: a list of indices would have to be copied to the device first.
-        merged = torch.zeros(len(self._groups), dtype=torch.float64, device=device)
         rows = list(merged)
-        for row, terms in zip(rows, self._sums, strict=True):
-            for term in terms:
-                here: Any = term.to(device) if isinstance(term, Tensor) else term
-                if largest:
-                    torch.maximum(row, here, out=row)
-                else:
-                    row.add_(here)
         order: list[dist.ProcessGroup] = []
         for groups in self._groups:
             order.extend(group for group in groups if group not in order)
@@ -281,9 +294,8 @@ def _get_total_norm(
     if not _is_mixed(tensors):
         if not meshes or not math.isinf(norm_type):
             return theirs(tensors, norm_type, error_if_nonfinite, foreach)
-        _checked_norm_type("get_total_norm", norm_type)
         # torch's operators raise for an empty shard, and return the largest value of this rank's shards only.
-        return theirs([_largest(cast("list[DTensor]", tensors))], norm_type, error_if_nonfinite, foreach)
+        return theirs([_largest(tensors, norm_type)], norm_type, error_if_nonfinite, foreach)
     norm = norm_of("get_total_norm", tensors, norm_type, error_if_nonfinite)
     # A DTensor, as that of gradients which are all sharded: callers may ask it for its full_tensor().
     norm = norm.to(meshes[0].device_type)
@@ -327,19 +339,12 @@ def _gradients(params: list[Tensor]) -> list[Tensor]:
     return [param.grad for param in params if param.grad is not None]
 
 
-def _largest(tensors: list[DTensor]) -> DTensor:
+def _largest(tensors: list[Tensor], norm_type: float) -> DTensor:
     """The largest absolute value of ``tensors`` of one mesh, on every rank. An empty shard counts as 0. Collective."""
     require_own_process("clip gradients with the other ranks")
-    mesh = tensors[0].device_mesh
-    values = [torch.zeros((), device=mesh.device_type)]
-    for tensor in tensors:
-        refuse_sparse("get_total_norm", tensor)
-        is_partial = any(placement.is_partial() for placement in tensor.placements)
-        part = tensor.full_tensor() if is_partial else local_tensor(tensor)
-        if part.numel() > 0:
-            values.append(part.abs().max().to(mesh.device_type))
-    dtype = functools.reduce(torch.promote_types, [value.dtype for value in values])
-    largest = torch.stack([value.to(dtype) for value in values]).max()
+    mesh = cast("DTensor", tensors[0]).device_mesh
+    buckets = _buckets_of("get_total_norm", tensors, norm_type)
+    largest = buckets.of_this_rank(torch.device(mesh.device_type)).max().to(_norm_dtype(tensors))
     # As one functional all-reduce for each axis, which tools that count collectives see.
     replicated = [Replicate()] * mesh.ndim
     partial = DTensor.from_local(_split_nan(largest), mesh, [Partial("max")] * mesh.ndim, run_check=False)
