@@ -86,9 +86,8 @@ def register_state(modules: Iterable[nn.Module], function: str, state: State) ->
     """
     seen: set[int] = set()
     for module in modules:
-        if id(module) in seen or function in module.__dict__.get(
-            REGISTRY_KEY, ()
-        ):  # a wrapper's getattr finds that of the wrapped module
+        registry = module.__dict__.get(REGISTRY_KEY, ())  # getattr of a wrapper finds that of the wrapped module
+        if id(module) in seen or function in registry:
             raise AssertionError(
                 "Each distinct composable distributed API can only be applied to a module once. "
                 f"{function} has already been applied to the following module:\n{module}"
