@@ -78,7 +78,7 @@ def _has_diverged() -> bool:
 
     agreements = sys.modules.get("fsdp2x.base.agreement")
     agreement = agreements and dist.is_initialized() and agreements.agreement_of(dist.group.WORLD)
-    return bool(agreement and (agreement._failed or agreement._has_left))
+    return bool(agreement and agreement.engine.is_broken)
 
 
 def _reuse_meshes() -> None:
