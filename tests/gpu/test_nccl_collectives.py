@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2x.base import torch_private
+from fsdp2x.lifecycle import transport_choice
 from fsdp2x.sharding import transport
 from harness import distributed
 from one_gpu import device_of, each_backend, skipped_without_windows
@@ -74,7 +75,7 @@ def test_reductions(ctx, place, backend, dtype):
             assert torch.equal(output, source), average
             reduce(source, source, average)
             assert torch.equal(output, source), f"{average}, in place"
-            transport._all_reduce(group, None, source, average)
+            transport_choice._all_reduce(group, None, source, average)
             assert torch.equal(output, source), f"{average}, of replicas"
 
 
@@ -116,7 +117,7 @@ def test_collectives_are_in_the_order_of_the_current_stream(ctx, place, backend)
                     reduce(output, source, False)
                 else:
                     output.copy_(source)
-                    transport._all_reduce(group, None, output, False)
+                    transport_choice._all_reduce(group, None, output, False)
                 doubled = output + output
                 source.zero_()
                 output.zero_()
