@@ -10,8 +10,7 @@ them. NCCL's own buffers are not in it. The first losses of both sides must agre
 
 ``backward`` is the most that was allocated in forward and backward of the third step, ``step`` until the optimizer has
 stepped, ``resting`` what is left behind it. ``model`` is what any implementation holds: weights, buffers and moments of
-this rank. ``plan`` is what memory_report predicts for fsdp2x: at rest with all that is kept for the next step, and the
-peak, which knows no activations.
+this rank. ``plan`` is what memory_report predicts for fsdp2x: at rest, and the peak, which knows no activations.
 """
 
 from __future__ import annotations
@@ -121,9 +120,8 @@ def plan_of(model, optimizer) -> dict:
     import fsdp2x
 
     report = fsdp2x.memory_report(model, optimizer)
-    kept = report.gather_slot_bytes + report.scratch_bytes + report.replica_bytes
     return {
-        "plan_resting": report.resting_bytes + kept,
+        "plan_resting": report.resting_bytes,  # slots and buffers go back to torch's allocator behind each use
         "plan_peak": report.peak_bytes,
         "largest_unit": max(unit.slot_bytes for unit in report.units),
     }

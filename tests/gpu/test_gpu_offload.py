@@ -35,7 +35,7 @@ def measured(ctx, mode: str) -> tuple[int, nn.Module, fsdp2x.optim.AdamW]:
     torch.cuda.set_device(0)
     base = clean_base()
     model = on_gpu(ctx, Stack(num=4, width=1024, hidden=1024), mode, BIG_UNITS)
-    return base, model, fsdp2x.optim.AdamW(model.parameters(), lr=1e-3)
+    return base, model, fsdp2x.optim.AdamW(model.parameters(), lr=1e-5)
 
 
 def train(model, optimizer, ctx, steps, width: int = WIDTH) -> list[torch.Tensor]:
@@ -162,7 +162,7 @@ def test_sleep_and_wake(ctx, mode):
     losses = train(model, optimizer, ctx, (0, 0), width=1024)
     awake = requested_bytes() - base
     fsdp2x.sleep(model, optimizer)
-    assert requested_bytes() - base < 0.05 * awake
+    assert requested_bytes() - base < max(0.05 * awake, 2**16)  # mode "all" leaves nothing but counters either way
     fsdp2x.wake(model, optimizer)
     losses += train(model, optimizer, ctx, (0,), width=1024)
     assert losses[0] > losses[1] > losses[2]
