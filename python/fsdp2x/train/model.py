@@ -355,7 +355,8 @@ def sharding(config: ParallelConfig, plan: MeshPlan, device: torch.device, param
         "offload_policy": policy,
         "reshard_after_forward": plan.reshard_after_forward,
         "transport": config.transport,
-        "timeout": datetime.timedelta(seconds=config.timeout_s),
+        # On a device the process group ends what hangs: it was made with this timeout.
+        "timeout": datetime.timedelta(seconds=config.timeout_s) if device.type == "cpu" else None,
     }
 
 

@@ -1,9 +1,14 @@
 """Meshes by name and size, and what contradicts itself."""
 
+import datetime
+from unittest import mock
+
 import pytest
+import torch
 
 from fsdp2x.train import ConfigError
 from fsdp2x.train.config import ModelConfig, ParallelConfig, ScalerConfig, TrainSection
+from fsdp2x.train.model import sharding
 from fsdp2x.train.strategy import plan_mesh, resolve_batching, resolve_scaling, resolve_steps
 
 
@@ -105,3 +110,11 @@ def test_devices_follow_the_local_rank(monkeypatch):
     assert choose_device("auto", 3, 4)[0] == torch.device("cuda", 3)  # whatever the global rank is
     assert choose_device("cpu", 3, 4) == (torch.device("cpu"), "gloo")
     assert choose_device("auto", 5, 8) == (torch.device("cuda", 1), "gloo")  # two ranks a GPU: no NCCL
+
+
+def test_a_device_leaves_timeouts_to_its_process_group():
+    """`fully_shard` refuses a timeout there; the process group is made with the same one."""
+    plan = mock.Mock(reshard_after_forward=True)
+    config = ParallelConfig(timeout_s=120)
+    of = {device: sharding(config, plan, torch.device(device), None)["timeout"] for device in ("cpu", "cuda")}
+    assert of == {"cpu": datetime.timedelta(seconds=120), "cuda": None}
