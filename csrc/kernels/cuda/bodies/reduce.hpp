@@ -38,6 +38,7 @@ struct ReduceStep {
 };
 
 struct ReduceBody {
+  static constexpr int kBlocks = 8;
   ReduceList list;
   const void* source;
   TargetTable targets;
