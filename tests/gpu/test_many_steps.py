@@ -21,7 +21,7 @@ SETS = 2**LAYERS - 1  # of gradients that a step may have
 # Whole rounds, so that the last step before each count lacks the same gradients: what plans it keeps depends on them.
 WARM_UP = 2 * SETS
 STEPS = {"cuda": 7 * SETS, "streams": SETS}
-# Of the host, which allocators and libraries make unsteady.
+# Of the host's memory, which allocators and libraries make unsteady.
 SLACK_BYTES = 16 << 20
 
 
@@ -79,7 +79,11 @@ def test_memory_is_flat(ctx, place, backend, sizes, policy):
         train(0, WARM_UP)
         before, host_before = held(place, model), host_bytes()
         train(WARM_UP, WARM_UP + STEPS[place])
-        assert held(place, model) == before
+        after = held(place, model)
+        more = {key: after[key] - before[key] for key in before if after[key] != before[key]}
+        # How far the host runs ahead of the device decides how many plans wait in pinned memory at once.
+        pinned = sum(more.pop(key) for key in [*more] if key.startswith("pinned"))
+        assert not more and pinned < SLACK_BYTES, (more, pinned)
         assert host_bytes() - host_before < SLACK_BYTES
 
 

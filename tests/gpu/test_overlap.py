@@ -44,6 +44,8 @@ def test_gathers_run_beside_the_compute(ctx):
     assert len(beside) >= 2 * NUM, "each unit gathers in forward and in backward"
     hidden = device_work.shared_us(beside, products) / device_work.busy_us(beside)
     # The first gather has nothing to hide behind.
-    assert hidden > 0.5, f"{hidden:.2f} of {device_work.busy_us(beside):.0f} us"
+    start = work[0].start_us
+    times = [f"{one.stream}: {one.start_us - start:.0f}-{one.end_us - start:.0f} {one.name[:40]}" for one in work]
+    assert hidden > 0.5, f"{hidden:.2f} of {device_work.busy_us(beside):.0f} us\n" + "\n".join(times)
     ahead = [one for one in beside if device_work.shared_us([one], products) > 0]
     assert len(ahead) >= 2 * NUM - 4, f"{len(ahead)} of {len(beside)}"

@@ -183,7 +183,7 @@ def test_slots_and_buffers_are_reused(ctx):
     assert after["gather_slots_owned"] == after["scratch_slots_owned"] == 0, after["owners"]
 
 
-@distributed(world_sizes=(1,), timeout=300)
+@distributed(world_sizes=(1,), timeout=300, fresh=True)  # what other tests have reserved counts
 @pytest.mark.shows("sleep")
 def test_sleep_gives_the_memory_back(ctx):
     only_fsdp2x(ctx)
