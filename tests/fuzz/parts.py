@@ -58,9 +58,7 @@ class Stage:
 
     def note(self, number: int, what: str, values: Any) -> None:
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        # A parameter that a resharded unit returned: ours raises by itself, upstream's ends the process.
-        if any(value.numel() > 0 and value.untyped_storage().nbytes() == 0 for value in tensors):
-            raise RuntimeError("the tensor's memory is freed")
+        check_memory(tensors)
         self.log.append((f"{what} of part {number}", [value.detach().clone() for value in tensors]))
 
 
@@ -118,11 +116,18 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
+def check_memory(tensors: list[torch.Tensor]) -> None:
+    """Raises for a parameter that a resharded unit returned: ours raises by itself, upstream's ends the process."""
+    if any(value.numel() > 0 and value.untyped_storage().nbytes() == 0 for value in tensors):
+        raise RuntimeError("the tensor's memory is freed")
+
+
 def rows_of(value: Any, x: torch.Tensor | None = None) -> torch.Tensor:
     """What a part computes on: the mean of all rows in its input, or in the last output; `x` if there are none."""
     rows = [one for one in tensors_in(value) if one.shape == (ROWS, WIDTH) and not isinstance(one, nn.Parameter)]
     if not rows:
         return x
+    check_memory(rows)
     # Autocast on the CPU can stack no fp16, but add it.
     return sum(one.to(rows[0].dtype) for one in rows) / len(rows) if len(rows) > 1 else rows[0]
 
