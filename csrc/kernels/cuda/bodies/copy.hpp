@@ -216,7 +216,7 @@ FSDP2X_HOST_DEVICE void move_typed_tile(const CopySegment& segment, int64_t tile
 // --- bodies ----------------------------------------------------------------------------------------------------------
 
 struct CopyBody {
-  static constexpr int kBlocks = 8;  // as in PackBody
+  static constexpr int kBlocks = 6;  // as in PackBody
   CopyList list;
   const void* src_base;
   void* dst_base;
@@ -267,7 +267,7 @@ FSDP2X_HOST_DEVICE void write_flag(const PackSegment& segment, void* out, bool f
 }
 
 struct PackBody {
-  static constexpr int kBlocks = 8;  // a tile is few turns of a loop: other blocks hide the look-up of the plan
+  static constexpr int kBlocks = 6;  // a tile is few turns of a loop: other blocks hide the look-up of the plan
   PackList list;
   PackTable grads;
   void* dst;

@@ -100,7 +100,7 @@ struct AdamWStepper {
 
 template <bool kStochastic>
 struct AdamWBody {
-  static constexpr int kBlocks = kStochastic ? 4 : 6;
+  static constexpr int kBlocks = kStochastic ? 3 : 4;
   AdamWList list;
   AdamWArgs args;
   FSDP2X_HOST_DEVICE void run(int64_t tile, int thread) const {

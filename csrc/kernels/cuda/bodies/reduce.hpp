@@ -38,7 +38,7 @@ struct ReduceStep {
 };
 
 struct ReduceBody {
-  static constexpr int kBlocks = 8;
+  static constexpr int kBlocks = 6;  // as many as spill no register
   ReduceList list;
   const void* source;
   TargetTable targets;
