@@ -52,18 +52,16 @@ def parts_of(which: str, num_ranks: int, dry_run: bool) -> list[Part]:
     facts = Part("first minute", 60, [str(gpu / "first_minute.py")])
     doctor = Part("doctor", 40, ["-m", "fsdp2x", "doctor"])
     step, units = str(benchmarks / "bench_step.py"), str(benchmarks / "bench_units.py")
-    # Worlds of one rank have little to do for a device; where memory is measured, nobody else may use it.
-    at_once = ["-n", "4"] if importlib.util.find_spec("xdist") and not dry_run else []
+    # One process keeps neither the device nor a machine's cores busy. Where memory is measured nobody else may use it.
+    at_once = ["-n", "12"] if importlib.util.find_spec("xdist") and not dry_run else []
+    measure_memory = ["test_overlap.py", "test_gpu_memory.py", "test_gpu_offload.py", "test_launch_counts.py"]
+    others = sorted(one.name for one in gpu.glob("test_*.py") if one.name not in measure_memory)
     if which == "one":
         return [
             facts,
             doctor,
-            tests("kernels", 60, "kernels"),
-            tests("steps", 110, "test_step.py", "test_optimizers.py", "test_graphs.py"),
-            tests("collectives", 110, "test_nccl_collectives.py", "test_worlds.py", "test_failures.py", *at_once),
-            tests(
-                "memory", 110, "test_overlap.py", "test_gpu_memory.py", "test_gpu_offload.py", "test_handed_memory.py"
-            ),
+            tests("tests", 240, "kernels", *others, *at_once),
+            tests("memory", 120, *measure_memory),
             Part("units", 60, [units, "--quick", *device]),
             Part("a step", 60, [step, "--quick", *device]),
         ]
