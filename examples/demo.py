@@ -42,7 +42,11 @@ def main() -> None:
 
 def settings(out: Path, steps: int | None) -> list[str]:
     """What the script adds to demo.yaml, as overrides."""
+    import torch
+
     added = [f"data.files={json.dumps([sysconfig.get_paths()['stdlib']])}", f"logging.output={json.dumps(str(out))}"]
+    if torch.cuda.is_available():  # attention's backward there adds in any order, and a resumed run is to be equal
+        added.append("train.deterministic=true")
     if steps:
         added += [
             f"train.steps={steps}",
