@@ -355,7 +355,7 @@ def sharding(config: ParallelConfig, plan: MeshPlan, device: torch.device, param
         "offload_policy": policy,
         "reshard_after_forward": plan.reshard_after_forward,
         "transport": config.transport,
-        # On a device the process group ends what hangs: it was made with this timeout.
+        # On a device the process group ends what hangs, by the timeout that it was made with.
         "timeout": datetime.timedelta(seconds=config.timeout_s) if device.type == "cpu" else None,
     }
 

@@ -90,8 +90,6 @@ def test_steps():
 
 
 def test_when_the_loss_is_scaled():
-    import torch
-
     model = ModelConfig(path="x")
     assert resolve_scaling(ScalerConfig(), model, torch.float16)
     assert not resolve_scaling(ScalerConfig(), model, torch.bfloat16)
@@ -101,8 +99,6 @@ def test_when_the_loss_is_scaled():
 
 
 def test_devices_follow_the_local_rank(monkeypatch):
-    import torch
-
     from fsdp2x.train.distributed import choose_device
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
