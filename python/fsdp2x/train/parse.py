@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Union
+from typing import Any, Literal, NamedTuple, TypeVar, Union
 
 from fsdp2x.base.failures import CheckpointError
 from fsdp2x.io.formats.safe_files import read_text
@@ -98,6 +98,8 @@ def first_leaf(path: str, value: Any) -> str:
 
 # ---- typed settings
 
+Config = TypeVar("Config", bound=TrainConfig)
+
 
 class KnownKey(NamedTuple):
     kind: Any
@@ -105,14 +107,20 @@ class KnownKey(NamedTuple):
     help: str
 
 
-SECTIONS: dict[str, type] = typing.get_type_hints(TrainConfig)
+@functools.cache
+def sections_of(kind: type[TrainConfig]) -> dict[str, type]:
+    """The class of each section of a configuration."""
+    return typing.get_type_hints(kind)
+
+
+SECTIONS = sections_of(TrainConfig)
 
 
 @functools.cache
-def known_keys() -> dict[str, KnownKey]:
+def known_keys(kind: type[TrainConfig] = TrainConfig) -> dict[str, KnownKey]:
     """Every setting by its dotted path."""
     keys: dict[str, KnownKey] = {}
-    for section, cls in SECTIONS.items():
+    for section, cls in sections_of(kind).items():
         hints = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
             default = field.default_factory() if callable(field.default_factory) else field.default
@@ -120,30 +128,32 @@ def known_keys() -> dict[str, KnownKey]:
     return keys
 
 
-def parse_config(settings: Mapping[str, Any]) -> TrainConfig:
-    """A `TrainConfig` from a nested mapping in fsdp2x's own sections."""
+def parse_config(settings: Mapping[str, Any], kind: type[Config] = TrainConfig) -> Config:
+    """A configuration of class `kind` from a nested mapping in fsdp2x's own sections."""
     if not isinstance(settings, Mapping):
         raise ConfigError(f"config: got {describe(settings)}, expected a mapping")
-    check_sections(settings)
-    return TrainConfig(**{section: build(section, settings) for section in SECTIONS})
+    check_sections(settings, kind)
+    return kind(**{section: build(section, settings, kind) for section in sections_of(kind)})
 
 
-def build(section: str, settings: Mapping[str, Any]) -> Any:
+def build(section: str, settings: Mapping[str, Any], kind: type[TrainConfig] = TrainConfig) -> Any:
     """One section of `settings`, with every value checked."""
     values = settings.get(section)
     if not isinstance(values, Mapping | None):
         raise ConfigError(f"{section}: got {describe(values)}, expected a mapping")
-    known = {f"{section}.{name}": (name, value) for name, value in (values or {}).items()}
-    return SECTIONS[section](
-        **{name: convert(known_keys()[path].kind, value, path) for path, (name, value) in known.items()}
+    given = {f"{section}.{name}": (name, value) for name, value in (values or {}).items()}
+    known = known_keys(kind)
+    return sections_of(kind)[section](
+        **{name: convert(known[path].kind, value, path) for path, (name, value) in given.items()}
     )
 
 
-def check_sections(settings: Mapping[str, Any]) -> None:
+def check_sections(settings: Mapping[str, Any], kind: type[TrainConfig] = TrainConfig) -> None:
     """Raises `ConfigError` for a key that no section has; it names the nearest one."""
-    known, wrong = [*known_keys(), *SECTIONS], []
+    sections = sections_of(kind)
+    known, wrong = [*known_keys(kind), *sections], []
     for section, values in settings.items():
-        if section not in SECTIONS:
+        if section not in sections:
             wrong.append(first_leaf(str(section), values))
         elif isinstance(values, Mapping):
             inner = {f"{section}.{name}": value for name, value in values.items()}
