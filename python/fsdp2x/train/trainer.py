@@ -25,7 +25,7 @@ from fsdp2x.optim import clip_grad_norm_
 from fsdp2x.train.config import ConfigError, TrainConfig, TrainingError
 from fsdp2x.train.data import BlockStream, read_blocks
 from fsdp2x.train.distributed import Interrupt, World, deterministic_algorithms, open_world, sums_over_ranks
-from fsdp2x.train.feeds import make_feed
+from fsdp2x.train.feeds import BlockFeed, make_feed
 from fsdp2x.train.metrics import Logger, Metrics, Observer, WandbLogger, memory_bytes, shard_report
 from fsdp2x.train.model import build_model, build_on_meta, check_folder, make_sharded
 from fsdp2x.train.run_folder import RunFolder, check_writable
@@ -95,23 +95,8 @@ class Trainer:
             self.model.train()
             self.optimizer = make_optimizer(self.model, config.optimizer, made.decays, config.train.clip)
             self.schedule = Schedule(self.optimizer, config.schedule, config.optimizer.lr, self.num_steps)
-        self.stream = BlockStream(
-            self.blocks,
-            batch_size=self.batching.batch_size,
-            rank=world.rank // config.parallel.sequence_parallel,
-            world_size=self.num_readers,
-            seed=config.train.seed,
-            shuffle=config.data.shuffle,
-        )
-        self.feed = make_feed(
-            self.model,
-            self.blocks,
-            self.stream,
-            self.batching,
-            config.data,
-            sequence_parallel=config.parallel.sequence_parallel,
-            device=world.device,
-        )
+        self.stream = self._make_stream()
+        self.feed = self._make_feed()
         self.step, self.skipped = 0, False
         seed_all(config.train.seed, world.rank)
         Saver.of(self.model).lost_ranks = self.world.lost_ranks
@@ -122,6 +107,27 @@ class Trainer:
         self._open_metrics(loggers)
         self.observer = Observer(config.logging, self.output, world.rank, world.device)
         self._say_how_it_begins(param_dtype, resumed)
+
+    def _make_stream(self) -> BlockStream:
+        return BlockStream(
+            self.blocks,
+            batch_size=self.batching.batch_size,
+            rank=self.world.rank // self.config.parallel.sequence_parallel,
+            world_size=self.num_readers,
+            seed=self.config.train.seed,
+            shuffle=self.config.data.shuffle,
+        )
+
+    def _make_feed(self) -> BlockFeed | None:
+        return make_feed(
+            self.model,
+            self.blocks,
+            self.stream,
+            self.batching,
+            self.config.data,
+            sequence_parallel=self.config.parallel.sequence_parallel,
+            device=self.world.device,
+        )
 
     def _claim_folders(self) -> None:
         """Before anything is read: nobody waits for a large model to hear that its run has nowhere to go."""
@@ -169,7 +175,7 @@ class Trainer:
         say(
             "%d parameters, %d ranks on %s (%s), %d %s a step",
             self.num_parameters, world.size, world.device.type, world.backend,
-            *((self.blocks_per_step, "samples") if config.data.packing else (self.tokens_per_step, "tokens")),
+            *self._size_of_step(),
         )  # fmt: skip
         say("%s", self.plan)
         computed = param_dtype or getattr(torch, config.model.dtype)
@@ -191,6 +197,9 @@ class Trainer:
         if resumed is not None:
             self.metrics.write("resume", self.step, path=str(resumed))
             say("resumed from %s after step %d", resumed, self.step)
+
+    def _size_of_step(self) -> tuple[int, str]:
+        return (self.blocks_per_step, "samples") if self.config.data.packing else (self.tokens_per_step, "tokens")
 
     def _read_inputs(self):
         config = self.config
@@ -311,6 +320,7 @@ class Trainer:
         """
         config, optimizer, schedule = self.config, self.optimizer, self.schedule
         assert optimizer is not None and schedule is not None, "a run that only evaluates takes no steps"
+        assert self.feed is not None
         shares, self.num_tokens = self.feed.step()
         loss_sum = torch.zeros((), device=self.world.device, dtype=torch.float64)
         scale = self.scaler.scale if self.scaler else 1.0
@@ -328,12 +338,21 @@ class Trainer:
         self.step += 1
         if self.scaler is not None:
             self.scaler.update(not self.skipped)
+        mean = self._end_step(float(loss_sum))
+        return mean, grad_norm, lr
+
+    def _end_step(self, loss: float) -> float:
+        """The mean loss over ranks; every rank learns whether one was interrupted. Collective.
+
+        Raises:
+            TrainingError: on every rank: the mean is not a number, and the step was not skipped.
+        """
         interrupted = float(self._interrupt is not None and self._interrupt.noted)
-        total, ranks, num_interrupted = sums_over_ranks([float(loss_sum), 1.0, interrupted], self.world.device)
+        total, ranks, num_interrupted = sums_over_ranks([loss, 1.0, interrupted], self.world.device)
         mean, self._stops = total / ranks, num_interrupted > 0
         if mean != mean and not self.skipped:
             raise TrainingError(f"the loss of step {self.step} is not a number; lower optimizer.lr or set train.clip")
-        return mean, grad_norm, lr
+        return mean
 
     def _update(self, optimizer: Any, parameters: list[torch.nn.Parameter]) -> float | None:
         """Steps with clipped gradients; returns their norm before, if they are clipped."""
@@ -355,6 +374,7 @@ class Trainer:
         blocks = self.blocks.held_out if self.training or len(self.blocks.held_out) else self.blocks.train
         self.model.eval()
         try:
+            assert self.feed is not None
             return self.feed.evaluate(blocks[: self.config.train.eval_blocks])
         finally:
             self.model.train(self.training)
