@@ -16,7 +16,7 @@ from fsdp2x.base.arguments import checked
 from fsdp2x.train.config import ConfigError, TrainConfig
 from fsdp2x.train.dialects import DIALECTS, no_role
 from fsdp2x.train.parse import (
-    SECTIONS,
+    Config,
     apply_overrides,
     check_sections,
     first_leaf,
@@ -25,12 +25,14 @@ from fsdp2x.train.parse import (
     parse_config,
     read_overrides,
     read_yaml,
+    sections_of,
     type_name,
 )
 from fsdp2x.train.translate import Dialect, KeyResult, Translation
 
 logger = logging.getLogger(__name__)
 
+Dialects = tuple[Dialect, ...]
 OWN = "sections"
 TITLES = {OWN: "fsdp2x's own sections", **{dialect.name: dialect.title for dialect in DIALECTS}}
 
@@ -41,10 +43,17 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), *, resume_from:
 
     `resume_from` replaces checkpoint.resume_from when it is given. Keys without an effect are warned of by name.
     """
-    translation = translate_file(path, overrides)
+    return load(path, overrides, resume_from=resume_from, kind=TrainConfig, dialects=DIALECTS)
+
+
+def load(
+    path: str | Path, overrides: Iterable[str], *, resume_from: str | None, kind: type[Config], dialects: Dialects
+) -> Config:
+    """`load_config` for a configuration of class `kind`, in its sections or in one of `dialects`."""
+    translation = translate(read_yaml(path), overrides, kind, dialects)
     if translation.needs:
         raise ConfigError(f"{path} says not enough to run; it needs {'; '.join(translation.needs)}")
-    config = parse_config(translation.settings)
+    config = parse_config(translation.settings, kind)
     if os.environ.get("RANK", "0") == "0":
         for sentence in [*translation.without_effect(), *idle_settings(config, translation.settings)]:
             logger.warning("%s: %s", path, sentence)
@@ -58,8 +67,13 @@ def translate_file(path: str | Path, overrides: Iterable[str] = ()) -> Translati
     return translate(read_yaml(path), overrides)
 
 
-def translate(settings: Mapping[str, Any], overrides: Iterable[str] = ()) -> Translation:
-    """The settings of `TrainConfig` from a mapping of any dialect.
+def translate(
+    settings: Mapping[str, Any],
+    overrides: Iterable[str] = (),
+    kind: type[TrainConfig] = TrainConfig,
+    dialects: Dialects = DIALECTS,
+) -> Translation:
+    """The settings of `kind` from a mapping of any dialect.
 
     Raises:
         ConfigError: keys of two dialects in one mapping, an unknown key (with the nearest one), a value of the wrong
@@ -71,9 +85,9 @@ def translate(settings: Mapping[str, Any], overrides: Iterable[str] = ()) -> Tra
         if key == "role":
             role = str(value)
         else:
-            (ours if key.partition(".")[0] in SECTIONS else theirs).append(text)
+            (ours if key.partition(".")[0] in sections_of(kind) else theirs).append(text)
     settings = apply_overrides(settings, theirs)
-    dialect = detect(settings)
+    dialect = detect(settings, kind, dialects)
     if dialect is None:
         no_role(role, TITLES[OWN])
         found = Translation(OWN, settings)
@@ -81,7 +95,7 @@ def translate(settings: Mapping[str, Any], overrides: Iterable[str] = ()) -> Tra
         found = dialect.translate(settings, role, apply_overrides({}, ours))
         found.results += [KeyResult({}, "of the command line", True, key, value) for key, value in read_overrides(ours)]
     found.settings = apply_overrides(found.settings, ours)
-    check_sections(found.settings)
+    check_sections(found.settings, kind)
     model, data = (found.settings.get(section) or {} for section in ("model", "data"))
     if any(text.startswith("model.") for text in ours):
         found.needs = []
@@ -92,36 +106,42 @@ def translate(settings: Mapping[str, Any], overrides: Iterable[str] = ()) -> Tra
     return found
 
 
-def detect(settings: Mapping[str, Any]) -> Dialect | None:
+def detect(
+    settings: Mapping[str, Any], kind: type[TrainConfig] = TrainConfig, dialects: Dialects = DIALECTS
+) -> Dialect | None:
     """The dialect that owns the top-level keys; None: our own sections. A key of two dialects decides nothing alone."""
-    owners = {key: _owners(str(key), value) for key, value in settings.items()}
+    own = sections_of(kind)
+    titles = {OWN: TITLES[OWN], **{dialect.name: dialect.title for dialect in dialects}}
+
+    def owners_of(key: str, value: Any) -> list[str]:
+        return [OWN] * (key in own) + [dialect.name for dialect in dialects if dialect.owns(key, value)]
+
+    owners = {key: owners_of(str(key), value) for key, value in settings.items()}
     sure = {names[0]: key for key, names in reversed(owners.items()) if len(names) == 1}
     if len(sure) > 1:
-        mixed = " and ".join(f"{key} of {TITLES[name]}" for name, key in reversed(sure.items()))
+        mixed = " and ".join(f"{key} of {titles[name]}" for name, key in reversed(sure.items()))
         raise ConfigError(f"the file mixes {mixed}; write it in one of them, the rest can go on the command line")
     name = next(iter(sure), None) or next((names[0] for names in owners.values() if names), None)
     if name is None and settings:
         path = first_leaf(*next((str(key), value) for key, value in settings.items()))
-        known = [*known_keys(), *SECTIONS, *(key for dialect in DIALECTS for key in dialect.rows)]
+        known = [*known_keys(kind), *own, *(key for dialect in dialects for key in dialect.rows)]
         near = nearest_key(path, known)
         raise ConfigError(f"unknown key {path}; the nearest one of all dialects is {near}")
-    return next((dialect for dialect in DIALECTS if dialect.name == name), None)
+    return next((dialect for dialect in dialects if dialect.name == name), None)
 
 
-def _owners(key: str, value: Any) -> list[str]:
-    return [OWN] * (key in SECTIONS) + [dialect.name for dialect in DIALECTS if dialect.owns(key, value)]
-
-
-def list_keys(dialect: str = OWN) -> dict[str, dict[str, Any]]:
+def list_keys(
+    dialect: str = OWN, kind: type[TrainConfig] = TrainConfig, dialects: Dialects = DIALECTS
+) -> dict[str, dict[str, Any]]:
     """Keys of one dialect by NAME, of our own sections ("sections"), or of everything ("all").
 
     Each with its ``type`` and ``help``; the sections' with their ``default``.
     """
     rows: dict[str, dict[str, Any]] = {}
     if dialect in (OWN, "all"):
-        for key, (kind, default, help) in known_keys().items():
-            rows[key] = {"type": type_name(kind), "default": default, "help": help}
-    for other in DIALECTS:
+        for key, known in known_keys(kind).items():
+            rows[key] = {"type": type_name(known.kind), "default": known.default, "help": known.help}
+    for other in dialects:
         if dialect in (other.name, "all"):
             rows |= {key: {"type": type_name(row.kind), "help": row.help} for key, row in other.rows.items()}
     return rows
@@ -131,7 +151,7 @@ def list_keys(dialect: str = OWN) -> dict[str, dict[str, Any]]:
 
 IDLE: dict[tuple[str, ...], tuple[Callable[[TrainConfig], bool], str]] = {
     ("lora.alpha", "lora.dropout", "lora.target_modules"): (lambda c: c.lora.rank == 0, "lora.rank is 0"),
-    ("data.max_tokens",): (lambda c: not c.data.packing, "data.packing is false"),
+    ("data.max_tokens",): (lambda c: type(c) is TrainConfig and not c.data.packing, "data.packing is false"),
     ("optimizer.betas", "optimizer.eps"): (lambda c: c.optimizer.name == "sgd", "optimizer.name is sgd"),
     ("optimizer.eps",): (lambda c: c.optimizer.name == "lion", "optimizer.name is lion"),
     ("optimizer.muon_lr_scale",): (lambda c: c.optimizer.name != "muon", "optimizer.name is not muon"),
@@ -177,7 +197,7 @@ def idle_settings(config: TrainConfig, settings: Mapping[str, Any]) -> list[str]
         f"{section}.{name}": value
         for section, values in settings.items()
         for name, value in (values or {}).items()
-        if known_keys()[f"{section}.{name}"].default != getattr(getattr(config, section), name)
+        if known_keys(type(config))[f"{section}.{name}"].default != getattr(getattr(config, section), name)
     }
     return [
         f"{key}={value} has no effect: {why}"
