@@ -1,5 +1,6 @@
-"""Policies: log-probabilities without logits, advantages, corrections, losses, a frozen reference model."""
+"""Policies and critics: log-probabilities without logits, advantages, corrections, losses, a frozen reference model."""
 
+from fsdp2x.rl.critic import ValueLoss, ValueModel, gae, value_loss
 from fsdp2x.rl.head import HeadScores, LogitTransform, head_scores
 from fsdp2x.rl.losses import (
     CISPO,
@@ -32,10 +33,14 @@ __all__ = [
     "RowTokens",
     "Scores",
     "StepCount",
+    "ValueLoss",
+    "ValueModel",
     "count_step",
+    "gae",
     "group_advantages",
     "head_scores",
     "importance_weights",
     "policy_loss",
     "score",
+    "value_loss",
 ]

@@ -169,8 +169,8 @@ def policy_loss(
         if scores.entropy is None:
             raise ValueError("policy_loss: an entropy_weight needs entropies: score(..., entropy=True)")
         of_token = of_token - settings.entropy_weight * scores.entropy
-    by_token = row.has_label.to(logp) * (count.ranks / count.tokens).to(logp)
-    loss = (of_token * _factors(settings, row, count, by_token)).sum()
+    by_token = mean_factors("tokens", None, row, count, logp.dtype)
+    loss = (of_token * mean_factors(settings.mean, settings.max_tokens, row, count, logp.dtype)).sum()
     with torch.no_grad():
         k3 = _kl("k3", -difference)
         means = [(values * by_token).sum() for values in (clipped, k3)]
@@ -217,19 +217,26 @@ def _kl(kind: str, difference: torch.Tensor) -> torch.Tensor:
     return k3.detach() + (k2 - k2.detach())
 
 
-def _factors(settings: PolicySettings, row: RowTokens, count: StepCount, by_token: torch.Tensor) -> torch.Tensor:
-    """What each token's loss is multiplied by, before the sum."""
-    if settings.mean == "tokens":
-        return by_token
-    by_sample = (count.ranks / count.samples).to(by_token)
-    if settings.mean == "samples":
-        return row.shares().to(by_token) * by_sample
-    if settings.max_tokens is None:
+def mean_factors(
+    mean: str, max_tokens: int | None, row: RowTokens, count: StepCount, dtype: torch.dtype
+) -> torch.Tensor:
+    """What each token's loss is multiplied by before the sum, [1, positions] of ``dtype``; 0 where there is no label.
+
+    Raises:
+        ValueError: a constant mean without ``max_tokens``.
+    """
+    labels = row.has_label.to(dtype)
+    if mean == "tokens":
+        return labels * (count.ranks / count.tokens).to(labels)
+    by_sample = (count.ranks / count.samples).to(labels)
+    if mean == "samples":
+        return row.shares().to(dtype) * by_sample
+    if max_tokens is None:
         raise ValueError(
-            'policy_loss: mean="constant" needs max_tokens, the same in all steps: '
-            "dataclasses.replace(settings, max_tokens=...)"
+            'mean="constant" needs max_tokens, the same in all steps: policies by dataclasses.replace(settings, '
+            "max_tokens=...), critics by value_loss(..., max_tokens=...)"
         )
-    return row.has_label.to(by_token) * (by_sample / settings.max_tokens)
+    return labels * (by_sample / max_tokens)
 
 
 # ---- between the engine that sampled and the trainer

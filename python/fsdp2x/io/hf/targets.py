@@ -203,9 +203,17 @@ def initial_values(model: nn.Module, targets: list[Target], missing: list[Target
 
 def _run(model: ForeignModel) -> None:
     base, _ = hf_base(model)
-    if is_transformers(base):
-        with original_classes(base):
-            base.initialize_weights()
+    inside: set[nn.Module] = set()  # of transformers models, which may be a part of the model alone
+    for module in base.modules():
+        own = list(module._parameters.values())
+        if module in inside:
+            continue
+        if is_transformers(module) and hasattr(module, "initialize_weights"):
+            inside.update(module.modules())
+            with original_classes(module):
+                module.initialize_weights()
+        elif own and hasattr(module, "reset_parameters") and not any(getattr(param, _MARK, False) for param in own):
+            module.reset_parameters()
     for module in model.modules():
         if hasattr(module, "reset_lora_parameters") and hasattr(module, "active_adapters"):
             for adapter in module.r:
