@@ -1,7 +1,8 @@
 """Rollouts: an engine that samples with log-probabilities and takes weights meanwhile, and what trainers ask it."""
 
+from fsdp2x.rl.rollout.batch import sample
 from fsdp2x.rl.rollout.client import ColocatedRollout, RolloutClient, RolloutError
-from fsdp2x.rl.rollout.sampling import Completion, Sampling, sample
+from fsdp2x.rl.rollout.sampling import Completion, Sampling
 from fsdp2x.rl.rollout.server import RolloutServer
 
 __all__ = ["ColocatedRollout", "Completion", "RolloutClient", "RolloutError", "RolloutServer", "Sampling", "sample"]

@@ -36,7 +36,7 @@ from fsdp2x.rl.head import HeadScores, LogitTransform, head_scores
 # What the model is shown in place of logits: small numbers tell its scale, the last one its soft cap.
 # All are exact in bf16 and fp16.
 _PROBE = (-20.0, -3.0, -0.5, 0.0, 0.25, 1.0, 7.0, 57344.0)
-_NOT_RETURNED = {"logits", "loss", "past_key_values"}
+_NOT_RETURNED = {"logits", "loss", "past_key_values", "cache"}
 _transforms: weakref.WeakKeyDictionary[nn.Module, LogitTransform] = weakref.WeakKeyDictionary()
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import socket
 import threading
 import time
@@ -65,13 +66,14 @@ def test_answers_are_those_of_sample():
     [
         ("sing", {}, "an unknown request 'sing'"),
         ("sample", {}, r"missing \['max_tokens', 'prompts'\]"),
-        ("sample", {"prompts": [[3]], "max_tokens": 2, "top_p": 1.0}, r"unknown \['top_p'\]"),
+        ("sample", {"prompts": [[3]], "max_tokens": 2, "best_of": 1}, r"unknown \['best_of'\]"),
         ("sample", {"prompts": [3], "max_tokens": 2}, "prompts must be lists of token ids"),
         ("sample", {"prompts": [["a"]], "max_tokens": 2}, "token ids must be ints"),
         ("sample", {"prompts": [[True]], "max_tokens": 2}, "token ids must be ints"),
         ("sample", {"prompts": [[3]], "max_tokens": "2"}, "max_tokens must be int"),
         ("sample", {"prompts": [[3]], "max_tokens": 2, "stop_ids": 4}, "stop_ids must be a list"),
         ("sample", {"prompts": [[3]], "max_tokens": 2, "temperature": None}, "temperature must be float"),
+        ("sample", {"prompts": [[3]], "max_tokens": 2, "top_p": 0.0}, "top_p must be above 0"),
         ("sample", {"prompts": [[10**6]], "max_tokens": 2}, "prompt 0 has the token 1000000"),
     ],
 )
@@ -82,6 +84,37 @@ def test_a_bad_request_is_an_answer_and_the_next_one_is_served(kind, body, said)
         with pytest.raises(ValueError, match=said):
             raise ValueError(answer["error"])
         assert asked(connection, "sample", {"prompts": [[3]], "max_tokens": 2})["ok"] is True
+
+
+def test_requests_of_several_trainers_run_together():
+    """The short one is answered while the long one, which came first, is drawn; one that leaves is forgotten."""
+    model = build("qwen3").eval()
+    with serving(model, stop_ids=(4,)) as (address, server), contextlib.ExitStack() as held:
+        first, second, third = (held.enter_context(connected(address)) for _ in range(3))
+        deadline = time.monotonic() + DEADLINE_S
+        is_started, forwards = threading.Event(), threading.Semaphore(0)
+
+        def wait(*_):
+            is_started.set()
+            assert forwards.acquire(timeout=DEADLINE_S)
+
+        model.register_forward_hook(wait)
+        send_frame(first, "sample", {"id": 7, "prompts": [[3, 4, 5]], "max_tokens": 20, "stop_ids": []}, deadline)
+        assert is_started.wait(DEADLINE_S)
+        send_frame(second, "sample", {"id": "b", "prompts": [[6]], "max_tokens": 2, "stop_ids": None}, deadline)
+        send_frame(third, "sample", {"prompts": [[9]] * 3, "max_tokens": 20}, deadline)
+        third.close()
+        while not select.select([second], [], [], 0.02)[0]:
+            forwards.release()
+        _, early, _ = receive_frame(second, deadline)
+        assert server._requests, "the first one is not complete"
+        for _ in range(200):
+            forwards.release()
+        _, late, _ = receive_frame(first, deadline)
+        assert (early["id"], late["id"]) == ("b", 7) and not server._requests and server._batch.is_idle
+        for answer, prompt, asked in ((early, [6], Sampling(2, stop_ids=(4,))), (late, [3, 4, 5], Sampling(20))):
+            (expected,) = sample(model, [prompt], asked)
+            assert answer["completions"][0][1] == expected.tokens
 
 
 def test_nothing_is_sampled_without_weights():

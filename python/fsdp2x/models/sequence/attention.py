@@ -116,7 +116,8 @@ def check_rope(config: Any, longest: int) -> None:
 
 # ---- inputs of a decoder, cut to a range of positions
 
-_IGNORED = {"attention_mask", "cache_position", "labels", "past_key_values", "use_cache"}
+_CACHES = ("cache", "past_key_values")  # transformers' name from 5.24 on, and the one before
+_IGNORED = {"attention_mask", "cache_position", "labels", "use_cache", *_CACHES}
 _SECOND_DIM = {"input_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids", "per_layer_inputs"}
 
 
@@ -249,7 +250,7 @@ class SequenceAttention:
 
     def make_layout(self, inputs: dict[str, Any]) -> SequenceLayout | None:
         """The layout of a forward that was given none; None: run as before the call. Ulysses has its own."""
-        if inputs.get("past_key_values") is not None or inputs.get("use_cache"):
+        if any(inputs.get(name) is not None for name in _CACHES) or inputs.get("use_cache"):
             return None
         return layout_of(inputs)
 
@@ -278,8 +279,8 @@ class SequenceAttention:
         return (), {**kwargs, KEYWORD: found, "attention_mask": None, "use_cache": False}
 
     def _check(self, found: SequenceLayout, inputs: dict[str, Any]) -> None:
-        if inputs.get("past_key_values") is not None:
-            raise ValueError("attention over layouts keeps no cache; pass past_key_values=None, or use disabled()")
+        if name := next((name for name in _CACHES if inputs.get(name) is not None), None):
+            raise ValueError(f"attention over layouts keeps no cache; pass {name}=None, or use disabled()")
         if found.shard is not self.shard:
             raise ValueError(
                 f"{type(self.decoder).__name__}: {found} was not made for this model; under Ulysses pass the inputs "

@@ -19,7 +19,8 @@ from torch import nn
 
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.failures import problems_of_all
-from fsdp2x.rl.rollout.sampling import Completion, Sampling, Version, sample
+from fsdp2x.rl.rollout.batch import MAX_BATCH_ROWS, MAX_BATCH_TOKENS, sample
+from fsdp2x.rl.rollout.sampling import Completion, Sampling, Version
 from fsdp2x.rl.rollout.server import ANSWER, weights_address
 from fsdp2x.rl.sync.receiver.engine import Parameters, WireError, receive_frame, send_frame
 from fsdp2x.rl.sync.targets.base import EngineTarget
@@ -206,8 +207,15 @@ class ColocatedRollout:
     """
 
     @checked
-    def __init__(self, model: nn.Module) -> None:
-        """``model``: a transformers model with a language-model head, unsharded; it belongs to this from now on."""
+    def __init__(
+        self, model: nn.Module, *, max_batch_rows: int = MAX_BATCH_ROWS, max_batch_tokens: int = MAX_BATCH_TOKENS
+    ) -> None:
+        """
+        Args:
+            model: a transformers model with a language-model head, unsharded; it belongs to this from now on.
+            max_batch_rows, max_batch_tokens: as for ``sample``.
+        """
+        self._limits = {"max_batch_rows": max_batch_rows, "max_batch_tokens": max_batch_tokens}
         self._model = model.eval().requires_grad_(False)
         self._parameters = Parameters(dict(model.named_parameters()))
         self._version: Version = None
@@ -247,7 +255,7 @@ class ColocatedRollout:
         if self._request is None:
             raise RuntimeError("fsdp2x.rollout.collect: ask(...) first")
         (prompts, sampling), self._request = self._request, None
-        return sample(self._model, prompts, sampling, weights=self._weights)
+        return sample(self._model, prompts, sampling, weights=self._weights, **self._limits)
 
     @contextlib.contextmanager
     def _weights(self) -> Iterator[Version]:

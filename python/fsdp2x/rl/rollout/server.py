@@ -6,24 +6,28 @@ Frames are those of ``fsdp2x.sync.engine``: a head and JSON, nothing is unpickle
     status  {}                            -> {ok, state, version, reason, pid, vocab_size, has_weights}
     sample  {prompts, <Sampling's fields>} -> {ok, completions: [[prompt, tokens, log_probs, spans, admitted], ...]}
 
-An answer that is not ``ok`` has the text of the ``error``; torn weights are one. One thread does everything, a request
-after the other. Pushes are taken between two tokens, so that a trainer that pushes waits for one token at most.
+A request may have an ``id``, which its answer repeats: answers come in the order in which requests are complete. An
+answer that is not ``ok`` has the text of the ``error``; torn weights are one. One thread does everything. The requests
+of all trainers run in one batch. New ones and pushes are taken between two tokens, so that nobody waits for more than
+one token of the others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import select
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp2x.rl.rollout.sampling import FIELDS, Sampling, Version, sample
+from fsdp2x.rl.rollout.batch import MAX_BATCH_ROWS, MAX_BATCH_TOKENS, Batch, Request
+from fsdp2x.rl.rollout.sampling import FIELDS, Sampling, Version
 from fsdp2x.rl.sync.receiver.engine import (
     Parameters,
     Receiver,
@@ -52,7 +56,15 @@ class RolloutServer:
     """
 
     def __init__(
-        self, model: nn.Module, address: str, *, has_weights: bool = True, push_timeout_s: float = 300.0
+        self,
+        model: nn.Module,
+        address: str,
+        *,
+        has_weights: bool = True,
+        push_timeout_s: float = 300.0,
+        stop_ids: Sequence[int] = (),
+        max_batch_rows: int = MAX_BATCH_ROWS,
+        max_batch_tokens: int = MAX_BATCH_TOKENS,
     ) -> None:
         """
         Args:
@@ -60,13 +72,18 @@ class RolloutServer:
             address: "@name", which leaves no file behind, or the path of a socket, which must not exist.
             has_weights: False: its weights mean nothing before the first push, and nothing is sampled.
             push_timeout_s: how long a trainer may be silent in the middle of a push.
+            stop_ids: tokens that end a response where a request names none.
+            max_batch_rows, max_batch_tokens: as for ``sample``.
 
         Raises:
-            OSError: an address is taken, or cannot be one. ValueError: it is empty.
+            OSError: an address is taken, or cannot be one. ValueError: it is empty, or a limit is below 1.
         """
         if not address.removeprefix("@"):
             raise ValueError(f"RolloutServer: {address!r} is no address; give @name or the path of a socket")
         self._model, self._address, self._has_weights = model.eval(), address, has_weights
+        self._batch = Batch(self._model, self._weights, max_rows=max_batch_rows, max_tokens=max_batch_tokens)
+        self._stop_ids = tuple(stop_ids)
+        self._requests: dict[Request, tuple[socket.socket, dict[str, Any]]] = {}  # and what their answers begin with
         self._connections: list[socket.socket] = []
         self._num_visits = 0
         parameters = Parameters(dict(model.named_parameters()))
@@ -106,12 +123,14 @@ class RolloutServer:
         began = time.monotonic()
         while True:
             waiting = [self._listener, *self._connections, *self._receiver.sockets]
-            ready, _, _ = select.select(waiting, [], [], 1.0)
-            self._receiver.poll()
+            ready, _, _ = select.select(waiting, [], [], 1.0 if self._batch.is_idle else 0.0)
+            self._take_push()
             if self._listener in ready:
                 self._accept()
             for connection in [connection for connection in self._connections if connection in ready]:
-                self._answer(connection)
+                self._read(connection)
+            if not self._batch.is_idle:
+                self._step()
             if contact_s is not None and not self._connections:
                 if self._num_visits or time.monotonic() - began > contact_s:
                     return
@@ -124,25 +143,57 @@ class RolloutServer:
         else:
             connection.close()
 
-    def _answer(self, connection: socket.socket) -> None:
+    def _read(self, connection: socket.socket) -> None:
         """One request; a trainer that has left, or does not speak this protocol, is let go."""
         try:
             kind, body, files = receive_frame(connection, time.monotonic() + _FRAME_S)
             close_files(files)
-            send_frame(connection, ANSWER, self._reply(kind, body), time.monotonic() + _FRAME_S)
         except WireError:
-            connection.close()
-            self._connections.remove(connection)
-
-    def _reply(self, kind: str, body: dict[str, Any]) -> dict[str, Any]:
+            return self._let_go(connection)
+        head = {"id": body.pop("id")} if "id" in body else {}
         try:
             if kind == "status":
-                return {"ok": True, **self._status()}
-            if kind == "sample":
-                return {"ok": True, "completions": self._sample(body)}
-            raise ValueError(f"an unknown request {kind!r}; there are 'status' and 'sample'")
+                self._answer(connection, {**head, "ok": True, **self._status()})
+            elif kind == "sample":
+                self._requests[self._take_up(body)] = connection, head
+            else:
+                raise ValueError(f"an unknown request {kind!r}; there are 'status' and 'sample'")
         except Exception as error:
-            return {"ok": False, "error": f"{type(error).__name__}: {error}"}
+            self._answer(connection, {**head, "ok": False, "error": f"{type(error).__name__}: {error}"})
+        self._finish([request for request in self._requests if not request.num_open])  # of no prompts
+
+    def _answer(self, connection: socket.socket, answer: dict[str, Any]) -> None:
+        try:
+            send_frame(connection, ANSWER, answer, time.monotonic() + _FRAME_S)
+        except WireError:
+            self._let_go(connection)
+
+    def _let_go(self, connection: socket.socket) -> None:
+        connection.close()
+        if connection in self._connections:
+            self._connections.remove(connection)
+        for request in [request for request, (trainer, _) in self._requests.items() if trainer is connection]:
+            self._batch.drop(request)
+            del self._requests[request]
+
+    def _step(self) -> None:
+        """One token of each response."""
+        try:
+            done = self._batch.step()
+        except Exception as error:
+            failed, self._requests = self._requests, {}
+            self._batch.clear()
+            for connection, head in failed.values():
+                self._answer(connection, {**head, "ok": False, "error": f"{type(error).__name__}: {error}"})
+        else:
+            self._finish(done)
+
+    def _finish(self, done: Sequence[Request]) -> None:
+        for request in done:
+            if request in self._requests:  # not after its trainer has left
+                connection, head = self._requests.pop(request)
+                found = [[c.prompt, c.tokens, c.log_probs, c.spans, c.admitted] for c in request.completions()]
+                self._answer(connection, {**head, "ok": True, "completions": found})
 
     def _status(self) -> dict[str, Any]:
         vocab_size = self._model.config.get_text_config().vocab_size  # type: ignore[operator, union-attr]
@@ -151,16 +202,22 @@ class RolloutServer:
     def _is_ready(self) -> bool:
         return self._has_weights or self._receiver.status["state"] != "initial"
 
-    def _sample(self, body: dict[str, Any]) -> list[list[Any]]:
+    def _take_up(self, body: dict[str, Any]) -> Request:
         if not self._is_ready():
             raise RuntimeError("this engine was started without weights: push before anything is sampled")
-        found = sample(self._model, *read_request(body), weights=self._weights)
-        return [[c.prompt, c.tokens, c.log_probs, c.spans, c.admitted] for c in found]
+        prompts, sampling = read_request(body)
+        if sampling.stop_ids is None:
+            sampling = dataclasses.replace(sampling, stop_ids=self._stop_ids)
+        return self._batch.add(prompts, sampling)
+
+    def _take_push(self) -> None:
+        if self._receiver.poll() is not None:
+            self._batch.forget_cache()  # also after another push of the same version
 
     @contextlib.contextmanager
     def _weights(self) -> Iterator[Version]:
         """The weights for one forward; a push that waits is taken before."""
-        self._receiver.poll()
+        self._take_push()
         with self._receiver.reading() as version:
             yield version
 
@@ -181,9 +238,9 @@ def read_request(body: dict[str, Any]) -> tuple[list[list[int]], Sampling]:
     if not all(type(token) is int for prompt in prompts for token in prompt):
         raise TypeError("a request to sample: token ids must be ints")
     settings = {name: value for name, value in body.items() if name in FIELDS}
-    if not isinstance(settings.get("stop_ids", []), list):
-        raise TypeError(f"a request to sample: stop_ids must be a list, got {settings['stop_ids']!r}")
-    settings["stop_ids"] = tuple(settings.get("stop_ids", ()))
+    if not isinstance(stop_ids := settings.get("stop_ids"), list | None):
+        raise TypeError(f"a request to sample: stop_ids must be a list or null, got {stop_ids!r}")
+    settings["stop_ids"] = None if stop_ids is None else tuple(stop_ids)
     return prompts, Sampling(**settings)
 
 
