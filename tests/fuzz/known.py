@@ -20,6 +20,7 @@ STOCK_RAISES = (
     ("Inplace update to inference tensor|Inference tensors cannot be saved", "inference_mode gathered a unit first"),
     ("no attribute 'reduce_scatter_states'", "reset_iter_state before the first forward"),
     ("has changed the type of value", "a returned parameter that the policy casts, behind a hook of its gradient"),
+    ("are out of bounds for storage of size 0", "the last module of a group returns no tensor: nothing is gathered"),
     ("Cannot use ReduceOp.PREMUL_SUM with Gloo", "a gradient divide factor on the CPU"),
 )
 
