@@ -299,6 +299,8 @@ def join_failures(failures: Mapping[int, str], num_ranks: int, what: str) -> str
         joined = next(iter(by_text))
     else:
         joined = "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in by_text.items())
+    subject, _, rest = joined.partition(": ")
+    joined = rest if rest and what.endswith(f" {subject}") else joined  # the same path twice
     return f"{what}: {joined}" if what else joined
 
 

@@ -54,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0 done, 1 failed, 2 a mistake in what was asked for.
 
-    As in a shell, 130 after Ctrl-C, and 141 when nobody reads the output any more.
+    As in a shell, 130 after Ctrl-C, 143 after SIGTERM, and 141 when nobody reads the output any more.
     """
     parser = make_parser()
     args, rest = parser.parse_known_args(argv)
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(f"fsdp2x: {stop or 'interrupted'}\n")
-        return 128 + signal.SIGINT
+        return 128 + getattr(stop, "number", signal.SIGINT)
     except BrokenPipeError:
         # What is left in the buffer has nowhere to go, at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

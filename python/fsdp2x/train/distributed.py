@@ -122,6 +122,11 @@ def mean_over_ranks(value_sum: float, weight: float, device: torch.device) -> fl
     return total / weights
 
 
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether the flag of any rank is set, the same answer on every rank; collective."""
+    return sums_over_ranks([float(flag)], device)[0] > 0
+
+
 def sums_over_ranks(values: list[float], device: torch.device) -> list[float]:
     """Each value's sum, in double precision and rank order."""
     sums = torch.tensor(values, dtype=torch.float64, device=device)
@@ -129,38 +134,77 @@ def sums_over_ranks(values: list[float], device: torch.device) -> list[float]:
     return sums.tolist()
 
 
-# ---- Ctrl-C: the run ends after its step, with a checkpoint; a second one ends it at once
+# ---- Ctrl-C, and SIGTERM of a scheduler: the run ends with a checkpoint; a second Ctrl-C ends it at once
 
 # torchrun gets the terminal's signal as well, and passes it on to its ranks, which have it already.
 _ECHO_S = 2.0
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal ended the run; `number` is that of the signal."""
+
+    def __init__(self, message: str, number: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.number = number
+
+
 class Interrupt:
-    """Inside the block SIGINT is noted instead of raised. Other threads than the main one cannot ask for that."""
+    """Inside the block SIGINT and SIGTERM are noted instead of acting. Only the main thread can ask for that."""
 
     def __init__(self, says: bool) -> None:
-        self.noted = False
+        self.number = 0  # of the first signal
         self._says = says
         self._since = 0.0
-        self._before: Any = None
+        self._before: dict[int, Any] = {}
+
+    @property
+    def noted(self) -> bool:
+        return self.number != 0
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._note)
+            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-            self._before = None
+        while self._before:
+            signal.signal(*self._before.popitem())
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.noted:
-            if "TORCHELASTIC_RUN_ID" in os.environ and now - self._since < _ECHO_S:
+            # A scheduler that means it sends SIGKILL.
+            if number == signal.SIGTERM or "TORCHELASTIC_RUN_ID" in os.environ and now - self._since < _ECHO_S:
                 return
-            raise KeyboardInterrupt("interrupted twice: this run ends without saving")
-        self.noted, self._since = True, now
+            raise Interrupted("interrupted twice: this run ends without saving")
+        self.number, self._since = number, now
         if self._says:
+            name = b"Ctrl-C" if number == signal.SIGINT else b"SIGTERM"
             # Not through logging, whose lock the interrupted code may hold.
-            os.write(2, b"\nfsdp2x: interrupted: ending after this step; once more ends at once, without saving\n")
+            os.write(
+                2, b"\nfsdp2x: " + name + b" received: saving a checkpoint after what runs now. Press Ctrl-C again "
+            )
+            os.write(2, b"to quit without saving.\n")
+
+
+class KillWarning:
+    """Warns once when torchrun would kill an interrupted run before its checkpoint is written."""
+
+    def __init__(self) -> None:
+        self._longest_s, self._longest_save_s = 0.0, 0.0
+        launched = "TORCHELASTIC_RUN_ID" in os.environ
+        self._limit_s = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")) if launched else float("inf")
+
+    def measured(self, kind: str, seconds: float, save_s: float) -> str | None:
+        """Takes the duration of a step or an evaluation, and of the last save; returns the warning, once."""
+        self._longest_s, self._longest_save_s = max(seconds, self._longest_s), max(save_s, self._longest_save_s)
+        needed_s, limit_s = self._longest_s + self._longest_save_s, self._limit_s
+        if needed_s <= limit_s:
+            return None
+        self._limit_s = float("inf")
+        then = f" and a save {self._longest_save_s:.0f} s" if self._longest_save_s else ""
+        return (
+            f"one {kind} takes up to {self._longest_s:.0f} s{then}, but torchrun kills its ranks {limit_s:.0f} s after "
+            "Ctrl-C or SIGTERM, before a checkpoint is complete. Set "
+            f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={2 * needed_s:.0f} in torchrun's environment"
+        )

@@ -80,16 +80,22 @@ def explain(
 ) -> Explanation:
     """Translates and checks everything that can be without the run itself.
 
-    `world_size` defaults to what the config says, else 1; `local_world_size` to one node of at most eight.
+    `world_size` defaults to what the config says, else to its shard group; `local_world_size` to one node of at most
+    eight.
 
     Raises:
         ConfigError: what a run would refuse as well, except what is missing altogether, which is listed.
     """
     translation = translate_file(path, overrides)
+    with translation.told():
+        return _explain(translation, world_size, local_world_size)
+
+
+def _explain(translation: Translation, world_size: int | None, local_world_size: int | None) -> Explanation:
     settings = translation.settings
     sections = {name: build(name, settings) for name in SECTIONS if name not in ("model", "data")}
     parallel, train = sections["parallel"], sections["train"]
-    world_size = world_size or parallel.world_size or 1
+    world_size = world_size or parallel.world_size or max(parallel.fsdp_size or 1, 1)
     plan = plan_mesh(parallel, world_size, local_world_size or usual_node(world_size))
     readers = world_size // parallel.sequence_parallel
     batching = resolve_batching(train, readers)
@@ -99,7 +105,7 @@ def explain(
     )
     if train.mode == "evaluate":
         sentence = f"evaluation only: {batching.eval_batch_size} blocks a rank and forward"
-    found = Explanation(str(path), translation, world_size, plan, sentence)
+    found = Explanation(translation.path, translation, world_size, plan, sentence)
     model = settings.get("model") or {}
     if not (model.get("config") or model.get("path")):
         found.no_units = "they follow from the model, which is missing"

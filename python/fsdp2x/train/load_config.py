@@ -20,11 +20,13 @@ from fsdp2x.train.parse import (
     apply_overrides,
     check_sections,
     first_leaf,
+    key_lines,
     known_keys,
-    nearest_key,
     parse_config,
+    read_config_text,
     read_overrides,
     read_yaml,
+    refuse_unknown,
     sections_of,
     type_name,
 )
@@ -50,21 +52,44 @@ def load(
     path: str | Path, overrides: Iterable[str], *, resume_from: str | None, kind: type[Config], dialects: Dialects
 ) -> Config:
     """`load_config` for a configuration of class `kind`, in its sections or in one of `dialects`."""
-    translation = translate(read_yaml(path), overrides, kind, dialects)
+    return config_of(translate_file(path, overrides, kind, dialects), kind, resume_from=resume_from)
+
+
+def config_of(translation: Translation, kind: type[Config], *, resume_from: str | None = None) -> Config:
+    """The config of a translated file; raises `ConfigError` as `load_config` does."""
+    path = translation.path
     if translation.needs:
         raise ConfigError(f"{path} says not enough to run; it needs {'; '.join(translation.needs)}")
-    config = parse_config(translation.settings, kind)
+    with translation.told():
+        config = parse_config(translation.settings, kind)
     if os.environ.get("RANK", "0") == "0":
         for sentence in [*translation.without_effect(), *idle_settings(config, translation.settings)]:
-            logger.warning("%s: %s", path, sentence)
+            logger.warning("%s: %s", path, translation.reword(sentence).removeprefix(f"{path}:"))
     if resume_from is None:
         return config
     return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume_from=resume_from))
 
 
-def translate_file(path: str | Path, overrides: Iterable[str] = ()) -> Translation:
+def translate_file(
+    path: str | Path,
+    overrides: Iterable[str] = (),
+    kind: type[TrainConfig] = TrainConfig,
+    dialects: Dialects = DIALECTS,
+) -> Translation:
     """Reads a YAML file of any dialect. `overrides` are `key=value` in the file's dialect, or in our sections."""
-    return translate(read_yaml(path), overrides)
+    text = read_config_text(path)
+    settings, overrides = read_yaml(path, text), list(overrides)
+    given = {key for key, _ in read_overrides(overrides)}
+    source = Translation("", path=str(path), lines=key_lines(text), overridden=given)
+    with source.told():
+        found = translate(settings, overrides, kind, dialects)
+    return dataclasses.replace(found, path=source.path, lines=source.lines, overridden=source.overridden)
+
+
+# How other trainers, and words without a section, say where a run goes on.
+_RESUMES = ("resume_from", "resume-from", "resume_from_checkpoint")
+# At the top of what `accelerate config` writes.
+_ACCELERATE = {"compute_environment", "fsdp_config", "num_processes", "num_machines", "deepspeed_config"}
 
 
 def translate(
@@ -82,6 +107,8 @@ def translate(
     ours, theirs, role = [], [], None
     for text in overrides:
         ((key, value),) = read_overrides([text])
+        if key in _RESUMES:
+            key, text = "checkpoint.resume_from", f"checkpoint.resume_from={text.partition('=')[2]}"
         if key == "role":
             role = str(value)
         else:
@@ -123,10 +150,13 @@ def detect(
         raise ConfigError(f"the file mixes {mixed}; write it in one of them, the rest can go on the command line")
     name = next(iter(sure), None) or next((names[0] for names in owners.values() if names), None)
     if name is None and settings:
-        path = first_leaf(*next((str(key), value) for key, value in settings.items()))
-        known = [*known_keys(kind), *own, *(key for dialect in dialects for key in dialect.rows)]
-        near = nearest_key(path, known)
-        raise ConfigError(f"unknown key {path}; the nearest one of all dialects is {near}")
+        if len(_ACCELERATE & settings.keys()) > 1:
+            raise ConfigError(
+                "this is a config of accelerate, not of a training run. Start a script with it: "
+                "accelerate launch --config_file FILE -m fsdp2x.run script.py"
+            )
+        unknown = {path: path for path in (first_leaf(str(key), value) for key, value in settings.items())}
+        refuse_unknown(unknown, [*known_keys(kind), *own, *(key for dialect in dialects for key in dialect.rows)])
     return next((dialect for dialect in dialects if dialect.name == name), None)
 
 

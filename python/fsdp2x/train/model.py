@@ -29,6 +29,7 @@ from fsdp2x.models.tiled_mlp import apply_tiled_mlp
 from fsdp2x.sharding.offload import HostOffloadPolicy, OffloadMode
 from fsdp2x.sharding.wrap import AutoWrap, plan_units
 from fsdp2x.train.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig, as_config_error
+from fsdp2x.train.parse import refuse_unknown
 from fsdp2x.train.schedule import decay_groups
 from fsdp2x.train.strategy import MeshPlan, plan_expert_mesh
 from fsdp2x.train.tokenizer import Tokenizer
@@ -159,11 +160,7 @@ def make_hf_config(config: ModelConfig, tokenizer: Tokenizer | None) -> Any:
         raise ConfigError(f"model.config.model_type: transformers knows no {model_type!r}; the nearest is {near}")
     defaults = AutoConfig.for_model(model_type)
     known = {*defaults.to_dict(), *defaults.attribute_map, *OLDER_KEYS}
-    for key in settings:
-        if key not in known:
-            raise ConfigError(
-                f"unknown key model.config.{key}; the nearest known one of {model_type} is {_nearest(key, known)}"
-            )
+    refuse_unknown({f"model.config.{key}": key for key in settings if key not in known}, known)
     if tokenizer is not None:
         settings.setdefault("vocab_size", tokenizer.vocab_size)
     for name in ("bos_token_id", "eos_token_id"):

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import re
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
@@ -19,12 +20,17 @@ from fsdp2x.train.config import DTYPE_NAMES, ConfigError, TrainConfig, dtype_nam
 # ---- plain mappings
 
 
-def read_yaml(path: str | Path) -> dict:
-    """The mapping of a file, which may be a pipe; raises `ConfigError`."""
+def read_config_text(path: str | Path) -> str:
+    """The text of a file, which may be a pipe; raises `ConfigError`."""
     try:
-        text = read_text(Path(path), MOST_BYTES, may_be_pipe=True)
+        return read_text(Path(path), MOST_BYTES, may_be_pipe=True)
     except CheckpointError as error:
         raise ConfigError(f"config file {error}") from None
+
+
+def read_yaml(path: str | Path, text: str | None = None) -> dict:
+    """The mapping of a file, or of its ``text`` if that is known; raises `ConfigError`."""
+    text = read_config_text(path) if text is None else text
     settings = load_yaml(text, f"config file {path}")
     if settings is None:
         settings = {}
@@ -149,7 +155,7 @@ def build(section: str, settings: Mapping[str, Any], kind: type[TrainConfig] = T
 
 
 def check_sections(settings: Mapping[str, Any], kind: type[TrainConfig] = TrainConfig) -> None:
-    """Raises `ConfigError` for a key that no section has; it names the nearest one."""
+    """Raises `ConfigError` for keys that no section has; it names the nearest ones."""
     sections = sections_of(kind)
     known, wrong = [*known_keys(kind), *sections], []
     for section, values in settings.items():
@@ -158,18 +164,97 @@ def check_sections(settings: Mapping[str, Any], kind: type[TrainConfig] = TrainC
         elif isinstance(values, Mapping):
             inner = {f"{section}.{name}": value for name, value in values.items()}
             wrong += [first_leaf(path, value) for path, value in inner.items() if path not in known]
-    if wrong:
-        near = nearest_key(wrong[0], known)
-        raise ConfigError(f"unknown key {wrong[0]}; the nearest known one is {near}")
+    refuse_unknown({path: path for path in wrong}, known)
+
+
+def refuse_unknown(unknown: Mapping[str, str], keys: Collection[str]) -> None:
+    """Raises `ConfigError` with one line for each of the ``unknown`` keys, if there are any.
+
+    ``unknown``: a key as the user wrote it -> as ``keys`` would have it. ``keys``: what is known, or rows by key.
+    """
+    said = []
+    for shown, path in unknown.items():
+        near = nearest_key(path, keys)
+        near = shown.removesuffix(path) + near if near and shown.endswith(f".{path}") else near
+        said.append(f"unknown key {shown}. " + (f"Did you mean {near}?" if near else "Run fsdp2x config list."))
+    if said:
+        raise ConfigError("\n".join(said))
+
+
+# What other trainers call a setting, without dashes and underscores. A value after "=" is part of the suggestion.
+_SYNONYMS = {
+    "optimizer.lr": "lr learningrate peaklr maxlr",
+    "optimizer.name": "optim optimizertype",
+    "optimizer.betas": "beta1 beta2 adambeta1 adambeta2 adambetas",
+    "optimizer.eps": "epsilon adamepsilon adameps",
+    "optimizer.weight_decay": "wd decay adamweightdecay",
+    "schedule.kind": "lrscheduler lrschedulertype lrschedule scheduler schedulertype lrdecaystyle",
+    "schedule.warmup_steps": "warmup numwarmupsteps lrwarmupsteps warmupiters lrwarmupiters",
+    "schedule.warmup_ratio": "warmupfraction lrwarmupratio",
+    "schedule.min_lr_ratio": "minlrrate",
+    "train.epochs": "epoch numepochs numtrainepochs maxepochs maxepoch totalepochs nepochs",
+    "train.steps": "maxsteps numsteps totalsteps trainsteps maxiters iterations trainiters numtrainsteps",
+    "train.batch_size": "bs microbatchsize perdevicetrainbatchsize perdevicebatchsize localbatchsize bszperdevice",
+    "train.global_batch_size": "trainbatchsize totalbatchsize globalbsz",
+    "train.eval_batch_size": "perdeviceevalbatchsize",
+    "train.accumulation": "gradientaccumulation gradientaccumulationsteps gradaccum gradaccumsteps accumulationsteps "
+    "accumulategradbatches",
+    "train.clip": "gradclip clipgrad maxgradnorm gradnorm gradientclipping gradientclipval clipgradnorm maxnorm",
+    "train.seed": "randomseed",
+    "train.eval_every": "evalsteps evalinterval evaliters evalfreq evaluationinterval",
+    "train.activation_checkpointing": "gradientcheckpointing recompute acmode usegradientcheckpointing",
+    "train.compile": "torchcompile usecompile",
+    "checkpoint.save_every": "savesteps saveinterval savefreq checkpointevery checkpointinterval",
+    "checkpoint.keep": "savetotallimit keeplast maxcheckpoints",
+    "checkpoint.resume_from": "resume resumefromcheckpoint loadcheckpoint loaddir",
+    "checkpoint.folder": "checkpointdir ckptdir savedir",
+    "logging.output": "outputdir outdir out logdir savepath",
+    "logging.every": "loggingsteps loginterval logevery",
+    "logging.wandb": "usewandb reportto enablewandb",
+    "model.path": "modelname modelnameorpath pretrain pretrained pretrainedmodelnameorpath modelpath hfcheckpoint",
+    "model.dtype": "torchdtype",
+    "model.attn_implementation": "attention attn attnimplementation flashattn useflashattention",
+    "parallel.param_dtype": "precision mixedprecision computedtype",
+    "parallel.param_dtype=bfloat16": "bf16 bfloat16",
+    "parallel.param_dtype=float16": "fp16 float16 half amp",
+    "parallel.strategy": "shardingstrategy fsdp shardstrategy",
+    "parallel.auto_wrap": "transformerlayerclstowrap fsdptransformerlayerclstowrap autowrappolicy",
+    "parallel.offload": "cpuoffload offloadparams",
+    "data.files": "dataset trainfile trainfiles trainingfiles traindata datapath datasetpath datadir",
+    "data.block_size": "seqlen seqlength sequencelength maxlength maxseqlen maxseqlength cutofflen contextlength",
+    "data.tokenizer": "tokenizername tokenizerpath tokenizernameorpath",
+    "lora.rank": "r lorar lorarank",
+    "lora.alpha": "loraalpha",
+    "lora.dropout": "loradropout",
+    "lora.target_modules": "loratarget loratargetmodules",
+}  # fmt: skip
+_BY_SYNONYM = {word: key for key, words in _SYNONYMS.items() for word in words.split()}
 
 
 def nearest_key(path: str, keys: Collection[str]) -> str:
-    """One of the same last name elsewhere, or one that is spelled alike in the same section; else the most alike."""
+    """The key that ``path`` probably means, "" if none is near.
+
+    First a key of the same last name, then what other trainers call a setting, then a similar spelling.
+    """
     section, _, last = path.rpartition(".")
-    siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
-    alike = [siblings[name] for name in difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)]
     elsewhere = [key for key in keys if key.rpartition(".")[2] == last]
-    return (elsewhere + alike or difflib.get_close_matches(path, keys, n=1, cutoff=0.0))[0]
+    meant, _, value = _BY_SYNONYM.get(re.sub("[-_]", "", last.lower()), "").partition("=")
+    if elsewhere and (section or meant not in keys):
+        return elsewhere[0]
+    siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
+    alike = difflib.get_close_matches(last, siblings, n=1, cutoff=0.8)
+    if meant and not alike:
+        # In another trainer's format, the key of the nearest section that sets the same.
+        same = [key for key in keys if key == meant or meant in getattr(_row(keys, key), "to", ())]
+        if same:
+            best = max(same, key=lambda key: difflib.SequenceMatcher(None, key, path).ratio())
+            return f"{best}={value}" if value and best == meant else best
+    alike = alike or difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)
+    return siblings[alike[0]] if alike else next(iter(difflib.get_close_matches(path, keys, n=1, cutoff=0.7)), "")
+
+
+def _row(keys: Collection[str], key: str) -> Any:
+    return keys[key] if isinstance(keys, Mapping) else None
 
 
 def convert(kind: Any, value: Any, path: str) -> Any:
@@ -282,9 +367,17 @@ def load_yaml(text: str, what: str) -> Any:
     except ConfigError as error:
         raise ConfigError(f"{what}: {error}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{what}: not valid YAML: {' '.join(str(error).split())}") from None
+        mark, problem = getattr(error, "problem_mark", None), _problem(error)
+        line = f":{mark.line + 1}" if mark is not None and "\n" in text else ""
+        shown = (text.splitlines()[mark.line : mark.line + 1] or [""])[0].strip() if mark is not None else ""
+        near = f", near {_short(shown)!r}" if shown else ""
+        raise ConfigError(f"{what}{line}: not valid YAML: {' '.join(problem.split())}{near}") from None
     except Exception as error:  # what PyYAML's constructors let through for tags and dates
         raise ConfigError(f"{what}: a value cannot be read: {' '.join(str(error).split())}") from None
+
+
+def _problem(error: Any) -> str:
+    return ", ".join(filter(None, (getattr(error, name, None) for name in ("context", "problem")))) or str(error)
 
 
 @functools.cache
@@ -332,6 +425,23 @@ def _loader() -> type:
 
     Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
     return Loader
+
+
+def key_lines(text: str) -> dict[str, int]:
+    """The line of each key of a YAML text, by dotted path."""
+    import yaml
+
+    lines: dict[str, int] = {}
+
+    def visit(node: Any, prefix: str) -> None:
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                if isinstance(key.value, str):
+                    lines.setdefault(prefix + key.value, key.start_mark.line + 1)
+                    visit(value, f"{prefix}{key.value}.")
+
+    visit(yaml.compose(text, Loader=_loader()), "")
+    return lines
 
 
 def _refuse_repeated_keys(node: Any) -> None:

@@ -9,8 +9,8 @@ Strategies by name and `fsdp_size` -> the mesh and the resharding that `fully_sh
     HYBRID_SHARD         (N/S, S)    [ddp, fsdp]      all but the last unit   shards inside a node, copies across nodes
     HYBRID_SHARD_ZERO2   (N/S, S)    [ddp, fsdp]      no
 
-S is `fsdp_size`, by default the ranks of one node. Without a name, `fsdp_size` decides: at most 1, or at least N: one
-axis over all ranks; anything between: HSDP. `reshard_after_forward` may then be set by itself.
+S is `fsdp_size`, by default the ranks of one node. Without a name, `fsdp_size` decides. At most 1, or N, is one axis
+over all ranks. A divisor of N in between is HSDP. `reshard_after_forward` may then be set by itself.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ def plan_mesh(config: ParallelConfig, world_size: int, local_world_size: int) ->
             f"parallel.reshard_after_forward: got {reshard!r} with parallel.strategy={name}, which means "
             f"{_yaml(RESHARD[name])}; leave one of the two out"
         )
+    if size is not None and size > 1 and (size > world_size or world_size % size):
+        raise ConfigError(f"parallel.fsdp_size: got {size}, expected a divisor of the {world_size} ranks")
     if name is None:
         split = size is not None and 1 < size < world_size
         name = "FSDP" if not split else "HSDP"
@@ -99,8 +101,7 @@ def plan_mesh(config: ParallelConfig, world_size: int, local_world_size: int) ->
     if size is None:
         size = local_world_size
     if size > world_size or world_size % size:
-        where = "parallel.fsdp_size" if config.fsdp_size is not None else "ranks of this node"
-        raise ConfigError(f"{where}: got {size}, expected a divisor of the {world_size} ranks")
+        raise ConfigError(f"ranks of this node: got {size}, expected a divisor of the {world_size} ranks")
     return MeshPlan(name, (world_size // size, size), ("ddp", "fsdp"), reshard, sp)
 
 

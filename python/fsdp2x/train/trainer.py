@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,16 @@ from fsdp2x.lifecycle.contexts import accumulate
 from fsdp2x.optim import clip_grad_norm_
 from fsdp2x.train.config import ConfigError, TrainConfig, TrainingError
 from fsdp2x.train.data import BlockStream, read_blocks
-from fsdp2x.train.distributed import Interrupt, World, deterministic_algorithms, open_world, sums_over_ranks
+from fsdp2x.train.distributed import (
+    Interrupt,
+    Interrupted,
+    KillWarning,
+    World,
+    any_rank,
+    deterministic_algorithms,
+    open_world,
+    sums_over_ranks,
+)
 from fsdp2x.train.feeds import BlockFeed, make_feed
 from fsdp2x.train.metrics import Logger, Metrics, Observer, WandbLogger, memory_bytes, shard_report
 from fsdp2x.train.model import build_model, build_on_meta, check_folder, make_sharded
@@ -53,6 +63,8 @@ class Trainer:
         self._closing = contextlib.ExitStack()
         self._interrupt: Interrupt | None = None
         self._stops = False  # on all ranks: some rank was interrupted
+        self._saved: checkpoint.Saved | None = None  # the last one
+        self._kill_warning = KillWarning()
         try:
             self._closing.enter_context(deterministic_algorithms(config.train.deterministic))
             self.world = world or open_world(config.parallel.device, config.parallel.timeout_s)
@@ -230,7 +242,7 @@ class Trainer:
         """Trains until `num_steps`, evaluating, saving and reporting as configured; or only evaluates.
 
         Raises:
-            KeyboardInterrupt: SIGINT came to any rank, once a step was finished and saved.
+            Interrupted: SIGINT or SIGTERM came to any rank, and what ran then was finished and saved.
             TrainingError: the loss is not a number.
         """
         if not self.training:
@@ -244,11 +256,15 @@ class Trainer:
         config = self.config
         last_saved = self.step if config.checkpoint.resume_from is not None else None
         tokens, since = 0, time.perf_counter()
+        first = self.step + 1  # its duration says nothing of the others
         while self.step < self.num_steps:
+            begun = time.perf_counter()
             self.observer.before_step(self.step + 1)
             with self.world.lost_ranks.named(f"training step {self.step + 1}"):
                 loss, grad_norm, lr = self.train_step()
             self.observer.after_step(self.step, self.model, self.optimizer)
+            if self.step != first:
+                self._took("step", time.perf_counter() - begun)
             tokens += self.num_tokens
             last = self.step == self.num_steps
             if self.step % config.logging.every == 0 or last or self.skipped:
@@ -267,13 +283,17 @@ class Trainer:
                 )
                 tokens, since = 0, now
             pause = time.perf_counter()
-            if config.train.eval_every and (self.step % config.train.eval_every == 0 or last):
+            # Ranks agree to stop by the sum of each step, and again after whatever takes long.
+            if config.train.eval_every and (self.step % config.train.eval_every == 0 or last) and not self._stops:
                 self._report_evaluation()
+                self._took("evaluation", time.perf_counter() - pause)
+                self._stops = any_rank(self._is_interrupted, self.world.device)
             due = config.checkpoint.save_every and self.step % config.checkpoint.save_every == 0
             if due or (last and config.checkpoint.save_last):
                 self.save()
                 last_saved = self.step
-            if self._stops and not last:
+                self._stops = self._stops or not last and any_rank(self._is_interrupted, self.world.device)
+            if self._stops:
                 self._end_early(last_saved)
             # Throughput is that of training alone.
             since += time.perf_counter() - pause
@@ -298,7 +318,20 @@ class Trainer:
         how = "nothing was saved: checkpoint.save_last=false and checkpoint.save_every=0"
         if last_saved is not None:
             how = f"saved step {last_saved}; go on with --resume_from {self.checkpoints}"
-        raise KeyboardInterrupt(f"interrupted after step {self.step}; {how}")
+        number = self._interrupt.number if self._interrupt is not None else 0
+        raise Interrupted(f"interrupted after step {self.step}; {how}", number or signal.SIGINT)
+
+    @property
+    def _is_interrupted(self) -> bool:
+        return self._interrupt is not None and self._interrupt.noted
+
+    def _took(self, kind: str, seconds: float) -> None:
+        """Warns where an interrupted run would be killed before it has saved."""
+        saves = self.config.checkpoint.save_last or self.config.checkpoint.save_every
+        saved_in = self._saved.seconds if self._saved is not None else None
+        warning = self._kill_warning.measured(kind, seconds, saved_in or 0.0)
+        if warning and saves and self.world.is_main:
+            logger.warning("%s", warning)
 
     def _progress(self) -> dict[str, int]:
         """How much text has been read: in tokens, or in samples where they differ in length."""
@@ -347,8 +380,8 @@ class Trainer:
         Raises:
             TrainingError: on every rank: the mean is not a number, and the step was not skipped.
         """
-        interrupted = float(self._interrupt is not None and self._interrupt.noted)
-        total, ranks, num_interrupted = sums_over_ranks([loss, 1.0, interrupted], self.world.device)
+        sums = [loss, 1.0, float(self._is_interrupted)]
+        total, ranks, num_interrupted = sums_over_ranks(sums, self.world.device)
         mean, self._stops = total / ranks, num_interrupted > 0
         if mean != mean and not self.skipped:
             raise TrainingError(f"the loss of step {self.step} is not a number; lower optimizer.lr or set train.clip")
@@ -401,6 +434,7 @@ class Trainer:
             async_save=config.async_save,
             write_assets=self._write_assets,
         )
+        self._saved = saved
         self.metrics.write("save", self.step, path=str(saved.path), seconds=round(saved.stall_s, 3))
         self.metrics.say("%s %s in %.2f s", "saved" if saved.done else "saving", saved.path, saved.stall_s)
         return saved.path

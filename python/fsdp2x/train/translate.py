@@ -5,14 +5,15 @@ Every key of a file becomes settings, or has no effect for a reason, or is an er
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from fsdp2x.train.config import ConfigError
-from fsdp2x.train.parse import convert, describe, known_keys, nearest_key, set_path, show
+from fsdp2x.train.parse import convert, describe, known_keys, refuse_unknown, set_path, show
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,32 @@ class Translation:
     results: list[KeyResult] = field(default_factory=list)
     needs: list[str] = field(default_factory=list)
     given: dict[str, Any] = field(default_factory=dict)  # values of the file, by the table's keys
+    overridden: set[str] = field(default_factory=set)  # settings of the command line
+    path: str = ""
+    lines: dict[str, int] = field(default_factory=dict)  # of the file's keys
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """A `ConfigError` from inside names the user's key instead of the setting it became, and the key's line."""
+        try:
+            yield
+        except ConfigError as error:
+            raise ConfigError(self.reword(str(error))) from error.__cause__
+
+    def reword(self, message: str) -> str:
+        names: dict[str, str] = {}
+        for result in self.results:
+            if not result.key.startswith("("):
+                names |= {path: result.key for path in result.became if path not in {*names, *self.overridden}}
+        if names:
+            known = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
+            message = re.sub(rf"(?<![\w.])(?:{known})(?!\w|\.\w)", lambda found: names[found[0]], message)
+        return "\n".join(map(self._with_line, message.split("\n")))
+
+    def _with_line(self, sentence: str) -> str:
+        found = re.match(r"(?:unknown key )?([^\s:]+?)(?:=\S*)?[.:,]? ", sentence)
+        line = self.lines.get(found[1]) if found and found[1] not in self.overridden else None
+        return sentence if line is None else f"{self.path}:{line}: {sentence}"
 
     def add(self, result: KeyResult) -> None:
         """Sets what a key became; another key of the file that set it to something else is an error."""
@@ -180,10 +207,12 @@ class Dialect:
 
     def translate(self, settings: Mapping[str, Any], role: str | None, ours: Mapping[str, Any]) -> Translation:
         """All values are checked before any row acts, so that rows may look at other keys of the file."""
-        for leaf in self.read(settings, role):  # a misspelled key comes before the references that it breaks
+        # Misspelled keys come before the references that they break. Of a misspelled block one key is told.
+        unknown: dict[str, ForeignKey] = {}
+        for leaf in self.read(settings, role):
             if leaf.canonical not in self.rows:
-                near = nearest_key(leaf.canonical, self.rows)
-                raise ConfigError(f"unknown key {leaf.shown}; the nearest one of {self.title} is {near}")
+                unknown.setdefault(self._unknown_part(leaf.canonical), leaf)
+        refuse_unknown({leaf.shown: leaf.canonical for leaf in unknown.values()}, self.rows)
         checked = [
             leaf._replace(value=convert(self.rows[leaf.canonical].kind, leaf.value, leaf.shown))
             for leaf in self.read(interpolate(settings), role)
@@ -194,6 +223,11 @@ class Dialect:
             found.add(KeyResult({}, inert, False, shown, value) if inert else row.apply(shown, value, found.given))
         self.finish(found, ours)
         return found
+
+    def _unknown_part(self, canonical: str) -> str:
+        """The first part of a key that begins no known key."""
+        parts = itertools.accumulate(canonical.split("."), lambda one, two: f"{one}.{two}")
+        return next((part for part in parts if not any(f"{key}.".startswith(f"{part}.") for key in self.rows)), "")
 
 
 # ---- references inside a file: `${models.policy_trainer.num_gpu}` stands for the value of that key

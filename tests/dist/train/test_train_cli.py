@@ -104,30 +104,33 @@ def test_ranks_that_outlive_their_launcher_keep_their_folder(config, tmp_path):
     assert status == 0, output
 
 
-def interrupted(config, tmp_path, launcher=(), more=()):
-    """A run that gets SIGINT as from a terminal, launcher and ranks alike; its status and what it says."""
+def interrupted(config, tmp_path, launcher=(), more=(), number=signal.SIGINT):
+    """A run that gets a signal as from a terminal, launcher and ranks alike; its status and what it says."""
     settings = ("train.steps=100000", "schedule.kind=constant", "train.accumulation=1", *more)
     program = programs.Program(*(launcher or ("-m", "fsdp2x", "train")), config, *settings, log=tmp_path / "log")
     try:
         pids = wait_for_step(tmp_path / "run/metrics.jsonl", 3, program)
         for pid in {*pids, program.pid}:
-            os.kill(pid, signal.SIGINT)
+            os.kill(pid, number)
         return program.wait(TIMEOUT_S), program.log.read_text()
     finally:
         program.end()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ctrl_c_saves_after_the_step_and_says_how_to_go_on(config, tmp_path, ranks):
+@pytest.mark.parametrize(
+    ("ranks", "number", "name"),
+    [(1, signal.SIGINT, "Ctrl-C"), (2, signal.SIGINT, "Ctrl-C"), (2, signal.SIGTERM, "SIGTERM")],
+)
+def test_a_signal_saves_after_the_step_and_says_how_to_go_on(config, tmp_path, ranks, number, name):
     launcher = (*torchrun(tmp_path), "-m", "fsdp2x.train") if ranks == 2 else ()
-    status, output = interrupted(config, tmp_path, launcher)
+    status, output = interrupted(config, tmp_path, launcher, number=number)
     saved = (tmp_path / "run/checkpoints/latest").read_text().strip()
     step = int(saved.removeprefix("step-"))
     assert step == max(losses(tmp_path / "run")) and not list((tmp_path / "run").rglob("run.lock"))
     said = (
         f"fsdp2x: interrupted after step {step}; saved step {step}; go on with --resume_from {tmp_path}/run/checkpoints"
     )
-    assert output.count(said) == 1 and output.count("fsdp2x: interrupted: ending after this step") == 1
+    assert output.count(said) == 1 and output.count(f"fsdp2x: {name} received: saving a checkpoint") == 1
     if ranks == 1:  # torchrun ends in its own way
         assert status == 130 and "Traceback" not in output, output
     status, output = command(
@@ -155,6 +158,43 @@ def test_the_second_ctrl_c_ends_at_once(request):
         os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):  # as it was before
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_scheduler_that_asks_again_does_not_lose_the_checkpoint():
+    from fsdp2x.train.distributed import Interrupt
+
+    with Interrupt(says=False) as interrupt:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupt.number == signal.SIGTERM
+
+
+@pytest.mark.parametrize(("launched", "limit", "warned"), [(True, "9", [2]), (True, "", []), (False, "9", [])])
+def test_a_run_that_would_be_killed_before_its_save_warns_once(monkeypatch, launched, limit, warned):
+    from fsdp2x.train.distributed import KillWarning
+
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    if launched:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    if limit:
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", limit)
+    warning = KillWarning()
+    said = [
+        warning.measured(*took)
+        for took in (("step", 4.0, 0.0), ("step", 3.0, 4.0), ("step", 1.0, 6.0), ("step", 9.0, 6.0))
+    ]
+    assert [number for number, one in enumerate(said) if one] == warned
+    if warned:
+        assert "takes up to 4 s and a save 6 s" in said[2] and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=20 in" in said[2]
+
+
+def test_torchruns_limit_is_told_before_anybody_interrupts(config, tmp_path):
+    env = programs.environment(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="0")
+    words = (*torchrun(tmp_path), "-m", "fsdp2x.train", config, "train.steps=4", "train.accumulation=1")
+    done = programs.run(*words, env=env, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("but torchrun kills its ranks 0 s after Ctrl-C or SIGTERM") == 1
 
 
 def test_torchruns_echo_of_ctrl_c_is_no_second_one(monkeypatch):

@@ -1,5 +1,8 @@
 """Settings that need other parts of fsdp2x, through the trainer: each gives the losses of a run without it."""
 
+import os
+import signal
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -69,6 +72,31 @@ def test_settings_that_leave_the_numbers_alone(ctx, model, changes):
         plain = seen("plain", {})
         for number, change in enumerate(changes):
             assert seen(str(number), change) == pytest.approx(plain, abs=1e-5), change
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("during", ["evaluate", "save"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_one_rank_during_long_work_starts_no_further_step(ctx, during, number):
+    from fsdp2x.train import Trainer, parse_config
+    from fsdp2x.train.distributed import Interrupted
+
+    with shared_folder(ctx) as folder:
+        train = {"steps": 6, "eval_every": 2}
+        config = settings(folder / "text", folder / "run", train=train, checkpoint={"save_every": 2})
+        trainer = Trainer(parse_config(config))
+        work = getattr(trainer, during)
+
+        def interrupted():
+            if ctx.rank == 1:
+                os.kill(os.getpid(), number)
+            return work()
+
+        setattr(trainer, during, interrupted)
+        with pytest.raises(Interrupted, match="interrupted after step 2; saved step 2; go on with") as error:
+            trainer.run()
+        trainer.close()
+        assert ctx.rank == 0 or error.value.number == number
 
 
 @distributed(world_sizes=(2, 4))

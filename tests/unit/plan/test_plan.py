@@ -105,8 +105,8 @@ def test_parameters_that_are_counted_as_a_config_says(config, tmp_path, capsys):
 def test_whether_it_fits(config, capsys):
     _, plan = plan_json(capsys, config, "--world-size", 4)
     peak = plan["report"]["peak_bytes"]
-    assert plan_json(capsys, config, "--world-size", 4, "--memory", peak)[0] == 0
-    status, plan = plan_json(capsys, config, "--world-size", 4, "--memory", peak - 1)
+    assert plan_json(capsys, config, "--world-size", 4, "--memory", f"{peak}B")[0] == 0
+    status, plan = plan_json(capsys, config, "--world-size", 4, "--memory", f"{peak - 1}B")
     assert status == 1 and plan["fits"] is False
     assert main(["plan", str(config), "--world-size", "4", "--memory", "1KiB"]) == 1
     text = capsys.readouterr().out
@@ -136,7 +136,10 @@ def test_a_lower_bound_is_next_to_the_rows(config, capsys, device, use):
         (["CONFIG", "a.b=1", "--world-size", "2"], "a.b=1: key=value"),
         (["CONFIG", "--world-size", "4", "--replicas", "3"], "3 replicas do not divide a world of 4 rank(s)"),
         (["CONFIG", "--world-size", "4", "--reshard-after-forward", "3"], "it should be a factor of 4, not 3"),
-        (["CONFIG", "--world-size", "2", "--memory", "much"], "got 'much', expected a size such as 80GiB"),
+        (
+            ["CONFIG", "--world-size", "2", "--memory", "much"],
+            "--memory: got 'much', expected a size with a unit, such as 80GiB",
+        ),
         (["CONFIG", "--world-size", "2", "--auto-wrap", "Qwen3MPL"], "did you mean Qwen3MLP"),
     ],
 )
@@ -165,15 +168,15 @@ def test_the_model_stays_as_it_is():
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("80GiB", 80 * 2**30), ("80G", 80 * 2**30), ("80GB", 80 * 10**9), ("1.5 MiB", 3 * 2**19), ("12", 12), ("7B", 7)],
+    [("80GiB", 80 * 2**30), ("80G", 80 * 2**30), ("80GB", 80 * 10**9), ("1.5 MiB", 3 * 2**19), ("12B", 12), ("7B", 7)],
 )
 def test_sizes(text, expected):
     assert parse_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1G", "1 XB", "1e9"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1G", "1 XB", "1e9", "80", "85899345920"])
 def test_sizes_that_are_none(text):
-    with pytest.raises(ConfigError, match="expected a size such as 80GiB"):
+    with pytest.raises(ConfigError, match="expected a size with a unit, such as .*GiB"):
         parse_bytes(text)
 
 
@@ -226,7 +229,8 @@ def test_what_is_offloaded_needs_no_room_on_the_device(config, capsys):
     assert peaks["all"] < peaks["gradients"] < peaks["none"] and peaks["optimizer"] < peaks["none"]
     assert reports["optimizer"]["host_bytes"] == reports["none"]["optimizer_bytes"]
     assert reports["gradients"]["resident_shard_bytes"] >= reports["gradients"]["shard_bytes"]
-    assert plan("--memory", peaks["all"])[0] == 1 and plan("--memory", peaks["all"], "--offload", "all")[0] == 0
+    assert plan("--memory", f"{peaks['all']}B")[0] == 1
+    assert plan("--memory", f"{peaks['all']}B", "--offload", "all")[0] == 0
     # On the CPU there is nowhere else to put it.
     assert plan("--offload", "all", "--device", "cpu")[1]["report"] == plan("--device", "cpu")[1]["report"]
     main(["plan", str(config), "--world-size", "4", "--offload", "gradients"])

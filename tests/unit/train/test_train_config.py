@@ -33,10 +33,10 @@ def with_settings(**sections):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"train": {"stepz": 3}}, "unknown key train.stepz; the nearest known one is train.steps"),
-        ({"trian": {"steps": 3}}, "unknown key trian.steps; the nearest known one is train.steps"),
-        ({"steps": 3}, "unknown key steps; the nearest known one is train.steps"),
-        ({"checkpoint": {"lr": 3}}, "unknown key checkpoint.lr; the nearest known one is optimizer.lr"),
+        ({"train": {"stepz": 3}}, "unknown key train.stepz. Did you mean train.steps?"),
+        ({"trian": {"steps": 3}}, "unknown key trian.steps. Did you mean train.steps?"),
+        ({"steps": 3}, "unknown key steps. Did you mean train.steps?"),
+        ({"checkpoint": {"lr": 3}}, "unknown key checkpoint.lr. Did you mean optimizer.lr?"),
         ({"train": {"steps": "ten"}}, "train.steps: got 'ten' (str), expected int"),
         ({"train": {"steps": 2.5}}, "train.steps: got 2.5 (float), expected int"),
         ({"train": {"steps": True}}, "train.steps: got True (bool), expected int"),
@@ -213,12 +213,12 @@ MISTAKES = [
 @pytest.mark.parametrize(("text", "reason"), MISTAKES, ids=range(len(MISTAKES)))
 def test_mistakes_are_one_sentence_and_soon(tmp_path, text, reason):
     begun = time.process_time()
-    with pytest.raises(ConfigError, match=f"here: {reason}") as error:
+    with pytest.raises(ConfigError, match=rf"here(:\d+)?: {reason}") as error:
         load_yaml(text, "here")
     assert "\n" not in str(error.value) and len(str(error.value)) < 1000
     assert time.process_time() - begun < 20
     (tmp_path / "x.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=f"config file .*x.yaml: {reason}"):
+    with pytest.raises(ConfigError, match=rf"config file .*x.yaml(:\d+)?: {reason}"):
         read_yaml(tmp_path / "x.yaml")
     if len(text) < 10_000:
         with pytest.raises(ConfigError, match=r"override train\.x="):

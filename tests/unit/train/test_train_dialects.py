@@ -116,7 +116,7 @@ def test_memory_is_planned_for_the_mesh_of_any_dialect(write, capsys):
     assert main(["plan", str(EXAMPLES / "gpt_flat_small.yaml"), "--world-size", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_parameters"] == 689_728
     sizes = []
-    for overrides in ([], ["strategy_config.fsdp_size=2"]):
+    for overrides in (["strategy_config.fsdp_size=4"], ["strategy_config.fsdp_size=2"]):
         text = write(snippets.STRATEGY_TEXT_MODEL)
         assert main(["plan", str(text), TINY, *overrides, "--world-size", "4", "--json"]) == 0
         sizes.append(json.loads(capsys.readouterr().out)["report"]["resting_bytes"])
@@ -197,10 +197,10 @@ NESTED = snippets.NESTED_ALL
 MUTATIONS = [
     # key, spelling, value
     (FLAT, "sharding_strategy:", "shardng_strategy:",
-     "unknown key shardng_strategy; the nearest one of the flat training keys is sharding"),
+     "unknown key shardng_strategy. Did you mean sharding_strategy?"),
     (FLAT, "FULL_SHARD", "FULL_SHARDS", "NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2 or null; did you mean FULL_SHARD?"),
-    (FLAT, "n_embd:", "n_embed:", "unknown key n_embed; the nearest one of the flat training keys is n_embd"),
-    (FLAT, "train_batch: 48", "train_batch: 47", "train.global_batch_size: got 47, expected a multiple of 2 ranks"),
+    (FLAT, "n_embd:", "n_embed:", "unknown key n_embed. Did you mean n_embd?"),
+    (FLAT, "train_batch: 48", "train_batch: 47", "train_batch: got 47, expected a multiple of 2 ranks"),
     (FLAT, "bias: True", "bias: False", "bias: got false; GPT-2 of transformers always has them"),
     (FLAT, "lr: 2e-3", "lr: fast", "lr: got 'fast' (str), expected float"),
     (FLAT, "train_percent: 0.8", "train_percent: 80", "train_percent: got 80.0, expected a fraction in (0, 1]"),
@@ -208,22 +208,23 @@ MUTATIONS = [
     (FLAT, "seed: 114514", "seed: 1\nseed: 2", "seed is set twice, in lines"),
     (FLAT, "seed: 114514", "train: {seed: 1}",
      "mixes data_path of the flat training keys and train of fsdp2x's own sections"),
-    (TRAIN, "fsdp_size:", "fsdp_sise:", "unknown key actor_train.strategy_args.strategy_config.fsdp_sise; the nearest"),
-    (TRAIN, "fsdp_size: 16", "fsdp_size: 5", "parallel.fsdp_size: got 5, expected a divisor of the 16 ranks"),
+    (TRAIN, "fsdp_size:", "fsdp_sise:",
+     "config.fsdp_sise. Did you mean actor_train.strategy_args.strategy_config.fsdp_size?"),
+    (TRAIN, "fsdp_size: 16", "fsdp_size: 5", "strategy_config.fsdp_size: got 5, expected a divisor of the 16 ranks"),
     (TRAIN, "fsdp2_train", "fsdp_train", "expected one of fsdp2_train, fsdp2_infer; did you mean fsdp2_train?"),
     (TRAIN, "param_dtype: bf16", "param_dtype: bf17",
      "param_dtype: got 'bf17' (str), expected one of float32, bfloat16, float16; did you mean bf16?"),
     (TRAIN, "model_type: ~", "model_type: trl", "model_type: got trl; heads for values are not built here"),
     (TRAIN, "list(range(0,16))", "list(range(0,__import__('os').cpu_count()))", "device_mapping: got"),
-    (TRAIN, "strategy_args:", "strategy_argz:", "unknown key actor_train.strategy_argz.strategy_name; the nearest"),
+    (TRAIN, "strategy_args:", "strategy_argz:", "unknown key actor_train.strategy_argz.strategy_name. Did you mean"),
     (TRAIN, "actor_train:", "models: {policy_trainer: {packing: true}}\nactor_train:",
      "mixes models of models.* and runtime_args.* and actor_train of model_args"),
     (TRAIN, "    dtype: bf16\n", "    dtype: bf16\n    ulysses_size: 3\n",
-     "parallel.sequence_parallel: got 3, expected a divisor of the 16"),
+     "actor_train.model_args.ulysses_size: got 3, expected a divisor of the 16"),
     (NESTED, "packing: False", "packng: False",
-     "unknown key models.policy_trainer.packng; the nearest one of models.* and"),
+     "unknown key models.policy_trainer.packng. Did you mean models.policy_trainer.packing?"),
     (NESTED, "policy_trainer:\n    use", "policy_trainr:\n    use",
-     "unknown key models.policy_trainr.use_expandable_segments; the nearest one"),
+     "unknown key models.policy_trainr.use_expandable_segments. Did you mean models.policy_trainer.use"),
     (NESTED, "gpu_per_process: 1\n    num_gpu: 2", "gpu_per_process: 2\n    num_gpu: 2",
      "gpu_per_process: got 2; a rank has one GPU"),
     (NESTED, "train_backend: fsdp", "train_backend: megatron",
@@ -241,10 +242,10 @@ OVERRIDES = [
     (snippets.STRATEGY_ALL, ["role=critic"], "role=critic: the file has actor_train, reference"),
     (FLAT, ["role=actor_train"], "role=actor_train: the flat training keys describe one model"),
     (NESTED, ["role=reward"], "role=reward: expected one of policy_trainer, ref_policy"),
-    (NESTED, ["models.policy_trainer.packin=1"], "unknown key models.policy_trainer.packin; the nearest one of"),
-    (TRAIN, ["optimizer.lrr=1"], "unknown key optimizer.lrr; the nearest known one is optimizer.lr"),
-    (TRAIN, ["optimzer.lr=1"], "unknown key optimzer.lr; the nearest one of"),
-    ("learning_rate: 3", [], "the nearest one of all dialects is training_args.learning_rate"),
+    (NESTED, ["models.policy_trainer.packin=1"], "unknown key models.policy_trainer.packin. Did you mean"),
+    (TRAIN, ["optimizer.lrr=1"], "unknown key optimizer.lrr. Did you mean optimizer.lr?"),
+    (TRAIN, ["optimzer.lr=1"], "unknown key optimzer.lr. Did you mean"),
+    ("learning_rate: 3", [], "config.yaml:1: unknown key learning_rate. Did you mean optimizer.lr?"),
     ("strategy_config: {fsdp_size: 2, reshard_after_forward: sometimes}", [], "expected bool or int or null"),
     ("strategy_config: 3", [], "strategy_config: got 3 (int), expected a mapping"),
     ("actor_train: 3", [], "actor_train: got 3, expected a mapping with model_args"),

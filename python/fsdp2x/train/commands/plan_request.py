@@ -203,14 +203,15 @@ def _filled(request: Request, values: dict[str, Any]) -> Request:
 
 
 def parse_bytes(text: str) -> int:
-    """`80GiB`, `80G` and `85899345920` are the same; `80GB` is 80 * 10**9.
+    """`80GiB`, `80G` and `85899345920B` are the same; `80GB` is 80 * 10**9.
 
     Raises:
-        ConfigError: neither a number nor a number with such a unit.
+        ConfigError: not a number with such a unit.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?\s*", text, flags=re.IGNORECASE)
-    if found is None:
-        raise ConfigError(f"memory: got {text!r}, expected a size such as 80GiB, 512MiB or a number of bytes")
+    if found is None or not (found[2] or found[3]):
+        example = f"{text.strip()}GiB" if found else "80GiB or 512MiB"
+        raise ConfigError(f"--memory: got {text!r}, expected a size with a unit, such as {example}")
     number, unit, suffix = found[1], found[2].upper(), (found[3] or "").lower()
     factor = _DECIMAL_UNITS[unit] if suffix == "b" and unit else _UNITS[unit]
     return int(float(number) * factor)
@@ -246,13 +247,23 @@ def _read_training(
     Raises:
         ConfigError: what a run would refuse, and settings whose bytes cannot be predicted.
     """
-    config = parse_without_text(translate_file(path, overrides).settings)
+    translation = translate_file(path, overrides)
+    with translation.told():
+        config = parse_without_text(translation.settings)
+        return _asked_by(config, world_size, local_world_size, given)
+
+
+def _asked_by(
+    config: TrainConfig, world_size: int, local_world_size: int, given: dict[str, Any]
+) -> tuple[nn.Module, dict[str, Any], bool]:
     parallel, optimizer = config.parallel, config.optimizer
     _refuse_unpredictable(config)
     mesh = plan_mesh(parallel, world_size, local_world_size)
     trains = config.train.mode == "train"
     shares_memory = TransportKind.SHM in (given.get("transport"), parallel.transport)
-    device = given.get("device") or ("cpu" if parallel.device == "cpu" or shares_memory else "cuda")
+    # As a run on this machine would choose.
+    has_gpu = parallel.device == "cuda" or parallel.device == "auto" and torch.cuda.is_available()
+    device = given.get("device") or ("cpu" if shares_memory or not has_gpu else "cuda")
     in_few_bits = parallel.wire_weights is not None or parallel.wire_gradients is not None
     on_one_host = device == "cpu" and mesh.shard_size <= local_world_size
     asked = {

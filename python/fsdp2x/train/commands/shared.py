@@ -20,7 +20,8 @@ def mistake(error: Exception) -> int:
     if error.__cause__ is not None:
         logging.getLogger(__name__).error("unexpected failure", exc_info=error)
     elif os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"fsdp2x: error: {str(error).replace('force=True', '--force')}\n")
+        for line in str(error).replace("force=True", "--force").splitlines():
+            sys.stderr.write(f"fsdp2x: error: {line}\n")
     return 2
 
 

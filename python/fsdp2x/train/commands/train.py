@@ -24,8 +24,9 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "overrides", nargs="*", metavar="key=value", help="settings that replace the file's: train.steps=100"
     )
     command.add_argument(
-        "--resume-from", metavar="PATH", help="a checkpoint, or a folder of them whose latest is taken"
-    )
+        "--resume-from", "--resume-from-checkpoint", "--checkpoint.resume-from",
+        metavar="PATH", help="a checkpoint, or a folder of them whose latest is taken",
+    )  # fmt: skip
     command.add_argument(
         "--report", action="store_true", help="list every parameter with its placement, global and local shape"
     )
@@ -33,12 +34,15 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from fsdp2x.train import TrainingError, load_config, train
+    from fsdp2x.train import TrainConfig, TrainingError, train
+    from fsdp2x.train.load_config import config_of, translate_file
 
     overrides = [*args.overrides, *(["logging.report=true"] if args.report else [])]
-    config = load_config(args.config, overrides, resume_from=args.resume_from)
+    translation = translate_file(args.config, overrides)
+    config = config_of(translation, TrainConfig, resume_from=args.resume_from)
     try:
-        train(config)
+        with translation.told():
+            train(config)
     except TrainingError as error:
         mistake(error)
         return 1

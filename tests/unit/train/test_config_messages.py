@@ -1,0 +1,174 @@
+"""What a newcomer writes first: other trainers' words, several typos, broken YAML. Each message has the line."""
+
+import json
+
+import pytest
+
+import snippets
+from fsdp2x.train.cli import main
+from fsdp2x.train.parse import _SYNONYMS, known_keys
+from training import MODEL
+
+OWN = f"model: {{config: {json.dumps(MODEL)}}}\ndata: {{files: [text]}}\n"
+
+
+@pytest.fixture
+def said(tmp_path, capsys, monkeypatch):
+    """What `fsdp2x train run.yaml` of a text says: the lines of its mistake."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(text, *words, command=("train",), status=2):
+        (tmp_path / "run.yaml").write_text(text)
+        (tmp_path / "text").write_text("some text " * 400)
+        assert main([*command, "run.yaml", *words]) == status
+        lines = capsys.readouterr().err.splitlines()
+        return [line.removeprefix("fsdp2x: error: ") for line in lines if line.startswith("fsdp2x: error: ")]
+
+    return run
+
+
+WORDS = {
+    "optimizer.learning_rate": "optimizer.lr",
+    "learning_rate": "optimizer.lr",
+    "train.epochs_": "train.epochs",
+    "train.num_train_epochs": "train.epochs",
+    "train.per_device_train_batch_size": "train.batch_size",
+    "optimizer.grad_clip": "train.clip",
+    "max_grad_norm": "train.clip",
+    "train.bf16": "parallel.param_dtype=bfloat16",
+    "fp16": "parallel.param_dtype=float16",
+    "train.gradient_accumulation_steps": "train.accumulation",
+    "optimizer.warmup": "schedule.warmup_steps",
+    "optimizer.seed": "train.seed",
+    "logging.output_dir": "logging.output",
+    "model.model_name_or_path": "model.path",
+    "train.gradient_checkpointing": "train.activation_checkpointing",
+    "lora.r": "lora.rank",
+    "lora.lora_alpha": "lora.alpha",
+    "checkpoint.save_total_limit": "checkpoint.keep",
+    "optimizer.lr_scheduler_type": "schedule.kind",
+    "parallel.sharding_strategy": "parallel.strategy",
+    "data.max_seq_length": "data.block_size",
+}
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_other_trainers_words_are_known(said, word):
+    section, _, name = word.rpartition(".")
+    text = f"{section}: {{{name}: 1}}\n" if section else f"{name}: 1\n"
+    text = OWN.replace("data: {", f"data: {{{name}: 1, ") if section == "data" else text + OWN
+    text = OWN.replace("model: {", f"model: {{{name}: 1, ") if section == "model" else text
+    (line,) = said(text)
+    assert line.startswith("run.yaml:") and line.endswith(f"unknown key {word}. Did you mean {WORDS[word]}?")
+
+
+def test_synonyms_mean_settings():
+    words = [word for text in _SYNONYMS.values() for word in text.split()]
+    assert {key.partition("=")[0] for key in _SYNONYMS} <= known_keys().keys() and len(set(words)) == len(words)
+
+
+def test_all_unknown_keys_are_told_with_their_lines(said):
+    text = OWN + "optimizer:\n  lr: 1.0\n  betaz: [0, 0]\ntrain:\n  stepz: 3\n  zzzzzz: 3\n"
+    assert said(text, "train.clipp=3") == [
+        "run.yaml:5: unknown key optimizer.betaz. Did you mean optimizer.betas?",
+        "run.yaml:7: unknown key train.stepz. Did you mean train.steps?",
+        "run.yaml:8: unknown key train.zzzzzz. Run fsdp2x config list.",
+        "unknown key train.clipp. Did you mean train.clip?",
+    ]
+    assert said(OWN.replace("model_type", 'hidden_sizes": 3, "model_type')) == [
+        "run.yaml:1: unknown key model.config.hidden_sizes. Did you mean model.config.hidden_size?"
+    ]
+
+
+@pytest.mark.parametrize("command", [("train",), ("config", "explain"), ("plan", "--world-size", "2")], ids=" ".join)
+def test_values_have_their_line_in_every_command(said, command):
+    assert said(OWN + "train:\n  steps: ten\n", command=command) == [
+        "run.yaml:4: train.steps: got 'ten' (str), expected int or null"
+    ]
+    assert said(OWN + "train: {clip: 1.0}\n", "train.clip=-1", command=command) == [
+        "train.clip: got -1.0, expected a positive number"
+    ]
+
+
+FLAT = "data_path: text\nn_layer: 1\nn_head: 2\nn_embd: 8\nblock_size: 8\nlr: 1.0\n"
+DIALECTS = [
+    (FLAT + "grad_clip: -1\n", "run.yaml:7: grad_clip: got -1.0, expected a positive number"),
+    (FLAT + "warmup_steps: -1\n", "run.yaml:7: warmup_steps: got -1, expected zero or more"),
+    (FLAT + "train_batch: 3\ndevice: cpu\n", "run.yaml:7: train_batch: got 3, expected a multiple of 2 ranks"),
+    (
+        snippets.STRATEGY_TEXT_MODEL.replace("fsdp_size: 16", "fsdp_size: 3"),
+        "strategy_config.fsdp_size: got 3, expected a divisor of the 2 ranks",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "sentence"), DIALECTS, ids=range(len(DIALECTS)))
+def test_mistakes_in_another_format_name_the_users_key(said, text, sentence):
+    (line,) = said(text, "--world-size", "2", command=("config", "explain"))
+    assert sentence in line and "parallel." not in line and "train." not in line
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("model:\n  path: [x\ndata: 1\n", "config file run.yaml:3: not valid YAML: while parsing a flow sequence, "),
+        ("model:\n path: x\n  load: rows\n", "config file run.yaml:3: not valid YAML: "),
+        ("a: 'x\n", "config file run.yaml:2: not valid YAML: while scanning a quoted scalar"),
+    ],
+)
+def test_broken_yaml_names_its_file_and_line(said, text, sentence):
+    (line,) = said(text)
+    assert line.startswith(sentence) and "unicode string" not in line
+
+
+def test_a_config_of_accelerate_is_recognized(said):
+    text = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nuse_cpu: true\n"
+    (line,) = said(text)
+    assert "accelerate launch --config_file FILE -m fsdp2x.run script.py" in line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--resume_from", "gone"],
+        ["--resume-from=gone"],
+        ["--resume_from_checkpoint", "gone"],
+        ["--checkpoint.resume_from", "gone"],
+        ["resume_from=gone"],
+        ["resume-from=gone"],
+        ["resume_from_checkpoint=gone"],
+        ["checkpoint.resume_from=gone"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("text", [OWN, FLAT], ids=["sections", "flat"])
+def test_every_spelling_of_resuming_reaches_the_run(said, text, words):
+    (line,) = said(text, *words)
+    assert line.count("gone") == 1 and line.endswith("gone: no such checkpoint")
+
+
+def test_a_size_needs_a_unit(said):
+    (line,) = said(OWN, "--world-size", "2", "--memory", "80", command=("plan",))
+    assert line == "--memory: got '80', expected a size with a unit, such as 80GiB"
+
+
+def test_a_plan_is_for_the_device_of_the_run(said, capsys, tmp_path, monkeypatch):
+    import torch
+
+    for has_gpu, overrides, device in (
+        (False, (), "cpu"),
+        (True, (), "cuda"),
+        (True, ("parallel.device=cpu",), "cpu"),
+        (False, ("--device", "cuda"), "cuda"),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        said(OWN, *overrides, "--world-size", "2", command=("plan",), status=0)
+        (tmp_path / "run.yaml").write_text(OWN)
+        assert main(["plan", "run.yaml", *overrides, "--world-size", "2"]) == 0
+        assert f"on {device}" in capsys.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.parametrize("size", [3, 16])
+def test_shard_groups_that_do_not_fit_the_ranks_are_refused(said, size):
+    (line,) = said(OWN, f"parallel.fsdp_size={size}", "parallel.device=cpu")
+    assert line == f"parallel.fsdp_size: got {size}, expected a divisor of the 1 ranks"
