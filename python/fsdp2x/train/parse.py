@@ -176,7 +176,9 @@ def refuse_unknown(unknown: Mapping[str, str], keys: Collection[str]) -> None:
     for shown, path in unknown.items():
         near = nearest_key(path, keys)
         near = shown.removesuffix(path) + near if near and shown.endswith(f".{path}") else near
-        said.append(f"unknown key {shown}. " + (f"Did you mean {near}?" if near else "Run fsdp2x config list."))
+        said.append(
+            f"unknown key {shown}. Did you mean {near}?" if near else f"unknown key {shown}. See fsdp2x config list."
+        )
     if said:
         raise ConfigError("\n".join(said))
 

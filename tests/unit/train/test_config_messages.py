@@ -72,7 +72,7 @@ def test_all_unknown_keys_are_told_with_their_lines(said):
     assert said(text, "train.clipp=3") == [
         "run.yaml:5: unknown key optimizer.betaz. Did you mean optimizer.betas?",
         "run.yaml:7: unknown key train.stepz. Did you mean train.steps?",
-        "run.yaml:8: unknown key train.zzzzzz. Run fsdp2x config list.",
+        "run.yaml:8: unknown key train.zzzzzz. See fsdp2x config list.",
         "unknown key train.clipp. Did you mean train.clip?",
     ]
     assert said(OWN.replace("model_type", 'hidden_sizes": 3, "model_type')) == [
