@@ -1,0 +1,221 @@
+"""Renders chat messages into tokens by the tokenizer's chat template, and labels what the assistant says.
+
+Which characters of the rendered text are the assistant's is found in one of two ways:
+
+    {% generation %} in the template   the template marks them itself
+    otherwise                          from render(turns before, add_generation_prompt) to render(turns so far)
+
+The second way needs a template that only appends: what it renders for the first turns must stay when more turns follow.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fsdp2x.base.failures import ConfigError, first_line
+from fsdp2x.models.sequence.packing import IGNORE
+from fsdp2x.train.rows import Row
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# What a row may hold -> the name of its column.
+COLUMNS = {name: name for name in ("messages", "prompt", "completion", "text", "tools")}
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+Tokens = tuple[list[int], list[int]]  # input_ids, labels
+
+
+def check_messages(messages: Any, where: str) -> list[dict[str, Any]]:
+    """Returns the messages if each is a mapping with a known role and a text; raises `ConfigError` with `where`."""
+    if not isinstance(messages, list) or not messages:
+        got = "an empty list" if messages == [] else f"a {type(messages).__name__}"
+        raise ConfigError(f"{where}: expected a list of messages, got {got}.")
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, Mapping):
+            raise ConfigError(f"{where}: message {number}: expected role and content, got a {type(message).__name__}.")
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            missing = ", ".join(map(str, message)) if "role" not in message else repr(role)
+            raise ConfigError(f"{where}: message {number}: expected a role of {', '.join(ROLES)}, got {missing}.")
+        calls_tools = role == "assistant" and message.get("tool_calls")
+        if calls_tools and content is None:
+            continue
+        if not isinstance(content, str):
+            got = "none" if content is None else f"a {type(content).__name__}"
+            raise ConfigError(f"{where}: message {number} ({role}): expected text as content, got {got}.")
+        if role == "assistant" and not content.strip() and not calls_tools:
+            raise ConfigError(f"{where}: message {number}: the assistant's answer is empty.")
+    return messages
+
+
+def require_template(tokenizer: Any) -> str:
+    """Returns the chat template of a transformers tokenizer; raises `ConfigError` if there is none."""
+    try:
+        return tokenizer.get_chat_template()
+    except ValueError:
+        raise ConfigError(
+            "data.tokenizer: the tokenizer has no chat template. Set data.chat_template to the path of a jinja file."
+        ) from None
+
+
+def render_prompt(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, tools: list | None = None, where: str = "prompt"
+) -> list[int]:
+    """Renders messages up to where the assistant's answer begins.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        messages: mappings with role and content.
+        tools: what the template gets as its tools.
+        where: what errors start with, such as `Row.where`.
+
+    Raises:
+        ConfigError: no chat template, wrong messages, or messages that the template refuses.
+    """
+    text = _render(tokenizer, check_messages(list(messages), where), tools, where, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def render_example(tokenizer: Any, row: Row, columns: Mapping[str, str] = COLUMNS) -> Tokens:
+    """Renders one row for supervised fine-tuning.
+
+    A row has, in this order of precedence: `messages`, `prompt` and `completion` (both text, or both messages), or
+    `text`. With messages, all assistant turns are trained, and of `prompt` and `completion` those of the completion.
+    Plain text gets the tokenizer's special tokens and ends with its end mark.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        row: the row.
+        columns: the name of the column for each key of `COLUMNS`.
+
+    Returns:
+        Token ids, and labels of the same length: the token where it is trained, else -100. Not truncated.
+
+    Raises:
+        ConfigError: the row, its file and line, and what is wrong; or the tokenizer has no chat template.
+    """
+    fields = {name: row.fields.get(columns[name]) for name in COLUMNS}
+    if fields["messages"] is not None:
+        return _render_chat(tokenizer, [], fields["messages"], fields["tools"], row.where)
+    prompt, completion = fields["prompt"], fields["completion"]
+    if prompt is not None and completion is not None:
+        if isinstance(prompt, list) and isinstance(completion, list):
+            return _render_chat(tokenizer, prompt, completion, fields["tools"], row.where)
+        _require_text(prompt, columns["prompt"], row.where)
+        _require_text(completion, columns["completion"], row.where)
+        return _render_plain(tokenizer, prompt, completion)
+    if fields["text"] is not None:
+        _require_text(fields["text"], columns["text"], row.where)
+        return _render_plain(tokenizer, "", fields["text"])
+    given = ", ".join(name for name, value in row.fields.items() if value is not None) or "nothing"
+    raise ConfigError(
+        f"{row.where}: expected {columns['messages']}, {columns['prompt']} and {columns['completion']}, or "
+        f"{columns['text']}; got {given}. Set data.columns if the columns have other names."
+    )
+
+
+def _require_text(value: Any, column: str, where: str) -> None:
+    if not isinstance(value, str):
+        raise ConfigError(f"{where}: {column}: expected text, got a {type(value).__name__}.")
+    if not value.strip() and column != "prompt":
+        raise ConfigError(f"{where}: {column} is empty.")
+
+
+def _render_plain(tokenizer: Any, prompt: str, completion: str) -> Tokens:
+    ids, offsets = _tokenize(tokenizer, prompt + completion, add_special_tokens=True)
+    # Special tokens that the tokenizer adds have the offsets (0, 0): the first one is never predicted.
+    labels = _label(ids, offsets, [(len(prompt), len(prompt) + len(completion))])
+    end = tokenizer.eos_token_id
+    if end is not None and ids[-1:] != [end]:
+        ids, labels = [*ids, end], [*labels, end]
+    elif end is not None:
+        labels[-1] = end
+    return ids, labels
+
+
+def _render_chat(tokenizer: Any, before: Any, trained: Any, tools: Any, where: str) -> Tokens:
+    """`before`: messages that are not trained."""
+    messages = (check_messages(before, where) if before else []) + check_messages(trained, where)
+    turns = [i for i, message in enumerate(messages) if i >= len(before) and message["role"] == "assistant"]
+    if not turns:
+        raise ConfigError(f"{where}: no message of the assistant: there is nothing to train.")
+    text = _render(tokenizer, messages, tools, where)
+    first = 0
+    if before:
+        prompt = _render(tokenizer, messages[: len(before)], tools, where, add_generation_prompt=True)
+        _require_prefix(prompt, text, len(before), where)
+        first = len(prompt)
+    if _GENERATION.search(require_template(tokenizer)):
+        return _render_marked(tokenizer, messages, tools, where, first)
+    spans = []
+    for turn in turns:
+        start = _render(tokenizer, messages[:turn], tools, where, add_generation_prompt=True)
+        stop = _render(tokenizer, messages[: turn + 1], tools, where)
+        _require_prefix(start, stop, turn, where)
+        _require_prefix(stop, text, turn, where)
+        spans.append((len(start), len(stop)))
+    ids, offsets = _tokenize(tokenizer, text, add_special_tokens=False)
+    return ids, _label(ids, offsets, spans)
+
+
+def _require_prefix(prefix: str, text: str, turn: int, where: str) -> None:
+    if not text.startswith(prefix):
+        raise ConfigError(
+            f"{where}: the chat template renders messages differently when others follow, so the tokens of message "
+            f"{turn + 1} cannot be found. Set data.chat_template to a template that marks them with {{% generation %}}."
+        )
+
+
+def _render_marked(tokenizer: Any, messages: list, tools: Any, where: str, first: int) -> Tokens:
+    """By the marks of the template, from the character `first` on."""
+    try:
+        found = tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False},
+        )
+    except Exception as error:
+        raise ConfigError(f"{where}: the chat template failed: {first_line(error)}") from None
+    ids, masks, offsets = found["input_ids"], found["assistant_masks"], found["offset_mapping"]
+    labels = [
+        token if mask and start >= first else IGNORE
+        for token, mask, (start, _) in zip(ids, masks, offsets, strict=True)
+    ]
+    return ids, labels
+
+
+def _render(
+    tokenizer: Any, messages: Sequence[Mapping], tools: Any, where: str, *, add_generation_prompt: bool = False
+) -> str:
+    require_template(tokenizer)
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except Exception as error:  # jinja's, or raised by the template
+        raise ConfigError(f"{where}: the chat template failed: {first_line(error)}") from None
+
+
+def _tokenize(tokenizer: Any, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids, and the characters that each one stands for."""
+    try:
+        found = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False)
+    except NotImplementedError:
+        raise ConfigError(
+            f"data.tokenizer: {type(tokenizer).__name__} does not say which characters a token stands for. Use a "
+            "tokenizer with a tokenizer.json."
+        ) from None
+    return found["input_ids"], found["offset_mapping"]
+
+
+def _label(ids: list[int], offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[int]:
+    """The tokens that begin in one of the spans, which are in ascending order; -100 elsewhere."""
+    labels, place = [], 0
+    for token, (start, _) in zip(ids, offsets, strict=True):
+        while place < len(spans) and start >= spans[place][1]:
+            place += 1
+        labels.append(token if place < len(spans) and start >= spans[place][0] else IGNORE)
+    return labels
