@@ -27,7 +27,9 @@ logger = logging.getLogger(__name__)
 
 LOCK = "run.lock"
 # What a run writes into its output folder next to its checkpoints.
-_WRITTEN = (METRICS, "tensorboard", "profile", "memory", "adapter")
+_WRITTEN = (METRICS, "tensorboard", "profile", "memory", "adapter", "samples.jsonl", "engine")
+# A folder of PPO's critic among the checkpoints of its policy.
+CRITIC = "critic"
 
 
 class RunFolder:
@@ -116,7 +118,7 @@ class RunFolder:
         """Deletes the files that a run writes. Other files in the folders stay."""
         assert self.checkpoints is not None, "a run that saves nothing replaces nothing"
         doomed = [self.output / name for name in _WRITTEN]
-        doomed += [self.checkpoints / LATEST, *whole_checkpoints(self.checkpoints)]
+        doomed += [self.checkpoints / CRITIC, self.checkpoints / LATEST, *whole_checkpoints(self.checkpoints)]
         doomed += [path for pattern in (".old-*", ".tmp-*") for path in self.checkpoints.glob(pattern)]
         for path in doomed:
             if path.is_dir():

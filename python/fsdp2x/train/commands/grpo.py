@@ -1,0 +1,42 @@
+"""`fsdp2x grpo`: reinforcement learning of a policy from a YAML file."""
+
+from __future__ import annotations
+
+import argparse
+
+from fsdp2x.train.commands.shared import mistake
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "grpo",
+        help="train a policy from rewards",
+        description=(
+            "Sample responses, reward them and update the policy, as a YAML file says: GRPO, its relatives, or PPO. "
+            "Under torchrun on all its ranks, else in this process alone. `fsdp2x config list --command grpo` has all "
+            "keys."
+        ),
+    )
+    command.add_argument("config", metavar="CONFIG.yaml")
+    command.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that replace the file's: rollout.group_size=16"
+    )
+    command.add_argument(
+        "--resume-from", metavar="PATH", help="a checkpoint, or a folder of them whose latest is taken"
+    )
+    command.set_defaults(run=_grpo)
+
+
+def _grpo(args: argparse.Namespace) -> int:
+    from fsdp2x.rl.rollout.client import RolloutError
+    from fsdp2x.train.config import TrainingError
+    from fsdp2x.train.grpo.load import load_grpo_config
+    from fsdp2x.train.grpo.trainer import train_policy
+
+    config = load_grpo_config(args.config, args.overrides, resume_from=args.resume_from)
+    try:
+        train_policy(config)
+    except (TrainingError, RolloutError) as error:
+        mistake(error)
+        return 1
+    return 0

@@ -1,0 +1,111 @@
+"""The engine of a run: in each trainer's process, in processes that the run starts, or a server that runs already."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+import fsdp2x
+from fsdp2x.base.failures import on_rank_0
+from fsdp2x.rl.rollout.client import ColocatedRollout, RolloutClient
+from fsdp2x.rl.rollout.sampling import Completion, Sampling
+from fsdp2x.rl.sync.targets.base import EngineTarget
+from fsdp2x.train.config import ConfigError
+from fsdp2x.train.distributed import World
+from fsdp2x.train.grpo.config import RolloutSection
+from fsdp2x.train.grpo.http_engines import HttpEngine
+
+END_S = 60
+
+
+class Engine(Protocol):
+    """What samples: `ask` returns at once, `collect` is collective and waits."""
+
+    target: EngineTarget
+
+    def ask(self, prompts: Sequence, sampling: Sampling) -> None: ...
+
+    def collect(self) -> list[Completion]: ...
+
+    def close(self) -> None: ...
+
+
+def start_engine(
+    config: RolloutSection,
+    world: World,
+    output: Path,
+    build: Callable[[], torch.nn.Module],
+    write_config: Callable[[Path], None],
+    closing: contextlib.ExitStack,
+) -> Engine:
+    """The engine that `rollout` asks for; `closing` ends what is started here. Collective.
+
+    Args:
+        build: makes the whole model, for an engine in this process.
+        write_config: writes a `config.json` into a folder, for engines that this run starts.
+
+    Raises:
+        ConfigError: engines of this host are asked for by a run over several hosts.
+        RolloutError: an engine does not answer.
+    """
+    if config.engine == "colocated":
+        return ColocatedRollout(build().to(world.device))
+    if config.engine in ("vllm", "sglang"):
+        return HttpEngine(config.engine, config.addresses[0], timeout_s=config.timeout_s)
+    addresses = config.addresses
+    if world.local_size != world.size:
+        raise ConfigError("rollout.engine: server is for ranks of one host; use vllm or sglang across hosts")
+    if not addresses:
+        addresses = on_rank_0(lambda: [f"@fsdp2x-grpo-{secrets.token_hex(6)}-{i}" for i in range(config.num_engines)])
+        if world.is_main:
+            folder = output / "engine"
+            write_config(folder)
+            for address in addresses:
+                closing.callback(_end, _launch(folder, address, world, config.timeout_s))
+    only = addresses[0] if len(addresses) == 1 else addresses
+    client = RolloutClient(only, contact_s=config.timeout_s, timeout_s=config.timeout_s)
+    closing.callback(client.close)
+    return client
+
+
+def _launch(folder: Path, address: str, world: World, timeout_s: float) -> subprocess.Popen:
+    """A `fsdp2x rollout` process, which ends by itself when its trainers have left."""
+    words = [sys.executable, "-m", "fsdp2x", "rollout", str(folder), "--address", address]
+    words += ["--device", world.device.type, "--once", f"{timeout_s:g}"]
+    launched = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    environment = {name: value for name, value in os.environ.items() if name not in launched}
+    return subprocess.Popen(words, env=environment)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """The trainers have left it before, so that it ends; otherwise it is ended."""
+    try:
+        process.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        try:
+            process.wait(timeout=END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def trainer_asleep(engine: Engine, model: torch.nn.Module, optimizers: Sequence[Any]):
+    """While a colocated engine samples, the trainers' shards and optimizer state are in host memory."""
+    if not isinstance(engine, ColocatedRollout):
+        yield
+        return
+    fsdp2x.sleep(model, optimizers[0])
+    try:
+        yield
+    finally:
+        fsdp2x.wake(model, optimizers[0])

@@ -1,0 +1,461 @@
+"""The loop of `fsdp2x grpo`: sample responses, reward them, compare log-probabilities, update the policy, push it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp2x import checkpoint, rl, sync
+from fsdp2x.base.failures import exchange, run_on_all_ranks
+from fsdp2x.io.hf.load import from_pretrained
+from fsdp2x.lifecycle.api import fully_shard
+from fsdp2x.models.sequence.attention import use_varlen_attention
+from fsdp2x.rl.rollout.sampling import Completion, Sampling
+from fsdp2x.train.config import ConfigError, as_config_error
+from fsdp2x.train.distributed import sums_over_ranks
+from fsdp2x.train.grpo.config import GrpoConfig
+from fsdp2x.train.grpo.engines import start_engine, trainer_asleep
+from fsdp2x.train.grpo.prompts import Prompt, Prompts, PromptStream, read_prompts
+from fsdp2x.train.grpo.rewards import make_rewards, total_reward
+from fsdp2x.train.grpo.update import Batch, Critic, Update
+from fsdp2x.train.model import build_model, check_folder, find_folder, sharding
+from fsdp2x.train.run_folder import CRITIC
+from fsdp2x.train.strategy import resolve_param_dtype
+from fsdp2x.train.tokenizer import choose_tokenizer, make_tokenizer
+from fsdp2x.train.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+PHASES = ("generate", "score", "train", "push")
+SAMPLES = "samples.jsonl"
+
+
+@dataclass
+class Group:
+    """The responses to one prompt, with their rewards."""
+
+    prompt_id: int
+    prompt: Prompt
+    completions: list[Completion] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    parts: dict[str, list[float]] = field(default_factory=dict)  # values of each reward function
+
+    @property
+    def varies(self) -> bool:
+        return max(self.rewards) > min(self.rewards)
+
+
+class GrpoTrainer(Trainer):
+    """Trains a policy from rewards, as a `GrpoConfig` says; `run()` trains, `close()` ends what was begun.
+
+    The checkpoint of a step holds what a resumed run needs to draw the same next prompts. Collective, as `Trainer` is.
+    """
+
+    config: GrpoConfig
+    blocks: Prompts
+    stream: PromptStream
+
+    # ---- what the run is made of
+
+    def _read_inputs(self):
+        config = self.config
+        tokenizer = make_tokenizer(choose_tokenizer(config.data.tokenizer, config.model.path))
+        prompts = read_prompts(config.data, tokenizer, config.train.seed)
+        self.rewards = make_rewards(config.reward, config.data.answer_column)
+        if config.train.eval_every and not prompts.held_out:
+            raise ConfigError("train.eval_every asks for evaluation, but data.held_out=0 keeps no prompts for it")
+        if config.model.load == "rows":
+            check_folder(config.model)
+            return tokenizer, prompts, None
+        return tokenizer, prompts, build_model(config.model, tokenizer, config.train.seed)
+
+    def _make_stream(self) -> PromptStream:
+        return PromptStream(
+            self.blocks,
+            batch_size=self.batching.batch_size,
+            rank=self.world.rank,
+            world_size=self.num_readers,
+            seed=self.config.train.seed,
+            shuffle=self.config.data.shuffle,
+        )
+
+    def _make_feed(self) -> None:
+        """The engine, the reference model and the session of pushes; there are no batches of text."""
+        config, world = self.config, self.world
+        with as_config_error("model"):
+            use_varlen_attention(self.model)
+        self.critic = self._make_critic()
+        self.update = Update(
+            config,
+            self.model,
+            self._make_reference(),
+            self.critic,
+            device=world.device,
+            num_steps=self.num_steps,
+            budget=config.data.max_tokens or max(self.blocks.longest + config.rollout.max_tokens, 2048),
+        )
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.numbers: dict[str, float] = {}
+        self._asked: list[tuple[int, Prompt]] | None = None  # prompts whose responses are awaited
+        self._collected: list[Completion] | None = None  # these, when an evaluation came first
+        self._pushed_step: int | None = None
+        self.engine = start_engine(
+            config.rollout,
+            world,
+            self.output,
+            lambda: build_model(config.model, self.tokenizer, config.train.seed),
+            lambda folder: self._write_engine_folder(folder),
+            self._closing,
+        )
+        adapters = config.lora.rank > 0
+        names: Any = "hf" if adapters or config.rollout.engine in ("vllm", "sglang") else "model"
+        self.sync = sync.connect(
+            self.model,
+            self.engine.target,
+            names=names,
+            merge_adapters=adapters,
+            bucket_bytes=config.rollout.bucket_mib << 20,
+            transport=config.parallel.transport,
+            timeout_s=config.rollout.timeout_s,
+        )
+        self._closing.callback(self.sync.close)
+        stop = config.rollout.stop_ids
+        if stop is None:
+            generation = getattr(self.model, "generation_config", None)
+            found = getattr(generation, "eos_token_id", None)
+            found = self.tokenizer.eos_id if found is None else found
+            stop = [] if found is None else [found] if isinstance(found, int) else list(found)
+        self.stop_ids = tuple(int(token) for token in stop)
+        return None
+
+    def _write_engine_folder(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.assets_config.save_pretrained(str(folder))
+
+    def _make_reference(self) -> rl.Reference | None:
+        """The frozen model of the KL; None: there is no KL, or the policy without its adapters is the reference."""
+        config = self.config
+        if not config.algorithm.kl_weight or config.lora.rank:
+            return None
+        dtype = getattr(torch, config.reference.dtype)
+        wanted = config.model
+        if config.reference.path is not None:
+            wanted = type(wanted)(path=config.reference.path, dtype=config.reference.dtype, load=wanted.load)
+        options = sharding(config.parallel, self.plan, self.world.device, dtype)
+        if wanted.load == "rows":
+            frozen = from_pretrained(find_folder(wanted), dtype=dtype, **options)
+        else:
+            built = run_on_all_ranks(
+                lambda: build_model(wanted, self.tokenizer, config.train.seed).to(dtype), raising=ConfigError
+            )
+            frozen = built.to(self.world.device)
+            with as_config_error("reference"):
+                fully_shard(frozen, auto_wrap=config.parallel.auto_wrap, **options)
+        use_varlen_attention(frozen)
+        return rl.Reference(frozen, offload=config.reference.offload)
+
+    def _make_critic(self) -> Critic | None:
+        """The value model of PPO, from the policy's weights before training."""
+        config = self.config
+        if config.algorithm.name != "ppo":
+            return None
+        built = run_on_all_ranks(
+            lambda: build_model(config.model, self.tokenizer, config.train.seed), raising=ConfigError
+        )
+        model = rl.ValueModel(built).to(self.world.device)
+        use_varlen_attention(model)
+        param_dtype = resolve_param_dtype(config.model, config.parallel, self.world.device)
+        options = sharding(config.parallel, self.plan, self.world.device, param_dtype)
+        with as_config_error("algorithm.name"):
+            fully_shard(model, auto_wrap=config.parallel.auto_wrap, **options)
+        return Critic(model, config.algorithm.critic_lr, config.train.clip)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """At most so many tokens are drawn in a step."""
+        return self.blocks_per_step * self.config.rollout.group_size * self.config.rollout.max_tokens
+
+    def _size_of_step(self) -> tuple[int, str]:
+        return self.blocks_per_step, "prompts"
+
+    def _progress(self) -> dict[str, float]:
+        return {"prompts": self.stream.settled, **self.numbers}
+
+    # ---- sampling
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - began
+
+    def _push(self) -> None:
+        """Gives the engine the weights of now, unless it has them."""
+        if self._pushed_step != self.step:
+            with self._phase("push"):
+                self.sync.push(version=self.step)
+            self._pushed_step = self.step
+
+    def _sampling(self, request: int, num_samples: int, temperature: float) -> Sampling:
+        """Requests are numbered within the run, so that no two ranks or rounds draw alike."""
+        rollout = self.config.rollout
+        seed = (self.config.train.seed * 1_000_003 + request) * self.world.size + self.world.rank
+        return Sampling(
+            max_tokens=rollout.max_tokens,
+            num_samples=num_samples,
+            temperature=temperature,
+            stop_ids=self.stop_ids,
+            seed=seed,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+        )
+
+    def _ask(self, step: int, round_: int) -> None:
+        """Asks for the responses of a step; a round is one of its requests."""
+        rows = self.stream.next_prompts()
+        rollout = self.config.rollout
+        sampling = self._sampling(step * 64 + round_, rollout.group_size, rollout.temperature)
+        self.engine.ask([prompt.tokens for _, prompt in rows], sampling)
+        self._asked = rows
+
+    def _collect(self) -> list[Completion]:
+        with self._phase("generate"), trainer_asleep(self.engine, self.model, [self.optimizer]):
+            return self.engine.collect()
+
+    def _next_groups(self) -> list[Group]:
+        """This rank's groups of the next step; further rounds replace groups whose rewards are all equal."""
+        config, step = self.config, self.step + 1
+        rounds = 1 + config.algorithm.dynamic_sampling
+        groups: list[Group] = []
+        same = total = 0
+        for round_ in range(rounds):
+            if self._asked is None:
+                self._push()
+                self._ask(step, round_)
+            assert self._asked is not None
+            rows, self._asked = self._asked, None
+            completions, self._collected = self._collected, None
+            found = self._judge(rows, self._collect() if completions is None else completions)
+            total, same = total + len(found), same + sum(not group.varies for group in found)
+            groups += [group for group in found if group.varies] if config.algorithm.dynamic_sampling else found
+            counts = exchange(len(groups))
+            if sum(counts) >= self.blocks_per_step:
+                break
+        self.stream.settle()
+        if config.algorithm.dynamic_sampling:
+            groups = groups[: _shares(counts, self.blocks_per_step)[self.world.rank]]
+            if not sum(counts):
+                logger.warning("step %d: all groups have equal rewards after %d rounds", step, rounds)
+        self._note_groups(groups, total, same)
+        return groups
+
+    def _judge(self, rows: Sequence[tuple[int, Prompt]], completions: list[Completion]) -> list[Group]:
+        """Groups with rewards. An error of a reward function on one rank is raised on all."""
+        groups = [Group(prompt_id, prompt) for prompt_id, prompt in rows]
+        for completion in completions:
+            group = groups[completion.prompt]
+            group.completions.append(completion)
+            kept = completion.tokens[:-1] if completion.tokens[-1] in self.stop_ids else completion.tokens
+            group.texts.append(self.tokenizer.decode(kept))
+        texts = [text for group in groups for text in group.texts]
+        prompts = [group.prompt.shown for group in groups for _ in group.texts]
+        columns = {
+            name: [group.prompt.columns.get(name) for group in groups for _ in group.texts]
+            for name in sorted({name for group in groups for name in group.prompt.columns} - {"prompts", "completions"})
+        }
+        sums, parts = run_on_all_ranks(
+            lambda: total_reward(self.rewards, self.config.reward, prompts, texts, columns), raising=ConfigError
+        )
+        place = 0
+        for group in groups:
+            own = slice(place, place := place + len(group.texts))
+            group.rewards, group.parts = sums[own], {name: values[own] for name, values in parts.items()}
+        return groups
+
+    def _note_groups(self, groups: list[Group], total: int, same: int) -> None:
+        """Numbers about what was drawn, over all ranks, and a few samples of rank 0."""
+        rewards = [reward for group in groups for reward in group.rewards]
+        drawn = [completion for group in groups for completion in group.completions]
+        cut = sum(completion.tokens[-1] not in self.stop_ids for completion in drawn)
+        length = sum(len(completion.tokens) for completion in drawn)
+        ages = [self.step - int(version) for c in drawn for version, count in c.spans for _ in range(count)]
+        names = [reward.name for reward in self.rewards]
+        parts = [sum(value for group in groups for value in group.parts[name]) for name in names]
+        sums = sums_over_ranks(
+            [len(rewards), sum(rewards), sum(r * r for r in rewards), cut, length, total, same, sum(ages), len(ages)]
+            + parts,
+            self.world.device,
+        )
+        count, reward, squares, cut, length, total, same, age, aged = sums[:9]
+        count = max(count, 1.0)
+        self.numbers = {
+            "reward": reward / count,
+            "reward_std": math.sqrt(max(squares / count - (reward / count) ** 2, 0.0)),
+            "response_tokens": length / count,
+            "truncated": cut / count,
+            "equal_groups": same / max(total, 1.0),
+            "staleness": age / max(aged, 1.0),
+            "staleness_max": float(max(exchange(max(ages, default=0)))),
+        }
+        self.numbers |= {f"reward_{name}": part / count for name, part in zip(names, sums[9:], strict=True)}
+        rollout, logs = self.config.rollout, (self.step + 1) % self.config.logging.every == 0
+        if self.world.is_main and logs and rollout.log_samples:
+            with open(self.output / SAMPLES, "a", encoding="utf-8") as file:
+                shown = [(g, i) for g in groups for i in range(len(g.texts))][: rollout.log_samples]
+                for group, i in shown:
+                    line = {"step": self.step + 1, "prompt": group.prompt.shown, "completion": group.texts[i],
+                            "reward": group.rewards[i]}  # fmt: skip
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    # ---- a step
+
+    def train_step(self) -> tuple[float, float | None, float]:
+        """Draws the responses of a step and updates the policy by them.
+
+        Returns:
+            The loss (mean over optimizer steps, over all ranks), the gradient's norm before clipping, the rate.
+
+        Raises:
+            TrainingError: on every rank: the loss is not a number, or trainer and engine differ by more than
+                `rollout.tolerance`.
+        """
+        config, optimizer, schedule = self.config, self.optimizer, self.schedule
+        assert optimizer is not None and schedule is not None
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        groups = self._next_groups()
+        samples = [(group, i) for group in groups for i in range(len(group.completions))]
+        if config.rollout.ahead and self.step + 1 < self.num_steps:
+            self._ask(self.step + 2, 0)  # by the weights before this step's update
+        batch = Batch(
+            packed=[_as_sample(group, i) for group, i in samples],
+            rewards=torch.tensor([group.rewards[i] for group, i in samples], dtype=torch.float32),
+            group_ids=[group.prompt_id for group, _ in samples],
+            behaviour=[group.completions[i].log_probs for group, i in samples],
+            versions=[[float(v) for v in group.completions[i].versions] for group, i in samples],
+        )
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+        def step_optimizer() -> float | None:
+            norm = self._update(optimizer, parameters)
+            optimizer.zero_grad(set_to_none=True)
+            return norm
+
+        with self._phase("score"):
+            self.update.score(batch, self.step)
+        lr = schedule.advance()
+        with self._phase("train"):
+            found = self.update.run(batch, self.step, step_optimizer)
+        self.step += 1
+        if config.rollout.ahead:
+            self._push()
+        norm, loss = found.pop("grad_norm", None), found.pop("loss", 0.0)
+        self.numbers |= found
+        self.num_tokens = int(
+            sums_over_ranks([float(sum(len(s["input_ids"]) for s in batch.packed))], self.world.device)[0]
+        )
+        self.numbers |= {f"seconds_{name}": round(value, 3) for name, value in self.seconds.items()}
+        return self._end_step(loss), norm, lr
+
+    # ---- checkpoints
+
+    def save(self) -> Path:
+        """As `Trainer.save`; a critic goes into a folder among the policy's checkpoints."""
+        if self.critic is not None:  # first, so that a checkpoint of the policy always has its critic
+            checkpoint.save(
+                self.checkpoints / CRITIC,
+                self.critic.model,
+                self.critic.optimizer,
+                step=self.step,
+                form=self.config.checkpoint.form,
+                keep=self.config.checkpoint.keep + 1,
+                overwrite=True,
+            )
+        return super().save()
+
+    def _resume(self, resume_from: str) -> Path:
+        path = super()._resume(resume_from)
+        if self.critic is not None:
+            folder = path.parent / CRITIC / path.name
+            checkpoint.load(folder, self.critic.model, self.critic.optimizer)
+        return path
+
+    # ---- evaluation
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Mean reward and pass@k over the held-out prompts, the same on every rank. Collective.
+
+        pass@k is the unbiased estimate of arXiv 2107.03374: 1 - C(n - c, k) / C(n, k) for c correct responses of n.
+        """
+        prompts = self.blocks.held_out[: self.config.train.eval_blocks]
+        rank, size, samples = self.world.rank, self.world.size, self.config.evaluation.samples
+        rows = [(-1 - index, prompt) for index, prompt in enumerate(prompts)][rank::size]
+        if self._asked is not None and self._collected is None:
+            self._collected = self._collect()  # one request at a time
+        self._push()
+        self.engine.ask(
+            [prompt.tokens for _, prompt in rows],
+            self._sampling((1 << 40) + self.step, samples, self.config.rollout.eval_temperature),
+        )
+        groups = self._judge(rows, self._collect())
+        correct = [sum(reward >= self.config.reward.correct for reward in group.rewards) for group in groups]
+        sums = sums_over_ranks(
+            [
+                float(len(groups)),
+                sum(sum(group.rewards) / len(group.rewards) for group in groups),
+                sum(pass_at_k(samples, right, 1) for right in correct),
+                sum(pass_at_k(samples, right, samples) for right in correct),
+            ],
+            self.world.device,
+        )
+        count = max(sums[0], 1.0)
+        found = {"reward": sums[1] / count, "pass@1": sums[2] / count}
+        return found | ({f"pass@{samples}": sums[3] / count} if samples > 1 else {})
+
+    def _report_evaluation(self) -> None:
+        with self.world.lost_ranks.named(f"evaluation after step {self.step}"):
+            found = self.evaluate()
+        self.metrics.write("eval", self.step, **found)
+        self.metrics.say(
+            "step %d  held-out %s", self.step, "  ".join(f"{name} {value:.4f}" for name, value in found.items())
+        )
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Probability that one of `k` of `n` responses is correct, `correct` of which are (arXiv 2107.03374)."""
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def _as_sample(group: Group, index: int) -> dict[str, Any]:
+    prompt, response = group.prompt.tokens, group.completions[index].tokens
+    return {"input_ids": [*prompt, *response], "labels": [-100] * len(prompt) + list(response)}
+
+
+def _shares(counts: list[int], wanted: int) -> list[int]:
+    """How many groups each rank keeps so that there are at most `wanted`: the fullest rank gives up first."""
+    kept = list(counts)
+    for _ in range(sum(counts) - wanted):
+        fullest = max(range(len(kept)), key=lambda rank: (kept[rank], rank))
+        kept[fullest] -= 1
+    return kept
+
+
+def train_policy(config: GrpoConfig) -> None:
+    """Runs a whole training from its config."""
+    trainer = GrpoTrainer(config)
+    try:
+        trainer.run()
+        dist.barrier()
+    finally:
+        trainer.close()
