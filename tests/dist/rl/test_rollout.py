@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import GenerationConfig
 
 import fsdp2x
 from engines import new_address
@@ -17,6 +18,7 @@ from fsdp2x import rl
 from fsdp2x.rollout import ColocatedRollout, RolloutClient, RolloutError, RolloutServer, Sampling
 from harness import dist_run, distributed, programs
 from models import build
+from training import make_words
 
 LIMIT_S = 60.0
 
@@ -241,9 +243,34 @@ def test_the_command_ends_by_a_signal_and_leaves_nothing(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["log", "model"]
 
 
+@pytest.mark.parametrize("kind", ["weights", "config"])
+def test_the_command_takes_tokenizer_and_stop_ids_from_the_folder(tmp_path, kind):
+    build("qwen3").save_pretrained(tmp_path)
+    make_words(["<unk>", "<s>", "<|end|>", *(f"w{i}" for i in range(3, 37))]).save_pretrained(tmp_path)
+    GenerationConfig(eos_token_id=[2, 7]).save_pretrained(tmp_path)
+    if kind == "config":
+        (tmp_path / "model.safetensors").unlink()
+    address = new_address()
+    words = ("-m", "fsdp2x", "rollout", tmp_path, "--address", address, "--once", LIMIT_S, "--max-batch-rows", 2)
+    program = programs.Program(*words, log=tmp_path / "log")
+    try:
+        with RolloutClient(address, timeout_s=LIMIT_S) as client:
+            status = client.status()
+            assert status["stop_ids"] == [2, 7] and status["has_tokenizer"] is True
+            if kind == "weights":
+                client.ask(["w5 w6"], Sampling(20, 8))
+                found = client.collect()
+                assert all(c.tokens[-1] in (2, 7) or len(c.tokens) == 20 for c in found)
+                assert any(len(c.tokens) < 20 for c in found) and found[0].prompt_tokens == [5, 6] and found[0].text
+        assert program.wait(LIMIT_S) == 0
+    finally:
+        program.end()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["model", "--address", "@x", "--stop-ids", "a"], "got 'a', expected token ids such as 2,5, or none"),
         (["nowhere", "--address", "@x"], "no model is at 'nowhere'"),
         (["model", "--address", "@x", "--once", "0"], "--once must be positive"),
         (["model", "--address", "/nowhere/engine"], "No such file"),

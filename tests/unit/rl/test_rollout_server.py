@@ -13,8 +13,9 @@ import pytest
 from engines import new_address
 from fsdp2x.rl.rollout.server import weights_address
 from fsdp2x.rl.sync.receiver.engine import bind_address, receive_frame, send_frame
-from fsdp2x.rollout import RolloutClient, RolloutError, RolloutServer, Sampling, sample
+from fsdp2x.rollout import ColocatedRollout, RolloutClient, RolloutError, RolloutServer, Sampling, sample
 from models import build
+from training import make_words
 
 DEADLINE_S = 60.0
 
@@ -67,8 +68,10 @@ def test_answers_are_those_of_sample():
         ("sing", {}, "an unknown request 'sing'"),
         ("sample", {}, r"missing \['max_tokens', 'prompts'\]"),
         ("sample", {"prompts": [[3]], "max_tokens": 2, "best_of": 1}, r"unknown \['best_of'\]"),
-        ("sample", {"prompts": [3], "max_tokens": 2}, "prompts must be lists of token ids"),
+        ("sample", {"prompts": [3], "max_tokens": 2}, "prompts must be lists of token ids, texts or lists of messages"),
         ("sample", {"prompts": [["a"]], "max_tokens": 2}, "token ids must be ints"),
+        ("sample", {"prompts": [[3], "a"], "max_tokens": 2}, "prompt 1 is text, and the engine has no tokenizer. Save"),
+        ("sample", {"prompts": [[{}]], "max_tokens": 2}, "prompt 0 is a conversation, and the engine has no tokenizer"),
         ("sample", {"prompts": [[True]], "max_tokens": 2}, "token ids must be ints"),
         ("sample", {"prompts": [[3]], "max_tokens": "2"}, "max_tokens must be int"),
         ("sample", {"prompts": [[3]], "max_tokens": 2, "stop_ids": 4}, "stop_ids must be a list"),
@@ -115,6 +118,47 @@ def test_requests_of_several_trainers_run_together():
         for answer, prompt, asked in ((early, [6], Sampling(2, stop_ids=(4,))), (late, [3, 4, 5], Sampling(20))):
             (expected,) = sample(model, [prompt], asked)
             assert answer["completions"][0][1] == expected.tokens
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
+
+
+def make_tokenizer(template=TEMPLATE):
+    made = make_words(["<unk>", "<s>", "<|end|>", "user", *(f"w{i}" for i in range(4, 37))])
+    made.chat_template = template
+    return made
+
+
+def test_text_and_conversations():
+    model, tokenizer, sampling = build("qwen3").eval(), make_tokenizer(), Sampling(5, 2, stop_ids=(2,), seed=1)
+    asked = ["w7 w8", [{"role": "user", "content": "w5 w6"}], (4, 5)]
+    ids = [[7, 8], [3, 5, 6, 9], [4, 5]]
+    expected = sample(model, ids, sampling)
+    colocated = ColocatedRollout(model, tokenizer=tokenizer)
+    colocated._finish(0)
+    with serving(model, tokenizer=tokenizer) as (address, _), RolloutClient(address) as client:
+        assert client.status()["has_tokenizer"] is True
+        for engine in (client, colocated):
+            engine.ask(asked, sampling)
+            found = engine.collect()
+            assert [c.tokens for c in found] == [c.tokens for c in expected]
+            assert [c.prompt_tokens for c in found] == [ids[c.prompt] for c in found]
+            assert [c.text for c in found] == [tokenizer.decode(c.tokens, skip_special_tokens=True) for c in found]
+        with pytest.raises(TypeError, match="must be token ids, text or a list of messages, got a list with 'w7'"):
+            client.ask([["w7"]], sampling)
+    assert all(c.text is None for c in expected)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (None, "prompt 0 is a conversation, and the tokenizer has no chat template. Save a tokenizer with one"),
+        ("{{ raise_exception('roles must alternate') }}", "prompt 0: the chat template fails: .*roles must alternate"),
+    ],
+)
+def test_conversations_that_are_refused(template, said):
+    with pytest.raises(ValueError, match=said):
+        sample(build("qwen3"), [[{"role": "user", "content": "w5"}]], Sampling(2), tokenizer=make_tokenizer(template))
 
 
 def test_nothing_is_sampled_without_weights():

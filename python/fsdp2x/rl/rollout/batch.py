@@ -24,6 +24,7 @@ from torch import nn
 from fsdp2x.rl.rollout.cache import RowCache
 from fsdp2x.rl.rollout.draw import draw, uniforms
 from fsdp2x.rl.rollout.sampling import Completion, Sampling, Version, check_prompts
+from fsdp2x.rl.rollout.text import Prompt, prompt_ids, response_text
 
 MAX_BATCH_ROWS = 256
 MAX_BATCH_TOKENS = 65536
@@ -49,12 +50,14 @@ class Request:
         ]
         self.num_open = len(self.rows)
 
-    def completions(self) -> list[Completion]:
+    def completions(self, tokenizer: Any | None = None) -> list[Completion]:
         """Those of one prompt follow each other."""
-        return [
-            Completion(row.prompt, row.tokens[row.num_prompt :], row.log_probs, row.spans, self.admitted)
-            for row in self.rows
-        ]
+        found = []
+        for row in self.rows:
+            prompt, tokens = row.tokens[: row.num_prompt], row.tokens[row.num_prompt :]
+            text = response_text(tokenizer, tokens)
+            found.append(Completion(row.prompt, tokens, row.log_probs, row.spans, self.admitted, prompt, text))
+        return found
 
 
 class Row:
@@ -270,12 +273,13 @@ def _arguments(kind: type[nn.Module]) -> frozenset[str]:
 
 def sample(
     model: nn.Module,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     sampling: Sampling,
     *,
     weights: Callable[[], AbstractContextManager[Version]] = _unchanging,
     max_batch_rows: int = MAX_BATCH_ROWS,
     max_batch_tokens: int = MAX_BATCH_TOKENS,
+    tokenizer: Any | None = None,
 ) -> list[Completion]:
     """Responses to ``prompts``, ``num_samples`` for each, those of one prompt behind each other.
 
@@ -283,20 +287,21 @@ def sample(
 
     Args:
         model: a transformers model with a language-model head, whose layers keep keys and values.
-        prompts: token ids.
+        prompts: token ids; with ``tokenizer`` also text, or conversations as lists of messages.
         sampling: how to draw.
         weights: entered around each forward, gives the version of the weights meanwhile. Between two forwards they may
             become those of another version.
         max_batch_rows: responses that are drawn together; the others wait.
         max_batch_tokens: limit of these responses times the longest prompt and ``max_tokens`` among them, for memory.
+        tokenizer: of transformers, for prompts and answers as text.
 
     Raises:
-        ValueError: a prompt that cannot be continued.
+        ValueError: a prompt that cannot be continued, or text without a tokenizer or chat template.
         NotImplementedError: layers with another state, such as those of linear attention.
         FloatingPointError: logits are NaN or infinite.
     """
     batch = Batch(model, weights, max_rows=max_batch_rows, max_tokens=max_batch_tokens)
-    request = batch.add(prompts, sampling)
+    request = batch.add(prompt_ids(tokenizer, prompts), sampling)
     while not batch.is_idle:
         batch.step()
-    return request.completions()
+    return request.completions(tokenizer)

@@ -22,6 +22,7 @@ from fsdp2x.base.failures import problems_of_all
 from fsdp2x.rl.rollout.batch import MAX_BATCH_ROWS, MAX_BATCH_TOKENS, sample
 from fsdp2x.rl.rollout.sampling import Completion, Sampling, Version
 from fsdp2x.rl.rollout.server import ANSWER, weights_address
+from fsdp2x.rl.rollout.text import Prompt, plain_prompt
 from fsdp2x.rl.sync.receiver.engine import Parameters, WireError, receive_frame, send_frame
 from fsdp2x.rl.sync.targets.base import EngineTarget
 from fsdp2x.rl.sync.targets.in_process import InProcess
@@ -94,17 +95,19 @@ class RolloutClient:
         """Sends a request of this rank and returns at once; a rank without prompts asks, too. Not collective.
 
         Args:
-            prompts: token ids of each; ranks have their own.
+            prompts: token ids of each, or text, or a list of messages with ``role`` and ``content``, for an engine with
+                a tokenizer; ranks have their own.
             sampling: how to draw.
 
         Raises:
             RuntimeError: the answer to an earlier one was not collected, or the client is closed.
+            TypeError: a prompt is of another kind.
         """
         if self._request is not None:
             raise RuntimeError("fsdp2x.rollout.ask: collect() the answer to the last request first")
         if self._connection is None:
             raise RuntimeError("fsdp2x.rollout.ask: the client is closed")
-        body = {"prompts": [[int(token) for token in prompt] for prompt in prompts], **dataclasses.asdict(sampling)}
+        body = {"prompts": [plain_prompt(prompt) for prompt in prompts], **dataclasses.asdict(sampling)}
         self._request = _Request(self._connection, "sample", body, self._timeout_s)
 
     def collect(self) -> list[Completion]:
@@ -123,8 +126,8 @@ class RolloutClient:
             problem = f"the engine refused: {answer['error']}"
         self._settle("sample", problem)
         return [
-            Completion(prompt, tokens, log_probs, [(version, count) for version, count in spans], admitted)
-            for prompt, tokens, log_probs, spans, admitted in answer["completions"]
+            Completion(i, tokens, log_probs, [(v, n) for v, n in spans], admitted, answer["prompts"][i], text)
+            for i, tokens, log_probs, spans, admitted, text in answer["completions"]
         ]
 
     def status(self) -> dict[str, Any]:
@@ -208,19 +211,28 @@ class ColocatedRollout:
 
     @checked
     def __init__(
-        self, model: nn.Module, *, max_batch_rows: int = MAX_BATCH_ROWS, max_batch_tokens: int = MAX_BATCH_TOKENS
+        self,
+        model: nn.Module,
+        *,
+        max_batch_rows: int = MAX_BATCH_ROWS,
+        max_batch_tokens: int = MAX_BATCH_TOKENS,
+        tokenizer: Any | None = None,
     ) -> None:
         """
         Args:
             model: a transformers model with a language-model head, unsharded; it belongs to this from now on.
-            max_batch_rows, max_batch_tokens: as for ``sample``.
+            max_batch_rows, max_batch_tokens, tokenizer: as for ``sample``.
         """
-        self._limits = {"max_batch_rows": max_batch_rows, "max_batch_tokens": max_batch_tokens}
+        self._options: dict[str, Any] = {
+            "max_batch_rows": max_batch_rows,
+            "max_batch_tokens": max_batch_tokens,
+            "tokenizer": tokenizer,
+        }
         self._model = model.eval().requires_grad_(False)
         self._parameters = Parameters(dict(model.named_parameters()))
         self._version: Version = None
         self._reason = "nothing was pushed yet"
-        self._request: tuple[Sequence, Sampling] | None = None
+        self._request: tuple[Sequence[Prompt], Sampling] | None = None
         #: For ``fsdp2x.sync.connect``, with ``names="model"``.
         self.target: EngineTarget = InProcess(
             self._parameters.load,
@@ -240,7 +252,7 @@ class ColocatedRollout:
     def _abort(self, reason: str) -> None:
         self._reason = reason
 
-    def ask(self, prompts: Sequence, sampling: Sampling) -> None:
+    def ask(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         """As ``RolloutClient.ask``."""
         if self._request is not None:
             raise RuntimeError("fsdp2x.rollout.ask: collect() the answer to the last request first")
@@ -255,7 +267,7 @@ class ColocatedRollout:
         if self._request is None:
             raise RuntimeError("fsdp2x.rollout.collect: ask(...) first")
         (prompts, sampling), self._request = self._request, None
-        return sample(self._model, prompts, sampling, weights=self._weights, **self._limits)
+        return sample(self._model, prompts, sampling, weights=self._weights, **self._options)
 
     @contextlib.contextmanager
     def _weights(self) -> Iterator[Version]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from torch import nn
 
@@ -69,7 +69,7 @@ class Sampling:
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
-FIELDS = tuple(field.name for field in fields(Sampling))
+FIELDS = tuple(one.name for one in fields(Sampling))
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,8 @@ class Completion:
         log_probs: of each of them when it was drawn.
         spans: (version of the weights, number of tokens that it drew), in order.
         admitted: the version when the request was taken up.
+        prompt_tokens: of the prompt, also where it was text.
+        text: of the response without special tokens, where the engine has a tokenizer.
     """
 
     prompt: int
@@ -89,6 +91,8 @@ class Completion:
     log_probs: list[float]
     spans: list[tuple[Version, int]]
     admitted: Version
+    prompt_tokens: list[int] = field(default_factory=list)
+    text: str | None = None
 
     @property
     def versions(self) -> list[Version]:

@@ -3,8 +3,9 @@
 Two sockets of this host: requests come at ``address``, pushes of ``fsdp2x.sync.Peer`` at ``weights_address(address)``.
 Frames are those of ``fsdp2x.sync.engine``: a head and JSON, nothing is unpickled. Each request has one answer:
 
-    status  {}                            -> {ok, state, version, reason, pid, vocab_size, has_weights}
-    sample  {prompts, <Sampling's fields>} -> {ok, completions: [[prompt, tokens, log_probs, spans, admitted], ...]}
+    status  {}                             -> {ok, state, version, reason, pid, vocab_size, has_weights, stop_ids, ...}
+    sample  {prompts, <Sampling's fields>} -> {ok, completions: [[prompt, tokens, log_probs, spans, admitted, text],
+                                               ...], prompts: [token ids, ...]}
 
 A request may have an ``id``, which its answer repeats: answers come in the order in which requests are complete. An
 answer that is not ``ok`` has the text of the ``error``; torn weights are one. One thread does everything. The requests
@@ -28,6 +29,7 @@ from torch import nn
 
 from fsdp2x.rl.rollout.batch import MAX_BATCH_ROWS, MAX_BATCH_TOKENS, Batch, Request
 from fsdp2x.rl.rollout.sampling import FIELDS, Sampling, Version
+from fsdp2x.rl.rollout.text import Prompt, prompt_ids
 from fsdp2x.rl.sync.receiver.engine import (
     Parameters,
     Receiver,
@@ -65,6 +67,7 @@ class RolloutServer:
         stop_ids: Sequence[int] = (),
         max_batch_rows: int = MAX_BATCH_ROWS,
         max_batch_tokens: int = MAX_BATCH_TOKENS,
+        tokenizer: Any | None = None,
     ) -> None:
         """
         Args:
@@ -74,6 +77,7 @@ class RolloutServer:
             push_timeout_s: how long a trainer may be silent in the middle of a push.
             stop_ids: tokens that end a response where a request names none.
             max_batch_rows, max_batch_tokens: as for ``sample``.
+            tokenizer: of transformers, for prompts that are text or messages, and for answers as text.
 
         Raises:
             OSError: an address is taken, or cannot be one. ValueError: it is empty, or a limit is below 1.
@@ -82,7 +86,7 @@ class RolloutServer:
             raise ValueError(f"RolloutServer: {address!r} is no address; give @name or the path of a socket")
         self._model, self._address, self._has_weights = model.eval(), address, has_weights
         self._batch = Batch(self._model, self._weights, max_rows=max_batch_rows, max_tokens=max_batch_tokens)
-        self._stop_ids = tuple(stop_ids)
+        self._stop_ids, self._tokenizer = tuple(stop_ids), tokenizer
         self._requests: dict[Request, tuple[socket.socket, dict[str, Any]]] = {}  # and what their answers begin with
         self._connections: list[socket.socket] = []
         self._num_visits = 0
@@ -188,16 +192,24 @@ class RolloutServer:
         else:
             self._finish(done)
 
-    def _finish(self, done: Sequence[Request]) -> None:
-        for request in done:
+    def _finish(self, complete: Sequence[Request]) -> None:
+        for request in complete:
             if request in self._requests:  # not after its trainer has left
                 connection, head = self._requests.pop(request)
-                found = [[c.prompt, c.tokens, c.log_probs, c.spans, c.admitted] for c in request.completions()]
-                self._answer(connection, {**head, "ok": True, "completions": found})
+                done = request.completions(self._tokenizer)
+                found = [[c.prompt, c.tokens, c.log_probs, c.spans, c.admitted, c.text] for c in done]
+                prompts = list({c.prompt: c.prompt_tokens for c in done}.values())
+                self._answer(connection, {**head, "ok": True, "completions": found, "prompts": prompts})
 
     def _status(self) -> dict[str, Any]:
         vocab_size = self._model.config.get_text_config().vocab_size  # type: ignore[operator, union-attr]
-        return {**self._receiver.status, "vocab_size": vocab_size, "has_weights": self._is_ready()}
+        return {
+            **self._receiver.status,
+            "vocab_size": vocab_size,
+            "has_weights": self._is_ready(),
+            "has_tokenizer": self._tokenizer is not None,
+            "stop_ids": self._stop_ids,
+        }
 
     def _is_ready(self) -> bool:
         return self._has_weights or self._receiver.status["state"] != "initial"
@@ -208,7 +220,7 @@ class RolloutServer:
         prompts, sampling = read_request(body)
         if sampling.stop_ids is None:
             sampling = dataclasses.replace(sampling, stop_ids=self._stop_ids)
-        return self._batch.add(prompts, sampling)
+        return self._batch.add(prompt_ids(self._tokenizer, prompts), sampling)
 
     def _take_push(self) -> None:
         if self._receiver.poll() is not None:
@@ -222,7 +234,7 @@ class RolloutServer:
             yield version
 
 
-def read_request(body: dict[str, Any]) -> tuple[list[list[int]], Sampling]:
+def read_request(body: dict[str, Any]) -> tuple[list[Prompt], Sampling]:
     """Prompts and settings of a request.
 
     Raises:
@@ -233,10 +245,13 @@ def read_request(body: dict[str, Any]) -> tuple[list[list[int]], Sampling]:
     if unknown or missing:
         raise ValueError(f"a request to sample: unknown {unknown}, missing {missing}; known are prompts, {FIELDS}")
     prompts = body["prompts"]
-    if not isinstance(prompts, list) or not all(isinstance(prompt, list) for prompt in prompts):
-        raise TypeError("a request to sample: prompts must be lists of token ids")
-    if not all(type(token) is int for prompt in prompts for token in prompt):
-        raise TypeError("a request to sample: token ids must be ints")
+    if not isinstance(prompts, list) or not all(isinstance(prompt, list | str) for prompt in prompts):
+        raise TypeError("a request to sample: prompts must be lists of token ids, texts or lists of messages")
+    for prompt in prompts:
+        if not isinstance(prompt, str) and not (
+            all(type(part) is int for part in prompt) or all(isinstance(part, dict) for part in prompt)
+        ):
+            raise TypeError("a request to sample: token ids must be ints, and messages objects")
     settings = {name: value for name, value in body.items() if name in FIELDS}
     if not isinstance(stop_ids := settings.get("stop_ids"), list | None):
         raise TypeError(f"a request to sample: stop_ids must be a list or null, got {stop_ids!r}")
@@ -250,7 +265,7 @@ def load_model(path: str, *, dtype: torch.dtype, device: str) -> tuple[nn.Module
     Raises:
         FileNotFoundError: nothing is at ``path``. ValueError: transformers can make no such model, or not there.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     if not os.path.exists(path):
         raise FileNotFoundError(f"no model is at {path!r}: give a folder with config.json and weights, or config.json")
@@ -262,7 +277,15 @@ def load_model(path: str, *, dtype: torch.dtype, device: str) -> tuple[nn.Module
         else:
             config = AutoConfig.from_pretrained(path, local_files_only=True)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            if "generation_config.json" in names:
+                model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
         return model.to(device).eval(), has_weights
     except Exception as error:
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(f"no model can be made of {path!r} on {device}: {said}") from None
+
+
+def stop_ids_of(model: nn.Module) -> tuple[int, ...]:
+    """The tokens that end a response by the model's generation config."""
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return tuple(found) if isinstance(found, list | tuple) else () if found is None else (int(found),)
