@@ -29,6 +29,9 @@ from fsdp2x.sharding.transport import check_transport
 from fsdp2x.sharding.wrap import plan_units, should_auto_wrap
 
 _sharded_classes: dict[type, type] = {}
+# Methods that sharded classes get besides those of FSDPModule, by name. A maker is called with the original class and
+# may return None. Layers above add what they know, such as file formats.
+method_makers: dict[str, Callable[[type], Callable | None]] = {}
 # What shards or replicates modules in other ways. Torch's own names, whatever install() puts under them.
 _OTHERS = (FSDPModule.__mro__[1], FullyShardedDataParallel, DistributedDataParallel)
 
@@ -246,7 +249,9 @@ def _check_reshard(reshard_after_forward: bool | int | None) -> None:
 def _sharded_class(cls: type) -> type:
     """``FSDP<Name>``; made with the metaclass of ``cls``, so that models that are ABCs work."""
     if cls not in _sharded_classes:
-        _sharded_classes[cls] = type(cls)(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _no_deepcopy})
+        made = {name: method for name, make in method_makers.items() if (method := make(cls)) is not None}
+        names = {"__deepcopy__": _no_deepcopy, **made}
+        _sharded_classes[cls] = type(cls)(f"FSDP{cls.__name__}", (FSDPModule, cls), names)
     return _sharded_classes[cls]
 
 

@@ -19,6 +19,7 @@ from fsdp2x.base.arguments import checked
 from fsdp2x.base.collectives import explained
 from fsdp2x.base.native import _C
 from fsdp2x.base.processes import require_own_process
+from fsdp2x.lifecycle.api import method_makers
 from fsdp2x.optim.local import cut_like, dense_gradient, local_tensor, refuse_sparse
 
 
@@ -56,6 +57,19 @@ def clip_grad_norm_(
         _require_finite("clip_grad_norm_", norm, norm_type)
     _multiply(params, gradients, factor)
     return norm
+
+
+def _clip_method(cls: type) -> Callable | None:
+    """FSDP1's method of the model, where its class has none of its own."""
+
+    def clip_own_grad_norm_(self: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clips the gradients of this module, see ``fsdp2x.clip_grad_norm_``."""
+        return clip_grad_norm_(self.parameters(), max_norm, norm_type)
+
+    return None if hasattr(cls, "clip_grad_norm_") else clip_own_grad_norm_
+
+
+method_makers["clip_grad_norm_"] = _clip_method
 
 
 def norm_of(caller: str, tensors: list[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:

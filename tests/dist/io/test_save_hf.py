@@ -216,3 +216,33 @@ def test_a_failed_save_leaves_nothing_behind(ctx):
             model = build("qwen3")
         with pytest.raises(RuntimeError, match="have no values yet"):
             fsdp2x.save_hf(fsdp2x.fully_shard(model), folder / "meta")
+
+
+@pytest.mark.parametrize("kind", ["plain", "peft"])
+@distributed(world_sizes=(2,))
+def test_save_pretrained_of_a_sharded_model_writes_what_the_whole_one_does(ctx, kind):
+    """In a folder that holds other things, over a former save; arguments that change the files are refused."""
+    with shared_folder() as folder:
+        make, stem = (lambda: build("qwen3"), "model") if kind == "plain" else (tiny_lora, "adapter_model")
+        if ctx.rank == 0:
+            make().save_pretrained(folder / "expected")
+            (folder / "out").mkdir()
+            (folder / f"out/{stem}-00009-of-00009.safetensors").write_text("of a former save")
+            (folder / "out/tokenizer.json").write_text("mine")
+        dist.barrier()
+        model = fsdp2x.fully_shard(make())
+        for _ in range(2):
+            model.save_pretrained(folder / "out", is_main_process=ctx.rank == 0)
+        same(tensors(folder / "out"), tensors(folder / "expected"))
+        names = {file.name for file in (folder / "expected").iterdir()} - {"README.md"}
+        assert names | {"tokenizer.json"} == {file.name for file in (folder / "out").iterdir()}
+        assert (folder / "out/tokenizer.json").read_text() == "mine"
+        # What gathers by itself, as accelerate does, saves by itself.
+        if ctx.rank == 0:
+            model.save_pretrained(folder / "state", state_dict=make().state_dict())
+            same(tensors(folder / "state"), tensors(folder / "expected"))
+        refused = {"push_to_hub": True} if kind == "plain" else {"safe_serialization": False}
+        with pytest.raises(NotImplementedError, match=r"is not supported for a sharded model. Call fsdp2x.save_hf"):
+            model.save_pretrained(folder / "no", **refused)
+        with pytest.raises(NotImplementedError, match=r"upload the folder by `hf upload"):
+            model.push_to_hub("me/model")

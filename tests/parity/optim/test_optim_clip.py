@@ -36,6 +36,16 @@ def gradients(model):
     return {name: param.grad.to_local().clone() for name, param in model.named_parameters() if param.grad is not None}
 
 
+@distributed(world_sizes=(2,))
+def test_the_method_of_fsdp1_clips(ctx):
+    only_fsdp2x(ctx)
+    ours, method = (shard(ctx, Stack(), STACK_UNITS) for _ in range(2))
+    for model in (ours, method):
+        models.step(ctx, model, None, 0)
+    same(method.clip_grad_norm_(0.1), fsdp2x.clip_grad_norm_(ours.parameters(), 0.1))
+    same(gradients(method), gradients(ours))
+
+
 @distributed(world_sizes=(1, 2, 3))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.each_value

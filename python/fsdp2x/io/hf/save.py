@@ -8,6 +8,8 @@ through ``export.stream`` and written by rank 0; without a shared file system al
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import os
 import shutil
 import sys
@@ -28,6 +30,7 @@ from fsdp2x.io.hf.empty import plain_config
 from fsdp2x.io.hf.folder import make_temporary, publish, refuse_existing, temporary
 from fsdp2x.io.hf.layout import Layout, Writer, make_files, parse_size, plan_layout
 from fsdp2x.io.names import Family, ForeignModel, TensorSpec, has_adapters, hf_base, is_adapter, source_families
+from fsdp2x.lifecycle.api import method_makers
 from fsdp2x.lifecycle.tree import named_params
 
 # A folder has a tokenizer when it has one of these.
@@ -252,3 +255,74 @@ class _Job:
             writer.write(
                 spec.name, entry.param.detach().to_local(), dtype=entry.dtype, skip_bytes=entry.num_bytes(first)
             )
+
+
+# ---- save_pretrained of a sharded transformers or PEFT model
+
+# Arguments that say nothing which a sharded save would have to do differently.
+_HARMLESS = {"save_directory", "is_main_process", "max_shard_size", "token", "selected_adapters"}
+
+
+def _save_pretrained_of(cls: type) -> Callable | None:
+    original = getattr(cls, "save_pretrained", None)
+    if original is None:
+        return None
+    signature = inspect.signature(original)
+    defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+
+    @functools.wraps(original)
+    def save_pretrained(self: ForeignModel, *args: Any, **kwargs: Any) -> Any:
+        """Saves whole weights as the unsharded model would, by ``fsdp2x.save_hf``; collective.
+
+        The class's own method acts if the call brings a state dict, or if transformers itself sharded the model.
+
+        Raises:
+            NotImplementedError: an argument that changes the files, such as ``push_to_hub=True``.
+        """
+        given = signature.bind(self, *args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        by_transformers = getattr(getattr(self, "config", None), "distributed_config", None) is not None
+        if given.get("state_dict") is not None or given.get("distributed_checkpoint") or by_transformers:
+            return original(self, *args, **kwargs)
+        for name in list(given)[1:]:
+            if name not in _HARMLESS and given[name] != defaults.get(name):
+                raise NotImplementedError(
+                    f"{cls.__name__}.save_pretrained: {name}={given[name]!r} is not supported for a sharded model. "
+                    "Call fsdp2x.save_hf(model, folder) on every rank, then work with the folder"
+                )
+        chosen = given.get("selected_adapters") or list(getattr(self, "peft_config", ()))
+        out = Path(given["save_directory"]).expanduser()
+        if hasattr(self, "get_base_model") and len(chosen) == 1 and chosen != ["default"]:
+            out /= chosen[0]  # as PEFT does
+        size = given.get("max_shard_size", defaults.get("max_shard_size", "5GB"))
+        folder = save_hf(self, out / ".new", max_shard_size=size, force=True)
+        on_rank_0(lambda: _move_into(folder, out), what=f"saving to {out}")
+        return None
+
+    return save_pretrained
+
+
+def _move_into(folder: Path, out: Path) -> None:
+    """Replaces config and weights in ``out``, which may hold checkpoints or a tokenizer, by those in ``folder``."""
+    new = {file.name for file in folder.iterdir()}
+    stem = "adapter_model" if "adapter_config.json" in new else "model"
+    for old in [*out.glob(f"{stem}*.safetensors"), *out.glob(f"{stem}.safetensors.index.json")]:
+        if old.name not in new:
+            old.unlink()
+    for name in new - {*TOKENIZER_FILES, *_BESIDES}:
+        os.replace(folder / name, out / name)
+    shutil.rmtree(folder)
+
+
+def _push_to_hub_of(cls: type) -> Callable | None:
+    def push_to_hub(self: ForeignModel, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            f"{cls.__name__}.push_to_hub: a sharded model cannot be uploaded. Call model.save_pretrained(folder) on "
+            "every rank, then upload the folder by `hf upload REPOSITORY FOLDER`"
+        )
+
+    return push_to_hub if hasattr(cls, "push_to_hub") else None
+
+
+method_makers["save_pretrained"] = _save_pretrained_of
+method_makers["push_to_hub"] = _push_to_hub_of
