@@ -2,10 +2,13 @@
 
 The annotations are the only home of that fact, and of the values of a ``Literal``. Other values that cannot be used
 are the function's own business. Costs some microseconds a call: for functions that are not called per tensor.
+
+A dtype may go by its name: ``"bf16"``, ``"bfloat16"``, and ``"torch.bfloat16"`` become ``torch.bfloat16``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -17,6 +20,24 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+
+
+def dtype_name(name: str) -> str:
+    """Torch's name of a dtype that goes by several: `bf16`, `bfloat16` and `torch.bfloat16` are one."""
+    name = name.removeprefix("torch.")
+    return DTYPE_NAMES.get(name, name)
+
+
+def dtype_of(value: Any) -> Any:
+    """The floating-point dtype of a name. Any other value comes back as it is."""
+    found = getattr(torch, dtype_name(value), None) if isinstance(value, str) else None
+    return found if isinstance(found, torch.dtype) and found.is_floating_point else value
+
 
 F = TypeVar("F", bound=Callable)
 Accepts = Callable[[Any], bool]
@@ -50,10 +71,10 @@ def checked(function: F | None = None, *, own: Collection[str] = ()) -> F:
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
     @functools.cache
-    def accepted() -> dict[str, tuple[Accepts, Any, inspect.Parameter]]:
+    def accepted() -> dict[str, tuple[Accepts, Any, inspect.Parameter, Callable | None]]:
         hints = typing.get_type_hints(inspect.unwrap(function))
         return {
-            name: (_accepts(hints[name]), hints[name], parameter)
+            name: (_accepts(hints[name]), hints[name], parameter, _converter(hints[name]))
             for name, parameter in signature.parameters.items()
             if name in hints and name not in own and parameter.kind not in variable
         }
@@ -62,15 +83,45 @@ def checked(function: F | None = None, *, own: Collection[str] = ()) -> F:
     def call(*args: Any, **kwargs: Any) -> Any:
         kinds = accepted()
         # Too many, too few and unknown ones are Python's own sentence.
-        for name, value in itertools.chain(zip(positional, args, strict=False), kwargs.items()):
+        given = itertools.chain(zip(positional, args, strict=False), tuple(kwargs.items()))
+        for place, (name, value) in enumerate(given):
             if name in kinds:
-                accepts, hint, parameter = kinds[name]
+                accepts, hint, parameter, convert = kinds[name]
+                if convert is not None and (converted := convert(value)) is not value:
+                    value = converted
+                    if place < len(args):
+                        args = (*args[:place], value, *args[place + 1 :])
+                    else:
+                        kwargs[name] = value
                 if value is not parameter.default and not accepts(value):
                     error = ValueError if isinstance(value, tuple(_kinds_of_values(hint))) else TypeError
                     raise error(f"{_name_of(function)}: {name} must be {_told(hint)}, got {_shown(value)}")
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+def _converter(hint: Any) -> Callable[[Any], Any] | None:
+    """What replaces names of dtypes in a value of this kind; None if it holds no dtype."""
+    options = (hint, *typing.get_args(hint))
+    if torch.dtype in options:
+        return dtype_of
+    if MixedPrecisionPolicy in options:
+        return _with_dtypes
+    if any(typing.get_origin(one) is Mapping and torch.dtype in typing.get_args(one) for one in options):
+        return lambda value: {k: dtype_of(v) for k, v in value.items()} if isinstance(value, Mapping) else value
+    return None
+
+
+def _with_dtypes(policy: Any) -> Any:
+    if not isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    fields = ("param_dtype", "reduce_dtype", "output_dtype")
+    named = {name: getattr(policy, name) for name in fields if isinstance(getattr(policy, name), str)}
+    found = {name: dtype_of(text) for name, text in named.items()}
+    if wrong := next((name for name, dtype in found.items() if isinstance(dtype, str)), None):
+        raise TypeError(f"MixedPrecisionPolicy: {wrong} must be a dtype such as torch.bfloat16, got {named[wrong]!r}")
+    return dataclasses.replace(policy, **found) if found else policy
 
 
 def _name_of(function: Callable) -> str:

@@ -21,14 +21,7 @@ class TrainingError(RuntimeError):
 
 
 DType = Literal["float32", "bfloat16", "float16"]
-DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
-
-
-def dtype_name(name: str) -> str:
-    """Torch's name of a dtype that goes by several: `bf16`, `bfloat16` and `torch.bfloat16` are one."""
-    name = name.removeprefix("torch.")
-    return DTYPE_NAMES.get(name, name)
 
 
 @contextlib.contextmanager

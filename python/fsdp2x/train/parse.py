@@ -13,9 +13,10 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, Union
 
+from fsdp2x.base.arguments import DTYPE_NAMES, dtype_name
 from fsdp2x.base.failures import CheckpointError
 from fsdp2x.io.formats.safe_files import read_text
-from fsdp2x.train.config import DTYPE_NAMES, ConfigError, TrainConfig, dtype_name
+from fsdp2x.train.config import ConfigError, TrainConfig
 
 # ---- plain mappings
 

@@ -26,7 +26,7 @@ def mistake(error: Exception) -> int:
 
 
 def _dtype(text: str) -> str:
-    from fsdp2x.train.config import dtype_name
+    from fsdp2x.base.arguments import dtype_name
 
     return dtype_name(text)
 
