@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, Union
 
-from fsdp2x.base.arguments import DTYPE_NAMES, dtype_name
+from fsdp2x.base.arguments import DTYPE_NAMES, checked, dtype_name
 from fsdp2x.base.failures import CheckpointError
 from fsdp2x.io.formats.safe_files import read_text
 from fsdp2x.train.config import ConfigError, TrainConfig
@@ -135,6 +135,7 @@ def known_keys(kind: type[TrainConfig] = TrainConfig) -> dict[str, KnownKey]:
     return keys
 
 
+@checked(own=("settings",))
 def parse_config(settings: Mapping[str, Any], kind: type[Config] = TrainConfig) -> Config:
     """A configuration of class `kind` from a nested mapping in fsdp2x's own sections."""
     if not isinstance(settings, Mapping):
