@@ -55,6 +55,10 @@ class PromptSection(DataConfig):
     system: str | None = setting(None, "system message in front of every prompt that has none")
     max_prompt_tokens: int | None = setting(None, "leave out prompts of more tokens", COUNT)
 
+    def check(self) -> None:
+        self.require("files", bool(self.files) and all(self.files), "at least one file, folder or glob")
+        self.require("format", self.format != "text", "jsonl or parquet: a prompt is a row with columns")
+
     def require(self, name: str, condition: bool, expected: str) -> None:
         if not condition:
             raise ConfigError(f"data.{name}: got {getattr(self, name)!r}, expected {expected}")

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from fsdp2x.base.failures import problems_of_all
 from fsdp2x.rl.rollout.client import RolloutError
-from fsdp2x.rl.rollout.sampling import Completion, Sampling
+from fsdp2x.rl.rollout.sampling import Completion, Sampling, Version
+from fsdp2x.rl.sync.targets.base import EngineTarget
 from fsdp2x.rl.sync.targets.sglang import Sglang
 from fsdp2x.rl.sync.targets.vllm import Vllm
 
@@ -33,7 +34,7 @@ class HttpEngine:
         self._pool = ThreadPoolExecutor(MOST_REQUESTS, thread_name_prefix="fsdp2x-http")
         self._asked: list[Future] | None = None
         #: For `fsdp2x.sync.connect`, with `names="hf"`.
-        self.target = Vllm(self._url) if kind == "vllm" else Sglang(self._url)
+        self.target: EngineTarget = Vllm(self._url) if kind == "vllm" else Sglang(self._url)
 
     def ask(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         """Returns at once; threads ask, so that the server never waits for a trainer that pushes to it."""
@@ -82,7 +83,9 @@ class HttpEngine:
         )
         found = []
         for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
-            spans = [(int(span["version"]), span["end"] - span["start"]) for span in choice["weight_versions"]]
+            spans: list[tuple[Version, int]] = [
+                (int(span["version"]), span["end"] - span["start"]) for span in choice["weight_versions"]
+            ]
             log_probs = [content["logprob"] for content in choice["logprobs"]["content"]]
             found.append(Completion(index, choice["token_ids"], log_probs, spans, spans[0][0]))
         return found

@@ -51,8 +51,6 @@ def read_prompts(config: PromptSection, tokenizer: Tokenizer, seed: int) -> Prom
     Raises:
         ConfigError: a row is wrong (with its file and line), or no prompt is left.
     """
-    if config.format == "text":
-        raise ConfigError("data.format: got text, expected jsonl or parquet: a prompt is a row with columns")
     train = _read(config, config.files, tokenizer, "data.files")
     held_out = []
     if config.validation_files:

@@ -7,6 +7,7 @@ as zero.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import math
@@ -210,9 +211,9 @@ def length(completion: str, target: int, slack: int = 0) -> float:
 
 def math_verify(completion: str, answer: Any) -> float:
     """1 where the package math-verify holds the response and the answer for equal."""
-    from math_verify import parse, verify
+    verifier: Any = importlib.import_module("math_verify")
 
-    return float(verify(parse(str(answer)), parse(completion)))
+    return float(verifier.verify(verifier.parse(str(answer)), verifier.parse(completion)))
 
 
 BUILT_IN: dict[str, Callable[..., float]] = {

@@ -20,7 +20,7 @@ from fsdp2x.base.failures import exchange, run_on_all_ranks
 from fsdp2x.io.hf.load import from_pretrained
 from fsdp2x.lifecycle.api import fully_shard
 from fsdp2x.models.sequence.attention import use_varlen_attention
-from fsdp2x.rl.rollout.sampling import Completion, Sampling
+from fsdp2x.rl.rollout.sampling import Completion, Sampling, Version
 from fsdp2x.train.config import ConfigError, as_config_error
 from fsdp2x.train.distributed import sums_over_ranks
 from fsdp2x.train.grpo.config import GrpoConfig
@@ -82,7 +82,7 @@ class GrpoTrainer(Trainer):
 
     def _make_stream(self) -> PromptStream:
         return PromptStream(
-            self.blocks,
+            self.blocks,  # type: ignore[arg-type]
             batch_size=self.batching.batch_size,
             rank=self.world.rank,
             world_size=self.num_readers,
@@ -288,27 +288,24 @@ class GrpoTrainer(Trainer):
         rewards = [reward for group in groups for reward in group.rewards]
         drawn = [completion for group in groups for completion in group.completions]
         cut = sum(completion.tokens[-1] not in self.stop_ids for completion in drawn)
-        length = sum(len(completion.tokens) for completion in drawn)
-        ages = [self.step - int(version) for c in drawn for version, count in c.spans for _ in range(count)]
+        ages = [self.step - _number(version) for c in drawn for version in c.versions]
         names = [reward.name for reward in self.rewards]
         parts = [sum(value for group in groups for value in group.parts[name]) for name in names]
-        sums = sums_over_ranks(
-            [len(rewards), sum(rewards), sum(r * r for r in rewards), cut, length, total, same, sum(ages), len(ages)]
-            + parts,
-            self.world.device,
-        )
-        count, reward, squares, cut, length, total, same, age, aged = sums[:9]
-        count = max(count, 1.0)
+        squares = sum(reward * reward for reward in rewards)
+        mine = [len(rewards), sum(rewards), squares, cut, total, same, sum(ages), len(ages), *parts]
+        sums = sums_over_ranks([float(value) for value in mine], self.world.device)
+        count, tokens = max(sums[0], 1.0), max(sums[7], 1.0)
+        mean = sums[1] / count
         self.numbers = {
-            "reward": reward / count,
-            "reward_std": math.sqrt(max(squares / count - (reward / count) ** 2, 0.0)),
-            "response_tokens": length / count,
-            "truncated": cut / count,
-            "equal_groups": same / max(total, 1.0),
-            "staleness": age / max(aged, 1.0),
+            "reward": mean,
+            "reward_std": math.sqrt(max(sums[2] / count - mean * mean, 0.0)),
+            "response_tokens": sums[7] / count,
+            "truncated": sums[3] / count,
+            "equal_groups": sums[5] / max(sums[4], 1.0),
+            "staleness": sums[6] / tokens,
             "staleness_max": float(max(exchange(max(ages, default=0)))),
         }
-        self.numbers |= {f"reward_{name}": part / count for name, part in zip(names, sums[9:], strict=True)}
+        self.numbers |= {f"reward_{name}": part / count for name, part in zip(names, sums[8:], strict=True)}
         rollout, logs = self.config.rollout, (self.step + 1) % self.config.logging.every == 0
         if self.world.is_main and logs and rollout.log_samples:
             with open(self.output / SAMPLES, "a", encoding="utf-8") as file:
@@ -342,7 +339,7 @@ class GrpoTrainer(Trainer):
             rewards=torch.tensor([group.rewards[i] for group, i in samples], dtype=torch.float32),
             group_ids=[group.prompt_id for group, _ in samples],
             behaviour=[group.completions[i].log_probs for group, i in samples],
-            versions=[[float(v) for v in group.completions[i].versions] for group, i in samples],
+            versions=[[float(_number(v)) for v in group.completions[i].versions] for group, i in samples],
         )
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
@@ -435,6 +432,12 @@ class GrpoTrainer(Trainer):
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """Probability that one of `k` of `n` responses is correct, `correct` of which are (arXiv 2107.03374)."""
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def _number(version: Version) -> int:
+    """The engine's version of the weights as the step that pushed them."""
+    assert isinstance(version, int), f"pushed by this run, which numbers its versions: {version!r}"
+    return version
 
 
 def _as_sample(group: Group, index: int) -> dict[str, Any]:
