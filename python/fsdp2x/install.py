@@ -22,6 +22,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
@@ -79,8 +80,9 @@ def install(*, auto_wrap: bool = False) -> Installation:
     a HuggingFace model by itself (``auto_wrap=False`` unless passed), because who calls that name makes the units
     himself, or wants one. ``fully_shard.state`` knows the models of both.
 
-    On a CPU accelerate, and so transformers' Trainer, would take DDP where a script asks for FSDP: with a plugin of
-    version 2 it takes its FSDP path there, too; with one of version 1 a warning says that nothing is sharded.
+    On CPUs accelerate, and so transformers' Trainer, would take DDP, or let every rank train alone, if a script asks
+    for FSDP. With a plugin of version 2 it takes its FSDP path there, too. With one of version 1 a warning says that
+    nothing is sharded. If accelerate was initialized before for one process, it raises ``RuntimeError``.
 
     Args:
         auto_wrap: for callers that shard a HuggingFace model by one call for the root alone: it is split into units as
@@ -102,7 +104,8 @@ def install(*, auto_wrap: bool = False) -> Installation:
         )
     if _active is None:
         _active = Installation(_replacements(auto_wrap), auto_wrap)
-        logger.log(_level(), "fsdp2x: installed in %s", ", ".join(_active.places))
+        modules = {place.rpartition(".")[0] for place in _active.places}
+        logger.log(_level(), "fsdp2x: installed in %d modules", len(modules))
     return _active
 
 
@@ -222,6 +225,8 @@ class _FollowAccelerate(importlib.abc.MetaPathFinder):
 
         @functools.wraps(original)
         def init(self, *args: Any, **kwargs: Any) -> None:
+            if kwargs.get("fsdp_plugin") is not None and len(args) < 2 and _are_ranks_on_cpus():
+                kwargs["cpu"] = True  # else accelerate would look for a GPU alone, and let every rank train by itself
             original(self, *args, **kwargs)
             if kwargs.get("fsdp_plugin") is not None:
                 _take_fsdp(module, self, kwargs["fsdp_plugin"])
@@ -232,13 +237,19 @@ class _FollowAccelerate(importlib.abc.MetaPathFinder):
         cls.__init__, self._undo = init, undo
 
 
+def _are_ranks_on_cpus() -> bool:
+    launched = "LOCAL_RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return launched and not torch.accelerator.is_available()
+
+
 def _take_fsdp(module: types.ModuleType, state: Any, plugin: Any) -> None:
     """What accelerate itself does with a plugin on a device."""
     kinds = module.DistributedType
     if state.distributed_type is kinds.NO and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        logger.warning(
-            "fsdp2x: accelerate found no accelerator and lets every rank train alone, nothing is sharded: pass "
-            "Accelerator(cpu=True), use_cpu=True to the Trainer, or set ACCELERATE_USE_CPU=true"
+        raise RuntimeError(
+            "fsdp2x: accelerate was initialized without FSDP on a machine without an accelerator, so that every rank "
+            "would train alone. Pass use_cpu=True to TrainingArguments, or cpu=True to whatever the script creates first "
+            "(Accelerator, PartialState)"
         )
     if state.distributed_type is not kinds.MULTI_CPU:
         return

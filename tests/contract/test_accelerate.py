@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import json
 import logging
 import sys
 from unittest import mock
@@ -11,7 +12,7 @@ import torch
 
 import fsdp2x
 from frameworks import assert_sharded_by_us, fsdp_accelerator_class, launched
-from harness import distributed
+from harness import distributed, programs
 from models import batch, build
 from reference import full, params, same
 from training import shared_folder
@@ -201,9 +202,37 @@ def test_an_accelerate_that_comes_later_is_followed():
         sys.modules["accelerate.state"] = sys.modules["accelerate"].state = loaded
 
 
+LAUNCHED = """
+import torch
+from accelerate import Accelerator
+from transformers import GPT2Config, GPT2LMHeadModel
+
+accelerator = Accelerator()
+model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16))
+model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+print(f"<{accelerator.num_processes} {type(model).__name__} {accelerator.device.type}>")
+"""
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="accelerate takes the accelerator")
+@pytest.mark.parametrize("use_cpu", [True, False])
+def test_the_file_of_accelerate_config_shards_on_cpus(tmp_path, use_cpu):
+    """As `accelerate config` writes it, where accelerate itself lets every rank train alone."""
+    config = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "use_cpu": use_cpu,
+              "num_machines": 1, "machine_rank": 0, "num_processes": 2, "mixed_precision": "no",
+              "main_training_function": "main", "rdzv_backend": "static", "same_network": True,
+              "fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "NO_WRAP",
+                              "fsdp_reshard_after_forward": True}}  # fmt: skip
+    (tmp_path / "fsdp.yaml").write_text(json.dumps(config))
+    (tmp_path / "train.py").write_text(LAUNCHED)
+    launch = ("-m", "accelerate.commands.launch", "--config_file", "fsdp.yaml", "--main_process_port", "0")
+    done = programs.run(*launch, "-m", "fsdp2x.run", "train.py", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.count("<2 FSDPGPT2LMHeadModel cpu>") == 2, done.stderr
+
+
 @distributed(world_sizes=(2,))
 def test_what_shards_nothing_is_told(ctx):
-    from accelerate import Accelerator
+    from accelerate import Accelerator, PartialState
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     logger = logging.getLogger("fsdp2x")
@@ -211,9 +240,9 @@ def test_what_shards_nothing_is_told(ctx):
         Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))
         assert "nothing is sharded" in warning.call_args.args[0]
     if not torch.accelerator.is_available():
-        with launched(ctx), mock.patch.object(logger, "warning") as warning:
+        with launched(ctx), pytest.raises(RuntimeError, match="every rank would train alone"):
+            PartialState()
             Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
-            assert "every rank train alone" in warning.call_args.args[0]
 
 
 @distributed(world_sizes=(2,), timeout=120)
