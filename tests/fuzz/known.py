@@ -228,6 +228,13 @@ RULES = (
         lambda case: case.program.policy != "full",
     ),
     Rule(UNSHARDED, ALL, True, "gives gradients through what upstream casts without", _cast_without_gradients),
+    Rule(
+        STOCK,
+        frozenset({"log"}),
+        False,
+        "accumulates a unit's gradients later, so that a hook of one that raises comes after hooks of other modules",
+        lambda case: "accumulated" in (case.program.ops[case.index - 1].arguments.get("fault") or ()),
+    ),
     Rule((), GRADS, False, "may add gradients before finalize_backward", lambda case: "unfinished" in case.got.taint),
     Rule(
         (),

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-import fsdp2x
 from fsdp2x.base.failures import on_rank_0
+from fsdp2x.lifecycle.sleep import sleep, wake
 from fsdp2x.rl.rollout.client import ColocatedRollout, RolloutClient
 from fsdp2x.rl.rollout.sampling import Completion, Sampling
 from fsdp2x.rl.sync.targets.base import EngineTarget
@@ -104,8 +104,8 @@ def trainer_asleep(engine: Engine, model: torch.nn.Module, optimizers: Sequence[
     if not isinstance(engine, ColocatedRollout):
         yield
         return
-    fsdp2x.sleep(model, optimizers[0])
+    sleep(model, optimizers[0])
     try:
         yield
     finally:
-        fsdp2x.wake(model, optimizers[0])
+        wake(model, optimizers[0])
