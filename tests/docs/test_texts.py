@@ -10,15 +10,15 @@ import sys
 
 import pytest
 
+from fsdp2x.grpo import GrpoConfig
 from fsdp2x.train.cli import make_parser
-from fsdp2x.train.parse import known_keys
+from fsdp2x.train.parse import known_keys, sections_of
 from pages import CODE, ROOT, commands, fences, name_of, pages
 
 PAGES = {name_of(page): page.read_text() for page in pages()}
 PACKAGE = ROOT / "python/fsdp2x"
 # What the site makes of other files of the repository.
 GENERATED = {"docs/benchmarks.md", "docs/changelog.md", "docs/messages.md", "docs/plots/overview.png"}
-SECTIONS = {key.partition(".")[0] for key in known_keys()}
 # Words of other programs that look like keys of ours.
 NOT_KEYS = {
     "model.half", "model.module", "model.no_sync", "model.parameters", "model.reshard", "model.safetensors",
@@ -83,9 +83,9 @@ def unknown_names(text):
 
 
 def unknown_keys(text):
-    pattern = rf"(?<![\w./-])(?:{'|'.join(SECTIONS)})\.[a-z_]+(?![\w(/.])"
+    pattern = rf"(?<![\w./-])(?:{'|'.join(sections_of(GrpoConfig))})\.[a-z_]+(?![\w(/.])"
     found = {key for code in inline_code(text) for key in re.findall(pattern, code)}
-    return sorted(found - set(known_keys()) - NOT_KEYS)
+    return sorted(found - set(known_keys(GrpoConfig)) - NOT_KEYS)
 
 
 @each_page

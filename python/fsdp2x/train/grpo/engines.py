@@ -7,7 +7,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,6 +44,7 @@ def start_engine(
     output: Path,
     build: Callable[[], torch.nn.Module],
     write_config: Callable[[Path], None],
+    dtype: torch.dtype,
     closing: contextlib.ExitStack,
 ) -> Engine:
     """The engine that `rollout` asks for; `closing` ends what is started here. Collective.
@@ -51,13 +52,14 @@ def start_engine(
     Args:
         build: makes the whole model, for an engine in this process.
         write_config: writes a `config.json` into a folder, for engines that this run starts.
+        dtype: of the weights and the computation of engines that this run makes.
 
     Raises:
         ConfigError: engines of this host are asked for by a run over several hosts.
         RolloutError: an engine does not answer.
     """
     if config.engine == "colocated":
-        return ColocatedRollout(build().to(world.device))
+        return ColocatedRollout(build().to(world.device, dtype))
     if config.engine in ("vllm", "sglang"):
         return HttpEngine(config.engine, config.addresses[0], timeout_s=config.timeout_s)
     addresses = config.addresses
@@ -69,17 +71,17 @@ def start_engine(
             folder = output / "engine"
             write_config(folder)
             for address in addresses:
-                closing.callback(_end, _launch(folder, address, world, config.timeout_s))
+                closing.callback(_end, _launch(folder, address, world, dtype, config.timeout_s))
     only = addresses[0] if len(addresses) == 1 else addresses
     client = RolloutClient(only, contact_s=config.timeout_s, timeout_s=config.timeout_s)
     closing.callback(client.close)
     return client
 
 
-def _launch(folder: Path, address: str, world: World, timeout_s: float) -> subprocess.Popen:
+def _launch(folder: Path, address: str, world: World, dtype: torch.dtype, timeout_s: float) -> subprocess.Popen:
     """A `fsdp2x rollout` process, which ends by itself when its trainers have left."""
     words = [sys.executable, "-m", "fsdp2x", "rollout", str(folder), "--address", address]
-    words += ["--device", world.device.type, "--once", f"{timeout_s:g}"]
+    words += ["--device", world.device.type, "--dtype", str(dtype).removeprefix("torch."), "--once", f"{timeout_s:g}"]
     launched = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     environment = {name: value for name, value in os.environ.items() if name not in launched}
     return subprocess.Popen(words, env=environment)
@@ -99,13 +101,11 @@ def _end(process: subprocess.Popen) -> None:
 
 
 @contextlib.contextmanager
-def trainer_asleep(engine: Engine, model: torch.nn.Module, optimizers: Sequence[Any]):
-    """While a colocated engine samples, the trainers' shards and optimizer state are in host memory."""
-    if not isinstance(engine, ColocatedRollout):
+def trainer_asleep(engine: Engine, trained: Sequence[tuple[torch.nn.Module, Any]]) -> Iterator[None]:
+    """While a colocated engine samples, shards and optimizer state of what is trained are in host memory."""
+    asleep = trained if isinstance(engine, ColocatedRollout) else ()
+    with contextlib.ExitStack() as stack:
+        for model, optimizer in asleep:
+            sleep(model, optimizer)
+            stack.callback(wake, model, optimizer)
         yield
-        return
-    sleep(model, optimizers[0])
-    try:
-        yield
-    finally:
-        wake(model, optimizers[0])

@@ -110,12 +110,18 @@ class GrpoTrainer(Trainer):
         self._asked: list[tuple[int, Prompt]] | None = None  # prompts whose responses are awaited
         self._collected: list[Completion] | None = None  # these, when an evaluation came first
         self._pushed_step: int | None = None
+        self._trained = [(self.model, self.optimizer)]
+        if self.critic is not None:
+            self._trained.append((self.critic.model, self.critic.optimizer))
+        compute = resolve_param_dtype(config.model, config.parallel, world.device)
+        dtype = compute or getattr(torch, config.model.dtype)
         self.engine = start_engine(
             config.rollout,
             world,
             self.output,
             lambda: build_model(config.model, self.tokenizer, config.train.seed),
-            lambda folder: self._write_engine_folder(folder),
+            self._write_engine_folder,
+            dtype,
             self._closing,
         )
         adapters = config.lora.rank > 0
@@ -175,8 +181,8 @@ class GrpoTrainer(Trainer):
         )
         model = rl.ValueModel(built).to(self.world.device)
         use_varlen_attention(model)
-        param_dtype = resolve_param_dtype(config.model, config.parallel, self.world.device)
-        options = sharding(config.parallel, self.plan, self.world.device, param_dtype)
+        compute = resolve_param_dtype(config.model, config.parallel, self.world.device)
+        options = sharding(config.parallel, self.plan, self.world.device, compute)
         with as_config_error("algorithm.name"):
             fully_shard(model, auto_wrap=config.parallel.auto_wrap, **options)
         return Critic(model, config.algorithm.critic_lr, config.train.clip)
@@ -230,7 +236,7 @@ class GrpoTrainer(Trainer):
         self._asked = rows
 
     def _collect(self) -> list[Completion]:
-        with self._phase("generate"), trainer_asleep(self.engine, self.model, [self.optimizer]):
+        with self._phase("generate"), trainer_asleep(self.engine, self._trained):
             return self.engine.collect()
 
     def _next_groups(self) -> list[Group]:
