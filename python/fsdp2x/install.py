@@ -248,8 +248,8 @@ def _take_fsdp(module: types.ModuleType, state: Any, plugin: Any) -> None:
     if state.distributed_type is kinds.NO and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RuntimeError(
             "fsdp2x: accelerate was initialized without FSDP on a machine without an accelerator, so that every rank "
-            "would train alone. Pass use_cpu=True to TrainingArguments, or cpu=True to whatever the script creates first "
-            "(Accelerator, PartialState)"
+            "would train alone. Pass use_cpu=True to TrainingArguments, or cpu=True to whatever the script creates "
+            "first (Accelerator, PartialState)"
         )
     if state.distributed_type is not kinds.MULTI_CPU:
         return
