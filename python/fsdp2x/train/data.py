@@ -1,4 +1,4 @@
-"""Text files -> token blocks, and the order in which ranks visit them.
+"""Text files -> token blocks or samples, and the order in which ranks visit them (`labeled.py` reads rows).
 
 One position counts the blocks that all ranks together have consumed since the start of the run, so that it means
 the same at any world size:
@@ -9,86 +9,74 @@ the same at any world size:
 
 from __future__ import annotations
 
-import fnmatch
-import glob
 import hashlib
 import logging
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, overload
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
 from fsdp2x.base.failures import rank_and_size
+from fsdp2x.models.sequence.packing import IGNORE
 from fsdp2x.train.config import ConfigError, DataConfig
+from fsdp2x.train.rows import find_files
 from fsdp2x.train.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 
-def find_files(config: DataConfig) -> list[Path]:
-    """The files that `data.files` names, sorted and each once; raises `ConfigError` for an entry that names none."""
-    found: set[Path] = set()
-    for entry in config.files:
-        path = Path(entry).expanduser()
-        if path.is_dir():
-            candidates = [p for p in path.rglob("*") if p.is_file()]
-            kept = [p for p in candidates if _wanted(p.relative_to(path), config)]
-        elif path.is_file():
-            kept = candidates = [path]
-        else:
-            candidates = [Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()]
-            kept = [p for p in candidates if _wanted(p, config)]
-        if not kept:
-            if candidates:
-                why = f"{len(candidates)} files there, none passes data.pattern and data.exclude"
-            elif path.is_dir():
-                why = "a folder without files"
-            else:
-                why = "a device or a pipe, expected a file with text" if path.exists() else "no such file"
-            raise ConfigError(f"data.files: {entry}: {why}")
-        found.update(kept)
-    return sorted(found)
+class SampleSet(Protocol):
+    """Token sequences of different lengths."""
 
+    def __len__(self) -> int: ...
 
-def _wanted(path: Path, config: DataConfig) -> bool:
-    if config.pattern and not any(fnmatch.fnmatch(path.name, pattern) for pattern in config.pattern):
-        return False
-    return not any(fnmatch.fnmatch(part, pattern) for part in path.parts for pattern in config.exclude)
+    def __getitem__(self, part: slice) -> Self: ...
+
+    def sample(self, index: int) -> dict[str, torch.Tensor]:
+        """One sample: `input_ids` and, where not every token is trained, `labels`; int64 `[length]` each."""
+        ...
 
 
 class Samples:
-    """Token sequences of different lengths, end to end in one tensor."""
+    """Samples in memory, end to end in one int32 tensor. `trained`, of the same length, says which tokens have labels;
+    None: all."""
 
-    def __init__(self, tokens: torch.Tensor, ends: list[int]):
-        self.tokens, self.ends = tokens, ends
+    def __init__(self, tokens: torch.Tensor, ends: list[int], trained: torch.Tensor | None = None):
+        self.tokens, self.ends, self.trained = tokens, ends, trained
+
+    @classmethod
+    def joined(cls, samples: list[torch.Tensor], trained: list[torch.Tensor] | None = None) -> Samples:
+        ends = [0]
+        for sample in samples:
+            ends.append(ends[-1] + len(sample))
+        tokens = torch.cat(samples) if samples else torch.empty(0, dtype=torch.int32)
+        return cls(tokens, ends, torch.cat(trained) if trained else None)
 
     def __len__(self) -> int:
         return len(self.ends) - 1
 
-    @overload
-    def __getitem__(self, index: int) -> torch.Tensor: ...
+    def __getitem__(self, part: slice) -> Samples:
+        """Consecutive samples, which share the memory."""
+        first, last, _ = part.indices(len(self))
+        return Samples(self.tokens, self.ends[first : max(last, first) + 1], self.trained)
 
-    @overload
-    def __getitem__(self, index: slice) -> Samples: ...
-
-    def __getitem__(self, index: int | slice) -> torch.Tensor | Samples:
-        """One sample [length], or consecutive ones."""
-        if isinstance(index, slice):
-            first, last, _ = index.indices(len(self))
-            return Samples(self.tokens, self.ends[first : max(last, first) + 1])
-        return self.tokens[self.ends[index] : self.ends[index + 1]]
+    def sample(self, index: int) -> dict[str, torch.Tensor]:
+        place = slice(self.ends[index], self.ends[index + 1])
+        tokens = self.tokens[place].to(torch.int64)
+        if self.trained is None:
+            return {"input_ids": tokens}
+        return {"input_ids": tokens, "labels": torch.where(self.trained[place], tokens, IGNORE)}
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows of `block_size` tokens for training and for evaluation, or with `data.packing` samples of up to as many.
+    """Rows of `block_size` tokens for training and for evaluation, or samples of up to as many.
 
-    int32, in memory, the same on every rank.
+    int32, the same on every rank; in memory, except with `data.streaming`.
     """
 
-    train: torch.Tensor | Samples
-    held_out: torch.Tensor | Samples
+    train: torch.Tensor | SampleSet
+    held_out: torch.Tensor | SampleSet
     num_files: int
     num_text_bytes: int
     fingerprint: str
@@ -101,12 +89,53 @@ def read_blocks(config: DataConfig, tokenizer: Tokenizer, seed: int) -> Blocks:
     mark; longer ones than `block_size` are cut, a last piece of one token is dropped. Held-out blocks come from the end
     of the seeded order: a random sample of the files, or the end of the text when there is one file.
     """
-    files = find_files(config)
+    digest = hashlib.sha256()
+    read = _read_text(config, config.files, tokenizer, seed, digest)
+    blocks, num_blocks = read.blocks, len(read.blocks)
+    num_held_out = 0 if config.validation_files else count_held_out(num_blocks, config.held_out)
+    if num_blocks - num_held_out < 1:
+        raise ConfigError(
+            f"data: {read.num_files} files give {read.num_tokens} tokens, not one block of "
+            f"data.block_size={config.block_size}"
+        )
+    packing = " packed" if config.packing else ""
+    digest.update(f"{config.block_size} {num_held_out} {seed} {config.shuffle}{packing}".encode())
+    split = num_blocks - num_held_out
+    held_out = blocks[split:]
+    if config.validation_files:
+        held_out = _read_text(config, config.validation_files, tokenizer, seed, digest, "data.validation_files").blocks
+        if len(held_out) == 0:
+            raise ConfigError(f"data.validation_files: not one block of data.block_size={config.block_size}")
+    if rank_and_size()[0] == 0:  # all ranks read the same
+        logger.info(
+            "%d files, %d bytes of text, %d tokens: %d blocks of %d for training, %d held out",
+            read.num_files, read.num_text_bytes, read.num_tokens, split, config.block_size, len(held_out),
+        )  # fmt: skip
+    return Blocks(blocks[:split], held_out, read.num_files, read.num_text_bytes, digest.hexdigest())
+
+
+def count_held_out(num_examples: int, fraction: float) -> int:
+    """At least one of several, and never all."""
+    if not fraction or num_examples < 2:
+        return round(num_examples * fraction)
+    return min(max(round(num_examples * fraction), 1), num_examples - 1)
+
+
+class _Text(NamedTuple):
+    blocks: Any  # a tensor, or samples
+    num_files: int
+    num_text_bytes: int
+    num_tokens: int
+
+
+def _read_text(
+    config: DataConfig, entries: list[str], tokenizer: Tokenizer, seed: int, digest: Any, setting: str = "data.files"
+) -> _Text:
+    files = find_files(entries, pattern=config.pattern, exclude=config.exclude, setting=setting)
     generator = torch.Generator().manual_seed(seed)
     files = [files[i] for i in torch.randperm(len(files), generator=generator).tolist()]
     end = [] if tokenizer.eos_id is None else [torch.tensor([tokenizer.eos_id], dtype=torch.int32)]
     pieces: list[torch.Tensor] = []
-    digest = hashlib.sha256()
     num_text_bytes = num_files = 0
     for file in files:
         if config.max_bytes is not None and num_text_bytes >= config.max_bytes:
@@ -114,7 +143,7 @@ def read_blocks(config: DataConfig, tokenizer: Tokenizer, seed: int) -> Blocks:
         try:
             text = file.read_bytes()
         except OSError as error:
-            raise ConfigError(f"data.files: {file}: {error.strerror or error}") from None
+            raise ConfigError(f"{setting}: {file}: {error.strerror or error}") from None
         if config.max_bytes is not None:
             text = text[: config.max_bytes - num_text_bytes]
         digest.update(text)
@@ -124,23 +153,7 @@ def read_blocks(config: DataConfig, tokenizer: Tokenizer, seed: int) -> Blocks:
         for part in parts:
             pieces += [torch.cat([tokenizer.encode(part).to(torch.int32), *end])]
     blocks = _cut_samples(pieces, config.block_size) if config.packing else _cut_blocks(pieces, config.block_size)
-    num_tokens, num_blocks = sum(map(len, pieces)), len(blocks)
-    num_held_out = round(num_blocks * config.held_out) if config.held_out else 0
-    if config.held_out and num_blocks > 1:
-        num_held_out = min(max(num_held_out, 1), num_blocks - 1)
-    if num_blocks - num_held_out < 1:
-        raise ConfigError(
-            f"data: {num_files} files give {num_tokens} tokens, not one block of data.block_size={config.block_size}"
-        )
-    packing = " packed" if config.packing else ""
-    digest.update(f"{config.block_size} {num_held_out} {seed} {config.shuffle}{packing}".encode())
-    if rank_and_size()[0] == 0:  # all ranks read the same
-        logger.info(
-            "%d files, %d bytes of text, %d tokens: %d blocks of %d for training, %d held out",
-            num_files, num_text_bytes, num_tokens, num_blocks - num_held_out, config.block_size, num_held_out,
-        )  # fmt: skip
-    split = num_blocks - num_held_out
-    return Blocks(blocks[:split], blocks[split:], num_files, num_text_bytes, digest.hexdigest())
+    return _Text(blocks, num_files, num_text_bytes, sum(map(len, pieces)))
 
 
 def _cut_blocks(pieces: list[torch.Tensor], size: int) -> torch.Tensor:
@@ -151,11 +164,7 @@ def _cut_blocks(pieces: list[torch.Tensor], size: int) -> torch.Tensor:
 
 def _cut_samples(pieces: list[torch.Tensor], size: int) -> Samples:
     """A sample of one token predicts nothing."""
-    samples = [part for piece in pieces for part in piece.split(size) if len(part) > 1]
-    ends = [0]
-    for sample in samples:
-        ends.append(ends[-1] + len(sample))
-    return Samples(torch.cat(samples) if samples else torch.empty(0, dtype=torch.int32), ends)
+    return Samples.joined([part for piece in pieces for part in piece.split(size) if len(part) > 1])
 
 
 class BlockStream:
@@ -180,9 +189,10 @@ class BlockStream:
         assert isinstance(self.blocks.train, torch.Tensor), "samples differ in length"
         return self.blocks.train[self._advance()].to(torch.int64)
 
-    def next_samples(self) -> list[torch.Tensor]:
-        """The same of `Samples`: `batch_size` tensors, int64 `[length]`."""
-        return [self.blocks.train[row].to(torch.int64) for row in self._advance()]
+    def next_samples(self) -> list[dict[str, torch.Tensor]]:
+        """The same of samples: `batch_size` of them, as `SampleSet.sample` returns them."""
+        assert not isinstance(self.blocks.train, torch.Tensor), "blocks have one length"
+        return [self.blocks.train.sample(row) for row in self._advance()]
 
     def _advance(self) -> list[int]:
         """The blocks of this rank's next batch."""

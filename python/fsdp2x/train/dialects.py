@@ -385,7 +385,7 @@ NESTED_ROWS = table({
         **no_effect(_REINFORCEMENT, "colocation", "data_rerank", "max_replay_episode"),
         "output_dir": "logging.output",
         "data_path": "data.files",
-        **no_effect("held-out text is a part of data_path (data.held_out)", "eval_data_path"),
+        "eval_data_path": "data.validation_files",
         **no_effect("the place in the data is part of each checkpoint", "data_checkpoint_path"),
         "num_episode": _episodes("train.steps"),
         "sample_per_episode": Row(by=_samples, kind=int, note="makes num_episode steps"),

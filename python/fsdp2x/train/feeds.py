@@ -1,4 +1,4 @@
-"""From the data to the losses of a step: blocks through the model's own loss, or packed and sliced sequences.
+"""From the data to the losses of a step: blocks through the model's own loss; samples packed or padded; sequences cut.
 
 A feed hands out the micro-batches of a step as calls, each of which runs a forward and returns this rank's share of the
 loss: the mean over ranks of the sum of the shares is the mean over all tokens of the step, and so are the gradients.
@@ -6,7 +6,7 @@ loss: the mean over ranks of the sum of the shares is the mean over all tokens o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,12 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp2x.base.failures import run_on_all_ranks
 from fsdp2x.models.sequence.attention import use_varlen_attention
 from fsdp2x.models.sequence.loss import count_label_tokens, token_mean_loss
-from fsdp2x.models.sequence.packing import micro_batches
+from fsdp2x.models.sequence.packing import IGNORE, micro_batches
 from fsdp2x.models.sequence.ulysses import apply_ulysses
-from fsdp2x.train.config import DataConfig, as_config_error
-from fsdp2x.train.data import Blocks, BlockStream, Samples, held_out_batches
+from fsdp2x.train.config import ConfigError, DataConfig, as_config_error
+from fsdp2x.train.data import Blocks, BlockStream, SampleSet, held_out_batches
 from fsdp2x.train.distributed import mean_over_ranks
 from fsdp2x.train.strategy import Batching
 
@@ -50,7 +51,7 @@ class BlockFeed:
         tokens = tokens.to(self.device, non_blocking=True)
         return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
-    def evaluate(self, blocks: torch.Tensor | Samples) -> float:
+    def evaluate(self, blocks: torch.Tensor | SampleSet) -> float:
         """Mean loss per predicted token, the same number on every rank. Collective."""
         loss_sum = weight_sum = 0.0
         for tokens, weight in self._held_out(blocks):
@@ -58,44 +59,64 @@ class BlockFeed:
             weight_sum += weight
         return mean_over_ranks(loss_sum, weight_sum, self.device)
 
-    def _held_out(self, blocks: torch.Tensor | Samples) -> list[tuple[torch.Tensor, float]]:
+    def _held_out(self, blocks: torch.Tensor | SampleSet) -> list[tuple[torch.Tensor, float]]:
         assert isinstance(blocks, torch.Tensor), "samples differ in length"
         rank, world_size = self.stream.rank, self.stream.world_size
         return held_out_batches(blocks, batch_size=self.batching.eval_batch_size, rank=rank, world_size=world_size)
 
 
+Sample = dict[str, torch.Tensor]
+
+
 @dataclass
 class SequenceFeed(BlockFeed):
-    """Packed samples, slices of sequences (Ulysses), or both; every token weighs the same, wherever it lies.
+    """Samples, packed or padded, slices of sequences (Ulysses), or both; every label weighs the same, wherever it lies.
 
     `context` cuts sequences over the ranks that share them; None: every rank has whole ones. A step takes `batch_size`
-    x `accumulation` samples a rank; packed, they are as many micro-batches as the fullest rank needs.
+    x `accumulation` samples a rank; packed, they are as many micro-batches as the fullest rank needs, else each
+    micro-batch is padded to its longest sample.
     """
 
     data: DataConfig
     context: Any = None
 
     def step(self) -> tuple[list[Share], int]:
-        if not self.data.packing:
+        if not self.data.has_samples:
             batches = (self.stream.next_batch() for _ in range(self.batching.accumulation))
             return self._shares({"input_ids": batch, "labels": batch} for batch in batches)
-        samples = [s for _ in range(self.batching.accumulation) for s in self.stream.next_samples()]
-        return self._shares(self._packed(samples))
+        return self._shares(
+            self._batches(lambda: [self.stream.next_samples() for _ in range(self.batching.accumulation)])
+        )
 
-    def evaluate(self, blocks: torch.Tensor | Samples) -> float:
-        if self.data.packing:
-            mine = range(self.stream.rank, len(blocks), self.stream.world_size)
-            shares, _ = self._shares(self._packed([blocks[i].to(torch.int64) for i in mine]))
-        else:
+    def evaluate(self, blocks: torch.Tensor | SampleSet) -> float:
+        if isinstance(blocks, torch.Tensor):
             shares, _ = self._shares(
-                {"input_ids": tokens, "labels": tokens if weight else torch.full_like(tokens, -100)}
+                {"input_ids": tokens, "labels": tokens if weight else torch.full_like(tokens, IGNORE)}
                 for tokens, weight in self._held_out(blocks)
             )
+        else:
+            shares, _ = self._shares(self._batches(lambda: self._held_out_samples(blocks)))
         return mean_over_ranks(sum(float(share()) for share in shares), 1.0, self.device)
 
-    def _packed(self, samples: list[torch.Tensor]) -> Iterator[Any]:
+    def _held_out_samples(self, samples: SampleSet) -> list[list[Sample]]:
+        """This rank's batches, as many as every rank has; one that would be empty has a sample without labels."""
+        rank, size, readers = self.stream.rank, self.batching.eval_batch_size, self.stream.world_size
+        batches = []
+        for start in range(rank * size, len(samples) + rank * size, readers * size):
+            batch = [samples.sample(i) for i in range(start, min(start + size, len(samples)))]
+            if not batch and not self.data.packing:
+                first = samples.sample(0)
+                batch = [{**first, "labels": torch.full_like(first["input_ids"], IGNORE)}]
+            batches.append(batch)
+        return batches
+
+    def _batches(self, read: Callable[[], list[list[Sample]]]) -> Iterable[Any]:
+        """Micro-batches of the samples that `read` returns. Collective if it renders rows, which may be wrong."""
+        batches = run_on_all_ranks(read, raising=ConfigError) if self.data.streaming else read()
+        if not self.data.packing:
+            return map(_pad, batches)
         budget = self.data.max_tokens or self.data.block_size
-        return micro_batches([{"input_ids": s} for s in samples], budget)
+        return micro_batches([sample for batch in batches for sample in batch], budget)
 
     def _shares(self, batches: Iterable[Any]) -> tuple[list[Share], int]:
         inputs, labels = [], []
@@ -104,15 +125,34 @@ class SequenceFeed(BlockFeed):
                 batch = {name: value.to(self.device) for name, value in batch.items()}
             else:
                 batch = batch.to(self.device)
-            part = batch if self.context is None else self.context.shard_inputs(batch)
-            inputs.append(part.inputs)
-            labels.append(part.next_labels)
+            if self.context is not None:
+                batch = self.context.shard_inputs(batch)
+            elif isinstance(batch, dict):
+                labels.append(torch.nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=IGNORE))
+                inputs.append({**batch, "use_cache": False})
+                continue
+            inputs.append(batch.inputs)
+            labels.append(batch.next_labels)
         num_tokens = count_label_tokens(labels)
         shares: list[Share] = [partial(self._share_of, *pair, num_tokens) for pair in zip(inputs, labels, strict=True)]
         return shares, int(num_tokens)
 
     def _share_of(self, inputs: dict[str, Any], labels: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
         return token_mean_loss(self.model(**inputs).logits, labels, num_tokens)
+
+
+def _pad(samples: list[Sample]) -> Sample:
+    """Samples as rows of one batch, `[samples, longest]`, padded on the right without labels."""
+
+    def rows(values: Iterable[torch.Tensor], padding: int) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True, padding_value=padding)
+
+    ids = [sample["input_ids"] for sample in samples]
+    return {
+        "input_ids": rows(ids, 0),
+        "attention_mask": rows(map(torch.ones_like, ids), 0),
+        "labels": rows((sample.get("labels", sample["input_ids"]) for sample in samples), IGNORE),
+    }
 
 
 def make_feed(
@@ -139,5 +179,6 @@ def make_feed(
     if data.packing:
         with as_config_error("data.packing"):
             use_varlen_attention(model)
+    if data.has_samples:
         return SequenceFeed(**common, data=data)
     return BlockFeed(**common)

@@ -51,7 +51,8 @@ class Metrics:
         loggers: Sequence[Logger] = (),
     ):
         """`tensorboard`: whether, or the folder of its events. `loggers` are called as `wandb.log` is."""
-        self.main = main
+        self.main, self._num_steps = main, num_steps
+        self._first: tuple[int, float] | None = None  # step and time of the first one that was reported
         self._file = self._board = self._bar = None
         self._loggers: Sequence[Logger] = ()
         if not main:
@@ -89,15 +90,25 @@ class Metrics:
             log(numbers, step=step)
 
     def train(self, step: int, **values: Any) -> None:
-        """One optimizer step: shown on the bar, or as a log line."""
+        """One optimizer step: shown on the bar, or as a log line with the time that is left."""
+        now = time.monotonic()
+        self._first = self._first or (step, now)
+        done, left = step - self._first[0], None
+        if done:
+            left = (now - self._first[1]) / done * (self._num_steps - step)
+        values["seconds_left"] = None if left is None else round(left, 1)
         self.write("train", step, **values)
         if not self.main:
             return
+        planned = values.get("planned_bytes")
         shown = {
             "loss": f"{values['loss']:.4f}",
+            "lr": f"{values['lr']:.2e}",
+            "epoch": f"{values['epochs']:.2f}",
+            **({} if self._bar is not None or left is None else {"left": _duration(left)}),
             "tok/s": f"{values['tokens_per_s']:.0f}",
             "grad": f"{values['grad_norm']:.3f}" if values["grad_norm"] is not None else "-",
-            "mem": f"{values['memory_bytes'] / 2**20:.0f} MiB",
+            "mem": _mebibytes(values["used_bytes"]) + (f" (plan {_mebibytes(planned)})" if planned else ""),
         }
         if self._bar is not None:
             self._bar.set_postfix(shown, refresh=False)
@@ -145,6 +156,16 @@ class WandbLogger:
 
     def finish(self) -> None:
         self._run.finish()
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:.0f} MiB"
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -170,7 +170,8 @@ class Rows(Sequence[Row]):
     """The rows of several files, one file after another. A row is read when it is asked for."""
 
     def __init__(self, files: Sequence[JsonLines | ParquetRows]):
-        self._files = files
+        self._files, self.num_files = files, len(files)
+        self.num_bytes = sum(file.path.stat().st_size for file in files)
         self._ends = list(itertools.accumulate(len(file) for file in files))
         self.fingerprint = " ".join(file.fingerprint for file in files)
 

@@ -21,6 +21,7 @@ from typing import TextIO
 
 from fsdp2x.base.failures import ConfigError
 from fsdp2x.io.checkpoint.directory import LATEST, candidates, whole_checkpoints
+from fsdp2x.train.early_stop import BEST
 from fsdp2x.train.metrics import METRICS, read_metrics
 
 logger = logging.getLogger(__name__)
@@ -118,10 +119,11 @@ class RunFolder:
         """Deletes the files that a run writes. Other files in the folders stay."""
         assert self.checkpoints is not None, "a run that saves nothing replaces nothing"
         doomed = [self.output / name for name in _WRITTEN]
-        doomed += [self.checkpoints / CRITIC, self.checkpoints / LATEST, *whole_checkpoints(self.checkpoints)]
+        doomed += [self.checkpoints / CRITIC, self.checkpoints / LATEST, self.checkpoints / BEST]
+        doomed += [*whole_checkpoints(self.checkpoints)]
         doomed += [path for pattern in (".old-*", ".tmp-*") for path in self.checkpoints.glob(pattern)]
         for path in doomed:
-            if path.is_dir():
+            if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fsdp2x.base.failures import CheckpointError
+from fsdp2x.io.formats.safe_files import read_text
 from fsdp2x.io.hf.save import TOKENIZER_FILES
 from fsdp2x.train.config import ConfigError
 
@@ -28,8 +31,9 @@ class ByteTokenizer:
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
-    def save(self, folder: Path) -> None:
-        """Writes files that `transformers.AutoTokenizer.from_pretrained(folder)` loads."""
+    @functools.cached_property
+    def inner(self) -> Any:
+        """The same as a transformers tokenizer."""
         from tokenizers import Tokenizer as FastTokenizer
         from tokenizers import decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
@@ -39,14 +43,17 @@ class ByteTokenizer:
         tokenizer = FastTokenizer(models.BPE(vocab=vocab, merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
-        wrapped = PreTrainedTokenizerFast(
+        return PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
             bos_token=END_OF_TEXT,
             eos_token=END_OF_TEXT,
             pad_token=END_OF_TEXT,
             clean_up_tokenization_spaces=False,
         )
-        wrapped.save_pretrained(str(folder))
+
+    def save(self, folder: Path) -> None:
+        """Writes files that `transformers.AutoTokenizer.from_pretrained(folder)` loads."""
+        self.inner.save_pretrained(str(folder))
 
 
 def byte_alphabet() -> list[str]:
@@ -115,5 +122,12 @@ def replaces_tokenizer(asked: str | None, model_path: str | None) -> bool:
     return asked == "bytes" or Path(asked).expanduser().resolve() != Path(model_path).expanduser().resolve()
 
 
-def make_tokenizer(name: str) -> Tokenizer:
-    return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
+def make_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
+    """`chat_template`: path of a jinja file that replaces the tokenizer's template, also in what `save` writes."""
+    tokenizer = ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
+    if chat_template is not None:
+        try:
+            tokenizer.inner.chat_template = read_text(Path(chat_template).expanduser())
+        except CheckpointError as error:
+            raise ConfigError(f"data.chat_template: {error}") from None
+    return tokenizer

@@ -23,6 +23,7 @@ from fsdp2x.io.checkpoint.rng import seed_all
 from fsdp2x.io.hf.lora import save_adapter
 from fsdp2x.lifecycle.contexts import accumulate
 from fsdp2x.optim import clip_grad_norm_
+from fsdp2x.plan.report import memory_report
 from fsdp2x.train.config import ConfigError, TrainConfig, TrainingError
 from fsdp2x.train.data import BlockStream, read_blocks
 from fsdp2x.train.distributed import (
@@ -35,7 +36,9 @@ from fsdp2x.train.distributed import (
     open_world,
     sums_over_ranks,
 )
+from fsdp2x.train.early_stop import BEST, EarlyStop, point_to_best
 from fsdp2x.train.feeds import BlockFeed, make_feed
+from fsdp2x.train.labeled import LazySamples, read_labeled
 from fsdp2x.train.metrics import Logger, Metrics, Observer, WandbLogger, memory_bytes, shard_report
 from fsdp2x.train.model import build_model, build_on_meta, check_folder, make_sharded
 from fsdp2x.train.run_folder import RunFolder, check_writable
@@ -63,6 +66,7 @@ class Trainer:
         self._closing = contextlib.ExitStack()
         self._interrupt: Interrupt | None = None
         self._stops = False  # on all ranks: some rank was interrupted
+        self._planned_bytes: int | None = None
         self._saved: checkpoint.Saved | None = None  # the last one
         self._kill_warning = KillWarning()
         try:
@@ -99,6 +103,8 @@ class Trainer:
         read_by_rank_0 = on_rank_0(lambda: self.blocks.fingerprint)
         run_on_all_ranks(lambda: self._check_text(read_by_rank_0), raising=ConfigError)
         self.num_steps = resolve_steps(config.train, len(self.blocks.train), self.blocks_per_step)
+        # On a CPU, what the interpreter and its libraries take is not the run's.
+        self._bytes_before = 0 if world.device.type == "cuda" else memory_bytes(world.device)
         made = make_sharded(config, model, self.tokenizer, self.plan, world.device, param_dtype)
         self.model, self.num_parameters, self.assets_config = made.model, made.num_parameters, made.assets_config
         self.optimizer: torch.optim.Optimizer | None = None
@@ -110,6 +116,8 @@ class Trainer:
         self.stream = self._make_stream()
         self.feed = self._make_feed()
         self.step, self.skipped = 0, False
+        patience = config.train.patience if self.training else None
+        self.early_stop = None if patience is None else EarlyStop(patience, config.train.min_delta)
         seed_all(config.train.seed, world.rank)
         Saver.of(self.model).lost_ranks = self.world.lost_ranks
         resume_from = config.checkpoint.resume_from
@@ -211,13 +219,14 @@ class Trainer:
             say("resumed from %s after step %d", resumed, self.step)
 
     def _size_of_step(self) -> tuple[int, str]:
-        return (self.blocks_per_step, "samples") if self.config.data.packing else (self.tokens_per_step, "tokens")
+        return (self.blocks_per_step, "samples") if self.config.data.has_samples else (self.tokens_per_step, "tokens")
 
     def _read_inputs(self):
         config = self.config
         name = choose_tokenizer(config.data.tokenizer, config.model.path)
-        tokenizer = make_tokenizer(name)
-        blocks = read_blocks(config.data, tokenizer, config.train.seed)
+        tokenizer = make_tokenizer(name, config.data.chat_template)
+        read = read_blocks if config.data.format == "text" else read_labeled
+        blocks = read(config.data, tokenizer, config.train.seed)
         if config.train.eval_every and len(blocks.held_out) == 0:
             raise ConfigError("train.eval_every asks for evaluation, but data.held_out=0 keeps no text for it")
         if config.model.load == "rows":
@@ -257,7 +266,7 @@ class Trainer:
         last_saved = self.step if config.checkpoint.resume_from is not None else None
         tokens, since = 0, time.perf_counter()
         first = self.step + 1  # its duration says nothing of the others
-        while self.step < self.num_steps:
+        while self.step < self.num_steps and not self._is_over:
             begun = time.perf_counter()
             self.observer.before_step(self.step + 1)
             with self.world.lost_ranks.named(f"training step {self.step + 1}"):
@@ -270,6 +279,8 @@ class Trainer:
             if self.step % config.logging.every == 0 or last or self.skipped:
                 now = time.perf_counter()
                 scaling = {"scale": self.scaler.scale, "skipped": self.skipped} if self.scaler else {}
+                if self._planned_bytes is None:
+                    self._planned_bytes = self._plan_memory()
                 self.metrics.train(
                     self.step,
                     loss=loss,
@@ -277,7 +288,10 @@ class Trainer:
                     lr=lr,
                     tokens_per_s=round(tokens / (now - since), 1),
                     memory_bytes=memory_bytes(self.world.device),
+                    used_bytes=memory_bytes(self.world.device) - self._bytes_before,
+                    planned_bytes=self._planned_bytes,
                     epoch=self.stream.epoch,
+                    epochs=round(self.stream.position / len(self.blocks.train), 4),
                     **self._progress(),
                     **scaling,
                 )
@@ -285,11 +299,15 @@ class Trainer:
             pause = time.perf_counter()
             # Ranks agree to stop by the sum of each step, and again after whatever takes long.
             if config.train.eval_every and (self.step % config.train.eval_every == 0 or last) and not self._stops:
-                self._report_evaluation()
+                held_out = self._report_evaluation()
                 self._took("evaluation", time.perf_counter() - pause)
+                if self.early_stop is not None and self.early_stop.update(self.step, held_out):
+                    self._save_best()
+                    last_saved = self.step
+                last = last or self._is_over
                 self._stops = any_rank(self._is_interrupted, self.world.device)
             due = config.checkpoint.save_every and self.step % config.checkpoint.save_every == 0
-            if due or (last and config.checkpoint.save_last):
+            if (due or (last and config.checkpoint.save_last)) and last_saved != self.step:
                 self.save()
                 last_saved = self.step
                 self._stops = self._stops or not last and any_rank(self._is_interrupted, self.world.device)
@@ -301,6 +319,9 @@ class Trainer:
         if last_saved is None and config.checkpoint.save_last:
             self.save()
         checkpoint.wait(self.model)
+        self._report_rows()
+        if self.early_stop is not None:
+            self._report_best(self.early_stop)
         if config.lora.rank:
             path = save_adapter(self.model, self.output / "adapter", force=True)
             self.metrics.say("adapter: %s", path)
@@ -321,6 +342,14 @@ class Trainer:
         number = self._interrupt.number if self._interrupt is not None else 0
         raise Interrupted(f"interrupted after step {self.step}; {how}", number or signal.SIGINT)
 
+    def _plan_memory(self) -> int:
+        """Bytes of this rank at the peak of a step, without activations, as `fsdp2x plan` counts them."""
+        parallel = self.config.parallel
+        report = memory_report(
+            self.model, self.optimizer, micro_batches=self.batching.accumulation, before_last=parallel.accumulate
+        )
+        return report.device_peak_bytes if self.world.device.type == "cuda" else report.peak_bytes
+
     @property
     def _is_interrupted(self) -> bool:
         return self._interrupt is not None and self._interrupt.noted
@@ -335,15 +364,48 @@ class Trainer:
 
     def _progress(self) -> dict[str, int]:
         """How much text has been read: in tokens, or in samples where they differ in length."""
-        if self.config.data.packing:
+        if self.config.data.has_samples:
             return {"samples": self.stream.position}
         return {"tokens": self.stream.position * self.config.data.block_size}
 
-    def _report_evaluation(self) -> None:
+    def _report_evaluation(self) -> float:
         with self.world.lost_ranks.named(f"evaluation after step {self.step}"):
             held_out = self.evaluate()
         self.metrics.write("eval", self.step, loss=held_out)
         self.metrics.say("step %d  held-out loss %.4f", self.step, held_out)
+        return held_out
+
+    @property
+    def _is_over(self) -> bool:
+        return self.early_stop is not None and self.early_stop.is_over
+
+    def _save_best(self) -> None:
+        """Saves the checkpoint that `best` points to, and waits until it is written."""
+        path = self.save()
+        checkpoint.wait(self.model)
+        keep = self.config.checkpoint
+        on_rank_0(lambda: point_to_best(path, keep.keep, keep.keep_every), what=f"marking {path} as the best")
+        self.metrics.say("best held-out loss so far: %s", path)
+
+    def _report_best(self, early_stop: EarlyStop) -> None:
+        """Names the best checkpoint when the run ends, and says why it ended."""
+        best, said = early_stop.best_step, self.metrics.say
+        if early_stop.is_over:
+            said("ended after step %d: no lower held-out loss in %d evaluations", self.step, early_stop.num_worse)
+        said("best: step %s, held-out loss %.4f, %s", best, early_stop.best_loss, self.checkpoints / BEST)
+        if early_stop.is_over or best != self.step:
+            self.metrics.write("best", self.step, best_step=best, loss=early_stop.best_loss)
+
+    def _report_rows(self) -> None:
+        """Counts the rows that were cut or left out while they were rendered. Collective."""
+        render = self.blocks.train.render if isinstance(self.blocks.train, LazySamples) else None
+        if render is None:
+            return
+        names = ("cut", "too long", "nothing to train")
+        counts = sums_over_ranks([float(render.counts[name]) for name in names], self.world.device)
+        for name, count in zip(names, counts, strict=True):
+            if count:
+                self.metrics.say("rows, as often as a rank rendered them: %d %s", int(count), name)
 
     def train_step(self) -> tuple[float, float | None, float]:
         """One optimizer step. Returns the loss (mean over ranks and micro-batches), the gradient's norm, the rate.
@@ -427,7 +489,8 @@ class Trainer:
             scheduler=self.schedule,
             scaler=self.scaler,
             data=self.stream,
-            extra={"config": dataclasses.asdict(self.config)},
+            extra={"config": dataclasses.asdict(self.config)}
+            | ({"early_stop": self.early_stop.state_dict()} if self.early_stop is not None else {}),
             form=config.form,
             keep=config.keep,
             marked=bool(config.keep_every and self.step % config.keep_every == 0),
@@ -468,6 +531,8 @@ class Trainer:
         }
         if self.scaler is not None and loaded.scaler:
             parts["scaler"] = (self.scaler, loaded.scaler)
+        if self.early_stop is not None and isinstance(loaded.extra, dict) and "early_stop" in loaded.extra:
+            parts["early_stop"] = (self.early_stop, loaded.extra["early_stop"])
         for name, (own, state) in parts.items():
             try:
                 said = own.load_state_dict(state)

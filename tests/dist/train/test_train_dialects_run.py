@@ -106,8 +106,9 @@ RUNS = {
     ),
     "nested": (
         snippets.NESTED_ALL, (),
-        ("models.policy_trainer.load=FOLDER/model", "models.policy_trainer.meta_init=True"),
-        lambda run, lines: run.batching.accumulation == 2
+        ("models.policy_trainer.load=FOLDER/model", "models.policy_trainer.meta_init=True",
+         "runtime_args.eval_data_path=FOLDER/text/0.txt"),
+        lambda run, lines: run.batching.accumulation == 2 and run.blocks.num_files == 6
         and [line["step"] for line in lines if line["event"] == "eval"] == [3],
     ),
     "packing by overrides alone": (

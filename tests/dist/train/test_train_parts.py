@@ -129,7 +129,7 @@ def test_packing_sees_samples_alone(ctx, sequence_parallel):
         )
         trainer = Trainer(config)
         model = build_model(config.model, trainer.tokenizer, config.train.seed)
-        order = [trainer.blocks.train[trainer.stream._block_at(i)].long() for i in range(6)]
+        order = [trainer.blocks.train.sample(trainer.stream._block_at(i))["input_ids"] for i in range(6)]
         assert len({len(sample) for sample in order}) > 1
         total = sum(model(input_ids=s[None], labels=s[None]).loss * (len(s) - 1) for s in order)
         expected = total / sum(len(s) - 1 for s in order)

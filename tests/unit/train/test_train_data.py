@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fsdp2x.train.config import ConfigError, DataConfig
-from fsdp2x.train.data import Blocks, BlockStream, find_files, held_out_batches, read_blocks
+from fsdp2x.train.data import Blocks, BlockStream, held_out_batches, read_blocks
+from fsdp2x.train.rows import find_files
 from fsdp2x.train.tokenizer import ByteTokenizer, make_tokenizer
 from training import write_text
 
@@ -52,7 +53,7 @@ def test_files_folders_globs_and_filters(tmp_path):
         (tmp_path / name).write_text("x")
 
     def names(files, **filters):
-        paths = find_files(DataConfig(files=[str(tmp_path / f) for f in files], **filters))
+        paths = find_files([str(tmp_path / f) for f in files], **filters)
         return [str(p.relative_to(tmp_path)) for p in paths]
 
     assert names([""]) == ["a.py", "b.txt", "sub/c.py", "sub/test/d.py"]

@@ -1,8 +1,13 @@
 """metrics.jsonl: one line at once on disk, nothing from other ranks, readable after a kill in the middle of a line."""
 
 import json
+import logging
+import time
+
+import pytest
 
 from fsdp2x.train.metrics import Metrics, read_metrics
+from training import Said
 
 
 def make(folder, main=True, **options):
@@ -19,9 +24,14 @@ def test_lines_are_on_disk_before_close(tmp_path):
     metrics.close()
 
 
+STEP = {"loss": 1.0, "lr": 1e-3, "epochs": 0.5, "grad_norm": None, "tokens_per_s": 1.0, "used_bytes": 1} | {
+    "planned_bytes": 3 << 20
+}
+
+
 def test_other_ranks_write_nothing(tmp_path):
     metrics = make(tmp_path / "out", main=False, tensorboard=True, progress="on")
-    metrics.train(1, loss=1.0, grad_norm=None, tokens_per_s=1.0, memory_bytes=1)
+    metrics.train(1, **STEP)
     metrics.say("hello")
     metrics.close()
     assert not (tmp_path / "out").exists()
@@ -40,19 +50,35 @@ def test_a_line_cut_by_a_kill_is_dropped(tmp_path):
 
 def test_bar_shows_loss_speed_norm_and_memory(tmp_path, capsys):
     metrics = make(tmp_path, progress="on")
-    metrics.train(4, loss=1.5, grad_norm=0.25, tokens_per_s=1234.0, memory_bytes=2**30)
+    metrics.train(4, **{**STEP, "loss": 1.5, "grad_norm": 0.25, "tokens_per_s": 1234.0, "used_bytes": 2**30})
     metrics.say("a %s", "note")
     metrics.close()
     shown = capsys.readouterr().err
-    for part in ("4/10", "loss=1.5000", "tok/s=1234", "grad=0.250", "mem=1024 MiB", "a note"):
+    for part in ("4/10", "loss=1.5000", "tok/s=1234", "grad=0.250", "mem=1024 MiB (plan 3 MiB)", "a note"):
         assert part in shown
+
+
+@pytest.mark.parametrize(("speed", "left"), [(0.5, "left 2s"), (30, "left 2m00s"), (900, "left 1h00m")])
+def test_a_line_says_how_long_the_rest_will_take(tmp_path, monkeypatch, speed, left):
+    """Ten steps, of which the sixth is done."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    metrics = make(tmp_path)
+    with Said() as said:
+        logging.getLogger("fsdp2x").setLevel(logging.INFO)
+        for step in (1, 6):
+            metrics.train(step, **STEP)
+            now += 5 * speed
+    metrics.close()
+    assert "left" not in said[0] and left in said[1] and "lr 1.00e-03  epoch 0.50" in said[1]
+    assert [line["seconds_left"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [None, 4 * speed]
 
 
 def test_tensorboard_gets_the_numbers(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     metrics = make(tmp_path, tensorboard=True)
-    metrics.train(1, loss=2.0, grad_norm=None, tokens_per_s=5.0, memory_bytes=1)
+    metrics.train(1, **{**STEP, "loss": 2.0})
     metrics.write("eval", 1, loss=3.0)
     metrics.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))

@@ -45,8 +45,6 @@ _LOSSES = {
 class PromptSection(DataConfig):
     """Rows with a prompt each; other columns reach the reward functions."""
 
-    format: Literal["text", "jsonl", "parquet"] = setting("text", "x")
-    validation_files: list[str] = setting([], "x")
     prompt_column: str = setting("prompt", "column of the prompt: text, or a list of messages")
     answer_column: str = setting("answer", "column that exact_match, contains, number and math_verify compare with")
     apply_chat_template: bool = setting(
@@ -236,6 +234,13 @@ class GrpoConfig(TrainConfig):
 # Settings of `fsdp2x train` that mean nothing here: when they are given, and what to write instead.
 _REFUSED: dict[str, tuple[Any, str]] = {
     "data.packing": (lambda c: c.data.packing, "responses are packed in any case; leave it out"),
+    "data.columns": (lambda c: bool(c.data.columns), "set data.prompt_column and data.answer_column"),
+    "data.streaming": (lambda c: c.data.streaming, "prompts are read when the run begins; leave it out"),
+    "data.truncation": (
+        lambda c: c.data.truncation != "error",
+        "data.max_prompt_tokens leaves out prompts that are too long",
+    ),
+    "train.patience": (lambda c: c.train.patience is not None, "it counts held-out losses, and rewards are held out"),
     "data.max_bytes": (lambda c: c.data.max_bytes is not None, "prompts are rows; cut the file instead"),
     "train.mode": (lambda c: c.train.mode != "train", "`fsdp2x train` evaluates; a policy is trained here"),
     "train.batch_size": (

@@ -70,7 +70,9 @@ class GrpoTrainer(Trainer):
 
     def _read_inputs(self):
         config = self.config
-        tokenizer = make_tokenizer(choose_tokenizer(config.data.tokenizer, config.model.path))
+        tokenizer = make_tokenizer(
+            choose_tokenizer(config.data.tokenizer, config.model.path), config.data.chat_template
+        )
         prompts = read_prompts(config.data, tokenizer, config.train.seed)
         self.rewards = make_rewards(config.reward, config.data.answer_column)
         if config.train.eval_every and not prompts.held_out:
