@@ -120,7 +120,7 @@ def _finish_flat(found: Translation, ours: Mapping[str, Any]) -> None:
     if len(missing) == len(SIZES):
         # Single settings of a model that is not there would hide that it is missing.
         found.settings.pop("model", None)
-    else:
+    elif not ours.get("model"):
         found.needs = [f"{', '.join(missing)}: the model's size"] if missing else []
         found.imply("(model)", "model.config.model_type", "gpt2", "a GPT with learned positions and tied embeddings")
     auto = "bfloat16 or float16 by the GPU, with float32 parameters and a scaler for float16"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 
 from fsdp2x.sharding.wrap import plan_units
 from fsdp2x.train.config import TrainConfig, as_config_error
-from fsdp2x.train.load_config import OWN, TITLES, idle_settings, translate_file
+from fsdp2x.train.dialects import DIALECTS
+from fsdp2x.train.load_config import OWN, Dialects, idle_settings, translate_file
 from fsdp2x.train.model import build_on_meta, idle_expert_units, prepare, unit_policy
-from fsdp2x.train.parse import SECTIONS, build, parse_config, show
+from fsdp2x.train.parse import Config, apply_overrides, build, parse_config, sections_of, show
 from fsdp2x.train.strategy import MeshPlan, plan_mesh, resolve_batching, usual_node
 from fsdp2x.train.tokenizer import choose_tokenizer, make_tokenizer
 from fsdp2x.train.translate import Translation
@@ -51,7 +53,7 @@ class Explanation:
 
     def __str__(self) -> str:
         found = self.translation
-        lines = [f"{self.path}: {TITLES[found.dialect]}", ""]
+        lines = [f"{self.path}: {found.title}", ""]
         if found.dialect == OWN:
             for section, values in found.settings.items():
                 lines += [f"  {section}.{name} = {show(value)}" for name, value in (values or {}).items()]
@@ -77,6 +79,9 @@ def explain(
     *,
     world_size: int | None = None,
     local_world_size: int | None = None,
+    kind: type[TrainConfig] = TrainConfig,
+    dialects: Dialects = DIALECTS,
+    flags: Mapping[str, Any] | None = None,
 ) -> Explanation:
     """Translates and checks everything that can be without the run itself.
 
@@ -86,14 +91,16 @@ def explain(
     Raises:
         ConfigError: what a run would refuse as well, except what is missing altogether, which is listed.
     """
-    translation = translate_file(path, overrides)
+    translation = translate_file(path, overrides, kind, dialects, flags)
     with translation.told():
-        return _explain(translation, world_size, local_world_size)
+        return _explain(translation, world_size, local_world_size, kind)
 
 
-def _explain(translation: Translation, world_size: int | None, local_world_size: int | None) -> Explanation:
-    settings = translation.settings
-    sections = {name: build(name, settings) for name in SECTIONS if name not in ("model", "data")}
+def _explain(
+    translation: Translation, world_size: int | None, local_world_size: int | None, kind: type[TrainConfig]
+) -> Explanation:
+    settings = _completed(translation)
+    sections = {name: build(name, settings, kind) for name in sections_of(kind) if name not in ("model", "data")}
     parallel, train = sections["parallel"], sections["train"]
     world_size = world_size or parallel.world_size or max(parallel.fsdp_size or 1, 1)
     plan = plan_mesh(parallel, world_size, local_world_size or usual_node(world_size))
@@ -105,21 +112,36 @@ def _explain(translation: Translation, world_size: int | None, local_world_size:
     )
     if train.mode == "evaluate":
         sentence = f"evaluation only: {batching.eval_batch_size} blocks a rank and forward"
+    if "rollout" in sections:
+        prompts, group = readers * batching.accumulation * batching.batch_size, sections["rollout"].group_size
+        updates = sections["algorithm"].epochs * sections["algorithm"].minibatches
+        sentence = (
+            f"a step: {prompts} prompts x {group} responses = {prompts * group} samples, in {updates} update(s) of the "
+            "policy"
+        )
     found = Explanation(translation.path, translation, world_size, plan, sentence)
     model = settings.get("model") or {}
     if not (model.get("config") or model.get("path")):
         found.no_units = "they follow from the model, which is missing"
     else:
-        _find_units(found, parse_without_text(settings))
+        _find_units(found, parse_config(settings, kind))
     return found
 
 
-def parse_without_text(settings: dict[str, Any]) -> TrainConfig:
-    """The config of settings that may not say where the text is."""
-    data = settings.get("data")
-    if isinstance(data, dict | None):
-        settings = {**settings, "data": {**(data or {}), "files": (data or {}).get("files") or ["text"]}}
-    return parse_config(settings)
+def parse_incomplete(translation: Translation, kind: type[Config]) -> Config:
+    """The config of settings that may lack what only a run needs."""
+    return parse_config(_completed(translation), kind)
+
+
+# What stands for settings that only a run needs.
+_STAND_INS = {"data.files": "[text]", "reward.functions": "[exact_match]", "rollout.addresses": "['http://engine']"}
+
+
+def _completed(translation: Translation) -> dict[str, Any]:
+    missing = [need.partition("=")[0] for need in translation.needs]
+    return apply_overrides(
+        translation.settings, [f"{path}={_STAND_INS[path]}" for path in missing if path in _STAND_INS]
+    )
 
 
 def _find_units(found: Explanation, config: TrainConfig) -> None:

@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 Dialects = tuple[Dialect, ...]
 OWN = "sections"
-TITLES = {OWN: "fsdp2x's own sections", **{dialect.name: dialect.title for dialect in DIALECTS}}
 
 
 @checked
@@ -75,12 +74,21 @@ def translate_file(
     overrides: Iterable[str] = (),
     kind: type[TrainConfig] = TrainConfig,
     dialects: Dialects = DIALECTS,
+    flags: Mapping[str, Any] | None = None,
 ) -> Translation:
-    """Reads a YAML file of any dialect. `overrides` are `key=value` in the file's dialect, or in our sections."""
-    text = read_config_text(path)
-    settings, overrides = read_yaml(path, text), list(overrides)
-    given = {key for key, _ in read_overrides(overrides)}
-    source = Translation("", path=str(path), lines=key_lines(text), overridden=given)
+    """Reads a YAML file of any dialect. `overrides` are `key=value` in the file's dialect, or in our sections.
+
+    `flags` are more keys of the top level, which replace the file's. An empty `path` reads no file.
+    """
+    overrides = list(overrides)
+    if not (path or overrides or flags):
+        raise ConfigError("expected CONFIG.yaml, or settings such as train.steps=100")
+    text = read_config_text(path) if path else ""
+    replaced = {flag.replace("-", "_") for flag in flags or ()}
+    settings = {key: one for key, one in read_yaml(path, text).items() if str(key).replace("-", "_") not in replaced}
+    settings |= flags or {}
+    given = {key for key, _ in read_overrides(overrides)} | set(flags or ())
+    source = Translation("", path=str(path or "the command line"), lines=key_lines(text), overridden=given)
     with source.told():
         found = translate(settings, overrides, kind, dialects)
     return dataclasses.replace(found, path=source.path, lines=source.lines, overridden=source.overridden)
@@ -112,24 +120,25 @@ def translate(
         if key == "role":
             role = str(value)
         else:
-            (ours if key.partition(".")[0] in sections_of(kind) else theirs).append(text)
+            is_ours = key.partition(".")[0] in sections_of(kind) and not any(key in one.rows for one in dialects)
+            (ours if is_ours else theirs).append(text)
     settings = apply_overrides(settings, theirs)
     dialect = detect(settings, kind, dialects)
     if dialect is None:
-        no_role(role, TITLES[OWN])
         found = Translation(OWN, settings)
+        no_role(role, found.title)
     else:
         found = dialect.translate(settings, role, apply_overrides({}, ours))
         found.results += [KeyResult({}, "of the command line", True, key, value) for key, value in read_overrides(ours)]
     found.settings = apply_overrides(found.settings, ours)
     check_sections(found.settings, kind)
-    model, data = (found.settings.get(section) or {} for section in ("model", "data"))
-    if any(text.startswith("model.") for text in ours):
-        found.needs = []
+    model, data, reward = (found.settings.get(section) or {} for section in ("model", "data", "reward"))
     if isinstance(model, Mapping) and not (model.get("config") or model.get("path")):
         found.needs.append("model.path=FOLDER or model.config={model_type: ...}: the model")
     if isinstance(data, Mapping) and not data.get("files"):
-        found.needs.append("data.files=FILES: the text")
+        found.needs.append(f"data.files=FILES: {'the text' if kind is TrainConfig else 'rows of prompts'}")
+    if "reward" in sections_of(kind) and isinstance(reward, Mapping) and not reward.get("functions"):
+        found.needs.append("reward.functions=[NAME or FILE.py:FUNCTION]: what a response is worth")
     return found
 
 
@@ -138,10 +147,12 @@ def detect(
 ) -> Dialect | None:
     """The dialect that owns the top-level keys; None: our own sections. A key of two dialects decides nothing alone."""
     own = sections_of(kind)
-    titles = {OWN: TITLES[OWN], **{dialect.name: dialect.title for dialect in dialects}}
+    titles = {OWN: Translation.title, **{dialect.name: dialect.title for dialect in dialects}}
 
     def owners_of(key: str, value: Any) -> list[str]:
-        return [OWN] * (key in own) + [dialect.name for dialect in dialects if dialect.owns(key, value)]
+        others = [dialect.name for dialect in dialects if dialect.owns(key, value)]
+        inner = {f"{key}.{name}" for name in value} if isinstance(value, Mapping) else set()
+        return [OWN] * (key in own and (not others or bool(inner & known_keys(kind).keys()))) + others
 
     owners = {key: owners_of(str(key), value) for key, value in settings.items()}
     sure = {names[0]: key for key, names in reversed(owners.items()) if len(names) == 1}

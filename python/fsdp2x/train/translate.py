@@ -115,6 +115,7 @@ class Translation:
     results: list[KeyResult] = field(default_factory=list)
     needs: list[str] = field(default_factory=list)
     given: dict[str, Any] = field(default_factory=dict)  # values of the file, by the table's keys
+    title: str = "fsdp2x's own sections"  # of the dialect
     overridden: set[str] = field(default_factory=set)  # settings of the command line
     path: str = ""
     lines: dict[str, int] = field(default_factory=dict)  # of the file's keys
@@ -217,7 +218,8 @@ class Dialect:
             leaf._replace(value=convert(self.rows[leaf.canonical].kind, leaf.value, leaf.shown))
             for leaf in self.read(interpolate(settings), role)
         ]
-        found = Translation(self.name, given={leaf.canonical: leaf.value for leaf in checked if not leaf.inert})
+        given = {leaf.canonical: leaf.value for leaf in checked if not leaf.inert}
+        found = Translation(self.name, given=given, title=self.title)
         for canonical, shown, value, inert in checked:
             row = self.rows[canonical]
             found.add(KeyResult({}, inert, False, shown, value) if inert else row.apply(shown, value, found.given))

@@ -13,11 +13,14 @@ import yaml
 import snippets
 from fsdp2x.train import ConfigError, load_config
 from fsdp2x.train.cli import main
+from fsdp2x.train.config import TrainConfig
 from fsdp2x.train.dialects import DIALECTS
 from fsdp2x.train.explain_config import explain
+from fsdp2x.train.grpo import dialects as grpo
+from fsdp2x.train.grpo.config import GrpoConfig
 from fsdp2x.train.load_config import translate
 from fsdp2x.train.parse import known_keys
-from fsdp2x.train.translate import Dialect, KeyResult, Row, becomes, interpolate
+from fsdp2x.train.translate import Dialect, KeyResult, Row, Translation, becomes, interpolate
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 TINY = "model.config={model_type: qwen3, hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 2}"
@@ -268,7 +271,8 @@ def test_a_slip_gets_its_sentence(write, text, overrides, sentence):
 
 SAMPLES = {
     bool: [True, False], int: [2, 1, 0], float: [0.5, 0.0], type(None): [None], Any: [[0, 1], "list(range(0,4))", "x"],
-    str: ["bf16", "fsdp", ""],
+    str: ["bf16", "fsdp", "fsdp2_train", "fsdp2_infer", "adam", "a.check_reward_nonzero_std", ""],
+    dict: [{"output_dir": "a", "log_dir": "b"}, {"math": {"worker_cls": "a.MathRuleRewardWorker"}}],
 }  # fmt: skip
 
 
@@ -278,7 +282,7 @@ def samples(kind: Any) -> list:
         return [value for option in args for value in samples(option)]
     if origin is Literal:
         return list(args)
-    return [["x"]] if origin is list else SAMPLES[kind]
+    return [samples(args[0])[:2]] if origin is list else SAMPLES[kind]
 
 
 def nested(values: dict[str, Any]) -> dict:
@@ -292,14 +296,20 @@ def nested(values: dict[str, Any]) -> dict:
     return result
 
 
+def translated(dialect: Dialect, values: dict[str, Any], role: str = "") -> Translation:
+    kind, dialects = (TrainConfig, DIALECTS) if dialect in DIALECTS else (GrpoConfig, grpo.DIALECTS)
+    role = "ref_policy" if dialect.name == "nested" and role.startswith("models.ref_policy.") else ""
+    return translate(nested(values), [f"role={role}"] if role else (), kind, dialects)
+
+
 def companions(dialect: Dialect) -> dict[str, Any]:
     """A file with as many of the dialect's keys as go together; some rows have an effect only beside others."""
     file: dict[str, Any] = {}
     for key, row in dialect.rows.items():
         for value in samples(row.kind)[:1]:
             try:
-                for role in [(), ["role=ref_policy"]] if dialect.name == "nested" else [()]:
-                    translate(nested({**file, key: value}), role)
+                for role in ("", "models.ref_policy."):
+                    translated(dialect, {**file, key: value}, role)
             except ConfigError:
                 continue
             file[key] = value
@@ -309,16 +319,16 @@ def companions(dialect: Dialect) -> dict[str, Any]:
 def wrongs_of(dialect: Dialect, key: str, beside: dict[str, Any]) -> Iterator[str]:
     """What the row does not do as it says."""
     row, reached, results = dialect.rows[key], set(), []
+    known = known_keys(TrainConfig if dialect in DIALECTS else GrpoConfig)
     for path in row.to:
-        if path not in known_keys() and path.rpartition(".")[0] not in known_keys():
+        if path not in known and path.rpartition(".")[0] not in known:
             yield f"{key}: {path} is no setting of ours"
-    for others in ({}, beside, nothing_of(row, dialect, beside)):
+    nothing = nothing_of(row, dialect, beside)
+    for others in ({}, beside, nothing, {other: value for other, value in nothing.items() if value is not True}):
         for value in samples(row.kind) if not results or set(row.to) - reached else ():
             file = {**others, key: value}
             try:
-                translation = translate(
-                    nested(file), ["role=ref_policy"] if key.startswith("models.ref_policy.") else ()
-                )
+                translation = translated(dialect, file, key)
             except ConfigError as error:
                 if not str(error).startswith(f"{key}: ") and "it means" not in str(error):
                     yield f"{key}={value!r} is refused without its name: {error}"
@@ -348,7 +358,7 @@ def nothing_of(row: Row, dialect: Dialect, beside: dict[str, Any]) -> dict[str, 
     return {other: value for other, value in beside.items() if not set(dialect.rows[other].to) & set(row.to)}
 
 
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+@pytest.mark.parametrize("dialect", [*DIALECTS, *grpo.DIALECTS], ids=lambda dialect: dialect.name)
 def test_every_row_has_its_effect_or_its_refusal(dialect):
     """A row sets what it says it sets, or says why it has no effect, or refuses the value by the key's name."""
     beside = companions(dialect)
@@ -356,7 +366,7 @@ def test_every_row_has_its_effect_or_its_refusal(dialect):
     for key, row in dialect.rows.items():
         if row.kind is not Any:
             with pytest.raises(ConfigError, match=f"^{key}: got .*, expected"):
-                translate(nested({key: [[{"not": "this"}]]}))
+                translated(dialect, {key: [[{"not": "this"}]]})
 
 
 @pytest.mark.parametrize(

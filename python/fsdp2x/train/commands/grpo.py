@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fsdp2x.train.commands.shared import mistake
+from fsdp2x.train.commands.shared import mistake, split_words
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -14,10 +14,10 @@ def add(commands: argparse._SubParsersAction) -> None:
         description=(
             "Sample responses, reward them and update the policy, as a YAML file says: GRPO, its relatives, or PPO. "
             "Under torchrun on all its ranks, else in this process alone. `fsdp2x config list --command grpo` has all "
-            "keys."
+            "keys. Flags of other trainers follow --, with or without a file: fsdp2x grpo -- --num-rollout 20 ..."
         ),
     )
-    command.add_argument("config", metavar="CONFIG.yaml")
+    command.add_argument("config", nargs="?", default="", metavar="CONFIG.yaml")
     command.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings that replace the file's: rollout.group_size=16"
     )
@@ -30,12 +30,18 @@ def add(commands: argparse._SubParsersAction) -> None:
 def _grpo(args: argparse.Namespace) -> int:
     from fsdp2x.rl.rollout.client import RolloutError
     from fsdp2x.train.config import TrainingError
-    from fsdp2x.train.grpo.load import load_grpo_config
+    from fsdp2x.train.grpo.config import GrpoConfig
+    from fsdp2x.train.grpo.dialects import DIALECTS
+    from fsdp2x.train.grpo.flags import read_flags
     from fsdp2x.train.grpo.trainer import train_policy
+    from fsdp2x.train.load_config import config_of, translate_file
 
-    config = load_grpo_config(args.config, args.overrides, resume_from=args.resume_from)
+    path, overrides, flags = split_words([args.config, *args.overrides])
+    translation = translate_file(path, overrides, GrpoConfig, DIALECTS, read_flags(flags))
+    config = config_of(translation, GrpoConfig, resume_from=args.resume_from)
     try:
-        train_policy(config)
+        with translation.told():
+            train_policy(config)
     except (TrainingError, RolloutError) as error:
         mistake(error)
         return 1

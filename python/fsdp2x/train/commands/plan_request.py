@@ -21,7 +21,7 @@ from fsdp2x.plan.plan import planned_facts, planned_report, usual_device
 from fsdp2x.plan.report import MemoryReport, check_micro_batches, columns, readable
 from fsdp2x.sharding.transport import TransportKind
 from fsdp2x.train import ConfigError, TrainConfig
-from fsdp2x.train.explain_config import parse_without_text
+from fsdp2x.train.explain_config import parse_incomplete
 from fsdp2x.train.load_config import translate_file
 from fsdp2x.train.model import build_on_meta, offload_mode, prepare, unit_policy
 from fsdp2x.train.strategy import plan_mesh, resolve_batching, usual_node
@@ -249,7 +249,7 @@ def _read_training(
     """
     translation = translate_file(path, overrides)
     with translation.told():
-        config = parse_without_text(translation.settings)
+        config = parse_incomplete(translation, TrainConfig)
         return _asked_by(config, world_size, local_world_size, given)
 
 

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import TYPE_CHECKING, Any
 
-from fsdp2x.train.commands.shared import mistake, positive, show
+from fsdp2x.base.failures import ConfigError
+from fsdp2x.train.commands.shared import mistake, positive, show, split_words
+
+if TYPE_CHECKING:
+    from fsdp2x.train.config import TrainConfig
+    from fsdp2x.train.translate import Dialect
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -49,18 +55,37 @@ def _train(args: argparse.Namespace) -> int:
     return 0
 
 
+# Whose config it is.
+_COMMAND: Any = {"dest": "reader", "choices": ("train", "grpo"), "default": "train"}
+_COMMAND |= {"help": "command that reads it. Default: train."}
+
+
+def _read_by(command: str) -> tuple[type[TrainConfig], tuple[Dialect, ...]]:
+    """The class of a command's config, and the formats of other trainers that it reads."""
+    from fsdp2x.train import dialects
+    from fsdp2x.train.config import TrainConfig
+
+    if command == "train":
+        return TrainConfig, dialects.DIALECTS
+    from fsdp2x.train.grpo import dialects as grpo_dialects
+    from fsdp2x.train.grpo.config import GrpoConfig
+
+    return GrpoConfig, grpo_dialects.DIALECTS
+
+
 def _add_config(commands: argparse._SubParsersAction) -> None:
-    command = commands.add_parser("config", help="explain a training config, list all keys")
+    command = commands.add_parser("config", help="explain a config, list all keys")
     actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
     explain = actions.add_parser(
         "explain",
         help="what each key became",
         description=(
             "What each key of a training YAML became, which keys have no effect, what is missing before it can run, "
-            "the mesh, and the units of the model. Nothing is trained and no process group is made."
+            "the mesh, and the units of the model. Nothing is trained and no process group is made. Flags of other "
+            "trainers follow --, with --command grpo."
         ),
     )
-    explain.add_argument("config", metavar="CONFIG.yaml")
+    explain.add_argument("config", nargs="?", default="", metavar="CONFIG.yaml")
     explain.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
     explain.add_argument(
         "--world-size",
@@ -68,6 +93,7 @@ def _add_config(commands: argparse._SubParsersAction) -> None:
         metavar="N",
         help="number of ranks; default what the config says",
     )
+    explain.add_argument("--command", **_COMMAND)
     explain.add_argument(
         "--local-world-size",
         type=positive,
@@ -79,18 +105,23 @@ def _add_config(commands: argparse._SubParsersAction) -> None:
     listing = actions.add_parser("list", help="all keys with type, default and meaning")
     listing.add_argument(
         "--dialect",
-        choices=("sections", "flat", "strategy", "nested", "all"),
         default="sections",
-        help="keys of another spelling, and what they become",
+        help="keys of another format and what they become: flat, strategy and nested of train, roles, models and flags "
+        "of grpo, or all. Default: sections, fsdp2x's own.",
     )
+    listing.add_argument("--command", **_COMMAND)
     listing.add_argument("--json", action="store_true", help="as one JSON object")
     listing.set_defaults(run=_list)
 
 
 def _explain(args: argparse.Namespace) -> int:
     from fsdp2x.train.explain_config import explain
+    from fsdp2x.train.grpo.flags import read_flags
 
-    found = explain(args.config, args.overrides, world_size=args.world_size, local_world_size=args.local_world_size)
+    kind, dialects = _read_by(args.reader)
+    path, overrides, flags = split_words([args.config, *args.overrides])
+    sizes = {"world_size": args.world_size, "local_world_size": args.local_world_size}
+    found = explain(path, overrides, kind=kind, dialects=dialects, flags=read_flags(flags), **sizes)
     show(json.dumps(found.to_dict(), indent=1, default=str) if args.json else str(found))
     return 0
 
@@ -99,7 +130,11 @@ def _list(args: argparse.Namespace) -> int:
     from fsdp2x.train.load_config import list_keys
     from fsdp2x.train.parse import show as shown
 
-    rows = list_keys(args.dialect)
+    kind, dialects = _read_by(args.reader)
+    rows = list_keys(args.dialect, kind, dialects)
+    if not rows:
+        known = ", ".join(["sections", *(dialect.name for dialect in dialects), "all"])
+        raise ConfigError(f"--dialect: got {args.dialect!r}, expected one of {known} with --command {args.reader}")
     if args.json:
         show(json.dumps({key: {"default": None, **row} for key, row in rows.items()}, indent=1))
         return 0
