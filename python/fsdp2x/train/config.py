@@ -186,6 +186,10 @@ class DataConfig(Section):
         self.require(
             "files", bool(self.files) and all(self.files), "at least one file, folder or glob, none of them empty"
         )
+        self.check_budget()
+
+    def check_budget(self) -> None:
+        """Raises `ConfigError` if a micro-batch has no room for the longest sample."""
         longest = f"at least data.block_size={self.block_size}, the longest sample, or null"
         self.require("max_tokens", self.max_tokens is None or self.max_tokens >= self.block_size, longest)
 

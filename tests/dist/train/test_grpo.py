@@ -294,7 +294,7 @@ def test_an_error_of_a_step_reaches_every_rank(ctx, sections, message):
     [
         ({"data": {"prompt_column": "question"}}, r"prompts.jsonl:1: expected the column question, got prompt, answer"),
         ({"data": {"max_prompt_tokens": 1}}, "all 24 prompts have more than data.max_prompt_tokens=1"),
-        ({"data": {"system": "Be brief."}}, "messages need a tokenizer with a chat template"),
+        ({"data": {"system": "Be brief."}}, "the tokenizer has no chat template. Set data.chat_template"),
         ({"reward": {"functions": ["nothing"]}}, "unknown reward 'nothing'; built in are exact_match"),
         ({"reward": {"functions": [{"name": "length"}]}}, "length needs the option target"),
         ({"reward": {"functions": ["missing.py:f"]}}, "missing.py: no such file"),

@@ -54,8 +54,11 @@ class PromptSection(DataConfig):
     max_prompt_tokens: int | None = setting(None, "leave out prompts of more tokens", COUNT)
 
     def check(self) -> None:
-        self.require("files", bool(self.files) and all(self.files), "at least one file, folder or glob")
+        super().check()
         self.require("format", self.format != "text", "jsonl or parquet: a prompt is a row with columns")
+
+    def check_budget(self) -> None:
+        """A prompt and its response may be longer than any block; what exceeds the budget is an error of its step."""
 
     def require(self, name: str, condition: bool, expected: str) -> None:
         if not condition:
@@ -242,6 +245,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "train.patience": (lambda c: c.train.patience is not None, "it counts held-out losses, and rewards are held out"),
     "data.max_bytes": (lambda c: c.data.max_bytes is not None, "prompts are rows; cut the file instead"),
+    "data.block_size": (lambda c: c.data.block_size != 512, "set data.max_prompt_tokens and rollout.max_tokens"),
     "train.mode": (lambda c: c.train.mode != "train", "`fsdp2x train` evaluates; a policy is trained here"),
     "train.batch_size": (
         lambda c: c.train.batch_size is not None,

@@ -100,8 +100,6 @@ def _make_prompt(config: PromptSection, row: Row, tokenizer: Tokenizer) -> Promp
         messages = [{"role": "system", "content": config.system}, *messages]
     if messages[-1]["role"] == "assistant":
         raise ConfigError(f"{row.where}: the last message of a prompt is the assistant's; leave the answer out of it")
-    if isinstance(tokenizer, ByteTokenizer):
-        raise ConfigError(f"{row.where}: messages need a tokenizer with a chat template, and data.tokenizer is bytes")
     tools = row.fields.get("tools")
     return Prompt(render_prompt(tokenizer.inner, messages, tools=tools, where=row.where), messages, columns, row.where)
 

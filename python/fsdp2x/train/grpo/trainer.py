@@ -428,13 +428,14 @@ class GrpoTrainer(Trainer):
         found = {"reward": sums[1] / count, "pass@1": sums[2] / count}
         return found | ({f"pass@{samples}": sums[3] / count} if samples > 1 else {})
 
-    def _report_evaluation(self) -> None:
+    def _report_evaluation(self) -> float:
         with self.world.lost_ranks.named(f"evaluation after step {self.step}"):
             found = self.evaluate()
         self.metrics.write("eval", self.step, **found)
         self.metrics.say(
             "step %d  held-out %s", self.step, "  ".join(f"{name} {value:.4f}" for name, value in found.items())
         )
+        return found["reward"]
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
