@@ -1,5 +1,6 @@
-"""Checkpoints to HuggingFace folders and back, offline: one process, no process group, a few MiB of buffers."""
+"""Checkpoints to other forms, to HuggingFace folders and back, offline: one process, no process group."""
 
+from fsdp2x.io.convert.checkpoints import convert_checkpoint
 from fsdp2x.io.convert.folders import dcp_to_hf, export_checkpoint, hf_to_dcp, ranks_to_hf
 
-__all__ = ["dcp_to_hf", "export_checkpoint", "hf_to_dcp", "ranks_to_hf"]
+__all__ = ["convert_checkpoint", "dcp_to_hf", "export_checkpoint", "hf_to_dcp", "ranks_to_hf"]

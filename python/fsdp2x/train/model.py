@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp2x.base.failures import CheckpointError
 from fsdp2x.io.hf.empty import build_empty, plain_config, read_config, read_hf_config
 from fsdp2x.io.hf.files import Checkpoint
+from fsdp2x.io.hf.layout import bars_of_rank_0
 from fsdp2x.io.hf.load import from_pretrained
 from fsdp2x.io.hf.lora import add_lora
 from fsdp2x.lifecycle.api import fully_shard
@@ -55,7 +56,7 @@ def build_model(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> torch.n
     options: dict[str, Any] = {"dtype": getattr(torch, config.dtype)}
     if config.attn_implementation is not None:
         options["attn_implementation"] = config.attn_implementation
-    with _built_by_transformers(config):
+    with _built_by_transformers(config), bars_of_rank_0():
         if config.path is not None:
             folder = check_folder(config)
             torch.manual_seed(seed)  # of a head that the files need not hold

@@ -20,7 +20,10 @@ from fsdp2x.base.failures import CheckpointError, on_rank_0, run_on_all_ranks
 from fsdp2x.io.checkpoint.background import Saver
 from fsdp2x.io.checkpoint.directory import find, repair
 from fsdp2x.io.checkpoint.rng import seed_all
+from fsdp2x.io.convert.adapters import ADAPTER_FOLDER
 from fsdp2x.io.hf.lora import save_adapter
+from fsdp2x.io.hf.save import save_adapter_config
+from fsdp2x.io.names import has_adapters
 from fsdp2x.lifecycle.contexts import accumulate
 from fsdp2x.optim import clip_grad_norm_
 from fsdp2x.plan.report import memory_report
@@ -548,6 +551,8 @@ class Trainer:
         generation = getattr(self.model, "generation_config", None)
         if generation is not None:
             generation.save_pretrained(str(folder))
+        if has_adapters(self.model):
+            save_adapter_config(self.model, folder / ADAPTER_FOLDER)
         self.tokenizer.save(folder)
 
     def _describe(self) -> dict:

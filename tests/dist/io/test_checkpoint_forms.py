@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from checkpoints import OPTIMIZERS, Mixed, Training, on_first, shared_folder
+from fsdp2x.base.failures import CheckpointError
 from harness import dist_run, distributed
 from training import losses as logged
 from training import run, settings
@@ -68,6 +69,30 @@ def test_other_world_sizes_continue_the_run(tmp_path, worlds, num):
     said = dist_run(load_per_rank, 3, tmp_path / "torch_adamw/per_rank", fresh=False)
     for outcome in said:
         assert "per-rank files of 2 ranks cannot be loaded by 3; use as many ranks" in outcome.value
+
+
+@pytest.mark.parametrize("form", ["per_rank", "sharded", "full"])
+def test_converted_checkpoints_continue_the_run_on_any_number_of_ranks(tmp_path, form):
+    from fsdp2x.convert import convert_checkpoint
+
+    cells = [(optimizer, form) for optimizer in OPTIMIZERS]
+    whole = dist_run(train_and_save, 2, tmp_path, cells, fresh=False)[0].value
+    for number, optimizer in enumerate(OPTIMIZERS):
+        to = ("full", "sharded")[number % 2]
+        out = tmp_path / "converted" / optimizer / to
+        convert_checkpoint(tmp_path / optimizer / form, out, form=to)
+        for world in (2, 3):
+            losses = dist_run(resume, world, tmp_path / "converted", [(optimizer, to)], fresh=False)[0].value
+            assert losses[optimizer, to] == (
+                whole[optimizer] if world == 2 else pytest.approx(whole[optimizer], rel=2e-3)
+            ), (optimizer, world)
+    with pytest.raises(FileExistsError):
+        convert_checkpoint(tmp_path / optimizer / form, out, form=to)
+    (lost,) = (tmp_path / optimizer / form).glob("step-*/r*-00001.pt" if form == "per_rank" else "step-*/manifest.json")
+    lost.unlink()
+    with pytest.raises(CheckpointError, match="rank-00001.pt: missing" if form == "per_rank" else "no such|manifest"):
+        convert_checkpoint(tmp_path / optimizer / form, out, form=to, force=True)
+    assert out.is_dir() and sorted(path.name for path in out.parent.iterdir()) == [to]
 
 
 @distributed(world_sizes=(2, 3))

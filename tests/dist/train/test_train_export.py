@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from harness import dist_run
+from reference import same
 from training import MODEL, settings, write_text
 
 MODELS = {
@@ -81,3 +82,41 @@ def test_exports_load_and_compute_the_same(tmp_path, name):
         config["data"] = {**config["data"], "tokenizer": str(tmp_path / "offline")}
         again = dist_run(train_and_compute, 2, config, None, fresh=False)
         torch.testing.assert_close(again[0].value, outcomes[0].value, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
+@pytest.mark.parametrize("form", ["per_rank", "full", "sharded"])
+@pytest.mark.each_value
+def test_checkpoints_of_adapters_are_exported_merged_and_alone(tmp_path, name, form):
+    from fsdp2x.base.failures import CheckpointError
+    from fsdp2x.convert import export_checkpoint
+
+    model, saves = {"config": MODELS[name]}, {"form": form}
+    train = {"train": {"steps": 2}, "optimizer": {"lr": 0.05}, "checkpoint": saves, "model": model}
+    config = settings(write_text(tmp_path / "text"), tmp_path / "run", **train)
+    (outcome, _) = dist_run(train_and_compute, 2, {**config, "lora": {"rank": 2, "alpha": 8}}, None, fresh=False)
+    with pytest.raises(CheckpointError, match=r"holds LoRA adapters. Choose lora='merge' \(--merge\) for the whole"):
+        export_checkpoint(tmp_path / "run", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+    if name == "mixtral":  # adapters of experts that the class fuses
+        with pytest.raises(CheckpointError, match="cannot be merged offline"):
+            export_checkpoint(tmp_path / "run", tmp_path / "merged", lora="merge")
+    else:
+        merged = load(export_checkpoint(tmp_path / "run", tmp_path / "merged", lora="merge"))
+        assert not (tmp_path / "merged/adapter_config.json").exists()
+        with torch.no_grad():
+            torch.testing.assert_close(merged(input_ids=TOKENS).logits, outcome.value, atol=1e-5, rtol=0)
+    export_checkpoint(tmp_path / "run", tmp_path / "adapter", lora="adapter")
+    of_run, alone = (load_file(tmp_path / place / "adapter_model.safetensors") for place in ("run/adapter", "adapter"))
+    same(alone, of_run)
+    assert {file.name for file in (tmp_path / "adapter").iterdir()} == {
+        file.name for file in (tmp_path / "run/adapter").iterdir()
+    }
+    # The same form without adapters.
+    plain = settings(tmp_path / "text", tmp_path / "plain", **{**train, "train": {"steps": 1}})
+    (outcome, _) = dist_run(train_and_compute, 2, plain, None, fresh=False)
+    with pytest.raises(CheckpointError, match="holds no LoRA adapters, leave out lora='merge'"):
+        export_checkpoint(tmp_path / "plain", tmp_path / "whole", lora="merge")
+    with torch.no_grad():
+        whole = load(export_checkpoint(tmp_path / "plain", tmp_path / "whole"))(input_ids=TOKENS).logits
+    torch.testing.assert_close(whole, outcome.value, atol=1e-6, rtol=0)

@@ -284,7 +284,7 @@ def _match(
     if choice.form == "per_rank" and saved_by != world_size:
         raise CheckpointError(
             f"{choice.path}: per-rank files of {saved_by} ranks cannot be loaded by {world_size}; "
-            "use as many ranks, or save with form='sharded' or 'full', which any number of ranks loads"
+            "use as many ranks, or convert them by fsdp2x convert --to sharded for any number of ranks"
         )
     source = open_source(choice.path, choice.form, files, rank, trusted, choice.manifest)
     parts = source.parts()

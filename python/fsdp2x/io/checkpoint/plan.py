@@ -161,11 +161,12 @@ def make_plan(flat: Mapping[str, Any], paths: Mapping[str, KeyPath], signature: 
     return plan
 
 
-def plan_alone(tensors: Mapping[str, torch.Tensor], paths: Mapping[str, KeyPath]) -> Plan:
+def plan_alone(entries: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> Plan:
     """The plan of a process that writes everything by itself. No collective."""
-    local = local_plan(tensors)
+    local = local_plan(entries)
     chunks = _chunks(local.items)
-    return Plan((), chunks, chunks, [], _global_plan([local])[1], paths)
+    objects = [item.index.fqn for item in local.items if item.type == WriteItemType.BYTE_IO]
+    return Plan((), chunks, chunks, objects, _global_plan([local])[1], paths)
 
 
 def _global_plan(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:

@@ -66,6 +66,10 @@ class CheckpointSource:
     def parts(self) -> dict[str, Any]:
         return read_parts(self._folder, self._trusted)
 
+    def tile(self, name: str) -> tensors.Tile:
+        """All that it holds of a tensor, and where in the tensor that lies."""
+        raise NotImplementedError
+
 
 class ShardedSource(CheckpointSource):
     """A directory of torch DCP, written by us or, without a manifest, by anybody."""
@@ -82,6 +86,10 @@ class ShardedSource(CheckpointSource):
     def _place(self, chunk: Chunk) -> tuple[tensors.Source, tuple[int, ...]]:
         return self._tensors.part(chunk.name, (chunk.offsets, chunk.sizes)), chunk.offsets
 
+    def tile(self, name: str) -> tensors.Tile:
+        source = self._tensors[name]
+        return tensors.Tile((0,) * len(source.shape), source)
+
 
 class FullSource(CheckpointSource):
     """One file with everything, whole."""
@@ -96,6 +104,10 @@ class FullSource(CheckpointSource):
 
     def _place(self, chunk: Chunk) -> tuple[tensors.Source, tuple[int, ...]]:
         return self._sources[chunk.name], chunk.offsets
+
+    def tile(self, name: str) -> tensors.Tile:
+        source = self._sources[name]
+        return tensors.Tile((0,) * len(source.shape), source)
 
     def parts(self) -> dict[str, Any]:
         return detached({name: value for name, value in self._file.items() if name not in _TOPS})
@@ -132,6 +144,9 @@ class PerRankSource(CheckpointSource):
                 "into the same sharding only"
             )
         return self._sources[chunk.name], (0,) * len(chunk.sizes)
+
+    def tile(self, name: str) -> tensors.Tile:
+        return tensors.Tile(tuple(self._chunks[name]["offsets"]), self._sources[name])
 
 
 def open_source(

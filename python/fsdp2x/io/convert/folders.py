@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -21,6 +22,7 @@ from fsdp2x.io.checkpoint.directory import ASSETS_FOLDER, resolve
 from fsdp2x.io.checkpoint.disk import bytes_of
 from fsdp2x.io.checkpoint.forms import Contents, Sharded
 from fsdp2x.io.checkpoint.plan import plan_alone
+from fsdp2x.io.convert.adapters import StoredAdapters, holds_adapters
 from fsdp2x.io.convert.stored import match, open_dcp, open_ranks, without_groups
 from fsdp2x.io.formats.safe_files import OpenFiles
 from fsdp2x.io.formats.tensors import RemoteTensor, Source, differ
@@ -156,7 +158,7 @@ class _Output:
                 self.values[name] = stored[name]
         missing = sorted(undone.used - set(self.values))
         if missing:
-            hint = "; it holds LoRA weights: merge them first" if any("lora_" in key for key in tensors) else ""
+            hint = "; it holds LoRA adapters: fsdp2x export --merge merges them" if holds_adapters(tensors) else ""
             raise CheckpointError(
                 f"{where}: lacks {len(missing)} tensors of {self.origin}: {', '.join(missing[:5])}"
                 f"{', ...' if len(missing) > 5 else ''}{hint}"
@@ -245,13 +247,28 @@ def copy_assets(origin: Path, folder: Path) -> None:
 
 @checked
 def export_checkpoint(
-    checkpoint: str | Path, out: str | Path, *, max_shard_size: int | str = "5GB", force: bool = False
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    lora: Literal["merge", "adapter"] | None = None,
+    max_shard_size: int | str = "5GB",
+    force: bool = False,
 ) -> Path:
     """Writes a checkpoint of `fsdp2x train` in HuggingFace form, in one process and without a process group.
 
     Memory: a few MiB; where transformers has to convert whole weights to write them, two of those.
 
-    Raises `FileExistsError` when `out` exists and not `force`, `CheckpointError` when the checkpoint cannot be read.
+    Args:
+        checkpoint: of any form, or a folder of checkpoints, whose latest is taken.
+        out: appears when it is complete.
+        lora: of a run with LoRA adapters, which needs a choice. "merge": the whole model with its adapters merged, one
+            layer in memory at a time. "adapter": the adapter alone, as PEFT reads it.
+        max_shard_size: bytes of a file, or a size such as ``"5GB"``.
+        force: replace ``out``.
+
+    Raises:
+        FileExistsError: ``out`` exists and not ``force``.
+        CheckpointError: the checkpoint cannot be read, or ``lora`` does not fit it.
     """
     out = Path(out).expanduser()
     refuse_existing(out, force)
@@ -262,16 +279,38 @@ def export_checkpoint(
         raise CheckpointError(f"{assets / 'config.json'}: missing, without the model's config nothing can be exported")
     with OpenFiles() as files:
         tensors, aliases = open_dcp(source, files)
+        adapters = _adapters(tensors, assets, lora, str(source))
+        if adapters is not None and lora == "adapter":
+            values, specs = adapters.alone()
+            layout = plan_layout(specs, sys.maxsize, "adapter_model")  # PEFT reads one file only
+            return _write(out, force, layout, specs, values, adapters.folder)
         model = empty_model(assets)
         targets = find_targets(model)
         names = [name for target in targets for name in target.names]
-        stored = {name: tensors[f"model.{name}"] for name in names if f"model.{name}" in tensors}
+        if adapters is None:
+            stored = {name: tensors[f"model.{name}"] for name in names if f"model.{name}" in tensors}
+        else:
+            stored = adapters.merged()
+            aliases = {adapters.base_name(alias): adapters.base_name(kept) for alias, kept in aliases.items()}
         held = _values_of(targets, stored, aliases, str(source))
         missing = [target.fqn for target in targets if target.names[0] not in held]
         if missing:
             raise CheckpointError(f"{source}: lacks {len(missing)} weights of its model: {', '.join(missing[:5])}")
         values, specs = _tensors(model, targets, held)
         return _write(out, force, plan_layout(specs, max_shard_size, "model"), specs, values, assets)
+
+
+def _adapters(tensors: Mapping[str, Source], assets: Path, lora: str | None, where: str) -> StoredAdapters | None:
+    if not holds_adapters(tensors):
+        if lora is not None:
+            raise CheckpointError(f"{where}: holds no LoRA adapters, leave out lora={lora!r} (--merge, --adapter)")
+        return None
+    if lora is None:
+        raise CheckpointError(
+            f"{where}: holds LoRA adapters. Choose lora='merge' (--merge) for the whole model with its adapters "
+            "merged, or lora='adapter' (--adapter) for the adapter alone"
+        )
+    return StoredAdapters(tensors, assets, where)
 
 
 def _tensors(

@@ -15,6 +15,7 @@ from pathlib import Path
 from fsdp2x.base.failures import CheckpointError, CorruptFile
 from fsdp2x.io.checkpoint.directory import MANIFEST, resolve
 from fsdp2x.io.checkpoint.manifest import check_entries, read_manifest, tied_names, verify_files
+from fsdp2x.io.convert.checkpoints import open_whole
 from fsdp2x.io.formats.dcp import METADATA, DcpTensors, Ours
 from fsdp2x.io.formats.records import Shard, box_of, read_records
 from fsdp2x.io.formats.safe_files import OpenFiles, read_text
@@ -51,13 +52,10 @@ def open_dcp(path: Path, files: OpenFiles, *, verify: bool = True) -> tuple[Mapp
     if not (folder / MANIFEST).is_file():
         return DcpTensors(folder, files), {}
     manifest = read_manifest(folder)
-    if manifest["form"] != "sharded":
-        raise CheckpointError(
-            f"{folder}: a checkpoint of form {manifest['form']}; load it into the model and save it with "
-            "form='sharded', or with fsdp2x.save_hf"
-        )
     if verify:
         verify_files(folder, manifest)
+    if manifest["form"] != "sharded":
+        return open_whole(folder, files, manifest).tensors, dict(manifest["tied"])
     tensors = DcpTensors(folder, files, Ours(manifest["step"], tied_names(manifest)))
     check_entries(folder, manifest, tensors.table.entries)
     return tensors, dict(manifest["tied"])

@@ -7,11 +7,13 @@ All ranks compute the same layout from names, shapes and dtypes, so that each ca
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -45,6 +47,21 @@ class ProgressBar:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+@contextlib.contextmanager
+def bars_of_rank_0() -> Iterator[None]:
+    """Inside the block transformers shows its bars on rank 0 alone, and only on a terminal."""
+    from transformers.utils import logging
+
+    shows = logging.is_progress_bar_enabled()
+    if rank_and_size()[0] != 0 or not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shows:
+            logging.enable_progress_bar()
 
 
 T = TypeVar("T")

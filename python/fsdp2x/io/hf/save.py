@@ -117,6 +117,14 @@ def save_hf(
     return out
 
 
+def save_adapter_config(model: ForeignModel, folder: Path) -> None:
+    """Writes the adapter_config.json of a PEFT model with one adapter."""
+    (config,) = model.peft_config.values()
+    config = copy.deepcopy(config)
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+
+
 class _Job:
     """What is to be written where; equal on all ranks."""
 
@@ -172,10 +180,7 @@ class _Job:
     def write_assets(self, folder: Path, tokenizer: Any) -> None:
         """Config and tokenizer. On rank 0."""
         if self.adapter:
-            (config,) = self.model.peft_config.values()
-            config = copy.deepcopy(config)
-            config.inference_mode = True
-            config.save_pretrained(str(folder))
+            save_adapter_config(self.model, folder)
         elif hasattr(self.base, "config"):
             config = plain_config(self.base)
             config.dtype = self._written_dtype or config.dtype

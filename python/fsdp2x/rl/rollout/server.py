@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2x.io.hf.layout import bars_of_rank_0
 from fsdp2x.rl.rollout.batch import MAX_BATCH_ROWS, MAX_BATCH_TOKENS, Batch, Request
 from fsdp2x.rl.rollout.sampling import FIELDS, Sampling, Version
 from fsdp2x.rl.rollout.text import Prompt, prompt_ids
@@ -273,7 +274,8 @@ def load_model(path: str, *, dtype: torch.dtype, device: str) -> tuple[nn.Module
     has_weights = any(name.endswith((".safetensors", ".bin")) for name in names)
     try:
         if has_weights:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+            with bars_of_rank_0():
+                model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
         else:
             config = AutoConfig.from_pretrained(path, local_files_only=True)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -10,11 +10,12 @@ from fsdp2x.base.failures import ConfigError
 from fsdp2x.train.commands.shared import DTYPE
 
 _EPILOG = """\
-three forms:
+forms:
   fsdp2x convert --input-dir CKPT --output-dir OUT --origin-hf-dir HF [-f]      a DCP directory to HuggingFace form
   fsdp2x convert --hf_dir HF --ckpt_dir DIR --save_dir OUT --iter N [--groupgemm]
                                           files DIR/N/model_world_size_W_rank_R.pt to HuggingFace form
   fsdp2x convert --to dcp --input-dir HF --output-dir OUT [-f]                  a HuggingFace folder to a DCP directory
+  fsdp2x convert --to sharded|full --input-dir CKPT --output-dir OUT [-f]       a checkpoint of fsdp2x to another form
 """
 
 
@@ -31,6 +32,17 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a folder of them whose latest is taken")
     command.add_argument("out", metavar="OUT", help="folder to write; must not exist")
+    lora = command.add_mutually_exclusive_group()
+    lora.add_argument(
+        "--merge",
+        dest="lora",
+        action="store_const",
+        const="merge",
+        help="of a LoRA run: merge the adapters into the model",
+    )
+    lora.add_argument(
+        "--adapter", dest="lora", action="store_const", const="adapter", help="of a LoRA run: write the adapter alone"
+    )
     command.add_argument("--force", action="store_true", help="replace OUT when it exists")
     command.set_defaults(run=_export)
 
@@ -38,7 +50,7 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
 def _export(args: argparse.Namespace) -> int:
     from fsdp2x.io.convert.folders import export_checkpoint
 
-    out = export_checkpoint(args.checkpoint, args.out, force=args.force)
+    out = export_checkpoint(args.checkpoint, args.out, lora=args.lora, force=args.force)
     logging.getLogger(__name__).info("exported to %s", out)
     return 0
 
@@ -62,7 +74,7 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "--groupgemm", nargs="?", type=int, choices=(0, 1), const=1, default=0, help="experts were trained as group_mlp"
     )
-    command.add_argument("--to", choices=("hf", "dcp"), default="hf", help="default hf")
+    command.add_argument("--to", choices=("hf", "dcp", "sharded", "full"), default="hf", help="default hf")
     command.add_argument("--dtype", **DTYPE, help="of floating-point weights; default the origin's")
     command.add_argument("--prefix", help="of the model's keys in the checkpoint; default the one that fits")
     command.add_argument("-f", "--force", action="store_true", help="replace the output when it exists")
@@ -72,24 +84,29 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
 def _convert(args: argparse.Namespace) -> int:
     import torch
 
+    from fsdp2x.io.convert.checkpoints import convert_checkpoint
     from fsdp2x.io.convert.folders import dcp_to_hf, hf_to_dcp, ranks_to_hf
 
     form = {
         "dcp": ("input_dir", "output_dir"),
+        "checkpoint": ("input_dir", "output_dir"),
         "hf": ("input_dir", "output_dir", "origin_hf_dir"),
         "ranks": ("hf_dir", "ckpt_dir", "save_dir", "iter"),
     }
     given = {name for names in form.values() for name in names if getattr(args, name) is not None}
-    kind = "dcp" if args.to == "dcp" else "ranks" if given & set(form["ranks"]) else "hf"
+    to_hf = "ranks" if given & set(form["ranks"]) else "hf"
+    kind = {"hf": to_hf, "dcp": "dcp"}.get(args.to, "checkpoint")
     needed = form[kind]
     if given != set(needed):
         expected = ", ".join(f"--{name.replace('_', '-')}" for name in needed)
         raise ConfigError(f"convert: this form needs exactly {expected}; see fsdp2x convert --help")
-    for name, forms in (("groupgemm", ("ranks",)), ("prefix", ("hf", "ranks"))):
+    for name, forms in (("groupgemm", ("ranks",)), ("prefix", ("hf", "ranks")), ("dtype", ("hf", "ranks", "dcp"))):
         if getattr(args, name) not in (None, 0) and kind not in forms:
             raise ConfigError(f"convert: --{name} has no meaning in this form; see fsdp2x convert --help")
     options: dict[str, Any] = {"dtype": getattr(torch, args.dtype) if args.dtype else None, "force": args.force}
-    if kind == "dcp":
+    if kind == "checkpoint":
+        out = convert_checkpoint(args.input_dir, args.output_dir, form=args.to, force=args.force)
+    elif kind == "dcp":
         out = hf_to_dcp(args.input_dir, args.output_dir, **options)
     elif kind == "hf":
         out = dcp_to_hf(args.input_dir, args.output_dir, args.origin_hf_dir, prefix=args.prefix, **options)
