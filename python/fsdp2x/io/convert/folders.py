@@ -158,7 +158,7 @@ class _Output:
                 self.values[name] = stored[name]
         missing = sorted(undone.used - set(self.values))
         if missing:
-            hint = "; it holds LoRA adapters: fsdp2x export --merge merges them" if holds_adapters(tensors) else ""
+            hint = "; it holds LoRA weights: fsdp2x export --merge merges them" if holds_adapters(tensors) else ""
             raise CheckpointError(
                 f"{where}: lacks {len(missing)} tensors of {self.origin}: {', '.join(missing[:5])}"
                 f"{', ...' if len(missing) > 5 else ''}{hint}"
