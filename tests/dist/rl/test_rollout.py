@@ -14,40 +14,13 @@ from transformers import GenerationConfig
 
 import fsdp2x
 from engines import new_address
-from fsdp2x import rl
 from fsdp2x.rollout import ColocatedRollout, RolloutClient, RolloutError, RolloutServer, Sampling
 from harness import dist_run, distributed, programs
 from models import build
+from rollouts import change, compare, sharded
 from training import make_words
 
 LIMIT_S = 60.0
-
-
-def sharded(seed=0):
-    model = build("qwen3", seed=seed)
-    fsdp2x.sequence.use_varlen_attention(model)
-    return fsdp2x.fully_shard(model)
-
-
-def compare(model, prompts, completions, version):
-    """Every token is of this version, with the log-probability that the sharded model gives it now."""
-    samples = [
-        {"input_ids": [*prompts[c.prompt], *c.tokens], "labels": [-100] * len(prompts[c.prompt]) + c.tokens}
-        for c in completions
-    ]
-    assert all(c.admitted == version and c.spans == [(version, len(c.tokens))] for c in completions)
-    for row in fsdp2x.sequence.micro_batches(samples, 256):
-        with torch.no_grad():
-            found = rl.score(model, row.inputs, row.next_labels).log_probs
-        tokens = rl.RowTokens(row)
-        expected = tokens.align([c.log_probs for c in completions])
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-
-
-def change(model):
-    with torch.no_grad():
-        for param in model.parameters():
-            param.to_local().mul_(1.05)
 
 
 @pytest.mark.parametrize("where", ["process", "colocated"])

@@ -15,40 +15,8 @@ from fsdp2x.rl.rollout.server import weights_address
 from fsdp2x.rl.sync.receiver.engine import bind_address, receive_frame, send_frame
 from fsdp2x.rollout import ColocatedRollout, RolloutClient, RolloutError, RolloutServer, Sampling, sample
 from models import build
+from rollouts import DEADLINE_S, asked, connected, serving
 from training import make_words
-
-DEADLINE_S = 60.0
-
-
-@contextlib.contextmanager
-def serving(model=None, address=None, **options):
-    """The address of an engine in a thread, which has ended when all clients have left."""
-    address = address or new_address()
-    server = RolloutServer(model or build("qwen3"), address, **options)
-    thread = threading.Thread(target=server.serve, kwargs={"contact_s": DEADLINE_S}, daemon=True)
-    thread.start()
-    try:
-        yield address, server
-    finally:
-        with contextlib.suppress(RolloutError):
-            RolloutClient(address, contact_s=0.1).close()  # it ends when somebody has come and left
-        thread.join(DEADLINE_S)
-        assert not thread.is_alive()
-        server.close()
-
-
-def connected(address):
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect(bind_address(address))
-    return connection
-
-
-def asked(connection, kind, body):
-    deadline = time.monotonic() + DEADLINE_S
-    send_frame(connection, kind, body, deadline)
-    said, answer, files = receive_frame(connection, deadline)
-    assert said == "answer" and not files
-    return answer
 
 
 def test_answers_are_those_of_sample():

@@ -8,28 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import socket
-import threading
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.failures import problems_of_all
 from fsdp2x.rl.rollout.batch import MAX_BATCH_ROWS, MAX_BATCH_TOKENS, sample
+from fsdp2x.rl.rollout.dispatch import Connection, Dispatch, EngineState
 from fsdp2x.rl.rollout.sampling import Completion, Sampling, Version
-from fsdp2x.rl.rollout.server import ANSWER, weights_address
+from fsdp2x.rl.rollout.server import digest_of, weights_address
 from fsdp2x.rl.rollout.text import Prompt, plain_prompt
-from fsdp2x.rl.sync.receiver.engine import Parameters, WireError, receive_frame, send_frame
+from fsdp2x.rl.sync.receiver.engine import Parameters, WireError
 from fsdp2x.rl.sync.targets.base import EngineTarget
 from fsdp2x.rl.sync.targets.in_process import InProcess
 from fsdp2x.rl.sync.targets.peer import Peer
-from fsdp2x.rl.sync.targets.transports import connected
-
-_RETRY_S = 0.05
 
 
 class RolloutError(RuntimeError):
@@ -37,19 +35,24 @@ class RolloutError(RuntimeError):
 
 
 class RolloutClient:
-    """A connection of each rank to one engine of this host. A context manager that closes itself.
+    """A connection of each rank to one or several engines of this host. A context manager that closes itself.
 
-    engine = rollout.RolloutClient("@engine")
-    sync = fsdp2x.sync.connect(model, engine.target, names="model")
-    sync.push(version=0)
-    engine.ask(prompts, rollout.Sampling(max_tokens=64, num_samples=8))
-    completions = engine.collect()
+        engine = rollout.RolloutClient("@engine")
+        sync = fsdp2x.sync.connect(model, engine.target, names="model")
+        sync.push(version=0)
+        engine.ask(prompts, rollout.Sampling(max_tokens=64, num_samples=8))
+        completions = engine.collect()
+
+    With several addresses, each rank hands prompts to the engine that owes it the fewest tokens, as answers come back.
+    An engine that ends or hangs is left out: its prompts go to the others, and pushes go on without it, with a warning.
+    Once another one runs at its address, the next full push reaches it, and it samples from then on. Responses do not
+    depend on the engine. If no engine is left, every rank raises.
     """
 
     @checked
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         *,
         contact_s: float = 120.0,
         timeout_s: float = 120.0,
@@ -58,31 +61,42 @@ class RolloutClient:
         """Connects. Collective.
 
         Args:
-            address: of the ``RolloutServer``.
-            contact_s: how long to wait for the engine to start.
+            address: of the ``RolloutServer``, or of several ones.
+            contact_s: how long to wait for the engines to start; all of them must.
             timeout_s: how long an answer may take. Less than the process group's own timeout, so that it is the request
-                that fails, and not the group.
+                that fails, and not the group. One of several engines that says nothing for half of it is lost.
             group: ranks that fail together, default all.
 
         Raises:
-            ValueError: times that are not positive.
-            RolloutError: on every rank: no engine answers one of them.
+            ValueError: times that are not positive; no address, or one twice.
+            RolloutError: on every rank: an engine does not answer one of them.
         """
         if not (contact_s > 0 and timeout_s > 0):
             raise ValueError(
                 f"fsdp2x.rollout.RolloutClient: contact_s and timeout_s must be positive, got {contact_s}, {timeout_s}"
             )
-        self._address, self._timeout_s, self._group = address, timeout_s, group
-        self._connection: socket.socket | None = None
-        self._request: _Request | None = None
+        addresses = [address] if isinstance(address, str) else list(address)
+        if not addresses or len(set(addresses)) < len(addresses):
+            raise ValueError(f"fsdp2x.rollout.RolloutClient: each engine needs its own address, got {addresses}")
+        self._timeout_s, self._group = timeout_s, group
+        self._engines = [Connection(one) for one in addresses]
+        self._name = repr(addresses[0]) if len(addresses) == 1 else repr(addresses)
+        self._request: Dispatch | None = None
+        self._failures: list[int] = []  # of each engine when the request was made
+        self._is_closed = False
         problem = None
-        try:
-            self._connection = _connect(address, time.monotonic() + contact_s)
-        except OSError as error:
-            problem = f"no engine answers at {address!r} in {contact_s:g} s ({error}); is `fsdp2x rollout` running?"
+        deadline = time.monotonic() + contact_s
+        for engine in self._engines:
+            try:
+                engine.connect(deadline)
+            except OSError as error:
+                why = f"in {contact_s:g} s ({error}); is `fsdp2x rollout` running?"
+                problem = f"no engine answers at {engine.address!r} {why}"
         self._settle("connect", problem)
         #: For ``fsdp2x.sync.connect``, with ``names="model"``: the first rank pushes.
-        self.target: EngineTarget = Peer(weights_address(address))
+        self.target: EngineTarget = Peer(
+            [weights_address(one) for one in addresses], min_engines=None if len(addresses) == 1 else 1
+        )
 
     def __enter__(self) -> RolloutClient:
         return self
@@ -105,53 +119,108 @@ class RolloutClient:
         """
         if self._request is not None:
             raise RuntimeError("fsdp2x.rollout.ask: collect() the answer to the last request first")
-        if self._connection is None:
+        if self._is_closed:
             raise RuntimeError("fsdp2x.rollout.ask: the client is closed")
-        body = {"prompts": [plain_prompt(prompt) for prompt in prompts], **dataclasses.asdict(sampling)}
-        self._request = _Request(self._connection, "sample", body, self._timeout_s)
+        asked = [plain_prompt(prompt) for prompt in prompts]
+        self._failures = [engine.num_failures for engine in self._engines]
+        self._request = Dispatch(self._engines, asked, dataclasses.asdict(sampling), self._timeout_s)
 
     def collect(self) -> list[Completion]:
         """The answer to what was asked last, once it is there. Collective.
 
         Raises:
-            RolloutError: on every rank: what happened to the request of one. An engine that is gone or hangs is lost;
-                after a refusal the next request may be made.
+            RolloutError: on every rank: what happened to the request of one. The only engine, once it is gone or hangs,
+                is lost; after a refusal the next request may be made.
             RuntimeError: nothing was asked.
         """
         request, self._request = self._request, None
         if request is None:
             raise RuntimeError("fsdp2x.rollout.collect: ask(...) first")
-        answer, problem = request.wait()
-        if problem is None and not answer["ok"]:
-            problem = f"the engine refused: {answer['error']}"
+        completions, problem = request.wait()
         self._settle("sample", problem)
-        return [
-            Completion(i, tokens, log_probs, [(v, n) for v, n in spans], admitted, answer["prompts"][i], text)
-            for i, tokens, log_probs, spans, admitted, text in answer["completions"]
-        ]
+        for engine, before in zip(self._engines, self._failures, strict=True):
+            if engine.num_failures > before:
+                warnings.warn(
+                    f"fsdp2x.rollout: the engine at {engine.address!r} is lost ({engine.reason}). The others sample in "
+                    "its place until another one runs there and takes a push",
+                    stacklevel=2,
+                )
+        return completions
+
+    @property
+    def engines(self) -> list[EngineState]:
+        """The engines as this rank saw them last: who samples, how many tokens, how often lost. Not collective."""
+        return [engine.state for engine in self._engines]
 
     def status(self) -> dict[str, Any]:
-        """What the engine holds: ``state``, ``version``, ``reason``, ``pid``, ``vocab_size``, ``has_weights``.
+        """What the first engine that answers holds. Not collective.
 
-        Not collective.
+        Returns:
+            ``state``, ``version``, ``reason``, ``pid``, ``vocab_size``, ``has_weights``, ``has_tokenizer``, and the
+            ``stop_ids`` of requests that name none.
 
         Raises:
-            RolloutError: it does not answer. RuntimeError: a request is on its way.
+            RolloutError: none answers. RuntimeError: a request is on its way.
         """
-        if self._request is not None or self._connection is None:
-            raise RuntimeError("fsdp2x.rollout.status: a request is on its way, or the client is closed")
-        answer, problem = _Request(self._connection, "status", {}, self._timeout_s).wait()
-        if problem is not None:
-            raise RolloutError(f"fsdp2x.rollout: {problem}")
-        return {name: value for name, value in answer.items() if name != "ok"}
+        self._require_idle("status")
+        problems = []
+        for engine in self._engines:
+            try:
+                answer = engine.answer_to("status", time.monotonic() + self._timeout_s)
+                return {name: value for name, value in answer.items() if name != "ok"}
+            except WireError as error:
+                problems.append(str(error))
+        raise RolloutError(f"fsdp2x.rollout: {'; '.join(problems)}")
+
+    @checked
+    def check_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], *, dtype: torch.dtype | None = None) -> None:
+        """Compares the weights of every engine that samples with ``tensors``, bit by bit. Collective.
+
+        Call it after the first push, or whenever you doubt an engine. The first rank compares SHA-256 digests.
+
+            engine.check_weights(fsdp2x.full_tensors(model))
+
+        Args:
+            tensors: (name, whole tensor), as they were pushed, on every rank. All ranks run the iterator to its end.
+            dtype: what floating-point weights are pushed in. They are cast to it, and then to the engine's dtype.
+
+        Raises:
+            RolloutError: on every rank: an engine holds other values, or none of a name, or does not answer.
+            RuntimeError: a request is on its way.
+        """
+        self._require_idle("check_weights")
+        held: list[tuple[str, dict[str, Any]]] = []
+        problems = []
+        is_first = not dist.is_initialized() or dist.get_rank(self._group) == 0
+        for engine in self._engines if is_first else ():
+            if engine.socket is not None:
+                try:
+                    answer = engine.answer_to("digests", time.monotonic() + self._timeout_s)
+                    held.append((engine.address, answer.get("digests", {})))
+                    if "error" in answer:
+                        problems.append(f"the engine at {engine.address!r}: {answer['error']}")
+                except WireError as error:
+                    problems.append(str(error))
+        wrong: dict[str, list[str]] = {}
+        for name, tensor in tensors:
+            for address, digests in held:
+                if digests and not _is_equal(tensor, dtype, digests.get(name)):
+                    wrong.setdefault(address, []).append(name)
+        problems += [
+            f"the engine at {address!r} has other values of {len(names)} parameters, such as {names[0]!r}"
+            for address, names in wrong.items()
+        ]
+        self._settle("check_weights", "; ".join(problems) or None)
+
+    def _require_idle(self, call: str) -> None:
+        if self._request is not None or self._is_closed:
+            raise RuntimeError(f"fsdp2x.rollout.{call}: a request is on its way, or the client is closed")
 
     def close(self) -> None:
-        """Leaves the engine, which stays as it is. Not collective."""
-        if self._connection is not None:
-            with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)  # wakes the thread of a request
-            self._connection.close()
-            self._connection = None
+        """Leaves the engines, which stay as they are. Not collective."""
+        self._is_closed = True
+        for engine in self._engines:
+            engine.close()
 
     def _settle(self, phase: str, problem: str | None) -> None:
         """Every rank learns what failed on any; all raise it."""
@@ -161,43 +230,17 @@ class RolloutClient:
         if said:
             if phase == "connect":
                 self.close()
-            raise RolloutError(f"fsdp2x.rollout: the engine at {self._address!r} failed in {phase}: {said}")
+            which = "engine" if len(self._engines) == 1 else "engines"
+            raise RolloutError(f"fsdp2x.rollout: the {which} at {self._name} failed in {phase}: {said}")
 
 
-class _Request:
-    """A request on its way."""
-
-    def __init__(self, connection: socket.socket, kind: str, body: dict[str, Any], timeout_s: float) -> None:
-        self._connection, self._deadline = connection, time.monotonic() + timeout_s
-        self._answer: dict[str, Any] = {}
-        self._problem: str | None = "nothing was answered"
-        self._thread = threading.Thread(target=self._run, args=(kind, body), name="fsdp2x-rollout", daemon=True)
-        self._thread.start()
-
-    def _run(self, kind: str, body: dict[str, Any]) -> None:
-        try:
-            send_frame(self._connection, kind, body, self._deadline)
-            said, self._answer, _ = receive_frame(self._connection, self._deadline)
-            self._problem = None if said == ANSWER else f"the engine sent {said!r} in place of an answer"
-        except WireError as error:
-            # What comes later would be taken for the answer to another request.
-            self._connection.close()
-            self._problem = f"the engine is gone or hangs: {error}"
-
-    def wait(self) -> tuple[dict[str, Any], str | None]:
-        """(answer, what went wrong)."""
-        self._thread.join()
-        return self._answer, self._problem
-
-
-def _connect(address: str, deadline: float) -> socket.socket:
-    while True:
-        try:
-            return connected(address, max(deadline - time.monotonic(), _RETRY_S))
-        except (ConnectionRefusedError, FileNotFoundError):
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(_RETRY_S)
+def _is_equal(tensor: torch.Tensor, dtype: torch.dtype | None, held: list[Any] | None) -> bool:
+    if held is None:
+        return False
+    name, shape, digest = held
+    if tensor.is_floating_point():
+        tensor = tensor.to(dtype or tensor.dtype).to(getattr(torch, name))
+    return list(tensor.shape) == shape and digest_of(tensor) == digest
 
 
 # ---- an engine in each trainer process, which generates while the trainer's memory is away

@@ -3,20 +3,22 @@
 Two sockets of this host: requests come at ``address``, pushes of ``fsdp2x.sync.Peer`` at ``weights_address(address)``.
 Frames are those of ``fsdp2x.sync.engine``: a head and JSON, nothing is unpickled. Each request has one answer:
 
-    status  {}                             -> {ok, state, version, reason, pid, vocab_size, has_weights, stop_ids, ...}
+    status  {}                             -> {ok, state, version, reason, pid, vocab_size, has_weights, ...}
     sample  {prompts, <Sampling's fields>} -> {ok, completions: [[prompt, tokens, log_probs, spans, admitted, text],
                                                ...], prompts: [token ids, ...]}
+    digests {}                             -> {ok, digests: {parameter: [dtype, shape, SHA-256 of its values]}}
 
-A request may have an ``id``, which its answer repeats: answers come in the order in which requests are complete. An
-answer that is not ``ok`` has the text of the ``error``; torn weights are one. One thread does everything. The requests
-of all trainers run in one batch. New ones and pushes are taken between two tokens, so that nobody waits for more than
-one token of the others.
+A request may have an ``id``, which its answer repeats: answers come in the order in which requests are complete.
+Prompts may have ``numbers``, the indices for their random numbers. An answer that is not ``ok`` has the status and the
+text of the ``error``; torn weights are an error. One thread does everything. The requests of all trainers run in one
+batch. New ones and pushes are taken between two tokens, so that nobody waits for more than one token of the others.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import os
 import select
 import socket
@@ -29,6 +31,7 @@ from torch import nn
 
 from fsdp2x.io.hf.layout import bars_of_rank_0
 from fsdp2x.rl.rollout.batch import MAX_BATCH_ROWS, MAX_BATCH_TOKENS, Batch, Request
+from fsdp2x.rl.rollout.dispatch import ANSWER
 from fsdp2x.rl.rollout.sampling import FIELDS, Sampling, Version
 from fsdp2x.rl.rollout.text import Prompt, prompt_ids
 from fsdp2x.rl.sync.receiver.engine import (
@@ -42,7 +45,6 @@ from fsdp2x.rl.sync.receiver.engine import (
     send_frame,
 )
 
-ANSWER = "answer"
 # How long a trainer may take to send the rest of a request, or to read its answer.
 _FRAME_S = 60.0
 
@@ -91,6 +93,7 @@ class RolloutServer:
         self._requests: dict[Request, tuple[socket.socket, dict[str, Any]]] = {}  # and what their answers begin with
         self._connections: list[socket.socket] = []
         self._num_visits = 0
+        self._committed_s: float | None = None  # when a push was committed, by the host's monotonic clock
         parameters = Parameters(dict(model.named_parameters()))
         self._receiver = Receiver(weights_address(address), parameters, timeout_s=push_timeout_s)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -136,7 +139,7 @@ class RolloutServer:
                 self._read(connection)
             if not self._batch.is_idle:
                 self._step()
-            if contact_s is not None and not self._connections:
+            if contact_s is not None and not self._connections and not select.select([self._listener], [], [], 0)[0]:
                 if self._num_visits or time.monotonic() - began > contact_s:
                     return
 
@@ -159,13 +162,18 @@ class RolloutServer:
         try:
             if kind == "status":
                 self._answer(connection, {**head, "ok": True, **self._status()})
+            elif kind == "digests":
+                self._answer(connection, {**head, "ok": True, "digests": self._digests()})
             elif kind == "sample":
                 self._requests[self._take_up(body)] = connection, head
             else:
-                raise ValueError(f"an unknown request {kind!r}; there are 'status' and 'sample'")
+                raise ValueError(f"an unknown request {kind!r}; there are 'status', 'digests' and 'sample'")
         except Exception as error:
-            self._answer(connection, {**head, "ok": False, "error": f"{type(error).__name__}: {error}"})
+            self._refuse(connection, head, error)
         self._finish([request for request in self._requests if not request.num_open])  # of no prompts
+
+    def _refuse(self, connection: socket.socket, head: dict[str, Any], error: Exception) -> None:
+        self._answer(connection, {**self._status(), **head, "ok": False, "error": f"{type(error).__name__}: {error}"})
 
     def _answer(self, connection: socket.socket, answer: dict[str, Any]) -> None:
         try:
@@ -189,7 +197,7 @@ class RolloutServer:
             failed, self._requests = self._requests, {}
             self._batch.clear()
             for connection, head in failed.values():
-                self._answer(connection, {**head, "ok": False, "error": f"{type(error).__name__}: {error}"})
+                self._refuse(connection, head, error)
         else:
             self._finish(done)
 
@@ -210,7 +218,15 @@ class RolloutServer:
             "has_weights": self._is_ready(),
             "has_tokenizer": self._tokenizer is not None,
             "stop_ids": self._stop_ids,
+            "committed_s": self._committed_s,
         }
+
+    def _digests(self) -> dict[str, list[Any]]:
+        with self._weights():
+            return {
+                name: [str(param.dtype).removeprefix("torch."), list(param.shape), digest_of(param)]
+                for name, param in self._model.named_parameters()
+            }
 
     def _is_ready(self) -> bool:
         return self._has_weights or self._receiver.status["state"] != "initial"
@@ -218,13 +234,17 @@ class RolloutServer:
     def _take_up(self, body: dict[str, Any]) -> Request:
         if not self._is_ready():
             raise RuntimeError("this engine was started without weights: push before anything is sampled")
+        numbers = body.pop("numbers", None)
         prompts, sampling = read_request(body)
+        if numbers is not None and [type(number) for number in numbers] != [int] * len(prompts):
+            raise ValueError(f"a request to sample: numbers must be one for each of {len(prompts)} prompts")
         if sampling.stop_ids is None:
             sampling = dataclasses.replace(sampling, stop_ids=self._stop_ids)
-        return self._batch.add(prompt_ids(self._tokenizer, prompts), sampling)
+        return self._batch.add(prompt_ids(self._tokenizer, prompts), sampling, numbers)
 
     def _take_push(self) -> None:
         if self._receiver.poll() is not None:
+            self._committed_s = time.monotonic()
             self._batch.forget_cache()  # also after another push of the same version
 
     @contextlib.contextmanager
@@ -233,6 +253,12 @@ class RolloutServer:
         self._take_push()
         with self._receiver.reading() as version:
             yield version
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """SHA-256 of the values, bit by bit."""
+    values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(values.numpy().data).hexdigest()
 
 
 def read_request(body: dict[str, Any]) -> tuple[list[Prompt], Sampling]:

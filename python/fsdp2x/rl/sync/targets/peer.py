@@ -10,7 +10,8 @@ import secrets
 import select
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from fsdp2x.base.arguments import checked
@@ -20,6 +21,7 @@ from fsdp2x.rl.sync.targets.base import EngineTarget, Failure, PushBucket, Targe
 from fsdp2x.rl.sync.targets.transports import BroadcastTransport, BucketTransport, FileTransport, IpcTransport
 
 _NAMED_S = 1.0  # after a broadcast failed, for a word of the engine that is the cause
+_RETURN_S = 10.0  # for the first answer of an engine that missed a push, so that one that hangs costs no timeout again
 
 
 class Peer(EngineTarget):
@@ -29,7 +31,8 @@ class Peer(EngineTarget):
         Peer("tcp://10.0.0.7:7000", secret=secret)         on any host, where a ``TcpReceiver`` knows the same secret
 
     Every rank makes it with the same arguments. An engine that dies, hangs, or is started again is found at the next
-    push, which connects anew and must be a full one.
+    push, which connects anew and must be a full one. By default it fails a push. With ``min_engines`` a push goes on
+    without it, warns, and tries it again next time.
     """
 
     @checked
@@ -41,6 +44,7 @@ class Peer(EngineTarget):
         secret: str | None = None,
         memory: Literal["host", "device"] = "host",
         group: Literal["gloo", "nccl"] | None = None,
+        min_engines: int | None = None,
     ) -> None:
         """
         Args:
@@ -55,15 +59,24 @@ class Peer(EngineTarget):
                 talking rank makes it, and engines join by a port of that rank's host. Takes memory for one bucket on
                 the rank and on each engine. ``"nccl"``: on its current GPU, which no other member may share. None:
                 ``"gloo"``.
+            min_engines: how many receivers must take a push. For independent engines on this host, not for the workers
+                of one. None: all of them.
 
         Raises:
-            ValueError: no address, addresses of both kinds, no secret where it is needed or one where it is not, or a
-                group where nothing goes over TCP.
+            ValueError: no address, addresses of both kinds, no secret where it is needed or one where it is not, a
+                group where nothing goes over TCP, or ``min_engines`` beyond the addresses or over TCP.
         """
         self._addresses = [address] if isinstance(address, str) else list(address)
         if not self._addresses:
             raise ValueError("fsdp2x.sync.Peer: no address of a receiver")
         self._transport = _transport_for(self._addresses, secret, memory, group)
+        self._min_engines = len(self._addresses) if min_engines is None else min_engines
+        if not 0 < self._min_engines <= len(self._addresses) or min_engines is not None and self._transport.is_group:
+            raise ValueError(
+                f"fsdp2x.sync.Peer: min_engines must be from 1 to {len(self._addresses)}, the number of addresses, and "
+                f"unset over TCP; got {min_engines}"
+            )
+        self._missing: dict[str, str] = {}  # receivers that have missed this push or the last one, and why
         self._rank = rank
         self._told: WireLayout | None = None  # what the connections know
         self._session, self._has_begun = "", False
@@ -75,6 +88,29 @@ class Peer(EngineTarget):
 
     def receives(self, rank: int) -> bool:
         return rank == self._rank
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """The receivers that the last push went on without, and why. Known on the rank that talks to them."""
+        return dict(self._missing)
+
+    @property
+    def _present(self) -> list[str]:
+        return [address for address in self._addresses if address not in self._missing]
+
+    def _go_on_without(self, phase: str, failed: dict[str, str]) -> None:
+        """Leaves receivers out of this push.
+
+        Raises:
+            TargetError: too few remain.
+        """
+        if not failed:
+            return
+        if len(set(self._present) - set(failed)) < self._min_engines:
+            raise TargetError.at(phase, "; ".join({**self._missing, **failed}.values()))
+        for address, reason in failed.items():
+            self._disconnect(address)  # which tells an engine that goes on that its weights are torn
+            self._missing[address] = reason
 
     # ---- requests
 
@@ -93,25 +129,34 @@ class Peer(EngineTarget):
             self._transport.close()
         for address in lost:
             self._disconnect(address)  # that engine ended; there may be another one at its address
+        before, self._missing = self._missing, {}
         for address in lost:
-            self._connect(address, layout)
+            try:
+                self._connect(address, layout, min(timeout_s, _RETURN_S) if address in before else timeout_s)
+            except TargetError as error:
+                if self._min_engines == len(self._addresses):
+                    raise
+                self._go_on_without("begin", {address: error.failure.reason})
         self._gather_group()
 
-    def _connect(self, address: str, layout: WireLayout) -> None:
+    def _connect(self, address: str, layout: WireLayout, timeout_s: float) -> None:
         try:
-            self._connections[address] = self._transport.connect(address, self._timeout_s)
+            self._connections[address] = self._transport.connect(address, timeout_s)
         except OSError as error:
             reason = f"no receiver answers at {address!r} ({error}); is the engine running, with a thread that polls?"
             raise TargetError.at("begin", reason) from error
         hello = {"wire": engine.WIRE, "session": self._session}
         tensors = [[spec.name, str(spec.dtype).removeprefix("torch."), list(spec.shape)] for spec in layout.specs]
+        own, self._timeout_s = self._timeout_s, timeout_s
         try:
-            self._ask([address], "begin", "hello", hello)
+            self._ask_one(address, "begin", "hello", hello)
             memory, descriptors = self._transport.describe_memory()
-            self._ask([address], "begin", "layout", {"tensors": tensors, **memory}, descriptors)
+            self._ask_one(address, "begin", "layout", {"tensors": tensors, **memory}, descriptors)
         except (TargetError, ValueError):
             self._disconnect(address)
             raise
+        finally:
+            self._timeout_s = own
 
     def _gather_group(self) -> None:
         """Makes engines and this rank join the transport's group, if it has one that they are not in."""
@@ -119,10 +164,10 @@ class Peer(EngineTarget):
             invitation = self._transport.invite(self._connections.values(), self._timeout_s)
             if invitation is None:
                 return
-            self._ask(self._addresses, "begin", "invite", invitation)
-            self._tell(self._addresses, "begin", "join", {})
+            self._ask("begin", "invite", invitation)
+            self._tell("begin", "join", {})
             self._together("begin", self._transport.join)
-            self._hear(self._addresses, "begin")
+            self._hear("begin")
         except TargetError:
             self.close()  # whoever waits in the group hears of it
             raise
@@ -163,7 +208,7 @@ class Peer(EngineTarget):
 
     def begin(self, version: int | str, mode: str, base: int | str | None) -> None:
         self._failure, self._taken, self._has_begun = None, None, True
-        self._ask(self._addresses, "begin", "begin", {"version": version, "mode": mode, "base": base})
+        self._ask("begin", "begin", {"version": version, "mode": mode, "base": base})
 
     def take(self, buckets: Iterator[PushBucket]) -> None:
         for bucket in buckets:
@@ -177,7 +222,7 @@ class Peer(EngineTarget):
     def _send(self, bucket: PushBucket) -> None:
         try:
             body = self._transport.place(bucket, self._indices)
-            self._tell(self._addresses, "load", "bucket", body)
+            self._tell("load", "bucket", body)
             self._together("load", self._transport.deliver)
             self._taken, bucket.wait = bucket, self._answered
         except Exception as error:
@@ -189,21 +234,28 @@ class Peer(EngineTarget):
         if bucket is None:
             return
         try:
-            self._hear(self._addresses, "load")
+            self._hear("load")
         except TargetError as error:
             self._failure = bucket.failure("load", error.failure.reason)
 
     def finish(self, version: int | str) -> None:
-        self._ask(self._addresses, "finish", "finish", {})
+        self._ask("finish", "finish", {})
 
     def commit(self, version: int | str) -> None:
-        self._ask(self._addresses, "commit", "commit", {"version": version})
+        self._ask("commit", "commit", {"version": version})
+        if self._missing:
+            reasons = "; ".join(self._missing.values())
+            warnings.warn(
+                f"fsdp2x.sync: {len(self._present)} of {len(self._addresses)} engines took version {version!r}. The "
+                f"others keep other weights until a full push reaches them: {reasons}",
+                stacklevel=3,
+            )
 
     def abort(self, reason: str) -> None:
         self._taken = None
         for address in list(self._connections) if self._has_begun else ():
             try:
-                self._ask([address], "abort", "abort", {"reason": reason})
+                self._ask_one(address, "abort", "abort", {"reason": reason})
             except TargetError:
                 pass  # the connection is closed by then, which tells the engine as well
 
@@ -215,52 +267,66 @@ class Peer(EngineTarget):
 
     # ---- the dialogue
 
-    def _ask(self, addresses: Sequence[str], phase: str, kind: str, body: dict, files: Sequence[int] = ()) -> None:
-        self._tell(addresses, phase, kind, body, files)
-        self._hear(addresses, phase)
+    def _ask(self, phase: str, kind: str, body: dict) -> None:
+        self._tell(phase, kind, body)
+        self._hear(phase)
 
-    def _tell(self, addresses: Sequence[str], phase: str, kind: str, body: dict, files: Sequence[int] = ()) -> None:
+    def _ask_one(self, address: str, phase: str, kind: str, body: dict, files: Sequence[int] = ()) -> None:
+        reason = self._sent(address, kind, body, files) or self._heard(address, time.monotonic() + self._timeout_s)
+        if reason is not None:
+            raise TargetError.at(phase, reason)
+
+    def _tell(self, phase: str, kind: str, body: dict) -> None:
         """Raises what failed first, after all were told: an engine that was told owes an answer."""
-        failed: list[str] = []
-        for address in addresses:
-            deadline = time.monotonic() + self._timeout_s
-            try:
-                if address not in self._connections:
-                    raise engine.WireError("there is no connection any more")
-                engine.send_frame(self._connections[address], kind, body, deadline, files)
-            except engine.WireError as error:
-                self._disconnect(address)
-                failed.append(f"the engine at {address!r}: {error}")
+        told = self._present
+        reasons = {address: self._sent(address, kind, body) for address in told}
+        failed = {address: reason for address, reason in reasons.items() if reason is not None}
         if failed and self._transport.is_group and kind in ("join", "bucket"):
             self.close()  # the others wait for all, and cannot answer
-            raise TargetError.at(phase, "; ".join(failed))
-        if failed:
+            raise TargetError.at(phase, "; ".join(failed.values()))
+        try:
+            self._go_on_without(phase, failed)
+        except TargetError:
             # The others' answers are taken now, so that none is mistaken for that of a later request.
-            self._hear([address for address in addresses if address in self._connections], phase, failed)
+            self._hear(phase, failed)
 
-    def _hear(self, addresses: Sequence[str], phase: str, failed: Sequence[str] = ()) -> None:
-        """Takes one answer of each.
+    def _hear(self, phase: str, failed: Mapping[str, str] | None = None) -> None:
+        """Takes one answer of each that was told.
 
         Raises:
-            TargetError: one of them says that it failed, or says nothing in time.
+            TargetError: of too many of them, one says that it failed, or says nothing in time.
         """
-        reasons = list(failed)
+        found = dict(failed or {})
         deadline = time.monotonic() + self._timeout_s
-        for address in addresses:
-            try:
-                if address not in self._connections:
-                    raise engine.WireError("there is no connection any more")
-                answer = self._early.pop(address, None)
-                if answer is None:
-                    _, answer, files = engine.receive_frame(self._connections[address], deadline)
-                    engine.close_files(files)
-                if not answer["ok"]:
-                    reasons.append(f"the engine at {address!r} says: {answer['error']}")
-            except (engine.WireError, KeyError) as error:
-                self._disconnect(address)
-                reasons.append(f"the engine at {address!r}: {error}")
-        if reasons:
-            raise TargetError.at(phase, "; ".join(reasons))
+        for address in self._present:
+            if address not in found and (reason := self._heard(address, deadline)) is not None:
+                found[address] = reason
+        self._go_on_without(phase, found)
+
+    def _sent(self, address: str, kind: str, body: dict, files: Sequence[int] = ()) -> str | None:
+        """What is wrong with an engine that cannot be sent to."""
+        try:
+            if address not in self._connections:
+                raise engine.WireError("there is no connection any more")
+            engine.send_frame(self._connections[address], kind, body, time.monotonic() + self._timeout_s, files)
+            return None
+        except engine.WireError as error:
+            self._disconnect(address)
+            return f"the engine at {address!r}: {error}"
+
+    def _heard(self, address: str, deadline: float) -> str | None:
+        """What is wrong with an engine, by its answer or for want of one."""
+        try:
+            if address not in self._connections:
+                raise engine.WireError("there is no connection any more")
+            answer = self._early.pop(address, None)
+            if answer is None:
+                _, answer, files = engine.receive_frame(self._connections[address], deadline)
+                engine.close_files(files)
+            return None if answer["ok"] else f"the engine at {address!r} says: {answer['error']}"
+        except (engine.WireError, KeyError) as error:
+            self._disconnect(address)
+            return f"the engine at {address!r}: {error}"
 
     def _disconnect(self, address: str) -> None:
         connection = self._connections.pop(address, None)
