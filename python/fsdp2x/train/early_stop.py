@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2x.io.checkpoint.directory import mark, retain
+from fsdp2x.train.metrics import Metrics
 
 # A link in the folder of checkpoints to the one with the lowest held-out loss.
 BEST = "best"
@@ -38,6 +39,13 @@ class EarlyStop:
             return True
         self.num_worse += 1
         return False
+
+    def report(self, step: int, metrics: Metrics, checkpoints: Path) -> None:
+        """Names the best checkpoint when the run ends after ``step``, and says why it ended."""
+        if self.is_over:
+            metrics.say("ended after step %d: no lower held-out loss in %d evaluations", step, self.num_worse)
+        metrics.say("best: step %s, held-out loss %.4f, %s", self.best_step, self.best_loss, checkpoints / BEST)
+        metrics.write("best", step, best_step=self.best_step, loss=self.best_loss, stopped=self.is_over)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best_loss": self.best_loss, "best_step": self.best_step, "num_worse": self.num_worse}

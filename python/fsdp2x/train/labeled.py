@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from fsdp2x.models.sequence.packing import IGNORE
 from fsdp2x.train.chat import COLUMNS, render_example
 from fsdp2x.train.config import ConfigError, DataConfig
 from fsdp2x.train.data import Blocks, Samples, count_held_out
+from fsdp2x.train.distributed import sums_over_ranks
 from fsdp2x.train.rows import Row, Rows, open_rows
 from fsdp2x.train.tokenizer import Tokenizer
 
@@ -61,6 +62,14 @@ class Renderer:
                 f"data.block_size: {self.counts['too long']} of {num_rows} rows have more than {size} tokens, the "
                 f"longest, {where}, has {length}. Raise data.block_size, or set data.truncation to cut or drop."
             )
+
+    def report(self, say: Callable[..., None], device: torch.device) -> None:
+        """Says how many rows the ranks have cut or left out, as often as they rendered them. Collective."""
+        names = ("cut", "too long", "nothing to train")
+        counts = sums_over_ranks([float(self.counts[name]) for name in names], device)
+        for name, count in zip(names, counts, strict=True):
+            if count:
+                say("rows, as often as a rank rendered them: %d %s", int(count), name)
 
 
 class LazySamples:

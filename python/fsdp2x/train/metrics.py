@@ -19,7 +19,8 @@ from fsdp2x.base.failures import exchange
 from fsdp2x.io.formats.safe_files import parse_json, read_text
 from fsdp2x.optim.local import local_tensor
 from fsdp2x.plan.report import columns, memory_report
-from fsdp2x.train.config import ConfigError, LoggingConfig
+from fsdp2x.train.config import ConfigError, LoggingConfig, ParallelConfig
+from fsdp2x.train.strategy import Batching
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ Logger = Callable[..., Any]
 class Metrics:
     """Writes one JSON object a line and flushes it, so that a killed run keeps every line it reported.
 
-    Lines: {"event": "start" | "train" | "eval" | "save" | "resume" | "interrupt" | "end", "step": n,
+    Lines: {"event": "start" | "train" | "eval" | "best" | "save" | "resume" | "interrupt" | "end", "step": n,
     "time": seconds since 1970, ...}. `loss_hex` is the loss as an exact hexadecimal float. All methods do nothing on
     other ranks.
     """
@@ -179,6 +180,13 @@ def memory_bytes(device: torch.device) -> int:
     except OSError:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
+
+
+def planned_bytes(model: torch.nn.Module, optimizer: Any, batching: Batching, parallel: ParallelConfig) -> int:
+    """Bytes of this rank at the peak of a step, without activations, as `fsdp2x plan` counts them."""
+    report = memory_report(model, optimizer, micro_batches=batching.accumulation, before_last=parallel.accumulate)
+    is_on_device = any(parameter.device.type == "cuda" for parameter in model.parameters())
+    return report.device_peak_bytes if is_on_device else report.peak_bytes
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

@@ -26,7 +26,6 @@ from fsdp2x.io.hf.save import save_adapter_config
 from fsdp2x.io.names import has_adapters
 from fsdp2x.lifecycle.contexts import accumulate
 from fsdp2x.optim import clip_grad_norm_
-from fsdp2x.plan.report import memory_report
 from fsdp2x.train.config import ConfigError, TrainConfig, TrainingError
 from fsdp2x.train.data import BlockStream, read_blocks
 from fsdp2x.train.distributed import (
@@ -39,10 +38,10 @@ from fsdp2x.train.distributed import (
     open_world,
     sums_over_ranks,
 )
-from fsdp2x.train.early_stop import BEST, EarlyStop, point_to_best
+from fsdp2x.train.early_stop import EarlyStop, point_to_best
 from fsdp2x.train.feeds import BlockFeed, make_feed
 from fsdp2x.train.labeled import LazySamples, read_labeled
-from fsdp2x.train.metrics import Logger, Metrics, Observer, WandbLogger, memory_bytes, shard_report
+from fsdp2x.train.metrics import Logger, Metrics, Observer, WandbLogger, memory_bytes, planned_bytes, shard_report
 from fsdp2x.train.model import build_model, build_on_meta, check_folder, make_sharded
 from fsdp2x.train.run_folder import RunFolder, check_writable
 from fsdp2x.train.schedule import GradScaler, Schedule, make_optimizer, restore_settings
@@ -283,7 +282,7 @@ class Trainer:
                 now = time.perf_counter()
                 scaling = {"scale": self.scaler.scale, "skipped": self.skipped} if self.scaler else {}
                 if self._planned_bytes is None:
-                    self._planned_bytes = self._plan_memory()
+                    self._planned_bytes = planned_bytes(self.model, self.optimizer, self.batching, config.parallel)
                 self.metrics.train(
                     self.step,
                     loss=loss,
@@ -322,9 +321,10 @@ class Trainer:
         if last_saved is None and config.checkpoint.save_last:
             self.save()
         checkpoint.wait(self.model)
-        self._report_rows()
+        if isinstance(self.blocks.train, LazySamples):
+            self.blocks.train.render.report(self.metrics.say, self.world.device)
         if self.early_stop is not None:
-            self._report_best(self.early_stop)
+            self.early_stop.report(self.step, self.metrics, self.checkpoints)
         if config.lora.rank:
             path = save_adapter(self.model, self.output / "adapter", force=True)
             self.metrics.say("adapter: %s", path)
@@ -344,14 +344,6 @@ class Trainer:
             how = f"saved step {last_saved}; go on with --resume_from {self.checkpoints}"
         number = self._interrupt.number if self._interrupt is not None else 0
         raise Interrupted(f"interrupted after step {self.step}; {how}", number or signal.SIGINT)
-
-    def _plan_memory(self) -> int:
-        """Bytes of this rank at the peak of a step, without activations, as `fsdp2x plan` counts them."""
-        parallel = self.config.parallel
-        report = memory_report(
-            self.model, self.optimizer, micro_batches=self.batching.accumulation, before_last=parallel.accumulate
-        )
-        return report.device_peak_bytes if self.world.device.type == "cuda" else report.peak_bytes
 
     @property
     def _is_interrupted(self) -> bool:
@@ -389,26 +381,6 @@ class Trainer:
         keep = self.config.checkpoint
         on_rank_0(lambda: point_to_best(path, keep.keep, keep.keep_every), what=f"marking {path} as the best")
         self.metrics.say("best held-out loss so far: %s", path)
-
-    def _report_best(self, early_stop: EarlyStop) -> None:
-        """Names the best checkpoint when the run ends, and says why it ended."""
-        best, said = early_stop.best_step, self.metrics.say
-        if early_stop.is_over:
-            said("ended after step %d: no lower held-out loss in %d evaluations", self.step, early_stop.num_worse)
-        said("best: step %s, held-out loss %.4f, %s", best, early_stop.best_loss, self.checkpoints / BEST)
-        if early_stop.is_over or best != self.step:
-            self.metrics.write("best", self.step, best_step=best, loss=early_stop.best_loss)
-
-    def _report_rows(self) -> None:
-        """Counts the rows that were cut or left out while they were rendered. Collective."""
-        render = self.blocks.train.render if isinstance(self.blocks.train, LazySamples) else None
-        if render is None:
-            return
-        names = ("cut", "too long", "nothing to train")
-        counts = sums_over_ranks([float(render.counts[name]) for name in names], self.world.device)
-        for name, count in zip(names, counts, strict=True):
-            if count:
-                self.metrics.say("rows, as often as a rank rendered them: %d %s", int(count), name)
 
     def train_step(self) -> tuple[float, float | None, float]:
         """One optimizer step. Returns the loss (mean over ranks and micro-batches), the gradient's norm, the rate.

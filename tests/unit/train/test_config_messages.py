@@ -49,6 +49,11 @@ WORDS = {
     "optimizer.lr_scheduler_type": "schedule.kind",
     "parallel.sharding_strategy": "parallel.strategy",
     "data.max_seq_length": "data.block_size",
+    "data.dataset_format": "data.format",
+    "data.fromat": "data.format",
+    "data.validation_split": "data.held_out",
+    "train.early_stopping_patience": "train.patience",
+    "train.eval_dataset": "data.validation_files",
 }
 
 
