@@ -77,7 +77,10 @@ def test_what_does_not_fit(tmp_path, origin):
     name = "model.layers.1.mlp.up_proj.weight"
     converted({key: value for key, value in state.items() if name not in key}, f"lacks 1 tensors of .*origin: {name}")
     converted({**state, f"model.{name}": torch.zeros(25, 16)}, r"up_proj.weight has shape \[25, 16\], .* \[24, 16\]")
-    converted({"model.base_model.lora_A.weight": torch.zeros(1), **dict(list(state.items())[1:])}, "fsdp2x export --merge merges them")
+    converted(
+        {"model.base_model.lora_A.weight": torch.zeros(1), **dict(list(state.items())[1:])},
+        "fsdp2x export --merge merges them",
+    )
     config = json.loads((origin / "config.json").read_text())
     (origin / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     state["model.lm_head.weight"] = state["model.lm_head.weight"] + 1

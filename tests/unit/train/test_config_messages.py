@@ -7,7 +7,7 @@ import pytest
 import snippets
 from fsdp2x.train.cli import main
 from fsdp2x.train.parse import _SYNONYMS, known_keys
-from training import MODEL
+from training import MODEL, settings, write_model, write_text
 
 OWN = f"model: {{config: {json.dumps(MODEL)}}}\ndata: {{files: [text]}}\n"
 
@@ -177,3 +177,18 @@ def test_a_plan_is_for_the_device_of_the_run(said, capsys, tmp_path, monkeypatch
 def test_shard_groups_that_do_not_fit_the_ranks_are_refused(said, size):
     (line,) = said(OWN, f"parallel.fsdp_size={size}", "parallel.device=cpu")
     assert line == f"parallel.fsdp_size: got {size}, expected a divisor of the 1 ranks"
+
+
+def test_logs_have_no_loading_bars(tmp_path, capfd):
+    """transformers draws one on every rank, also into files."""
+    from transformers import AutoModelForCausalLM
+
+    folder = write_model(tmp_path / "hf", vocab_size=257)
+    AutoModelForCausalLM.from_pretrained(folder)
+    assert "Loading weights" in capfd.readouterr().err
+    config = settings(write_text(tmp_path / "text"), tmp_path / "run", train={"steps": 1})
+    (tmp_path / "run.yaml").write_text(json.dumps({**config, "model": {"path": str(folder)}}))
+    assert main(["train", str(tmp_path / "run.yaml")]) == 0
+    assert "Loading weights" not in capfd.readouterr().err
+    AutoModelForCausalLM.from_pretrained(folder)
+    assert "Loading weights" in capfd.readouterr().err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fsdp2x.train.commands.shared import mistake, split_words
+from fsdp2x.train.commands.shared import add_resume_from, mistake, split_words
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -21,9 +21,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings that replace the file's: rollout.group_size=16"
     )
-    command.add_argument(
-        "--resume-from", metavar="PATH", help="a checkpoint, or a folder of them whose latest is taken"
-    )
+    add_resume_from(command)
     command.set_defaults(run=_grpo)
 
 

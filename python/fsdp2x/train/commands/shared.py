@@ -43,6 +43,14 @@ def _dtype(text: str) -> str:
 DTYPE = {"type": _dtype, "choices": ("float32", "bfloat16", "float16")}
 
 
+def add_resume_from(command: argparse.ArgumentParser) -> None:
+    """The option that says where a run goes on, also as other trainers and the settings spell it."""
+    command.add_argument(
+        "--resume-from", "--resume-from-checkpoint", "--checkpoint.resume-from",
+        metavar="PATH", help="a checkpoint, or a folder of them whose latest is taken",
+    )  # fmt: skip
+
+
 def positive(text: str) -> int:
     """A positive number, for argparse."""
     number = int(text)

@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from fsdp2x.base.failures import ConfigError
-from fsdp2x.train.commands.shared import mistake, positive, show, split_words
+from fsdp2x.train.commands.shared import add_resume_from, mistake, positive, show, split_words
 
 if TYPE_CHECKING:
     from fsdp2x.train.config import TrainConfig
@@ -29,10 +29,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings that replace the file's: train.steps=100"
     )
-    command.add_argument(
-        "--resume-from", "--resume-from-checkpoint", "--checkpoint.resume-from",
-        metavar="PATH", help="a checkpoint, or a folder of them whose latest is taken",
-    )  # fmt: skip
+    add_resume_from(command)
     command.add_argument(
         "--report", action="store_true", help="list every parameter with its placement, global and local shape"
     )
