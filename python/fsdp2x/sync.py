@@ -2,7 +2,7 @@
 
 import sys
 
-from fsdp2x.rl.sync.receiver import engine, engine_group, engine_tcp, vllm_worker
+from fsdp2x.rl.sync.receiver import engine, engine_adapter, engine_group, engine_tcp, vllm_worker
 from fsdp2x.rl.sync.session import Session, connect
 from fsdp2x.rl.sync.source import WeightSource
 from fsdp2x.rl.sync.targets.base import PushReport, SyncError
@@ -24,5 +24,5 @@ __all__ = [
 ]
 
 # Engines are given classes by path, such as fsdp2x.sync.vllm_worker.Fsdp2xWorker.
-for _module in (engine, engine_group, engine_tcp, vllm_worker):
+for _module in (engine, engine_adapter, engine_group, engine_tcp, vllm_worker):
     sys.modules[f"{__name__}.{_module.__name__.rpartition('.')[2]}"] = _module

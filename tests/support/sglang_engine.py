@@ -4,7 +4,8 @@ Traps: buckets outside of a session are refused; unpickling by an exact list of 
 that a dtype must divide; each worker reads the payload of its number; copies that run after the answer; names that are
 unknown are ignored; an error in a loader ends the engine; post-load work once, at the end of the session; a label that
 comes with a bucket is out at once; a flush that is refused while requests hold the cache fails the bucket that asked;
-memory that only an idle engine releases, and that keeps no weights.
+memory that only an idle engine releases, and that keeps no weights. Adapters: refused under a name that is there, gone
+once unloaded, multiplied by alpha / r alone.
 """
 
 import base64
@@ -29,7 +30,8 @@ class Unpickler(pickle.Unpickler):
 
     ALLOWED = {("collections", "OrderedDict"), ("types", "SimpleNamespace"), ("torch", "Size")}
     ALLOWED |= {("torch", "Tensor"), ("torch.storage", "UntypedStorage")}
-    ALLOWED |= {("torch", "bfloat16"), ("torch", "float32"), ("torch", "uint8")}
+    ALLOWED |= {("torch", "bfloat16"), ("torch", "float32"), ("torch", "uint8"), ("torch", "FloatStorage")}
+    ALLOWED |= {("torch._utils", "_rebuild_tensor_v2"), ("torch.storage", "_load_from_bytes")}
 
     def find_class(self, module, name):
         if (module, name) == ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"):
@@ -86,11 +88,28 @@ class Server:
         self.weights, self.version, self.cache_of = None, "default", None
         self.mode, self.asleep, self.running, self.events = None, set(), [], []
         self.broken, self.bad, self.flags, self.groups = {}, None, [], {}
+        self.enable_lora, self.adapters = True, {}  # by name: (scale, tensors of each worker)
 
     # requests
 
     def on_server_info(self, body):
-        return {"tp_size": self.num_workers, "dp_size": self.num_replicas}
+        return {"tp_size": self.num_workers, "dp_size": self.num_replicas, "enable_lora": self.enable_lora}
+
+    def on_load_lora_adapter_from_tensors(self, body):
+        name, config = body["lora_name"], body["config_dict"]
+        if name in self.adapters:
+            raise Refused(f"Failed to load LoRA adapter {name} because it is already loaded")
+        assert config["target_modules"] and not config.get("use_dora")
+        found = [
+            Unpickler(io.BytesIO(base64.b64decode(one, validate=True))).load()
+            for one in body["serialized_named_tensors"]
+        ]
+        assert len(found) == self.num_workers
+        self.adapters[name] = config["lora_alpha"] / config["r"], found
+
+    def on_unload_lora_adapter(self, body):
+        if self.adapters.pop(body["lora_name"], None) is None:
+            raise Refused("LoRA adapter is not loaded")
 
     def on_pause_generation(self, body):
         self.mode = body["mode"]

@@ -4,7 +4,8 @@
 workers have a thread and queues each, as with tensor parallelism, and it does one thing at a time. `Llm` and `serving`
 are the ways in. Traps: tensors kept until a layer is complete, padded ones until the end, prepacked parameters, experts
 repacked without a kernel only, sessions that a bad tensor poisons, answers left behind by a worker that raised, a
-prefix cache that is not reset while requests hold it, partial wakes, weights that sleep drops.
+prefix cache that is not reset while requests hold it, partial wakes, weights that sleep drops. Adapters: loaded by
+paths, touched alone where the number is known, dropped with new weights, left out where a module is not adapted.
 """
 
 import contextlib
@@ -221,6 +222,8 @@ def installed():
             "get_layerwise_info": lambda layer: getattr(layer, "info", nothing)
         },
     }
+    content |= {"vllm.lora": {}, "vllm.lora.peft_helper": {"PEFTHelper": PeftHelper}}
+    content["vllm.lora.request"] = {"LoRARequest": LoraRequest}
     before = {name: sys.modules.get(name) for name in content}
     for name, names in content.items():
         sys.modules[name] = ModuleType(name)
@@ -234,6 +237,61 @@ def installed():
                 sys.modules[name] = module
 
 
+# ---- adapters
+
+
+class LoraRequest(SimpleNamespace):
+    def __init__(self, lora_name, lora_int_id, lora_path, load_inplace=False):
+        super().__init__(lora_name=lora_name, lora_int_id=lora_int_id, lora_path=lora_path, load_inplace=load_inplace)
+
+
+class PeftHelper(SimpleNamespace):
+    @classmethod
+    def from_dict(cls, config):
+        return cls(**{name: config[name] for name in ("r", "lora_alpha", "target_modules", "use_rslora")})
+
+    def validate_legal(self, config):
+        if self.r > config.max_lora_rank:
+            raise ValueError(f"LoRA rank {self.r} is greater than max_lora_rank {config.max_lora_rank}.")
+
+
+class LoraModel(SimpleNamespace):
+    @classmethod
+    def from_lora_tensors(cls, lora_model_id, tensors, peft_helper, **options):
+        return cls(id=lora_model_id, rank=peft_helper.r, loras=dict(tensors), options=options)
+
+    def clone(self, lora_model_id):
+        return LoraModel(id=lora_model_id, rank=self.rank, loras=dict(self.loras), options=self.options)
+
+
+class LoraManager:
+    """A worker's; `active` is what requests of a number run with, `bad`: raises once behind a load."""
+
+    max_position_embeddings, vocab_size = 64, 32
+    lora_config = SimpleNamespace(max_lora_rank=4, lora_dtype=torch.float32)
+    _lora_model_cls = LoraModel
+
+    def __init__(self, model):
+        self.active, self.bad = {}, False
+        packed = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+        self._adapter_manager = SimpleNamespace(
+            supported_lora_modules=["qkv_proj", "down_proj"], packed_modules_mapping=packed, model=model
+        )
+
+    def _load_adapter(self, request):
+        raise FileNotFoundError(f"no adapter is at {request.lora_path!r}")
+
+    def add_adapter(self, request):
+        if request.lora_int_id not in self.active or request.load_inplace:
+            lora = self._load_adapter(request)
+            self.active.pop(request.lora_int_id, None)
+            if self.bad:
+                self.bad = False
+                raise ValueError("the slot is of another shape")
+            self.active[request.lora_int_id] = lora
+        return True
+
+
 # ---- workers and the engine's core
 
 
@@ -243,10 +301,11 @@ class Worker(Fsdp2xWorker):
 
     def __init__(self, model):
         self.model, self.lora_resets = model, 0
-        self.model_runner = self
+        self.model_runner, self.lora_manager = self, LoraManager(model)
 
     def reset_lora_state(self):
         self.lora_resets += 1
+        self.lora_manager.active.clear()
 
     def get_model(self):
         return self.model
@@ -268,6 +327,7 @@ class Core:
         self.events, self.busy = [], threading.Lock()
         self.mode, self.asleep, self.version, self.cache_of = None, set(), "default", None
         self.running, self.world_size, self.extension = [], world, extension
+        self.lora_config, self.adapters = LoraManager.lora_config, {}  # requests by the names that are registered
         self.requests, self.replies = [queue.Queue() for _ in range(world)], [queue.Queue() for _ in range(world)]
         for rank in range(world):
             threading.Thread(target=self._work, args=(rank,), daemon=True).start()
@@ -303,6 +363,25 @@ class Core:
                 raise RuntimeError(f"Worker failed with error {answer!r}")
             answers.append(answer)
         return answers
+
+    def on_add_lora(self, request):
+        assert not self.asleep, "memory that sleeps is written"
+        for worker in self.workers:
+            worker.lora_manager.add_adapter(request)
+
+    def on_load_lora_adapter(self, lora_name, lora_path, load_inplace):
+        assert load_inplace or lora_name not in self.adapters
+        number = self.adapters[lora_name].lora_int_id if lora_name in self.adapters else 1 + len(self.adapters)
+        request = LoraRequest(lora_name, number, lora_path, load_inplace)
+        self.on_add_lora(request)
+        self.adapters[lora_name] = request
+
+    def adapted(self, request):
+        """The tensors that a request for an adapter runs with, the same on all workers."""
+        assert self.mode is None and not self.asleep, "it is paused or asleep"
+        touched = LoraRequest(request.lora_name, request.lora_int_id, request.lora_path)
+        self.on_add_lora(touched)
+        return [worker.lora_manager.active[request.lora_int_id].loras for worker in self.workers]
 
     def on_pause(self, mode):
         self.mode = mode
@@ -356,10 +435,16 @@ class Core:
 class Llm:
     def __init__(self, core):
         self._core = core
-        config = SimpleNamespace(parallel_config=SimpleNamespace(worker_extension_cls=core.extension))
+
+        class Config:
+            parallel_config = SimpleNamespace(worker_extension_cls=core.extension)
+            lora_config = property(lambda self: core.lora_config)
+
+        config = Config()
         self.llm_engine = SimpleNamespace(
             vllm_config=config,
             is_sleeping=lambda: core.ask("is_sleeping"),
+            add_lora=lambda request: core.ask("add_lora", request),
             reset_encoder_cache=lambda: core.ask("reset_encoder_cache"),
         )
 
@@ -389,6 +474,10 @@ def serving(core, has_dev_routes=True):
         match method, path:
             case "GET", "/server_info":
                 return {"vllm_config": {"parallel_config": {"worker_extension_cls": core.extension}}}
+            case "POST", "/v1/unload_lora_adapter" if core.lora_config is not None:
+                raise LookupError("'lora_name' needs to be provided to unload a LoRA adapter.")
+            case "POST", "/v1/load_lora_adapter" if core.lora_config is not None:
+                return core.ask("load_lora_adapter", *body.values()) or "Success: LoRA adapter added"
             case "GET", "/get_world_size":
                 return {"world_size": core.world_size}
             case "GET", "/is_sleeping":
@@ -423,6 +512,8 @@ def serving(core, has_dev_routes=True):
             is_empty = known and url.path == "/reset_encoder_cache"
             status = 200 if content is not None or is_empty else 404
             return status, b"" if is_empty else json.dumps(content).encode()
+        except LookupError as error:
+            return 400, json.dumps({"error": {"message": str(error)}}).encode()
         except Exception as error:
             return 500, json.dumps({"error": {"message": str(error)}}).encode()
 

@@ -24,7 +24,8 @@ from fsdp2x.rl.rollout.dispatch import Connection, Dispatch, EngineState
 from fsdp2x.rl.rollout.sampling import Completion, Sampling, Version
 from fsdp2x.rl.rollout.server import digest_of, weights_address
 from fsdp2x.rl.rollout.text import Prompt, plain_prompt
-from fsdp2x.rl.sync.receiver.engine import Parameters, WireError
+from fsdp2x.rl.sync.receiver.engine import WireError
+from fsdp2x.rl.sync.receiver.engine_adapter import LoraParameters
 from fsdp2x.rl.sync.targets.base import EngineTarget
 from fsdp2x.rl.sync.targets.in_process import InProcess
 from fsdp2x.rl.sync.targets.peer import Peer
@@ -272,7 +273,7 @@ class ColocatedRollout:
             "tokenizer": tokenizer,
         }
         self._model = model.eval().requires_grad_(False)
-        self._parameters = Parameters(dict(model.named_parameters()))
+        self._parameters = LoraParameters(model)
         self._version: Version = None
         self._reason = "nothing was pushed yet"
         self._request: tuple[Sequence[Prompt], Sampling] | None = None
@@ -284,10 +285,13 @@ class ColocatedRollout:
             apply_delta=self._parameters.apply_delta,
             finish=self._finish,
             abort=self._abort,
+            load_adapter=self._parameters.prepare_adapter,
         )
 
     def _start(self, mode: str) -> None:
-        self._reason = "a push is under way"
+        if mode != "adapter":  # which changes nothing before its commit
+            self._parameters.drop_adapter()
+            self._reason = "a push is under way"
 
     def _finish(self, version: Version) -> None:
         self._version, self._reason = version, ""

@@ -35,7 +35,6 @@ from fsdp2x.rl.rollout.dispatch import ANSWER
 from fsdp2x.rl.rollout.sampling import FIELDS, Sampling, Version
 from fsdp2x.rl.rollout.text import Prompt, prompt_ids
 from fsdp2x.rl.sync.receiver.engine import (
-    Parameters,
     Receiver,
     WireError,
     bind_address,
@@ -44,6 +43,7 @@ from fsdp2x.rl.sync.receiver.engine import (
     receive_frame,
     send_frame,
 )
+from fsdp2x.rl.sync.receiver.engine_adapter import LoraParameters
 
 # How long a trainer may take to send the rest of a request, or to read its answer.
 _FRAME_S = 60.0
@@ -94,8 +94,8 @@ class RolloutServer:
         self._connections: list[socket.socket] = []
         self._num_visits = 0
         self._committed_s: float | None = None  # when a push was committed, by the host's monotonic clock
-        parameters = Parameters(dict(model.named_parameters()))
-        self._receiver = Receiver(weights_address(address), parameters, timeout_s=push_timeout_s)
+        sink = LoraParameters(model, has_weights=has_weights)
+        self._receiver = Receiver(weights_address(address), sink, timeout_s=push_timeout_s)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._listener.bind(bind_address(address))

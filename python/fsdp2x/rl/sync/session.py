@@ -4,6 +4,8 @@
                      |                 |
                      +----> torn <-----+            only a full push, which heals
 
+A push of an adapter that fails before its commit leaves the session, as the engines, in the state of before.
+
 A push: the ranks agree (version, mode, nothing runs); engines begin; per bucket: gather, hand over, fill the next one
 while engines load, wait for their answers. Then engines finish, and commit. The ranks exchange how each phase ended
 before the next begins: no engine commits before all have finished. What a target raises is kept as a value until the
@@ -37,6 +39,7 @@ from fsdp2x.io.export.stream import (
     ring_of,
 )
 from fsdp2x.lifecycle.tree import named_params, running_step
+from fsdp2x.rl.sync.adapter import describe_adapter
 from fsdp2x.rl.sync.delta import BucketDelta, Changes, Snapshot, fill_changes, finish_changes, gather_changes, ring_for
 from fsdp2x.rl.sync.merged import AdapterMerge
 from fsdp2x.rl.sync.receiver.engine import POSITION_BYTES
@@ -57,6 +60,8 @@ def connect(
     names: Literal["hf", "model"] = "hf",
     params: Callable[[str, nn.Parameter], bool] | None = None,
     merge_adapters: bool = False,
+    weights: Literal["all", "adapter"] = "all",
+    adapter_name: str | None = None,
     deltas: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
     transport: str = "auto",
@@ -80,7 +85,13 @@ def connect(
         names: ``"hf"``: names and layout of the model's original files, as engines load them. ``"model"``: FQNs.
         params: which parameters, by FQN and sharded parameter; the same choice on every rank. Default all.
         merge_adapters: the model is PEFT's with LoRA: what goes out is its base with the active adapters merged, equal
-            to ``merge_and_unload`` bit by bit and then cast. Without it adapters are pushed alone, by ``params``.
+            to ``merge_and_unload`` bit by bit and then cast.
+        weights: ``"adapter"``: push the LoRA adapter of a PEFT model without its base, about 1 % of the bytes. The
+            engine runs the same base already, from its own files or from an earlier session. A push that fails leaves
+            the adapter of before in use; a later full push drops it. Engines are told the adapter's name, rank, alpha,
+            target modules and scales, and the version. For ``Peer``, ``Vllm``, ``Sglang``, our rollouts, and
+            ``InProcess(load_adapter=...)``.
+        adapter_name: by which requests to vLLM and SGLang ask for the adapter; default its name in the model.
         deltas: keep a snapshot of what engines hold, so that ``push(mode="delta")`` can send what changed. Takes the
             bytes of the wire's weights, divided by the ranks, on the parameters' device; and half of it while a delta
             is sent.
@@ -93,7 +104,9 @@ def connect(
     Raises:
         ValueError: an argument that cannot be; a pattern of ``keep`` that matches nothing; ranks disagree.
         NotImplementedError: a PEFT model whose adapters are pushed with its base, unmerged: engines know one or the
-            other; adapters that cannot be merged layer by layer; weights of a quantized model under ``names="hf"``.
+            other; adapters that cannot be merged layer by layer; weights of a quantized model under ``names="hf"``;
+            with ``weights="adapter"``: several adapters, modules trained whole, DoRA, biases, embeddings, another
+            method than LoRA, or a target that takes none.
         RuntimeError: a parameter is on the meta device.
     """
     caller = "fsdp2x.sync.connect"
@@ -104,15 +117,25 @@ def connect(
     chosen = chosen_params(caller, model, params)
     if not chosen:
         raise ValueError(f"{caller}: no parameter is chosen")
-    merge = None
-    if merge_adapters:
+    merge = adapter = None
+    if weights == "adapter":
+        if merge_adapters or deltas or names != "hf" or params is not None:
+            raise ValueError(
+                f'{caller}: weights="adapter" pushes a whole adapter under its own names. Leave out merge_adapters, '
+                "deltas, names, and params."
+            )
+        adapter = describe_adapter(caller, model, chosen, adapter_name)
+        chosen = {name: param for name, param in chosen.items() if "lora_" in name}
+    elif adapter_name is not None:
+        raise ValueError(f'{caller}: adapter_name={adapter_name!r} needs weights="adapter"')
+    elif merge_adapters:
         if names != "hf":
             raise ValueError(f'{caller}: merge_adapters=True names what it sends as files do; leave names="hf"')
         merge = AdapterMerge(caller, model, chosen)
     else:
         _check_adapters(caller, model, chosen, names)
     plans = plan_wire(caller, model, chosen, dtype, keep or {}, names, bucket_bytes, merge=merge)
-    return Session(model, target, plans, deltas, transport, float(timeout_s), group)
+    return Session(model, target, plans, deltas, transport, float(timeout_s), group, adapter, merge is not None)
 
 
 def _check_adapters(caller: str, model: nn.Module, chosen: Mapping[str, Any], names: str) -> None:
@@ -121,12 +144,18 @@ def _check_adapters(caller: str, model: nn.Module, chosen: Mapping[str, Any], na
         raise NotImplementedError(
             f"{caller}: base weights and adapters ({adapters[0]!r}) under the names of files: an engine's loader takes "
             'one of them; choose by params=lambda name, param: "lora_" in name (or not in name), or push all of them '
-            'under their own names with names="model"; merge_adapters=True pushes the base with the adapters in it'
+            'under their own names with names="model"; merge_adapters=True pushes the base with the adapters in it, '
+            'weights="adapter" an adapter for engines that run the base'
         )
 
 
-def _refusal_of(target: EngineTarget, deltas: bool) -> Exception | None:
+def _refusal_of(target: EngineTarget, deltas: bool, adapter: dict[str, Any] | None) -> Exception | None:
     """What the target of this rank refuses, for all ranks to raise."""
+    if adapter is not None and not target.takes_adapters:
+        return NotImplementedError(
+            f"fsdp2x.sync.connect: this {type(target).__name__} takes no adapters. Give InProcess a load_adapter, or "
+            'use weights="all" with merge_adapters=True.'
+        )
     try:
         target.check("fsdp2x.sync.connect", deltas)
     except (ValueError, NotImplementedError) as error:
@@ -146,22 +175,24 @@ class Session:
         transport: str,
         timeout_s: float,
         group: dist.ProcessGroup | None,
+        adapter: dict[str, Any] | None = None,
+        is_merged: bool = False,
     ) -> None:
-        self._group = group
+        self._group, self._adapter, self._is_merged = group, adapter, is_merged
         self._model, self._target, self._plans, self._timeout_s = model, target, plans, timeout_s
         self._transport, self._deltas = transport, deltas
         self._receives = target.receives(dist.get_rank(group))
-        refusal = _refusal_of(target, deltas)
+        refusal = _refusal_of(target, deltas, adapter)
         # Ranks that gather a bucket: this rank's ring, and that of rank 0.
         rings = [[dist.get_rank()] if p.group is None else dist.get_process_group_ranks(p.group) for p in plans]
         params = [entry.param for plan in plans for entry in plan.entries]
         self._call = call_of("fsdp2x.sync.connect", model, params, names_shapes=True)
-        said = self._exchange((layout_digest(plans), self._receives, refusal, rings, next(_numbers)))
+        said = self._exchange(((layout_digest(plans), adapter), self._receives, refusal, rings, next(_numbers)))
         digests, receivers, refusals, everywhere, numbers = zip(*said, strict=True)
         self._call = replace(self._call, name=f"fsdp2x.sync.push (session {numbers[0]})")
         if refusal := refusal or next(filter(None, refusals), None):
             raise refusal
-        if len(set(digests)) > 1:
+        if any(digest != digests[0] for digest in digests):
             odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
             raise ValueError(
                 f"fsdp2x.sync.connect: rank {odd} has other names, shapes or dtypes than rank 0; every rank must have "
@@ -182,7 +213,7 @@ class Session:
             [[ranks.index(rank) for rank in ring] for ring in of_rank] for of_rank in (rings, everywhere[0])
         )
         self._snapshot = Snapshot(plans) if deltas else None
-        self._state = "fresh"
+        self._state = self._state_before = "fresh"
         self._version: int | str | None = None
         self._rings: dict = {}
         self._has_rings = False
@@ -195,7 +226,8 @@ class Session:
                 self._plans, self._receives, self._transport, keep_files=True, in_order=not self._deltas
             )
         self._has_rings = True
-        self._layout = describe_wire(self._plans, self._rings, self._deltas)
+        layout = describe_wire(self._plans, self._rings, self._deltas)
+        self._layout = replace(layout, adapter=self._adapter, is_merged=self._is_merged)
 
     @property
     def version(self) -> int | str | None:
@@ -230,7 +262,8 @@ class Session:
         Raises:
             SyncError: on every rank: an engine or its loader failed, or said nothing in time. Engines are torn then,
                 and generate nothing until a full push succeeds; that is all it takes. One whose answer to the commit
-                was lost may have committed, and goes on with the new version.
+                was lost may have committed, and goes on with the new version. With ``weights="adapter"`` engines go on
+                with the adapter of before; after a failed commit some may have the new one.
             ValueError: an unknown mode; ranks disagree on version or mode, or push other sessions; a delta without
                 ``deltas=True``, before the first full push, or while engines are torn.
             RuntimeError: on every rank: a forward or backward runs, the session is closed, or a parameter was replaced
@@ -238,12 +271,14 @@ class Session:
         """
         began = time.perf_counter()
         self._agree(version, mode)
-        self._report, self._gather_error, failure = PushReport(version, mode), None, None
+        engine_mode = mode if self._adapter is None else "adapter"
+        self._report, self._gather_error, failure = PushReport(version, engine_mode), None, None
         for plan in self._plans:
             plan.begin()
         try:
+            self._state_before = self._state
             self._move("open")
-            self._settle(version, self._guarded("begin", lambda: self._begin(version, mode)))
+            self._settle(version, self._guarded("begin", lambda: self._begin(version, engine_mode)))
             buckets = self._buckets(mode)
             failure = self._guarded("load", lambda: self._target.take(buckets))
             for _ in buckets if self._gather_error is None else ():
@@ -360,7 +395,16 @@ class Session:
         if failure is None:
             return
         reason = f"version {version!r} failed on rank {rank} in {failure.place}: {failure.reason}"
-        self._tear(reason)
+        self._tear(reason, has_changed=self._adapter is None or failure.phase == "commit")
+        if self._adapter is not None:
+            kept = f"the adapter of version {self.version!r}" if self.version is not None else "what they had"
+            if failure.phase == "commit":
+                kept = "one of the two adapters"
+            raise SyncError(
+                f"fsdp2x.sync.push: {reason}. Each engine goes on with {kept}: fix the cause, then push again",
+                failure,
+                rank,
+            ) from (None if mine is None else mine[1])
         # The commit is the last that an engine waits for: nobody can tell it any more that another one has failed.
         but = (
             " (an engine whose answer was lost may have committed, and generates)" if failure.phase == "commit" else ""
@@ -372,8 +416,9 @@ class Session:
             rank,
         ) from (None if mine is None else mine[1])
 
-    def _tear(self, reason: str) -> None:
-        self._move("torn")
+    def _tear(self, reason: str, has_changed: bool) -> None:
+        """Ends a push that failed. ``has_changed``: engines may hold two versions."""
+        self._move("torn" if has_changed else self._state_before)
         try:
             if self._receives:
                 self._target.abort(reason)
@@ -383,12 +428,13 @@ class Session:
     def _give_up(self, error: BaseException) -> None:
         """A gather failed, so that ranks may be at different places: memory and connections are made again."""
         if self._state == "open":
-            self._tear(f"a trainer failed: {type(error).__name__}: {error}")
+            self._tear(f"a trainer failed: {type(error).__name__}: {error}", has_changed=self._adapter is None)
         self._target.close()
         self._rings, self._has_rings = {}, False
 
     def _move(self, state: str) -> None:
-        allowed = {"fresh": ("open",), "clean": ("open",), "torn": ("open",), "open": ("clean", "torn"), "closed": ()}
+        ends = ("clean", "torn") if self._adapter is None else ("clean", "torn", self._state_before)
+        allowed = {"fresh": ("open",), "clean": ("open",), "torn": ("open",), "open": ends, "closed": ()}
         assert state in allowed[self._state], f"a session that is {self._state} cannot be {state}"
         self._state = state
 

@@ -4,7 +4,9 @@ This file needs torch 2.6 or newer and the standard library: copy it into any en
 with one answer, over a Unix socket; tensors lie in memory files, whose descriptors come with the layout:
 
     hello   {wire, session}              who comes; the answer says what is held
-    layout  {tensors, files} + files     names, dtypes, shapes once; bytes of each memory file, or a GPU's {device}
+    layout  {tensors, files} + files     names, dtypes, shapes once; bytes of each memory file, or a GPU's {device};
+                                         {adapter} where they are a LoRA adapter: its name, rank, alpha, scales;
+                                         {merged} where they have one in them
     begin   {mode, version, base}        from here on nothing is generated
     bucket  {bucket, tensors, deltas}    tensors: [index, file, offset]; deltas: [index, file, offset, count]
     finish  {}                           all weights are there: what an engine does once per push
@@ -14,7 +16,8 @@ with one answer, over a Unix socket; tensors lie in memory files, whose descript
 A frame is a head (magic, kind, number of descriptors, bytes) and JSON. A delta is ``count`` positions (int64, in the
 flattened tensor), then as many values. Each part begins at a multiple of 8 bytes. Nothing is unpickled. An answer says
 ``ok`` or holds an error's text. An engine in state ``initial`` or ``clean`` (a committed version) generates. It does
-not while a push is ``open``, nor while it is ``torn`` (a push ended early), until a full push.
+not while a push is ``open``, nor while it is ``torn`` (a push ended early), until a full push. A push of an adapter
+(mode "adapter") changes nothing before its commit: one that ends early leaves the state and the adapter of before.
 """
 
 from __future__ import annotations
@@ -238,6 +241,9 @@ class Receiver:
         apply_delta(name, positions, values)    int64 positions in the flattened tensor; without it deltas are refused
         abort(reason)        a push failed: what the sink keeps of it must go, so that the next one begins afresh
         finish()             after the last bucket, before the version is published: what is done once per push
+        prepare_adapter(adapter, tensors)       checks an adapter, a dict and its tensors by name, and returns the
+                             function that puts it in place, which the commit calls; without it adapters are refused
+        drop_adapter()       other weights were committed: the base runs alone
         keeps_tensors        False: ``load`` copies what it needs. Default True: it is given copies of its own
     """
 
@@ -259,6 +265,11 @@ class Receiver:
         self._layout: list[tuple[str, torch.dtype, list[int]]] = []
         self._buffers: list[ReceiveBuffer] = []
         self._next, self._is_finished = None, False
+        self._adapter: dict[str, Any] | None = None  # what the trainer pushes in place of weights
+        self._is_merged = self._will_be_merged = False  # whether the weights have an adapter in them
+        self._staged: dict[str, torch.Tensor] = {}  # of the adapter that comes
+        self._install: Any = None  # puts it in place
+        self._before: tuple[str, Any, str] = ("initial", None, "")  # state, version and session before this push
         self._session, self._version_of = "", ""  # of the trainers that are connected, and of those that committed
         self._num_ends = 0  # of pushes, and of trainers' visits
         self._heard_at = 0.0  # when the last request was answered
@@ -415,7 +426,11 @@ class Receiver:
 
     def _on_layout(self, body: dict[str, Any], files: list[int]) -> None:
         layout = [(name, _dtype(dtype), list(shape)) for name, dtype, shape in body["tensors"]]
-        getattr(self._sink, "check", lambda layout: None)(layout)
+        self._adapter, self._will_be_merged = body.get("adapter"), body.get("merged", False)
+        if self._adapter is None:
+            getattr(self._sink, "check", lambda layout: None)(layout)
+        elif not hasattr(self._sink, "prepare_adapter"):
+            raise NotImplementedError("this engine takes no adapters: its sink has no prepare_adapter")
         self._buffers = self._map(body["files"], files)
         if "device" in body:
             self._buffers = [ReceiveBuffer(opened_memory(body["device"]))]
@@ -423,7 +438,8 @@ class Receiver:
 
     def _on_begin(self, body: dict[str, Any], files: list[int]) -> None:
         mode, version = body["mode"], body["version"]
-        if not self._layout or mode not in ("full", "delta") or not isinstance(version, int | str):
+        modes = ("full", "delta") if self._adapter is None else ("adapter",)
+        if not self._layout or mode not in modes or not isinstance(version, int | str):
             raise WireError("a push before a layout, or of an unknown mode or version")
         if mode == "delta":
             if not hasattr(self._sink, "apply_delta"):
@@ -434,9 +450,20 @@ class Receiver:
                     f"a delta to version {body['base']!r}, but this engine holds {held} and is {self._state}; push "
                     'mode="full"'
                 )
+        if mode == "adapter":
+            if self._state == "torn":
+                raise TornWeights(f"the base is torn ({self._reason}): push all weights before an adapter")
+            if self._is_merged:
+                raise ValueError(
+                    "the weights that were pushed last have an adapter merged in: push the base alone before an "
+                    'adapter (connect(params=lambda name, param: "lora_" not in name))'
+                )
+            if hasattr(self._sink, "start"):
+                self._sink.start(mode)
+        self._before, self._staged, self._install = (self._state, self._version, self._version_of), {}, None
         self._reason, self._is_finished = "", False
         self._state, self._next = "open", body["version"]
-        if hasattr(self._sink, "start"):
+        if mode != "adapter" and hasattr(self._sink, "start"):
             self._sink.start(mode)
 
     def _on_bucket(self, body: dict[str, Any], files: list[int]) -> None:
@@ -448,8 +475,10 @@ class Receiver:
         for index, file, offset in body["tensors"]:
             name, dtype, shape = self._layout[index]
             tensor = self._buffers[file].view(offset, dtype, shape)
-            items.append((name, tensor.clone() if self._copies else tensor))
-        if items:
+            items.append((name, tensor.clone() if self._copies or self._adapter is not None else tensor))
+        if self._adapter is not None:
+            self._staged.update(items)
+        elif items:
             self._load(items)
         for index, file, offset, count in body["deltas"]:
             name, dtype, _ = self._layout[index]
@@ -462,13 +491,24 @@ class Receiver:
     def _on_finish(self, body: dict[str, Any], files: list[int]) -> None:
         if self._state != "open" or self._reason:
             raise WireError(f"an end of a push while the weights are {self._state} ({self._reason})")
-        if hasattr(self._sink, "finish"):
+        if self._adapter is not None:
+            missing = next((name for name, _, _ in self._layout if name not in self._staged), None)
+            if missing is not None:
+                raise WireError(f"the adapter's {missing!r} did not come")
+            self._install = self._sink.prepare_adapter({**self._adapter, "version": self._next}, self._staged)
+        elif hasattr(self._sink, "finish"):
             self._sink.finish()
         self._is_finished = True
 
     def _on_commit(self, body: dict[str, Any], files: list[int]) -> None:
         if self._state != "open" or not self._is_finished or body["version"] != self._next:
             raise WireError(f"a commit of {body['version']!r} while the weights are {self._state} ({self._reason})")
+        if self._install is not None:
+            self._install()
+        else:
+            self._is_merged = self._will_be_merged
+            getattr(self._sink, "drop_adapter", lambda: None)()
+        self._staged, self._install = {}, None
         self._state, self._version, self._version_of = "clean", body["version"], self._session
         self._num_ends += 1
 
@@ -477,7 +517,15 @@ class Receiver:
         self._num_ends += 1
 
     def tear(self, reason: str) -> None:
-        """The push that is under way, or has been committed, has failed: the weights are not those of one version."""
+        """The push that is under way, or has been committed, has failed: the weights are not those of one version.
+
+        A failed push of an adapter changed nothing.
+        """
+        if self._adapter is not None:
+            if self._state == "open":
+                self._state, self._version, self._version_of = self._before
+                self._staged, self._install, self._reason = {}, None, ""
+            return
         if self._state != "torn" and hasattr(self._sink, "abort"):
             try:
                 self._sink.abort(reason)
@@ -489,7 +537,7 @@ class Receiver:
         """Lets go of the trainer, and of its memory; a push that is under way is torn."""
         if self._state == "open":
             self.tear(f"the trainer is gone in the middle of a push: {reason}")
-        self._layout, self._buffers = [], []
+        self._layout, self._buffers, self._adapter = [], [], None
         if self._connection is not None:
             self._connection.close()
             self._connection = None

@@ -27,6 +27,14 @@ else:
     from engine_tcp import SCHEME, TcpReceiver, own_host
 
 
+ADAPTER_SCHEME = "fsdp2x://"  # of paths of adapters that workers hold
+
+
+def adapter_path(name: str, version: int | str) -> str:
+    """The path by which vLLM knows a version of an adapter: its prefix cache tells adapters apart by it."""
+    return f"{ADAPTER_SCHEME}{name}/{version}"
+
+
 def place_of_process() -> list[str]:
     """The same for processes that reach each other's sockets: the host's boot, and the network's namespace."""
     with open("/proc/sys/kernel/random/boot_id") as file:
@@ -85,6 +93,12 @@ class Fsdp2xWorker:
         return self.fsdp2x_receiver.receive(contact_s)
 
     @_as_value
+    def fsdp2x_revert(self) -> dict[str, Any]:
+        """Holds the adapter of before again, after a commit that failed elsewhere."""
+        self.fsdp2x_reload.revert_adapter()
+        return self.fsdp2x_receiver.status
+
+    @_as_value
     def fsdp2x_tear(self, reason: str) -> dict[str, Any]:
         """What followed a push has failed."""
         self.fsdp2x_receiver.tear(reason)
@@ -119,8 +133,12 @@ class LayerwiseReload:
         self.covers_all = True
         self._is_open = False
         self._kernels: list[tuple[Any, Any]] = []  # of experts on the CPU: (method, the kernel that it had)
+        self._adapters: dict[str, Any] = {}  # by name: what vLLM made of the tensors
+        self._adapters_before: dict[str, Any] = {}
 
     def start(self, mode: str) -> None:
+        if mode == "adapter":
+            return self._serve_adapters()
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         with self._model() as model:
@@ -157,6 +175,67 @@ class LayerwiseReload:
                 torch.accelerator.synchronize()
         self._is_open = False
         self._worker.model_runner.reset_lora_state()  # as vLLM's own finish_weight_update does
+
+    # vLLM's own loader of adapters is given a path that no disk has, and this worker answers for it, also after the
+    # adapter has left vLLM's cache.
+
+    def _serve_adapters(self) -> None:
+        manager = self._lora_manager()
+        if "_load_adapter" not in vars(manager):
+            from_disk = manager._load_adapter
+            manager._load_adapter = lambda request: self._held_adapter(request) or from_disk(request)
+
+    def _lora_manager(self) -> Any:
+        manager = getattr(self._worker.model_runner, "lora_manager", None)
+        if manager is None:
+            raise RuntimeError("this engine serves no adapters: start it with --enable-lora (LLM(enable_lora=True))")
+        return manager
+
+    def _held_adapter(self, request: Any) -> Any:
+        """The adapter of a request, None for one on disk."""
+        if not request.lora_path.startswith(ADAPTER_SCHEME):
+            return None
+        if request.lora_name not in self._adapters:
+            raise ValueError(f"the adapter {request.lora_name!r} was dropped by a push of all weights: push it again")
+        return self._adapters[request.lora_name].clone(request.lora_int_id)
+
+    def prepare_adapter(self, adapter: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Callable[[], None]:
+        """Makes vLLM's adapter of the tensors, by the steps of its loader for folders."""
+        from vllm.lora.peft_helper import PEFTHelper
+
+        manager, name = self._lora_manager(), adapter["name"]
+        helper = PEFTHelper.from_dict({**adapter, "vllm_max_position_embeddings": manager.max_position_embeddings})
+        helper.validate_legal(manager.lora_config)
+        own = manager._adapter_manager
+        packed = own.packed_modules_mapping
+        known = {part for module in own.supported_lora_modules for part in packed.get(module, [module])}
+        unknown = sorted(set(adapter["target_modules"]) - known)
+        if unknown:  # vLLM leaves them out without a word
+            raise ValueError(f"the adapter changes {', '.join(unknown)}; this engine adapts {', '.join(sorted(known))}")
+        mapper = getattr(own.model, "hf_to_vllm_mapper", None)
+        lora = manager._lora_model_cls.from_lora_tensors(
+            lora_model_id=1,
+            tensors=tensors,
+            peft_helper=helper,
+            device="cpu",
+            dtype=manager.lora_config.lora_dtype,
+            model_vocab_size=manager.vocab_size,
+            weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+            skip_prefixes=getattr(own.model, "lora_skip_prefixes", None),
+        )
+
+        def install() -> None:
+            self._adapters_before = self._adapters
+            self._adapters = {**self._adapters, name: lora}
+
+        return install
+
+    def revert_adapter(self) -> None:
+        self._adapters = self._adapters_before
+
+    def drop_adapter(self) -> None:
+        """All weights were committed, and vLLM has dropped its adapters."""
+        self._adapters = {}
 
     def abort(self, reason: str) -> None:
         if not self._is_open:

@@ -108,11 +108,15 @@ class WireLayout:
     """The tensors of each bucket in the order in which they come, and the memory files that buckets may lie in.
 
     ``files``: descriptor and bytes of each. ``spare_bytes``: what a bucket takes that is in none of them, at most.
+    ``adapter``: what the tensors are, where they are a LoRA adapter (``describe_adapter``). ``is_merged``: they have an
+    adapter in them, so that engines must not add one to them.
     """
 
     buckets: tuple[tuple[TensorSpec, ...], ...]
     files: tuple[tuple[int, int], ...]
     spare_bytes: int
+    adapter: dict[str, Any] | None = None
+    is_merged: bool = False
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -136,6 +140,13 @@ class BackgroundCall(threading.Thread):
             self.error = error
 
 
+# What engines say to an adapter for weights that have one in them already.
+MERGED_BASE = (
+    "the weights that were pushed last have an adapter merged in: push the base alone before an adapter "
+    '(connect(params=lambda name, param: "lora_" not in name))'
+)
+
+
 class TargetError(RuntimeError):
     """A target that failed at a known place."""
 
@@ -149,16 +160,19 @@ class TargetError(RuntimeError):
 
 
 def refuse_adapters(layout: WireLayout, why: str) -> None:
-    """Raises TargetError for engines that load adapters otherwise."""
+    """Raises TargetError for engines that take the tensors of adapters as an adapter only."""
+    if layout.adapter is not None:
+        return
     adapter = next((spec.name for spec in layout.specs if "lora_" in spec.name), None)
     if adapter is not None:
-        raise TargetError.at("begin", f"{why}, and not as weights: {adapter!r}; save_hf them")
+        raise TargetError.at("begin", f'{why}, and not as weights: {adapter!r}; connect with weights="adapter"')
 
 
 class EngineTarget:
     """An engine, as this rank sees it. Whatever it raises is told to all ranks; the gathers go on to their end."""
 
     whole_only = ""  # why an engine takes no deltas
+    takes_adapters = False  # whether it takes a LoRA adapter without its base (mode "adapter")
 
     def receives(self, rank: int) -> bool:
         """Whether ``rank`` of the session's group wants the tensors; asked once."""

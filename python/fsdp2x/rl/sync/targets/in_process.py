@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from fsdp2x.base.arguments import checked
-from fsdp2x.rl.sync.targets.base import EngineTarget, PushBucket, TargetError
+from fsdp2x.rl.sync.targets.base import MERGED_BASE, EngineTarget, PushBucket, TargetError, WireLayout
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
@@ -35,6 +35,7 @@ class InProcess(EngineTarget):
         apply_delta: Callable | None = None,
         finish: Callable | None = None,
         abort: Callable | None = None,
+        load_adapter: Callable | None = None,
     ) -> None:
         """
         Args:
@@ -47,6 +48,10 @@ class InProcess(EngineTarget):
             finish: ``finish(version)`` once after all ranks have loaded everything: what follows an update, such as
                 ``finish_weight_update`` or a reset of the prefix cache.
             abort: ``abort(reason)`` when a push failed, on this rank or another: the engine must not generate.
+            load_adapter: ``load_adapter(adapter, tensors)`` for ``connect(weights="adapter")``, with what
+                ``connect`` documents and the tensors by name. It changes nothing, and returns the function that puts
+                the adapter in place, which the commit calls. Of the others, ``start("adapter")`` is called before,
+                and ``finish`` behind it.
         """
         self._has_engine, self._calls, self._copies = load_weights is not None, calls, copies
         # An engine that is an empty container is false, and still an engine.
@@ -54,6 +59,12 @@ class InProcess(EngineTarget):
             _ignore if call is None else call for call in (load_weights, start, finish, abort)
         )
         self._apply = apply_delta
+        self._load_adapter = load_adapter
+        self._adapter: dict[str, Any] | None = None
+        self._staged: dict[str, torch.Tensor] = {}
+        self._install: Callable = _ignore
+        self._is_merged = self._will_be_merged = False  # the weights of the engine
+        self.takes_adapters = load_adapter is not None or load_weights is None
 
     def receives(self, rank: int) -> bool:
         return self._has_engine
@@ -65,10 +76,20 @@ class InProcess(EngineTarget):
                 "without it connect with deltas=False and push whole weights"
             )
 
+    def open(self, layout: WireLayout, timeout_s: float) -> None:
+        self._adapter, self._staged, self._will_be_merged = layout.adapter, {}, layout.is_merged
+
     def begin(self, version: int | str, mode: str, base: int | str | None) -> None:
+        if self._adapter is not None and self._is_merged:
+            raise TargetError.at("begin", MERGED_BASE)
         self._start(mode)
 
     def take(self, buckets: Iterator[PushBucket]) -> None:
+        if self._adapter is not None:
+            for bucket in buckets:
+                names = [spec.name for spec in bucket.specs]
+                self._staged.update(zip(names, [tensor.clone() for tensor in bucket.tensors], strict=True))
+            return
         if self._calls == "bucket":
             for bucket in buckets:
                 self._take_one(bucket)
@@ -107,10 +128,22 @@ class InProcess(EngineTarget):
             self._apply(delta.spec.name, delta.positions, delta.values)
 
     def finish(self, version: int | str) -> None:
-        self._finish(version)
+        if self._adapter is None:
+            return self._finish(version)
+        assert self._load_adapter is not None, "checked when connecting"
+        self._install = self._load_adapter({**self._adapter, "version": version}, self._staged)
+        self._staged = {}
+
+    def commit(self, version: int | str) -> None:
+        if self._adapter is not None:
+            self._install()
+            return self._finish(version)
+        self._is_merged = self._will_be_merged
 
     def abort(self, reason: str) -> None:
-        self._abort(reason)
+        self._staged = {}
+        if self._adapter is None:
+            self._abort(reason)
 
 
 def _ignore(*_: object) -> None:

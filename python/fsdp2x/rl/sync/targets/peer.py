@@ -35,6 +35,8 @@ class Peer(EngineTarget):
     without it, warns, and tries it again next time.
     """
 
+    takes_adapters = True
+
     @checked
     def __init__(
         self,
@@ -147,11 +149,12 @@ class Peer(EngineTarget):
             raise TargetError.at("begin", reason) from error
         hello = {"wire": engine.WIRE, "session": self._session}
         tensors = [[spec.name, str(spec.dtype).removeprefix("torch."), list(spec.shape)] for spec in layout.specs]
+        adapter: dict = {"merged": layout.is_merged} if layout.adapter is None else {"adapter": layout.adapter}
         own, self._timeout_s = self._timeout_s, timeout_s
         try:
             self._ask_one(address, "begin", "hello", hello)
             memory, descriptors = self._transport.describe_memory()
-            self._ask_one(address, "begin", "layout", {"tensors": tensors, **memory}, descriptors)
+            self._ask_one(address, "begin", "layout", {"tensors": tensors, **adapter, **memory}, descriptors)
         except (TargetError, ValueError):
             self._disconnect(address)
             raise

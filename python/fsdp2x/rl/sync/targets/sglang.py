@@ -29,7 +29,15 @@ from fsdp2x.base.memory_file import aligned_starts, collect_handed
 from fsdp2x.rl.sync.receiver.engine import WireError
 from fsdp2x.rl.sync.receiver.engine_group import BroadcastGroup, common_host
 from fsdp2x.rl.sync.receiver.engine_tcp import own_host
-from fsdp2x.rl.sync.targets.base import EngineTarget, Failure, PushBucket, TargetError, WireLayout, refuse_adapters
+from fsdp2x.rl.sync.targets.base import (
+    MERGED_BASE,
+    EngineTarget,
+    Failure,
+    PushBucket,
+    TargetError,
+    WireLayout,
+    refuse_adapters,
+)
 from fsdp2x.rl.sync.targets.routes import ControlError, Routes, phase, server_addresses
 from fsdp2x.rl.sync.targets.transports import HandedMemory
 
@@ -47,11 +55,18 @@ class Sglang(EngineTarget):
     fails leaves servers paused until a full push succeeds. SGLang ignores tensors whose names it does not know, with a
     line in its log and an answer of success.
 
+    With ``connect(weights="adapter")`` requests ask for the adapter by its name (``lora_path``, or ``model`` as
+    ``BASE:NAME``) of servers that run with ``--enable-lora``, ``--max-lora-rank`` and ``--lora-target-modules``. Its
+    tensors go with the request, to any host, and replace those of this name at the commit. SGLang first lets requests
+    end that use the old one, so that servers are not paused, unless ``pause="abort"`` ends them. If a server refuses
+    the new adapter, all servers get the old one again.
+
     Tested against a stand-in with the routes, orders and traps of SGLang 0.5.23, not against SGLang itself: compare the
     log-probabilities of a few fixed tokens, trainer and engine, after the first push of a run.
     """
 
     whole_only = "SGLang loads whole tensors"
+    takes_adapters = True
 
     @checked
     def __init__(
@@ -89,6 +104,11 @@ class Sglang(EngineTarget):
         self._pool = self._make_pool()
         self._sent: tuple[PushBucket, list[Future]] | None = None
         self._failure: Failure | None = None
+        self._adapter: dict[str, Any] | None = None
+        self._staged: dict[str, torch.Tensor] = {}
+        self._is_merged = self._will_be_merged = False  # the weights of the servers
+        self._held: dict[str, dict[str, Any]] = {}  # by server: the request that loads the adapter that it has
+        self._swapped: list[Routes] = []  # servers with another adapter than before this push
 
     def receives(self, rank: int) -> bool:
         self._acts = rank == self._rank
@@ -116,6 +136,8 @@ class Sglang(EngineTarget):
 
     def open(self, layout: WireLayout, timeout_s: float) -> None:
         refuse_adapters(layout, "SGLang loads adapters by requests of their own")
+        self._adapter, self._staged, self._swapped = layout.adapter, {}, []
+        self._will_be_merged = layout.is_merged
         self._failure, self._sent, self._has_begun = None, None, False
         with phase("begin"):
             for server in self._servers:
@@ -131,11 +153,21 @@ class Sglang(EngineTarget):
                         f"{server.name} has {about['pp_size']} pipeline stages, and numbers the workers of a group by "
                         "their tensor-parallel rank alone; leave group out"
                     )
+                if layout.adapter is not None:
+                    _require_adapters(server.name, about, layout.adapter)
                 self._num_workers[server.name] = about.get("tp_size", 1)
 
     def begin(self, version: int | str, mode: str, base: int | str | None) -> None:
         self._has_begun = True
         with phase("begin"):
+            if self._adapter is not None:
+                if self._is_merged:
+                    raise ControlError(MERGED_BASE)
+                if self._asleep:
+                    raise ControlError("servers sleep, and keep no weights: push all weights before an adapter")
+                for server in self._servers if self._pause == "abort" else ():
+                    server.ask("POST", "/pause_generation", body={"mode": "abort"})
+                return
             for server in self._servers:
                 server.ask("POST", "/pause_generation", body={"mode": self._pause})
             self._wake("weights")
@@ -159,6 +191,11 @@ class Sglang(EngineTarget):
         self._open.add(server.name)
 
     def take(self, buckets: Iterator[PushBucket]) -> None:
+        if self._adapter is not None:
+            for bucket in buckets:
+                for spec, tensor in zip(bucket.specs, bucket.tensors, strict=True):
+                    self._staged[spec.name] = tensor.detach().to("cpu", copy=True)
+            return
         for bucket in buckets:
             self._answered()
             if self._failure is None and bucket.tensors:
@@ -190,6 +227,8 @@ class Sglang(EngineTarget):
             self._failure = bucket.failure("load", "; ".join(reasons))
 
     def finish(self, version: int | str) -> None:
+        if self._adapter is not None:
+            return
         with phase("finish"):
             if self._group is not None:
                 group, self._group = self._group, None
@@ -199,7 +238,41 @@ class Sglang(EngineTarget):
                     _ask(server, "/end_weight_update", {})
                     self._open.discard(server.name)
 
+    def _swap(self, adapter: dict[str, Any], version: int | str) -> None:
+        """Puts the new adapter in the place of the old one, which SGLang does not do at once."""
+        data = base64.b64encode(pickle.dumps(self._staged, protocol=4)).decode()
+        scale = next(iter(adapter["layers"].values()))  # SGLang multiplies by alpha / r, whatever the settings say
+        config = {name: adapter[name] for name in ("peft_type", "r", "target_modules")}
+        config["lora_alpha"] = scale * adapter["r"]
+        for server in self._servers:
+            body = {"lora_name": adapter["name"], "config_dict": config}
+            body["serialized_named_tensors"] = [data] * self._num_workers[server.name]
+            self._swapped.append(server)
+            # It may have none, such as after it was started again; what else is wrong the load says.
+            self._quietly(server, "/unload_lora_adapter", {"lora_name": adapter["name"]})
+            _ask(server, "/load_lora_adapter_from_tensors", body)
+        self._held = {server.name: body for server in self._servers}
+        self._swapped, self._staged = [], {}
+        for server in self._servers:
+            _ask(server, "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+            if self._pause == "abort":
+                server.ask("POST", "/continue_generation", body={})
+
+    def _restore(self, adapter: dict[str, Any]) -> None:
+        """Gives servers the adapter of before, and lets them go on."""
+        for server in self._swapped:
+            self._quietly(server, "/unload_lora_adapter", {"lora_name": adapter["name"]})
+            if server.name in self._held:
+                self._quietly(server, "/load_lora_adapter_from_tensors", self._held[server.name])
+        self._swapped, self._staged = [], {}
+        for server in self._servers if self._has_begun and self._pause == "abort" else ():
+            self._quietly(server, "/continue_generation", {})
+
     def commit(self, version: int | str) -> None:
+        if self._adapter is not None:
+            with phase("commit"):
+                return self._swap(self._adapter, version)
+        self._is_merged = self._will_be_merged
         with phase("commit"):
             self._wake("kv_cache")
             for server in self._servers:
@@ -211,6 +284,8 @@ class Sglang(EngineTarget):
         self._drop_handed()
 
     def abort(self, reason: str) -> None:
+        if self._adapter is not None:
+            return self._restore(self._adapter)
         self._abandon_group()
         self._answered()
         for server in self._servers if self._has_begun else ():
@@ -255,6 +330,23 @@ class Sglang(EngineTarget):
     def _flush(self, server: Routes) -> None:
         """Refused while requests run, with a status of failure; aborted ones may take a moment to leave."""
         server.send("POST", "/flush_cache", {"timeout": min(_IDLE_S, server.timeout_s / 2)})
+
+
+def _require_adapters(name: str, about: dict[str, Any], adapter: dict[str, Any]) -> None:
+    """
+    Raises:
+        ControlError: the server serves no adapters, or none like this one.
+    """
+    if not about.get("enable_lora"):
+        raise ControlError(
+            f"{name} serves no adapters: start it with --enable-lora --max-lora-rank {adapter['r']} "
+            f"--lora-target-modules {' '.join(adapter['target_modules'])}"
+        )
+    if adapter["rank_pattern"] or len(set(adapter["layers"].values())) > 1:
+        raise ControlError(
+            "SGLang has one rank and one scale for an adapter, and this one has several: leave rank_pattern and "
+            'alpha_pattern out, or push weights="all" with merge_adapters=True'
+        )
 
 
 # ---- buckets in memory of a GPU

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from fsdp2x.base.arguments import checked
 from fsdp2x.rl.sync.receiver.engine_tcp import SCHEME, own_host
-from fsdp2x.rl.sync.receiver.vllm_worker import place_of_process
+from fsdp2x.rl.sync.receiver.vllm_worker import adapter_path, place_of_process
 from fsdp2x.rl.sync.targets.base import BackgroundCall, EngineTarget, PushBucket, WireLayout, refuse_adapters
 from fsdp2x.rl.sync.targets.peer import Peer
 from fsdp2x.rl.sync.targets.routes import ControlError, Routes, phase, server_addresses
@@ -38,14 +39,21 @@ class Vllm(EngineTarget):
     worker is given whole tensors, of which it takes its part (tensor and pipeline parallel). A commit is labelled
     ``str(version)``.
 
-    A push that fails leaves servers paused, with layers of two versions, until a full push succeeds. An ``LLM`` cannot
-    be paused: ask ``Session.require_clean()`` before ``generate``. Drafters of speculative decoding keep their weights.
+    With ``connect(weights="adapter")`` requests ask for the adapter by its name: ``"model": NAME`` to a server, which
+    runs with ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``; ``generate(...,
+    lora_request=target.lora_request())`` to an ``LLM`` with ``enable_lora=True``. A push of an adapter that fails
+    leaves the old one in use. A push of all weights drops it.
+
+    A push of all weights that fails leaves servers paused, with layers of two versions, until a full push succeeds. An
+    ``LLM`` cannot be paused: ask ``Session.require_clean()`` before ``generate``. Drafters of speculative decoding keep
+    their weights.
 
     Tested with vLLM 0.32.0 on CPUs, whose sleep gives no memory back; accelerators and quantised weights against
     stand-ins alone: compare the log-probabilities of a few fixed tokens, trainer and engine, after the first push.
     """
 
     whole_only = "vLLM loads whole tensors and repacks them"
+    takes_adapters = True
 
     @checked
     def __init__(
@@ -85,6 +93,8 @@ class Vllm(EngineTarget):
         self._dropped = self._stopped = self._torn = False  # weights; requests; by a push that failed
         self._acts: bool | None = None  # whether this rank talks to engines, known when a session begins
         self._layout: WireLayout | None = None
+        self._adapter: dict[str, Any] | None = None
+        self._committed: int | str | None = None  # version of the adapter
         self._peer: Peer | None = None
         self._addresses: list[str] = []
         self._secret = secrets.token_hex()  # of workers on other hosts
@@ -137,16 +147,21 @@ class Vllm(EngineTarget):
 
     def open(self, layout: WireLayout, timeout_s: float) -> None:
         self._layout, self._timeout_s, self._is_committing = layout, timeout_s, False
+        self._adapter = layout.adapter
         refuse_adapters(layout, "vLLM loads adapters by its own requests, from files")
         with phase("begin"):
             for control in self._controls:
                 control.timeout_s = timeout_s
                 control.require_ready()
+                if self._adapter is not None:
+                    control.require_adapters()
 
     def begin(self, version: int | str, mode: str, base: int | str | None) -> None:
         covers_all = self._dropped or not self._partial
         with phase("begin"):
             self._require_idle()
+            if self._adapter is not None and (self._dropped or self._torn):
+                raise ControlError("the engine's base is gone or torn: push all weights before an adapter")
             states = self._find_receivers()
             for control in self._controls:
                 is_ours = self._asleep or self._stopped or states[control.name] & {"open", "torn"}
@@ -178,6 +193,9 @@ class Vllm(EngineTarget):
             for name, call in self._calls.items():
                 self._require_committed(name, call, version)
             self._calls = {}
+            if self._adapter is not None:
+                for control in self._controls:
+                    control.load_adapter(self._adapter["name"], version)
             for control in self._controls:
                 control.reset_caches()
             for control in self._controls:
@@ -185,10 +203,34 @@ class Vllm(EngineTarget):
             self._wake("kv_cache")
             for control in self._controls:
                 control.resume()
+        self._committed = None if self._adapter is None else version
         self._dropped = self._stopped = self._torn = False
 
+    def lora_request(self) -> Any:
+        """Returns what ``LLM.generate`` takes to use the adapter that was pushed last.
+
+        Raises:
+            RuntimeError: no adapter was committed.
+        """
+        if self._adapter is None or self._committed is None:
+            raise RuntimeError('fsdp2x.sync.Vllm.lora_request: no adapter was pushed; connect with weights="adapter"')
+        return _lora_request(self._adapter["name"], self._committed)
+
+    def _restore_adapter(self, name: str) -> None:
+        """Lets engines go on with the adapter of before."""
+        if self._is_committing:
+            self._each_quietly(lambda control: control.call("fsdp2x_revert"))
+            if (version := self._committed) is not None:
+                self._each_quietly(lambda control: control.load_adapter(name, version))
+            self._each_quietly(lambda control: control.reset_caches())
+        if self._stopped and not self._calls:
+            with contextlib.suppress(ControlError):
+                self._wake("kv_cache")
+            self._each_quietly(lambda control: control.resume())
+            self._stopped = False
+
     def abort(self, reason: str) -> None:
-        self._torn = True
+        self._torn = self._torn or self._adapter is None
         if self._calls and not self._is_committing:
             self._workers.abort(reason)
         elif self._calls:
@@ -196,6 +238,8 @@ class Vllm(EngineTarget):
         for call in self._calls.values():
             call.join(self._timeout_s)
         self._calls = {name: call for name, call in self._calls.items() if call.is_alive()}
+        if self._adapter is not None:
+            return self._restore_adapter(self._adapter["name"])
         if self._peer is not None and not self._calls:
             if self._is_committing:
                 # Some may have gone on already: another one failed at its commit, or one did and its answer is lost.
@@ -328,6 +372,24 @@ class ServerControl:
         config = self._ask("GET", "/server_info", {"config_format": "json"})["vllm_config"]
         _require_extension(self.name, config["parallel_config"]["worker_extension_cls"])
 
+    def require_adapters(self) -> None:
+        """Raises unless the server registers adapters at run time."""
+        try:
+            self._ask("POST", "/v1/unload_lora_adapter", body={"lora_name": ""})
+        except ControlError as error:
+            if error.status == 404:
+                raise ControlError(
+                    f"{self.name} registers no adapters: start it with --enable-lora and "
+                    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+                ) from error
+            if error.status != 400:  # the route is there, and misses a name
+                raise
+
+    def load_adapter(self, name: str, version: int | str) -> None:
+        """Puts the adapter that the workers hold in the place of the last one of this name."""
+        body = {"lora_name": name, "lora_path": adapter_path(name, version), "load_inplace": True}
+        self._routes.send("POST", "/v1/load_lora_adapter", body=body)
+
     def call(self, method: str, *args: Any, patient: bool = False) -> list[dict[str, Any]]:
         """What each worker's ``method`` returns. ``patient``: however long it takes."""
         body = {"method": method, "args": list(args)}
@@ -381,6 +443,15 @@ class LocalControl:
         parallel = self._llm.llm_engine.vllm_config.parallel_config
         _require_extension(self.name, parallel.worker_extension_cls)
 
+    def require_adapters(self) -> None:
+        if self._llm.llm_engine.vllm_config.lora_config is None:
+            raise ControlError(f"{self.name} serves no adapters: make it with LLM(..., enable_lora=True)")
+
+    def load_adapter(self, name: str, version: int | str) -> None:
+        request = _lora_request(name, version)
+        request.load_inplace = True
+        self._told(self._llm.llm_engine.add_lora, request)
+
     def call(self, method: str, *args: Any, patient: bool = False) -> list[dict[str, Any]]:
         return self._told(self._llm.collective_rpc, method, None if patient else self.timeout_s, args)
 
@@ -411,6 +482,13 @@ class LocalControl:
             return method(*args)
         except Exception as error:
             raise ControlError(f"{self.name}: {type(error).__name__}: {error}") from error
+
+
+def _lora_request(name: str, version: int | str) -> Any:
+    """vLLM's, with a number that an ``LLM`` has for nothing else."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(name, 1 + zlib.crc32(name.encode()) % (1 << 30), adapter_path(name, version))
 
 
 def _require_extension(name: str, extension: str | None) -> None:
