@@ -249,12 +249,14 @@ def test_evaluation_is_pass_at_k(ctx):
 
 
 @distributed(world_sizes=(2,), timeout=120)
-def test_lora_trains_adapters_and_pushes_merged_weights(ctx):
-    """The reference of the KL is the policy without its adapters."""
+@pytest.mark.parametrize("push", ["adapter", "merged"])
+def test_lora_trains_adapters_and_pushes_them(ctx, push):
+    """Alone or merged. The reference of the KL is the policy without its adapters."""
     with shared_folder(ctx) as folder:
         trainer = make(
-            folder, "run", lora={"rank": 2}, algorithm={"kl_weight": 0.1}, rollout={"ahead": 0}, train={"steps": 3}
+            folder, "run", lora={"rank": 2}, algorithm={"kl_weight": 0.1}, rollout={"push": push}, train={"steps": 3}
         )
+        assert trainer.config.pushes_adapter == (push == "adapter")
         trainer.run()
         dist.barrier()
         found = lines(folder, "run")
@@ -302,6 +304,7 @@ def test_an_error_of_a_step_reaches_every_rank(ctx, sections, message):
         ({"rollout": {"group_size": 1}}, "advantages compare the responses to a prompt"),
         ({"rollout": {"ahead": 1}}, "rollout.ahead: got 1, expected 0: a colocated engine has no other time"),
         ({"rollout": {"engine": "vllm"}}, "rollout.addresses: got .*one URL of a running vllm server"),
+        ({"rollout": {"push": "adapter"}}, "rollout.push: adapter needs lora.rank"),
         ({"algorithm": {"gamma": 0.5}}, "algorithm.gamma: got 0.5, expected 1.0, since algorithm.name is dapo"),
         ({"evaluation": {"samples": 4}}, "several responses at rollout.eval_temperature=0"),
         ({"train": {"eval_every": 1}, "data": {"held_out": 0.0}}, "data.held_out=0 keeps no prompts"),

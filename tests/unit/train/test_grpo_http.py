@@ -59,7 +59,7 @@ def test_answers_become_completions_in_the_order_of_the_prompts(kind, server, pa
 
     sampling = Sampling(max_tokens=2, num_samples=2, temperature=0.7, stop_ids=(9,), seed=11, top_p=0.9, top_k=5)
     with http_server(answer) as url:
-        engine = HttpEngine(kind, url, timeout_s=20)
+        engine = HttpEngine(kind, url, adapter="an adapter", timeout_s=20)
         engine.ask(PROMPTS, sampling)
         with pytest.raises(RuntimeError, match="collect.. the answer"):
             engine.ask(PROMPTS, sampling)
@@ -68,6 +68,8 @@ def test_answers_become_completions_in_the_order_of_the_prompts(kind, server, pa
     assert [(c.prompt, c.tokens[0]) for c in found] == [(0, 0), (0, 10), (1, 0), (1, 10)]
     assert [c.log_probs for c in found] == [[-0.5, -1.5], [-0.5, -2.5]] * 2
     assert found[0] == Completion(0, [0, found[0].tokens[1]], [-0.5, -1.5], [(3, 2)], 3)
+    asked = [one for _, one in requests]
+    assert {one.get("model") or one["lora_path"] for one in asked} == {"an adapter"}
     if kind == "vllm":
         assert found[2].versions == [3, 4] and found[2].admitted == 3
     assert found[0].tokens[1] != found[2].tokens[1], "prompts have seeds of their own"

@@ -91,6 +91,11 @@ class RolloutSection(Section):
     )
     eval_temperature: float = setting(0.0, "temperature in evaluation; 0 takes the likeliest tokens", NOT_NEGATIVE)
     log_samples: int = setting(2, "responses of rank 0 to write to samples.jsonl at each logged step", NOT_NEGATIVE)
+    push: Literal["auto", "merged", "adapter"] = setting(
+        "auto",
+        "with lora.rank: whole merged weights, or the adapter alone for engines that hold the base; auto: adapter for "
+        "colocated, and for server with model.path",
+    )
     bucket_mib: int = setting(64, "size of a bucket when weights are pushed, in MiB", COUNT)
     tolerance: float | None = setting(
         None,
@@ -227,6 +232,20 @@ class GrpoConfig(TrainConfig):
     reference: ReferenceSection = dataclasses.field(default_factory=ReferenceSection)
     evaluation: EvalSection = dataclasses.field(default_factory=EvalSection)
 
+    @property
+    def engine_may_hold_base(self) -> bool:
+        """Whether the engine can have the policy's base weights without a push."""
+        starts = self.rollout.engine == "server" and not self.rollout.addresses
+        return self.model.path is not None or not starts
+
+    @property
+    def pushes_adapter(self) -> bool:
+        """Whether the adapter is pushed alone."""
+        if self.rollout.push != "auto":
+            return self.rollout.push == "adapter"
+        is_ours = self.rollout.engine in ("colocated", "server")
+        return self.lora.rank > 0 and is_ours and self.engine_may_hold_base
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for path, (given, why) in _REFUSED.items():
@@ -276,6 +295,10 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "evaluation.samples": (
         lambda c: c.evaluation.samples > 1 and c.rollout.eval_temperature == 0,
         "several responses at rollout.eval_temperature=0 would all be the same; set a temperature",
+    ),
+    "rollout.push": (
+        lambda c: c.rollout.push == "adapter" and (not c.lora.rank or not c.engine_may_hold_base),
+        "adapter needs lora.rank, and an engine that holds the base: one that the run starts has it from model.path",
     ),
     "algorithm.dynamic_sampling": (
         lambda c: c.algorithm.dynamic_sampling > 0 and (c.algorithm.name == "ppo" or c.rollout.group_size == 1),

@@ -21,7 +21,7 @@ from fsdp2x.rl.sync.targets.base import EngineTarget
 from fsdp2x.train.config import ConfigError
 from fsdp2x.train.distributed import World
 from fsdp2x.train.grpo.config import RolloutSection
-from fsdp2x.train.grpo.http_engines import HttpEngine
+from fsdp2x.train.grpo.http_engines import ADAPTER, HttpEngine
 
 END_S = 60
 
@@ -44,6 +44,7 @@ def start_engine(
     output: Path,
     build: Callable[[], torch.nn.Module],
     write_config: Callable[[Path], None],
+    adapter_base: str | None,
     dtype: torch.dtype,
     closing: contextlib.ExitStack,
 ) -> Engine:
@@ -52,6 +53,7 @@ def start_engine(
     Args:
         build: makes the whole model, for an engine in this process.
         write_config: writes a `config.json` into a folder, for engines that this run starts.
+        adapter_base: the folder of the base weights, where only an adapter is pushed.
         dtype: of the weights and the computation of engines that this run makes.
 
     Raises:
@@ -61,19 +63,20 @@ def start_engine(
     if config.engine == "colocated":
         return ColocatedRollout(build().to(world.device, dtype))
     if config.engine in ("vllm", "sglang"):
-        return HttpEngine(config.engine, config.addresses[0], timeout_s=config.timeout_s)
+        adapter = ADAPTER if adapter_base is not None else None
+        return HttpEngine(config.engine, config.addresses[0], adapter=adapter, timeout_s=config.timeout_s)
     addresses = config.addresses
     if world.local_size != world.size:
         raise ConfigError("rollout.engine: server is for ranks of one host; use vllm or sglang across hosts")
     if not addresses:
         addresses = on_rank_0(lambda: [f"@fsdp2x-grpo-{secrets.token_hex(6)}-{i}" for i in range(config.num_engines)])
         if world.is_main:
-            folder = output / "engine"
-            write_config(folder)
+            folder = Path(adapter_base or output / "engine").expanduser()
+            if adapter_base is None:
+                write_config(folder)
             for address in addresses:
                 closing.callback(_end, _launch(folder, address, world, dtype, config.timeout_s))
-    only = addresses[0] if len(addresses) == 1 else addresses
-    client = RolloutClient(only, contact_s=config.timeout_s, timeout_s=config.timeout_s)
+    client = RolloutClient(addresses, contact_s=config.timeout_s, timeout_s=config.timeout_s)
     closing.callback(client.close)
     return client
 

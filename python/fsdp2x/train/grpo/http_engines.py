@@ -22,6 +22,8 @@ from fsdp2x.rl.sync.targets.base import EngineTarget
 from fsdp2x.rl.sync.targets.sglang import Sglang
 from fsdp2x.rl.sync.targets.vllm import Vllm
 
+# By which requests ask for a pushed adapter.
+ADAPTER = "fsdp2x"
 MOST_REQUESTS = 64
 _SEEDS = 1 << 31
 
@@ -29,7 +31,11 @@ _SEEDS = 1 << 31
 class HttpEngine:
     """The methods of `fsdp2x.rollout.RolloutClient`, by requests to a server. Every rank has one."""
 
-    def __init__(self, kind: Literal["vllm", "sglang"], url: str, *, timeout_s: float) -> None:
+    def __init__(
+        self, kind: Literal["vllm", "sglang"], url: str, *, adapter: str | None = None, timeout_s: float
+    ) -> None:
+        """`adapter`: the name of the pushed adapter to sample with; None: whole weights are pushed."""
+        self._adapter = adapter
         self._kind, self._url, self._timeout_s = kind, url.rstrip("/"), timeout_s
         self._pool = ThreadPoolExecutor(MOST_REQUESTS, thread_name_prefix="fsdp2x-http")
         self._asked: list[Future] | None = None
@@ -79,7 +85,8 @@ class HttpEngine:
             "seed": (sampling.seed * 4099 + index) % _SEEDS,
         }
         answer = self._post(
-            "/inference/v1/generate", {"model": "policy", "token_ids": prompt, "sampling_params": words}
+            "/inference/v1/generate",
+            {"model": self._adapter or "policy", "token_ids": prompt, "sampling_params": words},
         )
         found = []
         for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
@@ -98,7 +105,8 @@ class HttpEngine:
             "skip_special_tokens": False,
             "sampling_seed": (sampling.seed * 4099 + index) % _SEEDS,
         }
-        answer: Any = self._post("/generate", {"input_ids": prompt, "sampling_params": words, "return_logprob": True})
+        body = {"input_ids": prompt, "sampling_params": words, "return_logprob": True}
+        answer: Any = self._post("/generate", body | ({"lora_path": self._adapter} if self._adapter else {}))
         found = []
         for choice in answer if isinstance(answer, list) else [answer]:
             meta = choice["meta_info"]

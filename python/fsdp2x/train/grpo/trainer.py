@@ -17,14 +17,17 @@ import torch.distributed as dist
 
 from fsdp2x import checkpoint, rl, sync
 from fsdp2x.base.failures import exchange, run_on_all_ranks
+from fsdp2x.io.export.stream import full_tensors
 from fsdp2x.io.hf.load import from_pretrained
 from fsdp2x.lifecycle.api import fully_shard
 from fsdp2x.models.sequence.attention import use_varlen_attention
+from fsdp2x.rl.rollout.client import RolloutClient
 from fsdp2x.rl.rollout.sampling import Completion, Sampling, Version
 from fsdp2x.train.config import ConfigError, as_config_error
 from fsdp2x.train.distributed import sums_over_ranks
 from fsdp2x.train.grpo.config import GrpoConfig
 from fsdp2x.train.grpo.engines import start_engine, trainer_asleep
+from fsdp2x.train.grpo.http_engines import ADAPTER
 from fsdp2x.train.grpo.prompts import Prompt, Prompts, PromptStream, read_prompts
 from fsdp2x.train.grpo.rewards import make_rewards, total_reward
 from fsdp2x.train.grpo.update import Batch, Critic, Update
@@ -123,19 +126,22 @@ class GrpoTrainer(Trainer):
             self.output,
             lambda: build_model(config.model, self.tokenizer, config.train.seed),
             self._write_engine_folder,
+            (config.model.path or str(self.output)) if config.pushes_adapter else None,
             dtype,
             self._closing,
         )
-        adapters = config.lora.rank > 0
-        names: Any = "hf" if adapters or config.rollout.engine in ("vllm", "sglang") else "model"
+        options: dict[str, Any] = {"names": "hf" if config.rollout.engine in ("vllm", "sglang") else "model"}
+        if config.pushes_adapter:
+            options = {"weights": "adapter", "adapter_name": ADAPTER}
+        elif config.lora.rank:
+            options = {"merge_adapters": True}
         self.sync = sync.connect(
             self.model,
             self.engine.target,
-            names=names,
-            merge_adapters=adapters,
             bucket_bytes=config.rollout.bucket_mib << 20,
             transport=config.parallel.transport,
             timeout_s=config.rollout.timeout_s,
+            **options,
         )
         self._closing.callback(self.sync.close)
         stop = config.rollout.stop_ids
@@ -213,6 +219,8 @@ class GrpoTrainer(Trainer):
         if self._pushed_step != self.step:
             with self._phase("push"):
                 self.sync.push(version=self.step)
+                if self._pushed_step is None and isinstance(self.engine, RolloutClient) and not self.config.lora.rank:
+                    self.engine.check_weights(full_tensors(self.model))
             self._pushed_step = self.step
 
     def _sampling(self, request: int, num_samples: int, temperature: float) -> Sampling:
