@@ -296,6 +296,11 @@ def test_an_error_of_a_step_reaches_every_rank(ctx, sections, message):
     [
         ({"data": {"prompt_column": "question"}}, r"prompts.jsonl:1: expected the column question, got prompt, answer"),
         ({"data": {"max_prompt_tokens": 1}}, "all 24 prompts have more than data.max_prompt_tokens=1"),
+        ({"data": {"max_tokens": 7}}, "data.max_tokens: got 7, but the longest prompt and rollout.max_tokens=3 are 8"),
+        (
+            {"rollout": {"max_tokens": 60}, "data": {"max_tokens": None}},
+            "rollout.max_tokens: the model has 64 positions",
+        ),
         ({"data": {"system": "Be brief."}}, "the tokenizer has no chat template. Set data.chat_template"),
         ({"reward": {"functions": ["nothing"]}}, "unknown reward 'nothing'; built in are exact_match"),
         ({"reward": {"functions": [{"name": "length"}]}}, "length needs the option target"),

@@ -103,7 +103,9 @@ class RolloutSection(Section):
         "logged",
         POSITIVE,
     )
-    timeout_s: float = setting(600.0, "seconds that an engine has for an answer or a push", POSITIVE)
+    timeout_s: float = setting(
+        300.0, "seconds that an engine has for an answer or a push; less than parallel.timeout_s", POSITIVE
+    )
 
     def check(self) -> None:
         served = self.engine in ("vllm", "sglang")

@@ -42,7 +42,7 @@ class Prompts:
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt."""
-        return max(len(prompt.tokens) for prompt in self.train)
+        return max(len(prompt.tokens) for prompt in [*self.train, *self.held_out])
 
 
 def read_prompts(config: PromptSection, tokenizer: Tokenizer, seed: int) -> Prompts:

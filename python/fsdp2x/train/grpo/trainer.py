@@ -21,7 +21,7 @@ from fsdp2x.io.export.stream import full_tensors
 from fsdp2x.io.hf.load import from_pretrained
 from fsdp2x.lifecycle.api import fully_shard
 from fsdp2x.models.sequence.attention import use_varlen_attention
-from fsdp2x.rl.rollout.client import RolloutClient
+from fsdp2x.rl.rollout.client import ColocatedRollout, RolloutClient, RolloutError
 from fsdp2x.rl.rollout.sampling import Completion, Sampling, Version
 from fsdp2x.train.config import ConfigError, as_config_error
 from fsdp2x.train.distributed import sums_over_ranks
@@ -100,6 +100,8 @@ class GrpoTrainer(Trainer):
         config, world = self.config, self.world
         with as_config_error("model"):
             use_varlen_attention(self.model)
+        longest = self.blocks.longest + config.rollout.max_tokens
+        self._check_lengths(longest)
         self.critic = self._make_critic()
         self.update = Update(
             config,
@@ -108,7 +110,7 @@ class GrpoTrainer(Trainer):
             self.critic,
             device=world.device,
             num_steps=self.num_steps,
-            budget=config.data.max_tokens or max(self.blocks.longest + config.rollout.max_tokens, 2048),
+            budget=config.data.max_tokens or max(longest, 2048),
         )
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.numbers: dict[str, float] = {}
@@ -152,6 +154,17 @@ class GrpoTrainer(Trainer):
             stop = [] if found is None else [found] if isinstance(found, int) else list(found)
         self.stop_ids = tuple(int(token) for token in stop)
         return None
+
+    def _check_lengths(self, longest: int) -> None:
+        """Raises `ConfigError`, on all ranks alike, if a prompt and its response do not fit."""
+        parts = f"the longest prompt and rollout.max_tokens={self.config.rollout.max_tokens} are {longest} tokens"
+        budget = self.config.data.max_tokens
+        if budget is not None and longest > budget:
+            raise ConfigError(f"data.max_tokens: got {budget}, but {parts}; see data.max_prompt_tokens")
+        model: Any = self.model
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if positions is not None and longest > positions:
+            raise ConfigError(f"rollout.max_tokens: the model has {positions} positions, but {parts}")
 
     def _write_engine_folder(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -247,7 +260,10 @@ class GrpoTrainer(Trainer):
 
     def _collect(self) -> list[Completion]:
         with self._phase("generate"), trainer_asleep(self.engine, self._trained):
-            return self.engine.collect()
+            if not isinstance(self.engine, ColocatedRollout):
+                return self.engine.collect()
+            # Not collective: what fails on one rank must not leave the others waiting.
+            return run_on_all_ranks(self.engine.collect, what="sampling", raising=RolloutError)
 
     def _next_groups(self) -> list[Group]:
         """This rank's groups of the next step; further rounds replace groups whose rewards are all equal."""
