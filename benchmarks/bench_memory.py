@@ -60,7 +60,7 @@ def run_rank(side: str, case: Case, rank: int, world: int, port: int, steps: int
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu", **{k: str(v) for k, v in place.items()}}
         import deepspeed  # noqa: F401
     dist.barrier()
-    _say("imported")
+    say("imported")
     model = build_model(case)
     counted = {}
     if side == "fsdp2x":
@@ -78,7 +78,7 @@ def run_rank(side: str, case: Case, rank: int, world: int, port: int, steps: int
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     dist.barrier()
-    _say("built")
+    say("built")
     ids = torch.randint(0, 512, (1, case.tokens), generator=torch.Generator().manual_seed(rank))
     losses = []
     for _ in range(steps):
@@ -93,11 +93,11 @@ def run_rank(side: str, case: Case, rank: int, world: int, port: int, steps: int
         losses.append(loss.item())
         del loss
     dist.barrier()
-    _say("trained", losses=losses, counted=counted)
+    say("trained", losses=losses, counted=counted)
     dist.destroy_process_group()
 
 
-def _say(stage: str, **values) -> None:
+def say(stage: str, **values) -> None:
     print(json.dumps({"stage": stage, **values}), flush=True)
     if not sys.stdin.readline():
         raise SystemExit("the benchmark that started this rank is gone")
@@ -140,13 +140,12 @@ class PeakWatch:
 
 
 class Ranks:
-    """The processes of one side."""
+    """Processes that run ``python *words --world W --port P --rank R`` and report their stages as JSON lines."""
 
-    def __init__(self, side: str, name: str, world: int, steps: int) -> None:
+    def __init__(self, words: list[str], world: int) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, "--side", side, "--cases", name, "--steps", str(steps)]
-        command += ["--world", str(world), "--port", str(self._store.port)]
+        command = [sys.executable, *words, "--world", str(world), "--port", str(self._store.port)]
         self._processes = [
             subprocess.Popen(
                 [*command, "--rank", str(rank)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -198,9 +197,9 @@ def _pipe(pipe: IO[str] | None) -> IO[str]:
     return pipe
 
 
-def measure(side: str, name: str, world: int, steps: int) -> dict:
-    """Bytes above the baseline of all ranks of one side, and the losses of each."""
-    ranks = Ranks(side, name, world, steps)
+def measure(words: list[str], world: int) -> dict:
+    """Bytes above the baseline of all ranks of one side, the losses of each, and sums of what they counted."""
+    ranks = Ranks(words, world)
     try:
         ranks.wait_for("imported")
         baseline = pss_bytes(ranks.pids)
@@ -222,7 +221,8 @@ def measure(side: str, name: str, world: int, steps: int) -> dict:
 
 def run_case(name: str, world: int, steps: int) -> dict:
     sides = [side for side in SIDES if side != "zero3" or has_deepspeed()]
-    result = {side: measure(side, name, world, steps) for side in sides}
+    words = [__file__, "--cases", name, "--steps", str(steps), "--side"]
+    result = {side: measure([*words, side], world) for side in sides}
     expected = result["stock"]["losses"]
     for side in sides:
         for mine, theirs in zip(result[side].pop("losses"), expected, strict=True):

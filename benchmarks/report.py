@@ -26,6 +26,7 @@ TITLES = {
     "host": "Host time of a unit",
     "collectives": "Gathers and reductions of one host",
     "memory": "Memory above the imports",
+    "sft": "SFT of a chat model of 135 million parameters",
     "load": "From HuggingFace files to shards",
     "export": "Whole tensors of a sharded model",
     "sync": "Weights into an engine process",
