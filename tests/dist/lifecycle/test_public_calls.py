@@ -187,6 +187,8 @@ NEEDS = {
     "fsdp2x.checkpoint.resolve": lambda w: {"path": (w.saved(), w.folder / "saved")[1]},
     "fsdp2x.checkpoint.save": lambda w: {"path": w.folder / "saved", "model": w.sharded(), "step": 1},
     "fsdp2x.checkpoint.wait": lambda w: {"model": w.sharded()},
+    "fsdp2x.convert.convert_checkpoint": lambda w: {"input_dir": (w.saved(), w.folder / "saved")[1],
+                                                    "output_dir": w.own("out"), "form": "full"},
     "fsdp2x.convert.dcp_to_hf": lambda w: dict(zip(("input_dir", "output_dir", "origin_hf_dir"),
                                                    (_hf_dcp(w), w.own("out"), w.folder / "hf"), strict=True)),
     "fsdp2x.convert.export_checkpoint": lambda w: {"checkpoint": w.run(), "out": w.own("out")},

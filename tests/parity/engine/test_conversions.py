@@ -244,6 +244,7 @@ def freeze_on(model, how, value):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("reshard_after", [False, True, 2])
+@pytest.mark.each_value
 def test_requires_grad_of_gathered_parameters_takes_effect(ctx, transport, reshard_after):
     only_fsdp2x(ctx)
     for how in ("kept", "in_context", "unshard", "still_gathered"):

@@ -69,6 +69,9 @@ class Form:
     def place(self, folder: Path, group: dist.ProcessGroup | None) -> None:
         """What all ranks do together before they write."""
 
+    def place_alone(self, folder: Path) -> None:
+        """The same in a process that writes everything by itself."""
+
     def write(self, folder: Path, data: Iterable[torch.Tensor]) -> Written:
         """Writes the bytes of `chunks`, which come one after the other."""
         raise NotImplementedError
@@ -191,35 +194,37 @@ class Full(Form):
 
     def place(self, folder: Path, group: dist.ProcessGroup | None) -> None:
         """Lays the file out and makes it, empty; collective."""
+        self._starts = on_rank_0(lambda: self._lay_out(folder), group=group)
+
+    def place_alone(self, folder: Path) -> None:
+        self._starts = self._lay_out(folder)
+
+    def _lay_out(self, folder: Path) -> dict[str, int]:
         contents = self.contents
-
-        def lay_out() -> dict[str, int]:
-            metadata, paths = self.plan.of_all_ranks()
-            described = metadata.state_dict_metadata
-            missing = [
-                name
-                for name, entry in described.items()
-                if not isinstance(entry, TensorStorageMetadata) and name not in contents.objects
-            ]
-            if missing:
-                raise CheckpointError(f"{missing[0]} is on another rank than rank 0; save with form='sharded'")
-            stored = {
-                name: Stored(key, entry.properties.dtype, tuple(entry.size))
-                for key, (name, entry) in enumerate(
-                    (name, entry) for name, entry in described.items() if isinstance(entry, TensorStorageMetadata)
-                )
-            }
-            leaves = {**stored, **{name: contents.objects[name] for name in described if name not in stored}}
-            tree = nest(paths, leaves)
-            for alias, kept in contents.aliases.items():
-                tree["model"][alias] = tree["model"][kept]
-            tree.update(contents.small, rng=contents.rngs, step=contents.manifest["step"], manifest=contents.manifest)
-            self._archive = Archive(tree, list(stored.values()))
-            with open(folder / contents.file_name, "wb") as file:
-                file.truncate(self._archive.num_bytes)
-            return dict(zip(stored, self._archive.data_offsets, strict=True))
-
-        self._starts = on_rank_0(lay_out, group=group)
+        metadata, paths = self.plan.of_all_ranks()
+        described = metadata.state_dict_metadata
+        missing = [
+            name
+            for name, entry in described.items()
+            if not isinstance(entry, TensorStorageMetadata) and name not in contents.objects
+        ]
+        if missing:
+            raise CheckpointError(f"{missing[0]} is on another rank than rank 0; save with form='sharded'")
+        stored = {
+            name: Stored(key, entry.properties.dtype, tuple(entry.size))
+            for key, (name, entry) in enumerate(
+                (name, entry) for name, entry in described.items() if isinstance(entry, TensorStorageMetadata)
+            )
+        }
+        leaves = {**stored, **{name: contents.objects[name] for name in described if name not in stored}}
+        tree = nest(paths, leaves)
+        for alias, kept in contents.aliases.items():
+            tree["model"][alias] = tree["model"][kept]
+        tree.update(contents.small, rng=contents.rngs, step=contents.manifest["step"], manifest=contents.manifest)
+        self._archive = Archive(tree, list(stored.values()))
+        with open(folder / contents.file_name, "wb") as file:
+            file.truncate(self._archive.num_bytes)
+        return dict(zip(stored, self._archive.data_offsets, strict=True))
 
     def write(self, folder: Path, data: Iterable[torch.Tensor]) -> Written:
         pieces = []

@@ -121,7 +121,7 @@ def convert_checkpoint(
         contents = Contents(whole.objects, whole.paths, dict(manifest["tied"]), described, small=small, rngs=rngs)
         empty = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in whole.tensors.items()}
         saved = FORM_CLASSES[form](plan_alone({**empty, **whole.objects}, whole.paths), 0, contents)
-        saved.place(folder, None)
+        saved.place_alone(folder)
         data = (bytes_of(whole.tensors[chunk.name].whole()) for chunk in saved.chunks)
         _, details = saved.write(folder, data)
         saved.finish(folder, [details])
