@@ -82,6 +82,25 @@ def test_a_push_into_a_real_vllm(tmp_path, kind, num_workers, over, capsys):
     judge(kind, {row["step"]: row for row in rows})
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_an_adapter_pushed_into_a_real_vllm(tmp_path, num_workers, capsys):
+    """From memory, under its name; one that is refused leaves the old one; a merged push drops it."""
+    save_model("dense", tmp_path / "model")
+    found = tmp_path / "found.json"
+    with serving(tmp_path / "model", tmp_path, num_workers, max_rank=16) as url:
+        run_ranks(Path(__file__).with_name("push_adapter.py"), [url, str(tmp_path / "model"), str(found)])
+    rows = {row["step"]: row for row in json.loads(found.read_text())}
+    with capsys.disabled():
+        print(f"\nadapters, {num_workers} workers: {VLLM}")
+        for step, row in rows.items():
+            print(step, {name: value for name, value in row.items() if name not in ("step", "tokens")})
+    refused = rows.pop("refused")
+    assert refused["phase"] == "finish" and "LoRA rank 32 is greater than max_lora_rank 16" in refused["reason"]
+    for row in rows.values():
+        assert row["same"] and row["apart"] < DIGITS, row
+    assert len({tuple(rows[step]["tokens"]) for step in ("base", "adapter 0", "adapter 1")}) == 3
+
+
 def judge(kind: str, rows: dict[str, dict]) -> None:
     wrong = rows.pop("without the cure", None)
     assert (wrong is not None) == (kind == "moe")

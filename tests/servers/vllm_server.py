@@ -72,10 +72,12 @@ def say_release(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def serving(model: Path, folder: Path, num_workers: int = 1, *, elsewhere: bool = False) -> Iterator[str]:
+def serving(
+    model: Path, folder: Path, num_workers: int = 1, *, elsewhere: bool = False, max_rank: int = 0
+) -> Iterator[str]:
     """The address of a server for ``model``; ``folder`` takes its path, its caches and its log.
 
-    ``elsewhere``: its workers say that they run on another host.
+    ``elsewhere``: its workers say that they run on another host. ``max_rank``: of adapters that it serves.
     """
     python = python_of_vllm()
     path = folder / "path"
@@ -104,6 +106,9 @@ def serving(model: Path, folder: Path, num_workers: int = 1, *, elsewhere: bool 
     environment |= {"PYTHONPATH": str(path), "VLLM_CACHE_ROOT": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
     environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1"}
     environment |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if max_rank:
+        command += ["--enable-lora", "--max-lora-rank", str(max_rank)]
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if elsewhere:
         environment["FSDP2X_TESTS_ELSEWHERE"] = "1"
     # A core to each worker; by itself vLLM gives a worker a whole NUMA node.

@@ -255,13 +255,16 @@ class PeftHelper(SimpleNamespace):
             raise ValueError(f"LoRA rank {self.r} is greater than max_lora_rank {config.max_lora_rank}.")
 
 
-class LoraModel(SimpleNamespace):
+class LoraModel:
+    def __init__(self, lora_model_id, rank, loras):
+        self.id, self.rank, self.loras = lora_model_id, rank, loras
+
     @classmethod
     def from_lora_tensors(cls, lora_model_id, tensors, peft_helper, **options):
-        return cls(id=lora_model_id, rank=peft_helper.r, loras=dict(tensors), options=options)
+        return cls(lora_model_id, peft_helper.r, dict(tensors))
 
     def clone(self, lora_model_id):
-        return LoraModel(id=lora_model_id, rank=self.rank, loras=dict(self.loras), options=self.options)
+        return LoraModel(lora_model_id, self.rank, dict(self.loras))
 
 
 class LoraManager:

@@ -247,8 +247,7 @@ def test_vllm_serves_the_adapter_by_its_name(ctx, way, num_workers):
         if core is not None:
             for worker in core.workers:
                 worker.fsdp2x_reload.drop_adapter(), worker.reset_lora_state()  # as a push of all weights does
-            with pytest.raises(ValueError, match="'policy' was dropped by a push of all weights"):
-                core.adapted(request)
+            assert core.adapted(request) == [{}] * num_workers  # an error would end the engine
             core.lora_config = None
         with fsdp2x.sync.connect(model, target, weights="adapter") as sync:
             with pytest.raises(SyncError, match="enable.lora"):

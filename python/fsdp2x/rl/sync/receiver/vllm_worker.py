@@ -195,9 +195,10 @@ class LayerwiseReload:
         """The adapter of a request, None for one on disk."""
         if not request.lora_path.startswith(ADAPTER_SCHEME):
             return None
-        if request.lora_name not in self._adapters:
-            raise ValueError(f"the adapter {request.lora_name!r} was dropped by a push of all weights: push it again")
-        return self._adapters[request.lora_name].clone(request.lora_int_id)
+        held = self._adapters.get(request.lora_name)
+        # After a push of all weights the name stands for these alone. An error here would end vLLM's engine.
+        held = self._lora_manager()._lora_model_cls(1, 1, {}) if held is None else held
+        return held.clone(request.lora_int_id)
 
     def prepare_adapter(self, adapter: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Callable[[], None]:
         """Makes vLLM's adapter of the tensors, by the steps of its loader for folders."""

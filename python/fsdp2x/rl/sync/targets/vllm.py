@@ -42,7 +42,7 @@ class Vllm(EngineTarget):
     With ``connect(weights="adapter")`` requests ask for the adapter by its name: ``"model": NAME`` to a server, which
     runs with ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``; ``generate(...,
     lora_request=target.lora_request())`` to an ``LLM`` with ``enable_lora=True``. A push of an adapter that fails
-    leaves the old one in use. A push of all weights drops it.
+    leaves the old one in use. A push of all weights drops it, and its name then stands for these weights.
 
     A push of all weights that fails leaves servers paused, with layers of two versions, until a full push succeeds. An
     ``LLM`` cannot be paused: ask ``Session.require_clean()`` before ``generate``. Drafters of speculative decoding keep
@@ -222,6 +222,8 @@ class Vllm(EngineTarget):
             self._each_quietly(lambda control: control.call("fsdp2x_revert"))
             if (version := self._committed) is not None:
                 self._each_quietly(lambda control: control.load_adapter(name, version))
+            else:
+                self._each_quietly(lambda control: control.unload_adapter(name))
             self._each_quietly(lambda control: control.reset_caches())
         if self._stopped and not self._calls:
             with contextlib.suppress(ControlError):
@@ -390,6 +392,10 @@ class ServerControl:
         body = {"lora_name": name, "lora_path": adapter_path(name, version), "load_inplace": True}
         self._routes.send("POST", "/v1/load_lora_adapter", body=body)
 
+    def unload_adapter(self, name: str) -> None:
+        """Forgets the name."""
+        self._routes.send("POST", "/v1/unload_lora_adapter", body={"lora_name": name})
+
     def call(self, method: str, *args: Any, patient: bool = False) -> list[dict[str, Any]]:
         """What each worker's ``method`` returns. ``patient``: however long it takes."""
         body = {"method": method, "args": list(args)}
@@ -451,6 +457,9 @@ class LocalControl:
         request = _lora_request(name, version)
         request.load_inplace = True
         self._told(self._llm.llm_engine.add_lora, request)
+
+    def unload_adapter(self, name: str) -> None:
+        """An ``LLM`` keeps no names."""
 
     def call(self, method: str, *args: Any, patient: bool = False) -> list[dict[str, Any]]:
         return self._told(self._llm.collective_rpc, method, None if patient else self.timeout_s, args)
