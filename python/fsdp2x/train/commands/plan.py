@@ -49,7 +49,9 @@ def add(commands: argparse._SubParsersAction) -> None:
         "--transport", choices=("process_group", "shm"), help="shm: all ranks of a group on one host share memory"
     )
     command.add_argument(
-        "--device", choices=("cuda", "cpu"), help="default: the YAML's, or cuda unless the ranks share memory"
+        "--device",
+        choices=("cuda", "cpu"),
+        help="default: what a run of the YAML would choose on this machine, or cuda for a config.json",
     )
     command.add_argument(
         "--offload",
