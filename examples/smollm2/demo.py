@@ -223,7 +223,7 @@ class Demo:
                 )
                 before, after = trained_share(answers["before"]), trained_share(answers[name])
                 check(after > max(0.6, before + 0.4), f"{name}: {after:.2f} exact matches, {before:.2f} before")
-            # 48 lists in six steps: the noise of one seed is as large as a small rise, so that the seeds count together.
+            # Six steps see 48 lists: the noise of one seed can hide a small rise, so the seeds count together.
             pairs = [ends(training[f"grpo-{seed}"]["rewards"]) for seed in self.size.seeds]
             first, last = (statistics.fmean(values) for values in zip(*pairs, strict=True))
             check(last > first, f"GRPO: the mean reward of six steps went from {first:.2f} to {last:.2f}")
