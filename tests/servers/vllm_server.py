@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -16,20 +17,18 @@ import tempfile
 import time
 import urllib.request
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-sys.path.append(str(ROOT / "examples"))
-from grpo_vllm import copy_engine_files, end_server  # noqa: E402
-
+ENGINE_FILES = ("engine.py", "engine_tcp.py", "engine_group.py", "vllm_worker.py")
 FOLDER = ROOT / "build" / "vllm"
 WANTED = (HERE / "requirements.txt").read_text()
 TORCH, VLLM = WANTED.split()
-INSTALL_S, START_S = 1800, 900
+INSTALL_S, START_S, END_S = 1800, 900, 60
 
 _LIST_NEEDS = """
 from importlib import metadata
@@ -64,6 +63,37 @@ def _install(python: Path, *words: str) -> None:
         pytest.skip(f"{words[-1]} cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
 
 
+def copy_engine_files(path: Path) -> None:
+    """What an engine's process needs of fsdp2x, for its PYTHONPATH: the folder needs nothing else of it."""
+    from fsdp2x import sync
+
+    for name in ENGINE_FILES:
+        shutil.copy(Path(sync.engine.__file__).with_name(name), path)
+
+
+def end_server(process: subprocess.Popen) -> None:
+    """Ends a server that leads a session of processes, with all of these and the shared memory that it would leave."""
+    shared = _shared_memory_of(process.pid)
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(END_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(END_S)
+    for file in shared:
+        file.unlink(missing_ok=True)
+
+
+def _shared_memory_of(leader: int) -> set[Path]:
+    """Files in /dev/shm that processes of its session have mapped."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            if os.getsid(int(maps.parent.name)) == leader:
+                found |= {line.split()[-1] for line in maps.read_text().splitlines() if " /dev/shm/" in line}
+    return {Path(path) for path in found}
+
+
 def say_release(path: Path) -> None:
     """vLLM's command asks what release the distribution `vllm` is, which this one is called otherwise."""
     release = VLLM.split("==")[1]
@@ -73,11 +103,18 @@ def say_release(path: Path) -> None:
 
 @contextlib.contextmanager
 def serving(
-    model: Path, folder: Path, num_workers: int = 1, *, elsewhere: bool = False, max_rank: int = 0
+    model: Path,
+    folder: Path,
+    num_workers: int = 1,
+    *,
+    elsewhere: bool = False,
+    max_rank: int = 0,
+    options: Sequence[str] = (),
 ) -> Iterator[str]:
     """The address of a server for ``model``; ``folder`` takes its path, its caches and its log.
 
-    ``elsewhere``: its workers say that they run on another host. ``max_rank``: of adapters that it serves.
+    ``elsewhere``: its workers say that they run on another host. ``max_rank``: it takes adapters of such ranks.
+    ``options``: more of ``vllm serve``.
     """
     python = python_of_vllm()
     path = folder / "path"
@@ -101,7 +138,7 @@ def serving(
     ]
     command += ["--served-model-name", "m", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
     command += ["--max-num-seqs", "8", "--block-size", "32", "--worker-extension-cls", "curable.Curable"]
-    command += ["--tensor-parallel-size", str(num_workers)]
+    command += ["--tensor-parallel-size", str(num_workers), *options]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment |= {"PYTHONPATH": str(path), "VLLM_CACHE_ROOT": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
     environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1"}
