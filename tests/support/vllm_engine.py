@@ -261,7 +261,7 @@ class LoraModel:
 
     @classmethod
     def from_lora_tensors(cls, lora_model_id, tensors, peft_helper, **options):
-        return cls(lora_model_id, peft_helper.r, dict(tensors))
+        return cls(lora_model_id, peft_helper.r, {n: SimpleNamespace(lora_b=t) for n, t in tensors.items()})
 
     def clone(self, lora_model_id):
         return LoraModel(lora_model_id, self.rank, dict(self.loras))
@@ -384,7 +384,8 @@ class Core:
         assert self.mode is None and not self.asleep, "it is paused or asleep"
         touched = LoraRequest(request.lora_name, request.lora_int_id, request.lora_path)
         self.on_add_lora(touched)
-        return [worker.lora_manager.active[request.lora_int_id].loras for worker in self.workers]
+        active = [worker.lora_manager.active[request.lora_int_id].loras for worker in self.workers]
+        return [{name: layer.lora_b for name, layer in one.items()} for one in active]
 
     def on_pause(self, mode):
         self.mode = mode

@@ -247,7 +247,8 @@ def test_vllm_serves_the_adapter_by_its_name(ctx, way, num_workers):
         if core is not None:
             for worker in core.workers:
                 worker.fsdp2x_reload.drop_adapter(), worker.reset_lora_state()  # as a push of all weights does
-            assert core.adapted(request) == [{}] * num_workers  # an error would end the engine
+            for one in core.adapted(request):  # an error would end the engine
+                assert one and not any(tensor.any() for tensor in one.values())
             core.lora_config = None
         with fsdp2x.sync.connect(model, target, weights="adapter") as sync:
             with pytest.raises(SyncError, match="enable.lora"):

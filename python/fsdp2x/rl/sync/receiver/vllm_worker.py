@@ -196,7 +196,7 @@ class LayerwiseReload:
         if not request.lora_path.startswith(ADAPTER_SCHEME):
             return None
         held = self._adapters.get(request.lora_name)
-        # After a push of all weights the name stands for these alone. An error here would end vLLM's engine.
+        # An error here would end vLLM's engine.
         held = self._lora_manager()._lora_model_cls(1, 1, {}) if held is None else held
         return held.clone(request.lora_int_id)
 
@@ -235,8 +235,10 @@ class LayerwiseReload:
         self._adapters = self._adapters_before
 
     def drop_adapter(self) -> None:
-        """All weights were committed, and vLLM has dropped its adapters."""
-        self._adapters = {}
+        """All weights were committed, and vLLM has dropped its adapters: names stand for these weights alone."""
+        for lora in self._adapters.values():
+            for layer in lora.loras.values():
+                layer.lora_b = torch.zeros_like(layer.lora_b)
 
     def abort(self, reason: str) -> None:
         if not self._is_open:
