@@ -27,6 +27,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def _grpo(args: argparse.Namespace) -> int:
     from fsdp2x.rl.rollout.client import RolloutError
+    from fsdp2x.rl.sync.targets.base import SyncError
     from fsdp2x.train.config import TrainingError
     from fsdp2x.train.grpo.config import GrpoConfig
     from fsdp2x.train.grpo.dialects import DIALECTS
@@ -40,7 +41,7 @@ def _grpo(args: argparse.Namespace) -> int:
     try:
         with translation.told():
             train_policy(config)
-    except (TrainingError, RolloutError) as error:
+    except (TrainingError, RolloutError, SyncError) as error:
         mistake(error)
         return 1
     return 0
