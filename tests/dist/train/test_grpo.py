@@ -1,7 +1,6 @@
 """`fsdp2x grpo`: updates equal those of an unsharded loop, runs resume, and what goes wrong reaches every rank."""
 
 import copy
-import dataclasses
 import json
 import math
 
@@ -350,4 +349,8 @@ def test_every_field_of_the_new_sections_is_read():
         section, _, name = key.partition(".")
         if section in new:
             assert sum(text.count(f".{name}") for text in texts) > 0, key
-    assert dataclasses.is_dataclass(GrpoConfig)
+    assert (
+        known_keys(GrpoConfig)["optimizer.lr"].default
+        == GrpoConfig.__dataclass_fields__["optimizer"].default_factory().lr
+    )
+    assert known_keys(GrpoConfig)["optimizer.lr"].default < known_keys()["optimizer.lr"].default

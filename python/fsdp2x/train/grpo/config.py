@@ -19,6 +19,7 @@ from fsdp2x.train.config import (
     Check,
     ConfigError,
     DataConfig,
+    OptimizerConfig,
     Section,
     TrainConfig,
     setting,
@@ -63,6 +64,13 @@ class PromptSection(DataConfig):
     def require(self, name: str, condition: bool, expected: str) -> None:
         if not condition:
             raise ConfigError(f"data.{name}: got {getattr(self, name)!r}, expected {expected}")
+
+
+@dataclass(frozen=True)
+class OptimizerSection(OptimizerConfig):
+    """A policy that is tuned from rewards needs smaller steps than training on text."""
+
+    lr: float = setting(1e-6, "peak learning rate", POSITIVE)
 
 
 @dataclass(frozen=True)
@@ -228,6 +236,7 @@ class GrpoConfig(TrainConfig):
     """Everything that `fsdp2x grpo` reads, section by section."""
 
     data: PromptSection
+    optimizer: OptimizerSection = dataclasses.field(default_factory=OptimizerSection)
     rollout: RolloutSection = dataclasses.field(default_factory=RolloutSection)
     reward: RewardSection = dataclasses.field(default_factory=RewardSection)
     algorithm: AlgorithmSection = dataclasses.field(default_factory=AlgorithmSection)
