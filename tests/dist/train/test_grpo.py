@@ -311,6 +311,7 @@ def test_an_error_of_a_step_reaches_every_rank(ctx, sections, message):
         ({"rollout": {"push": "adapter"}}, "rollout.push: adapter needs lora.rank"),
         ({"algorithm": {"gamma": 0.5}}, "algorithm.gamma: got 0.5, expected 1.0, since algorithm.name is dapo"),
         ({"evaluation": {"samples": 4}}, "several responses at rollout.eval_temperature=0"),
+        ({"evaluation": {"samples": 0}}, "evaluation.samples: got 0, expected at least 1"),
         ({"train": {"eval_every": 1}, "data": {"held_out": 0.0}}, "data.held_out=0 keeps no prompts"),
     ],
 )

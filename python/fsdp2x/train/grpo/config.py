@@ -216,7 +216,7 @@ def _default(value: T | None, default: T) -> T:
 
 
 @dataclass(frozen=True)
-class EvalSection(Section):
+class EvaluationSection(Section):
     """Evaluation on held-out prompts, every `train.eval_every` steps."""
 
     samples: int = setting(1, "responses to each held-out prompt: pass@1 and pass@samples are reported", COUNT)
@@ -241,7 +241,7 @@ class GrpoConfig(TrainConfig):
     reward: RewardSection = dataclasses.field(default_factory=RewardSection)
     algorithm: AlgorithmSection = dataclasses.field(default_factory=AlgorithmSection)
     reference: ReferenceSection = dataclasses.field(default_factory=ReferenceSection)
-    evaluation: EvalSection = dataclasses.field(default_factory=EvalSection)
+    evaluation: EvaluationSection = dataclasses.field(default_factory=EvaluationSection)
 
     @property
     def engine_may_hold_base(self) -> bool:
