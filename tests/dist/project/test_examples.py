@@ -62,6 +62,9 @@ def run(words):
     small = (*SMALL, "data.pattern=[]") if words[0] == "train" else ()
     if words[0] == "train" and "reference" not in words[1]:
         small += FEW_STEPS
+    size = re.search(r"fsdp_size: *(\d+)", Path(words[1]).read_text()) if words[0] == "train" else None
+    if size is not None and int(size[1]) > dist.get_world_size():
+        small += (f"parallel.fsdp_size={dist.get_world_size()}",)
     assert main([*words, *small]) == 0, words
     dist.barrier()
 
@@ -69,11 +72,14 @@ def run(words):
 def test_every_file_is_in_the_table_with_its_command():
     table = dict(re.findall(r"^\| (`[^|]+) \| `([^`]+)` \|", README.read_text(), flags=re.MULTILINE))
     told = {name: command for names, command in table.items() for name in re.findall(r"`([^`]+)`", names)}
-    assert set(told) == {path.name for path in README.parent.iterdir() if path.suffix in (".py", ".yaml")}
+    files = {path.name for path in README.parent.iterdir() if path.suffix in (".py", ".yaml")}
+    assert set(told) == files | {f"{path.parent.name}/" for path in README.parent.glob("*/*.yaml")}
     for config in CONFIGS:
         assert told[config.name] in (head_command(config), "make demo")
     for names, command in table.items():  # of a program of several files one is started
-        assert command == "make demo" or any(f"examples/{name}" in command for name in re.findall(r"`([^`]+)`", names))
+        assert command.startswith("make ") or any(
+            f"examples/{name}" in command for name in re.findall(r"`([^`]+)`", names)
+        )
 
 
 @distributed(timeout=120)

@@ -1,5 +1,6 @@
 """Configs of other trainers, run at tiny sizes: the model and the text are the only things that are put in."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,9 @@ def run(folder: Path, text: str, *overrides: str):
 
     path = folder / f"config-{dist.get_rank()}.yaml"
     path.write_text(text, encoding="utf-8")
+    size = re.search(r"fsdp_size: *(\d+)", text)
+    if size is not None and int(size[1]) > dist.get_world_size():
+        overrides += (f"parallel.fsdp_size={dist.get_world_size()}",)
     trainer = Trainer(load_config(path, [*SMALL, *overrides]))
     try:
         trainer.run()

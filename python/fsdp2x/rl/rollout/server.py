@@ -173,7 +173,8 @@ class RolloutServer:
         self._finish([request for request in self._requests if not request.num_open])  # of no prompts
 
     def _refuse(self, connection: socket.socket, head: dict[str, Any], error: Exception) -> None:
-        self._answer(connection, {**self._status(), **head, "ok": False, "error": f"{type(error).__name__}: {error}"})
+        said = f"{type(error).__name__}: {error}"
+        self._answer(connection, {**self._receiver.status, **head, "ok": False, "error": said})
 
     def _answer(self, connection: socket.socket, answer: dict[str, Any]) -> None:
         try:
