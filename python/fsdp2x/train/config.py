@@ -169,6 +169,11 @@ class DataConfig(Section):
     max_tokens: int | None = setting(None, "with packing: most tokens of a rank's micro-batch; unset: block_size")
 
     @property
+    def packs(self) -> bool:
+        """Whether micro-batches are rows of `max_tokens`."""
+        return self.packing
+
+    @property
     def has_samples(self) -> bool:
         """Whether examples differ in length."""
         return self.packing or self.format != "text"
@@ -420,6 +425,9 @@ class LoggingConfig(Section):
 @dataclass(frozen=True)
 class TrainConfig:
     """Everything `fsdp2x train` reads, section by section."""
+
+    # Lists that may not be empty, beside the model, and what is missing without them. Not a section: it has no type.
+    NEEDS = {"data.files": "data.files=FILES: the text"}
 
     model: ModelConfig
     data: DataConfig

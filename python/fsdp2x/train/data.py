@@ -121,6 +121,15 @@ def count_held_out(num_examples: int, fraction: float) -> int:
     return min(max(round(num_examples * fraction), 1), num_examples - 1)
 
 
+def split_held_out(num_rows: int, fraction: float, seed: int) -> tuple[torch.Tensor, int]:
+    """Indices of the rows for training in their order, behind them those that are held out, and how many these are."""
+    num_held_out = count_held_out(num_rows, fraction)
+    chosen = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))[:num_held_out]
+    is_held_out = torch.zeros(num_rows, dtype=torch.bool)
+    is_held_out[chosen] = True
+    return torch.argsort(is_held_out.to(torch.int8), stable=True), num_held_out
+
+
 class _Text(NamedTuple):
     blocks: Any  # a tensor, or samples
     num_files: int

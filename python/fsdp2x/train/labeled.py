@@ -19,7 +19,7 @@ from fsdp2x.base.failures import rank_and_size
 from fsdp2x.models.sequence.packing import IGNORE
 from fsdp2x.train.chat import COLUMNS, render_example
 from fsdp2x.train.config import ConfigError, DataConfig
-from fsdp2x.train.data import Blocks, Samples, count_held_out
+from fsdp2x.train.data import Blocks, Samples, split_held_out
 from fsdp2x.train.distributed import sums_over_ranks
 from fsdp2x.train.rows import Row, Rows, open_rows
 from fsdp2x.train.tokenizer import Tokenizer
@@ -110,11 +110,11 @@ def read_labeled(config: DataConfig, tokenizer: Tokenizer, seed: int) -> Blocks:
     validation = _open(config, config.validation_files, "data.validation_files") if config.validation_files else None
     fraction = 0.0 if validation is not None else config.held_out
     if config.streaming:
-        order, num_held_out = _split(len(rows), fraction, seed)
+        order, num_held_out = split_held_out(len(rows), fraction, seed)
         samples: Any = LazySamples(rows, order, render)
     else:
         rendered = _render_all(rows, render)
-        order, num_held_out = _split(len(rendered), fraction, seed)
+        order, num_held_out = split_held_out(len(rendered), fraction, seed)
         samples = _joined([rendered[i] for i in order.tolist()])
     split = len(samples) - num_held_out
     if split < 1:
@@ -154,15 +154,6 @@ def _render_all(rows: Rows, render: Renderer) -> list[Rendered]:
 def _joined(rendered: Iterable[Rendered]) -> Samples:
     tokens, trained = zip(*rendered, strict=True) if rendered else ((), ())
     return Samples.joined(list(tokens), list(trained))
-
-
-def _split(num_rows: int, fraction: float, seed: int) -> tuple[torch.Tensor, int]:
-    """Indices of the rows for training in their order, behind them those that are held out, and how many these are."""
-    num_held_out = count_held_out(num_rows, fraction)
-    chosen = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))[:num_held_out]
-    is_held_out = torch.zeros(num_rows, dtype=torch.bool)
-    is_held_out[chosen] = True
-    return torch.argsort(is_held_out.to(torch.int8), stable=True), num_held_out
 
 
 def _told(render: Renderer) -> str:

@@ -132,13 +132,14 @@ def translate(
         found.results += [KeyResult({}, "of the command line", True, key, value) for key, value in read_overrides(ours)]
     found.settings = apply_overrides(found.settings, ours)
     check_sections(found.settings, kind)
-    model, data, reward = (found.settings.get(section) or {} for section in ("model", "data", "reward"))
+    model = found.settings.get("model") or {}
     if isinstance(model, Mapping) and not (model.get("config") or model.get("path")):
         found.needs.append("model.path=FOLDER or model.config={model_type: ...}: the model")
-    if isinstance(data, Mapping) and not data.get("files"):
-        found.needs.append(f"data.files=FILES: {'the text' if kind is TrainConfig else 'rows of prompts'}")
-    if "reward" in sections_of(kind) and isinstance(reward, Mapping) and not reward.get("functions"):
-        found.needs.append("reward.functions=[NAME or FILE.py:FUNCTION]: what a response is worth")
+    for path, need in kind.NEEDS.items():
+        section, _, name = path.partition(".")
+        values = found.settings.get(section) or {}
+        if isinstance(values, Mapping) and not values.get(name):
+            found.needs.append(need)
     return found
 
 
@@ -192,7 +193,7 @@ def list_keys(
 
 IDLE: dict[tuple[str, ...], tuple[Callable[[TrainConfig], bool], str]] = {
     ("lora.alpha", "lora.dropout", "lora.target_modules"): (lambda c: c.lora.rank == 0, "lora.rank is 0"),
-    ("data.max_tokens",): (lambda c: type(c) is TrainConfig and not c.data.packing, "data.packing is false"),
+    ("data.max_tokens",): (lambda c: not c.data.packs, "data.packing is false"),
     ("data.held_out",): (lambda c: bool(c.data.validation_files), "data.validation_files replace it"),
     ("data.truncation",): (lambda c: c.data.format == "text", "data.format is text"),
     ("train.min_delta",): (lambda c: c.train.patience is None, "train.patience is null"),

@@ -46,7 +46,7 @@ from fsdp2x.train.model import build_model, build_on_meta, check_folder, make_sh
 from fsdp2x.train.run_folder import RunFolder, check_writable
 from fsdp2x.train.schedule import GradScaler, Schedule, make_optimizer, restore_settings
 from fsdp2x.train.strategy import plan_mesh, resolve_batching, resolve_param_dtype, resolve_scaling, resolve_steps
-from fsdp2x.train.tokenizer import choose_tokenizer, make_tokenizer, replaces_tokenizer
+from fsdp2x.train.tokenizer import Tokenizer, choose_tokenizer, make_tokenizer, replaces_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,10 @@ class Trainer:
     (the mesh), `num_steps` of the whole run, `step` (optimizer steps done or skipped), `skipped` (whether the last one
     was).
     """
+
+    # What a trainer of other data replaces.
+    _stream_class = BlockStream
+    _data_are = "text"
 
     @checked
     def __init__(self, config: TrainConfig, world: World | None = None, *, loggers: Sequence[Logger] = ()):
@@ -86,9 +90,9 @@ class Trainer:
         self.plan = plan_mesh(config.parallel, world.size, world.local_size)
         self.num_readers = world.size // config.parallel.sequence_parallel
         self.batching = resolve_batching(config.train, self.num_readers)
-        param_dtype = resolve_param_dtype(config.model, config.parallel, world.device)
+        self.param_dtype = resolve_param_dtype(config.model, config.parallel, world.device)
         self.training = config.train.mode == "train"
-        scaling = self.training and resolve_scaling(config.scaler, config.model, param_dtype)
+        scaling = self.training and resolve_scaling(config.scaler, config.model, self.param_dtype)
         self.scaler = GradScaler(config.scaler) if scaling else None
         self.output = Path(config.logging.output).expanduser()
         folder = config.checkpoint.folder
@@ -107,7 +111,7 @@ class Trainer:
         self.num_steps = resolve_steps(config.train, len(self.blocks.train), self.blocks_per_step)
         # On a CPU, what the interpreter and its libraries take is not the run's.
         self._bytes_before = 0 if world.device.type == "cuda" else memory_bytes(world.device)
-        made = make_sharded(config, model, self.tokenizer, self.plan, world.device, param_dtype)
+        made = make_sharded(config, model, self.tokenizer, self.plan, world.device, self.param_dtype)
         self.model, self.num_parameters, self.assets_config = made.model, made.num_parameters, made.assets_config
         self.optimizer: torch.optim.Optimizer | None = None
         self.schedule: Schedule | None = None
@@ -115,7 +119,14 @@ class Trainer:
             self.model.train()
             self.optimizer = make_optimizer(self.model, config.optimizer, made.decays, config.train.clip)
             self.schedule = Schedule(self.optimizer, config.schedule, config.optimizer.lr, self.num_steps)
-        self.stream = self._make_stream()
+        self.stream = self._stream_class(
+            self.blocks,
+            batch_size=self.batching.batch_size,
+            rank=world.rank // config.parallel.sequence_parallel,
+            world_size=self.num_readers,
+            seed=config.train.seed,
+            shuffle=config.data.shuffle,
+        )
         self.feed = self._make_feed()
         self.step, self.skipped = 0, False
         patience = config.train.patience if self.training else None
@@ -128,17 +139,7 @@ class Trainer:
             self._folder.delete_former_run()
         self._open_metrics(loggers)
         self.observer = Observer(config.logging, self.output, world.rank, world.device)
-        self._say_how_it_begins(param_dtype, resumed)
-
-    def _make_stream(self) -> BlockStream:
-        return BlockStream(
-            self.blocks,
-            batch_size=self.batching.batch_size,
-            rank=self.world.rank // self.config.parallel.sequence_parallel,
-            world_size=self.num_readers,
-            seed=self.config.train.seed,
-            shuffle=self.config.data.shuffle,
-        )
+        self._say_how_it_begins(resumed)
 
     def _make_feed(self) -> BlockFeed | None:
         return make_feed(
@@ -191,7 +192,7 @@ class Trainer:
         )
         self._closing.callback(self.metrics.close)
 
-    def _say_how_it_begins(self, param_dtype: torch.dtype | None, resumed: Path | None) -> None:
+    def _say_how_it_begins(self, resumed: Path | None) -> None:
         config, world, say = self.config, self.world, self.metrics.say
         self.metrics.write("start", self.step, **self._describe())
         say(
@@ -200,7 +201,7 @@ class Trainer:
             *self._size_of_step(),
         )  # fmt: skip
         say("%s", self.plan)
-        computed = param_dtype or getattr(torch, config.model.dtype)
+        computed = self.param_dtype or getattr(torch, config.model.dtype)
         say(
             "parameters in %s, computed in %s%s",
             config.model.dtype, str(computed).removeprefix("torch."), ", with a scaled loss" if self.scaler else "",
@@ -227,14 +228,18 @@ class Trainer:
         config = self.config
         name = choose_tokenizer(config.data.tokenizer, config.model.path)
         tokenizer = make_tokenizer(name, config.data.chat_template)
-        read = read_blocks if config.data.format == "text" else read_labeled
-        blocks = read(config.data, tokenizer, config.train.seed)
+        blocks = self._read_data(tokenizer)
         if config.train.eval_every and len(blocks.held_out) == 0:
-            raise ConfigError("train.eval_every asks for evaluation, but data.held_out=0 keeps no text for it")
+            what = f"no {self._data_are} for it"
+            raise ConfigError(f"train.eval_every asks for evaluation, but data.held_out=0 keeps {what}")
         if config.model.load == "rows":
             check_folder(config.model)
             return tokenizer, blocks, None
         return tokenizer, blocks, build_model(config.model, tokenizer, config.train.seed)
+
+    def _read_data(self, tokenizer: Tokenizer) -> Any:
+        read = read_blocks if self.config.data.format == "text" else read_labeled
+        return read(self.config.data, tokenizer, self.config.train.seed)
 
     def _check_text(self, read_by_rank_0: str) -> None:
         if self.blocks.fingerprint != read_by_rank_0:
@@ -555,7 +560,11 @@ class Trainer:
 @checked
 def train(config: TrainConfig, *, loggers: Sequence[Logger] = ()) -> None:
     """Runs a whole training from its config. `loggers` are called on rank 0 as `wandb.log` is."""
-    trainer = Trainer(config, loggers=loggers)
+    run_to_end(Trainer(config, loggers=loggers))
+
+
+def run_to_end(trainer: Trainer) -> None:
+    """Runs a trainer of any kind and closes it."""
     try:
         trainer.run()
         dist.barrier()

@@ -58,6 +58,10 @@ class PromptSection(DataConfig):
         super().check()
         self.require("format", self.format != "text", "jsonl or parquet: a prompt is a row with columns")
 
+    @property
+    def packs(self) -> bool:
+        return True
+
     def check_budget(self) -> None:
         """A prompt and its response may be longer than any block; what exceeds the budget is an error of its step."""
 
@@ -234,6 +238,11 @@ class ReferenceSection(Section):
 @dataclass(frozen=True)
 class GrpoConfig(TrainConfig):
     """Everything that `fsdp2x grpo` reads, section by section."""
+
+    NEEDS = {
+        "data.files": "data.files=FILES: rows of prompts",
+        "reward.functions": "reward.functions=[NAME or FILE.py:FUNCTION]: what a response is worth",
+    }
 
     data: PromptSection
     optimizer: OptimizerSection = dataclasses.field(default_factory=OptimizerSection)

@@ -8,12 +8,10 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from fsdp2x.base.failures import rank_and_size
 from fsdp2x.train.chat import check_messages, render_prompt
 from fsdp2x.train.config import ConfigError
-from fsdp2x.train.data import BlockStream
+from fsdp2x.train.data import BlockStream, split_held_out
 from fsdp2x.train.grpo.config import PromptSection
 from fsdp2x.train.rows import Row, read_rows
 from fsdp2x.train.tokenizer import ByteTokenizer, Tokenizer
@@ -56,11 +54,10 @@ def read_prompts(config: PromptSection, tokenizer: Tokenizer, seed: int) -> Prom
     if config.validation_files:
         held_out = _read(config, config.validation_files, tokenizer, "data.validation_files")
     elif config.held_out:
-        order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).tolist()
-        count = min(max(round(len(train) * config.held_out), 1), len(train) - 1)
-        chosen = set(order[:count])
-        held_out = [train[index] for index in sorted(chosen)]
-        train = [prompt for index, prompt in enumerate(train) if index not in chosen]
+        order, num_held_out = split_held_out(len(train), config.held_out, seed)
+        train = [train[index] for index in order.tolist()]
+        split = max(len(train) - num_held_out, 1)
+        train, held_out = train[:split], train[split:]
     if rank_and_size()[0] == 0:  # all ranks read the same
         logger.info("%d prompts for training, %d held out", len(train), len(held_out))
     digest = hashlib.sha256(json.dumps([seed, config.shuffle]).encode())

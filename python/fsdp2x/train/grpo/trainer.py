@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fsdp2x import checkpoint, rl, sync
 from fsdp2x.base.failures import exchange, run_on_all_ranks
@@ -23,7 +22,8 @@ from fsdp2x.lifecycle.api import fully_shard
 from fsdp2x.models.sequence.attention import use_varlen_attention
 from fsdp2x.rl.rollout.client import ColocatedRollout, RolloutClient, RolloutError
 from fsdp2x.rl.rollout.sampling import Completion, Sampling, Version
-from fsdp2x.train.config import ConfigError, as_config_error
+from fsdp2x.rl.rollout.server import stop_ids_of
+from fsdp2x.train.config import ConfigError, ModelConfig, as_config_error
 from fsdp2x.train.distributed import sums_over_ranks
 from fsdp2x.train.grpo.config import GrpoConfig
 from fsdp2x.train.grpo.engines import start_engine, trainer_asleep
@@ -31,11 +31,10 @@ from fsdp2x.train.grpo.http_engines import ADAPTER
 from fsdp2x.train.grpo.prompts import Prompt, Prompts, PromptStream, read_prompts
 from fsdp2x.train.grpo.rewards import make_rewards, total_reward
 from fsdp2x.train.grpo.update import Batch, Critic, Update
-from fsdp2x.train.model import build_model, check_folder, find_folder, sharding
+from fsdp2x.train.model import build_model, find_folder, sharding
 from fsdp2x.train.run_folder import CRITIC
-from fsdp2x.train.strategy import resolve_param_dtype
-from fsdp2x.train.tokenizer import choose_tokenizer, make_tokenizer
-from fsdp2x.train.trainer import Trainer
+from fsdp2x.train.tokenizer import Tokenizer
+from fsdp2x.train.trainer import Trainer, run_to_end
 
 logger = logging.getLogger(__name__)
 
@@ -68,32 +67,15 @@ class GrpoTrainer(Trainer):
     config: GrpoConfig
     blocks: Prompts
     stream: PromptStream
+    _stream_class = PromptStream
+    _data_are = "prompts"
 
     # ---- what the run is made of
 
-    def _read_inputs(self):
-        config = self.config
-        tokenizer = make_tokenizer(
-            choose_tokenizer(config.data.tokenizer, config.model.path), config.data.chat_template
-        )
-        prompts = read_prompts(config.data, tokenizer, config.train.seed)
-        self.rewards = make_rewards(config.reward, config.data.answer_column)
-        if config.train.eval_every and not prompts.held_out:
-            raise ConfigError("train.eval_every asks for evaluation, but data.held_out=0 keeps no prompts for it")
-        if config.model.load == "rows":
-            check_folder(config.model)
-            return tokenizer, prompts, None
-        return tokenizer, prompts, build_model(config.model, tokenizer, config.train.seed)
-
-    def _make_stream(self) -> PromptStream:
-        return PromptStream(
-            self.blocks,  # type: ignore[arg-type]
-            batch_size=self.batching.batch_size,
-            rank=self.world.rank,
-            world_size=self.num_readers,
-            seed=self.config.train.seed,
-            shuffle=self.config.data.shuffle,
-        )
+    def _read_data(self, tokenizer: Tokenizer) -> Prompts:
+        prompts = read_prompts(self.config.data, tokenizer, self.config.train.seed)
+        self.rewards = make_rewards(self.config.reward, self.config.data.answer_column)
+        return prompts
 
     def _make_feed(self) -> None:
         """The engine, the reference model and the session of pushes; there are no batches of text."""
@@ -120,8 +102,7 @@ class GrpoTrainer(Trainer):
         self._trained = [(self.model, self.optimizer)]
         if self.critic is not None:
             self._trained.append((self.critic.model, self.critic.optimizer))
-        compute = resolve_param_dtype(config.model, config.parallel, world.device)
-        dtype = compute or getattr(torch, config.model.dtype)
+        dtype = self.param_dtype or getattr(torch, config.model.dtype)
         self.engine = start_engine(
             config.rollout,
             world,
@@ -148,12 +129,9 @@ class GrpoTrainer(Trainer):
         self._closing.callback(self.sync.close)
         stop = config.rollout.stop_ids
         if stop is None:
-            generation = getattr(self.model, "generation_config", None)
-            found = getattr(generation, "eos_token_id", None)
-            found = self.tokenizer.eos_id if found is None else found
-            stop = [] if found is None else [found] if isinstance(found, int) else list(found)
-        self.stop_ids = tuple(int(token) for token in stop)
-        return None
+            ends = self.tokenizer.eos_id
+            stop = stop_ids_of(self.model) or ([] if ends is None else [ends])
+        self.stop_ids = tuple(stop)
 
     def _check_lengths(self, longest: int) -> None:
         """Raises `ConfigError`, on all ranks alike, if a prompt and its response do not fit."""
@@ -179,17 +157,12 @@ class GrpoTrainer(Trainer):
         wanted = config.model
         if config.reference.path is not None:
             wanted = type(wanted)(path=config.reference.path, dtype=config.reference.dtype, load=wanted.load)
-        options = sharding(config.parallel, self.plan, self.world.device, dtype)
         if wanted.load == "rows":
+            options = sharding(config.parallel, self.plan, self.world.device, dtype)
             frozen = from_pretrained(find_folder(wanted), dtype=dtype, **options)
+            use_varlen_attention(frozen)
         else:
-            built = run_on_all_ranks(
-                lambda: build_model(wanted, self.tokenizer, config.train.seed).to(dtype), raising=ConfigError
-            )
-            frozen = built.to(self.world.device)
-            with as_config_error("reference"):
-                fully_shard(frozen, auto_wrap=config.parallel.auto_wrap, **options)
-        use_varlen_attention(frozen)
+            frozen = self._shard_beside(self._build_on_all_ranks(wanted).to(dtype), dtype, "reference")
         return rl.Reference(frozen, offload=config.reference.offload)
 
     def _make_critic(self) -> Critic | None:
@@ -197,16 +170,27 @@ class GrpoTrainer(Trainer):
         config = self.config
         if config.algorithm.name != "ppo":
             return None
-        built = run_on_all_ranks(
-            lambda: build_model(config.model, self.tokenizer, config.train.seed), raising=ConfigError
-        )
-        model = rl.ValueModel(built).to(self.world.device)
-        use_varlen_attention(model)
-        compute = resolve_param_dtype(config.model, config.parallel, self.world.device)
-        options = sharding(config.parallel, self.plan, self.world.device, compute)
-        with as_config_error("algorithm.name"):
-            fully_shard(model, auto_wrap=config.parallel.auto_wrap, **options)
+        model = rl.ValueModel(self._build_on_all_ranks(config.model))
+        model = self._shard_beside(model, self.param_dtype, "algorithm.name")
         return Critic(model, config.algorithm.critic_lr, config.train.clip)
+
+    def _build_on_all_ranks(self, wanted: ModelConfig) -> torch.nn.Module:
+        """The whole model on the CPU. What one rank cannot read is raised on all."""
+        return run_on_all_ranks(
+            lambda: build_model(wanted, self.tokenizer, self.config.train.seed), raising=ConfigError
+        )
+
+    def _shard_beside(self, model: torch.nn.Module, dtype: torch.dtype | None, setting: str) -> torch.nn.Module:
+        """Shards a model over the policy's mesh, to compute packed rows in `dtype`."""
+        model = model.to(self.world.device)
+        use_varlen_attention(model)
+        with as_config_error(setting):
+            fully_shard(
+                model,
+                auto_wrap=self.config.parallel.auto_wrap,
+                **sharding(self.config.parallel, self.plan, self.world.device, dtype),
+            )
+        return model
 
     @property
     def tokens_per_step(self) -> int:
@@ -489,9 +473,4 @@ def _shares(counts: list[int], wanted: int) -> list[int]:
 
 def train_policy(config: GrpoConfig) -> None:
     """Runs a whole training from its config."""
-    trainer = GrpoTrainer(config)
-    try:
-        trainer.run()
-        dist.barrier()
-    finally:
-        trainer.close()
+    run_to_end(GrpoTrainer(config))
