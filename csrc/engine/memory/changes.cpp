@@ -1,5 +1,5 @@
-// On the CPU ranges are searched by one thread each and joined in their order; on a device between two kernels the
-// counts of tiles are added up by torch.
+// On the CPU, one thread searches each range, and ranges are joined in their order. On a device, torch adds up the
+// counts of tiles between two kernels.
 #include "engine/memory/changes.hpp"
 
 #include <algorithm>
@@ -23,7 +23,7 @@ using Found = std::optional<std::pair<at::Tensor, at::Tensor>>;
 
 Found take_on_device(const at::Tensor& now, const at::Tensor& held, int64_t max, const cuda::Kernels& kernels) {
   const DeviceScope scope(held.device());
-  const at::Tensor values = now.to(held.scalar_type());  // by torch, as on the CPU
+  const at::Tensor values = now.to(held.scalar_type());  // cast by torch, as on the CPU
   cuda::ChangesArgs args;
   args.now = values.const_data_ptr();
   args.held = held.mutable_data_ptr();
@@ -56,7 +56,7 @@ Found take_on_cpu(const at::Tensor& now, const at::Tensor& held, int64_t max) {
   std::atomic<int64_t> total{0};
   run_parallel(held.numel(), kGrainNumel, [&](int64_t begin, int64_t end) {
     cpu::Changes part;
-    // By torch, whose NaNs are those of a push of everything, into memory that stays in the cache.
+    // torch casts, so that NaNs have the same bits as in a full push. The block stays in the cache.
     const at::Tensor block = is_cast ? at::empty({std::min(end - begin, kBlockNumel)}, held.options()) : at::Tensor();
     for (int64_t i = begin; i < end && !part.has_more; i += kBlockNumel) {
       const int64_t numel = std::min(end - i, kBlockNumel);

@@ -1,4 +1,4 @@
-// A copy plan that runs again and again, with what a device has prepared to run it in one launch.
+// A copy plan that runs repeatedly, with what a device has prepared to run it in one launch.
 #pragma once
 
 #include <memory>
@@ -15,7 +15,7 @@ struct CopyProgram {
   bool empty() const { return copies.empty(); }
 
   std::vector<Copy> copies;
-  mutable std::shared_ptr<void> prepared;  // of the one layer that runs it, made at the first run
+  mutable std::shared_ptr<void> prepared;  // made at the first run by the one layer that runs it
 };
 
 }  // namespace fsdp2x

@@ -11,7 +11,7 @@ namespace {
 at::Tensor view_of(at::Device device, DType type, void* base, size_t offset, int64_t count, int64_t numel,
                    int64_t stride) {
   const at::TensorOptions options = at::TensorOptions().dtype(torch_dtype(type)).device(device);
-  // Torch would ask the driver whose memory it is, were it not told.
+  // The device is passed because torch would otherwise ask the driver for it.
   return at::for_blob(static_cast<std::byte*>(base) + offset, {count, numel})
       .strides({stride, 1})
       .options(options)

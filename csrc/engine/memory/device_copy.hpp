@@ -1,4 +1,4 @@
-// Runs copy plans on whatever device the pools live on: the CPU kernels on a CPU, strided torch copies elsewhere.
+// Runs copy plans on the device of the pools: the CPU kernels on a CPU, strided torch copies elsewhere.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -1,4 +1,4 @@
-// Which devices run the kernels, and their current streams as launches want them.
+// Finds which devices run the kernels, and their current streams as launches want them.
 #include "engine/memory/device_kernels.hpp"
 
 #include <Python.h>

@@ -1,5 +1,5 @@
-// The kernels of ring cuda for optimizers and clipping: which memory they serve, where they are enqueued, and plans
-// that are kept from call to call.
+// The kernels of csrc/kernels/cuda for optimizers and clipping: which memory they serve, where they are enqueued, and
+// plans that are kept between calls.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -16,11 +16,11 @@
 
 namespace fsdp2x {
 
-// Those of a CUDA device; null: built without nvcc, or the driver cannot run them there, which a warning says once.
-// Needs the GIL.
+// Returns the kernels of a CUDA device. Null: built without nvcc, or the driver cannot run them there, which warns
+// once. Needs the GIL.
 const cuda::Kernels* kernels_on(at::Device device);
 
-// Those of CUDA devices; `on_host`: kernels of the CPU in their place, for tests.
+// The kernels of CUDA devices. `on_host`: CPU kernels in their place, for tests.
 class DeviceKernels {
  public:
   explicit DeviceKernels(const cuda::Kernels* on_host = nullptr)
@@ -40,7 +40,7 @@ class DeviceKernels {
 class DeviceScope {
  public:
   explicit DeviceScope(at::Device device);
-  // The device's current stream.
+  // Returns the device's current stream.
   cuda::Stream stream() const { return stream_; }
 
  private:
@@ -48,8 +48,8 @@ class DeviceScope {
   cuda::Stream stream_ = nullptr;
 };
 
-// The plans of launches that are the same from call to call, by number of the launch: built and uploaded again where
-// segments have changed, as in steps with other gradients. The host waits for none of it.
+// Plans of launches that repeat from call to call, by number of the launch. A plan is rebuilt and uploaded again if its
+// segments have changed, as in steps with other gradients. The host never waits for it.
 template <class Segment>
 class KeptPlans {
  public:
@@ -60,12 +60,12 @@ class KeptPlans {
       kept.reset(new Kept{segments, {cuda::make_plan(segments), device, Arrival::in_order}, current_stream(device)});
       ++num_built_;
     }
-    // Freed in the order of the stream that it was made on.
+    // The plan is freed in the order of the stream that it was made on.
     const auto now = current_stream(device);
     if (now && now != kept->home) kept->plan.memory.record_stream(*now);
     return kept->plan.list();
   }
-  // So far.
+  // Returns the number of plans built so far.
   size_t num_built() const { return num_built_; }
 
  private:

@@ -1,4 +1,4 @@
-// The plain memory behind a tensor of Python's.
+// Finds the plain memory of a Python tensor.
 #include "engine/memory/local_tensor.hpp"
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -53,7 +53,7 @@ LocalTensor local_tensor(PyObject* object) {
   PyRef spec = local ? PyRef::steal(PyObject_GetAttr(object, spec_name)) : PyRef();
   if (!local || !spec) {
     if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw_python_error();
-    PyErr_Clear();  // a tensor subclass of somebody else's
+    PyErr_Clear();  // a foreign tensor subclass
     return {};
   }
   if (!THPVariable_Check(local.get()) || is_wrapper(THPVariable_Unpack(local.get()))) return {};

@@ -1,4 +1,5 @@
-// The plain memory behind a tensor of Python's: a DTensor's local tensor, or the tensor itself; lists of parameters.
+// Finds the plain memory of a Python tensor (a DTensor's local tensor, or the tensor itself), and reads lists of
+// parameters.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -10,14 +11,14 @@
 
 namespace fsdp2x {
 
-// Names of attributes and keys: made once, they live as long as the interpreter.
+// Returns the string object for an attribute or key. Objects are made once and live as long as the interpreter.
 PyObject* interned(const char* name);
 
-// A list of parameters; its items are borrowed.
+// Access a list of parameters. Items are borrowed.
 size_t list_size(PyObject* list);
 PyObject* list_item(PyObject* list, size_t index);
 
-// The gradient of a parameter, undefined when it has none.
+// Returns the gradient of a parameter, undefined if it has none.
 const at::Tensor& grad_of(PyObject* param);
 
 struct LocalTensor {
@@ -27,16 +28,16 @@ struct LocalTensor {
 
 LocalTensor local_tensor(PyObject* object);
 
-// Whether kernels may walk the memory from its first to its last element: on that device, strided, dense.
+// Returns whether kernels may read the memory from its first to its last element: on that device, strided, and dense.
 bool is_plain_memory(const at::Tensor& tensor, at::Device device = at::kCPU);
 
-// Whether element i of one lies where element i of the other does.
+// Returns whether element i has the same place in both tensors.
 bool same_layout(const at::Tensor& a, const at::Tensor& b);
 
-// Whether two DTensors (or two plain tensors) are cut alike: the same mesh and placements.
+// Returns whether two DTensors (or two plain tensors) have the same mesh and placements.
 bool same_placements(PyObject* spec, PyObject* other);
 
-// The same for one spec that is compared with many: what is compared, looked up once. Both null for a plain tensor.
+// The mesh and placements of a spec, looked up once for many comparisons. Both are null for a plain tensor.
 struct Cut {
   PyRef mesh, placements;
 };

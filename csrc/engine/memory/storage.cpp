@@ -80,7 +80,7 @@ void point_storage_at_pool(c10::StorageImpl& storage, const at::Tensor& pool, si
 }
 
 const c10::StorageImpl* pool_of(c10::StorageImpl& storage) {
-  const at::DataPtr& data = storage._mutable_data_ptr_no_checks();  // it may be poisoned
+  const at::DataPtr& data = storage._mutable_data_ptr_no_checks();  // the _no_checks variant, since it may be poisoned
   if (data.get_deleter() != &release_owner) return nullptr;
   return static_cast<c10::intrusive_ptr<c10::StorageImpl>*>(data.get_context())->get();
 }

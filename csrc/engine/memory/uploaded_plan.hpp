@@ -1,4 +1,4 @@
-// A plan of ring cuda in the memory of the kernels that run it.
+// A plan of csrc/kernels/cuda in the memory of the kernels that run it.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -10,7 +10,8 @@
 
 namespace fsdp2x {
 
-// Host memory for what goes to `device`: page-locked for one with streams, so that the host need not wait for the copy.
+// Allocates CPU memory for uploads to `device`. It is page-locked for a device with streams, so the host need not wait
+// for the copy.
 inline at::Tensor host_memory_for(at::Device device, at::ScalarType type, size_t numel) {
   const auto options = at::TensorOptions().dtype(type).pinned_memory(device.is_cuda());
   return at::empty({static_cast<int64_t>(numel)}, options);
@@ -18,7 +19,7 @@ inline at::Tensor host_memory_for(at::Device device, at::ScalarType type, size_t
 
 enum class Arrival {
   now,       // the host waits: for plans that are made once and read by any stream
-  in_order,  // of the current stream, whose work reads it next
+  in_order,  // in order of the current stream, whose work reads it next
 };
 
 template <class Segment>

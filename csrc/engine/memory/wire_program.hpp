@@ -1,4 +1,4 @@
-// Numbers that are coded or decoded again and again (core/wire_format.hpp), with what a device has prepared to do it.
+// Segments that are coded or decoded repeatedly (core/wire_format.hpp), with what a device has prepared for it.
 #pragma once
 
 #include <memory>
@@ -15,7 +15,7 @@ struct WireProgram {
   bool empty() const { return segments.empty(); }
 
   std::vector<cuda::WireSegment> segments;  // `source`: the parameter, however many there are
-  mutable std::shared_ptr<void> prepared;   // of the one layer that runs it, made at the first run
+  mutable std::shared_ptr<void> prepared;   // made at the first run by the one layer that runs it
 };
 
 }  // namespace fsdp2x

@@ -1,4 +1,4 @@
-// The step of AdamW: its moments in fp32, bf16 or 8 bits, its counts of steps, where its rounding bits come from.
+// The step of AdamW: its moments in fp32, bf16, or 8 bits, its step counts, and the source of its rounding bits.
 #include "engine/optim/optimizer.hpp"
 
 #include <algorithm>
@@ -20,7 +20,7 @@ struct AdamWJob {
   using Args = cuda::AdamWArgs;
   Pair pair;
   at::Tensor exp_avg, exp_avg_sq, max_exp_avg_sq;                       // the last one undefined without amsgrad
-  at::Tensor exp_avg_scales, exp_avg_sq_scales, max_exp_avg_sq_scales;  // undefined but for codes
+  at::Tensor exp_avg_scales, exp_avg_sq_scales, max_exp_avg_sq_scales;  // undefined unless moments are codes
   at::Tensor count;
   const AdamWGroup* group;
   AdamWStep step;
@@ -45,12 +45,12 @@ MomentNames moment_names(const std::string& name) {
   return {interned(name.c_str()), interned((name + "_codes").c_str()), interned((name + "_scales").c_str())};
 }
 
-// A moment of a state: its memory, and its scales if that holds codes.
+// A moment of a state: its memory, and its scales if the memory holds codes.
 struct MomentMemory {
   at::Tensor memory, scales;
 };
 
-// Undefined memory: the kernels cannot take it.
+// Returns the moment. Undefined memory: the kernels cannot take it.
 MomentMemory moment_of(const Pair& pair, PyObject* state, const MomentNames& names, bool takes_narrow_moments) {
   if (takes_narrow_moments && look_up(state, names.codes) != nullptr) {
     LocalTensor codes = local_item(state, names.codes);
@@ -69,7 +69,7 @@ MomentMemory moment_of(const Pair& pair, PyObject* state, const MomentNames& nam
   return {std::move(values.tensor), {}};
 }
 
-// The parameters of an optimizer are numbered through its groups; 2^40 elements each draw bits of their own.
+// Numbers the parameters of an optimizer through its groups. Each has separate random bits for 2^40 elements.
 constexpr int kNumberBits = 40;
 
 cpu::Rounding rounding_of(const NarrowRules& rules, size_t group, size_t index, size_t number) {
@@ -113,7 +113,7 @@ bool add_adamw_job(std::vector<AdamWJob>& jobs, const AdamWGroup& group, Pair&& 
   return true;
 }
 
-// In double precision and with pow, as Python computes them, so that the rounded numbers are torch's.
+// Computes in double precision and with pow, as Python does, so that the rounded numbers equal torch's.
 AdamWStep adamw_numbers(const AdamWGroup& group, double count) {
   const double bias1 = 1.0 - std::pow(group.beta1, count);
   const double bias2 = 1.0 - std::pow(group.beta2, count);

@@ -1,4 +1,4 @@
-// Which gradients the kernels can take, and the kernels of the CPU over them.
+// Decides which gradients the kernels can take, and runs the CPU kernels over them.
 #include "engine/optim/clip.hpp"
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -17,7 +17,7 @@ bool is_summable(const at::Tensor& tensor, at::Device device) {
   return is_plain_memory(tensor, device) && engine_dtype(tensor.scalar_type()) != DType::byte;
 }
 
-// Asks Python once per mesh and placements.
+// Asks Python once for each mesh and placements.
 class Buckets {
  public:
   explicit Buckets(PyObject* bucket_of) : bucket_of_(bucket_of) {}
@@ -48,8 +48,8 @@ struct Term {
   size_t bucket;
 };
 
-// Adds the squares of every term to its bucket. Terms are summed in parts that do not depend on the number of threads,
-// and the parts are added in their order, so that the sums do not depend on it either.
+// Adds the squares of every term to its bucket. Neither the parts nor the order in which they are added depend on the
+// number of threads, so the sums do not either.
 void add_up(const std::vector<Term>& terms, std::vector<double>& sums) {
   struct Part {
     size_t term;

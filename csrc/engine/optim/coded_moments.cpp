@@ -1,4 +1,4 @@
-// The kernels of moments in 8 bits over whole tensors.
+// The kernels of 8-bit moments over whole tensors.
 #include "engine/optim/coded_moments.hpp"
 
 #include <algorithm>
@@ -20,7 +20,7 @@ void require_plain(const at::Tensor& tensor, at::ScalarType type, const char* wh
               c10::toString(type));
 }
 
-// Calls run(begin, end) with whole blocks.
+// Calls run(begin, end) with complete blocks.
 template <class Run>
 void for_each_blocks(int64_t numel, const Run& run) {
   const ReleaseGil released;

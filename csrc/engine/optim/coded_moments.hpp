@@ -1,5 +1,5 @@
-// Moments in 8 bits (kernels/rules/moment_codes.hpp) as tensors: into codes and out of them, where states are loaded
-// and saved.
+// 8-bit moments (kernels/rules/moment_codes.hpp) as tensors: encodes and decodes them where states are loaded and
+// saved.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -8,13 +8,14 @@
 
 namespace fsdp2x {
 
-// Scales of the codes of so many elements.
+// Returns the number of scales for `numel` codes.
 int64_t num_moment_blocks(int64_t numel);
 
-// What codes and scales say, in float32 and in the memory format of the codes. All lie on the CPU.
+// Decodes codes and scales to float32, in the memory format of the codes. All tensors are on the CPU.
 at::Tensor decode_moments(const at::Tensor& codes, const at::Tensor& scales, bool is_signed);
 
-// (codes, scales) of dense values in float32 on the CPU, to the nearest code; codes have the memory format of values.
+// Encodes dense float32 CPU values to the nearest codes and returns (codes, scales). Codes have the memory format of
+// the values.
 std::pair<at::Tensor, at::Tensor> encode_moments(const at::Tensor& values, bool is_signed);
 
 }  // namespace fsdp2x

@@ -13,7 +13,7 @@ namespace fsdp2x {
 
 namespace {
 
-// Gradients of one bucket that one launch can name.
+// Gradients of one bucket that one launch can take.
 struct ClipLaunch {
   long bucket;
   std::vector<cuda::ReduceSegment> segments;
@@ -25,7 +25,7 @@ std::vector<ClipLaunch> launches_of(const std::vector<DeviceGradient>& gradients
   for (const DeviceGradient& gradient : gradients) {
     if (gradient.values.numel() > 0) sorted.push_back(&gradient);
   }
-  // Those that are not summed come last.
+  // Gradients without a bucket come last.
   std::stable_sort(sorted.begin(), sorted.end(), [](const auto* a, const auto* b) {
     return static_cast<size_t>(a->bucket) < static_cast<size_t>(b->bucket);
   });

@@ -1,17 +1,17 @@
-// Optimizer steps on a device through the kernels of ring cuda. Plans name the memory of parameters and their state,
-// which stays where it is from step to step: they are built and uploaded when something moved, and one launch per plan
-// otherwise.
+// Optimizer steps on a device with the kernels of csrc/kernels/cuda. Plans contain the addresses of parameters and
+// state, which usually stay the same. A plan is rebuilt and uploaded after something moved. Otherwise a step is one
+// launch per plan.
 //
-// A Job is one parameter of a step (step_jobs.hpp). All its tensors are dense and of one memory format, the gradient is
-// of the parameter's type. For a device it has
+// A Job is one parameter of a step (step_jobs.hpp). All its tensors are dense and have one memory format, and the
+// gradient has the parameter's dtype. For a device, a Job has:
 //
 //   Args                           the arguments of its kernel, with `steps`, `grads` and `grad_scale`
 //   launch(kernels, list, args, stream)
 //
-// and beside it, found by its type,
+// These functions are found by the type of the Job:
 //
-//   segment_of(job)                the job in a plan
-//   stores_alike(job, args), set_storing(job, args)      what all jobs of a launch must have in common
+//   segment_of(job)                                  the job in a plan
+//   stores_alike(job, args), set_storing(job, args)  what all jobs of a launch must have in common
 #pragma once
 
 #include <ATen/ATen.h>
@@ -25,7 +25,7 @@
 
 namespace fsdp2x {
 
-// What an optimizer keeps between its steps.
+// State that an optimizer keeps between its steps.
 class DeviceSteps {
  public:
   explicit DeviceSteps(const cuda::Kernels* on_host) : kernels_(on_host) {}
@@ -34,7 +34,7 @@ class DeviceSteps {
   // Enqueues one step on the current streams. `grad_scale`: undefined, or one number that multiplies all gradients.
   template <class Iterator>
   void run(Iterator first, Iterator last, const at::Tensor& grad_scale);
-  // How many plans were built so far.
+  // Returns the number of plans built so far.
   size_t num_plans() const { return adamw_plans_.num_built() + float_plans_.num_built(); }
 
  private:
@@ -81,7 +81,7 @@ void DeviceSteps::run(Iterator first, Iterator last, const at::Tensor& grad_scal
   std::vector<Launch<Job>> launches;
   for (; first != last; ++first) {
     if (first->pair.param.tensor.numel() == 0) continue;
-    // Those stored otherwise, or on another device, may have come between.
+    // Launches for other storage types or devices may come between.
     const auto has_room = [&first](const Launch<Job>& launch) { return launch.has_room(*first); };
     auto launch = std::find_if(launches.rbegin(), launches.rend(), has_room);
     if (launch == launches.rend()) {

@@ -1,4 +1,4 @@
-// The step of the optimizers of FloatRules (kernels/rules/optimizer_rules.hpp), which differ in their rule alone.
+// The step of the optimizers of FloatRules (kernels/rules/optimizer_rules.hpp), which only differ in their rule.
 #pragma once
 
 #include <string>
@@ -23,7 +23,7 @@ template <class Rule>
 struct FloatJob {
   using Args = cuda::FloatArgs<Rule>;
   Pair pair;
-  at::Tensor state;  // undefined: none is kept
+  at::Tensor state;  // undefined: the rule keeps none
   Rule step;
 
   static void launch(const cuda::Kernels& kernels, const cuda::FloatList& list, const Args& args, cuda::Stream stream) {
@@ -58,7 +58,7 @@ bool stores_alike(const FloatJob<Rule>&, const cuda::FloatArgs<Rule>&) {
 template <class Rule>
 void set_storing(const FloatJob<Rule>&, cuda::FloatArgs<Rule>&) {}
 
-// As adamw_step; `make_state(group, index)` sets Rule::kState to a tensor like the parameter.
+// Works as adamw_step. `make_state(group, index)` sets Rule::kState to a tensor like the parameter.
 template <class Rule>
 LeftOver float_step(const std::vector<FloatGroup<Rule>>& groups, PyObject* state, PyObject* make_state,
                     DeviceSteps* on_device, const at::Tensor& grad_scale) {

@@ -1,4 +1,4 @@
-// Checks of what the kernels can take, look-up of gradients and state, and memory for states.
+// Checks which tensors the kernels can take, looks up gradients and state, and allocates states.
 #include "engine/optim/step_jobs.hpp"
 
 #include <torch/csrc/autograd/python_variable.h>

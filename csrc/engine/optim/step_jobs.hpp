@@ -1,16 +1,17 @@
-// What the steps of all optimizers share: a parameter with its gradient, look-up in the state, the walk over gradients,
-// and the run of jobs on the host and on a device. Keeps nothing. Only bytes_at and const_bytes_at need no GIL.
+// Shared parts of all optimizer steps: a parameter with its gradient, state lookup, the walk over gradients, and the
+// run of jobs on the host and on a device. Keeps no state. All functions except bytes_at and const_bytes_at need the
+// GIL.
 //
-// A Job is one parameter of a step. It has
+// A Job is one parameter of a step. It has:
 //
 //   pair                     the parameter and its gradient
-//   step.sign                what the kernels multiply gradients with
+//   step.sign                factor by which the kernels multiply gradients
 //
-// and beside it, found by its type,
+// This function is found by the type of the Job:
 //
-//   run(job, begin, end)     the kernel of the host over these elements; without the GIL, in several threads
+//   run(job, begin, end)     the CPU kernel over these elements, called without the GIL in several threads
 //
-// and what device_steps.hpp asks for.
+// device_steps.hpp lists the rest.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -34,26 +35,26 @@ struct Pair {
   PyObject* object;
   LocalTensor param;
   LocalTensor grad;
-  at::Device device = at::kCPU;  // of the kernels
+  at::Device device = at::kCPU;  // where the kernels run
 
   bool fits() const;
   bool fits(const LocalTensor& state, at::ScalarType type = at::kFloat) const;
-  // What autograd saved before the step must be seen to have changed.
+  // Bumps version counters, so that autograd detects that saved tensors have changed.
   void bump_versions() const;
 };
 
 Pair pair_of(PyObject* param, const at::Tensor& grad, const DeviceSteps* on_device);
 
-// Borrowed; null when it is not there.
+// Returns a borrowed reference, null if the key is missing.
 PyObject* look_up(PyObject* dict, PyObject* key);
 
-// Calls function(group, index), which makes what the state lacks.
+// Calls function(group, index), which makes missing state.
 void call_maker(PyObject* function, size_t group, size_t index);
 
-// The state of `param`; null when there is none yet.
+// Returns the state of `param`, null if there is none yet.
 PyObject* state_of(PyObject* state, PyObject* param);
 
-// Undefined when it is not there.
+// Undefined if the key is missing.
 LocalTensor local_item(PyObject* dict, PyObject* key);
 
 inline std::byte* bytes_at(const at::Tensor& tensor, int64_t index) {
@@ -64,7 +65,7 @@ inline const std::byte* const_bytes_at(const at::Tensor& tensor, int64_t index) 
   return static_cast<const std::byte*>(tensor.const_data_ptr()) + static_cast<size_t>(index) * tensor.element_size();
 }
 
-// Takes what lies on a device out of `jobs`.
+// Runs the jobs on a device and removes them from `jobs`.
 template <class Job>
 void run_on_device(std::vector<Job>& jobs, DeviceSteps& steps, const at::Tensor& grad_scale) {
   const auto lies_on_host = [&](const Job& job) { return !steps.kernels().serve(job.pair.param.tensor.device()); };
@@ -79,7 +80,7 @@ template <class Job>
 void run_all(std::vector<Job>& jobs, DeviceSteps* on_device, const at::Tensor& grad_scale) {
   if (on_device != nullptr) run_on_device(jobs, *on_device, grad_scale);
   if (grad_scale.defined() && !jobs.empty()) {
-    // The sign is what the kernels multiply gradients with, and exact.
+    // `sign` multiplies gradients in the kernels, and it is exactly 1 or -1.
     const auto scale = static_cast<float>(grad_scale.item<double>());
     for (Job& job : jobs) job.step.sign *= scale;
   }
@@ -92,8 +93,8 @@ void run_all(std::vector<Job>& jobs, DeviceSteps* on_device, const at::Tensor& g
   for (const Job& job : jobs) job.pair.bump_versions();
 }
 
-// Calls take(group number, index, parameter, gradient) for every parameter that has a gradient; what it returns false
-// for is left over.
+// Calls take(group number, index, parameter, gradient) for every parameter with a gradient. If it returns false, the
+// parameter is left over.
 template <class Group, class Take>
 LeftOver for_each_gradient(const std::vector<Group>& groups, const Take& take) {
   LeftOver left_over;

@@ -1,5 +1,5 @@
-// Autograd adds up a gradient on the stream where its leaf was first used, and units compute on another one when a
-// model has moved: after a warm-up on a side stream, or into a capture.
+// Autograd accumulates a gradient on the stream where its leaf was first used. Units compute on another stream if the
+// model has moved, for example after a warm-up on a side stream or into a capture.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -13,8 +13,8 @@
 
 namespace fsdp2x {
 
-// While it lives, work goes to `compute`, behind what the current stream has done to the gradient of `param`. Does
-// nothing where that is one stream, as in every steady step.
+// While it lives, work goes to `compute`, ordered after the current stream's work on the gradient of `param`. Does
+// nothing if both are one stream, as in every steady step.
 class GradientStream {
  public:
   GradientStream(const std::optional<c10::Stream>& compute, const Param& param) {
@@ -25,7 +25,7 @@ class GradientStream {
     c10::Event made(compute->device_type());
     made.record(made_on);
     made.block(*compute);
-    // It is freed when it is packed, in the order of the stream it was made on.
+    // The gradient is freed when it is packed, so the stream that made it must know of this use.
     const at::Tensor& gradient = param.unsharded().grad();
     if (gradient.defined() && gradient.has_storage()) {
       impl.recordDataPtrOnStream(gradient.storage().data_ptr(), *compute);

@@ -13,7 +13,7 @@ at::Tensor allocate(size_t bytes, const at::TensorOptions& memory) {
   return pool_memory(static_cast<int64_t>(bytes), memory);
 }
 
-// Elements of the gradient of `param`; a complex one is two of the layout's.
+// Returns the number of elements in the gradient of `param`. A complex element counts as two in the layout.
 int64_t numel_of(const ParamPlace& place, const at::Tensor& param) {
   return param.is_complex() ? place.shard_numel / 2 : place.shard_numel;
 }
@@ -34,7 +34,7 @@ BlockPool::Kind BlockPool::kind_of(size_t bytes, const at::TensorOptions& memory
 at::Tensor BlockPool::take(size_t bytes, const at::TensorOptions& memory) {
   was_taken_ = true;
   const Kind kind = kind_of(bytes, memory);
-  auto found = free_.upper_bound(kind);  // behind the last one that was given back: others may become idle
+  auto found = free_.upper_bound(kind);  // after the last one given back, so others may become idle
   if (found == free_.begin() || (--found)->first != kind) {
     ++num_allocations_;
     return allocate(bytes, memory);
@@ -73,8 +73,8 @@ Gradients::Counts Gradients::count(const Gil& /*gil*/, const Entry& entry) const
 }
 
 bool Gradients::held_elsewhere(const Gil& gil, const Entry& entry) const {
-  // A Python reference to the wrapper does not show in the C++ count, and a view of the local tensor only shows in the
-  // storage's count: all five have to be back at what they were when only we held the gradient.
+  // The C++ count does not show a Python reference to the wrapper, and only the storage's count shows a view of the
+  // local tensor. So the gradient is ours alone only if all five counts are back at their first values.
   const Counts now = count(gil, entry);
   return now.tensor > entry.alone.tensor || now.local > entry.alone.local || now.storage > entry.alone.storage ||
          now.tensor_object > entry.alone.tensor_object || now.local_object > entry.alone.local_object;
@@ -88,7 +88,7 @@ void Gradients::make(const Gil& gil, size_t param, const at::Tensor& memory, siz
       PyRef::steal(THPVariable_Wrap(tensor_in_pool(memory, offset, {numel_of(place, like)}, like.scalar_type())));
   ++num_python_calls_;
   const PyRef tensor = call(gil, calls_.make_gradient, params_[param].gradient_spec(), local_object.get());
-  // The DTensor keeps a reshaped alias of `local`: that alias is what users see, so it is the one to watch.
+  // The DTensor keeps a reshaped alias of `local`. Users see that alias, so watch it.
   local_object = PyRef();
   entry.tensor = THPVariable_Unpack(tensor.get());
   entry.local = local_tensor(tensor.get()).tensor;
@@ -119,7 +119,7 @@ void Gradients::open_block(std::shared_ptr<const Layout> places) {
       continue;
     }
     if (!entry.in_block) {
-      if (entry.alone.tensor == 0) continue;  // of this reduction, for a parameter that other ranks train
+      if (entry.alone.tensor == 0) continue;  // part of this reduction for a parameter that only other ranks train
       commons_->blocks.retire(entry.local);
     }
     entry = Entry();
@@ -170,7 +170,7 @@ GradientTarget Gradients::prepare(const Gil& gil, size_t param) {
   if (has_place && !entry.tensor.defined()) {
     make(gil, param, block_, places_->params()[param].gradient_offset, /*in_block=*/true);
   } else if (!entry.tensor.defined() || is_held || (entry.in_block && !has_place)) {
-    // It does not train any more, or somebody keeps last step's gradient, which stays theirs, with its memory.
+    // The parameter no longer trains, or the user still holds last step's gradient. That gradient keeps its memory.
     const size_t bytes = static_cast<size_t>(numel_of(place, sharded)) * sharded.element_size();
     make(gil, param, allocate(std::max<size_t>(bytes, 1), memory_), 0, /*in_block=*/false);
     target.is_new = true;

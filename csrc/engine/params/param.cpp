@@ -92,7 +92,7 @@ bool Param::has_own_memory() const {
                        local().scalar_type() == memory_.scalar_type() && local().sizes() == memory_.sizes());
 }
 
-// Tensors that are no parameters come and go with torch.func.functional_call.
+// torch.func.functional_call registers tensors that are not parameters for a while.
 bool Param::is_replaced(const Gil& gil) const {
   PyObject* const found = registered_instead_of(gil, unsharded_.get());
   return found != nullptr && found != sharded_.get() && THPVariable_Check(found) &&

@@ -1,4 +1,4 @@
-// One parameter of a unit: its sharded and unsharded nn.Parameter, who owns it, and the swap between the two.
+// One parameter of a unit: its sharded and unsharded nn.Parameter, its owners, and the swap between the two.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -25,53 +25,54 @@ struct Owner {
 // Created by Python once per parameter; lives as long as the unit.
 class Param {
  public:
-  // `unsharded`: a tensor whose storage this moves, or a wrapper (DTensor) around `local`, which is such a tensor. Both
-  // null for a parameter with an all-gather extension: Python makes its unsharded tensor and hands it over.
+  // `unsharded`: a tensor whose storage this class moves, or a wrapper (DTensor) around `local`, which is such a
+  // tensor. Both are null for a parameter with an all-gather extension: Python makes its unsharded tensor and hands it
+  // over.
   Param(std::string fqn, PyRef sharded, PyRef unsharded, PyRef local, PyRef gradient_spec, std::vector<Owner> owners);
 
   const std::string& fqn() const { return fqn_; }
-  // While it is sharded: its poison holds the name.
+  // Changes the name while the parameter is sharded, since its poison message contains the name.
   void rename(std::string fqn);
-  // The tensors behind the Python objects. Looked up at each use: torch.utils.swap_tensors may change what an object
-  // holds.
+  // Return the tensors behind the Python objects. They are looked up at each use, because torch.utils.swap_tensors may
+  // change what an object holds.
   const at::Tensor& sharded() const;
   const at::Tensor& unsharded() const;
-  const at::Tensor& local() const;  // of the unsharded one
+  const at::Tensor& local() const;  // local tensor of the unsharded one
   PyObject* sharded_object() const { return sharded_.get(); }
   PyObject* unsharded_object() const { return unsharded_.get(); }
   PyObject* gradient_spec() const { return gradient_spec_.get(); }
 
-  // Of a parameter with an all-gather extension, at every gather.
+  // Sets the unsharded tensor of a parameter with an all-gather extension, at every gather.
   void set_unsharded_object(PyRef unsharded);
-  // load_state_dict(assign=True) registers another Parameter object.
+  // Follows load_state_dict(assign=True), which registers another Parameter object.
   void set_sharded_object(PyRef sharded) { sharded_ = std::move(sharded); }
   void set_gradient_spec(PyRef spec) { gradient_spec_ = std::move(spec); }
 
-  // Points the unsharded storage into the slot (an extension has its own memory) and follows the sharded parameter's
+  // Points the unsharded storage into the slot (an extension has separate memory). Copies the sharded parameter's
   // requires_grad.
   void fill(void* data);
-  // Takes the memory away; a later access throws a message that names the parameter. Other memory that somebody gave to
-  // the unsharded parameter goes.
+  // Takes the memory away, so that a later access throws a message with the parameter's name. Also drops memory that
+  // the user gave to the unsharded parameter.
   void empty(const Gil& gil);
-  // Whether it trains now; `place`: its own in the group's layout.
+  // Returns whether it trains now. `place` is its place in the group's layout.
   bool trains(const ParamPlace& place) const { return place.shape.trainable && sharded().requires_grad(); }
-  // `registered`, which modules register instead of the sharded parameter, trains as that does.
+  // Copies requires_grad to `registered`, which modules register instead of the sharded parameter.
   void give_requires_grad(const at::Tensor& registered);
-  // Whether it trains has been changed on `registered` since: the sharded parameter follows.
+  // Copies requires_grad back to the sharded parameter if it was changed on `registered` since.
   void take_requires_grad(const at::Tensor& registered);
-  // Whether the unsharded tensor still has the memory that this moves.
+  // Returns whether the unsharded tensor still has the memory that this class moves.
   bool has_own_memory() const;
-  // Whether a change of the gathered parameter was lost since the last call.
+  // Returns whether a change of the gathered parameter was lost since the last call.
   bool take_lost() { return std::exchange(is_lost_, false); }
-  // The same in a forked child, for good.
+  // Takes the memory away permanently, in a forked child.
   void forbid();
 
   bool has_storage() const { return storage_ != nullptr; }  // false: an extension keeps its memory
-  // What the first module registers that does not register `expected`: a borrowed reference, None if it registers
-  // nothing under the name; null: all of them do.
+  // Returns the object in the first module that does not register `expected`. The reference is borrowed. None means
+  // that the module registers nothing under the name, null that all modules register `expected`.
   PyObject* registered_instead_of(const Gil& gil, PyObject* expected) const;
   void add_owner(Owner owner) { owners_.push_back(std::move(owner)); }
-  // Forgets the places whose modules have deleted the name.
+  // Forgets owners whose modules have deleted the name.
   void forget_missing_owners(const Gil& gil);
   void register_sharded(const Gil& gil) const { store(gil, sharded_.get()); }
   void register_unsharded(const Gil& gil) const { store(gil, unsharded_.get()); }
@@ -87,13 +88,13 @@ class Param {
   PyRef sharded_;
   PyRef unsharded_;
   PyRef local_;                 // null: `unsharded_` itself
-  at::Tensor memory_;           // over the storage of the local unsharded tensor, to restore it
-  bool requires_grad_ = false;  // given to what modules register while the unit is not sharded
+  at::Tensor memory_;           // views the storage of the local unsharded tensor, to restore it
+  bool requires_grad_ = false;  // what registered tensors got while the unit is not sharded
   bool is_lost_ = false;
   PyRef gradient_spec_;
   std::vector<Owner> owners_;
   Poison poison_;
-  c10::intrusive_ptr<c10::StorageImpl> storage_;  // of the local unsharded tensor; null for an extension
+  c10::intrusive_ptr<c10::StorageImpl> storage_;  // storage of the local unsharded tensor, null for an extension
   at::Device device_;
 };
 

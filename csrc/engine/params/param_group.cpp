@@ -1,4 +1,4 @@
-// A group: filled and emptied, gradients taken from autograd, how they are to be reduced.
+// A group: fills and empties parameters, takes gradients from autograd, and says how to reduce them.
 #include "engine/params/param_group.hpp"
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -22,7 +22,8 @@ void call(const PyRef& function) {
   if (!result) throw_python_error();
 }
 
-// For gradients beside the shards. Whether memory is pinned is asked of a driver, so only where it may be.
+// Returns options for gradients next to the shards. is_pinned() asks the driver, so it is called only if the group
+// offloads.
 at::TensorOptions memory_like(const at::Tensor& pool, bool offloads) {
   return at::TensorOptions().device(pool.device()).pinned_memory(offloads && pool.is_pinned());
 }
@@ -131,7 +132,7 @@ void ParamGroup::take_seats(AgreementSeat shards, AgreementSeat replicas) {
 
 ParamGroup& ParamGroup::begin_gather() {
   ++counters().gathers;
-  call(calls_.begin_extension_gather);  // before the pool is read: it refreshes aliases
+  call(calls_.begin_extension_gather);  // before the pool is read, because it refreshes aliases
   gathered_from_ = keeps_rows() ? post_forward_.group.get() : this;
   if (gathered_from_ == this) {
     if (shards_.state() == ShardState::open) {
@@ -238,7 +239,7 @@ void ParamGroup::clear_post_forward() {
 const CopyProgram& ParamGroup::rows_to_keep() {
   CopyProgram& program = post_forward_.rows_to_keep[gathered_from_];
   if (!program.empty()) return program;
-  // Whole parameters lie in both slots, not always at the same offsets.
+  // Both slots hold full parameters, but not always at the same offsets.
   for (size_t i = 0; i < params_.size(); ++i) {
     const ParamPlace& place = post_forward_.group->layout_.params()[i];
     if (place.shard_numel == 0) continue;
@@ -334,7 +335,7 @@ DType ParamGroup::reduce_type() const {
 }
 
 bool ParamGroup::averages() const {
-  // fp16 sums overflow early, so they are divided in two halves around the collective.
+  // fp16 sums overflow early, so the divisor is split around the collective.
   if (options().force_sum_reduction || reduce_type() == DType::f16) return false;
   return divisor() == static_cast<double>(layout_.world() * place_.replicas);
 }

@@ -1,4 +1,4 @@
-// Reduced rows in memory of the CPU.
+// Reduced rows in CPU memory.
 #include "engine/params/reduced_rows.hpp"
 
 #include "core/error.hpp"

@@ -1,4 +1,4 @@
-// What a reduction has come to: this rank's rows, on their way to `.grad`.
+// The result of a reduction: this rank's rows, on their way to `.grad`.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -15,7 +15,7 @@ namespace fsdp2x {
 
 class SegmentRows;
 
-// A transport returns it, the root writes it once or drops it. What it holds of the transport goes back with it.
+// A transport returns it, and the root writes or drops it once. Its destructor returns the transport's memory.
 class ReducedRows {
  public:
   ReducedRows() = default;
@@ -23,35 +23,36 @@ class ReducedRows {
   ReducedRows(const ReducedRows&) = delete;
   ReducedRows& operator=(const ReducedRows&) = delete;
 
-  // By parameter: whether any rank has a gradient of it.
+  // Returns, by parameter, whether any rank has a gradient.
   virtual std::vector<uint8_t> has_gradient() = 0;
-  // The user's, on what was summed.
+  // Runs the user's hook on the summed rows.
   virtual void run_hook(const Gil& gil, const PyRef& hook) = 0;
-  // Of a group whose gradients are the host's: begins to bring the rows there.
+  // Begins to copy the rows to the host, for a group whose gradients stay there.
   virtual std::unique_ptr<ReducedRows> to_host(const Gil& /*gil*/) { return nullptr; }
-  // Once. Until the rows are gone, the current stream is the one on which the gradients are complete.
+  // Writes the rows, once. Until this object is gone, the current stream is the one on which the gradients are
+  // complete.
   virtual void write(const GradientTargets& targets) = 0;
-  // The block of the gradients was given back right behind that.
+  // Notes that the block of the gradients was given back directly after write().
   virtual void note_block_given_back() {}
-  // Rows that may be all-reduced before they are written; null: these are not.
+  // Returns rows that may be all-reduced before they are written, or null if these cannot.
   virtual SegmentRows* segment() { return nullptr; }
 };
 
-// In memory of the CPU: a segment, the flags of its parameters behind the rows.
+// Rows in CPU memory: a segment, followed by the flags of its parameters.
 class SegmentRows final : public ReducedRows {
  public:
-  // `layout`: of the segment, see Layout::flagged_segment_bytes. `divisor`: what the sum is still to be divided by.
+  // `layout`: that of the segment, see Layout::flagged_segment_bytes. `divisor`: what remains to divide the sum by.
   SegmentRows(at::Tensor segment, std::shared_ptr<const Layout> layout, DType type, double divisor);
-  // No gradient.
+  // Makes rows without any gradient.
   static std::unique_ptr<SegmentRows> zeros(std::shared_ptr<const Layout> layout, DType type, double divisor);
 
-  // Rows and flags.
+  // Returns rows and flags.
   at::Tensor values() const;
-  // Those of one parameter, flat.
+  // Returns the rows of one parameter, flat.
   at::Tensor rows(size_t param) const;
-  // They become zeros. `drops`: and no gradient.
+  // Zeros the rows of one parameter. `drops`: also clears its flag, so that it has no gradient.
   void clear(size_t param, bool drops);
-  // False: the segments are of different parameters.
+  // Returns false if the segments are of different parameters.
   bool add(const SegmentRows& other);
 
   std::vector<uint8_t> has_gradient() override;
@@ -68,11 +69,11 @@ class SegmentRows final : public ReducedRows {
   double divisor_;
 };
 
-// The rows as the segment that they are. Throws where they are not: transports without streams reduce replicated groups
-// into segments.
+// Returns the rows as their segment. Throws if they are none: transports without streams reduce replicated groups into
+// segments.
 std::unique_ptr<SegmentRows> to_segment(std::unique_ptr<ReducedRows> rows);
 
-// Calls `hook` with `rows`; throws what it raises.
+// Calls `hook` with `rows` and throws what it raises.
 void call_hook(const Gil& gil, const PyRef& hook, const at::Tensor& rows);
 
 }  // namespace fsdp2x

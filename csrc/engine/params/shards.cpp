@@ -14,8 +14,8 @@ namespace fsdp2x {
 
 namespace {
 
-// Who holds the storage of a shard that nobody else looks at: the local tensor, `ShardedParam.storage` in Python, and
-// this object (dist/engine/test_resting_shards.py).
+// Holders of the storage of an unshared shard: the local tensor, `ShardedParam.storage` in Python, and this object.
+// tests/dist/engine/test_resting_shards.py guards the number.
 constexpr size_t kNumHolders = 3;
 
 const char* to_string(ShardState state) {
@@ -68,7 +68,7 @@ std::byte* Shards::at(const std::byte* base, size_t param) const {
 }
 
 void Shards::fetch_moved() {
-  if (!memory_.is_cpu()) return;  // only memory of the host can be shared so
+  if (!memory_.is_cpu()) return;  // only CPU memory can be shared this way
   for (size_t i = 0; i < storages_.size(); ++i) {
     const ParamPlace& place = layout_.params()[i];
     if (storages_[i] == nullptr || place.shard_numel == 0) continue;

@@ -1,4 +1,4 @@
-// What the groups of a unit and their transports read of it.
+// Facts about a unit that its groups and their transports read.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -16,20 +16,20 @@
 
 namespace fsdp2x {
 
-// What the user's setters change; read at each use.
+// Options that the user's setters change, read at each use.
 struct UnitOptions : ScheduleOptions {
   bool reduce_unused_params = false;
-  bool keep_unsharded_storage = false;  // the same memory at every unshard
+  bool keep_unsharded_storage = false;  // keep the same memory at every unshard
   bool cast_forward_inputs = true;
   std::optional<at::ScalarType> param_dtype;    // inputs are cast to it
   std::optional<at::ScalarType> output_dtype;   // outputs are cast to it
   std::optional<double> divide_factor;          // null: the number of ranks
-  bool force_sum_reduction = false;             // sum on the wire, divide afterwards
-  WireFormat wire_weights = WireFormat::plain;  // how gathers travel; over a process group of the CPU alone
+  bool force_sum_reduction = false;             // sum in the collective, divide afterwards
+  WireFormat wire_weights = WireFormat::plain;  // format of gathers, only over a CPU process group
   WireFormat wire_gradients = WireFormat::plain;
 };
 
-// See UnitSettings::flags. `odd_steps`: optimizers have stepped between passes an odd number of times.
+// See UnitSettings::flags. `odd_steps`: optimizers have stepped an odd number of times between passes.
 inline uint32_t flags_of(const UnitOptions& options, bool odd_steps) {
   constexpr std::array<bool UnitOptions::*, 8> kFlags{
       &UnitOptions::reshard_after_forward,  &UnitOptions::reshard_without_grad, &UnitOptions::reshard_after_backward,

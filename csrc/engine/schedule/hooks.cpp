@@ -1,4 +1,4 @@
-// What runs around a module's forward.
+// The hooks that run around a module's forward.
 #include "engine/schedule/hooks.hpp"
 
 #include <ATen/SequenceNumber.h>
@@ -24,8 +24,8 @@ namespace {
       "blocks (torch.compile of forward) and leave torch._dynamo.config.compiled_autograd off.");
 }
 
-// Sits between the inputs of a unit and everything before them: runs when the gradients of all those inputs are known,
-// that is, when the unit's own backward is done.
+// Sits between the inputs of a unit and everything before them. It runs when the gradients of all those inputs are
+// known, that is, when the unit's own backward is done.
 struct PostBackwardNode final : public compat::Node {
   PostBackwardNode(const std::shared_ptr<Unit>& unit, std::optional<uint64_t> number, torch::autograd::edge_list edges)
       : Node(std::move(edges)), call(unit, number) {}
@@ -42,7 +42,7 @@ struct PostBackwardNode final : public compat::Node {
   UnitCall call;
 };
 
-// On an output of a unit: runs before the first node of the unit's backward.
+// Hooks an output of a unit and runs before the first node of the unit's backward.
 struct PreBackwardHook final : public torch::autograd::FunctionPreHook {
   explicit PreBackwardHook(std::shared_ptr<Unit> hook_unit) : unit(std::move(hook_unit)) {}
 
@@ -68,8 +68,8 @@ struct EmptyNode final : public compat::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&&) override { return {}; }
 };
 
-// What a backward that raised had still to run stays in its thread's queue until that thread's next backward, and so do
-// the units there and the files of their transports: this one empties the queue.
+// Runs an empty backward to drain this thread's queue. After a backward that raised, the rest of its nodes stay there
+// until the thread's next backward, and with them the units and the files of their transports.
 void run_empty_backward() noexcept {
   if (inside_backward()) return;
   try {
@@ -82,11 +82,11 @@ void run_empty_backward() noexcept {
                                                           /*keep_graph=*/false, /*create_graph=*/false,
                                                           /*accumulate_grad=*/true);
   } catch (const std::exception&) {
-    // Then the thread's next backward does.
+    // Then the thread's next backward drains the queue.
   }
 }
 
-// "KeyError: 'x'", not longer than peers need.
+// Returns text such as "KeyError: 'x'", not longer than peers need.
 std::string text_of(const py::object& error) {
   constexpr size_t kMaxBytes = 400;
   std::string text = Py_TYPE(error.ptr())->tp_name;
@@ -95,7 +95,7 @@ std::string text_of(const py::object& error) {
   const char* const data = message ? PyUnicode_AsUTF8AndSize(message.ptr(), &bytes) : nullptr;
   if (data != nullptr) {
     auto num = std::min(static_cast<size_t>(bytes), kMaxBytes);
-    while (num > 0 && (static_cast<unsigned char>(data[num]) & 0xC0) == 0x80) --num;  // inside of a character
+    while (num > 0 && (static_cast<unsigned char>(data[num]) & 0xC0) == 0x80) --num;  // inside a character
     text += ": " + std::string(data, num);
   } else {
     PyErr_Clear();
@@ -129,7 +129,8 @@ UnitHooks::~UnitHooks() {
 UnitHooks::Handled UnitHooks::Handled::now() {
   const py::object exception = py::reinterpret_steal<py::object>(PyErr_GetHandledException());
   if (!exception || exception.is_none()) return {};
-  // Whoever handles it holds both; raised and caught again, it has a longer traceback.
+  // The handler of an exception holds the exception and its traceback. An exception that is raised and caught again has
+  // a longer traceback.
   return {exception.ptr(), py::reinterpret_steal<py::object>(PyException_GetTraceback(exception.ptr())).ptr()};
 }
 
@@ -169,7 +170,7 @@ void UnitHooks::use_unit() {
 Schedule::Entry UnitHooks::enter(const py::object& module) {
   Root& root = *unit_->root;
   Schedule& schedule = root.schedule();
-  // Exceptions that are no `Exception` leave a forward without a word.
+  // Exceptions that do not derive from `Exception` leave a forward without a call of post_forward.
   const bool was_interrupted = unit_->phase() != Phase::backward && unit_->num_running() > 0 &&
                                schedule.is_forward_root(unit_.get()) && root.is_forward_thread() &&
                                !calls_.is_running(module).cast<bool>();
@@ -181,13 +182,13 @@ Schedule::Entry UnitHooks::enter(const py::object& module) {
 
 py::object UnitHooks::post_forward(const py::object& module, const py::object&, const py::object& output) {
   if (!unit_ || !unit_->root) return py::none();  // lazy init raised
-  if (!guard_.is_here()) return py::none();       // what is running is the parent's
+  if (!guard_.is_here()) return py::none();       // the running forward is the parent's
   Unit& unit = *unit_;
   Schedule& schedule = unit.root->schedule();
   schedule.leave(unit);
   if (output.is_none()) {
-    // always_call hooks also run, with None, while the exception of a failed forward is being handled. Another one may
-    // have been handled all the time.
+    // always_call hooks also run, with None, while the exception of a failed forward is being handled. Another
+    // exception may have been handled since before this forward.
     const Handled handled = Handled::now();
     if (handled.exception != nullptr && handled != handled_before_) {
       fail_forward();
@@ -216,7 +217,7 @@ bool UnitHooks::is_last_call(const py::object& module) {
   const size_t num_before = remaining_.size();
   std::erase(remaining_, module.ptr());
   if (remaining_.size() < num_before && remaining_.empty()) return true;
-  // A member that was called past the root: nobody else ends this forward.
+  // A member was called past the root, so no other call ends this forward.
   if (!unit_->root->schedule().is_forward_root(unit_.get()) || unit_->num_running() > 0) return false;
   remaining_.clear();
   return true;
@@ -251,7 +252,7 @@ void UnitHooks::fail_forward() {
 }
 
 void UnitHooks::set_unit(std::shared_ptr<Unit> unit) {
-  if (unit_ != unit) leaf_hook_ = py::object();  // it leads to the unit before
+  if (unit_ != unit) leaf_hook_ = py::object();  // it refers to the unit before
   unit_ = std::move(unit);
 }
 
@@ -299,7 +300,8 @@ void UnitHooks::attach_post_backward(py::object& args, py::object& kwargs) {
   };
   for_each_tensor(args.ptr(), collect, python_calls());
   for_each_tensor(kwargs.ptr(), collect, python_calls());
-  // Also without such inputs: ranks may train different parameters, and the numbers must mean the same place.
+  // Number the call also without such inputs: ranks may train different parameters, and the numbers must mean the same
+  // place.
   const std::optional<uint64_t> number = unit_->root->schedule().number_call();
   if (inputs.empty()) return;
   torch::autograd::variable_list outputs;
@@ -335,8 +337,8 @@ bool UnitHooks::has_backward_hooks() const {
   });
 }
 
-// A leaf has room for one hook of C++, or for those of Python, which users register: ours is one of these, once per
-// leaf, since a parameter outlives its forward. It must not own the unit, which owns the parameter.
+// A leaf has room for one C++ hook, or for the Python hooks that users register. This hook is a Python one, added once
+// per leaf since a parameter outlives its forward. It must not own the unit, which owns the parameter.
 void UnitHooks::hook_leaf(PyObject* tensor) {
   if (!leaf_hook_) {
     leaf_hook_ = py::cpp_function([weak = std::weak_ptr<Unit>(unit_)](const py::object&) {
@@ -364,7 +366,7 @@ void UnitHooks::attach_pre_backward(const py::object& output) {
       hook_leaf(object);
     }
     if (!tensor.is_view()) return;
-    // An in-place operation on a view replaces its node, and keeps that of its base.
+    // An in-place operation on a view replaces its node and keeps that of its base.
     const auto& base = tensor._base().grad_fn();
     if (base && base != tensor.grad_fn() && base->sequence_nr() >= first_node_) {
       base->add_tensor_pre_hook(std::make_unique<PreBackwardHook>(unit_));

@@ -1,4 +1,4 @@
-// Entry points of autograd, of hooks and of the user.
+// Entry points for autograd, hooks, and users.
 #include "engine/schedule/root.hpp"
 
 #include <torch/csrc/utils/pybind.h>

@@ -1,4 +1,4 @@
-// The state that the units below one root module share. Autograd's nodes and the hooks of modules come in here; the
+// The state that the units below one root module share. Autograd nodes and module hooks enter the engine here. The
 // schedule (core/schedule) decides, and TensorEffects executes.
 #pragma once
 
@@ -16,11 +16,11 @@ namespace fsdp2x {
 
 class Root : public std::enable_shared_from_this<Root> {
  public:
-  // `transports`: one per group of the unit. In the same order on every rank.
+  // Adds a unit with one transport for each of its groups, in the same order on every rank.
   void add_unit(const std::shared_ptr<Unit>& unit, const std::vector<std::shared_ptr<Transport>>& transports);
-  // The smaller world that `group` reshards to after forward.
+  // Sets the transport of the smaller world that `group` reshards to after forward.
   void add_post_forward(const ParamGroup& group, const std::shared_ptr<Transport>& transport);
-  // Memory that replicas share: they tell each other by it, as the ranks of a transport do, which pass they have left.
+  // Adds memory that replicas share. Through it, they report which pass they have left, as the ranks of a transport do.
   void add_replicas(const std::shared_ptr<cpu::ShmGroup>& group) { effects_.add_shared_group(group); }
   // Adds the agreement of a process group of the transports or the replicas. Its ranks learn when a pass raises.
   void add_agreement(const std::shared_ptr<Agreement>& agreement) { effects_.add_agreement(agreement); }
@@ -28,33 +28,33 @@ class Root : public std::enable_shared_from_this<Root> {
   std::vector<std::shared_ptr<Unit>> units() const;
   Schedule& schedule() { return schedule_; }
   const Schedule& schedule() const { return schedule_; }
-  // Whether shards were replaced, so that the units must adopt them before the next gather.
+  // Returns whether shards were replaced, so that the units must adopt them before the next gather.
   bool has_replaced_shards(const Gil& gil) const;
 
   // --- forward ---
-  // Before a forward that may be the root's: remembers its thread.
+  // Remembers the thread of a forward that may be the root's, before it runs.
   void note_thread();
-  // Whether this thread began the forward that runs.
+  // Returns whether this thread began the running forward.
   bool is_forward_thread() const { return forward_thread_ == std::this_thread::get_id(); }
-  // The forward of the root raised. `why`: what, for the peers that wait for this rank.
+  // Abandons the root's forward after it raised. `why` is the reason for the peers that wait for this rank.
   void fail_forward(const std::string& why);
 
   // --- backward ---
-  // A gradient is in the parameter: the hook on its AccumulateGrad node.
+  // Called by the hook on the AccumulateGrad node: the parameter has a gradient.
   void take_gradient(Unit& unit, ParamGroup& group, size_t param);
-  // The root's callback.
+  // Called by the root's callback.
   void end_backward();
-  // Tells the peers that this rank's backward has raised.
+  // Reports to the peers that this rank's backward has raised.
   void leave_backward() noexcept;
   void finalize_backward();
   void finish_held_backwards();
   void synchronize_gradients(const std::vector<std::shared_ptr<Unit>>& units);
-  // For what the user asks of gradients that wait: those of a backward that has raised are gone.
+  // Gives users access to waiting gradients, without those of a backward that raised.
   WaitingGradients& waiting();
 
-  // Drops the iteration: every unit is sharded and idle, gradients that are not in `.grad` are gone.
+  // Drops the iteration: every unit becomes sharded and idle, and gradients that are not in `.grad` are lost.
   void reset();
-  // See Transport::release_idle; also the gradient blocks that are free.
+  // See Transport::release_idle. Also frees unused gradient blocks.
   void release_idle();
   // Sets the event that the next forward's gathers wait for, once. Null: everything enqueued before it.
   void set_post_optimizer_event(PyRef event) { effects_.set_post_optimizer_event(std::move(event)); }

@@ -1,4 +1,4 @@
-// Effects on tensors.
+// Executes effects on tensors.
 #include "engine/schedule/tensor_effects.hpp"
 
 #include <torch/csrc/autograd/engine.h>
@@ -98,7 +98,7 @@ bool TensorEffects::expects_gradients(const ScheduledGroup& group) const {
 }
 
 bool TensorEffects::is_collective(const ScheduledGroup& group) const {
-  // Over shared memory a rank sees what the others have posted.
+  // Over shared memory, a rank sees what the others have posted.
   return of(group).layout().world() > 1 && !of(group).transport().shared_group() && of(group).has_trainable();
 }
 
@@ -174,8 +174,8 @@ void TensorEffects::listen(ScheduledUnit& unit, ParamGroup& group) {
   for (size_t i = 0; i < group.params().size(); ++i) {
     Param& param = group.params()[i];
     if (!param.unsharded().requires_grad()) continue;
-    // An accumulator belongs to the stream it was made on. A model that has moved to another one gets a new one, unless
-    // a graph that lives has this one, and with it our hook.
+    // An accumulator belongs to the stream it was made on. If the model has moved to another stream, make a new
+    // accumulator, unless a live graph still holds this one and its hook.
     if (param.accumulator) {
       if (!current || param.accumulator->input_metadata(0).stream() == *current) continue;
       if (param.accumulator.use_count() > 1) continue;
@@ -244,8 +244,8 @@ void TensorEffects::begin_forward(uint64_t number, const ScheduledUnits& units) 
   release_unused_gradients(units);
   const PyRef after = std::exchange(post_optimizer_event_, PyRef());
   for (const auto& transport : transports_) transport->begin_forward(after);
-  // An optimizer on a stream of its own may still read gradients: then their memory serves this step's reductions,
-  // which come behind it, and nobody else.
+  // An optimizer on a separate stream may still read gradients. Then their memory may only serve this step's
+  // reductions, which are ordered after that stream.
   if (!after) commons_->blocks.end_loans();
 }
 
@@ -260,7 +260,7 @@ bool TensorEffects::begin_backward(uint64_t number, bool is_alone) {
   torch::autograd::Engine::get_default_engine().queue_callback([weak = root_.weak_from_this(), task] {
     if (const auto root = weak.lock()) root->end_backward();
   });
-  // torch.autograd.grad names what it computes, and so does backward(inputs=...).
+  // torch.autograd.grad and backward(inputs=...) list what they compute, and a plain backward() does not.
   return torch::autograd::get_current_graph_task_exec_info()->empty();
 }
 
@@ -325,7 +325,7 @@ void TensorEffects::keep_partial(ScheduledGroup& group) {
   WaitingTensors& waiting = of(group).waiting();
   std::unique_ptr<SegmentRows> rows = to_segment(std::move(waiting.reduced));
   if (waiting.partial && !waiting.partial->add(*rows)) throw_frozen_while_partial(of(group));
-  if (!waiting.partial) waiting.partial = std::move(rows);  // the user may hold what there was
+  if (!waiting.partial) waiting.partial = std::move(rows);  // the user may hold the existing rows
 }
 
 void TensorEffects::all_reduce(ScheduledGroup& scheduled) {
@@ -396,7 +396,7 @@ void TensorEffects::run_hooks(const Gil& /*gil*/, const Param& param) {
   try {
     (*hook)(sharded);
   } catch (python_error& error) {
-    error.persist();  // out of the thread state: Python goes on
+    error.persist();  // out of the thread state, because Python continues
     if (!error_of_hook_) error_of_hook_ = std::current_exception();
   } catch (...) {
     if (!error_of_hook_) error_of_hook_ = std::current_exception();

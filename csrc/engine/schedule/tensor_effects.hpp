@@ -17,7 +17,7 @@ namespace fsdp2x {
 
 class Root;
 
-// Lives as long as the graph task of a backward, and tells the root when it went before the root's callback ran.
+// Lives as long as the graph task of a backward. Its destructor notifies the root if the root's callback never ran.
 class Backward {
  public:
   explicit Backward(std::weak_ptr<Root> root) : root_(std::move(root)) {}
@@ -31,22 +31,22 @@ class Backward {
 
 class TensorEffects final : public Effects {
  public:
-  // `root` owns this. Autograd's callbacks lead to it.
+  // `root` owns this object, and autograd's callbacks refer to it.
   explicit TensorEffects(Root& root) : root_(root) {}
 
   void add_transport(const std::shared_ptr<Transport>& transport);
   void add_shared_group(const std::shared_ptr<cpu::ShmGroup>& group);
   void add_agreement(const std::shared_ptr<Agreement>& agreement);
   const std::vector<std::shared_ptr<Transport>>& transports() const { return transports_; }
-  // State that the groups of the units share.
+  // Returns the state that the groups of the units share.
   const std::shared_ptr<Commons>& commons() const { return commons_; }
   WaitingGradients& waiting() { return waiting_; }
   void set_post_optimizer_event(PyRef event) { post_optimizer_event_ = std::move(event); }
   static void release_unused_gradients(const ScheduledUnits& units);
-  // Tells the peers that this rank's pass has raised.
+  // Reports to the peers that this rank's pass has raised.
   void leave_pass(const std::string& why) noexcept;
-  // Raises the first exception of a hook that ran after a gradient was attached. Gradients arrive at another moment on
-  // each rank: raised there, it would keep this rank from reductions that others have posted.
+  // Raises the first exception of a hook that ran after a gradient was attached. Gradients arrive at a different moment
+  // on each rank. Raising there would keep this rank from reductions that others have posted.
   void raise_error_of_hook();
   void forget_error_of_hook() { error_of_hook_ = nullptr; }
 
@@ -109,11 +109,11 @@ class TensorEffects final : public Effects {
   void drop_unpacked(ScheduledGroup& group) override;
 
  private:
-  // Gradients of the group's parameters come to the root from now on.
+  // Subscribes to gradients of the group's parameters from now on.
   void listen(ScheduledUnit& unit, ParamGroup& group);
-  // Prepares, writes, attaches, releases.
+  // Prepares targets, writes rows, attaches gradients, and releases memory.
   void write(const Gil& gil, ParamGroup& group, std::unique_ptr<ReducedRows> rows);
-  // The gradient is there: the sharded parameter's own hooks run.
+  // Runs the sharded parameter's own hooks, after its gradient was attached.
   void run_hooks(const Gil& gil, const Param& param);
 
   Root& root_;
@@ -123,10 +123,10 @@ class TensorEffects final : public Effects {
   std::vector<std::shared_ptr<Agreement>> agreements_;         // likewise
   WaitingGradients waiting_;
   Pass last_pass_;
-  std::weak_ptr<const Backward> backward_;  // lives as long as the graph task that the callback was queued in
+  std::weak_ptr<const Backward> backward_;  // lives as long as the graph task that queued the callback
   std::exception_ptr error_of_hook_;
-  std::string lost_;            // a parameter of which a change was lost
-  PyRef post_optimizer_event_;  // what the next forward's gathers wait for, once; null: everything enqueued before it
+  std::string lost_;            // a parameter that lost a change
+  PyRef post_optimizer_event_;  // the next forward's gathers wait for it, once; null: for everything enqueued before it
 };
 
 }  // namespace fsdp2x

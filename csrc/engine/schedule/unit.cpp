@@ -38,7 +38,7 @@ Unit::~Unit() {
   try {
     if (guard_.is_here()) reset();
   } catch (const std::exception&) {
-    // A peer is gone or the interpreter is shutting down: the memory goes with the process.
+    // A peer is gone or the interpreter is shutting down. The memory goes with the process.
   }
   groups.clear();
 }

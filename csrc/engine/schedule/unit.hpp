@@ -18,7 +18,7 @@ namespace fsdp2x {
 
 class Root;
 
-// Whether this thread runs nodes of a backward; a forward that is recomputed in one is inside, too.
+// Returns whether this thread runs nodes of a backward. A recomputed forward inside of one counts.
 bool inside_backward();
 
 class Unit final : public UnitFacts {
@@ -26,21 +26,23 @@ class Unit final : public UnitFacts {
   // `groups` have at least one parameter each; a unit without parameters has no group.
   Unit(std::string name, at::Device device, std::vector<std::shared_ptr<ParamGroup>> groups, UnitOptions options);
   ~Unit() override;
-  // `fqns`: of the parameters of each group. While it is sharded, before it joins a root.
+  // Renames the unit and its parameters, while it is sharded and before it joins a root. `fqns` has one list for each
+  // group.
   void rename(const std::string& name, const std::vector<std::vector<std::string>>& fqns);
-  // Replaces the groups. While it is sharded, before it joins a root.
+  // Replaces the groups, while the unit is sharded and before it joins a root.
   void set_groups(std::vector<std::shared_ptr<ParamGroup>> new_groups);
 
   void begin_unshard();
   void finish_unshard();
   void reshard();
-  // Back to sharded and idle; gradients of the iteration are dropped.
+  // Returns to sharded and idle, and drops the gradients of the iteration.
   void reset();
-  // The parameters belong to another unit from now on: a graph that still holds this one cannot run backward.
+  // Marks the unit as replaced: another unit has its parameters now, so a graph that still holds this one cannot run
+  // backward.
   void retire();
-  // Throws where it is retired.
+  // Throws if the unit is retired.
   void require_params() const;
-  // Throws in a forked child. `action`: "gather unit".
+  // Throws in a forked child. `action`: for example "gather unit".
   void check_process(const char* action) const { guard_.require(action, name()); }
 
   // See ParamGroup::has_replaced_shards.
@@ -52,18 +54,18 @@ class Unit final : public UnitFacts {
   std::shared_ptr<int> take_call_token() { return call_token_; }
   bool has_outstanding_calls() const { return call_token_.use_count() > 1; }
 
-  // All units that live, and their groups.
+  // Return all live units and their groups.
   static std::vector<std::shared_ptr<Unit>> live(const Gil& gil);
   static std::vector<std::shared_ptr<ParamGroup>> live_groups(const Gil& gil);
-  // In a forked child: takes the memory of all unsharded parameters of all units away, because it is the parent's. A
-  // later access throws.
+  // Takes the memory of all unsharded parameters away in a forked child, because it is the parent's. A later access
+  // throws.
   static void forbid_all(const Gil& gil);
 
   std::shared_ptr<Root> root;  // kept alive for the hooks
   at::Device device;
   std::vector<std::shared_ptr<ParamGroup>> groups;
   bool packs_late = false;  // gradients stay with the unsharded parameters until the unit's backward ends
-  std::optional<c10::Stream> backward_stream;  // where its last backward began; null on the CPU
+  std::optional<c10::Stream> backward_stream;  // where its last backward began, null on the CPU
 
  private:
   void name_groups();
@@ -73,8 +75,8 @@ class Unit final : public UnitFacts {
   std::shared_ptr<int> call_token_ = std::make_shared<int>(0);
 };
 
-// A unit on its way to another root. It is sharded meanwhile. finish() gathers it there, as far as it was, with what
-// this rank had written to its parameters.
+// Moves a unit to another root. The unit is sharded meanwhile. finish() gathers it there if it was gathered before, and
+// restores what this rank had written to its parameters.
 class UnitMove {
  public:
   explicit UnitMove(std::shared_ptr<Unit> unit);

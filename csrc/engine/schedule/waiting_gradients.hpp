@@ -1,4 +1,4 @@
-// Access of the user to gradients that wait for a reduction or an all-reduce. With the GIL.
+// Gives users access to gradients that wait for a reduction or an all-reduce. Needs the GIL.
 #pragma once
 
 #include <cstddef>
@@ -10,23 +10,24 @@
 
 namespace fsdp2x {
 
-// The packed gradients of the group, whole and by parameter. From now on they are outside of the transport. Empty:
-// nothing is packed.
+// Takes the packed gradients of the group out of the transport and returns them, full and by parameter. Empty: nothing
+// is packed.
 std::vector<at::Tensor>& show_packed(ParamGroup& group);
-// Adds a gradient to what is shown.
+// Adds a gradient to the shown ones.
 void add_to_shown(ParamGroup& group, size_t param, const at::Tensor& gradient);
 
 class WaitingGradients {
  public:
-  // The sum of whole gradients in the reduce dtype, flat for complex ones. From then on it is what is reduced, and
-  // later backwards add to it. Undefined: there is none.
+  // Returns the sum of full gradients in the reduce dtype, flat for complex ones. From then on this tensor is reduced,
+  // and later backwards add to it. Undefined: there is none.
   static at::Tensor unreduced(ParamGroup& group, size_t param);
-  // Rows that wait for the all-reduce, flat; on an accelerator until the next backward. Undefined: there are none.
+  // Returns rows that wait for the all-reduce, flat. On an accelerator they are valid until the next backward.
+  // Undefined: there are none.
   static at::Tensor partial_rows(ParamGroup& group, size_t param);
-  // Zeros both for the parameters of the group in `which`. `drops`: there is no gradient instead.
+  // Zeros both for the group's parameters in `which`. `drops`: removes the gradients instead.
   static void clear(Reductions& reductions, ParamGroup& group, const std::vector<bool>& which, bool drops);
-  // An optimizer zeroed `.grad` of some of them, and did not see these. Warned of once, by the next forward or backward
-  // before which they are neither reduced nor cleared.
+  // Notes that an optimizer zeroed `.grad` of some parameters and missed these gradients. If they are neither reduced
+  // nor cleared, the next forward or backward warns once.
   void note_zeroed(ParamGroup& group);
   void warn_of_zeroed(const ScheduledUnits& units);
 

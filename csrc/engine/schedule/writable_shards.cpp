@@ -1,4 +1,4 @@
-// From an optimizer's parameters to the groups whose shards they are.
+// Finds the groups whose shards are an optimizer's parameters.
 #include "engine/schedule/writable_shards.hpp"
 
 #include <span>
@@ -13,7 +13,7 @@ namespace fsdp2x {
 
 namespace {
 
-// Borrowed. Somebody's optimizer may keep something else under that name: it steps as ever.
+// Returns borrowed items. A user's optimizer may keep something else under that name; it then steps as usual.
 std::span<PyObject* const> items(PyObject* list) {
   if (list == nullptr || !PyList_Check(list)) return {};
   return {reinterpret_cast<PyListObject*>(list)->ob_item, static_cast<size_t>(PyList_GET_SIZE(list))};

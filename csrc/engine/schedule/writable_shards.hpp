@@ -1,4 +1,4 @@
-// An optimizer's step: over resting shards (engine/params/shards.hpp), and known to the next pass.
+// An optimizer's step over resting shards (engine/params/shards.hpp), reported to the next pass.
 #pragma once
 
 #include <Python.h>
@@ -11,17 +11,17 @@
 
 namespace fsdp2x {
 
-// While it lives, writing to the shards of an optimizer's parameters writes what the next gather shows: nothing is
-// copied afterwards. What cannot be opened can be written as ever.
+// While it lives, writes to the shards of an optimizer's parameters go where the next gather reads, so nothing is
+// copied afterwards. Shards that cannot be opened are written as usual.
 class WritableShards {
  public:
-  // `param_groups`: a list of dicts with a list of "params", as optimizers have it; what is none is passed over.
+  // `param_groups`: a list of dicts with a list of "params", as optimizers have it. Anything else is skipped.
   WritableShards(const Gil& gil, PyObject* param_groups);
   ~WritableShards() { close_shards(); }
   WritableShards(const WritableShards&) = delete;
   WritableShards& operator=(const WritableShards&) = delete;
 
-  // The step has ended: ranks compare it in their next pass.
+  // Ends the step. Ranks compare it in their next pass.
   void close();
   size_t num_opened() const { return opened_.size(); }
 
@@ -29,7 +29,7 @@ class WritableShards {
   void close_shards();
 
   std::vector<std::weak_ptr<ParamGroup>> opened_;
-  std::set<std::shared_ptr<Commons>> stepped_;  // one of each root
+  std::set<std::shared_ptr<Commons>> stepped_;  // one for each root
 };
 
 }  // namespace fsdp2x

@@ -8,7 +8,7 @@
 
 namespace fsdp2x {
 
-// Nothing on the CPU.
+// Returns nullopt on the CPU.
 inline std::optional<c10::Stream> current_stream(c10::Device device) {
   if (device.is_cpu()) return std::nullopt;
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);

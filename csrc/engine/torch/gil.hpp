@@ -1,4 +1,4 @@
-// The GIL: the proof that a function needs, and a scope that gives it up.
+// The GIL: the proof that a function needs, and a scope that releases it.
 #pragma once
 
 #include <Python.h>
@@ -8,12 +8,12 @@
 
 namespace fsdp2x {
 
-// Proof that the calling thread holds the GIL: an argument of functions that touch Python objects. They may give it up
-// for a while and have it again when they return.
+// Proof that the calling thread holds the GIL: an argument of functions that touch Python objects. They may release it
+// for a while and hold it again when they return.
 class Gil {
  public:
   Gil(const pybind11::gil_scoped_acquire& /*held*/) {}
-  // In a call from Python.
+  // Makes the proof in a call from Python.
   static Gil of_caller() {
     assert(PyGILState_Check() != 0);
     return {};
@@ -23,7 +23,7 @@ class Gil {
   Gil() = default;
 };
 
-// Waits and long loops let other Python threads run. No-op on threads that do not hold the GIL (backward).
+// Lets other Python threads run during waits and long loops. Does nothing on threads without the GIL (backward).
 class ReleaseGil {
  public:
   ReleaseGil() : state_(PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}

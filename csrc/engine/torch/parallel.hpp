@@ -1,4 +1,4 @@
-// Splits a rank's work over the threads it owns: torch.set_num_threads, OMP_NUM_THREADS.
+// Splits a rank's work over the threads that it owns: torch.set_num_threads, OMP_NUM_THREADS.
 #pragma once
 
 #include <algorithm>
@@ -9,14 +9,14 @@
 
 namespace fsdp2x {
 
-// Fewer elements than this are not worth another thread: waking one costs what a few ten thousand elements cost.
+// Fewer elements than this are not worth another thread: waking one costs as much as a few ten thousand elements.
 inline constexpr int64_t kGrainNumel = 1 << 15;
 
-// Calls run(begin, end) for ranges that together are [0, total), of `grain` at least, on torch's own threads. How many
-// there are and where they end depends on the number of threads, so nothing that `run` computes may depend on it.
+// Calls run(begin, end) on torch's threads for ranges that partition [0, total), each of at least `grain`. The ranges
+// depend on the number of threads, so the results of `run` must not depend on the ranges.
 void run_parallel(int64_t total, int64_t grain, const std::function<void(int64_t, int64_t)>& run);
 
-// Calls run(item, begin, end) for ranges that together are every element of every item.
+// Calls run(item, begin, end) for ranges that together cover every element of every item.
 template <class Run>
 void for_each_range(const std::vector<int64_t>& numels, const Run& run) {
   std::vector<int64_t> ends;

@@ -1,4 +1,4 @@
-// Named ranges in profiles, under upstream's names. They cost a look at a thread-local when nobody profiles.
+// Named ranges in profiles, under FSDP2's names. Without a profiler they cost one read of a thread-local.
 #pragma once
 
 #include <ATen/record_function.h>
@@ -25,7 +25,7 @@ class ProfileRange {
   std::optional<at::RecordFunction> function_;
 };
 
-// The ranges of one unit. Made once, so that opening one copies nothing.
+// The ranges of one unit. Made once, so that opening a range copies nothing.
 struct RangeNames {
   explicit RangeNames(const std::string& unit)
       : all_gather(with("FSDP::all_gather", unit)),

@@ -1,5 +1,5 @@
-// An owned Python reference that may be dropped on any thread: the destructor takes the GIL, and leaks on purpose when
-// the interpreter is already gone.
+// An owned Python reference that any thread may drop. The destructor takes the GIL, and leaks on purpose if the
+// interpreter is already gone.
 #pragma once
 
 #include <Python.h>
@@ -45,8 +45,8 @@ class PyRef {
   PyObject* object_ = nullptr;
 };
 
-// Throws the interpreter's current exception. It is taken out of the thread state first: the GIL is released on the way
-// to whoever restores it, and other Python code may run there.
+// Throws the interpreter's current exception. It first takes the exception out of the thread state: the GIL is released
+// before the handler restores it, and other Python code may run meanwhile.
 [[noreturn]] inline void throw_python_error() {
   python_error error;
   error.persist();

@@ -1,5 +1,5 @@
-// The only file with #if's on the torch version: autograd nodes are intrusive_ptr from 2.13 on, shared_ptr before;
-// the helper that attaches a node to outputs gained an argument in 2.14, a poisoned storage can be healed since 2.12.
+// The only file with #if's on the torch version. Autograd nodes are intrusive_ptr from 2.13 on and shared_ptr before.
+// The helper that attaches a node to outputs gained an argument in 2.14. A poisoned storage can be healed since 2.12.
 #pragma once
 
 #include <c10/core/StorageImpl.h>
@@ -41,7 +41,7 @@ NodePtr<T> make_node(Args&&... args) {
 using Node = torch::autograd::Node;
 
 #if TORCH_VERSION_MINOR >= 12
-// Makes a storage readable again whose access error was set; the data pointer stays as it is.
+// Makes a storage with an access error readable again. The data pointer stays as it is.
 inline void clear_access_error(c10::StorageImpl& storage) { storage.clear_data_ptr_access_error_msg_(); }
 #else
 // 2.11 can set the error but not clear it. An explicit instantiation may name a private member, which gives a legal
@@ -59,8 +59,8 @@ inline void clear_access_error(c10::StorageImpl& storage) {
 }
 #endif
 
-// Returns `inputs` as outputs of `node` the way torch's own custom functions return an input unchanged: as views that
-// refuse in-place changes autograd could not follow, with forward-mode tangents passed through.
+// Returns `inputs` as outputs of `node` the way torch's own custom functions return an input unchanged. They are views
+// that reject in-place changes that autograd could not follow, and forward-mode tangents pass through.
 inline torch::autograd::variable_list pass_through(const torch::autograd::variable_list& inputs,
                                                    const NodePtr<Node>& node) {
   // An output that is a view of its input needs a tangent that is a view of the input's tangent.

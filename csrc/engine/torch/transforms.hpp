@@ -1,12 +1,12 @@
-// torch.func's transforms (grad, vjp, jvp, vmap ...) wrap every tensor that is made while they run: here the engine
-// keeps them away from its own, and learns that they run.
+// torch.func's transforms (grad, vjp, jvp, vmap ...) wrap every tensor that is made while they run. These functions
+// detect that and keep the engine's own tensors unwrapped.
 #pragma once
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 namespace fsdp2x {
 
-// For the life of this object tensors are made and written as without a transform.
+// While it lives, tensors are made and written as without a transform.
 class OutsideTransforms {
  public:
   OutsideTransforms()

@@ -70,7 +70,7 @@ void Agreement::post(uint64_t subject, const ParamGroup& group, Operation operat
 void Agreement::post_other(const Gil& /*gil*/, const std::string& kind, const std::string& what, Operation operation,
                            size_t segment_bytes, DType type) {
   Collective next;
-  // Beyond the numbers of units.
+  // The highest bit keeps it apart from the numbers of units.
   next.subject = std::hash<std::string>()(kind) | uint64_t{1} << 63;
   next.operation = operation;
   next.segment_bytes = segment_bytes;
@@ -106,10 +106,10 @@ void Agreement::post(const Collective& next, const ParamGroup* group) {
 void Agreement::leave(const Pass& pass, const std::string& why) noexcept {
   if (!Py_IsInitialized()) return;
   const pybind11::gil_scoped_acquire gil;
-  // An exception may be on its way: it stays where it is.
+  // Keep an exception that is already in flight.
   PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
   PyErr_Fetch(&type, &value, &traceback);
-  order_.leave(pass);  // threads of Python wait for the GIL
+  order_.leave(pass);  // Python threads wait for the GIL
   const PyRef done = PyRef::steal(
       PyObject_CallFunction(leave_.get(), "sKK", why.c_str(), order_.num_posted(), order_.num_passes(pass)));
   if (!done) PyErr_Clear();  // the store is gone, and the peers with it

@@ -1,6 +1,6 @@
-// The ranks of a process group agree on each collective before it is posted. As long as a rank repeats what all ranks
-// have done before, that costs a hash and no message. Anything else is compared through the group's store first
-// (python/fsdp2x/base/agreement.py has the protocol), so unequal collectives never meet.
+// The ranks of a process group agree on each collective before it is posted. While a rank repeats a sequence that all
+// ranks have already compared, that costs a hash and no message. Anything else is first compared through the group's
+// store (python/fsdp2x/base/agreement.py has the protocol), so unequal collectives never meet.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -22,43 +22,45 @@ class ParamGroup;
 
 class Agreement {
  public:
-  // Python callables: ask(description) compares with the peers and raises if they post something else;
-  // leave(why) reports that this rank's forward or backward raised.
+  // Python callables: ask(description) compares with the peers and raises if they post something else. leave(why)
+  // reports that this rank's forward or backward raised.
   Agreement(PyRef ask, PyRef leave) : ask_(std::move(ask)), leave_(std::move(leave)) {}
 
-  // The number of a unit's group on this process group. The ranks call it in the same order. `label`: the model, for
-  // messages.
+  // Returns the number of a unit's group on this process group. The ranks call it in the same order. `label`: the
+  // model's name in messages.
   uint64_t add_subject(const std::string& label);
 
-  // Before a collective of `group`, which is `subject` here, is posted. Takes the GIL only to ask. Throws if the ranks
-  // disagree, or if one of them has left the pass.
+  // Call it before a collective of `group`, which is `subject` here, is posted. Takes the GIL only to ask. Throws if
+  // the ranks disagree, or if one of them has left the pass.
   void post(uint64_t subject, const ParamGroup& group, Operation operation, size_t segment_bytes, DType type);
-  // The same for a collective of Python. `kind` is compared, `what` follows the rank in messages: "clips gradients".
+  // Does the same for a collective of Python. Ranks compare `kind`. `what` follows the rank in messages, for example
+  // "clips gradients".
   void post_other(const Gil& gil, const std::string& kind, const std::string& what, Operation operation,
                   size_t segment_bytes, DType type);
-  // This rank's pass has raised: peers that wait in it are told.
+  // Reports that this rank's pass has raised to peers that wait in it.
   void leave(const Pass& pass, const std::string& why) noexcept;
 
-  // A peer has left or has posted something else, or this rank has left: what is on its way may never end.
+  // Returns whether a peer has left or posted something else, or this rank has left. Collectives on their way may never
+  // end.
   bool is_broken() const { return is_broken_; }
   void set_broken(bool is_broken) { is_broken_ = is_broken; }
-  // The next collective is compared whether it is expected or not.
+  // Forces a comparison of the next collective, even if it is expected.
   void ask_next() { must_ask_ = true; }
   void restart();
   uint64_t num_posted() const;
-  // The collective number `number`, counted from 0, as `ask` is given it; None if it is too long ago.
+  // Returns the description of collective `number`, counted from 0, that `ask` got. None if it is too long ago.
   pybind11::object describe_posted(const Gil& gil, uint64_t number) const;
 
  private:
   struct Subject {
     std::string label;
-    std::string name;  // of the unit, or what Python posts
+    std::string name;  // of the unit, or of Python's operation
   };
   void post(const Collective& next, const ParamGroup* group);
   pybind11::dict describe(const Collective& collective, uint64_t number) const;
 
   PyRef ask_, leave_;
-  mutable std::mutex mutex_;  // a thread of Python reads what was posted; never held while the GIL is taken
+  mutable std::mutex mutex_;  // guards reads from a Python thread, never held while taking the GIL
   CollectiveOrder order_;
   std::atomic<bool> must_ask_ = false;
   std::atomic<bool> is_broken_ = false;
@@ -66,7 +68,7 @@ class Agreement {
   std::map<uint64_t, Subject> subjects_;
 };
 
-// Before a collective of `group` over its shards, or over its replicas. See Agreement::post.
+// Call before a collective of `group` over its shards or its replicas. See Agreement::post.
 void agree_on_shards(const ParamGroup& group, Operation operation, size_t segment_bytes, DType type);
 void agree_on_replicas(const ParamGroup& group, size_t segment_bytes, DType type);
 

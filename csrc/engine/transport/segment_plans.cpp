@@ -10,7 +10,7 @@ const std::vector<Copy>& SegmentPlan::copies_of(size_t param, DType type) {
   auto& copies = copies_[{param, type}];
   if (copies.empty()) {
     copies = layout->gradient_to_segments(param, type);
-    // The layout's segments lie end to end; ours have the flags between them.
+    // The layout's segments lie end to end. These have the flags between them.
     const size_t segment = layout->reduce_segment_bytes();
     for (Copy& copy : copies) copy.dst_offset += copy.dst_offset / segment * (segment_bytes - segment);
     copies = joined(std::move(copies));
@@ -40,7 +40,7 @@ SegmentPlan& SegmentPlans::of(const ParamGroup& group) {
     SegmentPlan plan;
     static_cast<ReductionPlan&>(plan) = plan_reduction(group.layout(), trainable);
     const size_t element = dtype_bytes(group.reduce_type());
-    // The same flags for every rank, and nothing behind them that was never written: it travels with them.
+    // Every rank gets the same flags. The bytes after them are sent too, so they are written as well.
     const auto flags_numel = static_cast<int64_t>((plan.segment_bytes - plan.layout->reduce_segment_bytes()) / element);
     plan.flags_to_segments = {.src_offset = 0,
                               .dst_offset = plan.layout->reduce_segment_bytes(),

@@ -1,5 +1,5 @@
-// How gradients get into the rank-major segments of transports that reduce-scatter: one plan per set of trainable
-// parameters. Freezing makes another plan, it never re-shards.
+// Places gradients in the rank-major segments of transports that reduce-scatter. Each set of trainable parameters has
+// one plan. Freezing parameters makes another plan and never re-shards.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -16,13 +16,14 @@ namespace fsdp2x {
 class ParamGroup;
 
 struct SegmentPlan : ReductionPlan {
-  // One float per parameter, and zeros up to flags_numel() -> what lies behind the rows of all W segments.
+  // Copies one float per parameter, and zeros up to flags_numel(), to the end of all W segments.
   Copy flags_to_segments;
   size_t flags_numel() const { return static_cast<size_t>(flags_to_segments.piece_numel); }
-  std::shared_ptr<void> prepared;  // of the one device layer that runs it, made at the first run
-  // A whole gradient of that dtype -> the W segments laid end to end. The reference stays valid with the plan.
+  std::shared_ptr<void> prepared;  // made at the first run by the one device layer that runs it
+  // Return copies of a full gradient of that dtype into the W segments, laid end to end. The reference stays valid as
+  // long as the plan.
   const std::vector<Copy>& copies_of(size_t param, DType type);
-  // The other way: a gradient that was packed into `segments` in the dtype `type`, flat.
+  // Does the reverse: returns a gradient that was packed into `segments` in the dtype `type`, flat.
   at::Tensor unpacked(size_t param, DType type, const at::Tensor& segments);
 
  private:
@@ -31,7 +32,7 @@ struct SegmentPlan : ReductionPlan {
 
 class SegmentPlans {
  public:
-  // Of the parameters that are trainable now.
+  // Returns the plan of the parameters that are trainable now.
   SegmentPlan& of(const ParamGroup& group);
 
  private:

@@ -1,4 +1,4 @@
-// What transports say in the same words.
+// Messages that transports share.
 #include "engine/transport/transport.hpp"
 
 #include "core/error.hpp"

@@ -1,4 +1,4 @@
-// Device memory that is lent.
+// Borrowed device memory.
 #include "engine/transport/device/device_buffers.hpp"
 
 #include <c10/core/InferenceMode.h>
@@ -51,7 +51,7 @@ void DeviceBuffers::release(int id, bool has_waited) {
 void DeviceBuffers::drop(int id, bool has_waited) {
   DeviceBuffer& buffer = (*this)[id];
   if (!buffer.memory.defined()) return;
-  // The current stream may be another one by now: of a user who runs backward elsewhere, or of a lane.
+  // The current stream may have changed: the user runs backward elsewhere, or another lane is active.
   const bool is_away = buffer.stream && buffer.stream != layer_->current_stream();
   std::optional<StreamScope> home;
   if (is_away) home.emplace(*layer_, *buffer.stream);

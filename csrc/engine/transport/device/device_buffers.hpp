@@ -1,13 +1,13 @@
-// Device memory that is lent: who has it on the host, and by which events the lanes hand it on. Nobody ever waits for
-// memory: where none is free, more is taken.
+// Borrowed device memory: its owner on the host, and the events by which streams hand it on. A borrower never waits for
+// memory. If none is free, more is allocated.
 //
-// Memory of torch's allocator is given back when its borrower is done with it on the host, so that slots, reduction
-// buffers, gradients and activations of any size take turns in the same bytes; the allocator keeps them, and a steady
-// step asks the driver for nothing. It is one order that makes this right without a record of other streams: memory is
-// taken and given back in the order of the compute lane. Whoever takes it lets the lane that uses it first follow the
-// compute lane, and before it is given back the compute lane waits for the last use, whatever lane that was on: so it
-// is given back where that wait costs nothing, see ReduceMemory, DeviceGathers and HostShards. Registered memory is
-// dear, and is kept for the next borrower that it fits.
+// Memory from torch's allocator is returned as soon as its borrower is done with it on the host. So slots, reduction
+// buffers, gradients, and activations of any size reuse the same bytes. The allocator caches them, and a steady step
+// asks the driver for nothing. This is correct without recording other streams because of one rule: memory is taken and
+// given back in the order of the compute stream. On taking, the first stream that uses the memory follows the compute
+// stream. Before giving back, the compute stream waits for the last use on any stream. So memory is given back where
+// that wait costs nothing, see ReduceMemory, DeviceGathers, and HostShards. Registered memory is expensive, and is kept
+// for the next borrower of a fitting size.
 #pragma once
 
 #include <functional>
@@ -24,35 +24,36 @@ namespace fsdp2x {
 struct DeviceBuffer {
   std::byte* data() const { return static_cast<std::byte*>(memory.data_ptr()); }
 
-  at::Tensor memory;                   // bytes; undefined while there are none. Views of it follow to the next ones.
-  at::Storage storage;                 // of `memory`, owns nothing
-  at::Tensor block;                    // owns it
-  std::optional<c10::Stream> stream;   // whose order it was taken in
+  at::Tensor memory;                   // bytes, undefined while there are none. Views of it move to the next memory.
+  at::Storage storage;                 // of `memory`, without ownership
+  at::Tensor block;                    // owns the memory
+  std::optional<c10::Stream> stream;   // the stream in whose order it was taken
   std::unique_ptr<DeviceEvent> ready;  // its contents are complete
-  std::unique_ptr<DeviceEvent> free;   // its last user has passed: whoever writes next waits for it
+  std::unique_ptr<DeviceEvent> free;   // its last user is done. The next writer waits for it
   std::string owner;
 };
 
-// `release` only says that no more work will be enqueued that uses the buffer: `ready` and `free` were recorded behind
-// the last of it.
+// `release` only says that no later work will use the buffer. `ready` and `free` must already be recorded after the
+// last use.
 class DeviceBuffers {
  public:
   using Allocate = std::function<at::Tensor(size_t bytes)>;
 
-  // `keeps`: memory stays until drop_idle(), otherwise it goes back to its allocator when it is released. `tally`:
-  // counts the memory too, unless null.
+  // `keeps`: memory stays until drop_idle(). Otherwise it goes back to its allocator when it is released. `tally`: if
+  // not null, also counts the memory.
   DeviceBuffers(std::string name, std::shared_ptr<DeviceLayer> layer, Allocate allocate, bool keeps, MemoryTally* tally)
       : name_(std::move(name)), layer_(std::move(layer)), allocate_(std::move(allocate)), ledger_(keeps, tally) {}
   ~DeviceBuffers();
   DeviceBuffers(const DeviceBuffers&) = delete;
   DeviceBuffers& operator=(const DeviceBuffers&) = delete;
 
-  // `*is_new`: it was just allocated, in the order of the compute lane.
+  // `*is_new`: whether it was just allocated, in the order of the compute stream.
   int acquire(size_t bytes, const std::string& owner, bool* is_new);
-  // Where memory is not kept, the compute lane waits for `ready` and `free`. `has_waited`: it is behind the last use.
+  // If memory is not kept, the compute stream waits for `ready` and `free`. `has_waited`: it has already waited for the
+  // last use.
   void release(int id, bool has_waited = false);
   DeviceBuffer& operator[](int id) { return *buffers_[static_cast<size_t>(id)]; }
-  // Gives the memory of buffers that nobody owns back to the allocator.
+  // Returns the memory of unowned buffers to the allocator.
   void drop_idle();
   void set_keeps(bool keeps);
   const std::string& name() const { return name_; }
@@ -65,7 +66,7 @@ class DeviceBuffers {
  private:
   void open(int id, size_t bytes);
   void drop(int id, bool has_waited);
-  // For records: others may have written to the memory before it is taken, and may when it was given back.
+  // For records: others may write to the memory before it is taken and after it is given back.
   void touches(const char* operation, const DeviceBuffer& buffer) const;
 
   std::string name_;

@@ -1,4 +1,4 @@
-// Lanes that follow each other, memory of the process groups.
+// Stream order, and memory of the process groups.
 #include "engine/transport/device/device_context.hpp"
 
 #include <torch/csrc/autograd/python_variable.h>

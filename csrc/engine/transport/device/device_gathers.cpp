@@ -72,7 +72,7 @@ DeviceGathers::Plan& DeviceGathers::plan_of(const ParamGroup& group) {
 
 void DeviceGathers::enqueue(ParamGroup& group, bool pools_stand_still) {
   PerGroup& state = per_group(group);
-  // A user's collective, and extensions, may allocate and copy as they like: in the order of the compute lane.
+  // A user's collective and extensions may allocate and copy freely, so they run in the order of the compute lane.
   state.in_one_piece = static_cast<bool>(group.calls().all_gather);
   state.is_finished = false;
   Plan& gather = plan_of(group);
@@ -165,7 +165,7 @@ void DeviceGathers::call_all_gather(ParamGroup& group, Plan& plan, DeviceBuffer&
   const PerGroup& state = per_group(group);
   pybind11::gil_scoped_acquire gil;
   const std::pair key(group.gather().slot.id, state.staging);
-  TensorLists once;  // a user's collective may keep what it is given
+  TensorLists once;  // not cached: a user's collective may keep its arguments
   if (state.in_one_piece) {
     once = make_lists(group, plan, slot, staging);
   } else if (!plan.lists.contains(key)) {
@@ -199,14 +199,14 @@ void DeviceGathers::finish(ParamGroup& group) {
 void DeviceGathers::release(ParamGroup& group) {
   const int id = group.gather().slot.id;
   PerGroup& state = per_group(group);
-  if (!std::exchange(state.is_enqueued, true)) {  // an exception came: what was enqueued may still use the memory
+  if (!std::exchange(state.is_enqueued, true)) {  // after an exception, enqueued work may still use the memory
     for (const Lane lane : {Lane::copy_in, Lane::gather}) context_.join(lane);
   }
   if (id < 0) return close(group);
   DeviceBuffer& slot = (*slots_)[id];
   if (state.is_finished) {
     context_.layer().touches("use", group.name(), slot.memory, {});
-  } else {  // nobody used it, but its gather may still read the pool that an optimizer writes next
+  } else {  // unused, but its gather may still read the pool that an optimizer writes next
     context_.layer().wait(Lane::compute, *slot.ready);
     close(group);
   }

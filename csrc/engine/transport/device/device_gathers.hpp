@@ -24,13 +24,13 @@ class DeviceGathers {
   DeviceGathers(DeviceContext& context, HostShards& host_shards, size_t pack_below_bytes);
 
   void register_group(ParamGroup& group);
-  // Gathers that follow an event alone cannot have memory that the compute lane has just given back.
+  // Gathers that follow only an event cannot use memory that the compute lane has just given back.
   void set_keeps(bool keeps);
   void begin(ParamGroup& group, bool pools_stand_still);
   void finish(ParamGroup& group);
   void release(ParamGroup& group);
   void write_pool(ParamGroup& group, const CopyProgram& rows, const void* slot);
-  // Whether a gather of the group is on its way.
+  // Returns whether a gather of the group is on its way.
   bool is_running(const ParamGroup& group) const;
   DeviceBuffers& slots() const { return *slots_; }
 
@@ -51,31 +51,31 @@ class DeviceGathers {
           codes_to_segment(std::move(wire.to_segment)),
           codes_to_slot(std::move(wire.to_slot)) {}
     std::vector<DirectGather> direct;
-    size_t segment_bytes = 0;  // of one rank in the staging; 0: nothing is packed
+    size_t segment_bytes = 0;  // of one rank in the staging, 0: nothing is packed
     CopyProgram to_slot, to_segment, copy_out;
-    WireProgram codes_to_segment, codes_to_slot;       // of what travels in a wire format
+    WireProgram codes_to_segment, codes_to_slot;       // parameters in a wire format
     std::map<std::pair<int, int>, TensorLists> lists;  // by slot and staging
   };
   struct PerGroup {
     Plan plan;
     std::optional<Plan> packed;               // for collectives that gather in one piece, made for the first
     std::optional<Plan> coded;                // likewise for a wire format
-    WireFormat coded_as = WireFormat::plain;  // that of `coded`
-    CopyProgram own_rows;                     // one rank alone: its pool -> the slot
-    std::unique_ptr<DeviceEvent> pool_event;  // the pool was written, by the compute lane
+    WireFormat coded_as = WireFormat::plain;  // the format of `coded`
+    CopyProgram own_rows;                     // for a single rank: its pool -> the slot
+    std::unique_ptr<DeviceEvent> pool_event;  // the compute lane has written the pool
     bool in_one_piece = false;                // of the running gather
     int staging = -1;                         // likewise, in staging_
-    bool is_enqueued = true;                  // all of it
+    bool is_enqueued = true;                  // completely
     bool is_finished = false;                 // the compute lane has waited for it
   };
   PerGroup& per_group(const ParamGroup& group) { return groups_[group.index()]; }
-  // Of a gather that begins now.
+  // Returns the plan of a gather that begins now.
   Plan& plan_of(const ParamGroup& group);
   void enqueue(ParamGroup& group, bool pools_stand_still);
   void call_all_gather(ParamGroup& group, Plan& plan, DeviceBuffer& slot, DeviceBuffer* staging);
   static TensorLists make_lists(const ParamGroup& group, const Plan& plan, const DeviceBuffer& slot,
                                 const DeviceBuffer* staging);
-  // Gives back what a gather needed besides its slot; the compute lane has waited for it.
+  // Gives back everything of a gather except its slot, after the compute lane has waited for it.
   void close(const ParamGroup& group);
 
   DeviceContext& context_;

@@ -1,4 +1,4 @@
-// Streams and events through torch's generic interface, and the kernels as copy plans.
+// Streams and events through torch's generic interface, and kernels that run copy plans.
 #include "engine/transport/device/device_layer.hpp"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -33,8 +33,7 @@ void DeviceLayer::copy(const CopyProgram& program, const void* src, void* dst) {
 
 namespace {
 
-// The segments of one parameter that belong to `ranks` become zero behind their first `filled` elements, up to what the
-// next parameter has.
+// Zeros the segments of one parameter for `ranks` after their first `filled` elements, up to the next parameter.
 void zero_behind(const SegmentPlan& plan, size_t param, const at::Tensor& buffer, RowRange ranks, int64_t filled) {
   const Layout& layout = *plan.layout;
   const ParamPlace& place = layout.params()[param];
@@ -47,7 +46,7 @@ void zero_behind(const SegmentPlan& plan, size_t param, const at::Tensor& buffer
   rows.narrow(0, ranks.begin, ranks.size()).narrow(1, at + filled, numel - filled).zero_();
 }
 
-// The first ranks have all rows that there is room for, one has less, the last ones have none.
+// The first ranks have a full set of rows, one has fewer, and the last ones have none.
 void zero_pads(const SegmentPlan& plan, size_t param, const at::Tensor& buffer) {
   const Layout& layout = *plan.layout;
   const int64_t world = layout.world();
@@ -64,7 +63,7 @@ void zero_pads(const SegmentPlan& plan, size_t param, const at::Tensor& buffer) 
   zero_behind(plan, param, buffer, {whole + 1, world}, 0);
 }
 
-// All flags of every segment, and zeros behind them.
+// Writes all flags of every segment, and zeros after them.
 void write_flags(const SegmentPlan& plan, const std::vector<uint8_t>& flags, const at::Tensor& buffer) {
   const DType type = plan.flags_to_segments.dst;
   const at::Tensor values = host_memory_for(buffer.device(), at::kFloat, plan.flags_numel());
@@ -141,7 +140,7 @@ namespace {
 struct TorchEvent final : DeviceEvent {
   explicit TorchEvent(c10::DeviceType type) : event(type) {}
   c10::Event event;
-  uint64_t capture = 0;  // into which it was recorded last
+  uint64_t capture = 0;  // the capture that recorded it last
 };
 
 }  // namespace
@@ -170,13 +169,13 @@ std::optional<c10::Stream> TorchLayer::stream(Lane lane) {
 
 namespace {
 
-// Of torches whose streams can tell: 2.11's cannot.
+// For torch versions whose streams report a capture, which excludes 2.11.
 template <class Stream>
 bool tells_of_capture(const Stream& stream) {
   if constexpr (requires { stream.is_capturing(); }) {
     try {
       return stream.is_capturing();
-    } catch (const c10::Error&) {  // asked of the legacy stream beside a capture of others
+    } catch (const c10::Error&) {  // the legacy stream was queried during a capture on another stream
     }
   }
   return false;

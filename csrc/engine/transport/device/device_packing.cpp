@@ -40,7 +40,7 @@ void DevicePacking::close(PerGroup& state) {
 bool DevicePacking::needs_room(const ParamGroup& group, std::optional<size_t> param) {
   const PerGroup& state = per_group(group);
   if (state.buffer >= 0) return false;
-  if (param && !state.held[*param].defined()) return false;  // it is only held
+  if (param && !state.held[*param].defined()) return false;  // held, but not this parameter
   const SegmentPlan& plan = state.plan != nullptr ? *state.plan : plan_of(group);
   return memory_.needs_room(group, plan.segment_bytes * static_cast<size_t>(group.layout().world()));
 }
@@ -105,7 +105,7 @@ void DevicePacking::open_buffer(const ParamGroup& group) {
   PerGroup& state = per_group(group);
   if (state.buffer >= 0) return;
   state.buffer = memory_.take_buffer(group, state.plan->segment_bytes * static_cast<size_t>(group.layout().world()));
-  // The user sees what lies between the rows.
+  // The user's hook sees the bytes between the rows.
   if (group.calls().all_reduce_hook) memory_.buffer(state.buffer).memory.zero_();
 }
 
@@ -113,7 +113,7 @@ at::Tensor DevicePacking::pool_to_pack(ParamGroup& group) {
   const PerGroup& state = per_group(group);
   const bool is_plain = is_alone(group) && !group.calls().reduce_scatter && !group.calls().all_reduce_hook;
   const bool is_whole = group.averages() || group.divisor() == 1.0;
-  // What is in a buffer already came without gradient sync: it is added to there.
+  // A buffer that is already open holds gradients from backwards without gradient sync, so add to it there.
   if (!is_plain || !is_whole || group.offloads() || state.buffer >= 0) return {};
   if (!state.plan->layout->can_reduce_in_place()) return {};
   pybind11::gil_scoped_acquire gil;

@@ -1,7 +1,7 @@
-// Packing of the device transport: gradients on their way from autograd into the buffer of a reduction.
+// Packing of the device transport: copies gradients from autograd into the buffer of a reduction.
 //
-// Gradients die on the compute lane, where they were born: they are packed there, so the allocator needs no record of
-// other streams. One rank alone packs into its gradient pool, where nothing else is to be done with them.
+// Autograd makes gradients on the compute lane. They are packed and freed there, so the allocator needs no record of
+// other streams. A single rank packs into its gradient pool if no other work on them remains.
 #pragma once
 
 #include <memory>
@@ -19,7 +19,7 @@ class DevicePacking {
   DevicePacking(DeviceContext& context, ReduceMemory& memory);
 
   void register_group(const ParamGroup& group);
-  // Which plan a reduction of the group that begins now has.
+  // Returns the plan of a reduction of the group that begins now.
   SegmentPlan& plan_of(const ParamGroup& group);
   // See Transport::needs_room.
   bool needs_room(const ParamGroup& group, std::optional<size_t> param);
@@ -29,26 +29,26 @@ class DevicePacking {
   // See Transport::take_packed.
   std::vector<at::Tensor> take_whole(ParamGroup& group);
 
-  // All that a reduction reads; what the group held is empty from then on.
+  // Everything that a reduction reads. Taking it empties the group's held state.
   struct Packed {
     SegmentPlan* plan = nullptr;
-    int buffer = -1;                    // in ReduceMemory; none: `memory` is the gradient pool
+    int buffer = -1;                    // in ReduceMemory, none: `memory` is the gradient pool
     at::Tensor memory;                  // W segments, laid end to end
     std::vector<uint8_t> filled;        // by parameter: it has a gradient here
     std::vector<uint8_t> has_gradient;  // likewise, or is reduced as zeros
-    bool is_certain = true;             // every trainable one does
+    bool is_certain = true;             // every trainable parameter has one
   };
   Packed take(ParamGroup& group);
-  // Drops what is held. Returns whether there was any.
+  // Drops held gradients. Returns whether there were any.
   bool drop(const ParamGroup& group);
-  // No other rank has gradients of these parameters.
+  // Returns whether no other rank has gradients of these parameters.
   static bool is_alone(const ParamGroup& group) { return group.layout().world() == 1 && !group.has_replicas(); }
   size_t num_open() const { return num_open_; }
 
  private:
   struct PerGroup {
     SegmentPlans plans;
-    SegmentPlan* plan = nullptr;   // of what is held; null: nothing is
+    SegmentPlan* plan = nullptr;   // of the held gradients, null: none
     std::vector<at::Tensor> held;  // gradients that are not packed yet
     std::vector<uint8_t> filled;   // by parameter: packed
     int buffer = -1;               // in ReduceMemory
@@ -57,9 +57,9 @@ class DevicePacking {
   void open(const ParamGroup& group);
   void close(PerGroup& state);
   void open_buffer(const ParamGroup& group);
-  // The gradient pool, where a rank that is alone packs its gradients; undefined: into a buffer.
+  // Returns the gradient pool if a single rank packs into it. Undefined: pack into a buffer.
   at::Tensor pool_to_pack(ParamGroup& group);
-  // Returns where to; undefined if there was nothing to pack.
+  // Returns the destination, undefined if there was nothing to pack.
   at::Tensor pack_held(ParamGroup& group, bool for_reduction);
   std::vector<uint8_t> flags_of(const ParamGroup& group);
 

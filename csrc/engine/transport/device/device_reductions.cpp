@@ -78,11 +78,11 @@ void DeviceReductions::begin(ParamGroup& group, DevicePacking::Packed packed) {
     running.rows = packed.memory.narrow(0, 0, segment_bytes);
     running.buffer = packed.buffer;
   } else {
-    running.rows = rows_for(group, running);  // memory that is new is so in the order of the compute lane
+    running.rows = rows_for(group, running);  // new memory is new in the order of the compute lane
   }
-  // A user's collective may allocate and copy as it likes.
+  // A user's collective may allocate and copy freely.
   running.lane = group.calls().reduce_scatter ? Lane::compute : Lane::reduce;
-  state.running = running;  // should the rest raise, drop() gives back what it has
+  state.running = running;  // if the rest raises, drop() gives back what it has
   if (wire != nullptr) {
     bool is_new = false;
     state.running.codes = running.codes = memory_.take_segment(group, 2 * wire->bytes(), &is_new);
@@ -165,11 +165,12 @@ void DeviceReductions::reduce_coded(ParamGroup& group, DeviceWireGradients& wire
     ++group.counters().python_calls;
   }
   context_.layer().touches("all_to_all", group.name(), sent, received);
-  if (group.calls().all_reduce_hook || group.has_replicas()) {  // the user sees the pads, the all-reduce sends them
+  if (group.calls().all_reduce_hook || group.has_replicas()) {  // the user's hook sees the pads, and the all-reduce
+                                                                // sends them
     running.rows.zero_();
     context_.layer().touches("zero", group.name(), {}, running.rows);
   }
-  // Where a collective would average, an all-reduce over the replicas will.
+  // If a plain collective would average, the all-reduce over the replicas will.
   wire.sum(layer, received.const_data_ptr(), group.averages() ? group.layout().world() : 1.0, running.rows.data_ptr());
 }
 
@@ -207,7 +208,7 @@ void DeviceReductions::reduce_over_replicas(ParamGroup& group, Reduction& runnin
 
 void DeviceReductions::keep_partial(ParamGroup& group, Reduction& running) {
   PerGroup& state = per_group(group);
-  if (running.segment < 0) {  // one rank: what was packed is what stays
+  if (running.segment < 0) {  // one rank: the packed gradients are the rows
     bool is_new = false;
     const auto bytes = running.rows.nbytes();
     running.segment = memory_.take_segment(group, bytes, &is_new);
@@ -228,7 +229,7 @@ void DeviceReductions::keep_partial(ParamGroup& group, Reduction& running) {
 
 // --- its rows ---
 
-// They are written where the last collective left them.
+// The rows of a reduction, written from where the last collective left them.
 class DeviceRows final : public ReducedRows {
  public:
   DeviceRows(DeviceReductions& reductions, ParamGroup& group, DeviceReductions::Reduction reduction)
@@ -241,13 +242,13 @@ class DeviceRows final : public ReducedRows {
   void note_block_given_back() override { reductions_.context_.note_freed_block(reduction_.lane); }
 
  private:
-  // No lane but `lane` is given work with the rows any more.
+  // Notes that `lane` is the last lane with work on the rows.
   void retire(Lane lane);
 
   DeviceReductions& reductions_;
   ParamGroup& group_;
   DeviceReductions::Reduction reduction_;
-  std::optional<LaneScope> scope_;  // users' hooks run where the gradient is complete
+  std::optional<LaneScope> scope_;  // user hooks run where the gradient is complete
 };
 
 void DeviceRows::retire(Lane lane) {
@@ -286,7 +287,7 @@ void DeviceRows::write(const GradientTargets& targets) {
     const ParamPlace& place = reduction_.plan->layout->params()[i];
     const GradientTarget& target = *targets[i];
     is_new = is_new || target.is_new;
-    // It was taken in the order of the compute lane, and must not go back before that has waited for this one.
+    // It was taken in the order of the compute lane, which must wait for this lane before it goes back.
     if (target.foreign.defined()) reductions_.foreign_sums_.push_back(target.foreign);
     const bool is_in_place = rows + place.reduce_segment_offset == target.data;
     if (place.shard_numel == 0 || (is_in_place && reduction_.divisor == 1.0)) continue;
@@ -348,7 +349,7 @@ void DeviceReductions::drop(const ParamGroup& group) {
   for (const int segment : {state.running.segment, state.running.codes}) {
     if (segment >= 0) memory_.give_back_segment(segment, state.running.lane);
   }
-  if (state.wire) {  // they belong to what is dropped
+  if (state.wire) {  // the errors belong to the dropped gradients
     const LaneScope scope(context_.layer(), Lane::reduce);
     state.wire->forget_errors(context_);
   }

@@ -1,4 +1,4 @@
-// Reductions of the device transport: the collectives over shards and replicas, and the rows that come of them.
+// Reductions of the device transport: the collectives over shards and replicas, and their result rows.
 //
 //   compute     .. backward | wait buffer.free | pack, zero gaps | packed ........................ wait done
 //   reduce                                        wait packed | reduce-scatter | buffer.free | rows -> .grad | done
@@ -23,18 +23,18 @@ class DeviceReductions {
   DeviceReductions(DeviceContext& context, ReduceMemory& memory, HostShards& host_shards);
 
   void register_group() { groups_.emplace_back(); }
-  // Enqueues the reduction of what was packed.
+  // Enqueues the reduction of packed gradients.
   void begin(ParamGroup& group, DevicePacking::Packed packed);
-  // The rows of what was enqueued; null: they wait for an all-reduce.
+  // Returns the rows of the enqueued reduction. Null: they wait for an all-reduce.
   std::unique_ptr<ReducedRows> finish(ParamGroup& group);
-  // What was enqueued is dropped.
+  // Drops the enqueued reduction.
   void drop(const ParamGroup& group);
   bool has_partial(const ParamGroup& group) const { return groups_[group.index()].partial >= 0; }
   std::unique_ptr<SegmentRows> partial(const ParamGroup& group);
   void drop_partial(const ParamGroup& group);
-  // The compute lane goes on behind all reductions.
+  // Orders the compute lane after all reductions.
   void end();
-  // What wire formats keep from step to step goes.
+  // Frees what wire formats keep between steps.
   void release_idle();
   size_t wire_bytes() const;
 
@@ -42,16 +42,16 @@ class DeviceReductions {
   friend class DeviceRows;
   // A reduction that is enqueued and not written.
   struct Reduction {
-    at::Tensor rows;      // this rank's segment; undefined: kept as a partial sum
-    int segment = -1;     // in ReduceMemory; else `rows` is in `buffer`, or the group's gradient pool
-    int buffer = -1;      // in ReduceMemory: one rank alone, whose packed gradients are its rows
-    int codes = -1;       // in ReduceMemory: what travels in a wire format, sent and received
-    uint64_t number = 0;  // in ReduceMemory; 0: nothing is on its way
+    at::Tensor rows;      // this rank's segment, undefined: kept as a partial sum
+    int segment = -1;     // in ReduceMemory, else `rows` is in `buffer` or the group's gradient pool
+    int buffer = -1;      // in ReduceMemory, for a single rank whose packed gradients are its rows
+    int codes = -1;       // in ReduceMemory: sent and received segments in a wire format
+    uint64_t number = 0;  // in ReduceMemory, 0: none on its way
     SegmentPlan* plan = nullptr;
     Lane lane = Lane::reduce;
-    double divisor = 1.0;               // left to divide by
-    std::vector<uint8_t> has_gradient;  // by parameter, unless the flags tell
-    bool is_certain = true;             // they do not: no other rank can have what this one lacks
+    double divisor = 1.0;               // what remains to divide by
+    std::vector<uint8_t> has_gradient;  // by parameter, replaced by the flags unless `is_certain`
+    bool is_certain = true;             // no other rank can have a gradient that this one lacks, so flags are not read
   };
   struct PerGroup {
     Reduction running;
@@ -59,27 +59,28 @@ class DeviceReductions {
     int partial = -1;  // in ReduceMemory: reduced over the shards, waits for the all-reduce
     std::shared_ptr<const Layout> partial_plan;
     std::unique_ptr<DeviceWireGradients> wire;  // while gradients travel in a wire format
-    at::Tensor flags;                           // of the host: the sums of all ranks' flags, once they were asked for
+    at::Tensor flags;                           // sums of all ranks' flags in CPU memory, once requested
     std::unique_ptr<DeviceEvent> flags_there;
   };
   PerGroup& per_group(const ParamGroup& group) { return groups_[group.index()]; }
   at::Tensor rows_for(ParamGroup& group, Reduction& running);
   void call_reduce_scatter(ParamGroup& group, const Reduction& running, const at::Tensor& input);
-  // Null: they travel as they are.
+  // Null: gradients are sent in the reduce dtype.
   DeviceWireGradients* wire_of(ParamGroup& group, const SegmentPlan& plan);
   void reduce_coded(ParamGroup& group, DeviceWireGradients& wire, const Reduction& running, const at::Tensor& packed,
                     const std::vector<uint8_t>& filled);
   void reduce_over_replicas(ParamGroup& group, Reduction& running);
   void keep_partial(ParamGroup& group, Reduction& running);
-  // This rank lacks gradients that others may have: the sums of the flags go to the host behind the last collective.
+  // Copies the sums of the flags to the host after the last collective, if this rank lacks gradients that others may
+  // have.
   void ask_for_flags(const ParamGroup& group, const Reduction& running);
-  // The one place where the host waits for the device: until that collective is done, not for what came after it.
+  // Reads the flags. Only here does the host wait for the device: until that collective is done, not for later work.
   void read_flags(const ParamGroup& group, Reduction& running);
 
   DeviceContext& context_;
   ReduceMemory& memory_;
   HostShards& host_shards_;
-  std::vector<at::Tensor> foreign_sums_;  // of this backward, added to gradients that are not ours
+  std::vector<at::Tensor> foreign_sums_;  // of this backward, added to gradients in the user's memory
   std::vector<PerGroup> groups_;
 };
 

@@ -1,4 +1,4 @@
-// The transport on an accelerator: what the root tells it, handed to its parts.
+// The transport on an accelerator: passes the root's calls to its parts.
 #include "engine/transport/device/device_transport.hpp"
 
 #include <torch/csrc/utils/pybind.h>
@@ -17,7 +17,8 @@ DeviceTransport::DeviceTransport(DeviceCollectives collectives, std::shared_ptr<
       reductions_(context_, memory_, host_shards_) {}
 
 DeviceTransport::~DeviceTransport() {
-  // Shard and gradient pools die behind the transport: the lanes must be behind its work when their memory is taken.
+  // Shard and gradient pools are freed after the transport. Before their memory is reused, the lanes must be done with
+  // it.
   try {
     for (const Lane lane : {Lane::copy_in, Lane::gather, Lane::reduce, Lane::all_reduce, Lane::copy_out}) {
       context_.join(lane);
@@ -39,8 +40,8 @@ void DeviceTransport::register_group(const std::shared_ptr<ParamGroup>& group) {
 }
 
 void DeviceTransport::begin_forward(const PyRef& after) {
-  if (memory_.are_on_their_way()) reductions_.end();  // of a backward that raised
-  // What users do between two forwards: an optimizer step, new values, gradients read and set to None.
+  if (memory_.are_on_their_way()) reductions_.end();  // left by a backward that raised
+  // Between two forwards, users step optimizers, write values, read gradients, and set them to None.
   let_users_write(/*with_shards=*/true);
   host_shards_.may_change();
   gathers_.set_keeps(context_.keeps() || after);
@@ -60,7 +61,7 @@ void DeviceTransport::end_forward() {
 }
 
 void DeviceTransport::end_backward() {
-  end_forward();  // gathers of this backward have read the shards, too
+  end_forward();  // gathers of this backward have read the shards too
   host_shards_.may_change();
   reductions_.end();
   let_users_write(/*with_shards=*/false);
@@ -72,9 +73,9 @@ void DeviceTransport::let_users_write(bool with_shards) {
     for (const auto& weak : groups_) {
       const auto group = weak.lock();
       if (!group || group->offloads() != on_host) continue;
-      // Who starts a gather ahead of forward does not write to its shards before it has ended.
+      // A user who starts a gather ahead of forward must not write to its shards before it has ended.
       if (with_shards && !gathers_.is_running(*group)) pools.push_back(group->pool());
-      // With manual finalization, gradients are nobody's until their reduction ends.
+      // With manual finalization, users must not touch gradients until their reduction ends.
       if (!group->is_posted()) pools.push_back(group->gradients().pool());
     }
     return pools;

@@ -1,9 +1,9 @@
-// The transport on an accelerator: gathers and reductions on lanes of their own beside the compute, ordered by events;
-// the host does not wait for the device, but for collectives that only it can `check`. Collectives are issued through
-// torch.distributed in the order of the current lane, so libnccl is not linked and patches, counters and custom groups
-// see them.
+// The transport on an accelerator: gathers and reductions on separate lanes next to the compute lane, ordered by
+// events. The host only waits for the device if it must `check` a collective. Collectives are issued through
+// torch.distributed in the order of the current lane. So libnccl is not linked, and patches, counters, and custom
+// groups see them.
 //
-// What is told to it here is done by its parts, each readable alone: see the README.
+// Each call is handled by one part that can be read alone: see the README.
 #pragma once
 
 #include <memory>

@@ -13,7 +13,7 @@ cuda::WireSegment segment_of(const WirePlace& place, WireFormat format, size_t b
   return segment;
 }
 
-// `numel` values that follow each other.
+// Returns a segment of `numel` consecutive values.
 cuda::WireSegment dense(cuda::WireSegment segment, size_t values_offset, int64_t numel, DType type) {
   segment.values_offset = static_cast<int64_t>(values_offset);
   segment.numel = segment.piece_numel = numel;

@@ -1,5 +1,5 @@
-// What of a group's weights and gradients is coded where on a device, for both directions; the layouts are those of the
-// CPU, so that ranks on either would understand each other.
+// Chooses which weights and gradients of a group are coded on a device, and where. The layouts are those of the CPU, so
+// CPU and device ranks could decode each other's segments.
 //
 //   weights     shard pool --encode--> own segment --all-gather--> W segments --decode--> slot
 //   gradients   W packed segments (+ errors) --encode--> W segments --all-to-all--> W segments --sum--> rows
@@ -20,26 +20,27 @@ namespace fsdp2x {
 struct DeviceWireWeights {
   DeviceWireWeights(const Layout& layout, WireFormat format);
 
-  size_t segment_bytes = 0;  // of a rank
+  size_t segment_bytes = 0;  // of one rank
   WireProgram to_segment, to_slot;
-  CopyProgram plain_to_segment, plain_to_slot;  // what travels in its own dtype
+  CopyProgram plain_to_segment, plain_to_slot;  // parameters in their own dtype
 };
 
 class DeviceWireGradients {
  public:
-  // `plan`: of the packed segments, in fp32, with everything packed; it outlives this.
+  // `plan`: of the packed segments, in fp32, with everything packed. It must outlive this object.
   DeviceWireGradients(const SegmentPlan& plan, WireFormat format);
 
   WireFormat format() const { return format_; }
   const SegmentPlan& plan() const { return plan_; }
-  // Of all ranks' segments.
+  // Returns the bytes of all ranks' segments.
   size_t bytes() const { return segment_bytes_ * static_cast<size_t>(plan_.layout->world()); }
-  // The packed segments, end to end -> as many in the format. A parameter that is not `filled` is sent as zeros and
-  // keeps its errors, which lie in the order of the current lane.
+  // Encodes the packed segments, laid end to end, into as many in the format. A parameter that is not `filled` is sent
+  // as zeros and keeps its errors. Errors are used in the order of the current lane.
   void encode(DeviceLayer& layer, const void* packed, const std::vector<uint8_t>& filled, void* segments);
-  // What the ranks sent to this one, summed in rank order and divided -> its rows, flags included.
+  // Sums the received segments in rank order, divides, and writes this rank's rows with their flags.
   void sum(DeviceLayer& layer, const void* segments, double divisor, void* rows) const;
-  // The next gradient is encoded as the first one was. On the lane that encodes; a graph may have their memory.
+  // Drops the errors, so that the next gradient is encoded as the first one was. Called on the encoding lane. A graph
+  // may own their memory.
   void forget_errors(DeviceContext& context);
   size_t error_bytes() const { return errors_.defined() ? errors_.nbytes() : 0; }
 
@@ -48,7 +49,7 @@ class DeviceWireGradients {
   WireFormat format_;
   size_t segment_bytes_ = 0;
   WireProgram to_segments_, to_rows_;
-  at::Tensor errors_;  // as segments lie; undefined until there are any
+  at::Tensor errors_;  // laid out like segments, undefined until there are any
 };
 
 }  // namespace fsdp2x

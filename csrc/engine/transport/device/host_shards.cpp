@@ -1,4 +1,4 @@
-// Shards to the device, reduced rows to the host.
+// Uploads shards to the device and downloads reduced rows to the host.
 #include "engine/transport/device/host_shards.hpp"
 
 #include <algorithm>
@@ -27,10 +27,10 @@ class HostRows final : public ReducedRows {
     give_back();
   }
   std::vector<uint8_t> has_gradient() override { return has_gradient_; }
-  void run_hook(const Gil&, const PyRef&) override {}  // it has run, on the device
+  void run_hook(const Gil&, const PyRef&) override {}  // it has already run, on the device
   void write(const GradientTargets& targets) override;
 
-  at::Tensor memory;     // of the host
+  at::Tensor memory;     // CPU memory
   bool in_pool = false;  // `memory` is the gradient pool
 
  private:
@@ -44,7 +44,7 @@ class HostRows final : public ReducedRows {
   DeviceEvent& downloaded_;
   std::shared_ptr<const Layout> layout_;
   std::vector<uint8_t> has_gradient_;
-  double divisor_;  // left to divide by
+  double divisor_;  // what remains to divide by
 };
 
 void HostRows::write(const GradientTargets& targets) {
@@ -115,7 +115,7 @@ void HostShards::upload(ParamGroup& group, const Upload& target, Lane lane) {
   }
   layer.record(*buffer.ready, lane);
   groups_[group.index()].resident_is_current = target.stays_current;
-  // Who waits for copy_in waits for all uploads.
+  // A wait for copy_in must cover all uploads.
   if (lane != Lane::copy_in) layer.wait(Lane::copy_in, *buffer.ready);
 }
 

@@ -1,4 +1,4 @@
-// Plans through tables of kernels.
+// Runs plans through tables of kernels.
 #include "engine/transport/device/plan_runner.hpp"
 
 #include <algorithm>
@@ -12,13 +12,13 @@ namespace fsdp2x {
 
 namespace {
 
-// An uploaded plan, freed in the order of the stream that was current when it was made. Another one that runs it holds
-// it.
+// An uploaded plan, freed in the order of the stream that was current when it was made. Another stream that runs it
+// also holds it.
 template <class Segment>
 struct LayerPlan {
   LayerPlan(cuda::Plan<Segment> plan, DeviceLayer& layer)
       : image(std::move(plan), layer.device()), home(layer.current_stream()) {
-    const LaneScope scope(layer, Lane::host);  // which waits until the plan has arrived
+    const LaneScope scope(layer, Lane::host);  // it waits until the plan has arrived
     layer.touches("take", "plan", {}, image.memory);
   }
   cuda::List<Segment> list(DeviceLayer& layer) const {
@@ -26,7 +26,7 @@ struct LayerPlan {
     layer.touches("read plan", "", image.memory, {});
     return image.list();
   }
-  // Before it is freed.
+  // Call before it is freed.
   void end(DeviceLayer& layer) const {
     std::optional<StreamScope> scope;
     if (home) scope.emplace(layer, *home);
@@ -44,12 +44,12 @@ std::vector<LayerPlan<Segment>> upload(std::vector<cuda::Plan<Segment>> plans, D
   return uploaded;
 }
 
-// Combinations of gradient dtypes whose plans are kept. A model has one; gradients that come in several have few.
+// Combinations of gradient dtypes whose plans are kept. Most models have one, and mixed gradients have few.
 constexpr size_t kMaxPacks = 8;
 
-// What a SegmentPlan has of ours: packing for each combination of gradient dtypes, and the rows.
+// The prepared plans of a SegmentPlan: packing for each combination of gradient dtypes, and the rows.
 struct Prepared {
-  // What each gradient had last. A missing one keeps it, so that plans do not depend on which gradients there are.
+  // The last dtype of each gradient. A missing gradient keeps it, so that plans do not depend on which gradients exist.
   std::vector<DType> types;
   std::map<std::vector<DType>, std::vector<LayerPlan<cuda::PackSegment>>> packs;
   std::vector<LayerPlan<cuda::ReduceSegment>> rows;
@@ -64,7 +64,7 @@ Prepared& prepared_of(SegmentPlan& plan) {
   return *static_cast<Prepared*>(plan.prepared.get());
 }
 
-// A CopyProgram's: copies that the kernels serve, and the others.
+// The prepared plan of a CopyProgram: copies that the kernels serve, and the others.
 struct PreparedCopies {
   LayerPlan<cuda::CopySegment> plan;
   std::vector<Copy> left_over;
@@ -76,7 +76,7 @@ std::shared_ptr<PreparedCopies> prepare(const std::vector<Copy>& copies, DeviceL
   return std::make_shared<PreparedCopies>(PreparedCopies{{cuda::plan_copies(served), layer}, std::move(left_over)});
 }
 
-// A WireProgram's: as many parts as launches must name its parameters.
+// The prepared plans of a WireProgram: as many parts as launches need to cover its parameters.
 using PreparedCodes = std::vector<LayerPlan<cuda::WireSegment>>;
 
 const PreparedCodes& prepared_of(const WireProgram& program, DeviceLayer& layer) {
@@ -133,7 +133,7 @@ std::vector<PackItem> PlanRunner::pack(SegmentPlan& plan, const std::vector<Pack
     cuda::PackTable table;
     const auto first = static_cast<size_t>(part.image.plan.first);
     for (size_t entry = 0; entry < cuda::kMaxTable && first + entry < places.size(); ++entry) {
-      // Who is never packed has a flag as well.
+      // A parameter that is never packed has a flag as well.
       const bool is_packed = places[first + entry].shape.trainable;
       table.mode[entry] = is_packed ? cuda::TableMode::skip : cuda::TableMode::write;
       table.flag[entry] = flags[first + entry] != 0;

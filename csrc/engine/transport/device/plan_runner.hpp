@@ -1,6 +1,7 @@
-// Runs the engine's plans through a table of kernels: those of ring cuda on a device, or the reference kernels on the
-// host. A plan is cut into tiles and uploaded the first time it runs, and kept with the plan; after that a run is one
-// launch, whichever gradients there are. What has an f64 side comes back: the kernels compute in fp32.
+// Runs the engine's plans through a table of kernels: those of csrc/kernels/cuda on a device, or the reference kernels
+// on the host. At its first run a plan is cut into tiles and uploaded, and the result is kept with the plan. After that
+// a run is one launch, whichever gradients exist. Copies with an f64 side are returned to the caller: the kernels
+// compute in fp32.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -14,13 +15,13 @@ namespace fsdp2x {
 
 class PlanRunner {
  public:
-  // `layer`: its owner, in whose current order plans are made and run.
+  // `layer`: the owner. Plans are made and run in its current order.
   PlanRunner(const cuda::Kernels& kernels, DeviceLayer& layer) : kernels_(kernels), layer_(layer) {}
 
-  // Arguments as DeviceLayer's functions of the same name; `stream`: where to enqueue, of the runner's device,
-  // whichever device is current.
+  // Arguments are those of DeviceLayer's functions of the same name. `stream`: where to enqueue, on the runner's
+  // device, whichever device is current.
   const std::vector<Copy>& copy(const CopyProgram& program, const void* src, void* dst, cuda::Stream stream) const;
-  // Flags come with the items, except where they are f64.
+  // Flags come with the items, unless they are f64.
   std::vector<PackItem> pack(SegmentPlan& plan, const std::vector<PackItem>& items, const std::vector<uint8_t>& flags,
                              void* buffer, cuda::Stream stream) const;
   static bool writes_flags(const SegmentPlan& plan) { return cuda::packs_flags(*plan.layout); }

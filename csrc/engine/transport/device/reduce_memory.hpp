@@ -1,7 +1,7 @@
-// Memory of the device transport's reductions: buffers that gradients are packed into, segments that rows come out in,
-// and what a reduction that is on its way holds until the compute lane has waited for it.
+// Memory of the device transport's reductions: buffers for packed gradients, segments for result rows, and the memory
+// that a running reduction holds until the compute lane has waited for it.
 //
-// A buffer is given back when the next reduction is on its way.
+// A buffer is given back once the next reduction is enqueued.
 #pragma once
 
 #include <memory>
@@ -18,26 +18,26 @@ class ReduceMemory {
 
   DeviceBuffer& buffer(int id) { return (*buffers_)[id]; }
   DeviceBuffer& segment(int id) { return (*segments_)[id]; }
-  // A buffer that the compute lane may write to, where needs_room() is false.
+  // Takes a buffer that the compute lane may write to. needs_room() must be false.
   int take_buffer(const ParamGroup& group, size_t buffer_bytes);
-  // The compute lane is behind its last use.
+  // Gives a buffer back after the compute lane has waited for its last use.
   void give_back_buffer(int id);
   int take_segment(const ParamGroup& group, size_t bytes, bool* is_new);
   void give_back_segment(int id, Lane lane);
 
-  // A reduction on `lane` reads the buffer. Returns its number.
+  // Notes that a reduction on `lane` reads the buffer. Returns its number.
   uint64_t begin(int buffer, Lane lane);
   bool are_on_their_way() const { return queue_.size() > 0; }
-  // Whether more are on their way than may be when `bytes` of the group's gradients are packed for one more, or beside
-  // the last one.
+  // Returns whether too many reductions are on their way to pack `bytes` of the group's gradients for another one.
+  // needs_room_beside() is for the backward that runs next to the last one.
   bool needs_room(const ParamGroup& group, size_t bytes) const;
   bool needs_room_beside() const { return queue_.size() > queue_.allowed_beside(); }
-  // Gives back what the oldest ones hold, until needs_room() is false; the compute lane waits for them.
+  // Gives back what the oldest reductions hold, until needs_room() is false. The compute lane waits for them.
   void make_room(const ParamGroup& group, size_t bytes);
   void make_room_beside() { retire(queue_.allowed_beside()); }
-  // Rows that are written, by the lane that is given to do that: their memory goes with the reduction's buffer.
+  // Gives back written rows together with the reduction's buffer. `lane` is the one that writes them.
   void retire_segment(int id, uint64_t reduction, Lane lane);
-  // The compute lane goes on behind all reductions, whose memory is given back.
+  // Orders the compute lane after all reductions and gives their memory back.
   void end();
 
   void set_max_buffers(size_t num) { queue_.set_max_buffers(num); }

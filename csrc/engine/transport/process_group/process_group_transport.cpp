@@ -16,7 +16,7 @@ namespace fsdp2x {
 
 namespace {
 
-// The dtype of all parameters of a group as the collective should see it; bytes when they differ.
+// Returns the common dtype of a group's parameters for the collective, or bytes if they differ.
 DType wire_type(const Layout& layout) {
   const DType type = layout.params().front().shape.compute;
   for (const ParamPlace& place : layout.params()) {
@@ -139,7 +139,7 @@ void ProcessGroupTransport::finish_gather(ParamGroup& group) {
   if (group.gathers_alone()) return;
   PerGroup& state = per_group(group);
   wait(group, state.gather, "all-gather");
-  open_slot(group);  // not before: a prefetched unit holds its staging only
+  open_slot(group);  // not before, because a prefetched unit holds its staging only
   if (state.gathers_coded) {
     state.wire_gather->decode(state.gather.memory.const_data_ptr(), group.gather().write);
   } else {
@@ -173,7 +173,7 @@ void ProcessGroupTransport::open_scratch(ParamGroup& group) {
   if (state.plan != nullptr) return;
   SegmentPlan& plan = state.plans.of(group);
   state.reduction.memory = take(plan.segment_bytes * static_cast<size_t>(group.layout().world()));
-  if (group.calls().all_reduce_hook) state.reduction.memory.zero_();  // the user sees the pads
+  if (group.calls().all_reduce_hook) state.reduction.memory.zero_();  // the user's hook sees the pads
   std::fill(state.filled.begin(), state.filled.end(), uint8_t{0});
   state.plan = &plan;
   ++num_scratches_;
@@ -284,10 +284,10 @@ void ProcessGroupTransport::begin_reduce(ParamGroup& group, ForwardCounts) {
 void ProcessGroupTransport::sum_coded(ParamGroup& group) {
   PerGroup& state = per_group(group);
   at::Tensor rows = take(state.plan->segment_bytes);
-  // The user sees the pads, the all-reduce sends them.
+  // The user's hook sees the pads, and the all-reduce sends them.
   if (group.calls().all_reduce_hook || group.has_replicas()) rows.zero_();
   state.wire_reduction->sum(state.reduced.memory.const_data_ptr(), rows.mutable_data_ptr());
-  // Where a collective would average, an all-reduce over the replicas will.
+  // If a plain collective would average, the all-reduce over the replicas will.
   if (group.averages()) {
     cpu::divide(DType::f32, rows.mutable_data_ptr(), static_cast<int64_t>(state.plan->segment_bytes / sizeof(float)),
                 group.layout().world());
@@ -313,7 +313,7 @@ Transport::Finished ProcessGroupTransport::finish_reduce(ParamGroup& group, bool
 
 bool ProcessGroupTransport::abandon_reduce(ParamGroup& group) {
   PerGroup& state = per_group(group);
-  if (state.wire_reduction) state.wire_reduction->forget_errors();  // they belong to what is dropped
+  if (state.wire_reduction) state.wire_reduction->forget_errors();  // the errors belong to the dropped gradients
   if (state.plan == nullptr) return false;
   end(group, state.reduced, "reduction");
   close_scratch(state);

@@ -1,10 +1,10 @@
-// The transport over a torch.distributed process group for parameters on the CPU, any number of hosts. Collectives are
-// issued through Python so that CommDebugMode, patches and custom groups see them; buffers are rank-major, with one
-// fused copy-out.
+// The transport over a torch.distributed process group for parameters on the CPU, on any number of hosts. Collectives
+// are issued through Python so that CommDebugMode, patches, and custom groups see them. Buffers are rank-major, with
+// one fused copy-out.
 //
-// gloo copies what a collective is given, and FSDP2 runs one at a time. To need no more memory than FSDP2, this
-// transport is synchronous: free memory goes back at once, and gathers on their way end before a unit's gradients take
-// memory.
+// gloo copies the arguments of a collective, and FSDP2 runs one collective at a time. To need no more memory than
+// FSDP2, this transport is synchronous: unused memory is freed immediately, and running gathers end before a unit's
+// gradients take memory.
 #pragma once
 
 #include <map>
@@ -67,14 +67,14 @@ class ProcessGroupTransport final : public Transport {
     Staging reduced;                     // this rank's summed segment
     std::vector<Copy> segments_to_slot;  // of all ranks, laid end to end
     SegmentPlans plans;
-    SegmentPlan* plan = nullptr;                    // of what is packed; null: nothing is
+    SegmentPlan* plan = nullptr;                    // of the packed gradients, null: none
     std::vector<uint8_t> filled;                    // by parameter: whether it is packed
-    std::unique_ptr<WireGather> wire_gather;        // null: weights travel in the dtype of compute
-    std::unique_ptr<WireReduction> wire_reduction;  // likewise gradients; holds what they have lost
+    std::unique_ptr<WireGather> wire_gather;        // null: weights travel in the compute dtype
+    std::unique_ptr<WireReduction> wire_reduction;  // likewise for gradients, with their rounding errors
     bool gathers_coded = false;                     // of the running gather
     bool reduces_coded = false;                     // of the posted reduction
   };
-  // (output, input, `option` unless it is null) of a collective, and the work it leaves in `staging`.
+  // Starts a collective with (output, input, `option` unless it is null) and stores its work in `staging`.
   void start(ParamGroup& group, const PyRef& collective, Staging& staging, const at::Tensor& output,
              const at::Tensor& input, const char* operation, PyObject* option = nullptr);
   bool begin_coded_gather(ParamGroup& group, bool pools_stand_still);
@@ -87,7 +87,7 @@ class ProcessGroupTransport final : public Transport {
   at::Tensor take(size_t bytes);
   void give_back(at::Tensor& memory);
   void wait(const ParamGroup& group, Staging& staging, const char* operation);
-  // Waits for what nobody needs any more, unless it may never end: the backend keeps its memory then.
+  // Waits for a collective whose result is not needed, unless it may never end. Then the backend keeps its memory.
   void end(const ParamGroup& group, Staging& staging, const char* operation);
   PerGroup& per_group(const ParamGroup& group);
 
@@ -97,7 +97,7 @@ class ProcessGroupTransport final : public Transport {
   uint64_t num_forwards_ = 0;
   size_t num_scratches_ = 0;
   size_t num_allocations_ = 0;
-  MemoryTally tally_;  // of all that is taken
+  MemoryTally tally_;  // all memory that is taken
   std::map<uint32_t, PerGroup> groups_;
 };
 

@@ -34,7 +34,7 @@ std::vector<uint64_t> WireGather::versions_of(const ParamGroup& group) {
 const at::Tensor& WireGather::segment(const ParamGroup& group, uint64_t forward) {
   std::vector<uint64_t> versions = versions_of(group);
   if (forward != kNoForward && forward == kept_for_ && versions == kept_versions_) return kept_;
-  // What is between the pieces travels, too.
+  // The bytes between the pieces are sent too, so they must be initialized.
   if (!kept_.defined()) kept_ = at::zeros({static_cast<int64_t>(segment_bytes())}, at::kByte);
   encode(group.pool().const_data_ptr(), static_cast<std::byte*>(kept_.mutable_data_ptr()));
   ++group.counters().wire_encodings;

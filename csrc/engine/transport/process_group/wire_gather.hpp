@@ -1,5 +1,5 @@
-// A group's weights in a wire format: this rank's rows are encoded once for a forward and its backward, and those of
-// all ranks, its own among them, are decoded into the slot, so that every rank computes with the same bits.
+// A group's weights in a wire format. This rank's rows are encoded once for a forward and its backward. Every rank
+// decodes the rows of all ranks, including its own, into the slot, so all ranks compute with the same bits.
 //
 //   shard pool --encode--> segment (kept) --all-gather--> W segments --decode--> slot
 #pragma once
@@ -15,8 +15,8 @@
 
 namespace fsdp2x {
 
-// The forward that a gather is for, or whose backward: see Transport::begin_forward. Gathers that are for none encode
-// whatever the user may just have written.
+// The number of the forward that a gather belongs to, also in its backward: see Transport::begin_forward. Gathers
+// outside of a forward always encode, because the user may have written to the shards.
 inline constexpr uint64_t kNoForward = 0;
 
 class WireGather {
@@ -25,10 +25,10 @@ class WireGather {
 
   WireFormat format() const { return wire_.format(); }
   size_t segment_bytes() const { return wire_.segment_bytes(); }
-  // This rank's segment, of bytes, encoded anew unless it was for this forward and no shard was written to since, as
-  // far as torch's version counters say. Needs the GIL.
+  // Returns this rank's segment, as bytes. It is encoded again unless it was made for this forward and torch's version
+  // counters show no write to a shard since. Needs the GIL.
   const at::Tensor& segment(const ParamGroup& group, uint64_t forward);
-  // The segments of all ranks, laid end to end -> the slot.
+  // Decodes the segments of all ranks, laid end to end, into the slot.
   void decode(const void* segments, void* slot) const;
   size_t kept_bytes() const { return kept_.defined() ? kept_.nbytes() : 0; }
 

@@ -1,5 +1,5 @@
-// A group's gradients in a wire format: what each rank needs of them is encoded for it, goes there in one all-to-all,
-// and is summed in fp32 in rank order. What int8 rounds away is kept, and added to the next gradient.
+// A group's gradients in a wire format. Each rank's part is encoded, sent in one all-to-all, and summed in fp32 in rank
+// order. The int8 rounding errors are kept and added to the next gradient.
 //
 //   W packed segments (+ errors) --encode--> W segments --all-to-all--> W segments of this rank's rows --sum--> rows
 #pragma once
@@ -16,18 +16,18 @@ namespace fsdp2x {
 
 class WireReduction {
  public:
-  // `plan`: of the packed segments, in fp32; it outlives this.
+  // `plan`: of the packed segments, in fp32. It must outlive this object.
   WireReduction(const SegmentPlan& plan, WireFormat format);
 
   WireFormat format() const { return wire_.format(); }
   const SegmentPlan& plan() const { return plan_; }
   size_t segment_bytes() const { return wire_.segment_bytes(); }
-  // The packed segments, end to end -> as many in the format. A parameter that is not `filled` is sent as zeros and
-  // keeps its errors.
+  // Encodes the packed segments, laid end to end, into as many in the format. A parameter that is not `filled` is sent
+  // as zeros and keeps its errors.
   void encode(const void* packed, const std::vector<uint8_t>& filled, void* segments);
-  // What the ranks sent to this one, in rank order -> its rows, flags included.
+  // Sums the received segments in rank order into this rank's rows, flags included.
   void sum(const void* segments, void* rows) const;
-  // The next gradient is encoded as the first one was.
+  // Drops the errors, so that the next gradient is encoded as the first one was.
   void forget_errors();
   size_t error_bytes() const { return errors_.defined() ? errors_.nbytes() : 0; }
 
@@ -36,7 +36,7 @@ class WireReduction {
 
   const SegmentPlan& plan_;
   WireLayout wire_;
-  at::Tensor errors_;  // as segments lie; undefined until there are any
+  at::Tensor errors_;  // laid out like segments, undefined until there are any
 };
 
 }  // namespace fsdp2x

@@ -42,7 +42,7 @@ void HostAllReduce::run(const at::Tensor& values, bool average) {
   copy.src = copy.dst = type;
   void* const data = values.mutable_data_ptr();
   run_copies_on(at::kCPU, {copy}, data, group_->scratch_window(group_->rank(), slot.offset, slot.bytes));
-  // Sizes and dtypes of all ranks must agree: they are what a post is tagged with.
+  // The tag of a post lets ranks compare their sizes and dtypes.
   const uint64_t tag = static_cast<uint64_t>(numel) << 8 | static_cast<uint64_t>(type);
   group_->post_reduction(unit, turn.epoch, tag, slot.offset);
   group_->join_reduction(unit, turn.epoch, tag, /*position=*/0, /*flush=*/true);

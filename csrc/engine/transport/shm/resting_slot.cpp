@@ -1,4 +1,4 @@
-// Rows of resting shards: written, published, opened, given back.
+// Rows of resting shards: writes, publishes, opens, and gives them back.
 #include "engine/transport/shm/resting_slot.hpp"
 
 #include <torch/csrc/utils/pybind.h>
@@ -42,7 +42,7 @@ std::unique_ptr<RestingSlot> RestingSlot::make(const std::shared_ptr<cpu::ShmGro
   if (!group.shards().are_watched() || !group.layout().can_rest_in_slot()) return nullptr;
   const size_t bytes = group.layout().slot_bytes();
   if (ledger.reserved_bytes() + bytes > memory->reservable_bytes()) return nullptr;
-  // Memory is where somebody writes, so gaps are free; and from its first byte on it may lie in huge pages.
+  // Pages are allocated on the first write, so gaps cost nothing, and the slot may start on a huge page.
   const size_t alignment = bytes < cpu::kHugePageBytes ? cpu::page_bytes() : cpu::kHugePageBytes;
   const Slot slot = ledger.reserve(bytes, group.name(), alignment);
   return std::unique_ptr<RestingSlot>(new RestingSlot(memory, slot, group));
@@ -86,7 +86,7 @@ void RestingSlot::give_back(ParamGroup& group) const {
   if (group.shards().state() == ShardState::in_pool) return;
   group.shards().leave();
   if (!memory_->is_here()) return;
-  memory_->discard_private_pages(views_->isolated(), views_->bytes());  // they would hide what is gathered next
+  memory_->discard_private_pages(views_->isolated(), views_->bytes());  // they would hide the next gather's values
   if (is_unread()) memory_->give_back(*views_);
 }
 

@@ -1,4 +1,4 @@
-// The slot of a group whose shards rest in it: a gather then has nothing to copy. See docs/engine/resting_shards.md.
+// The slot that stores the shards of a group, so that a gather copies nothing. See docs/engine/resting_shards.md.
 #pragma once
 
 #include <memory>
@@ -9,36 +9,36 @@
 
 namespace fsdp2x {
 
-// The gather of a group that runs, as its peers must see it, with the settings of its unit.
+// Returns the post of the group's running gather for its peers, with the settings of its unit.
 cpu::GatherPost post_of(const ParamGroup& group);
 
-// Whether a group has such a slot is the same on all ranks; whether this rank's shards rest there at the moment, or lie
-// in a pool and are copied, is its own affair.
+// All ranks agree on whether a group has such a slot. Whether this rank's shards rest there at the moment, or lie in a
+// pool and are copied, may differ between ranks.
 class RestingSlot {
  public:
-  // Null where shards have to be cast, permuted or filled in by Python. Called for the same groups in the same order on
-  // every rank.
+  // Returns null if shards have to be cast, permuted, or filled in by Python. Called for the same groups in the same
+  // order on every rank.
   static std::unique_ptr<RestingSlot> make(const std::shared_ptr<cpu::ShmGroup>& memory, SlotLedger& ledger,
                                            ParamGroup& group);
 
-  // A gather begins: where it is, and how often there was one. It ends.
+  // Begins a gather, counts it, and returns its slot. end_use() ends it.
   const Slot& begin_use();
   void end_use() { is_used_ = false; }
   bool is_used() const { return is_used_; }
   std::byte* shared() const { return views_->shared(); }
-  // Before `post` is told to the peers: this rank's rows are there. Waits, when there is something to write, until
-  // nobody reads what was gathered before.
+  // Writes this rank's rows before `post` is published to the peers. If there is something to write, waits until the
+  // last gather is no longer read.
   void write_rows(ParamGroup& group, const cpu::GatherPost& post);
 
-  // For an optimizer's step: shards are written where peers will read them. False, and
-  // nothing has changed, while somebody may read them, this rank among them, or knows an address of them.
+  // Opens the shards for an optimizer's step: they are written where peers will read them. Returns false without a
+  // change if a rank (this one included) may still read them or know an address of them.
   bool open(ParamGroup& group) const;
-  // The shards lie in a pool again.
+  // Moves the shards back to a pool.
   void give_back(ParamGroup& group) const;
 
  private:
   RestingSlot(std::shared_ptr<cpu::ShmGroup> memory, const Slot& slot, const ParamGroup& group);
-  // By any rank, this one among them; and this process is the rank that writes.
+  // Returns whether no rank reads the slot, and this process is the rank that writes.
   bool is_unread() const {
     return memory_->is_here() && memory_->slot_is_released(static_cast<uint32_t>(slot_.id), slot_.num_uses);
   }

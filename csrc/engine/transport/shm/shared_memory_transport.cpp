@@ -1,4 +1,4 @@
-// The CPU transport over shared memory (or one rank's own): the gather and reduction protocols of
+// The CPU transport over shared memory (or private memory for a single rank): the gather and reduction protocols of
 // docs/engine/shared_memory.md.
 #include "engine/transport/shm/shared_memory_transport.hpp"
 
@@ -22,7 +22,7 @@
 
 namespace fsdp2x {
 
-// The rows of a reduction that all ranks have posted: writing them is the sum over their scratches.
+// The rows of a reduction that all ranks have posted. Writing them sums over the ranks' scratches.
 class SummedRows final : public ReducedRows {
  public:
   SummedRows(SharedMemoryTransport& transport, ParamGroup& group, SharedMemoryTransport::Sources sources);
@@ -40,8 +40,8 @@ class SummedRows final : public ReducedRows {
 
 namespace {
 
-// Ranks must mean the same thing by unit number n: its layout, and what sums are divided by, are compared through this
-// number.
+// Returns a hash of the unit's layout and divisors. Ranks compare it, so that unit number n means the same on all
+// ranks.
 uint64_t tag_of(const ParamGroup& group) {
   uint64_t tag = 1469598103934665603ULL;  // FNV-1a
   for (const ParamPlace& place : group.layout().params()) {
@@ -90,7 +90,7 @@ void SharedMemoryTransport::begin_gather(ParamGroup& group, bool /*pools_stand_s
   try {
     post_rows(group);
   } catch (const std::bad_alloc& error) {
-    // Peers wait for a gather that this rank does not post.
+    // Peers wait for a gather that this rank cannot post.
     if (!group_) throw;
     group_->give_up("the all-gather of unit '" + group.name() + "' failed (" + error.what() + ")");
   }
@@ -114,7 +114,7 @@ void SharedMemoryTransport::post_rows(ParamGroup& group) {
   }
   gather.sequence = ++gather_sequence_;
   if (!group_) {
-    // One rank alone keeps the GIL, if it has it: threads may then call units of one root side by side.
+    // A single rank keeps the GIL if it has it, so threads may call units of one root concurrently.
     gather.write = gather.read = private_memory(private_.gathers, gather.slot);
     return write_rows(group);
   }
@@ -183,8 +183,8 @@ void SharedMemoryTransport::sweep_closing() {
   }
 }
 
-// One scratch at a time: the unit before is reduced, and read by the peers, before this one costs memory. Ranks are
-// about that close anyway, since they gather together.
+// Allows one scratch at a time: the previous unit is reduced, and read by the peers, before this one takes memory.
+// Ranks are about that close anyway, since they gather together.
 bool SharedMemoryTransport::needs_room(const ParamGroup& group, std::optional<size_t>) {
   return scratches_[group.index()].data == nullptr;
 }
@@ -201,7 +201,7 @@ void SharedMemoryTransport::make_room(ParamGroup&) {
 void SharedMemoryTransport::open_scratch(ParamGroup& group) {
   Scratch& scratch = scratch_of(group);
   if (scratch.data != nullptr) return;
-  // Without a reduction at the end of this backward, the next one adds to what is packed.
+  // Without a reduction at the end of this backward, the next backward adds to the packed gradients.
   acquire_scratch(group, /*wide=*/!group.options().requires_gradient_sync);
   std::fill(scratch.filled.begin(), scratch.filled.end(), uint8_t{kNotPacked});
 }
@@ -447,7 +447,7 @@ void SummedRows::run_hook(const Gil&, const PyRef&) {}  // a group with a hook i
 
 void SummedRows::write(const GradientTargets& targets) {
   transport_.sum_into(group_, sources_, targets);
-  is_read_ = true;  // before users' hooks, which may raise
+  is_read_ = true;  // before user hooks, which may raise
   transport_.close_scratch(group_);
 }
 

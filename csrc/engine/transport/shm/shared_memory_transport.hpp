@@ -17,7 +17,7 @@ namespace fsdp2x {
 
 class SharedMemoryTransport final : public Transport {
  public:
-  // `group` is null for a world of one rank: slots and scratches are then private memory.
+  // `group` is null for a world of one rank. Slots and scratches are then private memory.
   explicit SharedMemoryTransport(std::shared_ptr<cpu::ShmGroup> group);
   ~SharedMemoryTransport() override;
 
@@ -47,7 +47,7 @@ class SharedMemoryTransport final : public Transport {
 
  private:
   friend class SummedRows;
-  // How a gradient lies in a scratch: not at all, in ParamShape::packed(), in the reduce dtype of a wide scratch.
+  // Form of a gradient in a scratch: absent, in ParamShape::packed(), or in the reduce dtype of a wide scratch.
   enum Packed : uint8_t { kNotPacked = 0, kPacked = 1, kPackedWide = 2 };
   // A group's packed gradients, from the first pack until the reduction is finished.
   struct Scratch {
@@ -55,19 +55,19 @@ class SharedMemoryTransport final : public Transport {
     std::byte* data = nullptr;    // null: none
     std::vector<uint8_t> filled;  // by parameter, see Packed
     bool wide = false;            // everything is in the reduce dtype
-    uint64_t epoch = 0;           // of the last reduction that was posted
+    uint64_t epoch = 0;           // of the last posted reduction
     SegmentPlans plans;           // of sums for replicas
   };
-  struct Closing {  // a scratch some peer may still read
+  struct Closing {  // a scratch that a peer may still read
     uint32_t group;
     uint64_t epoch;
     int slot;
     uint64_t position;
   };
-  // A group's gathers, from its first on.
+  // A group's gathers since its first one.
   struct Gathers {
     bool have_begun = false;
-    std::unique_ptr<RestingSlot> resting;  // null: a slot of the ledger for each of them
+    std::unique_ptr<RestingSlot> resting;  // null: a slot of the ledger for each gather
   };
   RestingSlot* resting_slot(ParamGroup& group);
   Scratch& scratch_of(const ParamGroup& group) { return scratches_[group.index()]; }
@@ -75,14 +75,14 @@ class SharedMemoryTransport final : public Transport {
   static void write_rows(ParamGroup& group);
   void open_scratch(ParamGroup& group);
   void acquire_scratch(ParamGroup& group, bool wide);
-  void widen_scratch(ParamGroup& group);  // what is packed moves to a wide one
+  void widen_scratch(ParamGroup& group);  // moves packed gradients to a wide scratch
   struct PackedGradient {
     DType type;
     std::byte* data;
   };
-  // Where `param` lies in a scratch of this or another rank that packed it so.
+  // Returns where `param` lies in a scratch of any rank that packed it as `how`.
   static PackedGradient packed_gradient(const ParamGroup& group, size_t param, std::byte* scratch, uint8_t how);
-  // The peers may have this rank's scratch, and this rank has read theirs.
+  // Hands this rank's scratch to the peers after this rank has read theirs.
   void close_scratch(ParamGroup& group);
   void sweep_closing();
   // The scratches of all ranks and, per rank, which parameters are in them.
@@ -92,13 +92,13 @@ class SharedMemoryTransport final : public Transport {
     bool any_filled(size_t param) const;
   };
   Sources sources_of(const ParamGroup& group);
-  // Sums of this rank's rows, in memory that every reduction uses again.
+  // Sums of this rank's rows, in memory that every reduction reuses.
   struct RowSums {
     std::vector<cpu::ReducePiece> pieces;
     std::vector<const void*> pointers;
     std::vector<DType> types;
   };
-  // Begun, one piece added for a parameter (completed with its sources), all run.
+  // Begin the sums, add one piece for a parameter (completed with its sources), and run them all.
   void begin_rows(const ParamGroup& group, const Sources& sources);
   void add_rows(const ParamGroup& group, const Sources& sources, size_t param, cpu::ReducePiece piece);
   void sum_rows();
@@ -107,7 +107,7 @@ class SharedMemoryTransport final : public Transport {
   void fill_unused(ParamGroup& group);                               // zeros for parameters without a gradient
   void predivide(ParamGroup& group);                                 // see ParamGroup::pre_divisor
   double before_sum(const ParamGroup& group) const;
-  // Without a group, by the id of slots.
+  // Memory by slot id, used without a group.
   struct PrivateMemory {
     std::vector<at::Tensor> gathers, scratches;
     size_t num_allocations = 0;
@@ -120,7 +120,7 @@ class SharedMemoryTransport final : public Transport {
   PrivateMemory private_;
   std::deque<Closing> closing_;
   uint64_t gather_sequence_ = 0;
-  std::atomic<bool> gathers_ = false;  // some thread does
+  std::atomic<bool> gathers_ = false;  // a thread gathers
   std::vector<Gathers> gathers_of_;    // by group
   std::vector<Scratch> scratches_;     // by group
   RowSums row_sums_;
