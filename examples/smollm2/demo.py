@@ -315,6 +315,8 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="Few rows and steps, one seed, no claim about quality.")
     parser.add_argument("--skip", action="store_true", help="Skip with success if the registry cannot be reached.")
     args = parser.parse_args()
+    # `timeout` and CI end a program with SIGTERM: as an exception it passes the blocks that stop the ranks.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
     demo = Demo(args.out.resolve(), SHORT if args.short else FULL)

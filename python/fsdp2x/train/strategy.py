@@ -223,6 +223,26 @@ def resolve_param_dtype(model: ModelConfig, parallel: ParallelConfig, device: to
     return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
 
 
+def explain_emulation(dtype: torch.dtype, device: torch.device) -> str | None:
+    """A warning for a half precision that this CPU computes without vector instructions, several times slower.
+
+    The rule is oneDNN's: https://uxlfoundation.github.io/oneDNN/dev_guide_data_types.html
+    """
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return None
+    supported = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    if dtype not in supported or supported[dtype]():
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return (
+        f"this CPU has no fast {name} arithmetic: matrix products can take 10 times as long as in float32. "
+        "Set parallel.param_dtype=float32 and model.dtype=float32."
+    )
+
+
 def resolve_scaling(scaler: ScalerConfig, model: ModelConfig, param_dtype: torch.dtype | None) -> bool:
     """Whether the loss is scaled.
 

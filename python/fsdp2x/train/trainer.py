@@ -45,7 +45,14 @@ from fsdp2x.train.metrics import Logger, Metrics, Observer, WandbLogger, memory_
 from fsdp2x.train.model import build_model, build_on_meta, check_folder, make_sharded
 from fsdp2x.train.run_folder import RunFolder, check_writable
 from fsdp2x.train.schedule import GradScaler, Schedule, make_optimizer, restore_settings
-from fsdp2x.train.strategy import plan_mesh, resolve_batching, resolve_param_dtype, resolve_scaling, resolve_steps
+from fsdp2x.train.strategy import (
+    explain_emulation,
+    plan_mesh,
+    resolve_batching,
+    resolve_param_dtype,
+    resolve_scaling,
+    resolve_steps,
+)
 from fsdp2x.train.tokenizer import Tokenizer, choose_tokenizer, make_tokenizer, replaces_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -206,6 +213,9 @@ class Trainer:
             "parameters in %s, computed in %s%s",
             config.model.dtype, str(computed).removeprefix("torch."), ", with a scaled loss" if self.scaler else "",
         )  # fmt: skip
+        emulated = explain_emulation(computed, world.device)
+        if world.is_main and emulated:
+            logger.warning("%s", emulated)
         if world.is_main and replaces_tokenizer(config.data.tokenizer, config.model.path):
             logger.warning(
                 "data.tokenizer=%s is not the tokenizer in model.path=%s; checkpoints and exports get the former",

@@ -9,7 +9,7 @@ import torch
 from fsdp2x.train import ConfigError
 from fsdp2x.train.config import ModelConfig, ParallelConfig, ScalerConfig, TrainSection
 from fsdp2x.train.model import sharding
-from fsdp2x.train.strategy import plan_mesh, resolve_batching, resolve_scaling, resolve_steps
+from fsdp2x.train.strategy import explain_emulation, plan_mesh, resolve_batching, resolve_scaling, resolve_steps
 
 
 @pytest.mark.parametrize(
@@ -115,3 +115,16 @@ def test_a_device_leaves_timeouts_to_its_process_group():
     config = ParallelConfig(timeout_s=120)
     of = {device: sharding(config, plan, torch.device(device), None)["timeout"] for device in ("cpu", "cuda")}
     assert of == {"cpu": datetime.timedelta(seconds=120), "cuda": None}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fast", [True, False])
+def test_half_precision_that_a_cpu_emulates_is_reported(dtype, fast, monkeypatch):
+    for name in ("_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported"):
+        monkeypatch.setattr(torch.ops.mkldnn, name, lambda: fast, raising=False)
+    warning = explain_emulation(dtype, torch.device("cpu"))
+    if fast or dtype == torch.float32:
+        assert warning is None
+    else:
+        assert str(dtype).removeprefix("torch.") in warning and "parallel.param_dtype=float32" in warning
+    assert explain_emulation(dtype, torch.device("cuda")) is None
