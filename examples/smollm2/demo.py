@@ -148,10 +148,10 @@ class Demo:
         shutil.rmtree(self.out / name / "checkpoints")
         return target
 
-    def answer(self, name: str, folder: Path, *, show: int = 3) -> None:
-        """Exact matches of a model on all held-out questions."""
-        data, result = self.out / "data", self.out / f"answers-{name}.json"
-        words = [HERE / "answers.py", folder, data / "questions.jsonl", data / "sort_test.jsonl", "--json", result]
+    def answer(self, name: str, folder: Path, *files: str, show: int = 3) -> None:
+        """Exact matches of a model on held-out questions, of all files unless some are given."""
+        files, result = files or ("questions.jsonl", "sort_test.jsonl"), self.out / f"answers-{name}.json"
+        words = [HERE / "answers.py", folder, *(self.out / "data" / file for file in files), "--json", result]
         words += ["--limit", 4] if self.size.is_short else []
         self.run(words, f"answers-{name}.log", threads=os.cpu_count() or 1)
         found = json.loads(result.read_text())
@@ -203,7 +203,7 @@ class Demo:
                 summary["training"][f"grpo-{seed}"] = {"rewards": rewards}
         for seed in size.seeds:
             with self.step(f"Export it; answers after GRPO, seed {seed}"):
-                self.answer(f"grpo-{seed}", self.export(f"grpo-{seed}"), show=0)
+                self.answer(f"grpo-{seed}", self.export(f"grpo-{seed}"), "sort_test.jsonl", show=0)
         with self.step("Chat with the result in plain transformers"):
             asked = [row["question"] for row in json.loads((self.out / "answers-sft.json").read_text())["rows"]]
             texts = [asked[0], asked[1], asked[-1], "What is the capital of France?"]
@@ -223,10 +223,10 @@ class Demo:
                 )
                 before, after = trained_share(answers["before"]), trained_share(answers[name])
                 check(after > max(0.6, before + 0.4), f"{name}: {after:.2f} exact matches, {before:.2f} before")
-            # Six steps see 48 lists: the noise of one seed can hide a small rise, so the seeds count together.
-            pairs = [ends(training[f"grpo-{seed}"]["rewards"]) for seed in self.size.seeds]
-            first, last = (statistics.fmean(values) for values in zip(*pairs, strict=True))
-            check(last > first, f"GRPO: the mean reward of six steps went from {first:.2f} to {last:.2f}")
+            # A step rewards eight prompts, which is noisy; the held-out lists are the same for all models.
+            before = answers["sft"]["sort"]["exact"]
+            after = statistics.fmean(answers[f"grpo-{seed}"]["sort"]["exact"] for seed in self.size.seeds)
+            check(after >= before + 2, f"GRPO: {after:g} held-out lists are sorted, {before} before")
         plot(self.summary, self.out / "plots.png")
         self.summary["total_seconds"] = round(time.monotonic() - START, 1)
         (self.out / "summary.json").write_text(json.dumps(self.summary, indent=1) + "\n")
@@ -250,12 +250,6 @@ def report(line: dict, until: int) -> None:
 
 def losses(lines: list[dict]) -> dict:
     return {"losses": {line["step"]: line["loss"] for line in lines if line["event"] == "train"}}
-
-
-def ends(rewards: dict[int, float]) -> tuple[float, float]:
-    """Mean reward of the first and of the last six steps."""
-    values = list(rewards.values())
-    return statistics.fmean(values[:6]), statistics.fmean(values[-6:])
 
 
 def trained_share(counts: dict) -> float:
