@@ -1,4 +1,4 @@
-// Sizes of a planned model, and its steps: the planner counts by the engine's own rules and schedule.
+// Binds the sizes and steps of a planned model: the planner counts with the engine's rules and schedule.
 #include "bind/parts.hpp"
 
 #include <optional>
@@ -73,7 +73,7 @@ void bind_planned_steps(py::module_& m) {
            py::arg("reshards_after_backward"))
       .def("add_group", &PlannedSteps::add_group, py::arg("unit"), py::arg("transport"), py::arg("sizes"),
            py::arg("smaller"))
-      // (backwards like it, gathered groups, reduced groups) of each backward of the last step.
+      // Returns (identical backwards, gathered groups, reduced groups) for each backward of the last step.
       .def(
           "run",
           [](PlannedSteps& self, const std::vector<PlannedEvent>& events,
@@ -105,7 +105,7 @@ void bind_accounting(py::module_& m) {
       .value("int8", WireFormat::int8)
       .value("fp8", WireFormat::fp8)
       .value("bf16", WireFormat::bf16);
-  // Of a rank's segment in a wire format, what is gathered and what is reduced.
+  // The gathered and the reduced bytes of a rank's segment in a wire format.
   m.def(
       "wire_gather_bytes",
       [](const Layout& layout, WireFormat format) { return WireLayout::of_weights(layout, format).segment_bytes(); },

@@ -1,4 +1,4 @@
-// The agreement of ranks over a process group, for Python.
+// Binds the agreement of ranks over a process group.
 #include "engine/transport/agreement.hpp"
 
 #include <optional>
@@ -14,7 +14,7 @@ void bind_agreement(py::module_& m) {
              return std::make_shared<Agreement>(own(ask), own(leave));
            }),
            py::arg("ask"), py::arg("leave"))
-      // A collective of Python: an all-reduce of `bytes` of `dtype`, or something else (null) that has several.
+      // A collective of Python: an all-reduce of `bytes` of `dtype`, or (null) an operation with several collectives.
       .def(
           "post",
           [](Agreement& self, const std::string& kind, const std::string& what, size_t bytes,

@@ -1,4 +1,4 @@
-// Names of device transports and layers in fsdp2x._C; no decisions.
+// Binds device transports and layers to fsdp2x._C, without decisions.
 #include "bind/parts.hpp"
 
 #include "engine/memory/device_kernels.hpp"
@@ -8,7 +8,7 @@ namespace fsdp2x {
 namespace py = pybind11;
 
 void bind_device(py::module_& m) {
-  // Whether fsdp2x was built with them, and whether a device can run them.
+  // Whether fsdp2x was built with device kernels, and whether a device can run them.
   m.def("has_device_kernels", [] { return DeviceKernels().exist(); });
   m.def(
       "can_run_kernels", [](at::Device device) { return kernels_on(device) != nullptr; }, py::arg("device"));
@@ -18,7 +18,7 @@ void bind_device(py::module_& m) {
       .value("copy_out", Lane::copy_out)
       .value("host", Lane::host);
   py::class_<DeviceEvent>(m, "DeviceEvent");
-  // Lanes and events for what Python brings to the device beside a transport, and takes back.
+  // Lanes and events for Python's own copies to and from the device.
   py::class_<DeviceLayer, std::shared_ptr<DeviceLayer>>(m, "DeviceLayer")
       .def_property_readonly("device", &DeviceLayer::device)
       .def("make_event", &DeviceLayer::make_event, py::arg("name"))
@@ -32,7 +32,7 @@ void bind_device(py::module_& m) {
             self.transfer(target, source);
           },
           py::arg("lane"), py::arg("target"), py::arg("source"))
-      // What else touched memory on a lane.
+      // Notes another access to memory on a lane.
       .def(
           "touches",
           [](DeviceLayer& self, Lane lane, const std::string& operation, const std::string& subject,
@@ -56,12 +56,12 @@ void bind_device(py::module_& m) {
            py::arg("allocate"), py::arg("layer"), py::arg("pack_below_bytes"));
   m.attr("PACK_BELOW_BYTES") = kPackBelowBytes;
   m.attr("PACK_EVERYTHING") = kPackEverything;
-  // For memory plans: a rank's part of what is gathered packed.
+  // For memory plans: a rank's part of packed gathers.
   m.def(
       "packed_segment_bytes",
       [](const Layout& layout, size_t pack_below_bytes) { return plan_gather(layout, pack_below_bytes).segment_bytes; },
       py::arg("layout"), py::arg("pack_below_bytes"));
-  // Likewise: of each parameter that has a collective of its own.
+  // Likewise, for each parameter with a separate collective.
   m.def(
       "direct_chunk_bytes",
       [](const Layout& layout, size_t pack_below_bytes) {

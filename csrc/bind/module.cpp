@@ -22,13 +22,13 @@ namespace fsdp2x {
 
 namespace {
 
-// ParamShape with torch's dtypes, which Python sees under that name.
+// ParamShape with torch's dtypes, under the name that Python uses.
 struct TorchShape {
   int64_t outer, dim, inner;
   at::ScalarType original, compute, reduce;
   bool in_slot;
 
-  // Dtypes that the engine cannot cast travel as bytes.
+  // Dtypes that the engine cannot cast are passed as bytes.
   ParamShape in_engine() const {
     ParamShape shape{outer, dim,    inner, engine_dtype(original), engine_dtype(compute), engine_dtype(reduce),
                      true,  in_slot};
@@ -101,7 +101,7 @@ py::dict stats_of(const Root& root) {
   return result;
 }
 
-// Copies contiguous CPU tensors of the same sizes past the caches, on the threads this rank owns.
+// Copies contiguous CPU tensors of the same sizes past the caches, on the threads that this rank owns.
 void stream_copies(const std::vector<at::Tensor>& targets, const std::vector<at::Tensor>& sources) {
   if (targets.size() != sources.size()) throw Error("stream_copies: as many targets as sources are needed");
   std::vector<int64_t> sizes;
@@ -122,7 +122,7 @@ void stream_copies(const std::vector<at::Tensor>& targets, const std::vector<at:
 }
 
 void bind_layout(py::module_& m) {
-  py::class_<cuda::Kernels>(m, "Kernels");  // which tests pass as on_host
+  py::class_<cuda::Kernels>(m, "Kernels");  // tests pass it as on_host
   py::class_<TorchShape>(m, "ParamShape")
       .def(py::init<int64_t, int64_t, int64_t, at::ScalarType, at::ScalarType, at::ScalarType, bool>(),
            py::arg("outer"), py::arg("dim"), py::arg("inner"), py::arg("original"), py::arg("compute"),
@@ -169,7 +169,7 @@ void bind_layout(py::module_& m) {
                                for (const ParamPlace& place : layout.params()) numels.push_back(place.shard_numel);
                                return numels;
                              })
-      // This rank's rows without pads, as they are kept and as they are gathered.
+      // This rank's rows without pads, as stored and as gathered.
       .def_property_readonly("shard_bytes",
                              [](const Layout& layout) {
                                size_t bytes = 0;
@@ -264,7 +264,7 @@ void bind_root(py::module_& m) {
            })
       .def("set_post_optimizer_event",
            [](Root& self, const py::object& event) { self.set_post_optimizer_event(own_unless_none(event)); })
-      // (kind, last owner, address, bytes) of what the transports lend to units.
+      // (kind, last owner, address, bytes) of the memory that transports lend to units.
       .def("loans",
            [](const Root& self) {
              std::vector<std::tuple<std::string, std::string, uintptr_t, size_t>> loans;
@@ -328,7 +328,7 @@ void bind_group(py::module_& m) {
                                    std::move(params));
            })
       .def("clear_post_forward", &ParamGroup::clear_post_forward)
-      // The agreements over its shards, its replicas, and the ranks that keep it after forward; None: there is none.
+      // The agreements over its shards, its replicas, and the ranks that keep it after forward. None: there is none.
       .def(
           "take_seats",
           [](ParamGroup& self, const std::shared_ptr<Agreement>& shards, const std::shared_ptr<Agreement>& replicas,
@@ -357,7 +357,7 @@ void bind_group(py::module_& m) {
            })
       .def_property_readonly("name", &ParamGroup::name)
       .def_property_readonly("index", &ParamGroup::index)
-      // What the shards lie in, and where: a pool, or a slot that they rest in.
+      // The memory of the shards and their offsets: a pool, or a slot that they rest in.
       .def_property_readonly("pool",
                              [](ParamGroup& self) {
                                self.shards().close();
@@ -429,7 +429,7 @@ void bind_unit(py::module_& m) {
       .def("finish_unshard", &Unit::finish_unshard)
       .def("unshard", [](Unit& self) { self.root->schedule().unshard(self); })
       .def("reshard", &Unit::reshard)
-      // (whole, rows) of a gradient that waits, flat rows.
+      // (full, rows) of a gradient that waits, with flat rows.
       .def(
           "waiting_gradient",
           [](Unit& self, size_t group, size_t param) {
@@ -483,7 +483,7 @@ void bind_unit(py::module_& m) {
 
 }  // namespace fsdp2x
 
-// What is bound first is known by its name in the signatures of what follows, from which the stub is made.
+// Bind types before functions that use them, so that the stub's signatures have their names.
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The engine of fsdp2x; import it through fsdp2x.base.native only.";
   pybind11::register_exception_translator([](std::exception_ptr pointer) {

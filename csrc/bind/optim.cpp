@@ -1,4 +1,4 @@
-// Names of optimizer steps and gradient clipping in fsdp2x._C; no decisions.
+// Binds optimizer steps and gradient clipping to fsdp2x._C, without decisions.
 #include "bind/parts.hpp"
 
 #include "engine/optim/clip.hpp"
@@ -20,7 +20,7 @@ std::vector<Group> groups_of(const std::vector<Tuple>& tuples) {
   return groups;
 }
 
-// `of` makes the rule of a group from what its tuple has behind the parameters.
+// `of` makes the rule of a group from the items of its tuple after the parameters.
 template <class Rule, class... Settings>
 void bind_rule(py::module_& m, Rule (*of)(Settings...)) {
   m.def((std::string(Rule::kName) + "_step").c_str(),
@@ -90,7 +90,8 @@ void bind_optim(py::module_& m) {
              return std::make_unique<LocalGradients>(params.ptr(), on_device.value_or(nullptr));
            }),
            py::arg("params"), py::arg("on_device"), py::keep_alive<1, 3>())
-      // Sums of squares on the host and (a tensor, or None) on the device, per bucket; indices that are left over.
+      // Returns sums of squares on the host and (a tensor, or None) on the device, per bucket, and the indices of the
+      // rest.
       .def(
           "sum_squares",
           [](LocalGradients& self, const py::function& bucket_of) {

@@ -1,4 +1,4 @@
-// What the files of the binding share: what module.cpp binds from the others, and references that outlive a call.
+// Shared by the files of the binding: functions that module.cpp calls, and references that outlive a call.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

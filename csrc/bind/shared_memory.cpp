@@ -1,4 +1,4 @@
-// Shared memory between the ranks of a host, and what a forked child may not do.
+// Binds shared memory between the ranks of a host, and the handling of forked children.
 #include "bind/parts.hpp"
 
 #include <torch/csrc/Exceptions.h>
@@ -19,15 +19,15 @@ namespace fsdp2x {
 
 namespace {
 
-// Lets Ctrl-C end a wait. Signals are handled by the main thread only; on others this does nothing.
+// Lets Ctrl-C end a wait. Only the main thread handles signals, so this does nothing on other threads.
 void raise_on_signal() {
   const py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw_python_error();
 }
 
-// What Python says the ranks exchanged, and the other way round.
+// Wraps Python's exchange of strings between ranks.
 std::function<std::vector<std::string>(const std::string&)> exchange_by(const py::object& exchange) {
-  // Shared: a std::function must be able to copy it.
+  // Shared, because a std::function must be copyable.
   const auto function = std::make_shared<PyRef>(own(exchange));
   return [function](const std::string& outcome) {
     const py::gil_scoped_acquire gil;
@@ -40,7 +40,7 @@ std::function<std::vector<std::string>(const std::string&)> exchange_by(const py
   };
 }
 
-// `global_ranks`: what messages call the ranks of the group.
+// `global_ranks`: the numbers of the group's ranks in messages.
 cpu::ShmOptions shm_options(int rank, const std::vector<int>& global_ranks, const std::string& socket_name,
                             const py::bytes& token, double timeout_s, const py::object& exchange) {
   const int world = static_cast<int>(global_ranks.size());
@@ -52,7 +52,7 @@ cpu::ShmOptions shm_options(int rank, const std::vector<int>& global_ranks, cons
 
 void bind_shared_memory(py::module_& m) {
   py::class_<cpu::ShmGroup, std::shared_ptr<cpu::ShmGroup>>(m, "ShmGroup");
-  // (group, "") or (None, why the ranks cannot share memory).
+  // Returns (group, "") or (None, why the ranks cannot share memory).
   m.def(
       "shm_group",
       [](int rank, const std::vector<int>& global_ranks, const std::string& socket_name, const py::bytes& token,
@@ -68,8 +68,8 @@ void bind_shared_memory(py::module_& m) {
       },
       py::arg("rank"), py::arg("global_ranks"), py::arg("socket_name"), py::arg("token"), py::arg("timeout_s"),
       py::arg("exchange"));
-  // Calls use(descriptor) with a memory file of `num_bytes` that all ranks have; the descriptor is closed afterwards.
-  // "", or why that failed on some rank.
+  // Calls use(descriptor) with a memory file of `num_bytes` that all ranks have, and closes the descriptor afterwards.
+  // Returns "", or why that failed on some rank.
   m.def(
       "share_memory_file",
       [](int rank, const std::vector<int>& global_ranks, const std::string& socket_name, const py::bytes& token,

@@ -1,4 +1,4 @@
-// Binds what torch's zero_grad does to gradients that wait for a reduction.
+// Binds the effect of torch's zero_grad on gradients that wait for a reduction.
 #include "bind/parts.hpp"
 
 #include <algorithm>
@@ -13,8 +13,8 @@ namespace py = pybind11;
 
 namespace {
 
-// Calls `visit(unit, group, which)` for the groups of all units with gradients that wait for a reduction; `which`: by
-// parameter, whether it is in `params`, sharded or gathered.
+// Calls `visit(unit, group, which)` for the groups of all units with gradients that wait for a reduction. `which`
+// marks, by parameter, whether it is in `params`, sharded or gathered.
 template <class Visit>
 void visit_waiting(const std::vector<py::object>& params, const Visit& visit) {
   std::unordered_set<PyObject*> given;

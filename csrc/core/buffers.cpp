@@ -1,4 +1,4 @@
-// Who borrows which memory of an allocator, in sizes only.
+// Tracks the borrowers of an allocator's memory, in sizes only.
 #include "core/buffers.hpp"
 
 #include <bit>

@@ -1,5 +1,5 @@
-// Who borrows which memory of an allocator, in sizes only: the rule for device buffers, which the engine follows and
-// the planner plays. The memory belongs to whoever brings it.
+// Tracks the borrowers of an allocator's memory, in sizes only. The engine follows this rule for device buffers, and
+// the planner simulates it. The caller owns the memory.
 #pragma once
 
 #include <algorithm>
@@ -9,10 +9,10 @@
 
 namespace fsdp2x {
 
-// Sizes in steps of a sixteenth, so that buffers of like units fit each other.
+// Rounds sizes up in steps of a sixteenth, so that buffers of similar units fit each other.
 size_t size_class(size_t bytes);
 
-// Bytes that come and go, and the most there were at once. `whole`, unless null, counts them as well and outlives this.
+// Counts temporary bytes and their peak. `whole`, unless null, counts them as well and must outlive this object.
 class MemoryTally {
  public:
   explicit MemoryTally(MemoryTally* whole = nullptr) : whole_(whole) {}
@@ -37,16 +37,16 @@ class BufferLedger {
  public:
   struct Acquired {
     int id = -1;
-    bool is_new = false;  // its memory was just brought
+    bool is_new = false;  // its memory was just allocated
   };
 
-  // `keeps`: what is released serves the next borrower; otherwise it is given back. `tally`: counts all memory, unless
-  // null, and outlives this.
+  // `keeps`: a released buffer serves the next borrower. Otherwise it is given back. `tally`: if not null, counts all
+  // memory and must outlive this object.
   BufferLedger(bool keeps, MemoryTally* tally) : keeps_(keeps), tally_(tally) {}
 
-  // Where memory is kept, a free buffer of at least `bytes` and not much more than twice as many: the smallest, then
-  // the one released longest ago. Otherwise `bring(id, bytes)` brings memory and returns its size; what it throws
-  // changes nothing. Ids without memory are used again.
+  // Returns a free buffer of at least `bytes` and not much more than twice as many, if memory is kept. It takes the
+  // smallest one, then the one released longest ago. Otherwise `bring(id, bytes)` brings memory and returns its size.
+  // If it throws, nothing changes. Ids without memory are used again.
   template <class Bring>
   Acquired acquire(size_t bytes, Bring&& bring) {
     Acquired found{keeps_ ? fitting(bytes) : -1, false};
@@ -57,13 +57,13 @@ class BufferLedger {
     own(found.id);
     return found;
   }
-  // `give_back(id)` is called where memory is not kept, or forgotten with close().
+  // Calls `give_back(id)` if memory is not kept or was forgotten with close().
   template <class GiveBack>
   void release(int id, GiveBack&& give_back) {
     disown(id);
     if (!keeps_) give_back(id);
   }
-  // Its memory is gone.
+  // Forgets the memory of a buffer.
   void close(int id);
 
   bool keeps() const { return keeps_; }
@@ -72,7 +72,7 @@ class BufferLedger {
   size_t bytes_of(int id) const { return entry(id).bytes; }
   size_t num_owned() const;
   size_t bytes() const;
-  // For reports: what is kept, or else the most that was borrowed at once.
+  // Returns the kept bytes, or else the most that was borrowed at once, for reports.
   size_t standing_bytes() const { return keeps_ ? bytes() : peak_owned_bytes_; }
   size_t peak_owned_bytes() const { return peak_owned_bytes_; }
   void forget_peak() { peak_owned_bytes_ = owned_bytes_; }

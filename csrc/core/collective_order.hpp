@@ -1,6 +1,6 @@
 // The collectives that a rank posts to a process group, and the one that its ranks expect next. Ranks that posted the
-// same collectives so far expect the same next one. So a rank that is about to post another one knows it beforehand,
-// and can compare with its peers while nothing has been sent: backends meet unequal collectives with an abort or wrong
+// same collectives so far expect the same next one. So a rank that is about to post another one knows this in advance.
+// It can compare with its peers before anything is sent: backends react to unequal collectives with an abort or wrong
 // data.
 #pragma once
 
@@ -26,13 +26,13 @@ const char* to_string(PassKind kind);
 
 struct Pass {
   PassKind kind = PassKind::outside;
-  const void* root = nullptr;  // told apart by identity only
-  uint64_t number = 0;         // of the passes of that root
-  bool odd_steps = false;      // of optimizers of that root
+  const void* root = nullptr;  // only used as an identity
+  uint64_t number = 0;         // counts the passes of that root
+  bool odd_steps = false;      // of that root's optimizers
   bool operator==(const Pass&) const = default;
 };
 
-// What must be equal on all ranks when a unit is gathered or reduced.
+// Settings that must be equal on all ranks when a unit is gathered or reduced.
 struct CollectiveSettings {
   UnitSettings unit;
   WireFormat wire_weights = WireFormat::plain;
@@ -41,7 +41,7 @@ struct CollectiveSettings {
 };
 
 struct Collective {
-  uint64_t subject = 0;  // the unit's number on this process group, or a hash of what else is posted
+  uint64_t subject = 0;  // the unit's number on this process group, or a hash of the posted operation
   Operation operation = Operation::other;
   Pass pass;
   CollectiveSettings settings;
@@ -51,31 +51,31 @@ struct Collective {
   bool is_custom = false;   // the user's function posts it
   uint64_t num_passes = 0;  // passes of this rank that posted something here, this one included
 
-  // Equal for collectives that fit together. Passes are compared by kind only, and a forward may go without gradients
-  // on some ranks: what their backwards do then is compared.
+  // Returns a number that is equal for collectives that fit together. Passes are compared by kind only. A forward may
+  // run without gradients on some ranks, because the collectives of their backwards are compared.
   uint64_t tag() const;
 };
 
 class CollectiveOrder {
  public:
-  // Whether all ranks that posted what this rank posted expect this one next.
+  // Returns whether all ranks that posted the same collectives as this rank expect this one next.
   bool expects(const Collective& next) const;
-  // The collective is posted now.
+  // Notes that the collective is posted now.
   void add(Collective next);
-  // Passes that have posted something, if `pass` posts or leaves now.
+  // Returns the number of passes that have posted something, if `pass` posts or leaves now.
   uint64_t num_passes(const Pass& pass) const;
-  // This rank leaves `pass`: whatever it posts next belongs to another one.
+  // Notes that this rank leaves `pass`. Its next collective belongs to another pass.
   void leave(const Pass& pass);
-  // How many were posted since the last restart.
+  // Returns how many were posted since the last restart.
   uint64_t num_posted() const { return num_posted_; }
-  // The last ones, the newest at the end.
+  // Returns the last ones, the newest at the end.
   const std::deque<Collective>& recent() const { return recent_; }
   // Forgets everything: the ranks begin again together.
   void restart();
 
  private:
-  // What came last after the same `length` collectives. Long memories tell micro-batches of an accumulation apart,
-  // short ones go on after a change.
+  // Remembers the collective that last followed the same `length` collectives. Long memories distinguish the
+  // micro-batches of an accumulation. Short ones recover after a change.
   struct Memory {
     size_t length;
     uint64_t power;     // of the rolling hash's base, for the oldest collective of the window

@@ -1,4 +1,4 @@
-// Element types the engine can cast between, and `byte` for everything it only moves.
+// Element types that the engine can cast between, and `byte` for types that it only moves.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,8 @@ namespace fsdp2x {
 
 enum class DType : uint8_t { f32, f64, bf16, f16, byte };
 
-// Bytes of one element. `byte` counts as one: a tensor of any other type is carried as numel * itemsize bytes.
+// Returns the bytes of one element. `byte` counts as one: a tensor of any other type is stored as numel * itemsize
+// bytes.
 constexpr size_t dtype_bytes(DType dtype) {
   switch (dtype) {
     case DType::f64:

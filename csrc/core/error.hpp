@@ -1,4 +1,4 @@
-// The one exception type of the engine; the binding maps it to Python's RuntimeError.
+// The only exception type of the engine. The binding maps it to Python's RuntimeError.
 #pragma once
 
 #include <stdexcept>

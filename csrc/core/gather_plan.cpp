@@ -9,14 +9,14 @@ namespace {
 
 size_t num_bytes(int64_t numel, DType dtype) { return static_cast<size_t>(numel) * dtype_bytes(dtype); }
 
-// More collectives than these cost the host more than packing costs the device, unless each of them is large: one takes
-// the host about 5 us, in which a device copies 8 MiB. An estimate, not measured.
+// Limits the number of collectives. One takes the host about 5 us, in which a device copies 8 MiB. More collectives
+// only pay off if each is that large. This is an estimate, not a measurement.
 constexpr size_t kMaxDirect = 8;
 constexpr size_t kLeastOfManyBytes = size_t{8} << 20;
-// NCCL makes one kernel of grouped collectives whose sizes are within this factor of each other.
+// NCCL merges grouped collectives into one kernel if their sizes are within this factor of each other.
 constexpr size_t kMaxSkew = 4;
 
-// Of one rank, in one collective.
+// Returns the bytes of one rank in one collective.
 size_t chunk_bytes(const ParamPlace& place, DType dtype) {
   return place.shape.outer == 0 ? 0 : num_bytes(place.padded_shard_numel / place.shape.outer, dtype);
 }
@@ -28,8 +28,8 @@ bool can_be_gathered_directly(const Layout& layout, const ParamPlace& place) {
          chunk_bytes(place, shape.compute) % kCollectiveAlignBytes == 0;
 }
 
-// Few collectives of similar size, or many of which each is large; of others, none. `bytes` by parameter, of all ranks
-// in one of its collectives; 0: it cannot be direct.
+// Chooses a few collectives of similar size, or many large ones, or none. `bytes`: by parameter, of all ranks in one of
+// its collectives. 0: the parameter cannot be direct.
 std::vector<bool> choose_direct(const Layout& layout, const std::vector<size_t>& bytes, size_t pack_below_bytes) {
   const size_t largest = bytes.empty() ? 0 : *std::max_element(bytes.begin(), bytes.end());
   const bool is_limited = pack_below_bytes > 0;

@@ -1,8 +1,8 @@
-// Marks the functions that kernels and their plain references share: always inlined, on the device as well where nvcc
-// reads.
+// Marks functions that kernels and their plain references share: always inlined, and also compiled for the device by
+// nvcc.
 #pragma once
 
-// Inlined without exception, also because the CPU loops are compiled once per instruction set: a copy that the linker
+// Inlining has no exception, also because the CPU loops are compiled once per instruction set. A copy that the linker
 // shares between them could hold instructions that this processor lacks.
 #ifdef __CUDACC__
 #define FSDP2X_HOST_DEVICE __host__ __device__ __forceinline__
@@ -10,8 +10,8 @@
 #define FSDP2X_HOST_DEVICE inline __attribute__((always_inline))
 #endif
 
-// Loops over the elements of a vector, whose arrays must stay in registers on the device; and loops that a thread goes
-// round a few times, which the device's compiler would write out for more turns than there ever are.
+// FSDP2X_UNROLL is for loops over vector elements, whose arrays must stay in registers on the device. FSDP2X_NO_UNROLL
+// is for loops with few turns, which the device's compiler would otherwise unroll too far.
 #ifdef __CUDA_ARCH__
 #define FSDP2X_UNROLL _Pragma("unroll")
 #define FSDP2X_NO_UNROLL _Pragma("unroll 1")
@@ -22,7 +22,7 @@
 
 namespace fsdp2x {
 
-// Builtins on the host, which are no functions of a library: see kernels/cpu/kernel_loops.hpp.
+// On the host these are builtins, not library functions: see kernels/cpu/kernel_loops.hpp.
 FSDP2X_HOST_DEVICE float square_root(float value) {
 #ifdef __CUDA_ARCH__
   return sqrtf(value);
@@ -31,7 +31,7 @@ FSDP2X_HOST_DEVICE float square_root(float value) {
 #endif
 }
 
-// a * b + c, rounded once.
+// Returns a * b + c, rounded once.
 FSDP2X_HOST_DEVICE float multiply_add(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
   return fmaf(a, b, c);

@@ -1,5 +1,5 @@
-// Computes the offsets and copy plans of a unit. A shard is stored as a contiguous [outer, rows, inner] block whose pad
-// lies behind it, in the pools as well as in the segments, so only the whole tensor ever needs strides.
+// Computes the offsets and copy plans of a unit. Pools and segments store a shard as a contiguous [outer, rows, inner]
+// block, followed by its pad. So only the full tensor ever needs strides.
 #include "core/layout.hpp"
 
 #include <algorithm>
@@ -29,7 +29,7 @@ void check_shape(size_t index, const ParamShape& shape) {
 
 size_t num_bytes(int64_t numel, DType dtype) { return static_cast<size_t>(numel) * dtype_bytes(dtype); }
 
-// A strided plan whose pieces follow each other on both sides is one piece.
+// Merges a strided plan whose pieces are adjacent on both sides into one piece.
 Copy merged(Copy copy) {
   const bool dense = copy.src_stride == copy.piece_numel && copy.dst_stride == copy.piece_numel;
   if (copy.count == 1 || dense) {
@@ -40,13 +40,13 @@ Copy merged(Copy copy) {
   return copy;
 }
 
-// Elements from one offset to the other, or 0 when that is no whole number above zero.
+// Returns the elements from one offset to the other, or 0 if that is not a positive integer.
 int64_t step_between(size_t from, size_t to, DType dtype) {
   const size_t bytes = to > from ? to - from : 0;
   return bytes % dtype_bytes(dtype) == 0 ? static_cast<int64_t>(bytes / dtype_bytes(dtype)) : 0;
 }
 
-// Adds `next` to `copy` as its last piece if it lies where that would be, and otherwise leaves it.
+// Adds `next` to `copy` as its last piece if it lies at that place. Otherwise changes nothing.
 bool append(Copy& copy, const Copy& next) {
   const bool alike = copy.src == next.src && copy.dst == next.dst && copy.piece_numel == next.piece_numel;
   if (!alike || next.count != 1 || next.src_offset < copy.src_offset) return false;

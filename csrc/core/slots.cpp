@@ -1,4 +1,4 @@
-// The slot ledger: a linear search over few slots, so that the choice is plain to see and the same on every rank.
+// The slot ledger: a linear search over few slots, so that the choice is simple and the same on every rank.
 #include "core/slots.hpp"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// The slot ledger: who owns which transient piece of an arena. Pure bookkeeping of offsets; the memory belongs to
-// whoever maps the arena. Deterministic: the same calls in the same order give the same offsets on every rank.
+// The slot ledger: tracks the owner of each temporary piece of an arena. It only counts offsets, and the owner of the
+// arena maps the memory. Deterministic: the same calls in the same order give the same offsets on every rank.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ namespace fsdp2x {
 struct Slot {
   int id = -1;            // stable index of the slot, counted from 0 in order of creation
   size_t offset = 0;      // from the arena's start, a multiple of the page size
-  size_t bytes = 0;       // capacity: what was asked for, rounded up to pages
+  size_t bytes = 0;       // capacity: the requested bytes, rounded up to pages
   uint64_t num_uses = 0;  // how often it was acquired, this use included
 };
 
@@ -21,26 +21,26 @@ class SlotLedger {
   // `page_bytes`: every slot's offset and capacity is a multiple of it.
   explicit SlotLedger(size_t page_bytes);
 
-  // The free slot with the smallest capacity that fits `bytes` and is not more than twice as large, the lowest id among
-  // equals; otherwise a new slot at the end of the arena. Never waits. Throws if `bytes` is 0.
+  // Returns the free slot with the smallest capacity that fits `bytes` and is at most twice as large, the lowest id
+  // among equals. Otherwise makes a new slot at the end of the arena. Never waits. Throws if `bytes` is 0.
   Slot acquire(size_t bytes, const std::string& owner);
-  // A slot at the end of the arena that is one owner's for good, who counts its uses. It is none of those that come and
-  // go: not owned, and in no count of bytes but reserved_bytes(). Begins at a multiple of `alignment`, itself one of
-  // the page size. Throws if `bytes` is 0.
+  // Makes a permanent slot of one owner at the end of the arena. The owner counts its uses. The slot is not owned in
+  // the sense of acquire(), and only reserved_bytes() counts it. It begins at a multiple of `alignment`, which must be
+  // a multiple of the page size. Throws if `bytes` is 0.
   Slot reserve(size_t bytes, const std::string& owner, size_t alignment);
-  // Another use of a slot by its owner, who never gave it back. Throws when the slot is not owned.
+  // Counts another use of a slot by its owner, who never gave it back. Throws if the slot is not owned.
   Slot reuse(int id);
-  // Throws when the slot is not owned.
+  // Throws if the slot is not owned.
   void release(int id);
 
   size_t num_owned() const;
   size_t num_slots() const { return slots_.size(); }
-  size_t arena_bytes() const { return arena_bytes_; }            // of slots that come and go
-  size_t reserved_bytes() const { return end_ - arena_bytes_; }  // of the others, gaps before them among it
+  size_t arena_bytes() const { return arena_bytes_; }            // of temporary slots
+  size_t reserved_bytes() const { return end_ - arena_bytes_; }  // of permanent slots, with the gaps before them
   size_t owned_bytes() const { return owned_bytes_; }
   size_t peak_owned_bytes() const { return peak_owned_bytes_; }
   const Slot& slot(int id) const { return slots_[index_of(id)].slot; }
-  // "slot 0 (4096 bytes): layers.0; slot 3 (8192 bytes): root" or "empty": for errors and tests.
+  // Returns "slot 0 (4096 bytes): layers.0; slot 3 (8192 bytes): root" or "empty", for errors and tests.
   std::string owners() const;
 
  private:
@@ -52,12 +52,12 @@ class SlotLedger {
   };
   size_t whole_pages(size_t bytes, const std::string& owner) const;
   Entry& add(size_t bytes, const std::string& owner);
-  size_t index_of(int id) const;  // throws when there is no such slot
+  size_t index_of(int id) const;  // throws if the slot does not exist
   Entry& owned_entry(int id);
 
   size_t page_bytes_;
   std::vector<Entry> slots_;
-  size_t end_ = 0;  // of the arena
+  size_t end_ = 0;  // end of the arena
   size_t arena_bytes_ = 0;
   size_t owned_bytes_ = 0;
   size_t peak_owned_bytes_ = 0;

@@ -1,4 +1,4 @@
-// What users set for a unit and must set alike on every rank.
+// Unit settings that must be the same on every rank.
 #include "core/unit_settings.hpp"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What users set for a unit and must set alike on every rank.
+// Unit settings that must be the same on every rank.
 #pragma once
 
 #include <array>
@@ -18,12 +18,12 @@ struct UnitSettings {
   uint32_t flags = 0;
   double divide_factor = 0.0;  // 0: the number of ranks
 
-  // One word, without the factor's last bits.
+  // Packs the settings into one word, without the factor's last bits.
   uint64_t packed() const;
   static UnitSettings unpacked(uint64_t word);
 };
 
-// "reshard_after_forward (True and False)"
+// Returns, for example, "reshard_after_forward (True and False)".
 std::string difference(const UnitSettings& own, const UnitSettings& theirs);
 
 }  // namespace fsdp2x

@@ -1,14 +1,14 @@
-// Numbers in fewer bits on their way between ranks: blocks of 256 elements with a scale in fp32 each.
+// Numbers in fewer bits on their way between ranks: blocks of 256 elements with one fp32 scale each.
 //
 //   int8   value = code * scale            codes -127 .. 127           scale = largest magnitude / 127
 //   fp8    value = float(code) * scale     e4m3: 3 bits of mantissa    scale = largest magnitude / 448
 //   bf16   value                           no scale
 //
-// Codes are the nearest ones, ties to even. A block that is zero has codes zero and scale 1; one with an infinity or a
-// NaN is NaN as a whole. Blocks begin with a rank's rows of a parameter, so none crosses ranks or parameters.
+// Codes are the nearest ones, ties to even. A zero block has codes zero and scale 1. A block with an infinity or a NaN
+// becomes NaN completely. Blocks begin with a rank's rows of a parameter, so none crosses ranks or parameters.
 //
-// What is rounded away may be kept and added to the next values (error feedback): 8 more bits an element, in steps of
-// 1 / 254 of the scale, since no error is larger than half of it.
+// The rounding error may be kept and added to the next values (error feedback). That takes 8 more bits for each
+// element, in steps of 1 / 254 of the scale, since no error is larger than half of it.
 #pragma once
 
 #include <cstdint>
@@ -17,11 +17,11 @@
 
 namespace fsdp2x {
 
-enum class WireFormat : uint8_t { plain, int8, fp8, bf16 };  // plain: in the dtype of compute, or of reductions
+enum class WireFormat : uint8_t { plain, int8, fp8, bf16 };  // plain: in the compute or reduce dtype
 
 constexpr int kWireBlock = 256;
 constexpr float kWireErrorSteps = 254.0f;  // between two codes
-// Added and taken away again, it leaves the nearest whole number, ties to even, of magnitudes below 2^22.
+// Adding and subtracting it rounds magnitudes below 2^22 to the nearest integer, ties to even.
 constexpr float kWholeNumbers = 12582912.0f;
 
 constexpr int64_t num_wire_blocks(int64_t numel) { return (numel + kWireBlock - 1) / kWireBlock; }
@@ -30,13 +30,13 @@ constexpr float top_wire_code(WireFormat format) { return format == WireFormat::
 
 FSDP2X_HOST_DEVICE float wire_scale(float peak, float top) {
   const float scale = peak / top;
-  return scale == 0.0f ? 1.0f : scale;  // zero, or too small for a scale of its own
+  return scale == 0.0f ? 1.0f : scale;  // zero, or too small for a scale
 }
 
-// Within what codes reach; NaN becomes zero, its block's scale tells.
+// Clamps to the range of the codes. NaN becomes zero, because its block's scale is NaN.
 FSDP2X_HOST_DEVICE float wire_place(float value, float scale, float top) {
 #ifdef __CUDA_ARCH__
-  // A product, as in kernels/cuda/bodies/element.hpp; what lies below 2^-126, where it may round another way, has code
+  // A product, as in kernels/cuda/bodies/element.hpp. It may round differently below 2^-126, but the code there is
   // zero.
   const auto place = static_cast<float>(static_cast<double>(value) * (1.0 / static_cast<double>(scale)));
 #else
@@ -57,7 +57,7 @@ FSDP2X_HOST_DEVICE float decoded_int8(uint8_t code, float scale) {
   return static_cast<float>(static_cast<int8_t>(code)) * scale;
 }
 
-// e4m3 without infinities. Both cases are computed and one is taken: loops over elements are vectors.
+// Encodes e4m3 without infinities. Both cases are computed and one is selected, so that loops over elements vectorize.
 FSDP2X_HOST_DEVICE uint8_t encoded_fp8(float value, float scale) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, wire_place(value, scale, 448.0f));
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -72,7 +72,7 @@ FSDP2X_HOST_DEVICE float decoded_fp8(uint8_t code, float scale) {
   const uint32_t sign = (code & 0x80u) << 24;
   const uint32_t subnormal = __builtin_bit_cast(uint32_t, static_cast<float>(static_cast<int>(magnitude)) * 0x1p-9f);
   const uint32_t normal = (magnitude << 20) + (120u << 23);
-  const uint32_t is_small = 0u - ((magnitude - 8u) >> 31);  // all bits of it, or none: a branch would be no vector
+  const uint32_t is_small = 0u - ((magnitude - 8u) >> 31);  // all bits or none, because a branch would not vectorize
   return __builtin_bit_cast(float, (subnormal & is_small) | (normal & ~is_small) | sign) * scale;
 }
 
@@ -86,7 +86,7 @@ FSDP2X_HOST_DEVICE float decoded_wire(uint8_t code, float scale) {
   return kFormat == WireFormat::fp8 ? decoded_fp8(code, scale) : decoded_int8(code, scale);
 }
 
-// The scale of the errors of a block; 0 where the block is lost, which must not spoil the next one.
+// Returns the scale of a block's errors. 0 if the block is lost, so that it does not spoil the next one.
 FSDP2X_HOST_DEVICE float wire_error_scale(float scale) {
   return scale - scale == 0.0f ? scale / kWireErrorSteps : 0.0f;
 }

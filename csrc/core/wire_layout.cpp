@@ -1,4 +1,4 @@
-// Offsets of what travels in a wire format.
+// Offsets in segments of a wire format.
 #include "core/wire_layout.hpp"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Owns one file descriptor; closes it when it dies.
+// Owns one file descriptor and closes it in the destructor.
 #pragma once
 
 #include <unistd.h>

@@ -8,7 +8,7 @@
 #include "core/layout.hpp"
 
 #ifndef MADV_COLLAPSE
-#define MADV_COLLAPSE 25  // Linux 6.1; older ones refuse it
+#define MADV_COLLAPSE 25  // Linux 6.1, rejected by older kernels
 #endif
 
 namespace fsdp2x::cpu {
@@ -31,7 +31,7 @@ Inside huge_pages_inside(void* data, size_t bytes) {
 void fill_with_huge_pages(std::byte* data, size_t bytes) {
   const Inside inside = huge_pages_inside(data, bytes);
   if (inside.bytes == 0) return;
-  // A huge page is made of one that has something in it. A read makes the system put a page there, and changes nothing.
+  // Collapsing needs a page that exists. A read makes the system put one there, and changes nothing.
   for (size_t i = 0; i < inside.bytes; i += kHugePageBytes) {
     static_cast<void>(*static_cast<const volatile std::byte*>(inside.data + i));
   }
@@ -42,7 +42,7 @@ void prefer_huge_pages(void* data, size_t bytes) {
   const Inside inside = huge_pages_inside(data, bytes);
   if (inside.bytes == 0) return;
   ::madvise(inside.data, inside.bytes, MADV_HUGEPAGE);
-  ::madvise(inside.data, inside.bytes, MADV_COLLAPSE);  // an allocator may hand out what was written before
+  ::madvise(inside.data, inside.bytes, MADV_COLLAPSE);  // an allocator may return memory that was written before
 }
 
 }  // namespace fsdp2x::cpu

@@ -1,4 +1,4 @@
-// Pages of a private mapping that this process has written to: found, and given up for what the file holds.
+// Finds pages of a private mapping that this process has written to, and drops them so that the file shows again.
 #pragma once
 
 #include <cstddef>
@@ -8,21 +8,23 @@
 
 namespace fsdp2x::cpu {
 
-// Whole pages, one behind the other.
+// Consecutive complete pages.
 struct PageRun {
   std::byte* begin = nullptr;
   size_t bytes = 0;
 };
 
-// The kernel tells whether a page is the file's or a copy that a write made (/proc/self/pagemap), whoever wrote it and
-// however. Where it does not tell, every page counts as written. Belongs to the process that made it.
+// The kernel reports for every page whether it belongs to the file or is a copy made by a write (/proc/self/pagemap).
+// It covers every writer. If the kernel does not report it, every page counts as written. The object belongs to the
+// process that made it.
 class PrivatePages {
  public:
   PrivatePages();
 
-  // The copies among the pages that [begin, begin + bytes) touches, of a private mapping of shared memory.
+  // Returns the copies among the pages that [begin, begin + bytes) touches, in a private mapping of shared memory.
   std::vector<PageRun> find(std::byte* begin, size_t bytes) const;
-  // Afterwards the pages show what the shared memory holds. False when the kernel refused; errno says why.
+  // Drops the copies, so that the pages show the shared memory again. Returns false if the kernel refused, with errno
+  // set.
   static bool drop(const std::vector<PageRun>& runs);
 
  private:

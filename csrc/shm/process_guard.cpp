@@ -16,7 +16,7 @@ namespace {
 
 void count_fork() { detail::fork_generation.fetch_add(1, std::memory_order_relaxed); }
 
-// False when the system has no memory for the handler: children would then look like their parents.
+// Returns false if the system has no memory for the handler: children would then look like their parents.
 bool is_watching() {
   static const bool watching = ::pthread_atfork(nullptr, nullptr, &count_fork) == 0;
   return watching;

@@ -1,5 +1,5 @@
-// Tells a process from the children it forks. A child inherits the memory, the sockets and the descriptors of its
-// parent, but it is not the rank that its parent is.
+// Distinguishes a process from the children that it forks. A child inherits the memory, the sockets, and the
+// descriptors of its parent, but it is not the parent's rank.
 #pragma once
 
 #include <sys/types.h>
@@ -11,7 +11,7 @@
 namespace fsdp2x::cpu {
 
 namespace detail {
-// How many forks lie between the first process and this one. One load tells a child from its parent.
+// Number of forks between the first process and this one. One load distinguishes a child from its parent.
 extern std::atomic<uint64_t> fork_generation;
 }  // namespace detail
 
@@ -21,7 +21,7 @@ class ProcessGuard {
   ProcessGuard();
 
   bool is_here() const { return generation_ == detail::fork_generation.load(std::memory_order_relaxed); }
-  // Throws Error in a forked child. `what` is refused there: "run unit 'layers.0'".
+  // Throws Error in a forked child. `what` is the rejected action, for example "run unit 'layers.0'".
   void require(const char* what) const {
     if (!is_here()) refuse(what, "");
   }

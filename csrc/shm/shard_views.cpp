@@ -1,4 +1,4 @@
-// Pages of a rank's own rows: copied, and handed on to children.
+// Copies pages of a rank's own rows, and passes them on to children.
 #include "shm/shard_views.hpp"
 
 #include <fcntl.h>

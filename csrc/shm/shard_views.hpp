@@ -1,4 +1,4 @@
-// A slot as the rank sees it whose shards rest there, see docs/engine/resting_shards.md.
+// A slot as seen by the rank whose shards are stored there, see docs/engine/resting_shards.md.
 #pragma once
 
 #include <cstddef>
@@ -15,27 +15,27 @@ struct SlotRows {
   size_t bytes = 0;
 };
 
-// Two mappings of the same bytes: what is written to `shared` all ranks see, what is written to `isolated` this rank
-// alone, until it is published. Lives as long as a tensor looks through it.
+// Two mappings of the same bytes. All ranks see writes to `shared`. Only this rank sees writes to `isolated`, until
+// they are published. Lives as long as a tensor uses it.
 class ShardViews {
  public:
-  // `position`, `bytes`: the slot in the memfd. `rows`: this rank's, ascending.
+  // `position`, `bytes`: the slot in the memfd. `rows`: this rank's rows, ascending.
   ShardViews(int memory, size_t position, size_t bytes, std::vector<SlotRows> rows);
 
   std::byte* shared() const { return shared_.data(); }
   std::byte* isolated() const { return isolated_.data(); }
   size_t bytes() const { return shared_.bytes(); }
 
-  // What of `isolated` this rank has written to.
+  // Returns the pages of `isolated` that this rank has written to.
   std::vector<PageRun> written(const PrivatePages& pages) const { return pages.find(isolated(), bytes()); }
-  // Writes this rank's rows in `runs` where all ranks see them. Nobody may be reading them.
+  // Writes this rank's rows in `runs` where all ranks see them. No rank may be reading them.
   void publish(const std::vector<PageRun>& runs) const;
 
-  // Before a fork: the rows become pages of this process alone, which a child inherits as they are now. After it, in
-  // the parent: later children get nothing. False when the kernel refused; errno says why.
+  // Before a fork, turns the rows into private pages of this process, which a child inherits with their current values.
+  // end_fork() undoes that in the parent for later children. Returns false if the kernel refused, with errno set.
   bool keep_for_child() const;
   void end_fork() const;
-  // Memory of the rows goes back to the system, and they are zero; nobody may be reading them.
+  // Returns the memory of the rows to the system, which makes them zero. No rank may be reading them.
   void give_back(int memory) const;
 
  private:

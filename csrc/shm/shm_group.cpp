@@ -1,4 +1,4 @@
-// The memory of a group: result over, mapped window by window.
+// The memory of a group: taken over from the handshake, and mapped window by window.
 #include "shm/shm_group.hpp"
 
 #include <cerrno>
@@ -44,7 +44,7 @@ std::unique_ptr<ShmGroup> ShmGroup::create(const ShmOptions& options, std::strin
   std::optional<Rendezvous> result = rendezvous(options, kSizes, map_control, reason);
   if (!result) return nullptr;
   group->memory_ = std::move(result->memory);
-  // A rank in a pid namespace of its own cannot tell what the published numbers mean.
+  // In a separate pid namespace, a rank cannot interpret the published pids.
   if (result->pids_are_shared) group->watch_peers();
   return group;
 }
@@ -92,7 +92,7 @@ void ShmGroup::discard_private_pages(std::byte* isolated, size_t bytes) {
 
 void ShmGroup::drop(const std::vector<PageRun>& runs) {
   if (PrivatePages::drop(runs)) return;
-  // What was written would hide the next gather from this rank.
+  // The written pages would hide the next gather from this rank.
   give_up(std::string("it cannot drop pages that were written in place (") + std::strerror(errno) + ")");
 }
 

@@ -1,5 +1,5 @@
-// Shared memory between the ranks of one host: one sparse memfd, the windows mapped from it, and the protocol that its
-// control area carries. Not thread-safe: one thread of a rank at a time.
+// Shared memory between the ranks of one host: one sparse memfd, the windows mapped from it, and the protocol in its
+// control area. Not thread-safe: one thread of a rank at a time.
 #pragma once
 
 #include <cstddef>
@@ -17,41 +17,42 @@
 
 namespace fsdp2x::cpu {
 
-// A gather slot seen twice: the engine writes `shared`, tensors look through `isolated`.
+// Two views of a gather slot: the engine writes to `shared`, tensors read through `isolated`.
 struct GatherWindow {
   std::byte* shared = nullptr;
   std::byte* isolated = nullptr;
 };
 
-// A group's memory and its protocol. A window that cannot be mapped ends the group on every rank, see fail().
+// A group's memory and its protocol. If a window cannot be mapped, the group ends on every rank, see fail().
 class ShmGroup final : public ShmProtocol {
  public:
-  // Collective over the group's ranks: creates (rank 0) or receives the memfd, checks the peers, maps the control area.
-  // Null on every rank when that failed on any: `reason` then says where and why, in the same words on all of them.
+  // Collective over the group's ranks: creates (rank 0) or receives the memfd, checks the peers, and maps the control
+  // area. If that failed on any rank, returns null on all of them. `reason` then says where and why, with the same text
+  // on every rank.
   static std::unique_ptr<ShmGroup> create(const ShmOptions& options, std::string& reason);
   ~ShmGroup();  // marks this rank closed, wakes the peers, unmaps everything
 
   static size_t page_bytes() { return cpu::page_bytes(); }
 
-  // Windows are mapped at the first call and kept; the same arguments give the same pointers.
+  // Windows are mapped at the first call and kept. The same arguments give the same pointers.
   GatherWindow gather_window(uint64_t offset, size_t bytes);
-  std::byte* isolated_window(uint64_t offset, size_t bytes);  // what tensors look through, alone
+  std::byte* isolated_window(uint64_t offset, size_t bytes);  // only the tensors' view
   std::byte* scratch_window(int owner_rank, uint64_t offset, size_t bytes);
   // Drops this rank's private copies of the pages that [isolated, isolated + bytes) of an isolated view touches.
   void discard_private_pages(std::byte* isolated, size_t bytes);
 
-  // Room for slots that are some unit's for good: half of the gather arena, as nobody knows what the others will take.
+  // Returns the room for permanent slots: half of the gather arena, because the needs of the other slots are unknown.
   size_t reservable_bytes() const { return map_.gather_bytes() / 2; }
-  // Of a slot in which this rank's shards are to rest; mapped at each call.
+  // Returns views of a slot for this rank's shards. Maps them at each call.
   std::shared_ptr<ShardViews> shard_views(uint64_t offset, size_t bytes, std::vector<SlotRows> rows);
   std::vector<PageRun> written(const ShardViews& views) const { return views.written(private_pages_); }
-  // What is written becomes what all ranks see; nobody may be reading this rank's rows.
+  // Makes written rows visible to all ranks. No rank may be reading this rank's rows.
   void publish(const ShardViews& views, const std::vector<PageRun>& runs);
   void give_back(const ShardViews& views) const { views.give_back(memory_.get()); }
-  // This rank cannot do what its peers wait for: every wait of every rank ends with a sentence that says so. Throws it.
+  // Ends every wait of every rank with a message that this rank cannot do what its peers wait for. Throws it.
   [[noreturn]] void give_up(const std::string& why);
   size_t mapped_bytes() const;
-  size_t num_windows() const;  // mapped so far; a steady step maps none
+  size_t num_windows() const;  // mapped so far. A steady step maps none
 
  private:
   ShmGroup(const ShmOptions& options, const ShmMap& map, Mapping control_area);

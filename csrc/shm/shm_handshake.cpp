@@ -1,4 +1,4 @@
-// How ranks come to share a memory file: memfd, abstract unix socket, and the checks of who is at the other end.
+// Shares a memory file between ranks: memfd, abstract unix socket, and checks of the peer's identity.
 //
 //   rank 0     make the file, listen                                          | exchange
 //   the others connect, check the listener's user, say Hello {rank, token ..} | exchange
@@ -6,7 +6,7 @@
 //              to the ranks, nothing to anybody else                          | exchange
 //   the others take Reply and descriptor, check them, use the file            | exchange
 //
-// What a step needs from another rank has happened before the exchange: nothing waits for a rank that failed.
+// Each step only needs what happened before the previous exchange, so no rank waits for one that failed.
 #include "shm/shm_handshake.hpp"
 
 #include <fcntl.h>
@@ -44,10 +44,10 @@ struct Hello {
 struct Reply {
   uint64_t magic = kShmMagic;
   uint64_t total_bytes = 0;
-  int64_t pid = 0;  // rank 0's own idea of its pid
+  int64_t pid = 0;  // rank 0's own pid
 };
 
-// Padding would send bytes of the stack along.
+// Padding would also send bytes of the stack.
 static_assert(std::has_unique_object_representations_v<Hello> && std::has_unique_object_representations_v<Reply>);
 
 [[noreturn]] void fail(const ShmOptions& options, const std::string& what) {
@@ -91,7 +91,7 @@ FileDescriptor make_memory(const ShmOptions& options, FileSizes sizes, size_t& t
   FileDescriptor memory(::memfd_create("fsdp2x", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!memory.valid()) fail(options, "cannot make a memfd" + system_error());
   rlimit limit = {RLIM_INFINITY, RLIM_INFINITY};
-  ::getrlimit(RLIMIT_FSIZE, &limit);  // going beyond it is answered with a signal
+  ::getrlimit(RLIMIT_FSIZE, &limit);  // exceeding it raises a signal
   int error = EFBIG;
   for (total_bytes = sizes.most_bytes; total_bytes >= sizes.least_bytes; total_bytes /= 4) {
     if (limit.rlim_cur != RLIM_INFINITY && total_bytes > limit.rlim_cur) continue;
@@ -103,7 +103,7 @@ FileDescriptor make_memory(const ShmOptions& options, FileSizes sizes, size_t& t
     fail(options, "cannot make a sparse memfd of " + std::to_string(sizes.least_bytes) +
                       " bytes (only what is written takes memory)" + system_error() + ": check `ulimit -f`");
   }
-  // Nobody may shrink it under the others' mappings.
+  // No rank may shrink it under the others' mappings.
   if (::fcntl(memory.get(), F_ADD_SEALS, kSeals) != 0) fail(options, "cannot seal its memfd" + system_error());
   return memory;
 }
@@ -150,7 +150,7 @@ class Listener {  // rank 0
     }
   }
 
-  // The ranks are waiting at the socket; among them may be anybody.
+  // The ranks are waiting at the socket, but other processes may be waiting too.
   void accept_all(Rendezvous& result) {
     for (int num_missing = options_.world - 1; num_missing > 0;) {
       FileDescriptor connection(
@@ -201,8 +201,8 @@ class Listener {  // rank 0
   }
 
  private:
-  // Whether a rank that is still missing is at the other end. Anybody may connect to an abstract socket; that must not
-  // end the job.
+  // Returns whether a rank that is still missing is at the other end. Any process may connect to an abstract socket.
+  // That must not end the job.
   bool listen_to(const FileDescriptor& connection, const ucred& peer, Hello& hello) {
     const char* reason = nullptr;
     if (peer.uid != ::geteuid()) {
@@ -280,7 +280,7 @@ class Connector {  // every other rank
   }
 
  private:
-  // The message of rank 0 and the descriptor that came with it, if one did. Whatever else came along is closed.
+  // Returns the descriptor that came with the message of rank 0, if any. Closes all others.
   FileDescriptor receive(Reply& reply) {
     constexpr size_t kMaxDescriptors = 8;
     iovec data = {&reply, sizeof(reply)};
@@ -293,7 +293,7 @@ class Connector {  // every other rank
     const ssize_t received =
         retried([&] { return ::recvmsg(connection_.get(), &message, MSG_CMSG_CLOEXEC | MSG_TRUNC); });
     if (received < 0) fail(options_, "got no reply from " + options_.name(0) + system_error());
-    FileDescriptor descriptor;  // and nothing that allocates: a descriptor without an owner stays open
+    FileDescriptor descriptor;  // nothing may allocate meanwhile: a descriptor without an owner stays open
     size_t num_descriptors = 0;
     for (const cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr;
          header = CMSG_NXTHDR(&message, const_cast<cmsghdr*>(header))) {
@@ -317,9 +317,8 @@ class Connector {  // every other rank
   pid_t listener_pid_ = 0;
 };
 
-// Collective: runs a step and tells the others how it ended. False when it failed anywhere.
-// Between two exchanges nothing is allocated outside of the steps: a rank without memory would leave the others
-// waiting.
+// Collective: runs a step and reports its result to the other ranks. Returns false if it failed on any rank. Between
+// two exchanges, nothing is allocated outside of the steps: a rank without memory would leave the others waiting.
 template <class Step>
 bool all_succeed(const ShmOptions& options, const Step& step, std::string& reason) {
   std::string outcome;

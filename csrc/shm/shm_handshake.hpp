@@ -1,5 +1,5 @@
-// How the ranks of a group come to share one memory file: rank 0 makes it and hands it to the others over an abstract
-// unix socket. In steps that never wait; between them the ranks tell each other who failed.
+// Lets the ranks of a group share one memory file: rank 0 makes it and sends it to the others over an abstract unix
+// socket. The steps never wait. Between them, the ranks report failures to each other.
 #pragma once
 
 #include <sys/types.h>
@@ -18,21 +18,21 @@ namespace fsdp2x::cpu {
 struct Rendezvous {
   FileDescriptor memory;
   size_t total_bytes = 0;
-  // Rank 0 only: the process of every rank as seen from here, 0 where it lives in another pid namespace.
+  // Rank 0 only: the process of every rank as seen from here, 0 if it lives in another pid namespace.
   std::vector<pid_t> pids;
   // Other ranks: whether pids published by rank 0 mean the same processes here.
   bool pids_are_shared = true;
 };
 
-// Sizes that a memory file may have; the largest that the system grants is taken. Only what is written takes memory.
+// Allowed sizes of a memory file. The largest that the system grants is used. Only written pages take memory.
 struct FileSizes {
   size_t least_bytes = 0;
   size_t most_bytes = 0;
 };
 
-// Collective. `use` runs on every rank that has the file: on rank 0 when the others have come and before they get the
-// file, on them when they have it. Empty on every rank when a step, or `use`, threw on any of them: `reason` is then
-// the same everywhere.
+// Collective. `use` runs on every rank that has the file: on rank 0 after the others have come and before they get the
+// file, on the others once they have it. If a step or `use` threw on any rank, returns nullopt on all of them, with the
+// same `reason`.
 std::optional<Rendezvous> rendezvous(const ShmOptions& options, FileSizes sizes,
                                      const std::function<void(Rendezvous&)>& use, std::string& reason);
 

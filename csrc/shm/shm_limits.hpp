@@ -1,4 +1,4 @@
-// How much a group holds, and how long a rank looks before it sleeps. Tests of the protocol have smaller numbers
+// The capacity of a group, and how long a rank spins before it sleeps. Tests of the protocol use smaller numbers
 // (tests/cpp/model).
 #pragma once
 
@@ -11,7 +11,7 @@ inline constexpr uint32_t kMaxSlots = 65536;
 inline constexpr uint32_t kMaxUnits = 65536;
 inline constexpr int kMaxRanks = 1024;
 
-// Pauses and yields before a sleep. A peer that has no core of its own cannot arrive while this rank spins.
+// Pauses and yields before a sleep. A peer without a free core cannot arrive while this rank spins.
 inline constexpr int kPauses = 300;
 inline constexpr int kYields = 100;
 inline constexpr int kPausesCrowded = 8;

@@ -1,8 +1,8 @@
-// What lies where in the memfd, and the records of the control area. docs/engine/shared_memory.md draws it; these are
-// the numbers.
+// The layout of the memfd, and the records of the control area. docs/engine/shared_memory.md draws it, and this file
+// has the numbers.
 //
-// Every record has one writer, the rank it belongs to; what a rank writes is contiguous, so two ranks never write the
-// same cache line. All of it starts as zero: sequence numbers and epochs count from 1.
+// Every record has one writer, the rank that it belongs to. The data of a rank is contiguous, so two ranks never write
+// to the same cache line. Everything starts as zero: sequence numbers and epochs count from 1.
 #pragma once
 
 #include <cstddef>
@@ -17,19 +17,19 @@ inline constexpr uint64_t kShmMagic = 0x6d68732d78326468;  // changes with the l
 inline constexpr size_t kSentenceBytes = 1024;
 
 struct alignas(128) RankState {
-  Word pid;         // as rank 0 sees it; 0 when the rank lives in another pid namespace
+  Word pid;         // as rank 0 sees it, 0 if the rank lives in another pid namespace
   Word closed;      // 1 when the rank destroyed its group
-  Word failed;      // bytes of the sentence that says why the rank cannot go on; 0 while it can
-  Word left;        // the pass that it left by an exception, see ShmProtocol::leave; 0: none, or it has begun another
-  Word left_bytes;  // of the sentence that says why
+  Word failed;      // bytes of the message why the rank cannot continue, 0 while it can
+  Word left;        // the pass that it left by an exception, see ShmProtocol::leave. 0: none, or it has begun another
+  Word left_bytes;  // bytes of the message why
   Word num_posted;  // sequence of its last gather
   Word progress;    // position in the backward order
-  // What the rank waits for right now, 0 if nothing, so that nobody waits for a rank that waits for him.
+  // The event that the rank waits for now, 0 if none, so that two ranks never wait for each other.
   Word wanted_gather;     // sequence
-  Word wanted_slot;       // slot and the use it wants to begin, see make_wish()
+  Word wanted_slot;       // slot and the use that it wants to begin, see make_wish()
   Word wanted_reduction;  // unit and epoch, likewise
-  Word wanted_end;        // of a reduction, likewise
-  // Written by its peers as well, hence a line of their own.
+  Word wanted_end;        // end of a reduction, likewise
+  // Peers also write to these, so they have a separate cache line.
   alignas(128) Doorbell doorbell;
   Doorbell sleeping;
 };
@@ -62,7 +62,7 @@ struct alignas(64) UnitRecord {
 };
 
 // Offsets in the memfd for `world` ranks and a file of `total` bytes. The first half holds the control area and the
-// gather arena, the second half is cut into one scratch arena per rank. Nothing of it is there before it is written.
+// gather arena. The second half is split into one scratch arena per rank. Pages take memory only after a write.
 class ShmMap {
  public:
   ShmMap(int world, size_t total) : world_(static_cast<size_t>(world)), total_(total) {}
@@ -76,14 +76,14 @@ class ShmMap {
   RankState& state(std::byte* control, int rank) const {
     return *reinterpret_cast<RankState*>(control + static_cast<size_t>(rank) * sizeof(RankState));
   }
-  // Why the rank cannot go on, and why it left a pass.
+  // Return the messages why the rank cannot continue, and why it left a pass.
   char* failure(std::byte* control, int rank) const { return sentence(control, 2 * static_cast<size_t>(rank)); }
   char* departure(std::byte* control, int rank) const { return sentence(control, 2 * static_cast<size_t>(rank) + 1); }
   RingEntry& entry(std::byte* control, int rank, uint64_t sequence) const {
     const size_t index = static_cast<size_t>(rank) * kRingEntries + sequence % kRingEntries;
     return *reinterpret_cast<RingEntry*>(control + ring_offset() + index * sizeof(RingEntry));
   }
-  // The use of `slot` that `rank` released last.
+  // Returns the use of `slot` that `rank` released last.
   Word& released(std::byte* control, int rank, uint32_t slot) const {
     const size_t index = static_cast<size_t>(rank) * kMaxSlots + slot;
     return *reinterpret_cast<Word*>(control + slots_offset() + index * sizeof(Word));

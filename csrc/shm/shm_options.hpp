@@ -1,4 +1,4 @@
-// What a rank is told when it enters a shared-memory group.
+// The options of a rank that enters a shared-memory group.
 #pragma once
 
 #include <functional>
@@ -10,20 +10,20 @@ namespace fsdp2x::cpu {
 struct ShmOptions {
   int rank = 0;
   int world = 1;
-  // Name of the abstract unix socket, chosen at random by rank 0 and told to the others (no leading NUL).
+  // Name of the abstract unix socket, chosen at random by rank 0 and sent to the others (no leading NUL).
   std::string socket_name;
-  // 32 random bytes that a peer must show; told together with the name.
+  // 32 random bytes that a peer must present, sent together with the name.
   std::string token;
   double timeout_s = 600.0;
-  // Called every 50 ms of a long wait; may throw to end it (Ctrl-C).
+  // Called every 50 ms of a long wait. May throw to end it (Ctrl-C).
   std::function<void()> on_wait;
-  // What messages call each rank: its number in the whole job; empty: `rank`, counted in this group.
+  // The number of each rank in messages: its rank in the whole job. Empty: `rank`, counted in this group.
   std::vector<int> global_ranks;
-  // Collective: what every rank says, in rank order. How ranks learn during set-up that one of them failed; it ends, or
-  // throws, when a rank is gone. Not needed by a rank alone.
+  // Collective: exchanges strings and returns those of all ranks in rank order. Through it, ranks learn during setup
+  // that one of them failed. It ends, or throws, if a rank is gone. A single rank does not need it.
   std::function<std::vector<std::string>(const std::string&)> exchange;
 
-  // "rank 3".
+  // Returns, for example, "rank 3".
   std::string name(int of_rank) const {
     const auto index = static_cast<size_t>(of_rank);
     return "rank " + std::to_string(index < global_ranks.size() ? global_ranks[index] : of_rank);

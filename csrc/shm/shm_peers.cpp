@@ -1,7 +1,7 @@
-// Futexes, pidfds, and the sentences for a peer that does not come.
+// Futexes, pidfds, and the messages for a peer that does not come.
 //
-// No wake-up is lost: a waiter announces that it sleeps, then looks once more at what it waits for; a peer stores that,
-// then looks whether the waiter sleeps. A full fence on both sides makes sure that one of the two sees the other.
+// No wake-up is lost. A waiter announces that it sleeps, then checks its condition once more. A peer stores the value,
+// then checks whether the waiter sleeps. A full fence on both sides makes sure that one of the two sees the other.
 #include "shm/shm_peers.hpp"
 
 #include <sched.h>
@@ -23,7 +23,7 @@ namespace {
 constexpr auto kSlice = std::chrono::milliseconds(50);
 const std::string kFollowed = "gave up because ";
 
-// Cores that this process may run on.
+// Returns the number of cores that this process may run on.
 int num_cores() {
   cpu_set_t set;
   CPU_ZERO(&set);

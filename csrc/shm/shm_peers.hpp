@@ -1,4 +1,4 @@
-// Waiting for the other ranks of a group, waking them, and noticing that one is gone.
+// Waits for the other ranks of a group, wakes them, and notices if one is gone.
 #pragma once
 
 #include <poll.h>
@@ -18,47 +18,47 @@
 
 namespace fsdp2x::cpu {
 
-// "12.3 s"
+// Returns, for example, "12.3 s".
 std::string seconds_text(double seconds);
 
-// What a wait finds at a peer. elsewhere: it comes only after this rank has gone on.
+// The state of a peer during a wait. elsewhere: the peer comes only after this rank has continued.
 enum class Seen { late, done, elsewhere };
 
 inline Seen seen(Seen seen) { return seen; }
 inline Seen seen(bool is_done) { return is_done ? Seen::done : Seen::late; }
 
-// A rank that has left a pass may have begun another one meanwhile, and says so: who waits for it looks after this
+// A rank that has left a pass may have begun another one meanwhile, which it reports. A waiting rank checks after this
 // time.
 inline constexpr double kPatienceS = 0.5;
 
 class Peers {
  public:
-  // `where(rank)` says for a timeout what that rank did last.
+  // `where(rank)` returns the last action of that rank, for the timeout message.
   Peers(const ShmOptions& options, ShmMap map, std::byte* control, std::function<std::string(int)> where);
 
-  // Opens the peers' processes by the pids that rank 0 published; without it only closing and timeouts end a wait.
+  // Opens the peers' processes by the pids that rank 0 published. Without this, only closing and timeouts end a wait.
   void watch();
 
   RankState& state(int rank) const { return map_.state(control_, rank); }
 
-  // Wakes the peers that sleep. Call it after every store that somebody may wait for.
+  // Wakes the peers that sleep. Call it after every store that a peer may wait for.
   void ring() const;
 
-  // Ranks that have left one of these passes will not come to what this rank waits for in it; 0: none. Neither will
-  // those that have left another one, if this rank does not know it yet.
+  // Sets the passes of the current wait, 0: none. Ranks that have left one of them will not come. Neither will ranks
+  // that have left another pass, if this rank does not know it yet.
   void set_passes(uint64_t pass, uint64_t forward);
-  // This rank has left that pass.
+  // Notes that this rank has left that pass.
   void note_left(uint64_t pass) { own_.left = pass; }
-  // Why this rank leaves its pass, when it is because a peer has; otherwise empty.
+  // Returns why this rank leaves its pass, if a peer's departure is the reason. Otherwise empty.
   const std::string& followed() const { return followed_; }
 
-  // What see(rank), a Seen or whether the rank is done, says of all peers; without waiting.
+  // Combines the results of see(rank) (a Seen, or whether the rank is done) for all peers, without waiting.
   template <class See>
   Seen see_all(const See& see) const;
 
-  // Returns true when see(rank) is done for every peer, false as soon as one is elsewhere. Throws Error when a late
-  // peer is dead, closed, or has left this rank's pass, when any rank has failed, and after the group's timeout.
-  // `describe()` names what is waited for; it is called only for an error.
+  // Returns true when see(rank) is done for every peer, false as soon as one is elsewhere. Throws Error if a late peer
+  // is dead, closed, or has left this rank's pass, if any rank has failed, and after the group's timeout. `describe()`
+  // names the awaited event and is called only for an error.
   template <class See, class Describe>
   bool wait(const See& see, const Describe& describe);
 
@@ -70,7 +70,7 @@ class Peers {
   void sleep(uint32_t bell, Clock::time_point deadline) const;
   void end_sleep() const;
 
-  // Looks at every peer's process once; afterwards is_dead() answers.
+  // Checks every peer's process once. is_dead() returns the result.
   void look();
   bool is_dead(int rank) const { return dead_[static_cast<size_t>(rank)]; }
   bool is_closed(int rank) const { return state(rank).closed.load(std::memory_order_acquire) != 0; }
@@ -86,10 +86,10 @@ class Peers {
   [[noreturn]] void fail_left(int rank, const std::string& what, double waited_s);
   [[noreturn]] void fail_timeout(int rank, const std::string& what, double waited_s) const;
   std::string name(int rank) const;
-  // "; rank 2 (pid 7) has died": a peer that waits in vain is often not the cause.
+  // Returns, for example, "; rank 2 (pid 7) has died": the awaited peer is often not the cause.
   std::string other_dead(int rank) const;
 
-  // Before a wait sleeps.
+  // Spins before a wait sleeps.
   struct Patience {
     int num_pauses, num_yields;
   };
@@ -147,7 +147,7 @@ bool Peers::wait(const See& see, const Describe& describe) {
     const auto is_late = [&](int rank) { return rank != options_.rank && seen(see(rank)) == Seen::late; };
     for (int rank = 0; rank < options_.world; ++rank) {
       if (has_failed(rank)) fail_failed(rank, describe());
-      // What a rank did before it went is still there, hence the look afterwards.
+      // Check again, because the peer may have finished its part before it went.
       if ((is_dead(rank) || is_closed(rank)) && is_late(rank)) fail_gone(rank, describe(), waited_s);
       if (waited_s >= kPatienceS && has_left(rank) && is_late(rank)) fail_left(rank, describe(), waited_s);
     }

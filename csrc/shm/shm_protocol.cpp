@@ -14,7 +14,7 @@
 namespace fsdp2x::cpu {
 namespace {
 
-// Tells the peers what this rank waits for, as long as it lives.
+// Shows the peers, while it lives, the event that this rank waits for.
 class Wish {
  public:
   Wish(Word& word, uint64_t value, const Peers& peers) : word_(word) {
@@ -37,7 +37,7 @@ struct ShmProtocol::Impl {
         map(given_map),
         control(given_control),
         peers(options, map, control, [this](int rank) { return where(rank); }) {
-    options.exchange = nullptr;  // the caller's, for the set-up
+    options.exchange = nullptr;  // the caller owns it, for the setup
   }
 
   ShmOptions options;
@@ -45,7 +45,7 @@ struct ShmProtocol::Impl {
   std::byte* control;
   Peers peers;
   std::vector<std::string> unit_names;
-  uint64_t pass = 0;     // what this rank runs, as RankState::left tells it; 0: nothing
+  uint64_t pass = 0;     // the running pass, as in RankState::left, 0: none
   uint64_t forward = 0;  // the last forward, likewise
 
   RankState& state(int rank) const { return map.state(control, rank); }
@@ -72,7 +72,7 @@ struct ShmProtocol::Impl {
     if (own().left.load(std::memory_order_relaxed) != 0) own().left.store(0, std::memory_order_release);
   }
 
-  // True when `rank` cannot go on before this rank does.
+  // Returns whether `rank` cannot continue before this rank does.
   bool waits_for_me(int rank) const {
     if (state(rank).wanted_gather.load(std::memory_order_acquire) > own().num_posted.load()) return true;
     const uint64_t slot = state(rank).wanted_slot.load(std::memory_order_acquire);
@@ -85,9 +85,9 @@ struct ShmProtocol::Impl {
     return end != 0 && record(wished_index(end), options.rank).consumed.load() < wished_count(end);
   }
 
-  // Whether `rank` has done(rank), which belongs to `position` of the backward order. A peer does it first and
-  // publishes its progress or its wishes then: they are read before the last look at what it did. When units run in
-  // different order, a peer may wait for this rank's next gather before it comes.
+  // Returns whether done(rank) holds for `rank`, at `position` of the backward order. A peer first acts, then publishes
+  // its progress or its wishes. So these are read before the last check of the action. If units run in different order,
+  // a peer may wait for this rank's next gather before it comes.
   template <class Done>
   Seen see(int rank, uint64_t position, const Done& done) const {
     if (done(rank)) return Seen::done;
@@ -118,7 +118,7 @@ struct ShmProtocol::Impl {
     return "began " + gather_text(sequence, unit) + " last";
   }
 
-  // The entry that `rank` posted for `sequence`. To be called when its num_posted has reached it.
+  // Returns the entry that `rank` posted for `sequence`. Its num_posted must have reached it.
   GatherPost entry_of(int rank, uint64_t sequence) const {
     const RingEntry& entry = map.entry(control, rank, sequence);
     GatherPost post;
@@ -175,8 +175,8 @@ struct ShmProtocol::Impl {
                 difference(UnitSettings::unpacked(own_settings), UnitSettings::unpacked(theirs)) +
                 ". Set them alike on every rank.");
   }
-  // While this rank ends its backward: the peer waits for this rank's next gather, or has ended more backwards without
-  // this reduction than this rank has.
+  // Returns whether the peer continues without this reduction while this rank ends its backward. Either the peer waits
+  // for this rank's next gather, or it has ended more backwards without this reduction than this rank has.
   bool goes_on_without(uint32_t unit, int rank) const {
     return state(rank).wanted_gather.load(std::memory_order_acquire) > own().num_posted.load() ||
            record(unit, rank).num_skipped.load(std::memory_order_acquire) >
@@ -203,7 +203,7 @@ std::string ShmProtocol::rank_name() const { return impl_->options.name(rank());
 void ShmProtocol::watch_peers() { impl_->peers.watch(); }
 
 void ShmProtocol::close() {
-  // A forked child inherits the group but is not the rank: its end must not look like the rank's.
+  // A forked child inherits the group but is not the rank. Its end must not look like the rank's.
   if (!guard_.is_here()) return;
   impl_->own().closed.store(1, std::memory_order_release);
   impl_->peers.ring();
@@ -221,7 +221,7 @@ void ShmProtocol::enter_forward(uint64_t number) {
   if (!guard_.is_here()) return;
   Impl& impl = *impl_;
   const uint64_t num_posted = impl.own().num_posted.load(std::memory_order_relaxed);
-  // Ranks may run other numbers of forwards while nothing is to be gathered.
+  // Ranks may run different numbers of forwards while nothing is to be gathered.
   impl.forward = ((num_posted << 20 | (number & 0xfffff)) << 1) | 1;
   impl.enter(impl.forward, 0);
 }
@@ -250,7 +250,7 @@ void ShmProtocol::leave(std::string_view why) noexcept {
 }
 
 void ShmProtocol::set_unit_name(uint32_t unit, const std::string& name) {
-  impl_->record(unit, 0);  // refuses an index beyond the table
+  impl_->record(unit, 0);  // throws for an index beyond the table
   if (impl_->unit_names.size() <= unit) impl_->unit_names.resize(size_t{unit} + 1);
   impl_->unit_names[unit] = name;
 }
@@ -272,7 +272,7 @@ void ShmProtocol::post_gather(const GatherPost& post) {
   require_own_process();
   Impl& impl = *impl_;
   impl.record(post.unit, 0);
-  // The entry that this post overwrites was read by every peer that has come so far, see kRingEntries.
+  // Every peer that has come so far has read the entry that this post overwrites, see kRingEntries.
   impl.peers.wait(
       [&](int rank) {
         return impl.state(rank).num_posted.load(std::memory_order_acquire) + kRingEntries / 2 >= post.sequence;
@@ -307,7 +307,7 @@ void ShmProtocol::join_gather(const GatherPost& post) {
         [&](int rank) { return impl.state(rank).num_posted.load(std::memory_order_acquire) >= post.sequence; },
         [&] { return impl.gather_text(post); });
   }
-  // Not those of now: users may have changed them since.
+  // Not the current ones, because users may have changed them since.
   const uint64_t posted_settings =
       impl.map.entry(impl.control, impl.options.rank, post.sequence).settings.load(std::memory_order_relaxed);
   for (int rank = 0; rank < impl.options.world; ++rank) {
@@ -361,7 +361,7 @@ Joined ShmProtocol::join_reduction(uint32_t unit, uint64_t epoch, uint64_t tag, 
   const auto posted = [&](int rank) { return impl.record(unit, rank).posted.load(std::memory_order_acquire) >= epoch; };
   const auto posted_in_flush = [&](int rank) {
     if (posted(rank)) return Seen::done;
-    // It posts before it goes on: hence the second look.
+    // The peer posts before it continues, so check again.
     if (!impl.goes_on_without(unit, rank) || posted(rank)) return seen(posted(rank));
     impl.fail_without_reduction(unit, epoch, rank);
   };

@@ -16,7 +16,8 @@
 namespace fsdp2x::cpu {
 namespace {
 
-// Maps at an address that differs from `offset` by whole huge pages, for only there can the kernel map them.
+// Maps at an address that differs from `offset` by a multiple of the huge page size, as the kernel requires for huge
+// pages.
 void* map(int fd, size_t offset, size_t bytes, int protection, int sharing) {
   const int flags = sharing | MAP_NORESERVE;
   const auto position = static_cast<off_t>(offset);
@@ -57,7 +58,8 @@ Mapping::Mapping(int fd, size_t offset, size_t bytes, View view) : bytes_(bytes)
                 "): check `ulimit -v` and the number of mappings (vm.max_map_count)");
   }
   data_ = static_cast<std::byte*>(data);
-  // A child that wrote here would write into its parent's rank. Where this is refused ProcessGuard still stands.
+  // A child that wrote here would write into its parent's rank. If the kernel refuses this, ProcessGuard still
+  // protects.
   ::madvise(data, bytes, MADV_DONTFORK);
 }
 
@@ -81,7 +83,7 @@ std::byte* Windows::get(int fd, size_t offset, size_t bytes) {
   if (found != mappings_.end() && found->first.first == offset) return found->second.data();
   const auto added = mappings_.emplace(std::pair(offset, rounded), Mapping(fd, offset, rounded, view_)).first;
   mapped_bytes_ += rounded;
-  // Whoever writes first makes them, before other views look.
+  // Make huge pages at the first writable mapping, before other views read.
   if (view_ == View::read_write) fill_with_huge_pages(added->second.data(), rounded);
   return added->second.data();
 }

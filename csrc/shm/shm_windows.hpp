@@ -1,4 +1,4 @@
-// The windows a rank has mapped from the memfd: opened at the first use, kept until the group dies.
+// The windows that a rank has mapped from the memfd: opened at the first use, kept until the group is destroyed.
 #pragma once
 
 #include <cstddef>
@@ -13,11 +13,12 @@ enum class View { read_write, read_only, isolated };
 
 size_t page_bytes();
 
-// One mapping of a range of the memfd. A forked child does not have it: what the child maps may come to lie there.
+// One mapping of a range of the memfd. A forked child does not have it, and other mappings of the child may take its
+// place.
 class Mapping {
  public:
   Mapping() = default;
-  // Throws Error when the system refuses.
+  // Throws Error if the system refuses.
   Mapping(int fd, size_t offset, size_t bytes, View view);
   Mapping(Mapping&& other) noexcept;
   Mapping& operator=(Mapping&& other) noexcept;
@@ -36,8 +37,8 @@ class Mapping {
 class Windows {
  public:
   explicit Windows(View view) : view_(view) {}
-  // The smallest window that begins at `offset` and holds `bytes`. A larger one than asked for only exists before a
-  // smaller one would be made, so that equal arguments always give equal pointers.
+  // Returns the smallest window that begins at `offset` and holds `bytes`. A larger window is only reused if it existed
+  // before a smaller one was made, so that equal arguments always give equal pointers.
   std::byte* get(int fd, size_t offset, size_t bytes);
   size_t mapped_bytes() const { return mapped_bytes_; }
   size_t count() const { return mappings_.size(); }

@@ -1,6 +1,6 @@
-// What the protocol does to shared memory: words, fences, and the two futex calls. Everything that ranks tell each
-// other while a group lives goes through this file, so that tests can compile the protocol against words of their own
-// and explore every order of their accesses (tests/cpp/model).
+// The protocol's accesses to shared memory: words, fences, and the two futex calls. All communication of ranks during
+// the life of a group goes through this file. So tests can compile the protocol against their own words and explore
+// every order of accesses (tests/cpp/model).
 #pragma once
 
 #include <linux/futex.h>
@@ -22,8 +22,8 @@ static_assert(Doorbell::is_always_lock_free && sizeof(Doorbell) == 4, "a futex i
 
 inline void fence(std::memory_order order) { std::atomic_thread_fence(order); }
 
-// Sleeps until it is woken, for `limit` (below a second) at most, and not at all when `bell` no longer rings `value`.
-// Any return is fine: the caller looks again.
+// Sleeps until it is woken, for at most `limit` (below a second). Does not sleep if `bell` no longer has `value`. It
+// may return early: the caller checks again.
 inline void sleep_on(Doorbell& bell, uint32_t value, std::chrono::nanoseconds limit) {
   const timespec timeout = {0, static_cast<long>(limit.count())};
   ::syscall(SYS_futex, &bell, FUTEX_WAIT, value, &timeout, nullptr, 0);

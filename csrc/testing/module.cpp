@@ -1,5 +1,5 @@
-// The extension module fsdp2x._C_testing, which no wheel has: devices that are played on CPU memory. It takes the
-// engine from fsdp2x._C, which is imported first.
+// The extension module fsdp2x._C_testing, which no wheel has: devices simulated on CPU memory. It takes the engine from
+// fsdp2x._C, which must be imported first.
 #include <torch/csrc/utils/pybind.h>
 
 #include <utility>
@@ -30,10 +30,10 @@ PYBIND11_MODULE(_C_testing, m) {
       .def("wait_stream", &RecordingLayer::wait_stream, py::arg("number"))
       .def("begin_capture", &RecordingLayer::begin_capture)
       .def("end_capture", &RecordingLayer::end_capture)
-      // Of each entry: operation, lane, subject, and (address, bytes) of what it reads and writes.
+      // Each entry has operation, lane, subject, and the (address, bytes) that it reads and writes.
       .def_property_readonly("entries", [](const RecordingLayer& layer) {
         py::list result;
-        // A copy: Python's collector may run here, and find transports whose end is recorded.
+        // Iterates over a copy: Python's collector may run here and destroy transports, whose end is recorded.
         for (const std::vector<RecordingLayer::Entry> entries = layer.entries(); const auto& entry : entries) {
           result.append(py::make_tuple(entry.operation, entry.lane, entry.subject, ranges_of(entry.reads),
                                        ranges_of(entry.writes)));

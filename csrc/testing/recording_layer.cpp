@@ -14,7 +14,7 @@ namespace {
 struct NamedEvent final : DeviceEvent {
   explicit NamedEvent(std::string event_name) : name(std::move(event_name)) {}
   std::string name;
-  uint64_t capture = 0;  // into which it was recorded last
+  uint64_t capture = 0;  // the capture that recorded it last
 };
 
 // Streams by number: those of lanes, then the user's second one and the others.
@@ -22,7 +22,7 @@ constexpr int kFirstUserStream = static_cast<int>(kNumLanes);
 
 size_t bytes_of(DType type, int64_t numel) { return static_cast<size_t>(numel) * dtype_bytes(type); }
 
-// The bytes a plan touches on one side, piece by piece.
+// Returns the bytes that a plan touches on one side, piece by piece.
 std::vector<MemoryRange> touched(const std::vector<Copy>& copies, const void* base, bool destination) {
   std::vector<MemoryRange> ranges;
   for (const Copy& copy : copies) {
@@ -90,7 +90,7 @@ RecordingLayer::RecordingLayer(bool with_kernels)
     : DeviceLayer(at::kCPU, with_kernels ? &cuda::reference_kernels() : nullptr) {}
 
 std::unique_ptr<DeviceEvent> RecordingLayer::make_event(const std::string& name) {
-  // Each transport has its own.
+  // Each transport has a separate event of a name.
   const int number = ++names_[name];
   return std::make_unique<NamedEvent>(number == 1 ? name : name + " (" + std::to_string(number) + ")");
 }
@@ -162,7 +162,7 @@ void RecordingLayer::record(DeviceEvent& event, Lane lane) {
 void RecordingLayer::wait(Lane lane, DeviceEvent& event) {
   auto& named = static_cast<NamedEvent&>(event);
   const int on = stream_of(lane);
-  // As TorchLayer: across the border of a capture a wait is nothing.
+  // As in TorchLayer, a wait across the border of a capture does nothing.
   const bool waits = named.capture == (in_capture_ ? num_captures_ : 0);
   if (waits && in_capture_) captured_.insert(on);
   entries_.push_back({waits ? "wait" : "skip", name_of(on), named.name, {}, {}});
@@ -203,7 +203,7 @@ void RecordingLayer::lands(const std::string& subject, const Layout& layout, con
     in_place = in_place || lies_there;
     if (!lies_there) written.push_back({targets[i]->data, bytes_of(place.shape.orig, place.shard_numel)});
   }
-  // The device is the CPU, where new memory of the host may just have been a gradient of the device.
+  // The device is the CPU, so new CPU memory may just have been a device gradient.
   if (is_new) written.clear();
   note(in_place ? "land in place" : "land by copy", subject, {range_of(memory)}, written);
 }
@@ -237,8 +237,8 @@ void RecordingLayer::pack(SegmentPlan& plan, const std::vector<PackItem>& items,
                         bytes_of(place.shape.reduce, place.padded_shard_numel)});
     }
   }
-  // Gradients are autograd's, in the order of this stream: what had their memory before was judged when it gave it
-  // back. A device would not have given it to another stream.
+  // Gradients belong to autograd, in the order of this stream. The previous users of their memory were checked when
+  // they gave it back. A device would not have given it to another stream.
   note("take", "gradients", {}, reads);
   const size_t flags_at = plan.layout->reduce_segment_bytes();
   for (int rank = 0; rank < plan.layout->world(); ++rank) {

@@ -1,5 +1,5 @@
-// A device layer for tests: plays the plans on CPU memory in host order, and writes down what a device would have been
-// told: which lane does what to which bytes, and who waits for whom.
+// A device layer for tests. It runs plans on CPU memory in host order and records the device's work: which lane does
+// what to which bytes, and which lanes wait for each other.
 #pragma once
 
 #include <map>
@@ -20,13 +20,13 @@ struct MemoryRange {
 class RecordingLayer final : public DeviceLayer {
  public:
   struct Entry {
-    std::string operation;  // "record", "wait", a kernel or a collective
-    std::string lane;       // its name; user streams behind the first one are compute1 and so on
+    std::string operation;  // "record", "wait", a kernel, or a collective
+    std::string lane;       // its name. User streams after the first one are compute1 and so on
     std::string subject;    // the event, or the unit
     std::vector<MemoryRange> reads, writes;
   };
 
-  // With the reference kernels, or with torch's operations in their place.
+  // Uses the reference kernels, or torch's operations in their place.
   explicit RecordingLayer(bool with_kernels);
 
   std::unique_ptr<DeviceEvent> make_event(const std::string& name) override;
@@ -60,11 +60,12 @@ class RecordingLayer final : public DeviceLayer {
 
   const std::vector<Entry>& entries() const { return entries_; }
   void clear() { entries_.clear(); }
-  // The user goes on on another stream of his, from 0, as `with torch.cuda.stream(..)` does; outside of all scopes.
+  // Switches the user to another stream (0 is the first), as `with torch.cuda.stream(..)` does. Call outside of all
+  // scopes.
   void use_stream(int number);
-  // The user lets the current stream wait for what another one of his has been given.
+  // Lets the user's current stream wait for all work of another user stream.
   void wait_stream(int number);
-  // What the current stream is given from here on becomes a graph. As torch.cuda.graph it waits for the device first.
+  // Captures the current stream's work into a graph from here on. Waits for the device first, as torch.cuda.graph does.
   void begin_capture();
   void end_capture();
 
@@ -75,21 +76,21 @@ class RecordingLayer final : public DeviceLayer {
   void leave_stream(int before) override;
 
  private:
-  // The stream that `lane` means here.
+  // Returns the stream of `lane` here.
   int stream_of(Lane lane) const;
   static std::string name_of(int stream);
   void note(const std::string& operation, const std::string& subject, const std::vector<MemoryRange>& reads,
             const std::vector<MemoryRange>& writes);
 
   Lane lane_ = Lane::compute;
-  int current_ = 0;          // the current stream: a lane's number, or a user stream's behind those
-  int home_ = 0;             // the compute lane's, while another one is current
+  int current_ = 0;          // the current stream: a lane's number, or a higher number for a user stream
+  int home_ = 0;             // the compute lane's stream, while another one is current
   std::vector<int> before_;  // by LaneScope
   uint64_t num_captures_ = 0;
   bool in_capture_ = false;
   std::set<int> captured_;  // streams that have followed the captured one
   std::vector<Entry> entries_;
-  std::map<std::string, int> names_;  // of events, how often
+  std::map<std::string, int> names_;  // of events, and how often
 };
 
 }  // namespace fsdp2x

@@ -20,7 +20,7 @@ void run_tiles(const Body& body, int64_t num_tiles) {
   }
 }
 
-// The sum of as many values as a block has threads, in values[0].
+// Leaves the sum of one value per thread of a block in values[0].
 void fold_block(double* values, int num_threads) {
   for (int half = num_threads / 2; half > 0; half /= 2) {
     for (int thread = 0; thread < half; ++thread) fold_half(values, half, thread);
@@ -104,7 +104,7 @@ void step_floats(int rule, const FloatList& list, const void* args, Stream) {
   run_rule(rule, list, args, FloatRules());
 }
 
-// Counts of all threads of a tile by their masks, and of their groups.
+// Counts of all threads of a tile from their masks, and of their groups.
 struct BlockCounts {
   int counts[kThreads];
   int groups[kCountGroups];

@@ -50,8 +50,8 @@ struct OpenSection {
 // The state of a posted reduction.
 enum class Reduced : uint8_t {
   later,  // a peer posts later: ask again, with `flush` at the latest
-  kept,   // the transport keeps the rows for an all-reduce of its own
-  rows,   // rows are there: attach, begin_download, keep_partial or drop_reduced follows
+  kept,   // the transport keeps the rows for its all-reduce
+  rows,   // rows exist: attach, begin_download, keep_partial, or drop_reduced follows
 };
 
 class Effects {
@@ -77,37 +77,37 @@ class Effects {
   // Whether pending reductions hold memory that the group needs next. `param`: to pack a gradient of it. Null: for the
   // group's reduction, or while that runs.
   virtual bool needs_room(const ScheduledGroup& group, std::optional<size_t> param) = 0;
-  // Whether what is packed of the group was handed to the user, who may write to it.
+  // Whether packed gradients of the group were handed to the user, who may write to them.
   virtual bool is_shown(const ScheduledGroup& /*group*/) const { return false; }
   // Whether the schedule asks for the all-reduce over replicas at the end of a backward. Otherwise there are no
   // replicas, or the transport all-reduces by itself.
   virtual bool all_reduces_later(const ScheduledGroup& /*group*/) const { return false; }
   // Whether reduced rows go to the host before they become gradients, how many groups of a transport may be on their
-  // way there at once, and whether two groups have one transport.
+  // way there at once, and whether two groups share a transport.
   virtual bool downloads(const ScheduledGroup& /*group*/) const { return false; }
   virtual size_t max_downloads(const ScheduledGroup& /*group*/) const { return 1; }
   virtual bool share_transport(const ScheduledGroup& /*group*/, const ScheduledGroup& /*other*/) const { return true; }
   // Throws unless this process may act on the unit. `action`: "gather unit".
   virtual void check_process(const ScheduledUnit& /*unit*/, const char* /*action*/) const {}
-  // Throws where the unit's parameters belong to another unit by now.
+  // Throws if the unit's parameters now belong to another unit.
   virtual void check_params(const ScheduledUnit& /*unit*/) const {}
 
   // --- parameters ---
   // A change of a gathered parameter was lost at a reshard: returns that once, and refuse_lost throws.
   virtual bool take_lost(ScheduledUnit& /*unit*/) { return false; }
   virtual void refuse_lost(ScheduledUnit& /*unit*/) {}
-  // Before a forward over parameters that are gathered already. False: they must be gathered again.
+  // Follows changes before a forward over gathered parameters. False: they must be gathered again.
   virtual bool follow_gathered(ScheduledUnit& /*unit*/) { return true; }
   // Writes this rank's rows into the slot and posts them to the peers. `shards_stand_still`: no shard changes now.
   virtual void begin_gather(ScheduledGroup& group, bool shards_stand_still) = 0;
-  // All rows are there, and modules register the unsharded parameters.
+  // Waits until all rows are there and registers the unsharded parameters in modules.
   virtual void finish_gather(ScheduledUnit& unit, ScheduledGroup& group) = 0;
-  // Modules register the sharded parameters, and the slot goes. `may_keep_rows`: a smaller world may keep the rows
-  // until the next gather. Returns whether it does.
+  // Registers the sharded parameters in modules and ends the use of the slot. `may_keep_rows`: a smaller world may keep
+  // the rows until the next gather. Returns whether it does.
   virtual bool release_gather(ScheduledGroup& group, bool may_keep_rows) = 0;
   // Drops a gather that has begun, in part or as a whole, and was not finished.
   virtual void cancel_gather(ScheduledGroup& group) = 0;
-  // Modules register the sharded parameters again instead of the rows of the smaller world.
+  // Registers the sharded parameters in modules again, instead of the rows of the smaller world.
   virtual void drop_rows(ScheduledGroup& /*group*/) {}
 
   // --- passes ---
@@ -127,42 +127,42 @@ class Effects {
   // The unit's own backward begins, on this thread and stream.
   virtual void begin_unit_backward(ScheduledUnit& /*unit*/) {}
   virtual void publish_progress(uint64_t position) = 0;
-  // Names a part of the step while the answer lives. Null: nobody looks.
+  // Names a part of the step while the result lives. Null: there is no profiler.
   virtual std::unique_ptr<OpenSection> open_section(const ScheduledUnit& /*unit*/, Section /*section*/) {
     return nullptr;
   }
 
   // --- gradients ---
   virtual void make_room(ScheduledGroup& group) = 0;
-  // Takes the accumulated gradient of the parameter and adds it to what is packed.
+  // Takes the accumulated gradient of the parameter and adds it to the packed gradients.
   virtual void pack(ScheduledGroup& group, size_t param) = 0;
-  // Packs a parameter's gradient that was shown to the user again. After the last one nothing is shown.
+  // Packs a shown gradient of a parameter again. After the last one, the user no longer sees any.
   virtual void pack_shown(ScheduledGroup& /*group*/, size_t /*param*/) {}
-  // This backward may have no more gradients for the group: what is held may be packed and freed.
+  // Packs and frees held gradients, since this backward may have no more gradients for the group.
   virtual void pack_pending(ScheduledGroup& group) = 0;
   virtual void begin_reduce(ScheduledGroup& group, ForwardCounts forwards) = 0;
   virtual Reduced finish_reduce(ScheduledGroup& group, bool flush) = 0;
-  // The backward ends without a reduction of the group.
+  // Ends the backward without a reduction of the group.
   virtual void skip_reduce(ScheduledGroup& /*group*/) {}
   // Adds the reduced rows to those that wait for an all-reduce.
   virtual void keep_partial(ScheduledGroup& /*group*/) {}
-  // All-reduces what waits, zeros where nothing does. It is reduced rows then.
+  // All-reduces the waiting rows, or zeros if there are none. The result is reduced rows.
   virtual void all_reduce(ScheduledGroup& /*group*/) {}
   // Runs the user's hook on the reduced rows.
   virtual void run_reduce_hook(ScheduledGroup& /*group*/) {}
-  // The reduced rows become gradients, and the parameters' own hooks run.
+  // Turns the reduced rows into gradients and runs the parameters' own hooks.
   virtual void attach(ScheduledGroup& group) = 0;
-  // The same in two steps, for groups whose gradients lie in host memory.
+  // Do the same in two steps, for groups whose gradients are in CPU memory.
   virtual void begin_download(ScheduledGroup& /*group*/) {}
   virtual void finish_download(ScheduledGroup& /*group*/) {}
 
-  // --- what goes ---
-  // Packed or posted gradients. Returns whether there were any.
+  // --- dropping ---
+  // Drops packed or posted gradients. Returns whether there were any.
   virtual bool drop_packed(ScheduledGroup& group) = 0;
   virtual void drop_partial(ScheduledGroup& /*group*/) {}
   virtual void drop_reduced(ScheduledGroup& /*group*/) {}
   virtual void drop_download(ScheduledGroup& /*group*/) {}
-  // Gradients that autograd has accumulated.
+  // Drops gradients that autograd has accumulated.
   virtual void drop_unpacked(ScheduledGroup& /*group*/) {}
 };
 

@@ -1,4 +1,4 @@
-// Gathers, and what an exception leaves of them.
+// Gathers, and their cleanup after an exception.
 #include "core/schedule/gathers.hpp"
 
 #include <exception>

@@ -1,4 +1,5 @@
-// Parameters between sharded and unsharded. Every gather that begins is released or canceled once, whatever raises.
+// Moves parameters between sharded and unsharded. Every gather that begins is released or canceled once, whatever
+// raises.
 #pragma once
 
 #include "core/schedule/effects.hpp"
@@ -14,9 +15,9 @@ class Gathers {
   void begin(ScheduledUnit& unit, bool shards_stand_still);
   // Does nothing unless the gather has begun.
   void finish(ScheduledUnit& unit);
-  // Releases or cancels what there is; kept rows go as well.
+  // Releases or cancels the gather and drops kept rows.
   void reshard(ScheduledUnit& unit);
-  // Rows may stay in a smaller world.
+  // Reshards, and may keep the rows in a smaller world.
   void reshard_after_forward(ScheduledUnit& unit);
   // Cancels an unused gather.
   void cancel(ScheduledUnit& unit);
@@ -24,7 +25,7 @@ class Gathers {
 
  private:
   void cancel_after_exception(ScheduledUnit& unit) noexcept;
-  // Releases the groups, canceled where they are not filled. Throws the first exception after all of them.
+  // Releases the groups, and cancels those that are not filled. Throws the first exception after all of them.
   void release(ScheduledUnit& unit, bool may_keep_rows);
 
   Effects& effects_;

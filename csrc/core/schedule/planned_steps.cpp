@@ -160,7 +160,7 @@ size_t PlannedSteps::add_group(std::optional<size_t> unit, size_t transport, con
 
 std::vector<PlannedSteps::Moved> PlannedSteps::run(const std::vector<PlannedEvent>& events,
                                                    const std::vector<PlannedBackward>& backwards) {
-  constexpr int kMaxSteps = 8;  // the first one predicts nothing in forward; after a few no memory grows any more
+  constexpr int kMaxSteps = 8;  // the first one predicts nothing in forward, and after a few no memory grows any more
   std::vector<size_t> before;
   std::vector<Moved> moved;
   for (int step = 0; step < kMaxSteps; ++step) {

@@ -1,4 +1,4 @@
-// Training steps of a model that is only planned: the schedule runs, and its effects count bytes.
+// Simulates training steps of a planned model: the schedule runs, and its effects count bytes.
 #pragma once
 
 #include <cstdint>
@@ -36,11 +36,11 @@ struct PlannedEvent {
   Kind kind = Kind::open;
   size_t unit = 0;
   size_t group = 0;  // of the unit, for `use`
-  // Autograd announces the end (open) or the beginning (close) of the unit's backward.
+  // Whether autograd announces the end (open) or the beginning (close) of the unit's backward.
   bool has_node = false;
 };
 
-// Backwards of a step that are alike.
+// Identical backwards of a step.
 struct PlannedBackward {
   bool syncs = true;
   size_t num = 1;
@@ -48,23 +48,23 @@ struct PlannedBackward {
 
 class MemoryEffects final : public Effects {
  public:
-  // Transports outlive this, and so do the groups.
+  // Adds a group. Transports and groups must outlive this object.
   void add_group(PlannedGroup& group, TransportMemory& transport, PlannedGroup* smaller);
   MemoryTally& whole() { return whole_; }
-  // A backward begins or ends; `syncs`: it reduces its gradients.
+  // Begins or ends a backward. `syncs`: it reduces its gradients.
   void run_backward(bool runs, bool syncs) {
     in_backward_ = runs;
     syncs_ = syncs;
   }
-  // The backward ends. Groups that are posted now wait for slower peers.
+  // Begins or ends the end of a backward. Groups that are posted then wait for slower peers.
   void end(bool ends) { is_ending_ = ends; }
   void set_gradient(const PlannedGroup& group) { ready_ = &group; }
-  // Numbers of the groups that were gathered and reduced since the last call.
+  // Return the numbers of the groups that were gathered and reduced since the last call.
   std::vector<size_t> take_gathers() { return std::exchange(gathers_, {}); }
   std::vector<size_t> take_reductions() { return std::exchange(reductions_, {}); }
-  // The group has gradients, to which further reductions of the step add.
+  // Notes that the group has gradients, to which further reductions of the step add.
   void note_gradients(const PlannedGroup& group) { state_of(group).transport->note_gradients(group); }
-  // Gradients of the step go.
+  // Drops the gradients of the step.
   void drop_gradients();
 
   bool inside_backward() const override { return in_backward_; }
@@ -113,7 +113,7 @@ class MemoryEffects final : public Effects {
   const PerGroup& state_of(const ScheduledGroup& group) const {
     return groups_[static_cast<const PlannedGroup&>(group).number];
   }
-  // The group whose rows are gathered.
+  // Returns the group whose rows are gathered.
   PlannedGroup& source_of(ScheduledGroup& group);
   void take_pool(PlannedGroup& group);
 
@@ -131,22 +131,22 @@ class PlannedSteps {
 
   explicit PlannedSteps(size_t page_bytes) : page_bytes_(page_bytes) {}
 
-  // Each returns its index.
+  // Each returns the index of the new item.
   size_t add_transport(TransportKind kind, const PlannedRanks& ranks);
   size_t add_unit(const std::string& name, bool reshards_after_forward, bool reshards_after_backward);
-  // A group of no unit is the smaller world of another one, which keeps its rows after forward.
+  // Adds a group. Without a unit, it is the smaller world of another group, which keeps its rows after forward.
   size_t add_group(std::optional<size_t> unit, size_t transport, const GroupBytes& bytes,
                    std::optional<size_t> smaller);
 
-  // The groups that a backward and its forward gathered, and those that it reduced, by index.
+  // The groups, by index, that a backward and its forward gathered, and those that it reduced.
   struct Moved {
-    size_t num = 1;  // backwards like it
+    size_t num = 1;  // number of identical backwards
     std::vector<size_t> gathers, reductions;
   };
-  // Runs steps until the memory of the transports stays as it is. Returns what the last step moved.
+  // Runs steps until the memory of the transports no longer changes. Returns what the last step moved.
   std::vector<Moved> run(const std::vector<PlannedEvent>& events, const std::vector<PlannedBackward>& backwards);
   const std::vector<std::unique_ptr<TransportMemory>>& transports() const { return transports_; }
-  // The most that a device holds at once of slots, buffers and gradients.
+  // Returns the most that a device holds at once in slots, buffers, and gradients.
   size_t device_bytes() { return effects_.whole().peak_bytes(); }
 
  private:

@@ -1,4 +1,4 @@
-// The way of gradients, without the gradients.
+// The path of gradients, without the gradients.
 #include "core/schedule/reductions.hpp"
 
 #include <algorithm>
@@ -17,7 +17,7 @@ void Reductions::make_room(ScheduledGroup& group, std::optional<size_t> param) {
 }
 
 void Reductions::pack(ScheduledUnit& unit, ScheduledGroup& group, size_t param) {
-  if (group.is_posted()) finish(unit.shared_from_this(), group, /*flush=*/true);  // peers read what is packed
+  if (group.is_posted()) finish(unit.shared_from_this(), group, /*flush=*/true);  // peers read the packed gradients
   group.contributions_.add(backward_number(), /*is_first=*/!group.is_open());
   if (!effects_.is_shown(group)) make_room(group, param);
   if (!group.is_open()) group.set_gradients(GradientState::packed);
@@ -49,7 +49,7 @@ void Reductions::post(ScheduledUnit& unit, ScheduledGroup& group, ForwardCounts 
   group.set_gradients(GradientState::posted);
   group.posts_late_ = false;
   effects_.begin_reduce(group, forwards);
-  make_room(group, std::nullopt);  // beside it
+  make_room(group, std::nullopt);  // for the memory next to it
   pending_.push_back({unit.shared_from_this(), &group});
 }
 
@@ -57,7 +57,7 @@ void Reductions::post(ScheduledUnit& unit, ScheduledGroup& group, ForwardCounts 
 
 void Reductions::finish_pending() {
   for (size_t i = 0; i < pending_.size();) {
-    const OnItsWay reduction = pending_[i];  // users' hooks may come here again
+    const OnItsWay reduction = pending_[i];  // user hooks may come here again
     if (reduction.group->posts_late_ || !finish(reduction.unit, *reduction.group, /*flush=*/false)) {
       ++i;
     } else if (i < pending_.size() && pending_[i].group == reduction.group) {
@@ -87,7 +87,7 @@ bool Reductions::finish(const std::shared_ptr<ScheduledUnit>& unit, ScheduledGro
     }
     return true;
   } catch (...) {
-    // Users' hooks run when the rows have left the transport: what they leave undone is nowhere any more.
+    // User hooks run after the rows have left the transport, so rows that they leave undone exist nowhere else.
     effects_.drop_reduced(group);
     if (holds_earlier) mark_lost(group);
     throw;
@@ -134,8 +134,8 @@ void Reductions::all_reduce(const std::shared_ptr<ScheduledUnit>& unit, Schedule
 // --- the end of a backward ---
 
 void Reductions::flush(const ScheduledUnits& units, ForwardCounts forwards) {
-  // Units whose backward autograd did not announce (inputs without gradient), whose calls are still outstanding, or
-  // that got gradients after their reduction.
+  // Handles units whose backward autograd did not announce (inputs without gradient), whose calls are still
+  // outstanding, or that got gradients after their reduction.
   for (auto it = units.rbegin(); it != units.rend(); ++it) {
     ScheduledUnit& unit = **it;
     if (!unit.options_.requires_gradient_sync) continue;

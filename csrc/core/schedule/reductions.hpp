@@ -1,5 +1,5 @@
-// Gradients from autograd to `.grad`, for all units of one root: packed, posted, finished, attached. Also decides which
-// gradients an exception invalidates.
+// Moves gradients from autograd to `.grad` for all units of one root: packed, posted, finished, attached. Also decides
+// which gradients an exception invalidates.
 #pragma once
 
 #include <cstdint>
@@ -17,42 +17,43 @@ class Reductions {
  public:
   explicit Reductions(Effects& effects) : effects_(effects) {}
 
-  // Numbers the backwards from 1: the one that runs, or the next.
+  // Returns the number of the running or the next backward, counted from 1.
   uint64_t backward_number() const { return num_backwards_ + 1; }
   // `reaches_all`: gradients go to all leaves of the graph.
   void begin_backward(bool reaches_all) { reaches_all_ = reaches_all; }
   void end_backward() { ++num_backwards_; }
 
-  // Autograd has accumulated a gradient. One that comes late (a weight used outside its unit) waits for the reduction
-  // that was posted, and makes another one.
+  // Packs a gradient that autograd has accumulated. A late one (a weight used outside its unit) waits for the posted
+  // reduction and makes another one.
   void pack(ScheduledUnit& unit, ScheduledGroup& group, size_t param);
   void pack_pending(ScheduledUnit& unit);
-  // Whether peers may have gradients of the group, which has none here, and wait for this rank in a collective: its
-  // unit took part in a forward under grad, and no graph that lives has a call of it.
+  // Returns whether peers may have gradients of the group, which has none here, and wait for this rank in a collective.
+  // That requires that its unit took part in a forward under grad and that no live graph has a call of it.
   bool is_awaited(const ScheduledUnit& unit, const ScheduledGroup& group) const;
-  // The group's gradients of this backward are complete: their reduction begins.
+  // Begins the reduction of the group's gradients, which are complete for this backward.
   void post(ScheduledUnit& unit, ScheduledGroup& group, ForwardCounts forwards);
   // Finishes the posted reductions that all ranks have reached.
   void finish_pending();
-  // Posts what no unit's backward has posted, in an order that is the same on every rank, and finishes everything.
+  // Posts groups that no unit's backward has posted, in an order that is the same on every rank, and finishes
+  // everything.
   void flush(const ScheduledUnits& units, ForwardCounts forwards);
 
-  // --- what goes ---
-  // Packed or posted gradients. Returns whether there were any.
+  // --- dropping ---
+  // Drops packed or posted gradients. Returns whether there were any.
   bool drop_packed(ScheduledGroup& group);
-  // Reduced rows that wait for an all-reduce.
+  // Drops reduced rows that wait for an all-reduce.
   void drop_partial(ScheduledGroup& group);
-  // Reductions of a backward that raised. They hold their units, and those hold the root: nothing would be freed when
-  // the model goes before another backward comes.
+  // Drops reductions of a backward that raised. They hold their units, and the units hold the root, so a deleted model
+  // would otherwise stay in memory until another backward.
   void forget_pending();
   // Drops gradients that the raised backward has packed or reduced and that are not in `.grad`. Gradients of earlier
   // backwards stay, unless they are in one sum with it: then they are lost.
   void abandon(ScheduledUnit& unit);
-  // All gradients of the unit that are not in `.grad`.
+  // Drops all gradients of the unit that are not in `.grad`.
   void drop_all(ScheduledUnit& unit);
   void reset();
 
-  // Throws from the loss of earlier gradients until reset().
+  // Throws after earlier gradients were lost, until reset().
   void refuse_after_loss() const;
 
  private:
@@ -62,7 +63,7 @@ class Reductions {
     ScheduledGroup* group;
   };
   void make_room(ScheduledGroup& group, std::optional<size_t> param);
-  // False: a peer posts later.
+  // Returns false if a peer posts later.
   bool finish(const std::shared_ptr<ScheduledUnit>& unit, ScheduledGroup& group, bool flush);
   void deliver(const std::shared_ptr<ScheduledUnit>& unit, ScheduledGroup& group);
   void finish_download(std::deque<OnItsWay>::iterator found);

@@ -1,4 +1,4 @@
-// Events, and what follows from them.
+// Events and their consequences.
 #include "core/schedule/schedule.hpp"
 
 #include <algorithm>
@@ -7,7 +7,7 @@ namespace fsdp2x {
 
 namespace {
 
-// Positions of one backward lie below those of the next: they only grow over the life of a group.
+// Positions of one backward are below those of the next: they only grow over the life of a group.
 constexpr int kPositionBits = 24;
 
 }  // namespace
@@ -25,7 +25,7 @@ ScheduledUnits Schedule::units() const {
 
 void Schedule::begin_unshard(ScheduledUnit& unit) {
   if (effects_.take_lost(unit)) {
-    // One error tells of all.
+    // One error covers all units.
     for (const auto& other : units()) {
       reshard(*other);
       effects_.take_lost(*other);
@@ -45,7 +45,7 @@ void Schedule::finalize_backward() {
   reductions_.refuse_after_loss();
   const ScheduledUnits alive = units();
   for (const auto& unit : alive) {
-    sweep(*unit);  // of schedules that assign weight gradients by themselves (zero bubble)
+    sweep(*unit);  // for schedules that assign weight gradients by themselves (zero bubble)
     if (unit->options_.reshard_after_backward) reshard(*unit);
   }
   flush(alive);
@@ -102,7 +102,7 @@ Schedule::Entry Schedule::enter(ScheduledUnit& unit, bool has_grad, bool was_int
 }
 
 void Schedule::begin_forward(ScheduledUnit& unit, bool has_grad) {
-  const bool recomputes = effects_.inside_backward();  // a checkpoint, the whole model
+  const bool recomputes = effects_.inside_backward();  // for example, a checkpoint of the complete model
   if (!recomputes && has_grad) reductions_.refuse_after_loss();
   forward_.root = &unit;
   order_.begin_sequence();
@@ -125,7 +125,7 @@ void Schedule::begin_forward(ScheduledUnit& unit, bool has_grad) {
 
 void Schedule::gather_for_forward(ScheduledUnit& unit, const Entry& entry) {
   if (entry.is_recomputed) return unshard(unit);
-  // An optimizer may have run since the rows were kept: gather the shards themselves.
+  // An optimizer may have run since the rows were kept, so gather the shards themselves.
   if (!effects_.inside_backward()) gathers_.drop_rows(unit);
   if (unit.param_state_ == ParamState::unsharded && !effects_.follow_gathered(unit)) reshard(unit);
   unshard(unit);
@@ -296,8 +296,8 @@ bool Schedule::is_due(const ScheduledUnit& unit, const ScheduledGroup& group) co
 }
 
 void Schedule::reduce(ScheduledUnit& unit) {
-  // The unit before had a whole unit's backward to reach all ranks: finish it now, so that its gradients are attached
-  // (and an optimizer in its hooks runs) before the next ones are on their way.
+  // The previous unit's reduction had a complete backward to reach all ranks. Finish it now, so that its gradients are
+  // attached (and an optimizer in its hooks runs) before the next ones start.
   reductions_.finish_pending();
   publish(unit.backward_position_);
   for (ScheduledGroup* const group : unit.groups_) {
@@ -317,7 +317,7 @@ void Schedule::end_backward() {
   publish(reductions_.backward_number() << kPositionBits);
   for (auto it = alive.rbegin(); it != alive.rend(); ++it) {
     ScheduledUnit& unit = **it;
-    // Units whose inputs need no gradient: autograd did not announce the end of their backward.
+    // If a unit's inputs need no gradient, autograd does not announce the end of its backward.
     std::unique_ptr<OpenSection> section;
     if (unit.phase_ == Phase::backward && unit.has_params()) {
       section = effects_.open_section(unit, Section::post_backward_reshard);

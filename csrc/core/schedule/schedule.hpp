@@ -1,5 +1,5 @@
-// When things happen in a training step: a state machine that turns events (autograd nodes, module hooks, calls of the
-// user) into effects. It knows no tensors, no threads and no clocks. docs/engine/unit.md has the states.
+// Decides when things happen in a training step: a state machine that turns events (autograd nodes, module hooks, calls
+// of the user) into effects. It knows no tensors, no threads, and no clocks. docs/engine/unit.md has the states.
 #pragma once
 
 #include <cstdint>
@@ -22,13 +22,13 @@ class Schedule {
   Schedule(const Schedule&) = delete;
   Schedule& operator=(const Schedule&) = delete;
 
-  // In the same order on every rank.
+  // Adds a unit, in the same order on every rank.
   void add_unit(const std::shared_ptr<ScheduledUnit>& unit) { units_.push_back(unit); }
-  // Those that live.
+  // Returns the live units.
   ScheduledUnits units() const;
 
   struct Settings {
-    bool is_synchronous = false;  // a reduction is finished at once, and no gather runs ahead by a prediction
+    bool is_synchronous = false;  // finish each reduction immediately, and never prefetch by a prediction
     bool is_last_backward = true;
     bool manual_finalization = false;
   };
@@ -40,18 +40,18 @@ class Schedule {
   void finish_unshard(ScheduledUnit& unit) { gathers_.finish(unit); }
   void unshard(ScheduledUnit& unit);
   void reshard(ScheduledUnit& unit) { gathers_.reshard(unit); }
-  // With manual finalization, once after all backwards: what end_backward leaves undone then.
+  // With manual finalization, finishes what end_backward leaves open, once after all backwards.
   void finalize_backward();
-  // The same without manual finalization, once a backward: upstream's schedules ask for it unit by unit.
+  // Does the same without manual finalization, once per backward. FSDP2's pipeline schedules ask for it unit by unit.
   void finish_held_backwards();
-  // Between backwards: reduces what waits in `units`, and no other gradients.
+  // Reduces the waiting gradients of `units` between backwards, and no others.
   void synchronize_gradients(const ScheduledUnits& units);
-  // A backward that raised is abandoned before anybody looks at gradients that wait.
+  // Abandons a backward that raised before waiting gradients are read.
   void settle_raised_backward();
   Reductions& reductions() { return reductions_; }
-  // The unit is sharded and idle; its gradients that are not in `.grad` are gone.
+  // Makes the unit sharded and idle, and drops its gradients that are not in `.grad`.
   void reset(ScheduledUnit& unit);
-  // All units, and everything that is on its way.
+  // Resets all units and everything that is on its way.
   void reset();
 
   // --- forward ---
@@ -59,47 +59,48 @@ class Schedule {
   bool is_forward_root(const ScheduledUnit* unit) const { return forward_.root == unit; }
   struct Entry {
     bool begins_root = false;    // the forward of the root begins
-    bool begins_unit = false;    // the unit's forward begins; otherwise it runs already, or is recomputed
-    bool is_recomputed = false;  // a checkpoint inside the unit's backward: the hooks of the first forward still stand
+    bool begins_unit = false;    // the unit's forward begins; otherwise it already runs or is recomputed
+    bool is_recomputed = false;  // a checkpoint inside the unit's backward: the hooks of the first forward are still in
+                                 // place
   };
-  // A module of the unit is called. `was_interrupted`: the forward that seems to run was left by an exception that no
-  // hook has seen.
+  // A module of the unit is called. `was_interrupted`: an exception that skipped all hooks ended the forward that seems
+  // to run.
   Entry enter(ScheduledUnit& unit, bool has_grad, bool was_interrupted);
-  // Its inputs are ready: gathers the parameters, and what comes next.
+  // Gathers the parameters for a forward whose inputs are ready, and prefetches the next unit.
   void gather_for_forward(ScheduledUnit& unit, const Entry& entry);
-  // The forward of the unit is under grad.
+  // Notes that the forward of the unit is under grad.
   void await_backward(ScheduledUnit& unit);
-  // Number of a forward call under grad: backwards of units end in the reverse order, also when units are nested. None
-  // for a recomputation inside a backward.
+  // Returns the number of a forward call under grad. Backwards of units end in the reverse order, also if units are
+  // nested. None for a recomputation inside a backward.
   std::optional<uint64_t> number_call();
-  // The call of the module ends, also by an exception.
+  // Ends the call of the module, also after an exception.
   void leave(ScheduledUnit& unit);
-  // The last module of the unit has run.
+  // Called after the last module of the unit has run.
   void finish_forward(ScheduledUnit& unit, bool has_grad);
-  // The forward of the root has ended.
+  // Called after the forward of the root has ended.
   void end_forward();
-  // The unit's forward raised; its caller may go on.
+  // Called after the unit's forward raised. Its caller may continue.
   void fail_forward(ScheduledUnit& unit);
-  // The forward of the root raised or was interrupted: as if it had not begun. `interrupted`: no module of it runs any
-  // more. Otherwise those that do are left alone: they are other threads'.
+  // Undoes the root's forward after it raised or was interrupted. `interrupted`: no module of it runs any more.
+  // Otherwise running modules are left alone, because they belong to other threads.
   void abandon_forward(bool interrupted);
-  // A recomputation inside a backward raised, and the backward with it.
+  // Ends a recomputation that raised inside a backward, and the backward with it.
   void leave_recomputation() { forward_.root = nullptr; }
 
   // --- backward ---
   bool in_backward() const { return backward_.has_begun && effects_.backward_is_alive(); }
-  // Its graph is gone, and its callback never ran.
+  // Returns whether the backward's graph is gone without a run of its callback.
   bool backward_has_raised() const { return backward_.has_begun && !effects_.backward_is_alive(); }
-  // Autograd reaches an output of the unit, or a gradient of it.
+  // Called when autograd reaches an output of the unit, or a gradient of it.
   void pre_backward(ScheduledUnit& unit);
   void begin_backward();
-  // A parameter's gradient is complete.
+  // Called when a parameter's gradient is complete.
   void gradient_ready(ScheduledUnit& unit, ScheduledGroup& group, size_t param);
-  // The gradients of the inputs of a call are known. `number`: see number_call.
+  // Called when the gradients of the inputs of a call are known. `number`: see number_call.
   void post_backward(ScheduledUnit& unit, std::optional<uint64_t> number);
-  // Autograd runs the root's callback.
+  // Called when autograd runs the root's callback.
   void end_backward();
-  // After a backward that raised: as if it had not begun, but for gradients that are in `.grad`.
+  // Undoes a backward that raised, except for gradients that are in `.grad`.
   void abandon_backward();
 
   uint64_t num_prefetches() const { return num_prefetches_; }
@@ -107,7 +108,7 @@ class Schedule {
  private:
   struct ForwardPass {
     const ScheduledUnit* root = nullptr;  // null: none runs
-    uint64_t number = 0;                  // of forwards that are not inside a backward
+    uint64_t number = 0;                  // counts forwards outside of backwards
     bool has_grad = false;
     bool is_alone = false;  // the last one was under grad, and no graph waited for its backward when it began
     ForwardCounts counts;
@@ -123,9 +124,9 @@ class Schedule {
   void prefetch_forward(ScheduledUnit& unit);
   void prefetch_backward(ScheduledUnit& unit);
   void prefetch(ScheduledUnit& unit, Section section);
-  // Gradients that came by another way than gradient_ready.
+  // Takes gradients that did not come through gradient_ready.
   void sweep(ScheduledUnit& unit);
-  // Whether the gradients of this backward are complete where the unit's own ends: packed, or none.
+  // Returns whether the gradients of this backward are complete when the unit's own backward ends: packed, or none.
   bool is_due(const ScheduledUnit& unit, const ScheduledGroup& group) const;
   void reduce(ScheduledUnit& unit);
   void publish(uint64_t position);

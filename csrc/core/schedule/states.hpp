@@ -1,4 +1,4 @@
-// The states of units and of their groups of parameters. The schedule alone changes them. Everybody may read them.
+// The states of units and of their groups of parameters. Only the schedule changes them.
 #pragma once
 
 #include <cstddef>
@@ -12,9 +12,9 @@ namespace fsdp2x {
 
 enum class ParamState : uint8_t { sharded, gathering, unsharded };
 enum class Phase : uint8_t { idle, forward, backward, reduced };
-// Where gradients are that have left autograd: nowhere, with the transport, with the transport and posted to the peers.
+// The state of gradients that have left autograd: none, with the transport, or also posted to the peers.
 enum class GradientState : uint8_t { none, packed, posted };
-// How far a gather has come. `begun` includes a gather whose beginning raised.
+// The state of a gather. `begun` includes a gather whose beginning raised.
 enum class GatherState : uint8_t { none, begun, filled };
 
 const char* to_string(ParamState state);
@@ -24,17 +24,17 @@ const char* to_string(GradientState state);
 // The user's settings that the schedule reads, each time it needs them.
 struct ScheduleOptions {
   bool reshard_after_forward = true;
-  bool reshard_without_grad = false;  // after a forward without grad, even where reshard_after_forward is false
+  bool reshard_without_grad = false;  // after a forward without grad, even if reshard_after_forward is false
   bool reshard_after_backward = true;
   bool requires_gradient_sync = true;
   bool requires_all_reduce = true;
   bool unshard_in_backward = true;
 };
 
-// The backwards whose gradients are in one sum, by the root's number of them. A backward that raises spoils the sum.
+// The backwards whose gradients are in one sum, by the root's numbering. A backward that raises spoils the sum.
 struct Contributions {
   uint64_t backward = 0;       // the last that added something
-  bool holds_earlier = false;  // there was something before that one
+  bool holds_earlier = false;  // an earlier backward also added something
 
   void add(uint64_t number, bool is_first) {
     if (backward == number) return;
@@ -52,23 +52,23 @@ class ScheduledGroup {
 
   virtual const std::string& name() const = 0;
 
-  // While it is sharded, its rows are those of the smaller world. The next gather reads them.
+  // Whether it keeps the rows of the smaller world while it is sharded. The next gather reads them.
   bool keeps_rows() const { return keeps_rows_; }
-  // Returns whether it did.
+  // Returns whether it kept rows.
   bool stop_keeping_rows() { return std::exchange(keeps_rows_, false); }
 
   GradientState gradient_state() const { return gradient_state_; }
   bool is_open() const { return gradient_state_ != GradientState::none; }
   bool is_posted() const { return gradient_state_ == GradientState::posted; }
-  // Whether gradients wait for a reduction or an all-reduce.
+  // Returns whether gradients wait for a reduction or an all-reduce.
   bool holds_unreduced() const { return is_open() || partial_contributions_.backward != 0; }
-  // An optimizer zeroed `.grad` while gradients waited here, and did not see them.
+  // Notes that an optimizer zeroed `.grad` and missed the gradients that wait here.
   void note_zeroed() { was_zeroed_ = true; }
   bool take_zeroed() { return std::exchange(was_zeroed_, false); }
 
-  // For transports that all-reduce by themselves. This reduction's rows wait, with those that waited before.
+  // Notes that this reduction's rows wait together with earlier ones, for transports that all-reduce by themselves.
   void note_partial() { partial_contributions_ = contributions_; }
-  // This reduction includes the rows that waited.
+  // Notes that this reduction includes the rows that waited.
   void note_merged_partial() {
     contributions_.holds_earlier = true;
     partial_contributions_ = Contributions();
@@ -81,15 +81,15 @@ class ScheduledGroup {
   friend class Gathers;
   friend class Reductions;
 
-  // Throws where there is no way from the state before.
+  // Throws if no transition leads from the current state to `to`.
   void set_gradients(GradientState to);
 
   GatherState gather_state_ = GatherState::none;
   bool keeps_rows_ = false;
   GradientState gradient_state_ = GradientState::none;
-  Contributions contributions_;          // of what is packed
-  Contributions partial_contributions_;  // of what waits for an all-reduce
-  bool holds_partial_ = false;           // the all-reduce is the schedule's, and rows wait for it
+  Contributions contributions_;          // of the packed gradients
+  Contributions partial_contributions_;  // of the rows that wait for an all-reduce
+  bool holds_partial_ = false;           // the schedule does the all-reduce, and rows wait for it
   bool was_zeroed_ = false;
   bool posts_late_ = false;  // a peer posts this group only at the end of its backward
   bool is_reduced_ = false;  // in this backward
@@ -107,9 +107,10 @@ class ScheduledUnit : public std::enable_shared_from_this<ScheduledUnit> {
   const std::vector<ScheduledGroup*>& scheduled_groups() const { return groups_; }
   ParamState param_state() const { return param_state_; }
   Phase phase() const { return phase_; }
-  // Took part in a forward under grad since its last synchronized backward: peers may wait for its reduction.
+  // Whether it took part in a forward under grad since its last synchronized backward: peers may wait for its
+  // reduction.
   bool awaits_reduction() const { return awaits_reduction_; }
-  // Calls of its modules that run now: recursion, threads.
+  // Number of running calls of its modules: recursion, threads.
   size_t num_running() const { return num_running_; }
   // Position of its reduction among all of this and earlier backwards. It grows and is the same on every rank.
   uint64_t backward_position() const { return backward_position_; }
@@ -119,10 +120,10 @@ class ScheduledUnit : public std::enable_shared_from_this<ScheduledUnit> {
   void set_backward_prefetch(Prefetches units) { backward_prefetch_ = std::move(units); }
 
  protected:
-  // `options` outlive the unit.
+  // `options` must outlive the unit.
   ScheduledUnit(std::string name, const ScheduleOptions& options) : name_(std::move(name)), options_(options) {}
   void set_name(std::string name) { name_ = std::move(name); }
-  // The groups outlive their use here. Throws unless the unit is sharded.
+  // Sets the groups, which must outlive their use here. Throws unless the unit is sharded.
   void set_scheduled_groups(std::vector<ScheduledGroup*> groups);
 
  private:
@@ -132,7 +133,7 @@ class ScheduledUnit : public std::enable_shared_from_this<ScheduledUnit> {
   friend class Schedule;
 
   void set_params(ParamState from, ParamState to);
-  // Recomputations inside a backward leave its phase alone: there is no way from backward to forward.
+  // Recomputations inside a backward do not change the phase: no transition leads from backward to forward.
   void set_phase(Phase to);
 
   std::string name_;

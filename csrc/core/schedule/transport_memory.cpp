@@ -196,7 +196,7 @@ void DeviceTransportMemory::begin_reduce(const PlannedGroup& group) {
 void DeviceTransportMemory::take_rows(const PlannedGroup& group) {
   Held& held = held_[group.number];
   if (world_ > 1 && !ends_in_pool(group)) held.rows = acquire(pools_.segments, group.bytes.reduce_segment);
-  if (group.bytes.coded_reduce != 0) {  // what is sent and what is received
+  if (group.bytes.coded_reduce != 0) {  // sent and received codes
     queue_.add_segment(held.number, acquire(pools_.segments, 2 * group.bytes.coded_reduce * world_));
   }
 }

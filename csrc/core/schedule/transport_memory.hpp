@@ -1,5 +1,5 @@
-// Which memory each transport takes and frees, and when, in bytes only. Slots, buffers and reductions on their way are
-// counted by the classes that the transports of csrc/engine/transport allocate by.
+// The memory that each transport takes and frees, in bytes only. The transports of csrc/engine/transport allocate with
+// the same classes for slots, buffers, and running reductions.
 #pragma once
 
 #include <cstddef>
@@ -21,20 +21,20 @@ namespace fsdp2x {
 struct GroupBytes {
   size_t shard_pool = 0;
   size_t slot = 0;
-  size_t scratch = 0;         // packed gradients, where peers read them
-  size_t wide_scratch = 0;    // the same without gradient sync, where others are added to them
-  size_t gather_segment = 0;  // of a rank, in what a process group gathers
-  size_t reduce_segment = 0;  // of a rank, in what a process group reduces
-  size_t coded_reduce = 0;    // of a rank, in an all-to-all in a wire format; 0: reductions travel as they are
-  size_t staging = 0;         // of all ranks, in what a device gathers packed
+  size_t scratch = 0;         // packed gradients that peers read
+  size_t wide_scratch = 0;    // the same without gradient sync, when others are added to them
+  size_t gather_segment = 0;  // of a rank, gathered by a process group
+  size_t reduce_segment = 0;  // of a rank, reduced by a process group
+  size_t coded_reduce = 0;    // of a rank, in an all-to-all in a wire format, 0: no wire format
+  size_t staging = 0;         // of all ranks, for packed gathers of a device
   size_t gradient = 0;        // of autograd: the largest, on a device all of them
   size_t gradient_pool = 0;
   size_t reduced = 0;  // this rank's reduced rows
-  size_t landing = 0;  // where they lie on the host until it has cast them; 0: they are the gradients
+  size_t landing = 0;  // memory on the host until it has cast them, 0: they are the gradients
 
   bool is_trainable = false;
   bool reduces_in_place = false;  // the reduced rows are the gradients, on a device
-  bool offloads = false;          // shards and gradients are in host memory
+  bool offloads = false;          // shards and gradients are in CPU memory
   bool keeps_shards = false;      // and the device has a copy of the shards
   bool rests = false;             // its shards are rows of the slot that it is gathered in
   bool reduces_unused = false;
@@ -56,8 +56,8 @@ class PlannedGroup final : public ScheduledGroup {
 struct PlannedRanks {
   size_t world = 1;
   size_t replicas = 1;
-  bool registers_memory = false;             // a device's buffers are registered with the backend, and kept
-  std::optional<size_t> max_reduce_buffers;  // packed units on their way, on a device; null: by bytes
+  bool registers_memory = false;             // a device's buffers are registered with the backend and kept
+  std::optional<size_t> max_reduce_buffers;  // running packed units on a device, null: limited by bytes
 };
 
 // The memory of one transport.
@@ -66,20 +66,20 @@ class TransportMemory {
   virtual ~TransportMemory() = default;
 
   virtual bool has_streams() const { return false; }
-  // Gathers run ahead in forward, and reductions overlap with the next unit.
+  // Whether gathers run ahead in forward, and reductions overlap with the next unit.
   virtual bool overlaps() const { return true; }
-  // Ranks see the posts of others. Groups that are posted at the end of a backward wait for slower ranks.
+  // Whether ranks see the posts of others. Groups posted at the end of a backward wait for slower ranks.
   virtual bool is_shared() const { return false; }
 
   virtual void begin_gather(const PlannedGroup& group) = 0;
   virtual void finish_gather(const PlannedGroup& /*group*/) {}
   virtual void release_gather(const PlannedGroup& group) = 0;
 
-  // The first gradient of a group is packed. `syncs`: this backward reduces it.
+  // Packs the first gradient of a group. `syncs`: this backward reduces it.
   virtual void open(const PlannedGroup& /*group*/, bool /*syncs*/) {}
-  // Gradients wait for a later backward. Returns whether those of autograd are freed.
+  // Keeps gradients for a later backward. Returns whether those of autograd are freed.
   virtual bool pack_pending(const PlannedGroup& /*group*/) { return false; }
-  // Whether gradients are packed into the gradient pool.
+  // Returns whether gradients are packed into the gradient pool.
   virtual bool packs_into_pool(const PlannedGroup& /*group*/) const { return false; }
   virtual bool needs_room(const PlannedGroup& group, bool for_gradient) = 0;
   virtual void make_room(const PlannedGroup& /*group*/) {}
@@ -91,20 +91,20 @@ class TransportMemory {
   virtual void finish_download(const PlannedGroup& /*group*/) {}
   virtual size_t max_downloads() const { return 1; }
   virtual void end_backward() {}
-  // From now on a reduction adds to what is in the gradient pool, until forget_gradients.
+  // Makes reductions add to the contents of the gradient pool, until forget_gradients.
   virtual void note_gradients(const PlannedGroup& /*group*/) {}
   virtual void forget_gradients() {}
 
   virtual size_t gather_slot_bytes() const = 0;
   virtual size_t peak_gather_bytes() const = 0;
-  // This rank's part of slots that ranks share; 0 where the slots are out of the memory of the scratches.
+  // Returns this rank's part of slots that ranks share. 0 if the slots and scratches share memory.
   virtual size_t own_gather_slot_bytes() const { return 0; }
   virtual size_t scratch_bytes() const = 0;
   virtual size_t resident_shard_bytes() const { return 0; }
   virtual size_t landing_bytes() const { return 0; }
 };
 
-// Shared memory of one host's ranks, or one rank's own: gather slots and reduce scratches of whole pages.
+// Memory shared by one host's ranks, or private to one rank: gather slots and reduce scratches of complete pages.
 class SharedTransportMemory final : public TransportMemory {
  public:
   SharedTransportMemory(const PlannedRanks& ranks, size_t page_bytes);
@@ -127,8 +127,8 @@ class SharedTransportMemory final : public TransportMemory {
   std::map<size_t, int> slot_of_, scratch_of_;  // by the number of the group
 };
 
-// A process group of the CPU: nothing is kept, and a reduction is finished at once. Its scratch bytes are the most
-// memory there ever was, that of the slots included.
+// A CPU process group: it keeps nothing and finishes each reduction immediately. Its scratch bytes are the peak of all
+// memory, including slots.
 class GroupTransportMemory final : public TransportMemory {
  public:
   explicit GroupTransportMemory(const PlannedRanks& ranks);
@@ -161,11 +161,12 @@ class GroupTransportMemory final : public TransportMemory {
   std::map<size_t, Held> held_;
 };
 
-// A process group of an accelerator: slots, what is gathered packed, gradients on their way, reduced rows, uploads; and
-// what the host keeps of groups that offload, until it has cast the rows that have arrived.
+// A process group of an accelerator: slots, packed gathers, gradients on their way, reduced rows, and uploads. Also
+// counts CPU memory of groups that offload, until the host has cast their rows.
 class DeviceTransportMemory final : public TransportMemory {
  public:
-  // `whole`: counts what a step holds of the device at once, with what its caller adds, and outlives this.
+  // `whole`: counts what a step holds of the device at once, together with the caller's memory. It must outlive this
+  // object.
   DeviceTransportMemory(const PlannedRanks& ranks, MemoryTally& whole);
 
   bool has_streams() const override { return true; }
@@ -196,7 +197,7 @@ class DeviceTransportMemory final : public TransportMemory {
   // Memory of a group.
   struct Held {
     int slot = -1, upload = -1, staging = -1;
-    int packed = -1;      // a buffer with gradients that came without gradient sync
+    int packed = -1;      // a buffer with gradients from backwards without gradient sync
     int rows = -1;        // a segment of a reduction that is not finished
     uint64_t number = 0;  // of its last reduction
     bool is_resident = false;
@@ -208,7 +209,7 @@ class DeviceTransportMemory final : public TransportMemory {
     BufferLedger staging, buffers, segments, uploads;
   };
   size_t packed_bytes(const PlannedGroup& group) const { return group.bytes.reduce_segment * world_; }
-  // How many reductions may be on their way when the gradients of the group are packed for one more.
+  // Returns how many reductions may run when the gradients of the group are packed for another one.
   size_t allowed_before(const PlannedGroup& group);
   void retire(size_t num);
   bool ends_in_pool(const PlannedGroup& group) const;
@@ -219,8 +220,8 @@ class DeviceTransportMemory final : public TransportMemory {
   Pools pools_;
   ReductionQueue queue_;
   std::map<size_t, Held> held_;  // by the number of the group
-  std::set<size_t> summed_;      // whose gradients of this step are in their pool already
-  std::vector<size_t> blocks_;   // free ones of the host
+  std::set<size_t> summed_;      // groups whose gradients of this step are already in their pool
+  std::vector<size_t> blocks_;   // free blocks of the host
   size_t landing_bytes_ = 0;
 };
 

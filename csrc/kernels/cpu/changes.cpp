@@ -1,4 +1,4 @@
-// A line of memory is compared at a time, and looked into where it differs.
+// Compares a cache line at a time, and looks into lines that differ.
 #include "kernels/cpu/changes.hpp"
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace {
 constexpr size_t kLineBytes = 64;
 using Line = std::array<uint64_t, kLineBytes / sizeof(uint64_t)>;
 
-// What differs, bit by bit.
+// Returns the differing bits.
 Line differing_bits(const std::byte* a, const std::byte* b) {
   Line left, right;
   std::memcpy(left.data(), a, kLineBytes);
@@ -31,7 +31,7 @@ bool is_zero(const Line& line) {
   return any == 0;
 }
 
-// An element of those that begin at `now`; false: there are `max` already.
+// Adds an element of those that begin at `now`. Returns false if there are already `max`.
 template <size_t Bytes>
 bool add(const std::byte* now, int64_t first, size_t index, int64_t max, Changes& changes) {
   if (static_cast<int64_t>(changes.positions.size()) == max) return false;
@@ -40,7 +40,7 @@ bool add(const std::byte* now, int64_t first, size_t index, int64_t max, Changes
   return true;
 }
 
-// Elements that share a word with others are told by its bits: most lines with a change have one or two.
+// Uses the bits of each word to find the elements that changed in it: most lines with a change have one or two.
 template <size_t Bytes>
 bool add_line(const Line& differing, const std::byte* now, int64_t first, size_t begin, int64_t max, Changes& changes) {
   static_assert(std::endian::native == std::endian::little);
@@ -61,7 +61,7 @@ bool add_line(const Line& differing, const std::byte* now, int64_t first, size_t
   return true;
 }
 
-// Memory need not be aligned. False: there are more than `max`.
+// Memory need not be aligned. Returns false if there are more than `max`.
 template <size_t Bytes>
 bool compare(std::byte* held, const std::byte* now, int64_t first, size_t num, int64_t max, Changes& changes) {
   constexpr size_t kInLine = kLineBytes / Bytes;

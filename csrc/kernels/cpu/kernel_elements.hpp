@@ -1,4 +1,4 @@
-// Formats of 16 bits as the loops see them; part of kernel_loops.hpp, with internal linkage in each table's source.
+// 16-bit formats for the loops. Part of kernel_loops.hpp, with internal linkage in each table's source.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
-// The source of every kernel table; each including file is compiled for another instruction set and defines
+// The source of every kernel table. Each including file is compiled for another instruction set and defines
 // FSDP2X_KERNEL_TABLE, the name of the function that returns its table.
 //
-// Everything here has internal linkage and no inline function of the standard library is called: a shared copy compiled
-// for AVX could otherwise be chosen by the linker for code that runs on a processor without it.
+// Everything here has internal linkage, and no inline function of the standard library is called. Otherwise the linker
+// could choose a shared copy compiled for AVX for code that runs on a processor without it.
 #include <cstdint>
 #ifdef __SSE2__
 #include <immintrin.h>

@@ -1,4 +1,4 @@
-// What kernels.cpp and reduce.cpp share: the check of the types and the choice between dividing and multiplying.
+// Shared by kernels.cpp and reduce.cpp: checks types, and chooses between dividing and multiplying.
 #pragma once
 
 #include <cmath>
@@ -18,8 +18,8 @@ inline void require_summable(DType type, const char* operation) {
   }
 }
 
-// True when x * (1 / divisor) has the same bits as x / divisor for every x: the divisor is a power of two whose
-// reciprocal is normal as well.
+// Returns whether x * (1 / divisor) has the same bits as x / divisor for every x. That holds if the divisor is a power
+// of two and its reciprocal is normal as well.
 template <class A>
 bool reciprocal_is_exact(A divisor) {
   int exponent = 0;

@@ -1,4 +1,4 @@
-// Loops of moments in 8 bits; part of kernel_loops.hpp, with internal linkage in each table's source.
+// Loops of 8-bit moments. Part of kernel_loops.hpp, with internal linkage in each table's source.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,8 @@ void load_moments(float* __restrict values, const uint8_t* __restrict codes, con
   }
 }
 
-// Bits of magnitudes are ordered as the magnitudes, with NaN above all, as in larger_peak(); and the largest integer is
-// found in vectors.
+// Bits of magnitudes have the order of the magnitudes, with NaN above all, as in larger_peak(). The maximum of integers
+// vectorizes.
 inline float peak_of(const float* values, int64_t numel) {
   int32_t peak = 0;
   for (int64_t i = 0; i < numel; ++i) {

@@ -1,4 +1,4 @@
-// Loops of the optimizers and of stochastic rounding; part of kernel_loops.hpp, with internal linkage in each table's
+// Loops of the optimizers and of stochastic rounding. Part of kernel_loops.hpp, with internal linkage in each table's
 // source.
 #pragma once
 
@@ -57,7 +57,7 @@ void fill_rules(FloatLoop* entry, RuleList<Rules...>) {
 // --- stochastic rounding ---------------------------------------------------------------------------------------------
 
 #ifdef __AVX2__
-// The low and high halves of the eight products of a factor.
+// The low and high halves of a factor's eight products.
 struct Products {
   __m256i low, high;
 };
@@ -68,7 +68,7 @@ inline Products multiply8(__m256i x, __m256i factor) {
           _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa)};
 }
 
-// Eight blocks at once, as philox() computes one: compilers widen its products one by one.
+// Computes eight blocks at once with the same result as philox(), because compilers widen its products one by one.
 int64_t rounding_bits_blocks(uint16_t* bits, RoundingKey key, Draw draw, uint64_t first_block, int64_t num_blocks) {
   const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   const __m256i left_factor = _mm256_set1_epi32(static_cast<int>(kPhiloxLeft));
@@ -93,7 +93,7 @@ int64_t rounding_bits_blocks(uint16_t* bits, RoundingKey key, Draw draw, uint64_
       key0 += kPhiloxKey0;
       key1 += kPhiloxKey1;
     }
-    // Word by word to block by block.
+    // Transposes from word by word to block by block.
     const __m256i low01 = _mm256_unpacklo_epi32(c0, c1), high01 = _mm256_unpackhi_epi32(c0, c1);
     const __m256i low23 = _mm256_unpacklo_epi32(c2, c3), high23 = _mm256_unpackhi_epi32(c2, c3);
     const __m256i b04 = _mm256_unpacklo_epi64(low01, low23), b15 = _mm256_unpackhi_epi64(low01, low23);
@@ -113,7 +113,7 @@ int64_t rounding_bits_blocks(uint16_t*, RoundingKey, Draw, uint64_t, int64_t) { 
 void rounding_bits(uint16_t* bits, RoundingKey key, Draw draw, uint64_t first_block, int64_t num_blocks) {
   for (int64_t b = rounding_bits_blocks(bits, key, draw, first_block, num_blocks); b < num_blocks; ++b) {
     const PhiloxBlock block = rounding_block(key, draw, (first_block + static_cast<uint64_t>(b)) * kRoundingBlock);
-    // Little-endian: the words are the elements' halves in their order.
+    // On a little-endian machine the words are the elements' halves in their order.
     __builtin_memcpy(bits + b * kRoundingBlock, block.words, sizeof(block.words));
   }
 }

@@ -1,4 +1,4 @@
-// Loops of wire formats; part of kernel_loops.hpp, with internal linkage in each table's source.
+// Loops of wire formats. Part of kernel_loops.hpp, with internal linkage in each table's source.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ void encode_wire(uint8_t* __restrict codes, float* __restrict scales, const floa
   }
 }
 
-// `first`: of the elements, counted from the beginning of a block; codes begin with that element, scales with its
+// `first`: the first element, counted from the beginning of a block. `codes` begin with that element, `scales` with its
 // block.
 template <WireFormat kFormat>
 void decode_wire(float* __restrict values, const uint8_t* __restrict codes, const float* __restrict scales,
@@ -56,7 +56,7 @@ void encode_int8_with_errors(uint8_t* __restrict codes, float* __restrict scales
     for (int64_t i = 0; i < size; ++i) wanted[i] = values[begin + i] + decoded_int8(errors[begin + i], error_scale);
     const float scale = wire_scale(peak_of(wanted, size), kTop);
     const float left_scale = wire_error_scale(scale);
-    // A loop for each: together they are no vectors.
+    // Two separate loops, because a combined one would not vectorize.
     for (int64_t i = 0; i < size; ++i) codes[begin + i] = encoded_int8(wanted[i], scale);
     for (int64_t i = 0; i < size; ++i) wanted[i] -= decoded_int8(codes[begin + i], scale);
     for (int64_t i = 0; i < size; ++i) errors[begin + i] = encoded_int8(wanted[i], left_scale);

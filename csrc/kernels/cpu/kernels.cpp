@@ -1,4 +1,4 @@
-// Casts, sums and copy plans on top of the kernel table; the choice of the table.
+// Casts, sums, and copy plans on top of the kernel table, and the choice of the table.
 #include "kernels/cpu/kernels.hpp"
 
 #ifdef FSDP2X_X86_KERNELS
@@ -69,7 +69,7 @@ void copy_fixed(std::byte* dst, size_t dst_stride, const std::byte* src, size_t 
   }
 }
 
-// Strides and the piece in bytes. Tiny pieces (a last dim cut to one element) get a copy of a constant size.
+// Strides and pieces are in bytes. Tiny pieces (a last dim sharded to one element) get a copy of a constant size.
 void copy_pieces(std::byte* dst, size_t dst_stride, const std::byte* src, size_t src_stride, int64_t count,
                  size_t bytes) {
   switch (bytes) {
@@ -90,7 +90,7 @@ void copy_pieces(std::byte* dst, size_t dst_stride, const std::byte* src, size_t
   }
 }
 
-// acc in a tile: dst is too narrow to add to.
+// Accumulates in a tile, because dst is too narrow to add to.
 template <class A>
 void add_through_tile(const Arithmetic<A>& ops, DType dst_type, std::byte* dst, DType src_type, const std::byte* src,
                       int64_t numel) {
@@ -104,7 +104,7 @@ void add_through_tile(const Arithmetic<A>& ops, DType dst_type, std::byte* dst, 
   }
 }
 
-// Runs apply(values) on a 16-bit range, a tile of it in fp32 at a time.
+// Runs apply(values) on a 16-bit range, one fp32 tile at a time.
 template <class Apply>
 void update_through_tile(const KernelTable& table, DType type, void* data, int64_t numel, const Apply& apply) {
   alignas(kTileAlignBytes) float tile[kTileNumel];

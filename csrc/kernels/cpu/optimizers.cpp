@@ -13,7 +13,7 @@ namespace fsdp2x::cpu {
 
 namespace {
 
-// One tensor of a step as floats: its memory, where it holds floats, or a tile that is loaded and stored.
+// One tensor of a step as floats: its memory if it holds floats, or else a tile that is loaded and stored.
 class Operand {
  public:
   Operand(const KernelTable& table, DType type, const void* data)
@@ -26,7 +26,7 @@ class Operand {
     table_.f32.load[static_cast<int>(type_)](tile_, at(begin), count);
     return tile_;
   }
-  // What load() returned for the same elements is stored. `bits`: null to round to nearest even.
+  // Stores the values that load() returned for the same elements. `bits`: null rounds to nearest even.
   void store(int64_t begin, int64_t count, const uint16_t* bits) {
     if (data_ == nullptr || type_ == DType::f32) return;
     if (bits != nullptr && type_ == DType::bf16) {
@@ -79,7 +79,7 @@ static_assert(kTileNumel % kMomentBlock == 0);
 // The rounding bits of a tile.
 class Bits {
  public:
-  // Null when the piece rounds to nearest even, or when `type` is not rounded.
+  // Returns null if the piece rounds to nearest even, or if `type` is not rounded.
   const uint16_t* draw(const KernelTable& table, const Rounding* rounding, DType type, Draw draw, int64_t begin,
                        int64_t count) {
     if (rounding == nullptr || (type != DType::bf16 && type != DType::byte)) return nullptr;

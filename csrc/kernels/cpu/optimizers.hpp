@@ -1,4 +1,4 @@
-// Optimizer steps on raw pointers: one pass over parameter, gradient and state, by kernels/rules/optimizer_rules.hpp.
+// Optimizer steps on raw pointers: one pass over parameter, gradient, and state, by kernels/rules/optimizer_rules.hpp.
 // Each has a scalar reference in tests/cpp.
 #pragma once
 
@@ -9,9 +9,8 @@
 
 namespace fsdp2x::cpu {
 
-// Stochastic rounding of what is stored in bf16. Element i of a piece draws its bits as number
-// `first + (offset + i) / run * stride + (offset + i) % run`, so that rows that lie apart in the whole parameter draw
-// what they would there.
+// Stochastic rounding of values stored in bf16. Element i of a piece draws its bits as number `first + (offset + i) /
+// run * stride + (offset + i) % run`. So rows that are apart in the full parameter draw the same bits as there.
 struct Rounding {
   RoundingKey key;
   uint64_t first = 0;
@@ -21,7 +20,7 @@ struct Rounding {
 };
 
 struct AdamWPiece {
-  DType type = DType::f32;  // of the parameter and its gradient: f32, bf16 or f16
+  DType type = DType::f32;  // of the parameter and its gradient: f32, bf16, or f16
   DType moments =
       DType::f32;  // f32, bf16, or byte: codes of kernels/rules/moment_codes.hpp, from the beginning of a block on
   void* param = nullptr;
@@ -29,24 +28,24 @@ struct AdamWPiece {
   void* exp_avg = nullptr;
   void* exp_avg_sq = nullptr;
   void* max_exp_avg_sq = nullptr;   // null: no amsgrad
-  float* exp_avg_scales = nullptr;  // one a block; not read but for codes, as those below
+  float* exp_avg_scales = nullptr;  // one per block. Only read if moments are codes, as those below
   float* exp_avg_sq_scales = nullptr;
   float* max_exp_avg_sq_scales = nullptr;
   int64_t numel = 0;
   const Rounding* rounding = nullptr;  // null: to nearest even
 };
 
-// Updates the parameter and its moments. What has 16 or 8 bits is widened, stepped in fp32 and rounded; the parameter
-// moves by the moments before they are rounded. The largest exp_avg_sq is rounded with the bits of exp_avg_sq: where it
-// is the new one, both are stored equal.
+// Updates the parameter and its moments. Values of 16 or 8 bits are widened, stepped in fp32, and rounded. The
+// parameter uses the moments before they are rounded. The largest exp_avg_sq is rounded with the bits of exp_avg_sq, so
+// that both are stored equal if it is the new one.
 void adamw(const AdamWPiece& piece, const AdamWStep& step);
 
-// Moments in 8 bits from the beginning of a block on (kernels/rules/moment_codes.hpp), out of codes and into the
-// nearest ones. `is_signed`: of exp_avg.
+// Decode 8-bit moments and encode them to the nearest codes, from the beginning of a block on
+// (kernels/rules/moment_codes.hpp). `is_signed`: for exp_avg.
 void decode_moments(float* values, const uint8_t* codes, const float* scales, int64_t numel, bool is_signed);
 void encode_moments(uint8_t* codes, float* scales, const float* values, int64_t numel, bool is_signed);
 
-// Updates float32 parameters and their state, which may be null where the rule keeps none.
+// Updates float32 parameters and their state, which may be null if the rule keeps none.
 template <class Rule>
 void step_floats(const Rule& rule, float* param, const float* grad, float* state, int64_t numel) {
   const int loop = first_variant<Rule>(FloatRules()) + rule.variant();

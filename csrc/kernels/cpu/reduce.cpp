@@ -1,5 +1,5 @@
-// The reduction kernel: one walk over the destination in tiles that stay in the first-level cache, so that sources are
-// read once and the destination is written once.
+// The reduction kernel: one walk over the destination in tiles that stay in the first-level cache. Sources are read
+// once, and the destination is written once.
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
@@ -11,12 +11,12 @@
 namespace fsdp2x::cpu {
 namespace {
 
-// Where in the sources a position of the (dense) destination lies.
+// Maps a position of the (dense) destination to the sources.
 class Cursor {
  public:
   Cursor(const ReducePiece& piece, int64_t begin)
       : piece_(piece), index_(begin / piece.piece_numel), within_(begin % piece.piece_numel) {}
-  // Elements left in this piece, at most `wanted`.
+  // Returns the elements left in this piece, at most `wanted`.
   int64_t run(int64_t wanted) const { return std::min(wanted, piece_.piece_numel - within_); }
   int64_t source_index() const { return index_ * piece_.src_stride + within_; }
   void advance(int64_t numel) {
@@ -45,7 +45,7 @@ bool all_f32(const ReducePiece& piece) {
   return true;
 }
 
-// fp32 to fp32 with few sources: sum, division and accumulation in registers.
+// Reduces fp32 to fp32 with few sources: sum, division, and accumulation stay in registers.
 void reduce_fused(const KernelTable& table, const ReducePiece& piece, int64_t begin, int64_t end) {
   const float divisor = static_cast<float>(piece.divisor);
   const bool multiply = reciprocal_is_exact(divisor);
@@ -68,7 +68,7 @@ void reduce_fused(const KernelTable& table, const ReducePiece& piece, int64_t be
   }
 }
 
-// The sum of `numel` elements at `cursor`, divided.
+// Sums `numel` elements at `cursor` and divides.
 template <class A>
 void sum_into(A* acc, int64_t numel, const Arithmetic<A>& ops, const ReducePiece& piece, Cursor& cursor) {
   const int src = static_cast<int>(piece.src_type);
@@ -95,7 +95,7 @@ void sum_into(A* acc, int64_t numel, const Arithmetic<A>& ops, const ReducePiece
   }
 }
 
-// The destination has the accumulator's type: it is the accumulator.
+// The destination has the accumulator's type, so it serves as the accumulator.
 template <class A>
 void reduce_in_place(const Arithmetic<A>& ops, const ReducePiece& piece, int64_t begin, int64_t end) {
   constexpr int kOwn = static_cast<int>(std::is_same_v<A, double> ? DType::f64 : DType::f32);
@@ -109,7 +109,7 @@ void reduce_in_place(const Arithmetic<A>& ops, const ReducePiece& piece, int64_t
   }
 }
 
-// The destination is narrower: it is rounded to from a tile.
+// The destination is narrower, so a tile accumulates and is rounded to it.
 template <class A>
 void reduce_rounded(const Arithmetic<A>& ops, const ReducePiece& piece, int64_t begin, int64_t end) {
   constexpr int kOwn = static_cast<int>(std::is_same_v<A, double> ? DType::f64 : DType::f32);
@@ -122,7 +122,7 @@ void reduce_rounded(const Arithmetic<A>& ops, const ReducePiece& piece, int64_t 
     std::byte* out = static_cast<std::byte*>(piece.dst) + static_cast<size_t>(begin) * dtype_bytes(piece.dst_type);
     sum_into(tile, count, ops, piece, cursor);
     if (piece.accumulate) {
-      // What is added is the cast sum, as if a gradient of dst's type had been made and then added.
+      // Add the cast sum, as if a gradient of dst's type had been made and then added.
       ops.load[dst](sum, out, count);
       ops.store[dst](out, tile, count);
       ops.load[dst](tile, out, count);

@@ -1,4 +1,4 @@
-// Wire formats by the loops of the table in use.
+// Wire formats with the loops of the table in use.
 #include "kernels/cpu/wire.hpp"
 
 #include <algorithm>

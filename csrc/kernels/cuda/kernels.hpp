@@ -1,9 +1,9 @@
-// The kernels of ring cuda as a table of functions. One table launches on the device, one runs plain versions of the
-// same index and element functions on the host: who holds a table does not know which.
+// The kernels of csrc/kernels/cuda as a table of functions. One table launches on the device. Another one runs plain
+// versions of the same index and element functions on the host. Code that uses a table does not know which one it has.
 //
-// Every function enqueues on `stream`, allocates nothing and waits for nothing. All pointers are of the table's memory
-// (device or host), stay valid until the stream has passed, and are aligned to their elements; what starts at a
-// multiple of 16 bytes moves in 16-byte words. Throws fsdp2x::Error when a launch fails or the arguments make no sense.
+// Every function enqueues on `stream`, allocates nothing, and waits for nothing. All pointers are in the table's memory
+// (device or host), stay valid until the stream has passed, and are aligned to their elements. Ranges that start at a
+// multiple of 16 bytes move in 16-byte words. Throws fsdp2x::Error if a launch fails or the arguments are invalid.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ struct CUstream_st;
 
 namespace fsdp2x::cuda {
 
-using Stream = CUstream_st*;  // cudaStream_t without the runtime's headers; reference kernels ignore it
+using Stream = CUstream_st*;  // cudaStream_t without the runtime's headers, ignored by reference kernels
 
 enum class ScaleMode : uint8_t { none, multiply, divide };
 
@@ -27,7 +27,7 @@ struct Scale {
   ScaleMode mode = ScaleMode::none;
 };
 
-// Divides by `divisor`, by multiplication where that has the same bits.
+// Divides by `divisor`, and multiplies instead if that gives the same bits.
 Scale divide_by(double divisor);
 
 enum class TableMode : uint8_t {
@@ -43,7 +43,7 @@ struct PackTable {
   bool flag[kMaxTable] = {};
 };
 
-// Where the reduced rows of each parameter go, by entry.
+// Targets of the reduced rows of each parameter, by entry.
 struct TargetTable {
   void* base[kMaxTable] = {};
   TableMode mode[kMaxTable] = {};
@@ -63,7 +63,7 @@ struct AdamWArgs {
   RoundingKey rounding;
 };
 
-// Of one of FloatRules.
+// Arguments of a rule of FloatRules.
 template <class Rule>
 struct FloatArgs {
   Rule steps[kMaxGroups];
@@ -71,36 +71,37 @@ struct FloatArgs {
   const float* grad_scale = nullptr;
 };
 
-// Two arrays that are compared as bits, and where the list of what differs goes. What the list kernel needs besides may
-// be null while masks are made.
+// Two arrays that are compared as bits, and the destination of the list of changes. Fields that only the list kernel
+// needs may be null while masks are made.
 struct ChangesArgs {
   const void* now = nullptr;
-  void* held = nullptr;  // becomes `now` where it is listed
+  void* held = nullptr;  // becomes `now` at listed positions
   int64_t numel = 0;
   int element_bytes = 0;               // a power of two up to 16
   int element_shift = 0;               // its logarithm
   uint16_t* masks = nullptr;           // num_masks(): 16 elements each
-  int64_t* tile_counts = nullptr;      // num_tiles(): how many differ
-  const int64_t* tile_ends = nullptr;  // their sums, each with those before it
+  int64_t* tile_counts = nullptr;      // num_tiles(): number of changes
+  const int64_t* tile_ends = nullptr;  // running sums of tile_counts, each including its own tile
   int64_t* positions = nullptr;        // as many as the last sum, as are values
   void* values = nullptr;
 
   FSDP2X_HOST_DEVICE int64_t num_tiles() const { return (numel + kTileNumel - 1) / kTileNumel; }
   FSDP2X_HOST_DEVICE int64_t num_masks() const { return num_tiles() * (kTileNumel / 16); }
-  // Where the list of a tile begins.
+  // Returns where the list of a tile begins.
   FSDP2X_HOST_DEVICE int64_t begin_of(int64_t tile) const { return tile == 0 ? 0 : tile_ends[tile - 1]; }
 };
 
-// Values and their codes, which lie as the segments of a plan say.
+// Values and their codes, laid out by the segments of a plan.
 struct EncodeWireArgs {
   const void* values = nullptr;
   void* segments = nullptr;
-  // What int8 rounded away the last time, codes and scales where those of the segments lie; null: it is dropped.
+  // The int8 rounding errors of the last call, with codes and scales laid out like those of the segments. Null: errors
+  // are dropped.
   void* errors = nullptr;
-  bool is_missing[kMaxTable] = {};  // by entry, of formats with scales: zeros are coded, errors stay
+  bool is_missing[kMaxTable] = {};  // by entry, for formats with scales: zeros are coded, errors stay
 };
 
-// The same segments of all ranks, laid end to end, and where their sums go, in fp32 and scaled.
+// The same segments of all ranks, laid end to end, and the target of their sums, in fp32 and scaled.
 struct SumWireArgs {
   const void* segments = nullptr;
   int64_t rank_bytes = 0;
@@ -115,49 +116,49 @@ struct Kernels {
   // Runs a plan of copies and casts from base to base.
   void (*copy)(const CopyList& list, const void* src, void* dst, Stream stream);
 
-  // Packs gradients (plan_pack), cast and dense; pads become zero where an entry is written, flags 1 or 0.
+  // Packs dense gradients (plan_pack) with a cast. Where an entry is written, pads become zero and flags 1 or 0.
   void (*pack_gradients)(const PackList& list, const PackTable& grads, void* dst, Stream stream);
 
   // target (+)= cast(scale(source)), in fp32: the epilogue of a collective, which has summed.
   void (*reduce)(const ReduceList& list, const void* source, const TargetTable& targets, const ReduceArgs& args,
                  Stream stream);
 
-  // The sums of squares of gradients as they lie in their targets, one of each tile; skipped ones are 0.
+  // Sums the squares of gradients in their targets, one sum for each tile. Skipped ones are 0.
   void (*sum_squares)(const ReduceList& list, const TargetTable& targets, double* tile_sums, Stream stream);
 
-  // The sum of each kSumNumel of `num` values, and of what is left, always in the same order; of none one, 0.
+  // Sums each kSumNumel of `num` values, and the rest, always in the same order. Without values, it writes one 0.
   void (*add_up)(const double* values, int64_t num, double* sums, Stream stream);
 
-  // *norm = sqrt(*square_sum); *factor = min(1, max_norm / (*norm + 1e-6)), NaN when the norm is. With torch's
-  // roundings: everything behind the square root in fp32, or in f64 when `in_f64`.
+  // *norm = sqrt(*square_sum). *factor = min(1, max_norm / (*norm + 1e-6)), NaN if the norm is. Rounds like torch:
+  // everything after the square root is fp32, or f64 if `in_f64`.
   void (*clip_factor)(const double* square_sum, double max_norm, bool in_f64, double* norm, double* factor,
                       Stream stream);
 
-  // Gradients in their targets times *factor rounded to float, unless it is 1.
+  // Multiplies gradients in their targets by *factor rounded to float, unless it is 1.
   void (*scale_gradients)(const ReduceList& list, const TargetTable& targets, const double* factor, Stream stream);
 
-  // One step over any number of ranges, in fp32. The parameter moves by the moments before these are rounded to their
+  // Runs one step over any number of ranges, in fp32. The parameter uses the moments before these are rounded to their
   // type.
   void (*adamw)(const AdamWList& list, const AdamWArgs& args, Stream stream);
-  // Likewise by the rule with this index in FloatRules; `args` are FloatArgs of it.
+  // Does the same by the rule with this index in FloatRules. `args` are the FloatArgs of this rule.
   void (*step_floats)(int rule, const FloatList& list, const void* args, Stream stream);
 
-  // Whether work for `stream` becomes part of a graph instead of running. Enqueues nothing.
+  // Returns whether work for `stream` becomes part of a graph instead of running. Enqueues nothing.
   bool (*is_capturing)(Stream stream);
 
-  // Masks of the elements that differ, and their number in each tile.
+  // Makes masks of the elements that differ, and counts them in each tile.
   void (*mark_changes)(const ChangesArgs& args, Stream stream);
 
-  // Positions, ascending, and values of what was marked; `held` takes these values.
+  // Lists positions, ascending, and values of the marked elements. `held` takes these values.
   void (*list_changes)(const ChangesArgs& args, Stream stream);
 
-  // Values -> codes, and what is rounded away. Bit for bit as kernels/cpu/wire.hpp.
+  // Encodes values and stores the rounding errors. Bit for bit equal to kernels/cpu/wire.hpp.
   void (*encode_wire)(const WireList& list, const EncodeWireArgs& args, Stream stream);
 
-  // Codes of formats with scales -> values, in their pieces.
+  // Decodes codes of formats with scales to values in their pieces.
   void (*decode_wire)(const WireList& list, const void* segments, void* values, Stream stream);
 
-  // Codes of all ranks, not in fp8 -> the sums of their values, in rank order; all in f32 and dense.
+  // Sums the values of all ranks' codes, in rank order, to dense f32. Not for fp8.
   void (*sum_wire)(const WireList& list, const SumWireArgs& args, Stream stream);
 };
 
@@ -166,7 +167,7 @@ void step_floats(const Kernels& kernels, const FloatList& list, const FloatArgs<
   kernels.step_floats(index_of<Rule>(FloatRules()), list, &args, stream);
 }
 
-// Null when fsdp2x was built without nvcc.
+// Null if fsdp2x was built without nvcc.
 const Kernels* device_kernels();
 
 }  // namespace fsdp2x::cuda

@@ -41,10 +41,10 @@ Plan<Segment> cut(std::vector<Segment>&& segments) {
   return plan;
 }
 
-// Pieces that the kernels could not count in 32 bits.
+// Longer pieces cannot be counted in 32 bits.
 constexpr int64_t kMaxPieceNumel = int64_t{1} << 31;
 
-// Long pieces as segments of their own.
+// Splits long pieces into separate segments.
 std::vector<CopySegment> with_countable_pieces(std::vector<CopySegment>&& segments) {
   std::vector<CopySegment> result;
   for (const CopySegment& segment : segments) {
@@ -134,7 +134,7 @@ auto in_parts(const Layout& layout, const MakeSegments& make_segments) {
   return plans;
 }
 
-// True when x * (1 / divisor) has the same bits as x / divisor for every x.
+// Returns whether x * (1 / divisor) has the same bits as x / divisor for every x.
 bool reciprocal_is_exact(double divisor) {
   int exponent = 0;
   const auto single = static_cast<float>(divisor);

@@ -1,10 +1,10 @@
-// Moments in 8 bits: blocks of 256 elements with a scale, their largest magnitude, and a code for each element.
+// 8-bit moments: blocks of 256 elements, each with a scale (the largest magnitude), and a code for each element.
 //
 //   code 1 .. top of a block with scale s:  s * (code / top)^4      top: 127 with a sign (bits as int8), 255 without
 //
 // The fourth power spreads the codes over magnitudes of 1 to 2^-28 (2^-32), with steps of 3 % (1.6 %) at the upper end.
 // Square roots are rounded correctly everywhere, so that every processor has the same codes. The largest element of a
-// block is exact, and what codes say has these codes again: reading and writing a state changes no bit.
+// block is exact. Encoding decoded values gives the same codes again, so loading and saving a state changes no bit.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 namespace fsdp2x {
 
 constexpr int kMomentBlock = 256;
-constexpr float kMinMomentScale = 0x1p-126f;  // of what is smaller the inverse has no float: it becomes zero
+constexpr float kMinMomentScale = 0x1p-126f;  // the inverse of smaller scales is no float, so they become zero
 
 // Codes of exp_avg have a sign, those of exp_avg_sq do not.
 template <bool kSigned>
@@ -23,15 +23,15 @@ template <bool kSigned>
 constexpr float kCodeStep = 1.0f / kTopCode<kSigned>;
 static_assert(kTopCode<true> * kCodeStep<true> == 1.0f && kTopCode<false> * kCodeStep<false> == 1.0f);
 
-// The larger one of a peak and a magnitude; NaN if either is.
+// Returns the larger one of a peak and a magnitude, NaN if either is.
 FSDP2X_HOST_DEVICE float larger_peak(float peak, float magnitude) {
   return peak >= magnitude || peak != peak ? peak : magnitude;
 }
 
-// What the scale of a block is whose largest magnitude is `peak`. Not finite: all of the block is lost, and says so.
+// Returns the scale of a block whose largest magnitude is `peak`. If it is not finite, the complete block becomes NaN.
 FSDP2X_HOST_DEVICE float moment_scale(float peak) { return peak < kMinMomentScale ? 0.0f : peak; }
 
-// A magnitude as a part of its block's scale.
+// Returns a magnitude as a part of its block's scale.
 template <bool kSigned>
 FSDP2X_HOST_DEVICE float moment_part(float code) {
   const float root = code * kCodeStep<kSigned>;
@@ -45,18 +45,18 @@ FSDP2X_HOST_DEVICE float decoded_moment(uint8_t bits, float scale) {
   return (code < 0 ? -part : part) * scale;
 }
 
-// What moments of a block are multiplied with before they are encoded.
+// Returns the factor for a block's moments before they are encoded.
 FSDP2X_HOST_DEVICE float inverse_moment_scale(float scale) { return scale == 0.0f ? 0.0f : 1.0f / scale; }
 
-// To the nearest code, or with `kStochastic` up with the probability that is right on average, for random_bits < 2^16.
-// A square above zero never becomes zero: what is divided by its root would be any size.
+// Rounds to the nearest code. With `kStochastic`, rounds up with the probability that is right on average, for
+// random_bits < 2^16. A square above zero never becomes zero, because a division by its root could give any size.
 template <bool kSigned, bool kStochastic>
 FSDP2X_HOST_DEVICE uint8_t encoded_moment(float value, float inverse_scale, uint32_t random_bits) {
   const float magnitude = value < 0.0f ? -value : value;
   const float part = magnitude * inverse_scale;
   const float root = square_root(square_root(part)) * kTopCode<kSigned>;
   const float place = root < kTopCode<kSigned> ? root : kTopCode<kSigned>;  // NaN: the top
-  // Integers and selections instead of branches: loops over elements are vectors.
+  // Integers and selections instead of branches, so that loops over elements vectorize.
   int code = static_cast<int>(kStochastic ? place : place + 0.5f);
   if constexpr (kStochastic) {
     const auto lower = static_cast<float>(code);

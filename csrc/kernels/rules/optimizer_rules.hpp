@@ -1,7 +1,8 @@
-// The arithmetic of optimizer steps, once for the loops of the CPU and for the kernels of a device.
+// The arithmetic of optimizer steps, shared by the CPU loops and the device kernels.
 //
-// The operations are torch's: what torch rounds once (its lerp, addcmul and add) is one fused multiply-add, everything
-// else is rounded separately. Gradients arrive times the step's `sign`, which is -1 to maximize.
+// The operations are torch's. Operations that torch rounds once (its lerp, addcmul, and add) are one fused
+// multiply-add. Everything else is rounded separately. Gradients are multiplied by the step's `sign`, which is -1 to
+// maximize.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +25,7 @@ struct AdamWStep {
   float neg_step_size = 0.0f;  // -lr / (1 - beta1^t)
   float sign = 1.0f;
 
-  // One element's moments after a gradient; torch interpolates from the nearer end.
+  // Updates one element's moments by a gradient. torch interpolates from the nearer end.
   FSDP2X_HOST_DEVICE void update_moments(float gradient, float& exp_avg, float& exp_avg_sq) const {
     const bool from_average = weight < 0.5f;
     const float coefficient = from_average ? weight : weight - 1.0f;
@@ -43,20 +44,20 @@ FSDP2X_HOST_DEVICE float largest_square(float before, float v) { return before >
 
 // --- optimizers of float32 with at most one value of state for each element ------------------------------------------
 
-// A rule is the numbers of one step in float, and how they step one element. Everything else (loops, kernels, the walk
-// over parameters, the binding) is made for each rule of FloatRules. A rule has
+// A rule has the numbers of one step in float, and steps one element. Everything else (loops, kernels, the walk over
+// parameters, the binding) is generated for each rule of FloatRules. A rule has:
 //
 //   kName, kState          `_C.<kName>_step`, and the key of the state that Python makes
-//   of(...)                the rule of a parameter group; what Python passes beside the parameters
+//   of(...)                the rule of a parameter group, from the arguments that Python passes next to the parameters
 //   keeps_state, begin     whether it has state, and the change to the first step, whose state is not yet set
 //   kNumVariants, variant  loops that the CPU compiles separately; a device decides as it runs
 //   reads_state, writes_state, step    of one variant
-//   sign                   what gradients are multiplied with first
+//   sign                   first factor of the gradients
 
 struct SgdRule {
   static constexpr const char* kName = "sgd";
   static constexpr const char* kState = "momentum_buffer";
-  // What happens to the momentum buffer: there is none; it becomes the gradient; it is updated. `nesterov` looks ahead.
+  // The momentum buffer does not exist, becomes the gradient, or is updated. `nesterov` looks ahead.
   enum Momentum : int32_t { none, first, first_nesterov, later, later_nesterov };
   static constexpr int kNumMomentum = 5;
   static constexpr int kNumVariants = 2 * kNumMomentum;  // each without and with weight decay
@@ -128,7 +129,8 @@ struct LionRule {
   FSDP2X_HOST_DEVICE void step(int, float gradient, float& param, float& state) const {
     const float way = multiply_add(one_minus_beta1, gradient, state * beta1);
     state = multiply_add(one_minus_beta2, gradient, state * beta2);
-    const float direction = way > 0.0f ? 1.0f : way < 0.0f ? -1.0f : way;  // NaN stays: a lost gradient shows
+    // keep NaN, so that a lost gradient is visible
+    const float direction = way > 0.0f ? 1.0f : way < 0.0f ? -1.0f : way;
     param = multiply_add(minus_lr, direction, param * decay);
   }
 };
@@ -144,7 +146,7 @@ constexpr int index_of(RuleList<Rules...>) {
   return found;
 }
 
-// Of the variants of all rules: where those of `Rule` begin.
+// Returns where the variants of `Rule` begin among those of all rules.
 template <class Rule, class... Rules>
 constexpr int first_variant(RuleList<Rules...>) {
   int next = 0, found = -1;

@@ -1,10 +1,9 @@
-// One thread's share of finding what differs between two arrays: a mask of its elements, then their places in a list.
+// One thread's share of finding changes between two arrays: a mask of its elements, then their places in a list.
 //
-//   mark   a mask of kMaskNumel elements a thread, and how many differ in each tile
-//   list   behind the sums of those counts: positions and values, ascending
+//   mark   a mask of kMaskNumel elements a thread, and the number of changes in each tile
+//   list   after these numbers are summed: positions and values, ascending
 //
-// A thread's place in its tile is the sum of the counts before it: those of whole groups of threads, and those of its
-// own group.
+// A thread's place in its tile is the sum of the counts before it: complete groups of threads, then its own group.
 #pragma once
 
 #include "kernels/cuda/bodies/element.hpp"
@@ -24,7 +23,7 @@ FSDP2X_HOST_DEVICE int num_bits(uint32_t mask) {
 #endif
 }
 
-// An element as it is moved.
+// A 16-byte element.
 struct alignas(16) PairOfWords {
   uint64_t words[2];
 };
@@ -32,7 +31,7 @@ struct alignas(16) PairOfWords {
 struct ChangesBody {
   ChangesArgs args;
 
-  // Which of the thread's elements differ.
+  // Returns which of the thread's elements differ.
   FSDP2X_HOST_DEVICE uint32_t find(int64_t tile, int thread) const {
     const int64_t begin = first_of(tile, thread) * args.element_bytes;
     const int64_t left = args.numel * args.element_bytes - begin;
@@ -53,7 +52,7 @@ struct ChangesBody {
   }
   FSDP2X_HOST_DEVICE uint32_t marked(int64_t tile, int thread) const { return args.masks[tile * kThreads + thread]; }
 
-  // `place`: of the thread's first change among all; `mask`: what it marked.
+  // `place`: of the thread's first change among all. `mask`: the result of find().
   FSDP2X_HOST_DEVICE void list(int64_t tile, int thread, uint32_t mask, int64_t place) const {
     const int64_t first = first_of(tile, thread);
     FSDP2X_NO_UNROLL
@@ -69,7 +68,7 @@ struct ChangesBody {
     return tile * kTileNumel + int64_t{thread} * kMaskNumel;
   }
 
-  // Of the element that byte `i` of a thread's belongs to.
+  // Returns the bit of the element that contains byte `i` of a thread.
   FSDP2X_HOST_DEVICE uint32_t bit_of(uint32_t i) const { return 1u << (i >> args.element_shift); }
 
   FSDP2X_HOST_DEVICE uint32_t find_by_words(const char* now, const char* held) const {
@@ -116,7 +115,7 @@ struct ChangesBody {
   }
 };
 
-// The sum of group `group` of a tile's counts.
+// Returns the sum of group `group` of a tile's counts.
 FSDP2X_HOST_DEVICE int group_count(const int* counts, int group) {
   int sum = 0;
   FSDP2X_NO_UNROLL
@@ -124,7 +123,7 @@ FSDP2X_HOST_DEVICE int group_count(const int* counts, int group) {
   return sum;
 }
 
-// How many changes of its tile lie before those of `thread`; of kThreads: all of them.
+// Returns the changes of the tile before those of `thread`. kThreads: all of them.
 FSDP2X_HOST_DEVICE int num_before(const int* counts, const int* groups, int thread) {
   const int group = thread / kCountGroup;
   int sum = 0;

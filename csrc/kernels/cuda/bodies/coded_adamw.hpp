@@ -1,9 +1,9 @@
-// One thread's share of an AdamW step over moments in 8 bits (kernels/rules/moment_codes.hpp).
+// One thread's share of an AdamW step over 8-bit moments (kernels/rules/moment_codes.hpp).
 //
 //   pass of a block of threads:  peaks of 8 elements a thread | barrier | peaks of 32 threads: a block of codes | step
 //
-// What `peaks` computes `step` computes again: what it reads lies in the nearest cache, and no array has to live across
-// the barrier. The scales do, since the first thread of a block of codes writes them.
+// `step` repeats the computation of `peaks`: its inputs are in the nearest cache, and no array has to live across the
+// barrier. The scales do, since the first thread of a block of codes writes them.
 #pragma once
 
 #include "kernels/cuda/bodies/optimizer.hpp"
@@ -22,7 +22,7 @@ struct MomentTriple {
   float max_exp_avg_sq = 0.0f;
 };
 
-// Of the block of codes that `thread` has a part of; `peaks` are those of all threads.
+// Returns the peaks of the block of codes that contains `thread`. `peaks` are those of all threads.
 FSDP2X_HOST_DEVICE MomentTriple block_peaks(const MomentTriple* peaks, int thread) {
   MomentTriple block;
   const int first = thread / kBlockThreads * kBlockThreads;
@@ -77,7 +77,7 @@ struct CodedAdamWStepper {
     store_units<uint8_t, N>(codes, i, units);
   }
 
-  // Moments behind the gradient. `second`: what the root is taken of.
+  // Computes the moments after the gradient. `second`: the value under the root.
   template <int N>
   FSDP2X_HOST_DEVICE void moments(int64_t i, float* m, float* v, float* second) const {
     float g[N];
@@ -125,7 +125,7 @@ struct CodedAdamWStepper {
   }
 };
 
-// A launch calls scales and peaks, then step, of all threads of a block for each pass.
+// For each pass, a launch calls scales and peaks, then step, for all threads of a block.
 template <bool kStochastic>
 struct CodedAdamWBody {
   static constexpr int kBlocks = kStochastic ? 2 : 3;

@@ -1,17 +1,17 @@
-// One thread's share of a tile of a copy plan: moves unchanged, or casts, adds and zeroes.
+// One thread's share of a tile of a copy plan: moves unchanged, or casts, adds, and zeros.
 #pragma once
 
 #include "kernels/cuda/bodies/element.hpp"
 
 namespace fsdp2x::cuda {
 
-// Where element i of a tile lies on a side with pieces that are `gap` elements apart. The number of pieces before the
-// tile is divided out once; from there on 32 bits are enough, whose division is many times faster than that of 64.
+// Maps element i of a tile to a side with pieces that are `gap` elements apart. The number of pieces before the tile is
+// divided out once. After that, 32 bits are enough, whose division is many times faster than that of 64.
 struct PieceIndex {
   int64_t piece_numel;
   int64_t gap;  // 0: dense
   int64_t num_before;
-  int64_t shift;  // what makes of i its distance from the last piece that begins before the tile
+  int64_t shift;  // added to i, gives its distance from the last piece that begins before the tile
   FSDP2X_HOST_DEVICE bool is_dense() const { return gap == 0; }
   FSDP2X_HOST_DEVICE int64_t operator()(int64_t i) const {
     if (is_dense()) return i;
@@ -33,8 +33,8 @@ FSDP2X_HOST_DEVICE PieceIndex piece_index(const CopySegment& segment, int64_t st
   return {segment.piece_numel, stride - segment.piece_numel, num_before, -num_before * segment.piece_numel};
 }
 
-// A step of a copy loads and stores in two halves, so that a thread has two vectors on their way at once: the compiler
-// cannot move a load before a store that might touch the same memory.
+// A copy step loads and stores in two halves, so that a thread has two vectors in flight. The compiler cannot move a
+// load before a store that might touch the same memory.
 
 // Moves units of one size, bit for bit.
 template <class U, class SrcIndex, class DstIndex>
@@ -69,7 +69,7 @@ struct CastStep {
   DstIndex dst_index;
   DType src_type;
   DType dst_type;
-  bool add;  // to what is there
+  bool add;  // to the existing value
   template <int N>
   struct Values {
     float elements[N];
@@ -95,7 +95,7 @@ struct CastStep {
   }
 };
 
-// As `walk`, in two halves. Pieces that lie apart are whole vectors where there are any, so what is left is dense.
+// Works as `walk`, in two halves. Strided pieces consist of complete vectors if there are any, so the rest is dense.
 template <int V, class Step>
 FSDP2X_HOST_DEVICE void walk_in_pairs(TileRange range, int64_t first_vector, bool use_vectors, int thread,
                                       const Step& step) {
@@ -105,7 +105,7 @@ FSDP2X_HOST_DEVICE void walk_in_pairs(TileRange range, int64_t first_vector, boo
     step.template store_at<1>(i, step.template load_at<1>(i));
   }
   const int64_t num_vectors = (range.end - first_vector) / V;
-  constexpr bool kHasPairs = V * kThreads < kTileNumel;  // of bytes a tile is one vector a thread
+  constexpr bool kHasPairs = V * kThreads < kTileNumel;  // of bytes, a tile is one vector a thread
   FSDP2X_NO_UNROLL
   for (int64_t v = thread; v < num_vectors; v += 2 * kThreads) {
     const int64_t here = first_vector + v * V;
@@ -136,9 +136,10 @@ FSDP2X_HOST_DEVICE bool pieces_fit(const PieceIndex& index, int vector_numel) {
   return index.is_dense() || (index.piece_numel % vector_numel == 0 && index.gap % vector_numel == 0);
 }
 
-// The first element that starts a 16-byte word on both sides, or -1. Between strided pieces only element 0 will do.
+// Returns the first element that starts a 16-byte word on both sides, or -1. Between strided pieces only element 0
+// qualifies.
 FSDP2X_HOST_DEVICE int64_t first_aligned(const void* src, int src_bytes, const void* dst, int dst_bytes, bool dense) {
-  // The narrow side has the coarser grid: a word of it is a whole number of words of the other.
+  // The narrow side has the coarser grid: one of its words is a multiple of the other side's words.
   const void* narrow = src_bytes <= dst_bytes ? src : dst;
   const void* wide = src_bytes <= dst_bytes ? dst : src;
   const int narrow_bytes = src_bytes <= dst_bytes ? src_bytes : dst_bytes;
@@ -155,7 +156,7 @@ FSDP2X_HOST_DEVICE void walk_segment(const CopySegment& segment, int64_t tile, i
   const bool both_dense = step.src_index.is_dense() && step.dst_index.is_dense();
   const int64_t head = first_aligned(step.src, src_bytes, step.dst, dst_bytes, both_dense);
   const bool use_vectors = head >= 0 && pieces_fit(step.src_index, V) && pieces_fit(step.dst_index, V);
-  // Tiles begin behind the head, so that every tile begins with a vector; the first one takes the head as well.
+  // Tiles begin after the head, so that every tile begins with a vector. The first tile also takes the head.
   TileRange range = range_of(tile, segment.first_tile, segment.numel);
   const int64_t first_vector = range.begin + (use_vectors ? head : 0);
   if (use_vectors) {
@@ -173,7 +174,7 @@ FSDP2X_HOST_DEVICE void move_tile(const CopySegment& segment, int64_t tile, cons
   walk_segment<kWordBytes / sizeof(U)>(segment, tile, sizeof(U), sizeof(U), thread, step);
 }
 
-// Where floats are written a vector is one word, as in `walk_written`.
+// Written floats use a vector of one word, as in `walk_written`.
 template <bool kFloats, class SrcIndex, class DstIndex>
 FSDP2X_HOST_DEVICE void cast_known_tile(const CopySegment& segment, int64_t tile, const void* src, SrcIndex src_index,
                                         void* dst, DstIndex dst_index, bool add, int thread) {
@@ -191,7 +192,7 @@ FSDP2X_HOST_DEVICE void cast_tile(const CopySegment& segment, int64_t tile, cons
   cast_known_tile<false>(segment, tile, src, src_index, dst, dst_index, add, thread);
 }
 
-// Zeroes what a tile has of a rank's region from element `first` on.
+// Zeros the tile's part of a rank's region from element `first` on.
 FSDP2X_HOST_DEVICE void zero_tile(const PackSegment& segment, int64_t tile, void* dst, int64_t first, int thread) {
   const int64_t bytes = segment.dst == DType::f32 ? 4 : 2;
   TileRange range = range_of(tile, 0, segment.region_numel);
@@ -203,7 +204,7 @@ FSDP2X_HOST_DEVICE void zero_tile(const PackSegment& segment, int64_t tile, void
   walk<kWordBytes>(range, range.begin + (past == 0 ? 0 : kWordBytes - past), true, thread, step);
 }
 
-// Moves elements of a type that is not `byte`.
+// Moves elements of a type other than `byte`.
 template <class SrcIndex, class DstIndex>
 FSDP2X_HOST_DEVICE void move_typed_tile(const CopySegment& segment, int64_t tile, const void* src, SrcIndex src_index,
                                         void* dst, DstIndex dst_index, int thread) {
@@ -235,7 +236,7 @@ struct CopyBody {
   }
 };
 
-// The rows of one rank, as a segment of their own whose offsets are 0.
+// Returns the rows of one rank as a separate segment whose offsets are 0.
 FSDP2X_HOST_DEVICE CopySegment rows_of(const PackSegment& segment, int64_t begin) {
   const int64_t left = segment.dim - begin;
   CopySegment rows;
@@ -247,7 +248,7 @@ FSDP2X_HOST_DEVICE CopySegment rows_of(const PackSegment& segment, int64_t begin
   return rows;
 }
 
-// Bits of 1 in the types that a flag can have.
+// The bits of 1 in the types of a flag.
 inline constexpr uint32_t kOneInF32 = 0x3f800000;
 inline constexpr uint16_t kOneInBf16 = 0x3f80, kOneInF16 = 0x3c00;
 
@@ -267,7 +268,7 @@ FSDP2X_HOST_DEVICE void write_flag(const PackSegment& segment, void* out, bool f
 }
 
 struct PackBody {
-  static constexpr int kBlocks = 6;  // a tile is few turns of a loop: other blocks hide the look-up of the plan
+  static constexpr int kBlocks = 6;  // a tile is few turns of a loop, so other blocks hide the plan lookup
   PackList list;
   PackTable grads;
   void* dst;

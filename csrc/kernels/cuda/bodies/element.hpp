@@ -1,4 +1,5 @@
-// Elements as the kernels read, compute and write them: in vectors of kVectorNumel where memory allows it, else alone.
+// Elements as the kernels read, compute, and write them: in vectors of kVectorNumel if memory allows it, else one by
+// one.
 #pragma once
 
 #include <math.h>
@@ -18,7 +19,7 @@
 namespace fsdp2x::cuda {
 
 inline constexpr int kThreads = 256;         // of a block
-inline constexpr int kVectorNumel = 8;       // whole 16-byte words of every type, and a block of random bits
+inline constexpr int kVectorNumel = 8;       // complete 16-byte words of every type, and a block of random bits
 inline constexpr int kFloatVectorNumel = 4;  // one word of floats
 inline constexpr int kWordBytes = 16;
 static_assert(kTileNumel % kVectorNumel == 0 && kVectorNumel == kRoundingBlock);
@@ -36,7 +37,7 @@ FSDP2X_HOST_DEVICE const char* at(const void* base, int64_t bytes) { return stat
 FSDP2X_HOST_DEVICE char* at(void* base, int64_t bytes) { return static_cast<char*>(base) + bytes; }
 
 #ifndef __CUDA_ARCH__
-// The device faults where an access is not aligned; so do the reference kernels.
+// The device faults if an access is not aligned, and so do the reference kernels.
 inline void require_aligned(const void* address, size_t alignment) {
   if (reinterpret_cast<uintptr_t>(address) % alignment != 0) {
     throw Error("reference kernel: an access of " + std::to_string(alignment) + " bytes is not aligned");
@@ -66,7 +67,7 @@ FSDP2X_HOST_DEVICE void write(char* address, const P& value) {
 #endif
 }
 
-// N elements from element `index` on, in 16-byte words when there are enough.
+// Loads N elements from element `index` on, in 16-byte words if there are enough.
 template <class U, int N>
 FSDP2X_HOST_DEVICE void load_units(const void* base, int64_t index, U* out) {
   constexpr int kPart = N * sizeof(U) > kWordBytes ? kWordBytes / sizeof(U) : N;
@@ -95,7 +96,7 @@ FSDP2X_HOST_DEVICE void store_units(void* base, int64_t index, const U* in) {
 // --- typed elements as floats
 // -----------------------------------------------------------------------------------------
 
-// f32, where it is known to be that; bf16 or f16 otherwise.
+// Loads f32 if `kFloats`, otherwise bf16 or f16.
 template <bool kFloats, int N>
 FSDP2X_HOST_DEVICE void load_known(DType type, const void* base, int64_t index, float* out) {
   if constexpr (kFloats) return load_units<float, N>(base, index, out);
@@ -136,16 +137,16 @@ FSDP2X_HOST_DEVICE void store(DType type, void* base, int64_t index, const float
   store_known<false, N>(type, base, index, in);
 }
 
-// The value that storing as `type` and loading again gives.
+// Returns the value after storing as `type` and loading again.
 FSDP2X_HOST_DEVICE float rounded(DType type, float value) {
   if (type == DType::bf16) return bf16_to_float(float_to_bf16(value));
   if (type == DType::f16) return f16_to_float(float_to_f16(value));
   return value;
 }
 
-// A division is a product: the slow path of the device's division is a call, around which registers spill. In f64 the
-// product is off by less than 2^-51 of itself, and no quotient of two floats comes that near to the middle between two
-// floats, so it is rounded as the quotient. (Below 2^-126 it may lie in the middle, and goes to either side.)
+// Divides by a product: the slow path of the device's division is a call, around which registers spill. In f64 the
+// product has a relative error below 2^-51. No quotient of two floats comes that close to the middle between two
+// floats, so it rounds as the quotient does. (Below 2^-126 it may lie in the middle, and goes to either side.)
 FSDP2X_HOST_DEVICE float scaled(float value, Scale scale) {
   if (scale.mode == ScaleMode::multiply) return value * static_cast<float>(scale.value);
   if (scale.mode == ScaleMode::divide) return static_cast<float>(static_cast<double>(value) * scale.reciprocal);
@@ -159,8 +160,8 @@ struct TileRange {
   int64_t end = 0;
 };
 
-// Calls step.run<V>(index) for whole vectors and step.run<1>(index) for single elements: those before `first_vector`,
-// those behind the last vector, or all of them when `use_vectors` is false.
+// Calls step.run<V>(index) for complete vectors. Calls step.run<1>(index) for single elements: before `first_vector`,
+// after the last vector, or all of them if `use_vectors` is false.
 template <int V, class Step>
 FSDP2X_HOST_DEVICE void walk(TileRange range, int64_t first_vector, bool use_vectors, int thread, Step& step) {
   if (!use_vectors || first_vector > range.end) first_vector = range.end;
@@ -173,9 +174,8 @@ FSDP2X_HOST_DEVICE void walk(TileRange range, int64_t first_vector, bool use_vec
   if (last < range.end) step.template run<1>(last);
 }
 
-// `walk` over what is written as `type`, by the step that knows floats or by the other one: floats a word at a time, so
-// that the threads of a warp write whole sectors of memory. Of two words that a thread writes in turn each fills half a
-// sector.
+// Works as `walk` for a target of type `type`. The float step takes one word at a time, so that the threads of a warp
+// write complete sectors of memory. With two words per thread, each store would fill half a sector.
 template <class FloatStep, class Step>
 FSDP2X_HOST_DEVICE void walk_written(DType type, TileRange range, bool use_vectors, int thread, FloatStep& float_step,
                                      Step& step) {
@@ -183,7 +183,7 @@ FSDP2X_HOST_DEVICE void walk_written(DType type, TileRange range, bool use_vecto
   walk<kVectorNumel>(range, range.begin, use_vectors, thread, step);
 }
 
-// The range of tile `tile` of a segment whose elements start at one of its own tiles.
+// Returns the range of tile `tile` of a segment whose elements start at one of its own tiles.
 FSDP2X_HOST_DEVICE TileRange range_of(int64_t tile, int64_t first_tile, int64_t numel) {
   const int64_t begin = (tile - first_tile) * kTileNumel;
   const int64_t end = begin + kTileNumel;

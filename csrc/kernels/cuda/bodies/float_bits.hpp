@@ -1,5 +1,5 @@
-// Conversions between float and the 16-bit types: the device's instructions there, the same bits by hand on the host.
-// Rounding is to nearest even. NaN stays NaN: the device returns one NaN for all, the host keeps the upper bits.
+// Conversions between float and the 16-bit types: by instructions on the device, by hand with the same bits on the
+// host. Rounding is to nearest even. NaN stays NaN: the device returns one NaN for all, the host keeps the upper bits.
 #pragma once
 
 #ifdef __CUDACC__

@@ -10,13 +10,13 @@ FSDP2X_HOST_DEVICE uint64_t number_of(const Numbers& numbers, int64_t i) {
   return numbers.first + static_cast<uint64_t>(place);
 }
 
-// The elements of a vector have to be numbered one after the other.
+// Returns whether the elements of a vector are numbered consecutively.
 FSDP2X_HOST_DEVICE bool vectors_are_numbered(const Numbers& numbers) {
   return numbers.run == 0 || numbers.run % kVectorNumel == 0;
 }
 
-// The random bits of elements `number` to `number` + 7, two to a word, as they lie in a block. Elements that do not
-// begin with a block end in the next one: its words are shifted in behind, by selections that are the same for all
+// Returns the random bits of elements `number` to `number` + 7, two in each word, as in a block. If the elements do not
+// begin with a block, they end in the next one. Its words are shifted in by selections that are the same for all
 // elements.
 FSDP2X_HOST_DEVICE PhiloxBlock bits_of_vector(RoundingKey key, Draw draw, uint64_t number) {
   const PhiloxBlock first = rounding_block(key, draw, number);
@@ -37,8 +37,8 @@ FSDP2X_HOST_DEVICE PhiloxBlock bits_of_vector(RoundingKey key, Draw draw, uint64
   return {{words[0], words[1], words[2], words[3]}};
 }
 
-// Stores as `type`: bf16 by the random bits of elements `number` on when kStochastic, to nearest otherwise. Kernels
-// that draw no random bits are kernels of their own: they need far fewer registers.
+// Stores as `type`. If kStochastic, bf16 is rounded by the random bits of elements `number` on, otherwise to nearest.
+// Kernels without random bits are compiled separately, because they need far fewer registers.
 template <int N, bool kStochastic>
 FSDP2X_HOST_DEVICE void store_rounded(DType type, void* base, int64_t i, const float* values, RoundingKey key,
                                       Draw draw, uint64_t number) {
@@ -61,7 +61,7 @@ FSDP2X_HOST_DEVICE bool is_word_aligned_or_null(const void* address) {
   return address == nullptr || is_word_aligned(address);
 }
 
-// `kFloats`: parameter, gradient and moments are f32.
+// `kFloats`: parameter, gradient, and moments are f32.
 template <bool kStochastic, bool kFloats>
 struct AdamWStepper {
   const AdamWSegment& segment;
@@ -88,7 +88,7 @@ struct AdamWStepper {
       load<N>(moment_type, segment.max_exp_avg_sq, i, largest);
       FSDP2X_UNROLL
       for (int k = 0; k < N; ++k) v[k] = largest_square(largest[k], v[k]);
-      // With the bits of exp_avg_sq: where the largest is the new one, both are stored equal.
+      // Uses the bits of exp_avg_sq, so that both are stored equal if the largest is the new one.
       store_rounded<N, kStochastic>(moment_type, segment.max_exp_avg_sq, i, v, rounding, Draw::exp_avg_sq, number);
     }
     FSDP2X_UNROLL
@@ -114,7 +114,7 @@ struct AdamWBody {
                              is_word_aligned_or_null(segment.max_exp_avg_sq) &&
                              (!kStochastic || vectors_are_numbered(segment.numbers));
     const TileRange range = range_of(tile, segment.first_tile, segment.numel);
-    // Floats alone are stepped a word at a time, as `walk_written` says. Stochastic rounding is for others.
+    // Only floats are stepped a word at a time, as `walk_written` says. Stochastic rounding is for other types.
     if constexpr (!kStochastic) {
       if (segment.type == DType::f32 && segment.moment_type == DType::f32) {
         const AdamWStepper<false, true> float_stepper = {segment, grad, stepper.step, stepper.grad_scale, {}};

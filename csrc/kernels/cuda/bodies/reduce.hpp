@@ -1,5 +1,4 @@
-// One thread's share of a reduction: scale and accumulate what is summed; and the passes over gradients that are
-// already in place.
+// One thread's share of a reduction: scales and accumulates summed rows. Also the passes over gradients in place.
 #pragma once
 
 #include <math.h>
@@ -29,7 +28,7 @@ struct ReduceStep {
     if (add) {
       float old[N];
       load_known<kFloats, N>(segment.dst, dst, i, old);
-      // What is added is the cast sum, as if a gradient of the target's type had been made and then added.
+      // Add the cast sum, as if a gradient of the target's type had been made and then added.
       FSDP2X_UNROLL
       for (int k = 0; k < N; ++k) sum[k] = old[k] + (kFloats ? sum[k] : rounded(segment.dst, sum[k]));
     }
@@ -38,7 +37,7 @@ struct ReduceStep {
 };
 
 struct ReduceBody {
-  static constexpr int kBlocks = 6;  // as many as spill no register
+  static constexpr int kBlocks = 6;  // as many as possible without register spills
   ReduceList list;
   const void* source;
   TargetTable targets;
@@ -79,7 +78,7 @@ struct SquareBody {
   TargetTable targets;
   double* tile_sums;
 
-  // The thread's part of the tile's sum.
+  // Returns the thread's part of the tile's sum.
   FSDP2X_HOST_DEVICE double run(int64_t tile, int thread) const {
     const ReduceSegment& segment = list.segments[list.tile_segments[tile]];
     double sum = 0.0;
@@ -127,14 +126,15 @@ struct ScaleBody {
 
 // --- sums over a block -----------------------------------------------------------------------------------------------
 
-// Folds the upper half of `num` values onto the lower: repeated down to one, the same order on every device.
+// Folds the upper half of `num` values onto the lower. Repeated down to one value, this is the same order on every
+// device.
 FSDP2X_HOST_DEVICE void fold_half(double* values, int half, int thread) {
   if (thread < half) values[thread] += values[thread + half];
 }
 
 inline constexpr int kSumThreads = 1024;  // of a block that adds up
 
-// The thread's part of sum `block`. All of its loads are on their way at once.
+// Returns the thread's part of sum `block`. All of its loads are in flight at once.
 FSDP2X_HOST_DEVICE double strided_sum(const double* values, int64_t num, int64_t block, int thread) {
   static_assert(kSumNumel % kSumThreads == 0);
   double sum = 0.0;
@@ -146,8 +146,8 @@ FSDP2X_HOST_DEVICE double strided_sum(const double* values, int64_t num, int64_t
   return sum;
 }
 
-// The square root of torch's total_norm, and the factor of its clip_grads_with_norm_, which divides a number by a
-// tensor as the number times the reciprocal.
+// Computes the square root of torch's total_norm and the factor of its clip_grads_with_norm_. torch divides a number by
+// a tensor as the number times the reciprocal.
 template <class A>
 FSDP2X_HOST_DEVICE void set_clip_factor(double square_sum, double max_norm, double* norm, double* factor) {
   const auto root = static_cast<A>(sqrt(square_sum));

@@ -1,9 +1,9 @@
-// One thread's share of a wire format (core/wire_format.hpp). A warp takes a block of 256 elements, its thread l the
-// elements l, l + 32, ..: what its threads touch in turn lies side by side, wherever the block begins.
+// One thread's share of a wire format (core/wire_format.hpp). A warp takes a block of 256 elements, and its thread l
+// the elements l, l + 32, ..: threads access adjacent elements at the same time, wherever the block begins.
 //
 //   pass of a block of threads:  peaks of 8 elements a thread | barrier | the scale of the warp's block | codes, errors
 //
-// What `peak` computes `run` computes again: what it reads lies in the nearest cache.
+// `run` repeats the computation of `peak`: its inputs are in the nearest cache.
 #pragma once
 
 #include "core/wire_format.hpp"
@@ -18,7 +18,7 @@ static_assert(kTileNumel % kWireBlock == 0 && kWirePasses * (kThreads / kWarp) *
 
 FSDP2X_HOST_DEVICE int lane_of(int thread) { return thread % kWarp; }
 
-// The block of codes that the warp of `thread` has in this pass; empty behind the segment's end.
+// Returns the block of codes for the warp of `thread` in this pass, empty after the segment's end.
 FSDP2X_HOST_DEVICE TileRange wire_block(const WireSegment& segment, int64_t tile, int pass, int thread) {
   const int warp = pass * (kThreads / kWarp) + thread / kWarp;
   const int64_t begin = (tile - segment.first_tile) * kTileNumel + int64_t{warp} * kWireBlock;
@@ -26,7 +26,7 @@ FSDP2X_HOST_DEVICE TileRange wire_block(const WireSegment& segment, int64_t tile
   return {begin, end < segment.numel ? end : segment.numel};
 }
 
-// The largest magnitude of the block of codes; `peaks` are those of all threads.
+// Returns the largest magnitude of the block of codes. `peaks` are those of all threads.
 FSDP2X_HOST_DEVICE float wire_peak(const float* peaks, int thread) {
   float peak = 0.0f;
   const int first = thread - lane_of(thread);
@@ -34,7 +34,7 @@ FSDP2X_HOST_DEVICE float wire_peak(const float* peaks, int thread) {
   return peak;
 }
 
-// Where the elements of a block lie in their pieces. A piece has at most 2^31 elements: the division is one of 32 bits.
+// Maps the elements of a block to their pieces. A piece has at most 2^31 elements, so a 32-bit division is enough.
 class WireIndex {
  public:
   FSDP2X_HOST_DEVICE WireIndex(const WireSegment& segment, int64_t begin)
@@ -67,7 +67,7 @@ FSDP2X_HOST_DEVICE float scale_at(const void* segments, const WireSegment& segme
   return read<float>(at(segments, segment.scales_offset + i / kWireBlock * static_cast<int64_t>(sizeof(float))));
 }
 
-// Of formats that are summed: not of fp8.
+// Returns a summand. Not for fp8, which is not summed.
 FSDP2X_HOST_DEVICE float summand_at(const void* segments, const WireSegment& segment, int64_t i) {
   if (segment.format == WireFormat::int8) {
     return decoded_int8(code_at(segments, segment, i), scale_at(segments, segment, i));
@@ -82,7 +82,7 @@ FSDP2X_HOST_DEVICE float summand_at(const void* segments, const WireSegment& seg
   return value;
 }
 
-// A launch calls error_scale and peak, then run, of all threads of a block for each pass.
+// For each pass, a launch calls error_scale and peak, then run, for all threads of a block.
 struct EncodeWireBody {
   WireList list;
   EncodeWireArgs args;
@@ -91,7 +91,7 @@ struct EncodeWireBody {
     return list.segments[list.tile_segments[tile]];
   }
 
-  // Of the errors of the last call.
+  // Returns the scale of the last call's errors.
   FSDP2X_HOST_DEVICE float error_scale(int64_t tile, int pass, int thread) const {
     const WireSegment& segment = segment_of(tile);
     const TileRange block = wire_block(segment, tile, pass, thread);
@@ -140,7 +140,7 @@ struct EncodeWireBody {
     return args.errors != nullptr && segment.format == WireFormat::int8;
   }
 
-  // What is to be coded: the value and what the last call rounded away of it.
+  // Returns the number to encode: the value plus the rounding error of the last call.
   FSDP2X_HOST_DEVICE float wanted(const WireSegment& segment, const WireIndex& index, int64_t i,
                                   float error_scale) const {
     float value;
@@ -149,7 +149,7 @@ struct EncodeWireBody {
     return value + decoded_int8(code_at(args.errors, segment, i), error_scale);
   }
 
-  // Returns what was stored, of formats that have scales.
+  // Returns the stored code for formats with scales.
   FSDP2X_HOST_DEVICE uint8_t store_code(const WireSegment& segment, int64_t i, float value, float scale) const {
     char* const codes = at(args.segments, segment.codes_offset);
     if (!has_scales(segment.format)) {
@@ -166,7 +166,7 @@ struct EncodeWireBody {
   }
 };
 
-// Of formats with scales.
+// For formats with scales.
 struct DecodeWireBody {
   WireList list;
   const void* segments;

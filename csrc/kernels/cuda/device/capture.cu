@@ -1,4 +1,4 @@
-// What the runtime says of a stream.
+// Queries the runtime about a stream.
 #include <cuda_runtime.h>
 
 #include "kernels/cuda/device/functions.hpp"
@@ -8,7 +8,7 @@ namespace fsdp2x::cuda::device {
 bool is_capturing(Stream stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   if (cudaStreamIsCapturing(stream, &status) == cudaSuccess) return status != cudaStreamCaptureStatusNone;
-  cudaGetLastError();  // asked of the legacy stream beside a capture of others, which goes on
+  cudaGetLastError();  // the legacy stream was queried during another stream's capture, which continues
   return false;
 }
 

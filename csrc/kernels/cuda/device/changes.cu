@@ -1,4 +1,4 @@
-// What differs between two arrays, found on the device.
+// Finds changes between two arrays on the device.
 #include "kernels/cuda/bodies/changes.hpp"
 #include "kernels/cuda/checks.hpp"
 #include "kernels/cuda/device/functions.hpp"
@@ -8,12 +8,12 @@ namespace fsdp2x::cuda {
 
 namespace {
 
-// What the counts of all threads of a block come to.
+// The sums of the counts of all threads of a block.
 struct BlockCounts {
   int counts[kThreads];
   int groups[kCountGroups];
 
-  // Of `count` of each thread; to be read by all of them.
+  // Adds up the `count` of each thread, so that all threads can read the sums.
   __device__ void add_up(int thread, int count) {
     counts[thread] = count;
     __syncthreads();
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads) list_changes_kernel(const __grid_con
   __shared__ BlockCounts block;
   const auto thread = static_cast<int>(threadIdx.x);
   const int64_t begin = body.args.begin_of(blockIdx.x);
-  if (begin == body.args.tile_ends[blockIdx.x]) return;  // the whole block
+  if (begin == body.args.tile_ends[blockIdx.x]) return;  // for the complete block
   const uint32_t mask = body.marked(blockIdx.x, thread);
   block.add_up(thread, num_bits(mask));
   body.list(blockIdx.x, thread, mask, begin + num_before(block.counts, block.groups, thread));

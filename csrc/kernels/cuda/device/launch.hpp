@@ -1,4 +1,4 @@
-// How bodies become kernels: a block a tile, and a check behind every launch. Only for the .cu files of this folder.
+// Turns bodies into kernels: one block per tile, and a check after every launch. Only for the .cu files of this folder.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,9 +12,9 @@
 namespace fsdp2x::cuda {
 
 template <class Body>
-constexpr bool kFitsParameters = sizeof(Body) <= 4096;  // more takes a driver of CUDA 12.1 or later
+constexpr bool kFitsParameters = sizeof(Body) <= 4096;  // more needs a driver of CUDA 12.1 or later
 
-// Blocks that share a multiprocessor: a body that says how many gets no more registers than leave room for them.
+// Blocks that share a multiprocessor. A body that sets this number gets no more registers than it leaves room for.
 template <class Body>
 constexpr int kBlocks = 1;
 template <class Body>

@@ -1,4 +1,4 @@
-// In place of the device's table, where fsdp2x is built without nvcc.
+// Replaces the device's table if fsdp2x is built without nvcc.
 #include "kernels/cuda/kernels.hpp"
 #include "kernels/cuda/probe.hpp"
 

@@ -1,4 +1,4 @@
-// Asks the driver for a kernel that is compiled as all others are.
+// Asks the driver for a kernel that is compiled like all others.
 #include "kernels/cuda/probe.hpp"
 
 #include <cuda_runtime.h>
@@ -11,7 +11,7 @@ __global__ void nothing() {}
 
 std::string said(cudaError_t status) {
   if (status == cudaSuccess) return {};
-  cudaGetLastError();  // torch would find it behind its next launch
+  cudaGetLastError();  // otherwise torch would report it after its next launch
   int driver = 0;
   cudaDriverGetVersion(&driver);
   const auto version = [](int number) {

@@ -1,4 +1,4 @@
-// Reductions, norms and clipping on the device.
+// Reductions, norms, and clipping on the device.
 #include "kernels/cuda/bodies/reduce.hpp"
 #include "kernels/cuda/checks.hpp"
 #include "kernels/cuda/device/functions.hpp"
@@ -8,7 +8,7 @@ namespace fsdp2x::cuda {
 
 namespace {
 
-// The block's sum in values[0], for thread 0.
+// Leaves the block's sum in values[0], for thread 0.
 __device__ void fold_block(double* values, int num_threads) {
   const auto thread = static_cast<int>(threadIdx.x);
   for (int half = num_threads / 2; half > 0; half /= 2) {
