@@ -1,4 +1,4 @@
-// What runs the kernels under test: the reference kernels, or a device. The test bodies see memory through it only.
+// Runs the kernels under test: the reference kernels, or those of a device. Test bodies access memory only through it.
 #pragma once
 
 #include <dlfcn.h>
@@ -23,9 +23,9 @@ class Executor {
   virtual void* allocate(size_t bytes) = 0;
   virtual void release(void* memory) = 0;
   virtual void upload(void* memory, const void* host, size_t bytes) = 0;
-  // After everything that was enqueued.
+  // Waits for all enqueued work.
   virtual void download(void* host, const void* memory, size_t bytes) = 0;
-  // A stream beside the default one, to wait on without holding up the rest; lives as long as the executor.
+  // Returns a stream that other streams do not wait for. It lives as long as the executor.
   virtual Stream new_stream() = 0;
 };
 
@@ -34,8 +34,7 @@ Executor& executor();
 
 inline const Kernels& kernels() { return executor().kernels(); }
 
-// Under AddressSanitizer, which there is only where memory is the host's: from here on an access to it is an error, or
-// none again.
+// Under AddressSanitizer (only for host memory), makes every access to the memory an error, or allows it again.
 inline void forbid(const void* memory, size_t bytes, bool is_forbidden) {
   using Function = void (*)(const volatile void*, size_t);
   static const auto poison = reinterpret_cast<Function>(::dlsym(RTLD_DEFAULT, "__asan_poison_memory_region"));
@@ -43,7 +42,7 @@ inline void forbid(const void* memory, size_t bytes, bool is_forbidden) {
   if (poison != nullptr) (is_forbidden ? poison : unpoison)(memory, bytes);
 }
 
-// Memory of the executor with guards before and behind it, `shift` bytes off a multiple of 256.
+// Memory of the executor between two guards, `shift` bytes off a multiple of 256.
 class Region {
  public:
   static constexpr size_t kGuard = 256;
@@ -72,7 +71,7 @@ class Region {
   }
   size_t bytes() const { return bytes_; }
   void write(std::span<const std::byte> content) { executor().upload(data(), content.data(), content.size()); }
-  // The content; fails the test when a guard was written to.
+  // Returns the content. Fails the test if a guard was written.
   std::vector<std::byte> read() const {
     std::vector<std::byte> all(start_ + bytes_ + kGuard);
     forbid_guards(false);
@@ -150,7 +149,7 @@ inline std::vector<std::byte> random_bytes(DType type, int64_t numel, std::mt199
   return bytes_of(buffer, numel);
 }
 
-// Bit for bit, any NaN for any other.
+// Compares bit for bit. Any NaN equals any other.
 inline testing::AssertionResult same(DType type, std::span<const std::byte> got, std::span<const std::byte> expected) {
   if (got.size() != expected.size()) return testing::AssertionFailure() << got.size() << " bytes";
   return buffer_of(type, got).equals(buffer_of(type, expected), /*nan_payload=*/false);

@@ -1,4 +1,4 @@
-// The wrappers: each counts, and fails when it is the call's turn.
+// The wrappers: each counts its calls, and fails at the chosen one.
 #include "faults.hpp"
 
 #include <fcntl.h>

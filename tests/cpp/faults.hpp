@@ -1,5 +1,5 @@
-// Makes the n-th call of a system call, or of operator new, fail in this process: for programs that are linked with
-// --wrap of every function in kFunctions (tests/cpp/CMakeLists.txt).
+// Makes the n-th call of a system call, or of operator new, fail in this process. Programs must be linked with --wrap
+// of every function in kFunctions (tests/cpp/CMakeLists.txt).
 #pragma once
 
 #include <array>
@@ -12,11 +12,11 @@ inline constexpr std::array kFunctions = {"memfd_create", "ftruncate", "fcntl", 
                                           "getsockopt",   "fstat",     "mmap",        "madvise", "open",    "pread",
                                           "poll",         "syscall",   "operator new"};
 
-// Counts calls of this process from now on; the `call`-th (from 1; 0: none) of kFunctions[function] fails with `error`.
+// Counts calls of this process from now on. The `call`-th (from 1; 0: none) of kFunctions[function] fails with `error`.
 void arm(size_t function, int call, int error);
 void disarm();
 
-// Nothing counts or fails while it lives.
+// No call counts or fails while it lives.
 class Pause {
  public:
   Pause();

@@ -1,4 +1,4 @@
-// Runs a function as every rank of a group, each in a process of its own, and collects how they ended.
+// Runs a function as every rank of a group, each in a separate process, and collects the results.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -34,7 +34,7 @@ struct Outcome {
   double seconds = 0;   // until it ended
 };
 
-inline constexpr double kTimeoutS = 10.0;  // of the group: far more than any test takes
+inline constexpr double kTimeoutS = 10.0;  // of the group, far more than any test takes
 inline constexpr double kPatienceS = 40.0;
 
 // For checks inside a rank, where a gtest assertion would be lost.
@@ -61,7 +61,7 @@ inline cpu::ShmOptions fresh_options(int world, double timeout_s = kTimeoutS) {
   return options;
 }
 
-// Keeps a rank as it is until another one has come to its end, as a sleep would that is always long enough.
+// Stops a rank until another one has ended, like a sleep that is always long enough.
 class Gate {
  public:
   Gate() {
@@ -86,7 +86,7 @@ class Gate {
     int end_;
   };
 
-  // Opens the gate when what this returns goes out of scope, by an exception too.
+  // Opens the gate at the end of the scope, also after an exception.
   [[nodiscard]] Opening open_at_end() const { return Opening(ends_[1]); }
 
   void wait() const {
@@ -98,7 +98,7 @@ class Gate {
   int ends_[2];
 };
 
-// Memory through which the processes of a run exchange sentences, as the ranks of a job do over their process group.
+// Memory through which the processes of a run exchange strings, as ranks do over their process group.
 class Board {
  public:
   explicit Board(int world) : world_(world) {
@@ -141,7 +141,7 @@ class Board {
   Place* places_;
 };
 
-// Throws Error with the reason when the ranks cannot share memory.
+// Throws Error with the reason if the ranks cannot share memory.
 inline std::unique_ptr<cpu::ShmGroup> enter(const cpu::ShmOptions& options) {
   std::string reason;
   auto group = cpu::ShmGroup::create(options, reason);
@@ -149,7 +149,7 @@ inline std::unique_ptr<cpu::ShmGroup> enter(const cpu::ShmOptions& options) {
   return group;
 }
 
-// Every rank of a run waits for the others.
+// Waits for all ranks of a run.
 inline void meet_all(const cpu::ShmOptions& options) { options.exchange(""); }
 
 using Body = std::function<void(const cpu::ShmOptions&)>;
@@ -215,7 +215,7 @@ inline std::vector<Outcome> run(const cpu::ShmOptions& options, const Body& body
   return outcomes;
 }
 
-// Runs `body` as rank 0 while rank 1, after `peer`, lives and does nothing. Returns how rank 0 ended.
+// Runs `body` as rank 0. Rank 1 runs `peer`, then lives and does nothing. Returns how rank 0 ended.
 inline Outcome run_alone(double timeout_s, const std::function<void(cpu::ShmGroup&)>& body,
                          const std::function<void(std::unique_ptr<cpu::ShmGroup>&)>& peer = nullptr) {
   const Gate ended;

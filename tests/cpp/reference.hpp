@@ -1,5 +1,5 @@
-// Plain scalar versions of the kernels' arithmetic, written from the definition of the formats, and buffers of awkward
-// values to compare them on.
+// Plain scalar versions of the kernels' arithmetic, written from the definitions of the formats, and buffers of
+// difficult values to compare them on.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -26,7 +26,7 @@ struct Format {
   int mantissa_bits;
   int min_exponent;
   uint16_t infinity;
-  bool quiets_when_widened;  // f16 is converted by an instruction that does, bf16 by a shift that does not
+  bool quiets_when_widened;  // the f16 conversion instruction does, the bf16 shift does not
 };
 inline constexpr Format kBf16 = {7, -126, 0x7f80, false};
 inline constexpr Format kF16 = {10, -14, 0x7c00, true};
@@ -77,7 +77,7 @@ inline float decode(uint16_t code, const Format& format) {
   return static_cast<float>(negative ? -value : value);
 }
 
-// One buffer of `numel` elements with room before and after, to start unaligned and to notice writes past the end.
+// One buffer of `numel` elements with room before and after, to start unaligned and to detect writes past the end.
 class Buffer {
  public:
   static constexpr size_t kGuard = 64;
@@ -149,7 +149,7 @@ class Buffer {
     }
   }
 
-  // Bit for bit; `nan_payload` false: any NaN equals any other, as after arithmetic.
+  // Compares bit for bit. `nan_payload` false: any NaN equals any other, as after arithmetic.
   testing::AssertionResult equals(const Buffer& expected, bool nan_payload) const {
     for (int64_t i = 0; i < numel_; ++i) {
       const size_t offset = start_ + static_cast<size_t>(i) * dtype_bytes(type_);
@@ -174,7 +174,7 @@ class Buffer {
   std::vector<std::byte> bytes_;
 };
 
-// Runs a test once with every instruction set this processor has.
+// Runs a test once with every instruction set of this processor.
 class EveryIsa : public testing::TestWithParam<cpu::Isa> {
  protected:
   void SetUp() override {

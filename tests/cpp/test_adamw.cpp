@@ -1,4 +1,5 @@
-// Optimizer steps, sums of squares and multiplication against scalar references, bit for bit, on every instruction set.
+// Optimizer steps, sums of squares, and multiplication against scalar references, bit for bit, on every instruction
+// set.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -21,7 +22,7 @@ constexpr int64_t kSizes[] = {0, 1, 7, 15, 16, 17, 33, 1000, 1023, 1024, 1025, 4
 
 class Optimizer : public reference::EveryIsa {};
 
-// Ordinary values with a few that are not: zeros of both signs, infinities, NaN.
+// Ordinary values and a few special ones: zeros of both signs, infinities, NaN.
 void fill(Buffer& buffer, int64_t numel, std::mt19937_64& random, bool positive = false) {
   std::normal_distribution<float> normal;
   for (int64_t i = 0; i < numel; ++i) {
@@ -50,7 +51,7 @@ struct Element {
   float param, grad, m, v, largest;
 };
 
-// Written from the formulas: m and v with one rounding per multiply-add.
+// Follows the formulas: m and v with one rounding per multiply-add.
 Element stepped(Element e, const AdamWStep& s, bool amsgrad) {
   const float g = s.sign < 0.0f ? -e.grad : e.grad;
   e.param = e.param * s.decay;
@@ -68,13 +69,13 @@ Element stepped(Element e, const AdamWStep& s, bool amsgrad) {
   return e;
 }
 
-// The bf16 that `value` is rounded to with the bits of element `number`.
+// Rounds `value` to bf16 with the bits of element `number`.
 float rounded(float value, const cpu::Rounding& rounding, Draw draw, uint64_t number) {
   const PhiloxBlock block = rounding_block(rounding.key, draw, number);
   return reference::decode(stochastic_bf16(reference::to_bits(value), rounding_bits(block, number)), reference::kBf16);
 }
 
-// A step from random values, with what is stored in bf16 rounded stochastically unless `rounding` is null.
+// Runs a step from random values. bf16 values are rounded stochastically unless `rounding` is null.
 void check_adamw(DType type, DType moments, int64_t numel, const AdamWStep& step, bool amsgrad,
                  const cpu::Rounding* rounding, std::mt19937_64& random) {
   Buffer param(type, numel), grad(type, numel), m(moments, numel), v(moments, numel), largest(moments, numel);
@@ -146,7 +147,7 @@ TEST_P(Optimizer, AdamWRoundsStochasticallyByTheElementsNumber) {
 }
 
 TEST(Philox, GivesTheKnownAnswers) {
-  // Of the authors' Random123 1.14: kat_vectors, philox4x32 10.
+  // From the authors' Random123 1.14: kat_vectors, philox4x32 10.
   const auto words = [](PhiloxBlock counter, uint32_t key0, uint32_t key1) {
     const PhiloxBlock block = philox(counter, key0, key1);
     return std::vector<uint32_t>(block.words, block.words + 4);

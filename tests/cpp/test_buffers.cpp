@@ -1,4 +1,4 @@
-// Lent memory and reductions on their way, in sizes: which buffer is chosen, what is counted, how many go ahead.
+// Borrowed memory and running reductions, in sizes: which buffer is chosen, what is counted, how many may run.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -28,7 +28,7 @@ TEST(Buffers, SizesComeInStepsOfASixteenth) {
   }
 }
 
-// The rule in plain words, one buffer after the other, against thousands of made-up calls.
+// Compares with the rule written out plainly, buffer after buffer, over thousands of random calls.
 TEST(Buffers, LikeAPlainModel) {
   struct Plain {
     size_t bytes;

@@ -1,4 +1,4 @@
-// What differs from what was held, against a loop over single elements.
+// Changes since an earlier copy, against a loop over single elements.
 #include <gtest/gtest.h>
 
 #include <cstring>

@@ -1,4 +1,4 @@
-// The order of collectives: what a rank may post without asking its peers.
+// The order of collectives: which ones a rank may post without asking its peers.
 #include "core/collective_order.hpp"
 
 #include <gtest/gtest.h>
@@ -18,7 +18,7 @@ Collective gather(uint64_t subject, PassKind kind = PassKind::forward) {
   return collective;
 }
 
-// Posts them in order; returns how many were not expected.
+// Posts them in order and returns how many were not expected.
 int post(CollectiveOrder& order, const std::vector<uint64_t>& subjects) {
   int num_asked = 0;
   for (const uint64_t subject : subjects) {
@@ -52,7 +52,7 @@ TEST(CollectiveOrder, AccumulationIsLearned) {
   EXPECT_EQ(post(order, step), 0);
 }
 
-// The property that the protocol rests on: whatever was posted before, at most one collective is expected next.
+// The protocol relies on this property: whatever was posted before, at most one collective is expected next.
 TEST(CollectiveOrder, AtMostOneCollectiveIsExpected) {
   std::mt19937 random(0);
   for (int round = 0; round < 50; ++round) {

@@ -1,4 +1,4 @@
-// Masks and lists of what differs, against a loop over single elements.
+// Masks and lists of changes, against a loop over single elements.
 #include <algorithm>
 #include <bit>
 #include <random>
@@ -16,7 +16,7 @@ struct Listed {
   std::vector<std::byte> held;
 };
 
-// What the kernels list; `shift` bytes off a multiple of 256.
+// Returns the list of the kernels. Memory is `shift` bytes off a multiple of 256.
 Listed listed(const std::vector<std::byte>& now, const std::vector<std::byte>& held, size_t bytes, size_t shift) {
   const Region now_region(now, shift), held_region(held, shift);
   ChangesArgs args;

@@ -1,4 +1,4 @@
-// AdamW over moments in 8 bits on the kernels: against the CPU's, bit for bit.
+// AdamW over 8-bit moments on the kernels, against the CPU's, bit for bit.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -48,7 +48,7 @@ struct OnExecutor {
 struct Case {
   DType type = DType::f32;
   int64_t numel = 0;
-  size_t shift = 0;  // of parameter, gradient and codes, in elements
+  size_t shift = 0;  // of parameter, gradient, and codes, in elements
   bool amsgrad = false;
   bool stochastic = false;
   float grad_scale = 1.0f;

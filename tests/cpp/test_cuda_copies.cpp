@@ -1,4 +1,4 @@
-// Copy plans on the kernels: every type, alignment and odd size, and layouts of virtual ranks, against plain loops.
+// Copy plans on the kernels against plain loops: every type, alignment, and odd size, and layouts of virtual ranks.
 // Packing is in test_cuda_pack.cpp.
 #include <gtest/gtest.h>
 
@@ -20,7 +20,7 @@ constexpr std::array kCopyTypes = {DType::f32, DType::f64, DType::bf16, DType::f
 
 bool is_served(DType src, DType dst) { return serves({0, 0, 1, 1, 1, 1, src, dst}); }
 
-// The bytes that a plan leaves in a destination full of Region::kFill, by the CPU kernels.
+// Returns the bytes after a plan of the CPU kernels, in a destination full of Region::kFill.
 Bytes expected_copy(const std::vector<Copy>& copies, const Bytes& src, size_t dst_bytes) {
   Bytes dst(dst_bytes, Region::kFill);
   cpu::run_copies(copies, src.data(), dst.data());
@@ -61,7 +61,7 @@ TEST(Copies, EveryTypeSizeAndAlignment) {
   }
 }
 
-// Dense, on one side with gaps between the pieces, on both; at starts where vectors fit and where none does.
+// Dense, with gaps between the pieces on one side, and on both. Some starts fit vectors and others fit none.
 TEST(Copies, StridedPiecesOnEitherSide) {
   std::mt19937_64 random(2);
   for (const DType src : kCopyTypes) {
@@ -132,7 +132,7 @@ TEST_P(CopyWorld, SegmentsAreCopiedOut) {
   }
 }
 
-// Tiles behind 2^32 elements: the pieces have no stride, so that all of them lie on the first.
+// Tiles after 2^32 elements. The pieces have no stride, so all of them are at the first one's place.
 TEST(Copies, ElementsAreCountedIn64Bits) {
   std::mt19937_64 random(6);
   for (const int64_t piece : {24, 4099}) {
@@ -142,7 +142,7 @@ TEST(Copies, ElementsAreCountedIn64Bits) {
     segment.piece_numel = piece;
     segment.numel = piece * ((int64_t{3} << 32) / piece);
     segment.src = DType::bf16;
-    segment.first_tile = 1 - segment.numel / kTileNumel;  // the launch has the last tiles alone
+    segment.first_tile = 1 - segment.numel / kTileNumel;  // the launch has only the last tiles
     CopyPlan end;
     end.segments = {segment};
     end.tile_segments = {0, 0};
@@ -153,7 +153,7 @@ TEST(Copies, ElementsAreCountedIn64Bits) {
   }
 }
 
-// A division of 32 bits could not tell where they end.
+// A 32-bit division could not find their ends.
 TEST(Copies, LongPiecesAreSegmentsOfTheirOwn) {
   CopySegment segment;
   segment.piece_numel = segment.dst_stride = (int64_t{1} << 31) + 8;

@@ -1,4 +1,4 @@
-// Optimizer steps on the kernels: against the CPU's where both can, element by element by hand for the rest.
+// Optimizer steps on the kernels, against the CPU's if it has them, else element by element by hand.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -31,8 +31,8 @@ Buffer normal_values(DType type, int64_t numel, std::mt19937_64& random, bool po
   return buffer;
 }
 
-// bf16 by the random bits of one element, from the definition: the larger neighbour when the cut-off part and the
-// random number carry, which they do not for an infinity.
+// Rounds to bf16 by the random bits of one element, from the definition. The result is the larger neighbor if the
+// cut-off part and the random number carry. For an infinity they do not.
 uint16_t by_hand(float value, RoundingKey key, Draw draw, uint64_t index) {
   const PhiloxBlock block = philox({{static_cast<uint32_t>(index / 8),
                                      static_cast<uint32_t>(index / 8 >> 32) + 0x40000000u * static_cast<uint32_t>(draw),
@@ -79,7 +79,7 @@ void step_by_hand(State& s, const AdamWStep& step, const AdamWCase& c, RoundingK
   for (int64_t i = 0; i < c.numel; ++i) {
     const float g = s.grad.get_float(i) * c.grad_scale;
     const float old = s.m.get_float(i);
-    // From the nearer end, as torch interpolates.
+    // torch interpolates from the nearer end.
     const float m = step.weight < 0.5f ? std::fma(step.weight, g - old, old) : std::fma(step.weight - 1.0f, g - old, g);
     const float v = std::fma(step.one_minus_beta2 * g, g, s.v.get_float(i) * step.beta2);
     float second = v;
@@ -99,7 +99,7 @@ void expect_adamw(const AdamWCase& c, std::mt19937_64& random) {
   State state = {normal_values(c.type, c.numel, random), normal_values(c.type, c.numel, random),
                  normal_values(c.moments, c.numel, random), normal_values(c.moments, c.numel, random, true),
                  normal_values(c.moments, c.numel, random, true)};
-  // In turn at every place of a vector.
+  // Special values at every place of a vector.
   for (int64_t i = 0; i < c.numel; ++i) {
     constexpr float kInfinity = std::numeric_limits<float>::infinity();
     if (i % 11 == 3) state.grad.set(i, i % 2 == 0 ? kInfinity : -kInfinity);
@@ -160,7 +160,7 @@ void expect_adamw(const AdamWCase& c, std::mt19937_64& random) {
 
 TEST(AdamW, EveryTypeSizeAndOption) {
   std::mt19937_64 random(1);
-  // Numbers anywhere: from a block's beginning on, from elsewhere, in rows that lie apart in the whole parameter.
+  // Numbers from a block's beginning, from elsewhere, and in rows that are apart in the full parameter.
   const std::array numbers = {Numbers(), Numbers{(uint64_t{1} << 40) + 5, 0, 0}, Numbers{16, 24, 1000},
                               Numbers{43, 24, 1000}, Numbers{41, 13, 77}};
   for (const DType type : {DType::f32, DType::bf16, DType::f16}) {
@@ -186,7 +186,7 @@ TEST(AdamW, EveryTypeSizeAndOption) {
   }
 }
 
-// Ranges of two groups, and one whose gradient is missing, in one launch.
+// Ranges of two groups, and one without a gradient, in one launch.
 TEST(AdamW, RangesHaveTheirOwnGroupsAndGradients) {
   constexpr int64_t kNumel = 5000;
   std::mt19937_64 random(2);
@@ -245,7 +245,7 @@ TEST(AdamW, PlansRefuseWhatTheKernelCannotStep) {
 
 // --- rules of float32 ------------------------------------------------------------------------------------------------
 
-// A step of `rule` has the bits of the CPU's loops, which test_adamw.cpp compares with scalar references.
+// Checks that a step of `rule` has the bits of the CPU's loops, which test_adamw.cpp compares with scalar references.
 template <class Rule>
 void steps_as_on_the_cpu(Rule rule, int64_t numel, size_t shift, float grad_scale, std::mt19937_64& random) {
   Buffer param = normal_values(DType::f32, numel, random), grad = normal_values(DType::f32, numel, random),

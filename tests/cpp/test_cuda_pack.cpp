@@ -1,5 +1,5 @@
-// Gradients packed by the kernels: every type, mode, alignment and odd size, and layouts of virtual ranks, against
-// plain loops.
+// Gradients packed by the kernels against plain loops: every type, mode, alignment, and odd size, and layouts of
+// virtual ranks.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -21,7 +21,7 @@ struct Gradient {
   DType type;
 };
 
-// What packing makes of one element, by the CPU kernels.
+// Packs one element with the CPU kernels.
 void pack_element(std::byte* dst, DType dst_type, const std::byte* src, DType src_type, TableMode mode) {
   float value;
   cpu::cast_copy(DType::f32, &value, src_type, src, 1);
@@ -32,7 +32,7 @@ void pack_element(std::byte* dst, DType dst_type, const std::byte* src, DType sr
   }
 }
 
-// Packs by walking every element of every whole gradient; what the kernels do not compute stays as it is.
+// Packs every element of every full gradient. Elements that the kernels do not compute stay unchanged.
 void pack_plainly(const std::vector<Layout>& layouts, const std::vector<Gradient>& gradients,
                   const std::vector<TableMode>& modes, const std::vector<bool>& missing, size_t stride, Bytes& packed) {
   for (size_t p = 0; p < gradients.size(); ++p) {
@@ -85,7 +85,7 @@ TEST_P(PackWorld, GradientsArePacked) {
       Bytes expected(stride * static_cast<size_t>(world()), Region::kFill);
       const Region packed(expected.size());
       std::vector<double> flags(flags_bytes / dtype_bytes(flag_type));
-      // The first round writes everything; the second writes, adds, skips and misses.
+      // The first round writes everything. The second writes, adds, skips, and misses.
       for (int round = 0; round < 2; ++round) {
         std::vector<TableMode> modes(gradients.size(), TableMode::write);
         std::vector<bool> missing(gradients.size(), false);
@@ -166,7 +166,7 @@ void expect_packed(const PackCase& c, std::mt19937_64& random) {
       << c.src_shift << " " << c.dst_shift;
 }
 
-// `region`: what a rank has of it, in 16-byte words as between parameters, then one that nobody writes.
+// `region`: a rank's part, in 16-byte words as between parameters, and one more word that must stay unwritten.
 PackSegment pack_segment(DType src, DType dst, int64_t outer, int64_t dim, int64_t inner, int ranks) {
   PackSegment segment;
   segment.outer = outer;
@@ -181,8 +181,7 @@ PackSegment pack_segment(DType src, DType dst, int64_t outer, int64_t dim, int64
   return segment;
 }
 
-// Rows of whole gradients, and columns (Shard(1)), whose pieces lie apart; ranks that have less than others, or
-// nothing.
+// Rows of full gradients, and columns (Shard(1)) whose pieces are apart. Some ranks have fewer, or none.
 TEST(Packing, EveryTypeModeSizeAndAlignment) {
   std::mt19937_64 random(5);
   struct Shape {
@@ -232,7 +231,7 @@ TEST(Packing, MissingGradientsAreZerosAtAnyAddress) {
   }
 }
 
-// Flags of every rank, and zeros behind the last one; with the rows, or of a parameter that has none here.
+// Flags of every rank, and zeros after the last one: together with rows, or for a parameter without rows here.
 TEST(Packing, FlagsLieBehindTheRows) {
   for (const DType type : {DType::f32, DType::bf16, DType::f16}) {
     for (const int32_t flag_numel : {1, 700}) {
@@ -267,7 +266,7 @@ TEST(Packing, FlagsLieBehindTheRows) {
   }
 }
 
-// However many ranks there are: what lies on a device for a unit of many experts must not grow with them.
+// For any number of ranks: a plan for a unit of many experts must not grow with them.
 TEST(Packing, PlansHaveOneSegmentAParameter) {
   const std::vector<ParamShape> shapes(kMaxTable, {.outer = 1, .dim = 1024, .inner = 8});
   const std::vector<DType> types(shapes.size(), DType::bf16);
@@ -279,8 +278,8 @@ TEST(Packing, PlansHaveOneSegmentAParameter) {
   }
 }
 
-// The last tile of a rank whose rows begin behind 2^32 elements of the gradient and 2^33 bytes of the buffer: both
-// bases lie as far in front of the memory that there is.
+// The last tile of a rank whose rows begin after 2^32 elements of the gradient and 2^33 bytes of the buffer. Both bases
+// are that far before the existing memory.
 TEST(Packing, ElementsAreCountedIn64Bits) {
   std::mt19937_64 random(7);
   constexpr int64_t kRows = int64_t{1} << 31, kMissing = 100;
@@ -292,7 +291,7 @@ TEST(Packing, ElementsAreCountedIn64Bits) {
     segment.rank_bytes = kRows * 4 + 64;
     segment.src = DType::bf16;
     segment.rank_tiles = kRows / kTileNumel;
-    segment.first_tile = 1 - int64_t{3} * segment.rank_tiles;  // the launch has the last tile alone
+    segment.first_tile = 1 - int64_t{3} * segment.rank_tiles;  // the launch has only the last tile
     const Bytes src = random_bytes(DType::bf16, kTileNumel - kMissing, random);
     Bytes expected = random_bytes(DType::f32, kTileNumel, random);
     const Region in(src, 0), out(expected, 0);
@@ -347,7 +346,7 @@ TEST(Packing, RefusesWhatDoesNotFit) {
   EXPECT_THROW(make_plan(std::vector{pack_segment(DType::byte, DType::f32, 1, 1, 1, 1)}), Error);
 }
 
-// Pieces that 32 bits do not count are left to torch's operations.
+// Pieces that 32 bits cannot count are left to torch's operations.
 TEST(Packing, RefusesPiecesTooLongToCount) {
   const ParamShape shape = {.outer = 2, .dim = int64_t{1} << 29, .inner = 8};
   const Layout columns({shape}, 2, 0), rows({{.outer = 1, .dim = shape.dim, .inner = 8}}, 2, 0);

@@ -99,7 +99,7 @@ TEST(Reduce, ComputesFloats) {
   EXPECT_THROW(make_plan(std::vector{segment_of(DType::f32, DType::f64, 1)}), Error);
 }
 
-// The squares of gradients where they lie, in any type and at any address, the same bits every time; clipping by them.
+// Squares of gradients in place, in any type and at any address, with the same bits every time. Clipping by them.
 TEST(Norms, SquaresOfTargetsAndTheirScaling) {
   std::mt19937_64 random(2);
   std::normal_distribution<float> normal;
@@ -179,7 +179,7 @@ TEST(Norms, ClippingLeavesSmallNormsAndPassesNanOn) {
 TEST(Norms, AddingUpTakesAnyNumber) {
   for (const size_t num :
        {size_t{0}, size_t{1}, size_t{255}, size_t{1024}, size_t{5000}, size_t{8192}, size_t{40000}}) {
-    std::vector<double> values(num + 1, 1e9);  // the last one is nobody's
+    std::vector<double> values(num + 1, 1e9);  // the last value belongs to no sum
     for (size_t i = 0; i < num; ++i) values[i] = static_cast<double>(i % 17) - 3.0;
     const Region in(std::as_bytes(std::span(values)), 0);
     const size_t num_sums = std::max<size_t>((num + kSumNumel - 1) / kSumNumel, 1);
@@ -198,7 +198,7 @@ TEST(Norms, AddingUpTakesAnyNumber) {
 
 class ReduceWorld : public VirtualRanks {};
 
-// Every rank packs gradients of its own, and the sum of the packed ones reaches the owner's rows.
+// Every rank packs different gradients, and the sum of the packed ones reaches the owner's rows.
 TEST_P(ReduceWorld, PackedGradientsReachTheirOwners) {
   for (const Unit& unit : units()) {
     const Layout& first = unit.layouts[0];
@@ -214,7 +214,7 @@ TEST_P(ReduceWorld, PackedGradientsReachTheirOwners) {
       for (size_t p = 0; p < first.params().size(); ++p) {
         const ParamShape& shape = first.params()[p].shape;
         Bytes whole(static_cast<size_t>(shape.numel()) * dtype_bytes(types[p]));
-        // Small whole numbers: every partial sum is exact in every type.
+        // Small integers, so that every partial sum is exact in every type.
         for (int64_t i = 0; i < shape.numel(); ++i) put(whole, 0, types[p], i, static_cast<double>((i + rank) % 13));
         gradients.emplace_back(whole, 0);
         table.base[p] = gradients.back().data();

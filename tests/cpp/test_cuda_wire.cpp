@@ -18,7 +18,7 @@ namespace {
 
 using Bytes = std::vector<std::byte>;
 
-// Values of all magnitudes, with blocks of zeros, of what is too small for a scale, and with what has no number.
+// Values of all magnitudes, with blocks of zeros, values too small for a scale, and values that are no number.
 std::vector<float> some_values(int64_t numel, uint32_t seed) {
   std::mt19937 random(seed);
   std::normal_distribution<float> normal;
@@ -46,7 +46,7 @@ T* part(Bytes& bytes, int64_t offset) {
   return reinterpret_cast<T*>(bytes.data() + offset);
 }
 
-// Equal bits, or both NaN where floats of `type` are; the first difference is named.
+// Expects equal bits, or NaN on both sides for floats of `type`. Names the first difference.
 void expect_same(const Bytes& got, const Bytes& wanted, DType type, const char* what) {
   ASSERT_EQ(got.size(), wanted.size());
   if (got == wanted) return;
@@ -70,7 +70,7 @@ size_t code_bytes(WireFormat format) {
   return format == WireFormat::plain ? sizeof(float) : format == WireFormat::bf16 ? sizeof(uint16_t) : 1;
 }
 
-// One entry after the other: | codes | scales |, 64-byte aligned; the values of each lie in their pieces.
+// One entry after the other: | codes | scales |, 64-byte aligned. The values of each are in their pieces.
 struct Sent {
   std::vector<WireSegment> segments;
   int64_t bytes = 0;
@@ -163,7 +163,7 @@ TEST(CudaWire, PiecesLieApart) {
     const Region segments(codes, 0), values(wanted.size()), again(codes.size());
     kernels().decode_wire(plan.list(), segments.data(), values.data(), nullptr);
     expect_same(values.read(), wanted, type, "values");
-    // Codes of decoded values are those they came from, where the scale is a number and the type holds the values.
+    // Encoding decoded values gives the same codes, if the scale is a number and the type holds the values.
     EncodeWireArgs args;
     args.values = values.data();
     args.segments = again.data();

@@ -1,4 +1,4 @@
-// Gather plans over worlds of any size: played with memory in place of collectives, the whole tensors come out, and
+// Gather plans over worlds of any size. With memory copies in place of collectives, the full tensors come out, and
 // every rank's start is aligned.
 #include <gtest/gtest.h>
 
@@ -12,7 +12,7 @@
 namespace fsdp2x {
 namespace {
 
-// Shapes whose chunks are aligned at some worlds and not at others, of all dtypes, uneven, empty, and cut along dim 1.
+// Shapes whose chunks are aligned only at some worlds: all dtypes, uneven, empty, and sharded along dim 1.
 std::vector<ParamShape> shapes() {
   std::vector<ParamShape> all(11);
   all[0] = {.outer = 1, .dim = 64, .inner = 96, .compute = DType::bf16};
@@ -31,7 +31,7 @@ std::vector<ParamShape> shapes() {
 
 class GatherWorld : public testing::TestWithParam<std::tuple<int, size_t>> {};
 
-// What collectives do: every rank's chunk, and every rank's segment, appears at all ranks.
+// Simulates collectives: every rank's chunk and segment appears at all ranks.
 TEST_P(GatherWorld, WholeTensorsComeOut) {
   const auto [world, pack_below] = GetParam();
   std::vector<Layout> layouts;
@@ -62,7 +62,7 @@ TEST_P(GatherWorld, WholeTensorsComeOut) {
   expect_whole(layouts[0], slots[0]);
 }
 
-// The cliff: at worlds of 3, 5, 6 and 7 most row counts leave odd chunks.
+// At worlds of 3, 5, 6, and 7, most row counts leave odd chunks.
 TEST_P(GatherWorld, EveryRankStartsAligned) {
   const auto [world, pack_below] = GetParam();
   const Layout layout(shapes(), world, world - 1, /*whole_chunks=*/true);
@@ -93,7 +93,7 @@ INSTANTIATE_TEST_SUITE_P(Worlds, GatherWorld,
                          testing::Combine(testing::Values(1, 2, 3, 4, 5, 6, 7, 8, 64),
                                           testing::Values(size_t{0}, size_t{2048}, kPackBelowBytes)));
 
-// What a device keeps of a unit of many experts must not grow with the ranks.
+// A device's plan for a unit of many experts must not grow with the ranks.
 TEST(GatherPlan, RowsOfAllRanksAreOneCopyAndThoseOfAShortOneAnother) {
   const std::vector<ParamShape> experts(384, {.outer = 1, .dim = 769, .inner = 16, .compute = DType::bf16});
   for (const int world : {2, 8, 512}) {

@@ -1,4 +1,4 @@
-// Casts, sums, divisions and copy plans against their scalar references, bit for bit, on every instruction set.
+// Casts, sums, divisions, and copy plans against their scalar references, bit for bit, on every instruction set.
 #include <gtest/gtest.h>
 
 #include <cmath>

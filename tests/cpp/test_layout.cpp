@@ -1,4 +1,4 @@
-// Layouts over many shapes and worlds: whatever way the rows of all ranks travel, the whole tensors come out.
+// Layouts over many shapes and worlds: the full tensors come out, whichever way the rows of all ranks travel.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -121,8 +121,8 @@ TEST_P(LayoutWorld, OffsetsAreAlignedDisjointAndEqualOnAllRanks) {
   }
 }
 
-// Collectives are many times slower from addresses that are no multiple of 16: where every rank's part starts, with odd
-// sizes and dtypes of two bytes, in worlds that divide nothing.
+// Collectives are many times slower from addresses that are no multiple of 16. Checks where every rank's part starts,
+// with odd sizes, 2-byte dtypes, and worlds that divide nothing.
 TEST(Layout, EveryRanksPartStartsAtAMultipleOf16Bytes) {
   constexpr size_t kCollectiveBytes = 16;
   for (const int world : {3, 5, 6, 7}) {
@@ -167,7 +167,7 @@ TEST_P(LayoutWorld, ShardsRestWhereTheirRowsAreGathered) {
   std::vector<ParamShape> shapes;
   for (const int64_t dim : {7, 1, 0, 12}) shapes.push_back({.outer = 1, .dim = dim, .inner = 3});
   shapes.push_back({.outer = 1, .dim = 5, .inner = 1, .orig = DType::bf16, .compute = DType::bf16, .trainable = false});
-  std::vector<size_t> ends(shapes.size());  // of the rows of the ranks before
+  std::vector<size_t> ends(shapes.size());  // ends of the earlier ranks' rows
   for (const Layout& layout : layouts(shapes)) {
     EXPECT_TRUE(layout.can_rest_in_slot());
     const std::vector<size_t> offsets = layout.offsets_in_slot();
@@ -293,7 +293,7 @@ TEST(Layout, WholeParametersAreCopiedInOnePiece) {
   EXPECT_EQ(layout.shard_to_slot()[0].piece_numel, 72);
 }
 
-// What the ranks of any world hold of a parameter is one strided copy, and another for a last rank that has less.
+// The parts of all ranks of a parameter are one strided copy, and another one for a last rank with fewer rows.
 TEST(Layout, CopiesOfAllRanksAreJoined) {
   for (const int world : {2, 7, 64, 512}) {
     const Layout layout({{.outer = 1, .dim = 100, .inner = 3}, {.outer = 1, .dim = 64, .inner = 1}}, world, 0);

@@ -1,5 +1,5 @@
-// Moments in 8 bits: what the codes promise, and AdamW's step over them against a scalar reference on every instruction
-// set.
+// 8-bit moments: the guarantees of the codes, and AdamW's step over them against a scalar reference on every
+// instruction set.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -44,7 +44,7 @@ uint8_t encoded(float value, bool is_signed, float scale, int random) {
   return static_cast<uint8_t>(is_signed && value < 0.0f ? -code : code);
 }
 
-// Codes and scales of a moment, with those that are expected.
+// Codes and scales of a moment, and the expected ones.
 struct Coded {
   std::vector<uint8_t> codes;
   std::vector<float> scales;
@@ -134,7 +134,7 @@ TEST(MomentCodes, StochasticRoundingIsRightOnAverage) {
     for (int i = 0; i < kDraws; ++i) {
       sum += decoded_moment<true>(encoded_moment<true, true>(value, 1.0f, random() % 65536), 1.0f);
     }
-    // Of steps of a seventh at most, five standard deviations.
+    // Five standard deviations, for steps of a seventh at most.
     EXPECT_NEAR(sum / kDraws, value, std::fabs(value) * 0.5 * 5 / std::sqrt(kDraws)) << value;
   }
 }

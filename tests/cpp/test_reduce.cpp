@@ -1,4 +1,4 @@
-// The reduction kernel against its scalar reference, bit for bit, whole and in ranges.
+// The reduction kernel against its scalar reference, bit for bit, complete and in ranges.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -36,7 +36,7 @@ A value_at(const Buffer& buffer, int64_t index) {
   return static_cast<A>(buffer.get_float(index));
 }
 
-// One element after the other.
+// Reduces one element after the other.
 template <class A>
 void reduce_plainly(const Case& c, const std::vector<Buffer>& sources, Buffer& dst) {
   Buffer rounded(c.dst, 1);
@@ -155,7 +155,7 @@ TEST_P(Reduce, LargePiecesGoPastTheCaches) {
   }
 }
 
-// Sources of types of their own give what they give when they are widened first.
+// Sources of different types give the same result as after widening.
 TEST_P(Reduce, SourcesOfDifferentTypes) {
   std::mt19937_64 random(13);
   for (const int64_t numel : {1, 33, 1024, 3000}) {
@@ -208,7 +208,7 @@ TEST_P(Reduce, Divisors) {
   }
 }
 
-// A rank without a gradient is left out; with no source at all the sum is zero.
+// A rank without a gradient is left out. Without any source, the sum is zero.
 TEST_P(Reduce, NoSources) {
   std::vector<float> values = {1.0f, -2.0f, 3.0f};
   ReducePiece piece;

@@ -14,7 +14,7 @@ using programs::Count;
 using programs::Program;
 using programs::UnitSpec;
 
-// Programs of `num` units; of the settings every `stride`-th, another one for each model.
+// Checks programs of `num` units. Takes every `stride`-th of the settings, with another start for each model.
 Count check_all(int num, bool with_exceptions, size_t stride) {
   Count count;
   size_t turn = 0;

@@ -1,4 +1,4 @@
-// Model checking of the schedule between ranks: 2 and 3 ranks run it over the real protocol of shared memory, and over
+// Model checking of the schedule between ranks. 2 and 3 ranks run it over the real protocol of shared memory, and over
 // a process group, in every order of their accesses within a number of delays.
 #include <gtest/gtest.h>
 
@@ -22,7 +22,7 @@ struct Case {
   Program program;
   int num_ranks;
   int max_delays;
-  // What ranks do differently.
+  // Changes a rank's program.
   std::function<void(int rank, Program&)> change = [](int, Program&) {};
 };
 std::ostream& operator<<(std::ostream& out, const Case& one) { return out << one.name << one.num_ranks; }
@@ -97,7 +97,7 @@ class OverProcessGroup : public testing::TestWithParam<Case> {};
 
 TEST_P(OverProcessGroup, RanksIssueTheSameCollectives) {
   const Case& one = GetParam();
-  // Once: words are known by their addresses, and their values are the explorer's.
+  // Made once: words are known by their addresses, and the explorer has their values.
   const auto world = std::make_unique<model::GroupWorld>(one.num_ranks);
   expect_all_well(
       one, {}, [] {},

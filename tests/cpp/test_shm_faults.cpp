@@ -1,5 +1,5 @@
-// Every system call and every allocation of a group fails once, on each rank: all ranks go on with right numbers, or
-// all of them end soon and tell the same of the rank that failed. Nothing hangs, crashes, or stays open.
+// Every system call and every allocation of a group fails once, on each rank. Either all ranks continue with correct
+// numbers, or all of them end soon and report the rank that failed. No rank hangs or crashes, and no file stays open.
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 
@@ -27,7 +27,7 @@ using ranks::require;
 constexpr size_t kFunctions = faults::kFunctions.size();
 constexpr double kSoonS = 8.0;  // below the group's timeout, on a busy machine
 
-// What the system may answer.
+// Errors that the system may return.
 const std::map<std::string, std::vector<int>>& errors_of_functions() {
   static const std::map<std::string, std::vector<int>> errors = {
       {"memfd_create", {EMFILE, ENFILE, ENOMEM, EPERM}},
@@ -60,7 +60,7 @@ bool is_transient(int error) { return error == EINTR; }
 
 std::byte value_of(int rank, uint64_t step) { return std::byte(1 + 7 * static_cast<unsigned>(rank) + step); }
 
-// Two steps of a gather and a reduction over pages that the group maps as it goes.
+// Runs two steps of a gather and a reduction over pages that the group maps during the steps.
 void train(const ShmOptions& options, ShmGroup& group) {
   const size_t page = ShmGroup::page_bytes();
   const auto world = static_cast<size_t>(options.world);
@@ -94,7 +94,7 @@ void train(const ShmOptions& options, ShmGroup& group) {
     group.consume_reduction(0, step);
     group.wait_consumed(0, step);
   }
-  // Nobody leaves while a peer may wait for him.
+  // No rank leaves while a peer may wait for it.
   group.post_gather({3, 0, 5, 0, page});
   group.join_gather({3, 0, 5, 0, page});
 }
@@ -104,7 +104,7 @@ std::vector<std::string> open_files() {
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
     std::error_code gone;
     const std::string target = std::filesystem::read_symlink(entry.path(), gone).string();
-    // Which directory is read, and pipes and files of the harness, do not come and go with a group.
+    // The directory being read, and the harness' pipes and files, are not the group's.
     if (!gone && target.find("/fd") == std::string::npos) found.push_back(target);
   }
   std::sort(found.begin(), found.end());
@@ -125,7 +125,7 @@ std::string text_of(const Fault& fault) {
          std::to_string(fault.world);
 }
 
-// What a rank does; the fault strikes between entering the group and leaving it. "refused: " before errors of set-up.
+// Runs a rank. The fault occurs between entering the group and leaving it. Setup errors start with "refused: ".
 void body_with(const ShmOptions& given, const Fault& fault) {
   ShmOptions options = given;
   options.exchange = [&given](const std::string& mine) {  // the harness' part
@@ -158,7 +158,7 @@ void body_with(const ShmOptions& given, const Fault& fault) {
   if (!told.empty()) throw Error(told);
 }
 
-// How many calls of each function a rank makes.
+// Returns how many calls of each function a rank makes.
 std::vector<std::vector<int>> calls_of(int world) {
   std::vector<std::vector<int>> found;
   for (int victim = 0; victim < world; ++victim) {
@@ -184,7 +184,7 @@ std::vector<Fault> all_faults(int world) {
   for (int victim = 0; victim < world; ++victim) {
     for (size_t function = 0; function < kFunctions; ++function) {
       const std::vector<int>& errors = errors_of_functions().at(faults::kFunctions[function]);
-      // Waits call these as often as they like.
+      // Waits call these any number of times.
       const bool is_many = std::strcmp(faults::kFunctions[function], "syscall") == 0 ||
                            std::strcmp(faults::kFunctions[function], "poll") == 0;
       const int num = is_many ? std::min(calls[static_cast<size_t>(victim)][function], 6)
@@ -197,7 +197,7 @@ std::vector<Fault> all_faults(int world) {
   return found;
 }
 
-// True when the ranks went on.
+// Returns true if the ranks continued.
 bool try_fault(const Fault& fault) {
   SCOPED_TRACE(text_of(fault));
   const auto outcomes =
@@ -218,7 +218,7 @@ bool try_fault(const Fault& fault) {
     for (const ranks::Outcome& outcome : outcomes) EXPECT_EQ(outcome.message, outcomes[0].message);
     return false;
   }
-  // Of an allocation that failed the rank itself has a std::bad_alloc: where, its stack says.
+  // After a failed allocation, the rank itself has a std::bad_alloc, whose stack says where.
   for (const ranks::Outcome& outcome : outcomes) {
     if (outcome.message.find("bad_alloc") != std::string::npos && &outcome == &outcomes[victim]) continue;
     EXPECT_NE(outcome.message.find("rank " + std::to_string(fault.victim)), std::string::npos)

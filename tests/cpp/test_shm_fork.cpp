@@ -1,4 +1,4 @@
-// A forked child has the group of its parent in its memory, and is not its rank: it can neither use it nor end it.
+// A forked child has its parent's group in its memory, but is not its rank: it can neither use the group nor end it.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
@@ -22,7 +22,7 @@ using ranks::expect_all_ok;
 using ranks::fresh_options;
 using ranks::require;
 
-// Runs `body` in a forked child; an exception in it fails the parent, too.
+// Runs `body` in a forked child. An exception in it also fails the parent.
 void in_child(const std::function<void()>& body) {
   const pid_t child = ::fork();
   if (child == 0) {
@@ -40,7 +40,7 @@ void in_child(const std::function<void()>& body) {
   require(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child was content");
 }
 
-// What a rank may call, by name.
+// All calls of a rank, by name.
 std::vector<std::pair<std::string, std::function<void(ShmGroup&)>>> all_calls() {
   const GatherPost post = {2, 0, 0, 0, 4096};
   return {
@@ -90,7 +90,7 @@ TEST(ShmFork, EveryUseInAChildIsRefusedAndTheParentGoesOn) {
       }
       group->fail("nobody hears this");
     });
-    // The gather after the child: nothing of the parent's rank moved.
+    // The gather after the child: the parent's rank did not change.
     group->release_slot(0, 1);
     const GatherPost next = {2, 0, 0, 0, 4096};
     group->acquire_slot(next, 2);
@@ -102,7 +102,7 @@ TEST(ShmFork, EveryUseInAChildIsRefusedAndTheParentGoesOn) {
   }));
 }
 
-// A data loader's worker ends with the group in it.
+// A data loader's worker ends with the group in its memory.
 TEST(ShmFork, TheEndOfAChildIsNotTheRanks) {
   expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
     auto group = ranks::enter(options);
@@ -119,8 +119,8 @@ TEST(ShmFork, TheEndOfAChildIsNotTheRanks) {
   }));
 }
 
-// The windows are not the child's: what it maps may come to lie in their place, and the end of the group in the child
-// must leave that alone.
+// The windows do not belong to the child. Its own mappings may take their place, and the group's end in the child must
+// not unmap these.
 TEST(ShmFork, AChildHasNoWindowsAndMayUseTheirPlace) {
   expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
     auto group = ranks::enter(options);

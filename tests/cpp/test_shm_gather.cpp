@@ -1,4 +1,4 @@
-// The gather protocol with real processes: data, isolation, and every way a peer can go wrong.
+// The gather protocol with real processes: data, isolation, and every failure of a peer.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -30,7 +30,7 @@ using ranks::expect_error;
 using ranks::fresh_options;
 using ranks::require;
 
-// What the engine does with one unit: slots from a ledger, its rows by the shared view, reads by the isolated one.
+// Uses a unit as the engine does: slots from a ledger, writes through the shared view, reads through the isolated one.
 class Unit {
  public:
   Unit(ShmGroup& group, SlotLedger& ledger, uint32_t index, size_t rows_bytes)
@@ -78,7 +78,7 @@ class Unit {
 
 class ShmGather : public testing::TestWithParam<int> {};
 
-// Four units of different size, the next one gathered ahead, ranks that are late at random.
+// Four units of different size, the next one gathered ahead, and random delays of ranks.
 TEST_P(ShmGather, GivesTheRowsOfEveryRankManyTimes) {
   expect_all_ok(ranks::run(fresh_options(GetParam()), [](const ShmOptions& options) {
     const auto group = ranks::enter(options);
@@ -285,7 +285,7 @@ TEST(ShmGatherProtocol, WhatAPeerPostedBeforeItLeftStillCounts) {
   }));
 }
 
-// What rank 0 is told when it waits, in the pass that it enters, for rank 1.
+// Returns how rank 0's wait for rank 1 ends, in the pass that rank 0 enters.
 ranks::Outcome wait_for_one_that_left(const std::function<void(ShmGroup&)>& enter,
                                       const std::function<void(ShmGroup&)>& enter_and_leave, double timeout_s = 60.0) {
   const auto use = [&](ShmGroup& group) {
@@ -369,7 +369,7 @@ TEST(ShmGatherProtocol, ASlotThatIsNotReleasedTimesOut) {
   expect_error(outcome, {"the release of slot 5", "all-gather #2"});
 }
 
-// A sleeper looks by itself every 50 ms; it must not need to.
+// A sleeper checks by itself every 50 ms, but it must not need to.
 TEST(ShmGatherProtocol, ASleepingRankIsWoken) {
   expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
     const auto group = ranks::enter(options);

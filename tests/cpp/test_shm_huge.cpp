@@ -1,4 +1,4 @@
-// Windows of several MiB, whose pages become huge: what ranks write and see is as with small ones.
+// Windows of several MiB, whose pages become huge: ranks write and see the same as with small pages.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -30,10 +30,10 @@ using ranks::require;
 
 constexpr size_t kBytes = 2 * kHugePageBytes + 300 * 4096 + 100;
 
-// Where slots lie that come after small ones: at any page.
+// Returns a slot offset as after small slots: at any page.
 size_t odd_offset() { return 7 * ShmGroup::page_bytes(); }
 
-// Bytes of [data, ..), a mapping of this process, that huge pages of shared memory hold.
+// Returns the bytes of [data, ..), a mapping of this process, that are in huge pages of shared memory.
 size_t huge_bytes_at(const std::byte* data) {
   std::ifstream smaps("/proc/self/smaps");
   char begin[32];
@@ -47,7 +47,7 @@ size_t huge_bytes_at(const std::byte* data) {
   return 0;
 }
 
-// Whether the system makes huge pages of a memfd when it is asked to.
+// Returns whether the system makes huge pages of a memfd on request.
 bool has_huge_pages() {
   const cpu::FileDescriptor memory(::memfd_create("fsdp2x-test", MFD_CLOEXEC));
   if (!memory.valid() || ::ftruncate(memory.get(), kHugePageBytes) != 0) return false;
@@ -72,7 +72,7 @@ void require_values(const std::byte* data, int rank, uint64_t sequence, size_t b
 
 class ShmHuge : public testing::TestWithParam<int> {};
 
-// A rank that maps a slot later than another, which has written its rows there already, leaves them as they are.
+// A rank maps a slot after another rank has written its rows there, and must not change them.
 TEST_P(ShmHuge, RowsStayWhenAnotherRankMakesThePagesHuge) {
   expect_all_ok(ranks::run(fresh_options(GetParam()), [](const ShmOptions& options) {
     const auto group = ranks::enter(options);
@@ -92,7 +92,8 @@ TEST_P(ShmHuge, RowsStayWhenAnotherRankMakesThePagesHuge) {
       for (int rank = 0; rank < options.world; ++rank) {
         require_values(window.isolated + static_cast<size_t>(rank) * rows_bytes, rank, sequence, rows_bytes);
       }
-      // In a huge page and, behind the last one, in a small one: mine alone, until they are dropped.
+      // One write in a huge page, and one in a small page after the last huge one. Both stay private until they are
+      // dropped.
       const std::vector<std::byte> shared(window.shared, window.shared + kBytes);
       ranks::meet_all(options);
       for (const size_t at : {kHugePageBytes + 5, kBytes - 1}) {
@@ -130,7 +131,7 @@ TEST(ShmHugePages, AreThereWhereTheSystemHasThem) {
     const GatherWindow window = group->gather_window(odd_offset(), kBytes);
     std::byte* const scratch = group->scratch_window(options.rank, odd_offset(), kBytes);
     ranks::meet_all(options);
-    // Two whole ones fit, wherever the window begins, or one that is cut at both ends fewer.
+    // Two complete ones fit, wherever the window begins, or one fewer if both ends are cut.
     for (std::byte* const data : {window.shared, window.isolated, scratch}) {
       size_t sum = 0;
       for (size_t i = 0; i < kBytes; i += 4096) sum += static_cast<size_t>(*const_cast<volatile std::byte*>(data + i));
@@ -142,7 +143,7 @@ TEST(ShmHugePages, AreThereWhereTheSystemHasThem) {
 }
 
 TEST(ShmHugePages, AreAskedForInsideOnly) {
-  // What lies beside whole huge pages may be anything: memory that is too short for one is left alone.
+  // Memory next to complete huge pages must not change: a range that is too short for one is left alone.
   std::vector<std::byte> small(100, std::byte{3});
   cpu::fill_with_huge_pages(small.data(), small.size());
   cpu::prefer_huge_pages(small.data(), small.size());

@@ -1,6 +1,6 @@
-// Model checking of the shared-memory protocol: its real code, compiled against words whose every access is a step, run
-// in every order by 2 and 3 ranks. What must hold in all of them: nothing is read while it is written, what is read is
-// what was meant, nobody waits for ever, and whoever does something else than his peers hears of it.
+// Model checking of the shared-memory protocol: its real code, compiled against words whose every access is a step. 2
+// and 3 ranks run it in every order. In all orders, no rank reads what is being written, reads give the intended
+// values, no rank waits forever, and a rank that diverges from its peers gets an error.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -28,8 +28,8 @@ using Rank = model::ModelRank;
 using Program = std::function<void(Rank&)>;
 using Judge = std::function<void(const Ends&)>;
 
-// The longest searches, of three programs over stores that wait in buffers, are made where time matters less: in full
-// runs, and under sanitizers, where every check of the tree has them.
+// The longest searches (three programs over buffered stores) only run in full runs and under sanitizers, where time
+// matters less.
 bool searches_all() {
 #ifdef __SANITIZE_ADDRESS__
   return true;
@@ -58,7 +58,7 @@ Judge all_hear_of(const std::string& text) {
   };
 }
 
-// `faults` may name words: it is made when they have addresses.
+// `faults` may name words, so it is made after they have addresses.
 model::Result explore(const Setting& setting, const Program& program, const Judge& end = all_end_well,
                       const std::function<model::Faults(const World&)>& faults = nullptr) {
   const auto world = std::make_unique<World>(setting.num_ranks);
@@ -105,7 +105,7 @@ class ShmModel : public testing::TestWithParam<Setting> {
 void gather_in_turn(Rank& rank) {
   for (uint32_t unit = 0; unit < 2; ++unit) rank.gather(unit);
 }
-// The next gather is begun before this one ends; entries of the ring are used again.
+// The next gather begins before this one ends, and entries of the ring are used again.
 void gather_ahead(Rank& rank) {
   Rank::Gather last = rank.begin_gather(0);
   for (uint32_t unit = 1; unit < 5; ++unit) {
@@ -117,13 +117,13 @@ void gather_ahead(Rank& rank) {
   rank.finish_gather(last);
   rank.release_gather(last);
 }
-// What was gathered ahead is given up without a look, and its slot used again.
+// A prefetched gather is canceled without a check, and its slot is used again.
 void cancel_gather(Rank& rank) {
   rank.release_gather(rank.begin_gather(0));
   rank.gather(1);
 }
-// A step: unit 1 is reduced, then unit 0; the second reduction is posted before the first is joined. `num_steps` of
-// them use scratches and records again.
+// A step reduces unit 1, then unit 0. The second reduction is posted before the first is joined. After `num_steps`,
+// scratches and records are used again.
 void reduce(Rank& rank, int num_steps) {
   uint64_t position = 0;
   for (int step = 0; step < num_steps; ++step) {
@@ -136,7 +136,7 @@ void reduce(Rank& rank, int num_steps) {
     rank.flush(++position, pending);
   }
 }
-// Rank 0 does not use unit 1 in its backward: it posts it when it flushes, and nobody waits for it before.
+// Rank 0 does not use unit 1 in its backward. It posts it in its flush, and no rank waits for it before.
 void reduce_without_a_unit(Rank& rank) {
   std::deque<Rank::Reduction> pending;
   if (rank.rank() != 0) {
@@ -148,8 +148,8 @@ void reduce_without_a_unit(Rank& rank) {
   rank.flush(3, pending);
 }
 
-// Ranks give a step up where it stands, as reset does, after the same posts: a gather that was begun, and a reduction
-// that some join and rank 0 does not. The next one takes slot, scratch and record again.
+// Ranks give up a step after the same posts, as reset does: a gather that was begun, and a reduction that
+// some ranks join and rank 0 does not. The next step takes slot, scratch, and record again.
 void reset_and_go_on(Rank& rank) {
   rank.release_gather(rank.begin_gather(0));
   const Rank::Reduction given_up = rank.post_reduction(1, 1);
@@ -162,8 +162,8 @@ void reset_and_go_on(Rank& rank) {
   rank.flush(3, pending);
 }
 
-// Gathers where rows rest: each is read, a step changes the rows, the next one shows the new ones. A rank that is ahead
-// keeps its step to itself until then.
+// Gathers of resting rows. Each is read, a step changes the rows, and the next one shows the new rows. A rank that is
+// ahead keeps its step private until then.
 void gather_and_step(Rank& rank) {
   for (int step = 0; step < 3; ++step) {
     const Rank::Gather gather = rank.begin_resting_gather(0);
@@ -172,7 +172,7 @@ void gather_and_step(Rank& rank) {
     rank.step();
   }
 }
-// Gathered ahead and given up, by rank 0 alone after its peers have it; stepped; gathered.
+// Rank 0 alone cancels a prefetched gather after its peers have it. Then all step and gather.
 void give_up_and_step(Rank& rank) {
   const Rank::Gather gather = rank.begin_resting_gather(0);
   if (rank.rank() != 0) rank.finish_resting_gather(gather);
@@ -201,8 +201,8 @@ TEST_P(ShmModel, AUnitIsReducedInTheFlush) { holds(reduce_without_a_unit); }
 
 TEST_P(ShmModel, AStepIsReset) { holds(reset_and_go_on, all_end_well, 0, 1); }
 
-// Rank 0 cannot go on, in the middle of a gather that the others wait for. They look for that after each sleep only, so
-// that the limit of a sleep (50 ms) may have to end it.
+// Rank 0 cannot continue in the middle of a gather that the others wait for. They only check for that after each sleep,
+// so the limit of a sleep (50 ms) may have to end it.
 TEST_P(ShmModel, ARankFails) {
   holds(
       [](Rank& rank) {
@@ -227,8 +227,8 @@ TEST_P(ShmModel, UnitsRunInDifferentOrder) {
   holds([](Rank& rank) { rank.gather(static_cast<uint32_t>(rank.rank())); }, all_hear_of("in different order"));
 }
 
-// All orders of two ranks under both memory models; of three ranks, in order and with two delays only (the ring: one),
-// for all orders of three are millions of states already for one gather.
+// All orders of two ranks under both memory models. Three ranks run in order and with two delays only (the ring: one),
+// because all orders of three are millions of states for a single gather.
 INSTANTIATE_TEST_SUITE_P(Ranks, ShmModel, testing::Values(Setting{2, false}, Setting{2, true}, Setting{3, false, 2}),
                          testing::PrintToStringParamName());
 
@@ -282,7 +282,7 @@ void expect_found(const model::Result& result, const std::string& text) {
   EXPECT_NE(result.violation.find(text), result.violation.npos) << "got: " << result.violation;
 }
 
-// Rank 0 releases its use of the slot, rows and all, before it has read the peers' rows.
+// Rank 0 releases its use of the slot, including rows, before it has read the peers' rows.
 void release_before_reading(Rank& rank) {
   const Rank::Gather gather = rank.begin_gather(0);
   if (rank.rank() == 0) rank.release_gather(gather);
@@ -300,7 +300,7 @@ TEST_P(ShmModelFault, APostOfAReductionIsNoRelease) {
   expect_found(explore(in_order(), program, all_end_well, [](const World& w) { return relaxing(posted(w)); }),
                "race: rank");
 }
-// What rings later makes up for a missing wake-up, so the programs end where it matters.
+// A later ring would make up for a missing wake-up, so the programs end at that point.
 TEST_P(ShmModelFault, APostWakesNobody) {
   const auto program = [](Rank& rank) { rank.finish_gather(rank.begin_gather(0)); };
   expect_found(explore(in_order(), program, all_end_well, [](const World& w) { return muting(num_posted(w)); }),
@@ -348,8 +348,8 @@ TEST_P(ShmModelFault, RowsThatRestAreReleasedOneUseEarly) {
 TEST_P(ShmModelFault, ASlotIsReleasedBeforeItIsRead) {
   expect_found(explore(in_order(), release_before_reading), "rows");
 }
-// Numbers are all that pairs reductions: a rank that leaves one out, as by an exception before its post, is never with
-// its peers again. Why Root keeps what hooks raise until every rank has posted.
+// Only numbers pair reductions. A rank that leaves one out, for example by an exception before its post, never matches
+// its peers again. Therefore Root keeps exceptions of hooks until every rank has posted.
 TEST_P(ShmModelFault, AReductionIsLeftOut) {
   const auto program = [](Rank& rank) {
     if (rank.rank() != 0) rank.consume(rank.post_reduction(1, 1));
@@ -372,7 +372,7 @@ TEST_P(ShmModelFault, AnEpochIsConsumedOneEarly) {
 INSTANTIATE_TEST_SUITE_P(Ranks, ShmModelFault, testing::Values(2, 3),
                          [](const auto& info) { return std::to_string(info.param); });
 
-// What only the buffered model shows: the ring's entries are no cells, and stores pass looks.
+// Only the buffered model shows these: the ring's entries are no cells, and stores overtake reads.
 TEST(ShmModelBuffer, APostIsNoRelease) {
   expect_found(explore({2, true}, gather_in_turn, all_end_well, [](const World& w) { return relaxing(num_posted(w)); }),
                "no error, got: shared memory: rank");
@@ -392,6 +392,6 @@ TEST(ShmModelBuffer, NoFullFenceLosesAWakeUp) {
 }  // namespace fsdp2x
 
 #if defined(__SANITIZE_ADDRESS__)
-// A run that meets a known state is dropped where it stands, and with it what its stacks own.
+// A run that meets a known state is dropped in place, together with what its stacks own.
 extern "C" const char* __asan_default_options() { return "detect_leaks=0:detect_stack_use_after_return=0"; }
 #endif

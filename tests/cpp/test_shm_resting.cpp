@@ -1,4 +1,4 @@
-// Shards that rest in the slot, docs/engine/resting_shards.md: what each view shows, and what a child has of them.
+// Shards that are stored in the slot, docs/engine/resting_shards.md: the contents of each view, and of a child's.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -21,7 +21,7 @@ using ranks::expect_all_ok;
 using ranks::fresh_options;
 using ranks::require;
 
-// Rank r owns the r-th quarter of each of 3 pages and a half; it sees what it has written, its peer what is published.
+// Rank r owns the r-th quarter of each of 3.5 pages. It sees what it has written, and its peer sees what is published.
 TEST(ShmResting, RowsThatRestArePublishedByThePage) {
   expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
     const auto group = ranks::enter(options);
@@ -44,7 +44,7 @@ TEST(ShmResting, RowsThatRestArePublishedByThePage) {
 
     // In the second page, and on both sides of the border to the third.
     std::memset(views->isolated() + rows[2].offset, 7, rows[2].bytes);
-    std::memset(views->isolated() + 2 * page - 1, 9, 1);  // not a row of this rank: it stays as it is
+    std::memset(views->isolated() + 2 * page - 1, 9, 1);  // not a row of this rank, so it stays unchanged
     ranks::meet_all(options);
     require(shows(views->isolated(), rows, 2, 7), "the writer sees its write");
     require(shows(views->shared(), rows, 2, 1 + options.rank), "nobody else");
@@ -86,7 +86,7 @@ TEST(ShmResting, ASlotIsReleasedWhenEveryRankHasReleasedThatUse) {
   }));
 }
 
-// Rows that rest are a child's own, as they were when it was forked; without that word it has none.
+// A child has its own copy of resting rows, as they were at the fork. Without keep_for_child() it has none.
 TEST(ShmResting, AChildHasTheRowsThatRest) {
   expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
     const auto group = ranks::enter(options);

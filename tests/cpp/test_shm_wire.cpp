@@ -1,5 +1,5 @@
-// Messages of the handshake that no rank would send: strangers at the socket are refused and change nothing, a wrong
-// host is told from the right one. FSDP2X_FULL=1 plays ten times as many rounds.
+// Handshake messages that no rank would send. Strangers at the socket are rejected and change nothing, and a wrong host
+// is detected. FSDP2X_FULL=1 runs ten times as many rounds.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
@@ -34,7 +34,7 @@ unsigned num_rounds() { return std::getenv("FSDP2X_FULL") != nullptr ? 300 : 30;
 
 size_t below(Random& random, size_t end) { return random() % end; }
 
-// The messages as they are on the wire: integers in the machine's order, without pads.
+// The messages as sent: integers in the machine's byte order, without pads.
 template <class... Fields>
 std::string packed(const Fields&... fields) {
   std::string bytes;
@@ -79,7 +79,7 @@ void send_with(const FileDescriptor& to, std::string bytes, const std::vector<in
     header->cmsg_len = CMSG_LEN(files.size() * sizeof(int));
     std::memcpy(CMSG_DATA(header), files.data(), files.size() * sizeof(int));
   }
-  // An empty message of a stranger that was refused already is no fault of the test.
+  // An empty message of a stranger that was already rejected is no fault of the test.
   ::sendmsg(to.get(), &message, MSG_NOSIGNAL);
 }
 
@@ -89,7 +89,7 @@ std::string random_bytes(Random& random, size_t num) {
   return bytes;
 }
 
-// `bytes` with one change that may be none.
+// Returns `bytes` with one change, or none.
 std::string changed(Random& random, const std::string& bytes) {
   std::string found = bytes;
   switch (below(random, 6)) {
@@ -117,7 +117,7 @@ size_t num_open_files() {
   return static_cast<size_t>(std::distance(begin(files), end(files)));
 }
 
-// Rank 1 brings strangers along: some before it greets, some after. They do not know the token.
+// Rank 1 brings strangers, some before it greets and some after. They do not know the token.
 void with_strangers(const ShmOptions& options, unsigned seed) {
   const size_t files_before = num_open_files();
   std::vector<FileDescriptor> strangers;
@@ -140,7 +140,9 @@ void with_strangers(const ShmOptions& options, unsigned seed) {
   };
   mine.exchange = [&](const std::string& text) {
     ++num_exchanges;
-    if (options.rank == 1 && num_exchanges == 2) bring();  // this rank has greeted, and rank 0 has not looked yet
+    if (options.rank == 1 && num_exchanges == 2)
+      bring();  // this rank has greeted, and rank 0 has not read the
+                // greeting
     auto said = options.exchange(text);
     if (options.rank == 1 && num_exchanges == 1) bring();
     return said;
@@ -165,7 +167,7 @@ TEST(ShmWire, StrangersChangeNothing) {
   }
 }
 
-// Who knows the token may take a rank's place: all ranks then say the same, or go on.
+// A peer that knows the token may take a rank's place. Then all ranks report the same error, or continue.
 TEST(ShmWire, InsidersFailAllRanksAlike) {
   size_t num_failed = 0;
   for (unsigned seed = 0; seed < num_rounds() && !HasFailure(); ++seed) {
@@ -295,7 +297,7 @@ TEST(ShmWire, AWrongHostIsTold) {
   EXPECT_GT(num_right, 0u);
 }
 
-// Nothing of the host's stack travels with its reply, and nothing but the memory.
+// The reply contains no bytes of the host's stack, and no descriptor except the memory's.
 TEST(ShmWire, AReplyIsWhatItSays) {
   ranks::expect_all_ok(ranks::run(ranks::fresh_options(2), [](const ShmOptions& options) {
     if (options.rank == 0) {

@@ -1,4 +1,4 @@
-// Slot ledger: which slot is chosen, what is counted, what is refused.
+// Slot ledger: which slot is chosen, what is counted, what is rejected.
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -97,7 +97,7 @@ TEST(Slots, AReservedOneIsNobodyElses) {
   EXPECT_THROW(ledger.release(reserved.id), Error);
   EXPECT_THROW(ledger.reserve(0, "e", kPage), Error);
   EXPECT_EQ(ledger.reserve(kPage, "f", 8 * kPage).offset, 8 * kPage);
-  EXPECT_EQ(ledger.reserved_bytes(), 6 * kPage);  // the gap before it among them
+  EXPECT_EQ(ledger.reserved_bytes(), 6 * kPage);  // including the gap before it
 }
 
 TEST(Slots, NamesTheOwners) {
@@ -128,7 +128,7 @@ TEST(Slots, RefusesNonsense) {
   EXPECT_EQ(ledger.owned_bytes(), 0u);
 }
 
-// Two ledgers that see the same calls agree; live slots never overlap.
+// Two ledgers agree after the same calls, and live slots never overlap.
 TEST(Slots, RandomHistoriesAreDeterministicAndDisjoint) {
   std::mt19937 random(1);
   for (int round = 0; round < 20; ++round) {

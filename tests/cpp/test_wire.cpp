@@ -1,4 +1,4 @@
-// Wire formats: what the codes promise, and the loops against scalar references on every instruction set.
+// Wire formats: the guarantees of the codes, and the loops against scalar references on every instruction set.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -19,7 +19,7 @@ using reference::Buffer;
 
 // --- by the definition -----------------------------------------------------------------------------------------------
 
-// All values of e4m3 that are not negative, by code.
+// All nonnegative values of e4m3, by code.
 std::vector<double> fp8_values() {
   std::vector<double> values;
   for (int code = 0; code < 127; ++code) {

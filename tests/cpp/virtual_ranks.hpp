@@ -23,8 +23,8 @@ class VirtualRanks : public testing::TestWithParam<int> {
     return result;
   }
 
-  // One of every type with odd sizes, uneven, short and empty shards, and Shard(d > 0); some larger than a tile. f64 is
-  // only moved: plans of gradients leave it out.
+  // One unit of every type with odd sizes, uneven, short, and empty shards, and Shard(d > 0). Some are larger than a
+  // tile. f64 is only moved: plans of gradients leave it out.
   std::vector<Unit> units() const {
     std::vector<ParamShape> odd(8);
     odd[0] = {.outer = 1, .dim = 7, .inner = 5, .compute = DType::bf16};

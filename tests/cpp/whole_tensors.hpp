@@ -1,4 +1,4 @@
-// Whole tensors of known values: the shards that ranks have of them, and whether they came out whole.
+// Full tensors of known values: the ranks' shards of them, and a check that they come out complete.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -23,12 +23,12 @@ inline double get(const Bytes& buffer, size_t offset, DType type, int64_t index)
   return value;
 }
 
-// Distinct within a tile and held exactly by bf16, so that casts keep them.
+// Distinct within a tile and exact in bf16, so that casts keep them.
 inline double value_of(size_t param, int64_t index) {
   return static_cast<double>((static_cast<int64_t>(param) * 37 + index) % 251 + 1);
 }
 
-// The shard pool of a rank, filled from the whole tensors element by element.
+// Returns the shard pool of a rank, filled from the full tensors element by element.
 inline Bytes shard_pool(const Layout& layout) {
   Bytes pool(layout.shard_pool_bytes());
   for (size_t i = 0; i < layout.params().size(); ++i) {

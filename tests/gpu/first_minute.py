@@ -1,6 +1,6 @@
-"""What a first minute on a GPU shows: what torch and fsdp2x can do there, a step, and a trace of it.
+"""Shows in a first minute on a GPU what torch and fsdp2x can do there, a step, and a trace of it.
 
-On a machine without one the step runs on the CPU. The trace goes to the folder that FSDP2X_OUT names.
+On a machine without a GPU, the step runs on the CPU. The trace goes to the folder FSDP2X_OUT.
 """
 
 import os
@@ -19,7 +19,7 @@ def main() -> None:
     print(f"torch {torch.__version__}, fsdp2x for {build_info.TORCH_VERSION}, kernels by CUDA {build_info.CUDA}")
     if device == "cuda":
         print(f"{torch.cuda.get_device_name(0)}, NCCL {torch.cuda.nccl.version()}")
-        print(f"native handle of a stream: {torch.cuda.Stream().native_handle:#x}")  # what every launch takes
+        print(f"native handle of a stream: {torch.cuda.Stream().native_handle:#x}")  # every launch takes it
         print(f"our kernels run: {_C.can_run_kernels(torch.device('cuda', 0))}")
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))).to(device)

@@ -1,11 +1,11 @@
-"""Checks of GPUs in parts, the most telling first: `make gpu-test QUICK=1` on one GPU, `make gpu-test-8` on eight.
+"""Runs GPU checks in parts, the most important first: `make gpu-test QUICK=1` on one GPU, `make gpu-test-8` on eight.
 
     python tests/gpu/run_parts.py one      # ten minutes
     python tests/gpu/run_parts.py eight    # half an hour
     python tests/gpu/run_parts.py one --dry-run    # without a GPU: tests skip, benchmarks train tiny models on the CPU
 
-Each part is a process with a timeout of its own, and a log; none stops the next. The page at the end, which is written
-again behind each part, has a line for each and the errors of those that failed. Exits with 1 where one has failed.
+Each part is a process with a timeout and a log, and none stops the next. The page at the end is written again after
+each part. It has a line for each part, and the errors of those that failed. Exits with 1 if one has failed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Part:
 
 
 def tests(name: str, seconds: float, *arguments: str, full: bool = False, **environment: str) -> Part:
-    """Tests of this folder, each told by name where it fails."""
+    """Tests of this folder, which print the names of failed ones."""
     files = [str(ROOT / "tests" / "gpu" / one) if one.endswith(".py") or one == "kernels" else one for one in arguments]
     options = ["-q", "-rfE", "-p", "no:cacheprovider", "--tb=short", *(["--full"] if full else [])]
     return Part(name, seconds, ["-m", "pytest", *options, *files], environment)
@@ -46,13 +46,13 @@ def launched(num_ranks: int, *command: str) -> list[str]:
 
 
 def parts_of(which: str, num_ranks: int, dry_run: bool) -> list[Part]:
-    """In the order in which they run."""
+    """Returns the parts in the order in which they run."""
     gpu, benchmarks = ROOT / "tests" / "gpu", ROOT / "benchmarks" / "gpu"
     device = ["--device", "cpu", "--json", os.devnull] if dry_run else []
     facts = Part("first minute", 60, [str(gpu / "first_minute.py")])
     doctor = Part("doctor", 40, ["-m", "fsdp2x", "doctor"])
     step, units = str(benchmarks / "bench_step.py"), str(benchmarks / "bench_units.py")
-    # One process keeps neither the device nor a machine's cores busy. Where memory is measured nobody else may use it.
+    # One process does not keep the device or the cores busy. Memory measurements need the device alone.
     at_once = ["-n", "12"] if importlib.util.find_spec("xdist") and not dry_run else []
     measure_memory = ["test_overlap.py", "test_gpu_memory.py", "test_gpu_offload.py", "test_launch_counts.py"]
     others = sorted(one.name for one in gpu.glob("test_*.py") if one.name not in measure_memory)
@@ -88,7 +88,7 @@ def parts_of(which: str, num_ranks: int, dry_run: bool) -> list[Part]:
 
 
 def run(part: Part, seconds: float, log: Path) -> tuple[str, float]:
-    """How it ended, and how long it took; the end of its time is that of all its processes."""
+    """Runs a part and returns its result and seconds. A timeout ends all its processes."""
     start = time.monotonic()
     if seconds < 5:
         return "not run: the time is over", 0.0
@@ -113,7 +113,7 @@ def run(part: Part, seconds: float, log: Path) -> tuple[str, float]:
 
 
 def summary_of(log: Path) -> str:
-    """What a part says last of itself: pytest's counts, a line of the result, or why it was skipped."""
+    """Returns a part's last line: pytest's counts, a line of the result, or why it was skipped."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     telling = [line for line in lines if re.search(r"\b(passed|skipped|failed|trained on|can run)\b|^\|", line)]
     return (telling or lines or ["nothing was said"])[-1][:90]

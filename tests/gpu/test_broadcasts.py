@@ -1,4 +1,4 @@
-"""Two GPUs: an engine on the second takes buckets by NCCL, in a group beside the trainers' own."""
+"""Two GPUs: an engine on the second receives buckets through NCCL, in a group separate from the trainers'."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""Two GPUs: a model on the second, whichever is current, computes as on the first, which is left alone."""
+"""Two GPUs: a model on the second computes as on the first, whichever is current, and leaves the first alone."""
 
 import copy
 
@@ -21,7 +21,7 @@ WIDTH = 64
 
 
 def trained(ctx, index: int, current: int, policy: str) -> list[torch.Tensor]:
-    """Losses and weights of a model on one device, its steps called while another one is current."""
+    """Returns losses and weights of a model on one device, whose steps run while another device is current."""
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.cuda.set_device(index)

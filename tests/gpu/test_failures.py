@@ -1,4 +1,4 @@
-"""One GPU: a step that is cut short by an exception, or by memory that is not there, leaves the next one as it was."""
+"""One GPU: a step that an exception or missing memory interrupts does not change the next one."""
 
 import contextlib
 import copy
@@ -18,13 +18,13 @@ from reference import only_fsdp2x, same, shard
 pytestmark = pytest.mark.shows("failures")
 
 WORLD, BLOCKS = 4, 6
-# A device's allocator takes memory by megabytes; the search for races in a record looks at every 16 bytes.
-# A unit's weights are more than the 10 MiB below which it cuts up larger pieces, so that it gives them back whole.
+# A device's allocator takes memory by megabytes. The race detector checks every 16 bytes of a record.
+# The allocator splits blocks below 10 MiB. A unit's weights are larger, so it returns them completely.
 WIDTHS = {"cuda": 2048, "cpu": 16}
 UNITS = tuple(f"blocks.{i}" for i in range(BLOCKS))
-# Where a step ends: in the n-th block, on its way in or back.
+# Steps end in the n-th block, in forward or in backward.
 PLACES = [(way, block) for way in ("forward", "backward") for block in (0, 3, 5)]
-# Of what a step needs above what rests, so much may be taken before the device has no more.
+# The device may give a step this share of its usual extra memory.
 SHARES = (0.0, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9)
 
 
@@ -40,7 +40,7 @@ class Fail(torch.autograd.Function):
 
 
 def failing_at(model: nn.Module, way: str, block: int, error: Exception) -> contextlib.ExitStack:
-    """Until it is closed the model's steps end there with the error."""
+    """While open, makes the model's steps end there with the error."""
 
     def hook(module, args):
         if way == "forward":
@@ -53,7 +53,7 @@ def failing_at(model: nn.Module, way: str, block: int, error: Exception) -> cont
 
 
 class Trainer:
-    """Steps of a sharded model with clipping and AdamW, as many as are asked for."""
+    """Runs any number of steps of a sharded model with clipping and AdamW."""
 
     def __init__(self, ctx, place: str, device: str, mesh, model: nn.Module, **options) -> None:
         transport = place if place == "streams" else "auto"
@@ -94,7 +94,7 @@ def twins(ctx, place: str, device: str, mesh, policy: str) -> tuple[Trainer, Tra
 
 
 def compare(undisturbed: Trainer, disturbed: Trainer, disturb: Callable[[int], object], num: int, policy: str) -> None:
-    """Both train; the second one is disturbed before each step but the first two."""
+    """Trains both, and disturbs the second one before each step except the first two."""
     same(disturbed.results(range(2)), undisturbed.results(range(2)), "before", **CLOSE[policy])
     for number in range(num):
         disturb(number)
@@ -124,7 +124,7 @@ def test_exceptions_in_mid_step(ctx, place, backend, policy, kind):
 
 @contextlib.contextmanager
 def memory_limit(num_bytes: int) -> Iterator[None]:
-    """Until it is left this process has no more of the device than that; all that is cached is given back before."""
+    """Limits this process to that much device memory, after it frees all cached memory."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     # The fraction is of all memory, and what is reserved counts.
@@ -139,7 +139,7 @@ def memory_limit(num_bytes: int) -> Iterator[None]:
 @each_backend
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_memory_in_mid_step(ctx, place, backend, policy):
-    """Wherever the device runs out of it: in a gather, in autograd, in a reduction."""
+    """The device runs out of memory in a gather, in autograd, or in a reduction."""
     only_fsdp2x(ctx)
     if place != "cuda":
         pytest.skip("the CPU has no limit of its memory; test_exceptions_in_mid_step raises the same error there")
@@ -149,7 +149,7 @@ def test_no_memory_in_mid_step(ctx, place, backend, policy):
         failed, needs = [], []
 
         def disturb(number: int) -> None:
-            # The first of two measured steps gives back the gradients of the step before, which a next one needs not.
+            # The first of two measured steps frees the earlier gradients, which the next one does not need.
             for _ in range(2):
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
@@ -165,7 +165,7 @@ def test_no_memory_in_mid_step(ctx, place, backend, policy):
                     disturbed.step(9)
                 except torch.OutOfMemoryError:
                     failed.append(number)
-            if number not in failed:  # the step was whole: the other one takes it as well
+            if number not in failed:  # the step succeeded, so the other model takes it too
                 undisturbed.step(9)
 
         compare(undisturbed, disturbed, disturb, len(SHARES), policy)

@@ -1,4 +1,4 @@
-"""One GPU: the formulas of memory_report against the allocator's own counts, and peaks against stock FSDP2's."""
+"""One GPU: the formulas of memory_report against the allocator's counts, and peaks against FSDP2's."""
 
 import copy
 import gc
@@ -21,7 +21,7 @@ SLACK_BYTES = 2 * 2**20
 
 
 class Block(nn.Module):
-    """8 MiB of weights in fp32, in two of 4 MiB: what a unit's gradients take is not what one of them takes."""
+    """Two fp32 weights of 4 MiB, so that a unit's gradients take more than one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,11 +86,11 @@ def test_a_model_that_is_gone_leaves_nothing(ctx):
 
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_peak_of_a_llama_against_stock(ranks):
-    """1B shape, whole; at 8 ranks as rank 0 of a fake world. The tables say by how much, here is what must hold."""
+    """A 1B model on one rank, and as rank 0 of a fake world of 8. Tables have the numbers, this test the limits."""
     for result in measured("bench_memory.py", "memory", "--cases", f"llama-1b:512:{ranks}"):
         stock, ours, policy = result["stock"], result["fsdp2x"], result["case"]["policy"]
         assert ours["model"] <= 1.01 * stock["model"], policy
         assert abs(ours["resting"] - ours["plan_resting"]) < 0.02 * ours["resting"], policy
         assert ours["plan_peak"] <= 1.01 * ours["backward"], policy  # the report knows no activations
-        # Nothing but activations comes on top: as many as stock has above weights, moments and gradients, at the most.
+        # Only activations are added: at most FSDP2's, above weights, moments, and gradients.
         assert ours["backward"] - ours["plan_peak"] <= stock["backward"] - stock["model"], policy

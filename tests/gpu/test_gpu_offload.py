@@ -1,4 +1,4 @@
-"""One GPU: what each mode of HostOffloadPolicy computes, what it leaves on the device, and what it copies."""
+"""One GPU: what each mode of HostOffloadPolicy computes, keeps on the device, and copies."""
 
 import copy
 
@@ -31,7 +31,7 @@ def on_gpu(ctx, model: nn.Module, mode: str, units=STACK_UNITS, **options) -> nn
 
 
 def measured(ctx, mode: str) -> tuple[int, nn.Module, fsdp2x.optim.AdamW]:
-    """The device's bytes before there was a large model, and that model."""
+    """Returns the device's bytes before a large model existed, and that model."""
     torch.cuda.set_device(0)
     base = clean_base()
     model = on_gpu(ctx, Stack(num=4, width=1024, hidden=1024), mode, BIG_UNITS)
@@ -70,7 +70,7 @@ def test_trains_as_without_offloading(ctx, mode, policy):
         optimizer = fsdp2x.optim.AdamW(trained.parameters(), lr=1e-2)
         losses = train(trained, optimizer, ctx, range(5))
         results.append([*losses, *values(trained)])
-    # One step on the device has the bits of another; the host's norm is summed in another order.
+    # Device steps are equal bit for bit. The host's norm is summed in another order.
     close = {} if mode == "optimizer" else {"rtol": 1e-3, "atol": 1e-5}
     same(results[1], results[0], "losses and parameters", **close)
     state = moments(optimizer)
@@ -113,7 +113,7 @@ def test_the_device_holds_what_the_report_says(ctx, mode):
     report = fsdp2x.memory_report(model, optimizer)
     assert {name: getattr(plan, name) for name in report.measured} == report.measured
     held = requested_bytes() - base
-    # Counters, flags, plans of kernels; gradients on the device stay until the next forward.
+    # Counters, flags, and kernel plans. Gradients on the device stay until the next forward.
     assert abs(held - plan.device_resting_bytes) <= 2**20, (held, str(plan))
     x = inputs(ctx.rank, 9, rows=16, width=1024).cuda()
     model(x).square().mean().backward()
@@ -135,7 +135,7 @@ def copies(run, kind: str) -> int:
 
 @distributed(world_sizes=(1,), timeout=300)
 def test_copies_of_a_step(ctx):
-    """From pinned memory, one per unit each way; gradients mode uploads in forward alone."""
+    """Copies from pinned memory, one per unit each way. The gradients mode only uploads in forward."""
     only_fsdp2x(ctx)
     counts = {}
     for mode in ("gradients", "all"):
@@ -162,7 +162,7 @@ def test_sleep_and_wake(ctx, mode):
     losses = train(model, optimizer, ctx, (0, 0), width=1024)
     awake = requested_bytes() - base
     fsdp2x.sleep(model, optimizer)
-    assert requested_bytes() - base < max(0.05 * awake, 2**16)  # mode "all" leaves nothing but counters either way
+    assert requested_bytes() - base < max(0.05 * awake, 2**16)  # mode "all" only leaves counters either way
     fsdp2x.wake(model, optimizer)
     losses += train(model, optimizer, ctx, (0,), width=1024)
     assert losses[0] > losses[1] > losses[2]

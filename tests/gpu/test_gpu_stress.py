@@ -1,4 +1,4 @@
-"""One GPU: results that do not depend on timing or on where the allocator puts things."""
+"""One GPU: results do not depend on timing or on the allocator's addresses."""
 
 import contextlib
 import copy
@@ -29,7 +29,7 @@ WIDTH = 256
 
 @contextlib.contextmanager
 def unrelated_memory(model: nn.Module, seed: int) -> Iterator[list[int]]:
-    """Before and behind each module, in forward and backward: memory that comes full of NaN, on some stream, and goes.
+    """Allocates and frees memory full of NaN before and after each module, on random streams.
 
     Yields a list of one number: how many blocks there were.
     """
@@ -40,7 +40,7 @@ def unrelated_memory(model: nn.Module, seed: int) -> Iterator[list[int]]:
 
     def churn(*_) -> None:
         size = chosen.choice((1, 100, 5_000, 70_000, 300_000))
-        # Dropped at once: the allocator gives it to whoever asks next on this stream.
+        # Dropped immediately: the allocator gives it to the next request on this stream.
         torch.full((size,), float("nan"), device="cuda")
         with torch.cuda.stream(chosen.choice(streams)):
             held.append(torch.full((chosen.randrange(1, 300_000),), float("nan"), device="cuda"))
@@ -69,7 +69,7 @@ def unrelated_memory(model: nn.Module, seed: int) -> Iterator[list[int]]:
 @distributed(world_sizes=(1, 2), timeout=300)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_unrelated_allocations_change_nothing(ctx, policy):
-    """A slot, buffer or gradient that the allocator had given away too early would hold NaN."""
+    """A slot, buffer, or gradient that the allocator reused too early would hold NaN."""
     only_fsdp2x(ctx)
     mesh = on_gpu(ctx)
 
@@ -91,7 +91,7 @@ def test_unrelated_allocations_change_nothing(ctx, policy):
 
 @distributed(world_sizes=(1,), timeout=300)
 def test_a_slow_device_changes_nothing(ctx):
-    """The host runs steps ahead of the device: what it enqueues may rely on events alone."""
+    """The host runs steps ahead of the device, so its work may only rely on events."""
     only_fsdp2x(ctx)
     mesh = on_gpu(ctx)
     steps = [inputs(ctx.rank, step, rows=64, width=WIDTH).cuda() for step in range(6)]
@@ -118,7 +118,7 @@ def test_a_slow_device_changes_nothing(ctx):
 
 @distributed(world_sizes=(1,), timeout=300)
 def test_launches_block(ctx):
-    """That the next test sees what it says: under CUDA_LAUNCH_BLOCKING a launch takes as long as its kernel."""
+    """Checks the next test's premise: under CUDA_LAUNCH_BLOCKING, a launch takes as long as its kernel."""
     if os.environ.get("CUDA_LAUNCH_BLOCKING") != "1":
         pytest.skip("runs under CUDA_LAUNCH_BLOCKING=1, which test_steps_under_launch_blocking sets")
     on_gpu(ctx)
@@ -129,7 +129,7 @@ def test_launches_block(ctx):
 
 
 def test_steps_under_launch_blocking():
-    """The tests of steps once more, where every launch waits for its kernel."""
+    """Runs the tests of steps again, with launches that wait for their kernels."""
     if current_session().under_torchrun:
         pytest.skip("starts its own processes, which torchrun's world cannot")
     chosen = "launches_block or steps_are_stocks or stream_of_the_user or checkpointing or unrelated_allocations"

@@ -1,8 +1,7 @@
-"""One GPU: CUDA graphs of forwards and of whole steps, and of what lies between units.
+"""One GPU: CUDA graphs of forwards, of complete steps, and of modules between units.
 
-A failed capture leaves the process unusable, so each test has fresh processes. What stock FSDP2 can be captured for is
-no condition: what the recorder takes for a capture on the CPU (tests/dist/engine/test_streams_user.py) must be one
-here.
+A failed capture makes the process unusable, so each test has fresh processes. FSDP2's captures are no reference. The
+CPU recorder decides what counts as a capture (tests/dist/engine/test_streams_user.py), and this test confirms it.
 """
 
 import copy
@@ -28,7 +27,7 @@ def batch(step: int) -> torch.Tensor:
 
 
 def warm_up(run: Callable[[], object]) -> None:
-    """What torch asks for before a capture: on a side stream, so that nothing is made for the first time within."""
+    """Runs on a side stream, as torch requires before a capture, so that the capture makes nothing new."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -39,7 +38,7 @@ def warm_up(run: Callable[[], object]) -> None:
 
 
 def captured_forwards(model: nn.Module) -> list[torch.Tensor]:
-    """Outputs for new inputs of a forward that was captured once; the weights stay gathered between."""
+    """Returns outputs for new inputs of a forward that was captured once. Weights stay gathered."""
     x = batch(0)
     with torch.no_grad():
         warm_up(lambda: model(x))
@@ -56,7 +55,7 @@ def captured_forwards(model: nn.Module) -> list[torch.Tensor]:
 
 
 def captured_steps(model: nn.Module) -> list[torch.Tensor]:
-    """Losses and weights of steps whose forward and backward were captured once; the optimizer runs between replays."""
+    """Returns losses and weights of captured steps. The optimizer runs between replays."""
     x = batch(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
 
@@ -100,9 +99,9 @@ def eager_steps(model: nn.Module) -> list[torch.Tensor]:
 
 
 CASES = {
-    # Gathered before the capture and until behind the last replay, as for generation.
+    # Gathered from before the capture until after the last replay, as for generation.
     "forwards": (captured_forwards, eager_forwards, {"reshard_after_forward": False}),
-    # Gathers and reductions in the graph; the shards change between replays.
+    # Gathers and reductions are in the graph, and the shards change between replays.
     "steps": (captured_steps, eager_steps, {}),
 }
 

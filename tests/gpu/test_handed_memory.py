@@ -1,4 +1,4 @@
-"""One GPU: a bucket that another process reads by CUDA IPC, under each setting of torch's allocator."""
+"""One GPU: another process reads a bucket through CUDA IPC, under each setting of torch's allocator."""
 
 import multiprocessing
 

@@ -1,4 +1,4 @@
-"""One GPU: kernels, copies and waits of the host in a steady step, from a profiler's trace, against stock FSDP2."""
+"""One GPU: kernels, copies, and host waits of a steady step, from a profiler's trace, against FSDP2."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from one_gpu import measured, needs_kernels
 
 pytestmark = [one_gpu.needs_gpu, pytest.mark.shows("launches")]
 
-# One rank alone: weights into the slot in forward and in backward, gradients into the pool.
+# A single rank: weights to the slot in forward and in backward, gradients to the pool.
 MOST_KERNELS = 3
 
 
@@ -33,6 +33,6 @@ def test_at_most_half_of_what_stock_launches(results):
 
 @pytest.mark.shows("no waits")
 def test_the_host_never_waits_and_takes_no_memory(results):
-    """The unsharded model's trace has the wait at its end, and ours has no other."""
+    """The unsharded model's trace ends with a wait, and fsdp2x's trace has no other."""
     for result in results:
         assert result["waits"]["fsdp2x"] == result["waits"]["unsharded"], result

@@ -1,6 +1,6 @@
-"""Several GPUs, a rank on each, over NCCL: steps are stock's, failures reach every rank, graphs are replayed.
+"""Several GPUs, one rank each, over NCCL: steps equal FSDP2's, failures reach every rank, graphs are replayed.
 
-`make gpu-test-8` runs it on all GPUs. The rehearsal is the same body on two ranks of the CPU, on recorded lanes.
+`make gpu-test-8` runs it on all GPUs. The rehearsal runs the same body on two CPU ranks, on recorded streams.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ places = pytest.mark.parametrize(
     "place", [pytest.param("cuda", marks=[needs_gpu, several]), pytest.param("streams", marks=pytest.mark.full)]
 )
 WORLD = max(NUM_GPUS, 2)
-# What asks for other memory or another group, on a model in bf16.
+# Settings that use other memory or another group, on a bf16 model.
 SETTINGS = {
     "a group for reductions": lambda model: model.set_separate_reduce_scatter_group(),
     "memory of the process group": lambda model: model.set_allocate_memory_from_process_group_for_comm(True),
@@ -42,7 +42,7 @@ FAILURES = {"raises": "raised on purpose", "killed": "SIGKILL|Signal 9", "skips 
 
 @contextlib.contextmanager
 def ranks_of(ctx, place: str) -> Iterator[str]:
-    """The type of the device; on GPUs each rank has its own, and the world talks by NCCL."""
+    """Yields the device type. On GPUs, each rank has its own device, and the world uses NCCL."""
     device = device_of(place)
     if device == "cuda":
         torch.cuda.set_device(ctx.rank)
@@ -62,7 +62,7 @@ def mesh_of(device: str, sizes: tuple[int, ...]) -> DeviceMesh:
 @places
 @pytest.mark.shows("many GPUs")
 def test_steps_are_stocks(ctx, place):
-    """In every arrangement, and in a world that rows do not divide by."""
+    """Every arrangement, also in a world that does not divide the rows."""
     only_fsdp2x(ctx)
     wrong = {}
     with ranks_of(ctx, place) as device:
@@ -91,7 +91,7 @@ def test_steps_are_stocks(ctx, place):
 @places
 @pytest.mark.shows("many GPUs")
 def test_gradients_that_one_rank_lacks_are_not_stocks(ctx, place):
-    """Stock's ranks would wait for each other: the model that nobody shards tells what is right."""
+    """FSDP2's ranks would wait for each other, so the unsharded model is the reference."""
     only_fsdp2x(ctx)
     with ranks_of(ctx, place) as device:
         reference = Experts().to(device)
@@ -106,7 +106,7 @@ def test_gradients_that_one_rank_lacks_are_not_stocks(ctx, place):
 @places
 @pytest.mark.shows("many GPUs")
 def test_a_rank_that_fails_ends_all(how, place):
-    """Under torchrun, before its own timeouts, with a message."""
+    """Under torchrun, all ranks end with a message before torchrun's timeouts."""
     script = str(Path(__file__).with_name("fail_step.py"))
     launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={WORLD}", "--master_port=29523"]
     start = time.monotonic()

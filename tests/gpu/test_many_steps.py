@@ -1,4 +1,4 @@
-"""One GPU: after hundreds of steps a model holds what it held after the first, whatever its steps have left out."""
+"""One GPU: a model's memory does not grow over hundreds of steps, whatever the steps leave out."""
 
 import ctypes
 import gc
@@ -17,21 +17,21 @@ from reference import only_fsdp2x, shard
 pytestmark = pytest.mark.shows("flat memory")
 
 WIDTH, WORLD, LAYERS = 64, 4, 5
-SETS = 2**LAYERS - 1  # of gradients that a step may have
-# Whole rounds, so that the last step before each count lacks the same gradients: what plans it keeps depends on them.
+SETS = 2**LAYERS - 1  # sets of gradients of a step
+# Complete rounds, so that the last step before each count lacks the same gradients: kept plans depend on them.
 WARM_UP = 2 * SETS
 STEPS = {"cuda": 7 * SETS, "streams": SETS}
-# Of the host's memory, which allocators and libraries make unsteady.
+# Allowed growth of CPU memory, because allocators and libraries make it unsteady.
 SLACK_BYTES = 16 << 20
 
 
 def chosen(step: int) -> tuple[int, ...]:
-    """Another set of layers in each of 31 steps."""
+    """Returns another set of layers in each of 31 steps."""
     return tuple(i for i in range(LAYERS) if (step % SETS + 1) >> i & 1)
 
 
 def held(place: str, model) -> dict[str, int]:
-    """Numbers of bytes, and of times that memory was asked for, which no step may raise."""
+    """Returns numbers of bytes and of allocations, which no step may raise."""
     gc.collect()
     stats = model._get_fsdp_state().root.stats()
     counts = {key: stats[key] for key in ("scratch_bytes", "gather_slots_owned", "scratch_slots_owned")}
@@ -47,7 +47,7 @@ def held(place: str, model) -> dict[str, int]:
 
 
 def host_bytes() -> int:
-    """Of this process, without what malloc could give back."""
+    """Returns the CPU bytes of this process, without those that malloc could free."""
     ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
@@ -58,7 +58,7 @@ def host_bytes() -> int:
 @pytest.mark.parametrize("sizes", [(1,), (WORLD,), (2, 2)], ids=["alone", "shards", "replicas"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_memory_is_flat(ctx, place, backend, sizes, policy):
-    """Each of the steps lacks other gradients than the one before."""
+    """Each step lacks other gradients than the one before."""
     only_fsdp2x(ctx)
     device = device_of(place)
     with alike.world_of(device, backend, sizes) as (mesh, _):
@@ -81,14 +81,14 @@ def test_memory_is_flat(ctx, place, backend, sizes, policy):
         train(WARM_UP, WARM_UP + STEPS[place])
         after = held(place, model)
         more = {key: after[key] - before[key] for key in before if after[key] != before[key]}
-        # How far the host runs ahead of the device decides how many plans wait in pinned memory at once.
+        # The number of plans in pinned memory depends on how far the host runs ahead.
         pinned = sum(more.pop(key) for key in [*more] if key.startswith("pinned"))
         assert not more and pinned < SLACK_BYTES, (more, pinned)
         assert host_bytes() - host_before < SLACK_BYTES
 
 
 def recorder():
-    """The rehearsal's, whose record of many steps nobody needs."""
+    """The rehearsal's recorder, without records of its many steps."""
     import streams
 
     return streams.install()

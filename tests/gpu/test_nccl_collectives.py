@@ -1,6 +1,6 @@
-"""One GPU: every collective that the package asks of NCCL, over a group of this rank alone, by each of its backends.
+"""One GPU: every NCCL collective of the package, over a group of this rank alone, with each of its backends.
 
-Alone a rank gets back what it sent: what is zero, of another dtype or not yet there is seen at once.
+A single rank gets back what it sent, so zeros, another dtype, and late values are noticed.
 """
 
 import contextlib
@@ -34,14 +34,14 @@ def alone(place: str, backend: str) -> Iterator[tuple[dist.ProcessGroup, torch.d
 
 
 def values(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers that every dtype holds, none of them zero."""
+    """Returns nonzero numbers that every dtype holds."""
     return (torch.arange(numel, device=device) % 61 + 1).to(dtype)
 
 
 @distributed(world_sizes=(1,), timeout=120)
 @each_backend
 def test_gathers(ctx, place, backend):
-    """Into other memory and in place, alone and as a group of skewed sizes."""
+    """Gathers to other memory and in place, alone and as a group of skewed sizes."""
     only_fsdp2x(ctx)
     with alone(place, backend) as (group, device):
         for dtype in (*DTYPES, torch.uint8):
@@ -64,7 +64,7 @@ def test_gathers(ctx, place, backend):
 @each_backend
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_reductions(ctx, place, backend, dtype):
-    """Sums and means; those of 16 bits were zero where their factor was read as another type."""
+    """Sums and means. 16-bit ones were zero if the factor was read as another type."""
     only_fsdp2x(ctx)
     with alone(place, backend) as (group, device):
         reduce = transport.device_reduction(group)
@@ -82,7 +82,7 @@ def test_reductions(ctx, place, backend, dtype):
 @distributed(world_sizes=(1,), timeout=120)
 @each_backend
 def test_what_is_asked_of_the_backend(ctx, place, backend):
-    """Its class says whether it groups gathers, and its timeout is its own."""
+    """Its class says whether it groups gathers, and it has a separate timeout."""
     only_fsdp2x(ctx)
     with alone(place, backend) as (group, device):
         name = type(group._get_backend(device)).__name__
@@ -95,7 +95,7 @@ def test_what_is_asked_of_the_backend(ctx, place, backend):
 @distributed(world_sizes=(1,), timeout=120)
 @each_backend
 def test_collectives_are_in_the_order_of_the_current_stream(ctx, place, backend):
-    """The source is written late, and what comes out is read at once: the stream alone orders them."""
+    """The source is written late, and the result is read immediately: only the stream orders them."""
     only_fsdp2x(ctx)
     if place != "cuda":
         pytest.skip("the CPU has no streams")
@@ -124,13 +124,13 @@ def test_collectives_are_in_the_order_of_the_current_stream(ctx, place, backend)
                 assert torch.equal(doubled, expected + expected), name
 
 
-# In a process of its own: torch's symmetric memory has one backend for good.
+# In a separate process: the backend of torch's symmetric memory cannot change.
 @distributed(world_sizes=(1,), timeout=120, fresh=True)
 @each_backend
 @pytest.mark.parametrize("kind", ["process_group", "symmetric"])
 @pytest.mark.shows("communication memory")
 def test_memory_for_collectives(ctx, place, backend, kind):
-    """Asked for before the group has a communicator, taken and given back a few times, gathered and reduced in."""
+    """Requested before the group has a communicator, then taken and freed repeatedly, with gathers and reductions."""
     only_fsdp2x(ctx)
     with alone(place, backend) as (group, device):
         if kind == "symmetric" and place != "cuda":

@@ -1,4 +1,4 @@
-"""One GPU: optimizers and clipping by the device's kernels, against the CPU's and against torch's on the device."""
+"""One GPU: optimizers and clipping with the device's kernels, against the CPU's and against torch's on the device."""
 
 import contextlib
 import copy
@@ -53,7 +53,7 @@ def on_gpu(params) -> list[nn.Parameter]:
 
 
 def set_gradients(step: int, *lists) -> None:
-    """The same on every device; every other one starts between two words of 16 bytes."""
+    """Sets equal gradients on every device. Every other one starts between two 16-byte words."""
     for params in lists:
         torch.manual_seed(100 + step)
         for index, param in enumerate(params):
@@ -72,7 +72,7 @@ def host_never_waits():
 
 
 def launches(call) -> list[str]:
-    """Names of the kernels, copies and fills on the device while `call` ran."""
+    """Returns the names of kernels, copies, and fills on the device during `call`."""
     torch.cuda.synchronize()
     return [work.name for work in device_work.work_of(device_work.trace_of(call))]
 
@@ -130,7 +130,7 @@ def test_clipping_has_the_bits_of_the_twins(dtypes, max_norm):
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 def test_clipping_is_torchs(norm_type):
-    sizes = [size for size in SIZES if 0 not in size]  # torch's infinity norm refuses empty gradients
+    sizes = [size for size in SIZES if 0 not in size]  # torch's infinity norm rejects empty gradients
     ours, theirs = on_gpu(parameters(sizes=sizes)), on_gpu(parameters(sizes=sizes))
     set_gradients(0, ours, theirs)
     norm = fsdp2x.clip_grad_norm_(ours, 0.5, norm_type)

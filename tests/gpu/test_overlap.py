@@ -1,7 +1,7 @@
-"""One GPU: a unit's weights are gathered while other units compute, seen in a trace.
+"""One GPU: a unit's weights are gathered while other units compute, as seen in a trace.
 
-A rank alone copies its own shards into the slot, on the lane that would feed NCCL. Its gradients are packed where they
-are to lie, on the compute stream. How transfers between GPUs overlap takes several GPUs.
+A single rank copies its own shards into the slot, on the stream that would feed NCCL. It packs gradients directly into
+their final place, on the compute stream. The overlap of transfers between GPUs needs several GPUs.
 """
 
 import pytest
@@ -25,7 +25,7 @@ def test_gathers_run_beside_the_compute(ctx):
     one_gpu.needs_memory(16 * 2**30)
     needs_traces()
     torch.manual_seed(0)
-    # Products of milliseconds, copies of tens of microseconds.
+    # Products take milliseconds, and copies tens of microseconds.
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM))).cuda()
     model = shard(ctx, model, [str(i) for i in range(NUM)], mesh=mesh)
     x = torch.randn(ROWS, WIDTH, device="cuda")
@@ -43,7 +43,7 @@ def test_gathers_run_beside_the_compute(ctx):
     beside = [one for one in work if one.stream != compute]
     assert len(beside) >= 2 * NUM, "each unit gathers in forward and in backward"
     hidden = device_work.shared_us(beside, products) / device_work.busy_us(beside)
-    # The first gather has nothing to hide behind.
+    # The first gather has no compute to overlap with.
     start = work[0].start_us
     times = [f"{one.stream}: {one.start_us - start:.0f}-{one.end_us - start:.0f} {one.name[:40]}" for one in work]
     assert hidden > 0.5, f"{hidden:.2f} of {device_work.busy_us(beside):.0f} us\n" + "\n".join(times)

@@ -1,4 +1,4 @@
-"""One GPU: blocks of Llama and Qwen3 in the widths of 1B and 8B models, a few of them, against stock FSDP2."""
+"""One GPU: a few blocks of Llama and Qwen3 in the widths of 1B and 8B models, against FSDP2."""
 
 import pytest
 import torch
@@ -12,14 +12,14 @@ from reference import only_fsdp2x, shard_auto, shard_stock
 pytestmark = [one_gpu.needs_gpu, pytest.mark.shows("widths")]
 
 LAYERS, TOKENS, STEPS = 2, 256, 3
-# Weights, gradients and moments of two models, both units and what is in flight.
+# Weights, gradients, and moments of two models, both units, and running work.
 BYTES_PER_ELEMENT = 2 * 16 * 1.5
-# The largest part of a gradient's norm by which sides may differ: sums in another order, and bf16's rounding of them.
+# Allowed relative difference of gradients, because sums have another order and bf16 rounds them.
 CLOSE = {"fp32": 1e-4, "bf16": 5e-2}
 
 
 def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of two gradients, as a part of the norm of the expected one."""
+    """Returns the distance of two gradients, relative to the norm of the expected one."""
     return ((got - expected).norm() / expected.norm().clamp(min=1e-12)).item()
 
 

@@ -1,6 +1,6 @@
-"""One GPU: training steps against stock FSDP2, alone and with several gloo ranks on the same device.
+"""One GPU: training steps against FSDP2, alone and with several gloo ranks on the same device.
 
-Gloo moves everything through the host, so two ranks show that the numbers are right and nothing about speed.
+gloo moves everything through the host, so two ranks check the numbers but not the speed.
 """
 
 import copy
@@ -62,7 +62,7 @@ def test_on_a_stream_of_the_user(ctx):
 @distributed(world_sizes=(1, 2), timeout=300)
 @pytest.mark.parametrize("keeps_graph", [False, True])
 def test_after_steps_on_another_stream(ctx, keeps_graph):
-    """Autograd adds up the gradients of a weight used twice on the stream of its first use, which is late here."""
+    """Autograd adds up the gradients of a weight used twice on the stream of its first use, which is late."""
     only_fsdp2x(ctx)
 
     class Twice(nn.Module):
@@ -85,7 +85,7 @@ def test_after_steps_on_another_stream(ctx, keeps_graph):
         stream.wait_stream(here)
         with torch.cuda.stream(stream):
             loss = loss_of(model, ctx, step)
-            if keeps_graph:  # and with it the nodes that add up
+            if keeps_graph:  # and with it the accumulation nodes
                 kept.append(loss)
             if stream is not side:
                 side.wait_stream(here)
@@ -166,7 +166,7 @@ def test_our_adamw_has_the_bits_of_the_cpu(ctx, moments):
 @distributed(world_sizes=(1,), timeout=300)
 @pytest.mark.shows("flat memory")
 def test_slots_and_buffers_are_reused(ctx):
-    """After the second step the driver is asked for no memory, and the engine takes as much in every step."""
+    """After the second step, torch asks the driver for no memory, and each step takes the same amount."""
     only_fsdp2x(ctx)
     _, ours = twins(ctx)
     train(ours, ctx, num=2)
@@ -183,7 +183,7 @@ def test_slots_and_buffers_are_reused(ctx):
     assert after["gather_slots_owned"] == after["scratch_slots_owned"] == 0, after["owners"]
 
 
-@distributed(world_sizes=(1,), timeout=300, fresh=True)  # what other tests have reserved counts
+@distributed(world_sizes=(1,), timeout=300, fresh=True)  # memory reserved by other tests counts
 @pytest.mark.shows("sleep")
 def test_sleep_gives_the_memory_back(ctx):
     only_fsdp2x(ctx)
@@ -206,7 +206,7 @@ def test_sleep_gives_the_memory_back(ctx):
     fsdp2x.sleep(model, optimizer)
     asleep = requested_bytes() - base
     assert asleep < 0.05 * awake, (asleep, awake)
-    # Nor does torch's allocator keep it from other processes, but for a segment of what is alive.
+    # torch's allocator keeps no more than a partly used segment from other processes.
     assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < 32 * 2**20
     fsdp2x.wake(model, optimizer)
     assert model(x).square().mean().item() < losses[-1] < losses[0]
@@ -215,7 +215,7 @@ def test_sleep_gives_the_memory_back(ctx):
 @distributed(world_sizes=(1,), timeout=300)
 @pytest.mark.shows("no waits")
 def test_the_host_does_not_wait_where_each_step_lacks_other_gradients(ctx):
-    """No upload blocks it: of packing there is none, of the optimizer's plans it is in the order of the stream."""
+    """No upload blocks it. Packing has none, and the optimizer's plans upload in stream order."""
     only_fsdp2x(ctx)
     one_gpu.needs_kernels()
     model = shard(ctx, Branches(WIDTH), mesh=on_gpu(ctx), mp_policy=POLICIES["bf16"])

@@ -1,4 +1,4 @@
-"""One GPU: a run of a training file: it is killed, resumed bit for bit, exported and reloaded."""
+"""One GPU: a run of a training file is killed, resumed bit for bit, exported, and reloaded."""
 
 import subprocess
 import sys

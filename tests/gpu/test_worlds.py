@@ -1,7 +1,7 @@
-"""One GPU: steps of rank 0 of a world of ranks alike are stock FSDP2's, in every arrangement that the engine knows.
+"""One GPU: steps of rank 0 in a world of identical ranks equal FSDP2's, in every arrangement of the engine.
 
-Collectives go through NCCL, a part of each rank at a time (alike.py). The rehearsal on the CPU is the same body
-over gloo, and its record has no races.
+Collectives go through NCCL, one rank's part at a time (alike.py). The rehearsal on the CPU runs the same body over
+gloo, and its record has no races.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def test_steps_are_stocks(ctx, place, backend, name):
 @pytest.mark.parametrize("weights, gradients", [("int8", "int8"), ("fp8", "bfloat16")])
 @pytest.mark.shows("wire formats")
 def test_numbers_in_few_bits(ctx, place, backend, weights, gradients):
-    """Weights are this rank's rows again and again, so all of them arrive as this rank's do."""
+    """Every rank has this rank's rows, so all weights arrive as this rank's do."""
     only_fsdp2x(ctx)
     case, device = CASES["fp32"], device_of(place)
     with alike.world_of(device, backend, case.sizes) as (mesh, _):
@@ -58,7 +58,7 @@ def test_numbers_in_few_bits(ctx, place, backend, weights, gradients):
 
         def repeated(param: torch.Tensor) -> torch.Tensor:
             rows = param.detach().chunk(world)[0]
-            # In the CPU's arithmetic, as our kernels: torch divides by a number of Python otherwise on a device.
+            # Use CPU arithmetic, like fsdp2x's kernels: on a device, torch divides by a Python number differently.
             arrived = wire.travelled(rows.cpu(), weights).to(device) if param.dim() > 1 else rows
             return torch.cat([arrived] * world)[: len(param)]
 
@@ -78,7 +78,7 @@ def test_numbers_in_few_bits(ctx, place, backend, weights, gradients):
                 same(dict(ours.named_parameters()), dict(twin.named_parameters()), "gathered")
             for (name, param), expected in zip(ours.named_parameters(), twin.parameters(), strict=True):
                 arrived = feedback[name].sent(expected.grad).chunk(world)[0]
-                # Another order of sums in the backward may choose the code beside.
+                # Another order of sums in the backward may give the next code.
                 beside = 1.01 * expected.grad.abs().max().item() / (127 if gradients == "int8" else 256)
                 same(param.grad.to_local(), arrived, f"{name}, step {step}", rtol=0, atol=beside)
             ours.zero_grad()
@@ -90,7 +90,7 @@ def test_numbers_in_few_bits(ctx, place, backend, weights, gradients):
 @pytest.mark.parametrize("kind", ["process_group", "symmetric"])
 @pytest.mark.shows("communication memory")
 def test_steps_in_memory_for_collectives(ctx, place, backend, kind):
-    """Slots and buffers from the backend's allocator, and from torch's pool of symmetric memory."""
+    """Slots and buffers come from the backend's allocator, and from torch's pool of symmetric memory."""
     only_fsdp2x(ctx)
     if kind == "symmetric" and place != "cuda":
         pytest.skip("the CPU has no symmetric memory")
@@ -114,7 +114,7 @@ def test_steps_in_memory_for_collectives(ctx, place, backend, kind):
 @each_backend
 @pytest.mark.shows("worlds")
 def test_several_roots_take_turns(ctx, place, backend):
-    """A policy and its critic: two models whose steps interleave share the device's lanes."""
+    """A policy and its critic: two models with interleaved steps share the device's streams."""
     only_fsdp2x(ctx)
     device, case = device_of(place), CASES["bf16"]
     with alike.world_of(device, backend, case.sizes) as (mesh, _):
@@ -144,7 +144,7 @@ def test_several_roots_take_turns(ctx, place, backend):
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 @pytest.mark.shows("optimizers")
 def test_our_adamw_with_clipping(ctx, place, backend, name):
-    """Against torch's over stock's shards; states of torch's fused one are taken over in the middle."""
+    """Against torch's AdamW over FSDP2's shards. Halfway, it takes over the state of torch's fused one."""
     only_fsdp2x(ctx)
     case, device = CASES[name], device_of(place)
     with alike.world_of(device, backend, case.sizes) as (mesh, _):
@@ -178,7 +178,7 @@ def full_local(param: nn.Parameter) -> torch.Tensor:
 
 @contextlib.contextmanager
 def never_waiting(place: str):
-    """On a device: an operation for which the host waits is an error."""
+    """On a device, an operation that makes the host wait is an error."""
     if place == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:

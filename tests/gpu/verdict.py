@@ -1,8 +1,8 @@
-"""The page that `make gpu-test` ends with: which claims this machine has shown, which it has not, and why.
+"""Writes the last page of `make gpu-test`: which claims this machine has shown, which it has not, and why.
 
-A plugin of pytest, for `--verdict FILE` (tests/conftest.py). A test says by its mark `shows` what it is about. Claims
-run in the order in which they stand here, so that the first minutes on a device tell the most. The file is written
-again behind each test: a run that is cut off leaves what it has found.
+A pytest plugin for `--verdict FILE` (tests/conftest.py). A test names its claim with the mark `shows`. Claims run in
+the order of this file, so that the first minutes on a device tell the most. The file is written again after each test,
+so an interrupted run keeps its results.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WIDTH = 118
 
 @dataclass
 class Shown:
-    """What tests of one claim came to, on the device and in the rehearsal of the same bodies on the CPU."""
+    """Results of one claim's tests, on the device and in the rehearsal of the same bodies on the CPU."""
 
     device: Counter = field(default_factory=Counter)
     rehearsal: Counter = field(default_factory=Counter)
@@ -80,7 +80,7 @@ class Verdict:
             callspec = getattr(item, "callspec", None)
             rehearsal = callspec is not None and callspec.params.get("place") == "streams"
             self._tests[item.nodeid] = (mark.args[0], rehearsal)
-        # Rehearsals last: where there is a device, its time is dear.
+        # Rehearsals last, because device time is expensive.
         items.sort(key=lambda item: (self._tests[item.nodeid][1], order[self._tests[item.nodeid][0]]))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -102,7 +102,7 @@ class Verdict:
             print(f"\n{self.page()}\n(also in {self._path})")
 
     def page(self) -> str:
-        """The whole page, for a width of 118 columns."""
+        """Returns the complete page, for a width of 118 columns."""
         lines = [machine(), "", f"{'claim':<90} {'device':<14} rehearsal"]
         for claim, shown in self._shown.items():
             name = f"{claim}: {CLAIMS[claim]}"
@@ -121,7 +121,7 @@ class Verdict:
 
 
 def machine() -> str:
-    """The device, and what of torch, CUDA and ours would run on it."""
+    """Names the device, and the versions of torch, CUDA, and fsdp2x's kernels that would run on it."""
     from fsdp2x.base.native import _C
 
     kernels = "with" if _C.has_device_kernels() else "without"
@@ -133,7 +133,7 @@ def machine() -> str:
 
 
 def _counts(counts: Counter, state: str) -> str:
-    """`held 12`, `FAILED 1 of 13`; skipped ones do not count."""
+    """Returns, for example, `held 12` or `FAILED 1 of 13`. Skipped ones do not count."""
     ran = counts["passed"] + counts["failed"]
     if not ran:
         return state if not counts else "not shown" if state else "skipped"
@@ -146,7 +146,7 @@ def _reason(report: pytest.TestReport) -> str:
 
 
 def _first_error(report: pytest.TestReport) -> str:
-    """The line that names the error, of what may be the tracebacks of several ranks."""
+    """Returns the line that names the error, also from tracebacks of several ranks."""
     lines = [line.strip() for line in report.longreprtext.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("E  ") or re.match(r"[\w.]+(Error|Exception|Failed)\b", line)]
     return (errors or lines[-1:] or ["no message"])[0].removeprefix("E ").strip()

@@ -1,4 +1,4 @@
-// Grids on the host: blocks and threads in an order of choice.
+// Runs grids on the host, with blocks and threads in a chosen order.
 #include "grid.hpp"
 
 #include <sched.h>
@@ -14,7 +14,7 @@ namespace fsdp2x::ptx {
 
 namespace {
 
-// Of exactly that many bytes, so that AddressSanitizer sees an access beyond them.
+// Memory of exactly the requested bytes, so that AddressSanitizer detects an access beyond them.
 class Memory {
  public:
   explicit Memory(size_t bytes) {
@@ -28,7 +28,7 @@ class Memory {
 
  private:
   static constexpr size_t kAlignment = 64;
-  static constexpr int kGarbage = 0xa5;  // nobody may count on what nobody wrote
+  static constexpr int kGarbage = 0xa5;  // tests must not rely on unwritten memory
   void* data_ = nullptr;
 };
 
@@ -45,7 +45,7 @@ std::vector<unsigned> in_order(unsigned num, Order order, std::mt19937& random) 
   std::abort();
 }
 
-// Threads that may wait: each runs until it waits, then the next one.
+// Runs threads that may wait: each until it waits, then the next one.
 void run_block(const Kernel& kernel, std::vector<Fiber>& threads) {
   for (;;) {
     size_t num_ended = 0, num_at_barrier = 0;

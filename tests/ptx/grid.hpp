@@ -1,7 +1,7 @@
-// A translated kernel, and what runs a grid of it: its threads one after the other, in an order of choice.
+// A translated kernel, and functions that run a grid of it: its threads one after the other, in a chosen order.
 //
-// A kernel is a function that runs one thread to its end. Where threads of a block wait for each other it is a
-// coroutine, and a block is as many of them.
+// A kernel is a function that runs one thread to its end. If threads of a block wait for each other, it is a coroutine,
+// and a block has one coroutine per thread.
 #pragma once
 
 #include <coroutine>
@@ -20,7 +20,7 @@ struct Dim {
   unsigned x, y, z;
 };
 
-// Where a thread is and what it can reach.
+// A thread's position, and the memory that it can access.
 struct Thread {
   Dim tid, ntid, ctaid, nctaid;
   const char* params;
@@ -38,7 +38,8 @@ class Fiber {
     void return_void() {}
     void unhandled_exception() { std::abort(); }
   };
-  // `co_await Fiber::Wait{true}`: until every thread of the block waits so; false: gives the others a turn.
+  // `co_await Fiber::Wait{true}` waits until every thread of the block waits so. With false, it gives the others a
+  // turn.
   struct Wait {
     bool is_at_barrier;
     bool await_ready() const { return false; }
@@ -58,7 +59,7 @@ class Fiber {
 
   bool has_ended() const { return handle_.done(); }
   bool is_at_barrier() const { return !has_ended() && handle_.promise().is_at_barrier; }
-  // Until it waits again, or ends.
+  // Resumes until it waits again, or ends.
   void resume() {
     handle_.promise().is_at_barrier = false;
     handle_.resume();
@@ -72,7 +73,7 @@ struct Place {
   size_t offset, bytes;
 };
 
-// What the translation of an entry says of it.
+// A translated kernel entry and its properties.
 struct Kernel {
   const char* name;
   void (*run)(const Thread&);     // null for one that waits
@@ -80,14 +81,14 @@ struct Kernel {
   std::span<const Place> params;
   size_t shared_bytes;
   unsigned max_threads;        // of a block
-  std::span<uint8_t> reached;  // by number of the instruction: 1 when a thread has come there
-  int* mutant;                 // 0, or the number of the one that replaces an instruction
+  std::span<uint8_t> reached;  // by number of the instruction: 1 when a thread has reached it
+  int* mutant;                 // 0, or the number of the mutant that replaces an instruction
 };
 
 enum class Order { forward, reverse, random };
 
-// Runs every thread of every block; returns when all have ended. `arguments`: where each parameter lies. May be called
-// by several threads at once. Ends the process where a device would fail or hang.
+// Runs every thread of every block and returns after all have ended. `arguments`: the address of each parameter.
+// Several threads may call it at once. Ends the process where a device would fail or hang.
 void run_grid(const Kernel& kernel, const void* const* arguments, unsigned num_blocks, unsigned num_threads,
               Order order);
 

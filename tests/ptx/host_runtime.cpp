@@ -1,9 +1,9 @@
-// Stands in for the CUDA runtime, on the host: memory is malloc's, a launch runs translated PTX before it returns.
-// Programs of tests/gpu/kernels are linked with it as they are, with what nvcc made of their launches.
+// Replaces the CUDA runtime on the host: memory is malloc's, and a launch runs translated PTX before it returns.
+// Unchanged programs of tests/gpu/kernels link to it, with nvcc's host code of their launches.
 //
-// The environment says what is run: FSDP2X_PTX_KERNELS the library of translated kernels, FSDP2X_PTX_ORDER the order of
-// blocks and threads (forward, reverse, random), FSDP2X_PTX_MUTANT a mutant as "kernel:number", FSDP2X_PTX_REACHED the
-// file that receives, kernel by kernel, which instructions were reached. Without kernels there is no device.
+// The environment selects what runs. FSDP2X_PTX_KERNELS is the library of translated kernels. FSDP2X_PTX_ORDER is the
+// order of blocks and threads (forward, reverse, random). FSDP2X_PTX_MUTANT is a mutant as "kernel:number".
+// FSDP2X_PTX_REACHED is a file for the reached instructions of each kernel. Without kernels there is no device.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
@@ -28,7 +28,7 @@ std::string variable(const char* name) {
   return value == nullptr ? "" : value;
 }
 
-// Names of functions by where nvcc's host code has them; registered before main.
+// Names of functions by their address in nvcc's host code, registered before main.
 std::map<const void*, std::string>& registered() {
   static std::map<const void*, std::string> names;
   return names;
@@ -66,7 +66,7 @@ class Kernels {
   }
   bool exist() const { return !by_name_.empty(); }
   Order order() const { return order_; }
-  // The name of an anonymous namespace says where its source lies, and how it was compiled.
+  // The name of an anonymous namespace contains its source's path and compilation.
   const Kernel* find(const std::string& name) const {
     static const std::regex anonymous("[0-9]+_GLOBAL__N__[0-9a-f]{8}_[0-9]+_\\w+?_cu_[0-9a-f]{8}");
     const auto found = by_name_.find(std::regex_replace(name, anonymous, ""));

@@ -1,4 +1,4 @@
-"""From the PTX that CMake has made to a library of kernels. What has been compiled once is kept, by its content."""
+"""Makes a library of kernels from CMake's PTX. Keeps compiled objects by their content."""
 
 import functools
 import hashlib
@@ -15,7 +15,7 @@ from ptx_translation import Mutant, translate
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path.append(str(ROOT / "tests" / "support"))  # of a command line; pytest has it
+sys.path.append(str(ROOT / "tests" / "support"))  # for command lines, because pytest has it
 
 from kernel_programs import kernel_programs  # noqa: E402
 
@@ -50,13 +50,13 @@ def entries(architecture: str) -> list[Entry]:
 
 @functools.cache
 def _tools() -> str:
-    """What an object depends on besides its source."""
+    """Returns the dependencies of an object other than its source."""
     version = subprocess.run([COMPILER, "--version"], capture_output=True, text=True, check=True).stdout
     return version + "".join((HERE / name).read_text() for name in ("grid.hpp", "values.hpp"))
 
 
 def _compile(source: str, flags: Sequence[str], name: str | None = None) -> Path:
-    """An object of `source`, new or kept; its kernel is called after its content."""
+    """Returns an object of `source`, new or kept. Its kernel is named after its content."""
     key = hashlib.sha256("\0".join((source, _tools(), *flags)).encode()).hexdigest()[:20]
     path = FOLDER / "objects" / f"{key}.o"
     if not path.exists():
@@ -71,7 +71,7 @@ def _compile(source: str, flags: Sequence[str], name: str | None = None) -> Path
 
 
 def _list_of(kernels: Sequence[str]) -> str:
-    """The source of the function by which the runtime finds the kernels."""
+    """Returns the source of the function that gives the runtime its kernels."""
     return "\n".join(
         [
             '#include "grid.hpp"',

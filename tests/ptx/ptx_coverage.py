@@ -1,4 +1,4 @@
-"""Which instructions of each kernel the bodies execute: `python tests/ptx/ptx_coverage.py sm_90 --missed KERNEL`."""
+"""Reports which instructions of each kernel the bodies execute: `ptx_coverage.py sm_90 --missed KERNEL`."""
 
 import argparse
 import tempfile
@@ -13,7 +13,7 @@ LEAST = 0.95  # of the instructions of each kernel
 
 
 def measure(architecture: str, kernels: Path | None = None) -> list[tuple[Entry, list[bool]]]:
-    """Runs all bodies: the kernels, by name, with whether each instruction was executed."""
+    """Runs all bodies. Returns the kernels, by name, with whether each instruction was executed."""
     kernels = kernels or ptx_build.library(architecture)
     entries = {stable_name(entry.name): entry for entry in ptx_build.entries(architecture)}
     reached = {name: [False] * len(entry.instructions) for name, entry in entries.items()}
@@ -39,7 +39,7 @@ def table(found: list[tuple[Entry, list[bool]]]) -> str:
 
 
 def missed_lines(entry: Entry, done: list[bool]) -> list[str]:
-    """Lines of C++ that instructions come from which were not executed, with their number."""
+    """Returns lines of C++ with instructions that were not executed, and their number."""
     missed = Counter(i.source for i, flag in zip(entry.instructions, done, strict=True) if not flag)
     return [f"{number:5}  {source}" for source, number in sorted(missed.items())]
 

@@ -1,7 +1,7 @@
-"""What one PTX instruction is in C++. Registers are unsigned integers of their width; `values.hpp` has the rest.
+"""Translates one PTX instruction to C++. Registers are unsigned integers of their width; `values.hpp` has the rest.
 
-What is not here raises `UnknownPtx`, so that no instruction is guessed: above all roundings other than to nearest even,
-flushed subnormals and approximations, which the kernels must not have.
+Unknown instructions raise `UnknownPtx`, so that none is guessed. This includes roundings other than to nearest even,
+flushed subnormals, and approximations, which the kernels must not have.
 """
 
 import re
@@ -19,7 +19,7 @@ _SPECIAL |= {"%globaltimer": "nanoseconds()"}
 
 
 def identifier(name: str) -> str:
-    """A register or label as a name of C++ that is no type's: there is a register %f16."""
+    """Returns a register or label as a C++ name that is no type's, since a register is called %f16."""
     return name.replace("%", "").replace("$", "") + "_"
 
 
@@ -37,13 +37,13 @@ def cpp_type(type_: str) -> str:
 
 
 class Translator:
-    """Of the instructions of one kernel."""
+    """Translates the instructions of one kernel."""
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
 
     def translate(self, instruction: Instruction) -> str:
-        """Statements of C++ with the effect of `instruction` where its guard holds."""
+        """Returns C++ statements with the effect of `instruction` if its guard holds."""
         head = instruction.parts[0]
         if head not in _TRANSLATIONS:
             raise UnknownPtx(f"{self.entry.title}: {instruction}")
@@ -55,7 +55,7 @@ class Translator:
     # --- operands ---
 
     def value(self, text: str, type_: str) -> str:
-        """What is read, as a value of `type_`."""
+        """Returns an operand as a value of `type_`."""
         type_ = cpp_type(type_)
         if text.startswith("!"):
             return f"!{identifier(text[1:])}"
@@ -73,7 +73,7 @@ class Translator:
         return f"{type_}({self.entry.shared.places[text][0]})"
 
     def put(self, register: str, expression: str) -> str:
-        """The value of `expression`, extended by its type's sign, into a register."""
+        """Puts the value of `expression`, extended by its type's sign, into a register."""
         bits = self.entry.registers[register]
         return f"{identifier(register)} = " + (f"{expression};" if bits == 1 else f"to<u{bits}>({expression});")
 
@@ -86,12 +86,12 @@ class Translator:
 
 
 def names_in(operand: str) -> list[str]:
-    """The registers of a vector, or the one there is."""
+    """Returns the registers of a vector, or a single one."""
     return [name.strip() for name in operand.strip("{}").split(",")]
 
 
 def require_exact(parts: list[str]) -> None:
-    """Raises for a float operation that is anything but rounded to nearest even."""
+    """Raises for a float operation that does not round to nearest even."""
     if not _INEXACT.isdisjoint(parts):
         raise ValueError
 
@@ -225,8 +225,8 @@ def _shift(t: Translator, parts: list[str], operands: tuple[str, ...]) -> str:
 
 
 def _bits(t: Translator, parts: list[str], operands: tuple[str, ...]) -> str:
-    """Instructions that `values.hpp` has a function of the same name for, of 32 bits."""
-    if parts == ["bfe", "s32"]:  # the bits, extended by their sign: of a whole byte alone
+    """Translates 32-bit instructions for which `values.hpp` has a function of the same name."""
+    if parts == ["bfe", "s32"]:  # the bits, extended by their sign: only of a complete byte
         if operands[3] != "8":
             raise ValueError
         return t.put(operands[0], f"s32(s8(bfe({', '.join(t.value(operand, 'u32') for operand in operands[1:])})))")
@@ -236,7 +236,7 @@ def _bits(t: Translator, parts: list[str], operands: tuple[str, ...]) -> str:
 
 
 def _funnel_shift(t: Translator, parts: list[str], operands: tuple[str, ...]) -> str:
-    """Of 64 bits, the upper ones as they leave to the left, or the lower ones as they leave to the right."""
+    """Shifts 64 bits, and returns the upper half after a left shift or the lower half after a right shift."""
     if parts[2:] != ["wrap", "b32"]:
         raise ValueError
     function = {"l": "funnel_left", "r": "funnel_right"}[parts[1]]

@@ -1,8 +1,8 @@
-"""Wrong versions of the kernels, which the bodies have to notice.
+"""Wrong versions of the kernels, which the bodies must notice.
 
-Of the first sort a mutant changes one instruction, wherever that cannot go unseen once it is executed: a store is left
-out, a conversion cuts off, threads do not wait. Of the second sort a mutant changes every instruction of its kind in a
-kernel: which single one of them matters depends on what the compiler made of the source.
+A mutant of the first kind changes one instruction, if a test that executes it must notice. It omits a store, truncates
+a conversion, or removes a wait. A mutant of the second kind changes every instruction of its kind in a kernel, because
+the compiler decides which single one matters.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ def _leaves_a_store_out(instruction: Instruction) -> tuple[Instruction, ...] | N
 
 
 def _cuts_off(instruction: Instruction) -> tuple[Instruction, ...] | None:
-    """To bf16 by its upper half, rounded towards zero."""
+    """Converts to bf16 by its upper half, rounded towards zero."""
     if instruction.opcode != "cvt.rn.bf16.f32":
         return None
     target, source = instruction.operands
@@ -31,7 +31,7 @@ def _does_not_wait(instruction: Instruction) -> tuple[Instruction, ...] | None:
 
 
 def _takes_the_other_extreme(instruction: Instruction) -> tuple[Instruction, ...] | None:
-    """The larger for the smaller, and the one of two values that a condition is not for."""
+    """Takes the larger instead of the smaller, and the wrong one of two conditional values."""
     head, *rest = instruction.parts
     if head in ("min", "max"):
         return (replace(instruction, opcode=".".join(({"min": "max", "max": "min"}[head], *rest))),)
@@ -42,7 +42,7 @@ def _takes_the_other_extreme(instruction: Instruction) -> tuple[Instruction, ...
 
 
 def _goes_one_too_far(instruction: Instruction) -> tuple[Instruction, ...] | None:
-    """Loops and ranges that end one element late."""
+    """Ends loops and ranges one element late."""
     if instruction.opcode.startswith("setp.lt.s"):
         return (replace(instruction, opcode=instruction.opcode.replace(".lt.", ".le.")),)
     if instruction.opcode.startswith("setp.ge.s"):
@@ -51,7 +51,7 @@ def _goes_one_too_far(instruction: Instruction) -> tuple[Instruction, ...] | Non
 
 
 def _confuses_types(instruction: Instruction) -> tuple[Instruction, ...] | None:
-    """Modes and dtypes are numbers of 16 bits; a condition on them is turned around."""
+    """Inverts a condition on modes and dtypes, which are 16-bit numbers."""
     for this, other in ((".eq.", ".ne."), (".ne.", ".eq.")):
         if instruction.parts[0] == "setp" and instruction.opcode.endswith("16") and this in instruction.opcode:
             return (replace(instruction, opcode=instruction.opcode.replace(this, other)),)
@@ -59,14 +59,14 @@ def _confuses_types(instruction: Instruction) -> tuple[Instruction, ...] | None:
 
 
 def _shortens_tiles(instruction: Instruction) -> tuple[Instruction, ...] | None:
-    """Tiles of 4095 elements, at the places of those of 4096."""
+    """Makes tiles of 4095 elements, at the places of those of 4096."""
     if "4096" not in instruction.operands or instruction.parts[0] == "bar":
         return None
     return (replace(instruction, operands=tuple("4095" if o == "4096" else o for o in instruction.operands)),)
 
 
 def _rounds_twice(instruction: Instruction) -> tuple[Instruction, ...] | None:
-    """A product and a sum for the fused one."""
+    """Uses a product and a sum instead of the fused one."""
     if instruction.parts[0] != "fma":
         return None
     target, a, b, c = instruction.operands
@@ -76,7 +76,7 @@ def _rounds_twice(instruction: Instruction) -> tuple[Instruction, ...] | None:
 
 
 def _reads_the_next(instruction: Instruction) -> tuple[Instruction, ...] | None:
-    """Every element of a vector from the place of the next one."""
+    """Reads every element of a vector from the place of the next one."""
     if instruction.parts[0] != "ld" or instruction.parts[-1] not in ("u8", "u16", "u32", "f32"):
         return None
     if len(instruction.parts) > 2 and instruction.parts[1:-1] != ["global"]:
@@ -100,7 +100,7 @@ ALL_AT_ONCE: tuple[Change, ...] = (
 
 
 def mutants(entry: Entry, most: int) -> Iterator[Mutant]:
-    """Those of a kernel, with at most `most` of each kind, spread over its instructions."""
+    """Returns a kernel's mutants, at most `most` of each kind, spread over its instructions."""
     for change in (*ONE_BY_ONE, *ALL_AT_ONCE):
         found = {}
         for index, instruction in enumerate(entry.instructions):

@@ -1,9 +1,9 @@
-"""Reads PTX: the kernels of a module, with their parameters, registers and instructions."""
+"""Reads PTX: the kernels of a module, with their parameters, registers, and instructions."""
 
 import re
 from dataclasses import dataclass, field, replace
 
-# Ends at the end of its line, where everything else ends with a semicolon.
+# Ends with its line, while everything else ends with a semicolon.
 _LINE_DIRECTIVE = re.compile(r"\.(version|target|address_size|file|loc|maxntid|minnctapersm|reqntid)\b[^\n]*")
 _VARIABLE = re.compile(
     r"\.(param|shared|local)\s+(?:\.align\s+(\d+)\s+)?\.[busf](\d+)\s+"
@@ -14,7 +14,7 @@ _ANONYMOUS = re.compile(r"\d+_GLOBAL__N__[0-9a-f]{8}_\d+_\w+?_cu_[0-9a-f]{8}")
 
 
 class UnknownPtx(Exception):
-    """Something that no kernel had so far; the message says what and where."""
+    """Something that no kernel had so far. The message says what and where."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Instruction:
     opcode: str
     operands: tuple[str, ...]
     guard: str = ""  # "%p1", or "!%p1"
-    source: str = ""  # the line of C++ that it comes from, and the one that was inlined into
+    source: str = ""  # its line of C++, and the line that it was inlined into
 
     @property
     def parts(self) -> list[str]:
@@ -42,7 +42,7 @@ class Label:
 
 @dataclass
 class Memory:
-    """Variables that lie one behind the other: parameters, or the shared memory of a block."""
+    """Consecutive variables: parameters, or the shared memory of a block."""
 
     places: dict[str, tuple[int, int]] = field(default_factory=dict)  # name: offset and bytes
     num_bytes: int = 0
@@ -70,7 +70,7 @@ class Entry:
 
     @property
     def waits(self) -> bool:
-        """Whether threads of it wait for others."""
+        """Whether its threads wait for others."""
         return any(i.parts[0] in ("bar", "nanosleep") for i in self.instructions)
 
     @property
@@ -87,17 +87,17 @@ class Entry:
 
 
 def stable_name(name: str) -> str:
-    """The mangled name of a kernel without its anonymous namespace, which is called by where the source lies."""
+    """Returns a kernel's mangled name without its anonymous namespace, which contains the source's path."""
     return _ANONYMOUS.sub("", name)
 
 
 def split_operands(text: str) -> tuple[str, ...]:
-    """At the commas outside of braces and brackets."""
+    """Splits at the commas outside of braces and brackets."""
     return tuple(part.strip() for part in re.split(r",(?![^{\[]*[}\]])", text) if part.strip())
 
 
 class _Reader:
-    """Statements one after the other, until the end of what is read."""
+    """Reads statements one after the other, until the end of the text."""
 
     def __init__(self, text: str) -> None:
         text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
@@ -105,7 +105,7 @@ class _Reader:
         self._at = 0
 
     def next(self) -> str | None:
-        """A directive, a label with its colon, a brace, or a statement without its semicolon."""
+        """Returns a directive, a label with its colon, a brace, or a statement without its semicolon."""
         text = self._text
         blank = re.compile(r"\s*").match(text, self._at)
         start = self._at = blank.end()
@@ -133,7 +133,7 @@ class _Reader:
 
 
 def read_module(text: str) -> list[Entry]:
-    """The entries of a module. Raises `UnknownPtx` for whatever is not a kernel on its own."""
+    """Returns the entries of a module. Raises `UnknownPtx` for anything but separate kernels."""
     reader, entries = _Reader(text), []
     files = dict(re.findall(r'\.file\s+(\d+)\s+"(?:[^"]*/)?([^"]+)"', text))
     while (statement := reader.next()) is not None:

@@ -1,4 +1,4 @@
-"""A kernel of PTX as a function of C++, with marks of what has been executed and with mutants to choose from."""
+"""Translates a PTX kernel to a C++ function, with marks of executed instructions and selectable mutants."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ _ENDS_BLOCK = ("bra", "ret")
 
 @dataclass(frozen=True)
 class Mutant:
-    """A wrong version of a kernel: what stands in for some of its instructions, by their number."""
+    """A wrong version of a kernel: replacements for some of its instructions, by their number."""
 
     kind: str
     replacements: dict[int, tuple[Instruction, ...]]
 
 
 def leaders(entry: Entry) -> list[int]:
-    """For each instruction the number of the one by whose mark it is known to be executed.
+    """Returns, for each instruction, the number of the one whose mark shows that it was executed.
 
-    Instructions that follow each other share the first one's, those under a guard have their own.
+    Consecutive instructions share the first one's mark. Guarded ones have their own.
     """
     result, leader, number = [], -1, 0
     for item in entry.code:
@@ -39,7 +39,7 @@ def leaders(entry: Entry) -> list[int]:
 
 
 def executed(entry: Entry, reached: Sequence[bool]) -> list[bool]:
-    """For each instruction whether a thread has executed it, its guard being true; branches count when reached."""
+    """Returns, for each instruction, whether a thread executed it with a true guard. Branches count if reached."""
     return [reached[leader] for leader in leaders(entry)]
 
 
@@ -75,7 +75,7 @@ def _function(entry: Entry, mutants: Sequence[Mutant]) -> Iterable[str]:
 
 
 def translate(entry: Entry, mutants: Sequence[Mutant] = ()) -> str:
-    """A file of C++ that defines the kernel `FSDP2X_KERNEL`, which whoever compiles it names."""
+    """Returns a C++ file that defines the kernel `FSDP2X_KERNEL`. The compile command sets this name."""
     result, call = ("Fiber", "start") if entry.waits else ("void", "run")
     places = ", ".join(f"{{{offset}, {num_bytes}}}" for offset, num_bytes in entry.params.places.values())
     lines = [

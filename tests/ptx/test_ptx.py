@@ -9,7 +9,7 @@ import pytest
 from ptx_mutants import mutants
 from ptx_reader import stable_name
 
-# Where a kernel's bodies are.
+# The program with a kernel's bodies.
 PROGRAM_OF = {
     "AdamWBody": "ptx_optimizer",
     "CopyBody": "ptx_copies",
@@ -57,14 +57,14 @@ def test_bodies(architecture, order):
 
 @pytest.mark.parametrize("program", ptx_build.PROGRAMS)
 def test_no_access_beyond_memory(program):
-    """Under AddressSanitizer, with the guards around every buffer forbidden."""
+    """Runs under AddressSanitizer, with the guards around every buffer forbidden."""
     kernels = ptx_build.library("sm_90", sanitize=True)
     passed(ptx_build.run(program, kernels, sanitize=True))
 
 
 @pytest.mark.parametrize("architecture", ptx_build.ARCHITECTURES)
 def test_bodies_execute_the_kernels(architecture):
-    """Of each instantiation; the report is `python tests/ptx/ptx_coverage.py`."""
+    """Checks each instantiation. The report is `python tests/ptx/ptx_coverage.py`."""
     found = ptx_coverage.measure(architecture)
     print(ptx_coverage.table(found))
     short = [entry.title for entry, done in found if sum(done) < ptx_coverage.LEAST * len(done)]
@@ -73,8 +73,8 @@ def test_bodies_execute_the_kernels(architecture):
 
 @pytest.mark.parametrize("architecture", ptx_build.ARCHITECTURES)
 def test_floats_are_written_in_whole_sectors(architecture):
-    """No thread writes two words that adjoin: those of a warp would fill sectors by halves. AdamW's vectors are as long
-    as those of its 16-bit parameters."""
+    """No thread writes two adjacent words: a warp would then fill sectors by halves. AdamW's vectors are as long as
+    those of its 16-bit parameters."""
     for entry in ptx_build.entries(architecture):
         adjoining = [i for i in entry.instructions if i.parts[0] == "st" and i.operands[0].endswith("+16]")]
         assert not adjoining or entry.title.startswith(("AdamWBody", "coded_adamw_kernel")), (
@@ -84,7 +84,7 @@ def test_floats_are_written_in_whole_sectors(architecture):
 
 
 def survivors(most: int) -> list[str]:
-    """The mutants that every program passes with."""
+    """Returns the mutants that no program notices."""
     chosen = {entry.name: list(mutants(entry, most)) for entry in ptx_build.entries("sm_90")}
     kernels = ptx_build.library("sm_90", chosen)
 

@@ -1,4 +1,4 @@
-// What the instructions of PTX do to values, where C++ has no operator for it. For translated kernels.
+// PTX operations on values that have no C++ operator, for translated kernels.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,7 @@ using f16 = _Float16;
 using f32 = float;
 using f64 = double;
 
-// Rounded to nearest even; every NaN becomes the device's one.
+// Rounded to nearest even. Every NaN becomes the device's NaN.
 struct bf16 {
   u16 code;
   bf16() = default;
@@ -43,7 +43,7 @@ struct bf16 {
 
 // --- registers ---
 
-// A register's low bits as a T.
+// Returns a register's low bits as a T.
 template <class T, class Register>
 inline T as(Register bits) {
   if constexpr (std::is_integral_v<T>) {
@@ -56,7 +56,7 @@ inline T as(Register bits) {
   }
 }
 
-// A float as an integer: towards zero, to the nearest end of what T holds, NaN to zero.
+// Converts a float to an integer: towards zero, clamped to the range of T, NaN to zero.
 template <class T, class F>
 inline T cut_off(F value) {
   if (value != value) return 0;
@@ -65,7 +65,7 @@ inline T cut_off(F value) {
   return static_cast<T>(value);
 }
 
-// A number before NaN; the negative zero is smaller than the positive.
+// Returns a number rather than NaN. The negative zero is smaller than the positive.
 template <class F>
 inline F smaller(F x, F y) {
   if (x == y) return std::signbit(x) ? x : y;
@@ -78,13 +78,13 @@ inline F larger(F x, F y) {
   return y != y || x > y ? x : y;
 }
 
-// Of an integer's bits, with a sign.
+// Returns the magnitude of a signed integer's bits.
 template <class Bits>
 inline Bits magnitude(Bits bits) {
   return static_cast<std::make_signed_t<Bits>>(bits) < 0 ? static_cast<Bits>(Bits{0} - bits) : bits;
 }
 
-// A value in a register, extended by its sign.
+// Returns a value in a register, extended by its sign.
 template <class Register, class T>
 inline Register to(T value) {
   if constexpr (std::is_integral_v<T>) {
@@ -106,7 +106,7 @@ inline u64 address_of(const char* pointer) { return reinterpret_cast<u64>(pointe
   std::abort();
 }
 
-// The device faults where an access is not aligned.
+// The device faults if an access is not aligned.
 template <size_t kBytes, class Char>
 inline Char* aligned(Char* address) {
   if (reinterpret_cast<uintptr_t>(address) % kBytes != 0) fail_misaligned(address, kBytes);
@@ -137,7 +137,7 @@ inline void store_release(char* address, T value) {
 
 // --- arithmetic ---
 
-// Shifts by the width and more leave nothing but the sign.
+// Shifts by at least the width leave only the sign.
 template <class T>
 inline T shift_left(T value, u32 places) {
   return places >= 8 * sizeof(T) ? T{0} : static_cast<T>(value << places);
@@ -149,7 +149,7 @@ inline T shift_right(T value, u32 places) {
   return static_cast<T>(std::is_signed_v<T> && value < 0 ? -1 : 0);
 }
 
-// The 64 bits of `high` and `low` shifted by up to 31 places: the upper half, and the lower one.
+// Shift the 64 bits of `high` and `low` by up to 31 places, and return the upper or the lower half.
 inline u32 funnel_left(u32 low, u32 high, u32 places) {
   return static_cast<u32>((static_cast<u64>(high) << 32 | low) << (places & 31) >> 32);
 }
@@ -158,7 +158,7 @@ inline u32 funnel_right(u32 low, u32 high, u32 places) {
   return static_cast<u32>((static_cast<u64>(high) << 32 | low) >> (places & 31));
 }
 
-// Four bytes picked out of eight; a place with its highest bit set takes the sign of the byte alone.
+// Picks four bytes out of eight. A place with its highest bit set only takes the byte's sign.
 inline u32 prmt(u32 low, u32 high, u32 selector) {
   const u64 bytes = static_cast<u64>(high) << 32 | low;
   u32 result = 0;
@@ -171,13 +171,13 @@ inline u32 prmt(u32 low, u32 high, u32 selector) {
   return result;
 }
 
-// `length` bits from `start` on.
+// Returns `length` bits from `start` on.
 inline u32 bfe(u32 value, u32 start, u32 length) {
   const u32 rest = shift_right(value, start & 255);
   return (length & 255) >= 32 ? rest : rest & (shift_left(1u, length & 255) - 1);
 }
 
-// `value` with the low `length` bits of `field` from `start` on.
+// Returns `value` with the low `length` bits of `field` from `start` on.
 inline u32 bfi(u32 field, u32 value, u32 start, u32 length) {
   const u32 low = (length & 255) >= 32 ? ~0u : shift_left(1u, length & 255) - 1;
   const u32 mask = shift_left(low, start & 255);

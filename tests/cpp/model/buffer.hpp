@@ -17,7 +17,7 @@ struct Pending {
   uint64_t value = 0;
   Clock released{};
   bool releases = false;
-  bool is_barrier = false;  // a release fence: nothing behind it may overtake what is before it
+  bool is_barrier = false;  // a release fence: later entries must not overtake earlier ones
 };
 
 class StoreBuffer {
@@ -27,7 +27,7 @@ class StoreBuffer {
     if (!entry.is_barrier || !entries_.empty()) entries_.push_back(entry);
   }
 
-  // The newest store to `place`, nullptr without one: what the rank itself sees.
+  // Returns the newest store to `place`, which the rank itself sees. nullptr: none.
   const Pending* find(int place) const {
     const auto found = std::find_if(entries_.rbegin(), entries_.rend(), [place](const Pending& entry) {
       return !entry.is_barrier && entry.place == place;
@@ -35,7 +35,7 @@ class StoreBuffer {
     return found != entries_.rend() ? &*found : nullptr;
   }
 
-  // The entries that may take effect now.
+  // Returns the entries that may take effect now.
   std::vector<size_t> ready() const {
     std::vector<size_t> ready;
     for (size_t i = 0; i < entries_.size(); ++i) {

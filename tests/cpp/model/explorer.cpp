@@ -1,4 +1,4 @@
-// The explorer: what a rank's accesses do, and the depth-first search over the orders of them.
+// The explorer: the effect of a rank's accesses, and the depth-first search over their orders.
 #include "model/explorer.hpp"
 
 #include <algorithm>
@@ -23,7 +23,7 @@ bool is_acquire(std::memory_order order) {
          order == std::memory_order_acq_rel || order == std::memory_order_consume;
 }
 
-// Thrown through a rank's program when a run is over for another reason than its end.
+// Thrown through a rank's program if a run is over before its end.
 struct Violation : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -31,14 +31,14 @@ struct Violation : std::runtime_error {
 struct Rank {
   bool is_done = false;
   int sleeps_on = -1;            // a place, while asleep
-  int num_limits = 0;            // sleeps that their limit ended
+  int num_limits = 0;            // sleeps that ended by their limit
   bool drains = false;           // waits until its buffer is empty
-  uint64_t history = 0;          // hash of all it has read since it forgot
-  uint64_t base = 0;             // and what it was then
+  uint64_t history = 0;          // hash of all that it has read since it forgot
+  uint64_t base = 0;             // and its value then
   const void* stored = nullptr;  // the word of its last store
-  uint64_t last_store = 0;       // hash of the same and the value
-  Clock fence_released{};        // what its relaxed stores carry since its last release fence
-  Clock fence_acquirable{};      // what its relaxed loads have seen, for its next acquire fence
+  uint64_t last_store = 0;       // hash of that word and the value
+  Clock fence_released{};        // released by its relaxed stores since its last release fence
+  Clock fence_acquirable{};      // seen by its relaxed loads, for its next acquire fence
   StoreBuffer buffer;
   std::string end;
 };
@@ -68,7 +68,7 @@ class Explorer {
       } catch (const Violation& violation) {
         wrong = violation.what();
       }
-      if (memory_.has_learned()) {  // steps are others now, so that a violation must be found again
+      if (memory_.has_learned()) {  // steps have changed, so a violation must be found again
         seen_.clear();
         path_.clear();
         result.num_ends = 0;
@@ -137,7 +137,7 @@ class Explorer {
     give_way();
     const uint64_t before = memory_[place].value;
     join(clock(), memory_[place].released);
-    join(memory_[place].released, clock());  // a release sequence goes on
+    join(memory_[place].released, clock());  // continues a release sequence
     memory_[place].value = before + value;
     note("ring", place, 0);
     return before;
@@ -146,7 +146,7 @@ class Explorer {
   void fence(std::memory_order order) {
     Rank& rank = self();
     const bool is_full = order == std::memory_order_seq_cst;
-    // A full fence stands between a store and a look: what was read before it was for the store alone.
+    // A full fence separates a store from a check: earlier reads only mattered for the store.
     if (is_full) rank.history = mix(rank.base, rank.last_store);
     if (is_full && options_.faults.no_full_fences) return;
     if (is_acquire(order)) join(clock(), rank.fence_acquirable);
@@ -168,7 +168,7 @@ class Explorer {
     note("sleep on", place, 0);
     if (memory_[place].value != value) return;
     self().sleeps_on = place;
-    // Asleep, a rank knows no more than that it waits in this call.
+    // An asleep rank only knows that it waits in this call.
     self().history = mix(self().base, static_cast<uint64_t>(place));
     give_way();
     note("woken at", place, 0);
@@ -208,7 +208,7 @@ class Explorer {
   }
 
  private:
-  // A step of the search: which actor goes, and which others could have.
+  // A step of the search: the chosen actor, and the alternatives.
   struct Choice {
     int actor;
     std::vector<int> others;
@@ -244,7 +244,7 @@ class Explorer {
     memory_[pending.place].released = pending.released;
   }
 
-  // What this rank sees: its own store, if one is still in the buffer.
+  // Returns the value that this rank sees: its own store, if one is still in the buffer.
   uint64_t visible(int place) {
     const Pending* const own = self().buffer.find(place);
     return own != nullptr ? own->value : memory_[place].value;
@@ -267,7 +267,7 @@ class Explorer {
     return text.empty() ? "place " + std::to_string(at) : text;
   }
 
-  // The running rank has seen `value`.
+  // Notes that the running rank has seen `value`.
   void note(const char* what, int place, uint64_t value) {
     Rank& rank = self();
     rank.history = mix(rank.history, mix(static_cast<uint64_t>(place), value));
@@ -277,8 +277,8 @@ class Explorer {
     }
   }
 
-  // From a rank to the search, which resumes it when it is its turn. Within the replayed prefix a rank whose turn comes
-  // next as well just goes on.
+  // Switches from a rank to the search, which resumes it at its turn. Within the replayed prefix, a rank continues
+  // directly if the next turn is also its own.
   void give_way() {
     if (position_ < path_.size() && path_[position_].actor == running() && can_run(running())) {
       ++position_;
@@ -288,7 +288,7 @@ class Explorer {
     advance();
   }
 
-  // The running rank has gone a step further, whatever it reads there.
+  // Advances the running rank by a step, whatever it reads there.
   void advance() { self().history = mix(self().history, 1); }
 
   void run_program(int rank) {
@@ -310,7 +310,7 @@ class Explorer {
     return !it.is_done && it.sleeps_on < 0 && !(it.drains && !it.buffer.empty());
   }
 
-  // In the order in which the search tries them: the rank that ran last first, then those behind it.
+  // Returns actors in the order of the search: the rank that ran last, then the following ranks.
   std::vector<int> enabled() const {
     std::vector<int> actors;
     for (int i = 0; i < options_.world; ++i) {
@@ -361,11 +361,11 @@ class Explorer {
       own = mix(own, rank.buffer.hash(memory_));
       hash = mix(hash, own);
     }
-    // Where delays are counted, states with fewer left to them are others.
+    // If delays are counted, states with fewer remaining delays are different states.
     return options_.max_delays < 0 ? hash : mix(hash, static_cast<uint64_t>(last_rank_ * 1000 + num_delays_));
   }
 
-  // Runs the path, then goes on until the end or a known state. True when all ranks ended.
+  // Runs the path, then continues until the end or a known state. Returns true if all ranks ended.
   bool run() {
     memory_.clear();
     ranks_.assign(static_cast<size_t>(options_.world), Rank());
@@ -430,7 +430,7 @@ class Explorer {
     return false;
   }
 
-  // The last steps of the run that went wrong.
+  // Returns the last steps of the run that failed.
   std::string trace_again() {
     is_tracing_ = true;
     try {

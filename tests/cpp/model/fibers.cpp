@@ -1,4 +1,4 @@
-// Stacks are made by makecontext and changed by _longjmp, which costs no system call.
+// makecontext makes the stacks, and _longjmp switches them, which costs no system call.
 #include "model/fibers.hpp"
 
 #include <cxxabi.h>
@@ -89,7 +89,7 @@ void Fibers::swap_exceptions(Fiber& fiber) {
 }
 
 #if defined(__SANITIZE_ADDRESS__)
-// A run that is given up leaves its stacks where they are, and what they own: that is no leak of the program's.
+// An abandoned run leaves its stacks and what they own in place. That is no leak of the program.
 void Fibers::leave_main(Fiber& fiber) {
   swap_exceptions(fiber);
   __lsan_disable();

@@ -1,4 +1,4 @@
-// Programs on stacks of their own, of which one runs at a time and gives way where it says so.
+// Programs on separate stacks. One of them runs at a time, and gives way explicitly.
 #pragma once
 
 #include <setjmp.h>
@@ -13,14 +13,14 @@ namespace fsdp2x::model {
 
 class Fibers {
  public:
-  // `program(i)` is what fiber i runs; no exception leaves it.
+  // Fiber i runs `program(i)`, which must not throw.
   Fibers(int count, std::function<void(int)> program);
 
-  // Puts fiber i before the start of its program. What it was in the middle of is dropped without unwinding.
+  // Puts fiber i before the start of its program. Drops its current state without unwinding.
   void make(int fiber);
   // Runs fiber i until it gives way or ends.
   void resume(int fiber);
-  // On a fiber: back to whoever resumed it, until it is resumed.
+  // On a fiber: returns to the caller of resume(), until it is resumed.
   void give_way();
   int running() const { return running_; }
 
@@ -33,7 +33,7 @@ class Fibers {
   };
   static void enter();
   [[noreturn]] void main_of_fiber();
-  // Each side of a change of stacks: one call before the jump, one after it.
+  // Each side of a stack switch: one call before the jump, one after it.
   void leave_main(Fiber& fiber);
   void arrive_in_main();
   void leave_fiber(Fiber& fiber);

@@ -1,5 +1,5 @@
-// Hashes of states. Two states are taken for one when their 64 bits agree: among a million, once in 40 million
-// searches.
+// Hashes of states. Two states count as equal if their 64 bits agree. Among a million states, that is wrong once in 40
+// million searches.
 #pragma once
 
 #include <cstdint>

@@ -107,9 +107,9 @@ uint64_t Memory::hash_of_all() const {
   for (const Clock& clock : clocks_) hash = mix(hash, this->hash(clock));
   for (size_t at = 0; at < places_.size(); ++at) {
     const Place& place = places_[at];
-    // A doorbell is only compared with what its owner loaded last, and never rings back.
+    // A doorbell is only compared with the value that its owner loaded last, and never returns to it.
     const uint64_t value = knowledge_[at].is_bell ? (place.value != place.base ? 1 : 0) : place.value;
-    // A count of zero lies below all others: places that nobody has touched yet are as if they were not there.
+    // A count of zero is below all others, so untouched places hash as if they did not exist.
     const uint64_t written = place.writer < 0 ? 0 : rank_of(static_cast<size_t>(place.writer), place.written);
     const uint64_t writer = written == 0 ? 0 : static_cast<uint64_t>(place.writer);
     const uint64_t order = mix(this->hash(place.released), mix(this->hash(place.reads), writer << 32 | written));

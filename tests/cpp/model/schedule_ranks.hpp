@@ -1,4 +1,4 @@
-// Ranks of the model that run the schedule: over the protocol of shared memory, and over a process group.
+// Ranks of the model that run the schedule over shared memory, and over a process group.
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@
 
 namespace fsdp2x::model {
 
-// What a rank does with the protocol is what SharedMemoryTransport does.
+// Calls the protocol as SharedMemoryTransport does.
 class ProtocolEffects final : public programs::RecordedEffects {
  public:
   ProtocolEffects(programs::Connection connection, ModelRank& rank) : RecordedEffects(connection), rank_(rank) {}
@@ -85,7 +85,7 @@ class ProtocolEffects final : public programs::RecordedEffects {
   std::map<uint32_t, ModelRank::Reduction> reductions_;
 };
 
-// A process group: a collective ends when every rank has posted as many, and all of them must be the same one.
+// A process group: a collective ends when every rank has posted as many. All ranks must post the same one.
 struct GroupWorld {
   static constexpr size_t kMaxCollectives = 64;
   struct Member {

@@ -1,5 +1,5 @@
-// Ranks of the model: what an engine does with the protocol (engine/transport/shm/shared_memory_transport.cpp), without
-// tensors.
+// Ranks of the model. They use the protocol as the engine does (engine/transport/shm/shared_memory_transport.cpp),
+// without tensors.
 #pragma once
 
 #include <array>
@@ -22,10 +22,10 @@ using cpu::GatherPost;
 using cpu::Joined;
 using cpu::ShmProtocol;
 
-inline constexpr size_t kSlotBytes = 64;  // what a unit takes, and the pages of the ledgers
+inline constexpr size_t kSlotBytes = 64;  // bytes of a unit, and of the ledgers' pages
 inline constexpr uint64_t kTag = 7;
 
-// What the ranks of a run share.
+// State that the ranks of a run share.
 struct World {
   explicit World(int num) : num_ranks(num), map(num, size_t{1} << 30), control(map.control_bytes() / sizeof(Line)) {}
   std::byte* bytes() const { return const_cast<std::byte*>(control.data()->bytes); }
@@ -51,7 +51,7 @@ class ModelRank {
   ShmProtocol& protocol() { return *protocol_; }
   int rank() const { return protocol_->rank(); }
 
-  // Before each call of the protocol: what this rank knows is where it stands in its program, and its ledgers.
+  // Called before each call of the protocol: a rank only knows its position in its program, and its ledgers.
   void forget() {
     uint64_t state = ++num_calls_;
     const auto add = [&state](uint64_t value) { state = (state ^ value) * 0x100000001b3ULL; };
@@ -133,7 +133,7 @@ class ModelRank {
     forget();
     protocol_->release_slot(gather.post.slot, gather.slot.num_uses);
   }
-  // New values for this rank's rows: where the peers read, if nobody does any more; else kept until the next gather.
+  // Sets new values for this rank's rows, directly where peers read if none reads, else at the next gather.
   void step(bool asks = true) {
     ++num_steps_;
     forget();
@@ -223,9 +223,9 @@ class ModelRank {
   std::unique_ptr<ShmProtocol> protocol_;
   uint64_t sequence_ = 0;
   uint64_t num_calls_ = 0;
-  uint64_t num_later_ = 0;  // which joins were left for the flush
+  uint64_t num_later_ = 0;  // joins that were left for the flush
   Slot resting_;
-  bool is_published_ = false;  // what is in the slot are this rank's newest rows
+  bool is_published_ = false;  // the slot has this rank's newest rows
   uint64_t num_steps_ = 0;
   std::array<uint64_t, 8> epochs_{};
   std::deque<Reduction> closing_;

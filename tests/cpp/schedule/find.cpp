@@ -1,4 +1,4 @@
-// Prints the first violation of the programs of up to three units; nothing when there is none.
+// Prints the first violation of the programs of up to three units, or nothing.
 #include <cstdio>
 
 #include "schedule/programs.hpp"

@@ -1,6 +1,6 @@
-"""Faults planted in the schedule, one at a time: `python mutants.py` builds each and prints which programs find it.
+"""Plants faults in the schedule, one at a time: `python mutants.py` builds each and prints which programs find it.
 
-Each fault is a change of one place of ``csrc/core/schedule``. A fault that no program finds ends with status 1.
+Each fault changes one place of ``csrc/core/schedule``. A fault that no program finds ends with status 1.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ FAULTS = (
 
 
 def found(folder: Path, fault: tuple[str, str, str, str] | None) -> str:
-    """The violation that the programs report; empty: none."""
+    """Returns the violation that the programs report. Empty: none."""
     copy = folder / "core/schedule"
     copy.mkdir(parents=True, exist_ok=True)
     for source in SCHEDULE.glob("*.?pp"):

@@ -65,7 +65,7 @@ class Rank {
   }
   Effects& effects() { return effects_; }
 
-  // A step that no exception ends must leave nothing behind.
+  // Runs a step. Without an exception, it must leave nothing behind.
   void step() {
     if (program_.accumulates) pass(/*syncs=*/false);
     pass(/*syncs=*/true);
@@ -78,7 +78,7 @@ class Rank {
     }
     completed_.clear();
   }
-  // A forward without grad that leaves out the last unit, whose gather may have begun ahead.
+  // Runs a forward without grad that leaves out the last unit, whose gather may have begun ahead.
   void evaluate() {
     tape_.clear();
     left_out_ = units_.size() - 1;
@@ -87,7 +87,7 @@ class Rank {
     for (const auto& unit : units_) require(unit->param_state() != ParamState::gathering, "nobody uses a gather");
     if (program_.reshards_after_forward) check_gathers();
   }
-  // A step in which the effect throws; then whatever the user would do to go on.
+  // Runs a step in which the effect throws, then the user's recovery.
   void fail_step(size_t effect) {
     effects_.throw_at(effect);
     try {
@@ -174,7 +174,7 @@ class Rank {
     }
   }
 
-  // As autograd does: the nodes in the reverse order of their calls. A parameter's gradient is complete with the
+  // Runs nodes in the reverse order of their calls, as autograd does. A parameter's gradient is complete with the
   // backward of its first call.
   void backward(int number) {
     effects_.runs_backward = true;
@@ -218,7 +218,8 @@ class Rank {
               "gradients are left behind in " + unit->name());
     }
   }
-  // A backward that raised leaves no part of itself in a sum; one that ended is in `.grad`, waits, or is reported.
+  // Gradients of a backward that raised are in no sum. Gradients of one that ended are in `.grad`, wait, or are
+  // reported.
   void check_sums(const RecordedGroup& group, bool has_loss) const {
     require(!group.reduced && !group.downloading && !group.is_posted_to_peers,
             "rows are left behind in " + group.name());
@@ -246,7 +247,7 @@ class Rank {
   std::vector<int> completed_;  // backwards of this step
 };
 
-// All trees of `num` units with all their properties; `visit` may change the rest of the program.
+// Makes all trees of `num` units with all their properties. `visit` may change the rest of the program.
 template <class Visit>
 void for_each_model(int num, const Visit& visit) {
   std::vector<UnitSpec> units(static_cast<size_t>(num));
@@ -282,7 +283,7 @@ struct Count {
   size_t programs = 0, exceptions = 0;
 };
 
-// Runs the program, and with an exception at every effect of a step. Throws what is wrong, with the program.
+// Runs the program, and again with an exception at every effect of a step. Throws the violation with the program.
 inline void check(const Program& program, bool with_exceptions, Count& count) {
   std::string where;
   try {
@@ -294,7 +295,7 @@ inline void check(const Program& program, bool with_exceptions, Count& count) {
     const size_t num_effects = rank.effects().num_effects() - before;
     ++count.programs;
     if (program.connection.is_collective) {
-      // Another rank, on which a unit gets no gradient, issues the same collectives in the same order.
+      // Another rank where a unit gets no gradient must issue the same collectives in the same order.
       for (size_t i = 0; i < program.units.size(); ++i) {
         Program other = program;
         other.without_gradient = static_cast<int>(i);

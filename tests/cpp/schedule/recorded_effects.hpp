@@ -1,4 +1,4 @@
-// Effects on records: every call is checked against what came before it, and one of them may throw.
+// Effects on records: every call is checked against the earlier calls, and one of them may throw.
 #pragma once
 
 #include <cstdint>
@@ -74,17 +74,17 @@ class RecordedEffects : public Effects {
  public:
   explicit RecordedEffects(Connection connection) : connection_(connection) {}
 
-  // The effect that throws, counted from here on; none without one.
+  // Sets the effect that throws, counted from here on. None: no effect throws.
   void throw_at(std::optional<size_t> effect) { throws_in_ = effect; }
   bool has_thrown() const { return has_thrown_; }
   size_t num_effects() const { return num_effects_; }
   int num_gathered() const { return num_gathered_; }
-  // Gathers, reductions and all-reduces in their order, as ranks must issue them alike.
+  // Returns gathers, reductions, and all-reduces in order. All ranks must issue the same.
   const std::vector<std::pair<char, int>>& collectives() const { return collectives_; }
 
   bool runs_backward = false;  // on this thread
   bool graph_lives = false;
-  int backward = 0;  // that runs, or the next
+  int backward = 0;  // number of the running or next backward
 
   bool inside_backward() const override { return runs_backward; }
   bool backward_is_alive() const override { return graph_lives; }

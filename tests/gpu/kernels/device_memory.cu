@@ -41,7 +41,7 @@ void release(void* memory) { check(cudaFree(memory), "cudaFree"); }
 void upload(void* memory, const void* host, size_t bytes) {
   if (bytes == 0) return;
   check(cudaMemcpy(memory, host, bytes, cudaMemcpyHostToDevice), "cudaMemcpy to the device");
-  // From pageable memory it returns when the bytes are staged, and streams of `new_stream` wait for nothing.
+  // From pageable memory it returns when the bytes are staged, and streams of `new_stream` would not wait for them.
   check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
 }
 

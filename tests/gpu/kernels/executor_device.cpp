@@ -1,4 +1,4 @@
-// The executor of the kernels on a device; without one every test is skipped and says why.
+// The executor of the kernels on a device. Without a device, every test is skipped with the reason.
 #include <cstdlib>
 
 #include "device_memory.hpp"
@@ -21,7 +21,7 @@ class DeviceExecutor final : public Executor {
 class NeedsDevice final : public testing::Environment {
  public:
   void SetUp() override {
-    // Before the first call of the runtime: streams that wait for each other must not share a queue of the device.
+    // Set before the first call of the runtime: streams that wait for each other must not share a queue of the device.
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
     if (const std::string reason = device_memory::unavailable(); !reason.empty()) GTEST_SKIP() << reason;
   }

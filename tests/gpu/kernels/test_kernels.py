@@ -1,4 +1,4 @@
-"""The kernels on a device, by the bodies that test the reference kernels on the CPU."""
+"""The kernels on a device, with the bodies that test the reference kernels on the CPU."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from one_gpu import needs_kernels
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAMS = Path(os.environ.get("FSDP2X_GPU_BUILD", ROOT / "build" / "gpu")) / "tests" / "cpp"
 NAMES = kernel_programs("device")
-# Streams that wait for each other need kernels that are loaded before any of them waits.
+# Load kernels before any stream waits for another one.
 TOGETHER = {"CUDA_MODULE_LOADING": "EAGER"}
 
 
@@ -54,7 +54,7 @@ def sanitizer() -> str:
 
 
 def checked(result: subprocess.CompletedProcess) -> None:
-    """Fails on whatever the sanitizer found; skips where it cannot run on this machine."""
+    """Fails if the sanitizer found something. Skips if it cannot run on this machine."""
     output = result.stdout + result.stderr
     if "Device not supported" in output:
         pytest.skip("compute-sanitizer says: Device not supported")
@@ -74,7 +74,7 @@ def test_compute_sanitizer_finds_nothing(name, tool):
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 @pytest.mark.shows("sanitizer")
 def test_compute_sanitizer_finds_nothing_in_training_steps(tool):
-    """The kernels with the plans that the engine makes of a model; torch's own kernels are not looked at."""
+    """Checks the kernels with the engine's plans of a model, without torch's own kernels."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and finds none")
     needs_kernels()

@@ -1,4 +1,4 @@
-// In place of csrc/shm/shm_limits.hpp: a ring that few gathers run around, and ranks that sleep at once.
+// Replaces csrc/shm/shm_limits.hpp: a small ring that wraps after few gathers, and ranks that sleep immediately.
 #pragma once
 
 #include <cstdint>

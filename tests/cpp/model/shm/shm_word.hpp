@@ -1,4 +1,4 @@
-// In place of csrc/shm/shm_word.hpp: words whose every access is a step of the explorer.
+// Replaces csrc/shm/shm_word.hpp: every access to a word is a step of the explorer.
 #pragma once
 
 #include <atomic>
@@ -17,14 +17,14 @@ class CheckedWord {
   T fetch_add(T value) { return static_cast<T>(model::fetch_add(this, value)); }
 
  private:
-  T place_;  // for the size; values are the explorer's
+  T place_;  // for the size, the explorer has the values
 };
 
 using Word = CheckedWord<uint64_t>;
 using Doorbell = CheckedWord<uint32_t>;
 
 inline void fence(std::memory_order order) { model::fence(order); }
-// The limit is the explorer's: Options::num_limits.
+// The explorer sets the limit: Options::num_limits.
 inline void sleep_on(Doorbell& bell, uint32_t value, std::chrono::nanoseconds) { model::sleep_on(&bell, value); }
 inline void wake(Doorbell& bell) { model::wake(&bell); }
 
