@@ -1,4 +1,4 @@
-"""What the site adds to the pages of docs/: benchmarks/, the changelog, every message; and names in docstrings."""
+"""Adds to the site: benchmarks, changelog, messages, commands, settings, and plain names in docstrings."""
 
 from __future__ import annotations
 
@@ -6,17 +6,29 @@ import re
 from pathlib import Path
 
 import messages
+import reference
 from mkdocs.structure.files import File, Files
 
+from fsdp2x.train.cli import make_parser
+from fsdp2x.train.grpo.config import GrpoConfig
+from fsdp2x.train.load_config import list_keys
+
 ROOT = Path(__file__).resolve().parents[1]
+SOURCES = {
+    "benchmarks.md": "benchmarks/README.md",
+    "changelog.md": "CHANGELOG.md",
+}
 ROLE = re.compile(r":(?:func|class|meth|attr|mod):(?=<code>)")
 
 
 def on_files(files: Files, config) -> Files:
-    """Adds pages and pictures that have their home elsewhere in the repository."""
-    for page, source in (("benchmarks.md", "benchmarks/README.md"), ("changelog.md", "CHANGELOG.md")):
-        files.append(File.generated(config, page, content=(ROOT / source).read_text()))
-    files.append(File.generated(config, "messages.md", content=messages.page(ROOT / "python/fsdp2x", ROOT / "csrc")))
+    """Adds pages and pictures whose source is elsewhere in the repository."""
+    pages = {page: (ROOT / source).read_text().replace("](../docs/", "](") for page, source in SOURCES.items()}
+    pages["messages.md"] = messages.page(ROOT / "python/fsdp2x", ROOT / "csrc")
+    pages["cli.md"] = reference.commands(make_parser())
+    pages["settings.md"] = reference.settings(list_keys(), list_keys(kind=GrpoConfig, dialects=()))
+    for page, text in pages.items():
+        files.append(File.generated(config, page, content=text))
     picture = ROOT / "benchmarks/plots/overview.png"
     files.append(File.generated(config, "plots/overview.png", abs_src_path=str(picture)))
     return files

@@ -96,7 +96,7 @@ def test_every_engine_resumes_from_torchtitans_checkpoint(tmp_path, writer):
         assert again == whole[6:], engine
 
 
-# ---- optimizers of others: what docs/optimizers-of-others.md says, by kind, in the order of the scripts
+# ---- optimizers of others: what docs/works-with.md says, by kind, in the order of the scripts
 
 SAID = {
     "bitsandbytes": [*["raises"] * 3, *["local"] * 3, "raises"],  # "local": by `local_optimizer`

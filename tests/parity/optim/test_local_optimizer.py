@@ -294,7 +294,7 @@ def test_torchs_others_step_as_over_stock_and_are_refused(ctx, name, kind):
         assert found == expected
     else:
         same(found, expected, name)
-    if TORCH_MINOR == 15:  # what docs/optimizers-of-others.md says
+    if TORCH_MINOR == 15:  # what docs/works-with.md says
         assert kind not in trains or not isinstance(found, str)
         assert kind in trains or (trains and ctx.world == 1) or found == "RuntimeError"
     with pytest.raises(NotImplementedError, match="element-wise"):
