@@ -196,7 +196,7 @@ format: $(TOOLS)
 	$(BIN)/ruff format $(PY_DIRS)
 	$(BIN)/ruff check --fix $(PY_DIRS)
 
-# The site needs no build of the package: what it shows of it is read from the source. Its tools are apart from the others.
+# Needs the built package, which describes its commands and settings. The tools of the site are installed separately.
 ifneq ($(TOOLS),)
 DOCS_TOOLS := $(VENV)/.tools-docs
 $(DOCS_TOOLS): pyproject.toml

@@ -30,15 +30,14 @@ def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.Argument
 def settings(train: dict[str, dict], grpo: dict[str, dict]) -> str:
     """The page of all keys: those of ``fsdp2x train``, and those that ``fsdp2x grpo`` adds or means in another way."""
     added = {key: row for key, row in grpo.items() if train.get(key) != row}
-    parts = ["# Settings", INTRO, *_sections(train, ""), "## Settings of fsdp2x grpo", MORE, *_sections(added, "grpo: ")]
+    parts = ["# Settings", INTRO, *_sections(train, "##"), "## Settings of fsdp2x grpo", MORE, *_sections(added, "###")]
     return "\n\n".join(parts) + "\n"
 
 
-def _sections(rows: dict[str, dict], prefix: str) -> list[str]:
+def _sections(rows: dict[str, dict], level: str) -> list[str]:
     by_section: dict[str, list[str]] = {}
     for key, row in rows.items():
         default = f"Default: `{row['default']}`." if "default" in row else ""
-        item = f"- `{key}` ({row['type']}): {row['help']}. {default}"
+        item = f"- `{key}` ({row['type']}): {row['help'].rstrip('.')}. {default}"
         by_section.setdefault(key.partition(".")[0], []).append(item.rstrip())
-    level = "###" if prefix else "##"
-    return [f"{level} {prefix}{name}\n\n" + "\n".join(items) for name, items in by_section.items()]
+    return [f"{level} {name}\n\n" + "\n".join(items) for name, items in by_section.items()]

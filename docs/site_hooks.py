@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import messages
-import reference
 from mkdocs.structure.files import File, Files
 
+import reference
 from fsdp2x.train.cli import make_parser
 from fsdp2x.train.grpo.config import GrpoConfig
 from fsdp2x.train.load_config import list_keys
