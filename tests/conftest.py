@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: slow or exotic; runs with --full")
-    config.addinivalue_line("markers", "each_value: each value of each argument occurs; --full runs the whole table")
+    config.addinivalue_line("markers", "each_pair: any two values of two arguments meet; otherwise each occurs")
     config.addinivalue_line("markers", "shows(claim): which claim of gpu/verdict.py a test is about")
     if config.getoption("--verdict"):
         sys.path.append(str(Path(__file__).parent / "gpu"))

@@ -87,7 +87,6 @@ OPTIONS = {
 @each_model
 @pytest.mark.parametrize("option", list(OPTIONS))
 @distributed(world_sizes=(2,), timeout=120)
-@pytest.mark.each_value
 def test_trains_as_with_stock(ctx, name, option):
     ram_efficient = option == "ram_efficient"
 

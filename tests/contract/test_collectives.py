@@ -70,7 +70,6 @@ def both(ctx, make: Callable[[], nn.Module], units, run: Callable, **options) ->
 
 
 @distributed(world_sizes=(4,))
-@pytest.mark.each_value
 @pytest.mark.parametrize("how", ACCUMULATIONS)
 @pytest.mark.parametrize(
     ("mesh", "reshard"), [(1, True), (1, False), (1, None), (1, 2), (2, True), (2, False), (2, None)]

@@ -91,7 +91,6 @@ def check_graphs(seen: list[dict], *, num_graphs: int = NUM_GRAPHS, num_calls: i
 @pytest.mark.parametrize("how", ["method", "wrapped", "after"])
 @pytest.mark.parametrize("reshard", [True, False])
 @both_transports
-@pytest.mark.each_value
 def test_blocks_compiled(ctx, how, reshard, transport):
     prepare = functools.partial(compile_blocks, how=how, backend="aot_eager")
     after = how == "after"
@@ -139,7 +138,6 @@ def test_evaluation_between_steps(ctx):
 @distributed(world_sizes=(2,), timeout=120)
 @pytest.mark.parametrize("how", ["method", "function"])
 @both_transports
-@pytest.mark.each_value
 def test_the_whole_model_compiled(ctx, how, transport):
     """Hooks break the root's graph, as they do stock's; the blocks are compiled, and only they."""
     skip_transport(ctx, transport)

@@ -57,7 +57,6 @@ def assert_pooled(model):
 @pytest.mark.parametrize("moment", ["before_forward", "after_step"])
 @both_transports
 @distributed(world_sizes=(2, 3))
-@pytest.mark.each_value
 def test_01_load_state_dict_assign(ctx, moment, transport):
     """The optimizer is made from the new Parameter objects: they must be the ones that train, and lie in the pool."""
     model = shard(ctx, Stack(), STACK_UNITS, transport=transport)
@@ -133,7 +132,6 @@ def test_03_optimizer_made_before_sharding(ctx):
 @pytest.mark.parametrize("accumulate", [False, True])
 @both_transports
 @distributed(world_sizes=(2,))
-@pytest.mark.each_value
 def test_04_zero_grad_drops_pooled_gradients(ctx, accumulate, transport):
     """Gradients of three steps, held to the end: none may be written again through a pool that was given back."""
     model = Stack()
@@ -214,7 +212,6 @@ def test_06_safetensors_of_local_shards(ctx):
 @pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
 @both_transports
 @distributed(world_sizes=(4,))
-@pytest.mark.each_value
 def test_07_empty_shards(ctx, options, transport):
     """Three rows on four ranks: optimizers of every kind, clipping, state dicts and the collectives take them."""
     model, plain = Stack(), Stack()
@@ -242,7 +239,6 @@ def test_07_empty_shards(ctx, options, transport):
 
 @both_transports
 @distributed(world_sizes=(3, 4))
-@pytest.mark.each_value
 def test_08_padding_is_never_seen(ctx, transport):
     """37 rows of vocabulary on 3 or 4 ranks: the pad of the last shard is in no norm, moment, or local tensor."""
     model = build("qwen3")
@@ -289,7 +285,6 @@ class Adapted(nn.Module):
 
 @both_transports
 @distributed(world_sizes=(1, 2, 3, 4))
-@pytest.mark.each_value
 def test_09_mixed_dtypes_and_frozen_in_one_unit(ctx, transport):
     model, plain = Adapted(), Adapted()
     shard(ctx, model, transport=transport)
@@ -355,7 +350,6 @@ def test_10_data_assigned_after_the_first_forward(ctx):
 
 @both_transports
 @distributed(world_sizes=(2, 3))
-@pytest.mark.each_value
 def test_11_full_tensor_of_every_parameter(ctx, transport):
     """Weight synchronisation one by one, at every moment of a step; the step is as without it."""
 
@@ -388,7 +382,6 @@ def test_11_full_tensor_of_every_parameter(ctx, transport):
 @pytest.mark.parametrize("reshard", [True, False])
 @both_transports
 @distributed(world_sizes=(2, 3))
-@pytest.mark.each_value
 def test_12_two_roots_and_a_root_run_twice(ctx, reshard, transport):
     """GRPO: policy and reference in turn, the policy twice before its backward, in every order of the backwards."""
 

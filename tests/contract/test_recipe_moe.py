@@ -120,7 +120,6 @@ def train_whole(world):
 @distributed(world_sizes=(4,), timeout=120)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("expert_dim", [0, 1])
-@pytest.mark.each_value
 def test_experts_on_their_own_mesh(ctx, expert_dim, precision):
     """Against stock, and against one process that has every token."""
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if precision == "bf16" else {}

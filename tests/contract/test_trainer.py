@@ -67,7 +67,6 @@ CONFIGS = {
 @each_model
 @pytest.mark.parametrize("config", list(CONFIGS))
 @distributed(world_sizes=(2,), timeout=120)
-@pytest.mark.each_value
 def test_trains_as_with_stock(ctx, name, config):
     seen = {}
     with shared_folder(ctx) as folder:
@@ -86,7 +85,6 @@ def test_trains_as_with_stock(ctx, name, config):
 @each_model
 @pytest.mark.parametrize("state_dict_type", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 @distributed(world_sizes=(2,), timeout=120)
-@pytest.mark.each_value
 def test_resume_gives_the_same_losses(ctx, name, state_dict_type):
     config = {"state_dict_type": state_dict_type}
     saving = {"save_strategy": "steps", "save_steps": 2}

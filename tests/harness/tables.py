@@ -1,22 +1,22 @@
 """Tables of settings: which cases of a test with several arguments run, and which are left to `--full`."""
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import pytest
 
 
 def thin_out(items: list[pytest.Item]) -> None:
-    """Cases stay in which any two values of two arguments meet; the world size is an argument. The rest is `full`.
+    """Cases stay in which each value occurs; the world size is an argument. The rest is `full`.
 
-    Of a test marked `each_value` cases stay in which each value occurs.
+    Of a test marked `each_pair` cases stay in which any two values of two arguments meet.
     """
     tests = defaultdict(list)
     for item in items:
         if hasattr(item, "callspec") and not item.get_closest_marker("full"):
             tests[item.path, item.originalname, *item.callspec.params].append(item)
     for cases in tests.values():
-        for item in set(cases) - _chosen(cases, 1 if cases[0].get_closest_marker("each_value") else 2):
+        for item in set(cases) - _chosen(cases, 2 if cases[0].get_closest_marker("each_pair") else 1):
             item.add_marker("full")
 
 
@@ -26,9 +26,13 @@ def _chosen(cases: list[pytest.Item], strength: int) -> set[pytest.Item]:
     if len(axes) < 2 or len(axes) == strength:
         return set(cases)
     parts = [set(itertools.combinations([(axis, table[axis]) for axis in axes], strength)) for table in tables]
-    missing, chosen = set().union(*parts), set()
+    missing, chosen, used = set().union(*parts), set(), Counter()
     while missing:
-        best = max(range(len(cases)), key=lambda index: len(parts[index] & missing))
+        # Of equal ones that with the rarest values: a long table meets all world sizes.
+        best = max(
+            range(len(cases)), key=lambda at: (len(parts[at] & missing), -sum(used[one] for one in tables[at].items()))
+        )
         chosen.add(cases[best])
         missing -= parts[best]
+        used.update(tables[best].items())
     return chosen

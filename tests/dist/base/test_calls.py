@@ -132,7 +132,6 @@ CHANGES = {
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.each_value
 def test_weights_that_change_between_two_buckets(ctx, transport, change):
     """On all ranks, or on one alone: all raise. What does not change them may run."""
     model = fsdp2x.fully_shard(Stack(), transport=transport)

@@ -102,7 +102,6 @@ def refusal(ctx, model, transport, act=None, **options) -> str:
 
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.each_value
 def test_other_parameters(ctx, transport):
     only_fsdp2x(ctx)
     for victim in {ctx.world - 1, 1}:

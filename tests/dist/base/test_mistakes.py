@@ -273,7 +273,6 @@ def in_folder(value, folder):
 
 @distributed(world_sizes=(1, 2))
 @pytest.mark.parametrize("name", EARLY)
-@pytest.mark.each_value
 def test_bad_settings_are_found_before_any_text_is_read(ctx, name):
     only_fsdp2x(ctx)
     if name == "parallel.device" and torch.cuda.is_available():

@@ -70,7 +70,6 @@ REASONS = {"memory": "allocate", "backward": "left its backward"}
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("place", ["first", "forward", "memory", "last", "backward"])
-@pytest.mark.each_value
 def test_a_rank_that_raises_alone_is_named(ctx, place, keeps, transport):
     only_fsdp2x(ctx)
     model = sharded(ctx, transport, reshard_after_forward=not keeps)
@@ -115,7 +114,6 @@ def test_replicas_are_told(ctx, place, transport):
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("place", ["first", "forward", "last", "backward"])
-@pytest.mark.each_value
 def test_all_raise_and_one_is_slow_to_go_on(ctx, place, grad, keeps, transport):
     """The others wait for it in the next step, whose numbers are right."""
     only_fsdp2x(ctx)

@@ -142,7 +142,6 @@ MODES = ("sync", "nothing", "reduce_scatter", "manual")
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("waits", [False, True])
 @both_transports
-@pytest.mark.each_value
 def test_a_failed_forward_is_as_if_it_had_not_been(ctx, mode, times, waits, transport):
     """Between two micro-batches, once and twice in a row, with and without a graph that waits for its backward."""
     only_fsdp2x(ctx)
@@ -173,6 +172,7 @@ def test_a_failed_forward_is_as_if_it_had_not_been(ctx, mode, times, waits, tran
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("waits", [False, True])
 @both_transports
+@pytest.mark.each_pair
 def test_a_failed_backward_leaves_nothing_behind(ctx, times, waits, transport):
     """The next step, after zero_grad, is that of a model that never failed; also when its graph was there before."""
     only_fsdp2x(ctx)
@@ -225,7 +225,6 @@ def test_what_a_failed_backward_leaves_in_grad(ctx, other, transport):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("mode", ["nothing", "shown", "reduce_scatter", "manual"])
 @both_transports
-@pytest.mark.each_value
 def test_a_failed_backward_keeps_earlier_gradients_or_says_that_they_are_lost(ctx, mode, transport):
     only_fsdp2x(ctx)
     model = make(ctx, transport, mode)
@@ -260,7 +259,6 @@ def test_a_failed_backward_keeps_earlier_gradients_or_says_that_they_are_lost(ct
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("mode", ["sync", "nothing", "manual"])
 @both_transports
-@pytest.mark.each_value
 def test_a_hook_behind_a_gradient_raises_when_all_gradients_are_there(ctx, mode, transport):
     """On all ranks, or on one, which takes no other with it. Gradients arrive at any moment: a rank that raised at once
     would have posted other reductions than its peers."""

@@ -118,7 +118,6 @@ def refuse_calls(ctx, library, transport, num_allocations):
 
 @pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("transport", ["auto", "shm"])
-@pytest.mark.each_value
 def test_a_call_is_refused(world, transport, request):
     num_allocations = 60 if request.config.getoption("--full") else 0
     before = left_behind()

@@ -102,7 +102,6 @@ def test_every_use_in_a_child_is_refused(ctx, transport):
 @distributed(world_sizes=(2,))
 @both_transports
 @pytest.mark.parametrize("end", ["del", "exit", "exception in forward"])
-@pytest.mark.each_value
 def test_the_end_of_a_child_is_not_the_parents(ctx, transport, end):
     only_fsdp2x(ctx)
     expected, twin = [], make(ctx, transport)

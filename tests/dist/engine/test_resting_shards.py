@@ -67,7 +67,6 @@ OPTIMIZERS = {
 
 @distributed(world_sizes=(2, 3, 4))
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.each_value
 def test_a_step_writes_where_peers_read(ctx, name):
     """No page of the shards is this rank's alone after a step: the next gather has nothing to copy."""
     before = set(memory.shared_files())
@@ -112,7 +111,6 @@ def test_who_steps_is_told_what_it_may_write_to(ctx):
 
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("how", ["step", "in place", "data", "numpy", "copy_", "load"])
-@pytest.mark.each_value
 def test_a_rank_that_is_ahead_writes(ctx, how):
     """It has left the model and changes its shards, while the others still compute with what was gathered."""
     model, optimizer = make(ctx, lambda params, lr: torch.optim.SGD(params, lr=1.0))

@@ -22,6 +22,7 @@ from streams import WIDTH, Experts, record_of_steps, step, wide
 @pytest.mark.parametrize("pack_below", [0, 600, 1 << 20])
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])
 @pytest.mark.parametrize("with_kernels", [True, False])
+@pytest.mark.each_pair
 def test_trains_as_one_rank_would(ctx, pack_below, policy, with_kernels):
     """Direct, mixed and packed gathers, uneven rows, in two dtypes; with the twins of the kernels and without."""
     only_fsdp2x(ctx)

@@ -69,7 +69,6 @@ def test_the_next_save_waits(ctx):
 
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("second_is_async", [False, True])
-@pytest.mark.each_value
 def test_two_models_write_to_one_folder_one_after_the_other(ctx, second_is_async):
     """While the first is being written, the second is refused as if it had been, or waits for it."""
     from fsdp2x import checkpoint

@@ -238,7 +238,6 @@ def remains(path):
 @distributed(world_sizes=(2,), timeout=180)
 @pytest.mark.parametrize("form", ["sharded", "full", "per_rank", "file"])
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.each_value
 def test_full_disk(ctx, form, asynchronous):
     only_fsdp2x(ctx)
     model = fsdp2x.fully_shard(Stack(), auto_wrap=True)

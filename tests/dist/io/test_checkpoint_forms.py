@@ -210,7 +210,6 @@ def test_marked_ones_stay(ctx):
 
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("async_save", [False, True])
-@pytest.mark.each_value
 def test_buffers_that_differ_are_those_of_rank_0(ctx, async_save):
     """Each rank's own in the files of each rank; in the others all of one rank, also next to what stays on a rank."""
     import fsdp2x
@@ -355,7 +354,6 @@ def stock_load(training, folder):
 
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("optimizer", ["torch_adamw", "sgd"])
-@pytest.mark.each_value
 def test_stock_reads_ours(ctx, optimizer):
     with shared_folder() as folder:
         training = Training(optimizer)
@@ -378,7 +376,6 @@ def test_stock_reads_ours(ctx, optimizer):
 
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.each_value
 def test_ours_reads_stock(ctx, flat):
     from fsdp2x import checkpoint
 

@@ -46,7 +46,6 @@ def whole(model, **options):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @distributed(world_sizes=(1, 2, 3, 4))
-@pytest.mark.each_value
 def test_equals_the_unsharded_model(ctx, transport):
     model = mixed_stack()
     expected = params(model)
@@ -72,7 +71,6 @@ def test_equals_the_unsharded_model(ctx, transport):
 
 @pytest.mark.parametrize("name", ["qwen3", "llama", "mixtral", "qwen3_moe", "gpt2", "vlm"])
 @distributed(world_sizes=(2, 3))
-@pytest.mark.each_value
 def test_names_and_layout_of_the_files(ctx, name):
     """What transformers itself would write, of tied, untied, fused and renamed weights."""
     from transformers.core_model_loading import revert_weight_conversion

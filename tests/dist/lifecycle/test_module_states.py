@@ -107,7 +107,6 @@ LOADS = {"load_state_dict": _load_state_dict, "set_model_state_dict": _set_model
 @distributed(world_sizes=(4,))
 @pytest.mark.parametrize("transport", ["shm", "process_group"])
 @pytest.mark.parametrize("load", LOADS)
-@pytest.mark.each_value
 def test_loads_are_checked_at_the_next_forward(ctx, transport, load):
     only_fsdp2x(ctx)
     model = replicated(ctx, transport)

@@ -47,7 +47,6 @@ def held_back(ctx, model, number, before_last, scale=1.0):
 @distributed(world_sizes=(1, 2, 3, 4))
 @pytest.mark.parametrize("before_last", ["nothing", "reduce_scatter"])
 @both_transports
-@pytest.mark.each_value
 def test_zero_grad_of_any_module(ctx, transport, before_last):
     """What it clears is gone, whatever the micro-batch before has communicated; all else is in the next sum."""
     only_fsdp2x(ctx)
@@ -218,7 +217,6 @@ EVENTS = {
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("forward_first", [False, True])
 @both_transports
-@pytest.mark.each_value
 def test_an_optimizer_that_cannot_see_them(ctx, transport, forward_first):
     """Its zero_grad leaves them: the next forward or backward warns, once, and of nothing else."""
     only_fsdp2x(ctx)

@@ -31,7 +31,6 @@ def locals_of(model, optimizer) -> list[torch.Tensor]:
 @distributed(world_sizes=(1, 2, 3))
 @pytest.mark.parametrize("transport", ["shm", "process_group", "streams"])
 @pytest.mark.parametrize("make", [torch.optim.AdamW, fsdp2x.optim.AdamW])
-@pytest.mark.each_value
 def test_training_goes_on(ctx, transport, make):
     only_fsdp2x(ctx)
     model = Stack()

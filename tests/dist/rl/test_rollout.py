@@ -25,7 +25,6 @@ LIMIT_S = 60.0
 
 @pytest.mark.parametrize("where", ["process", "colocated"])
 @distributed(world_sizes=(1, 2, 3))
-@pytest.mark.each_value
 def test_tokens_are_those_of_the_version_that_was_pushed(ctx, where):
     model = sharded()
     addresses = [new_address()]

@@ -47,7 +47,6 @@ def bits(tensors):
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @distributed(world_sizes=(1, 2, 3, 4))
-@pytest.mark.each_value
 def test_equals_the_unsharded_model(ctx, transport, over):
     """Uneven and empty shards, ignored parameters, mixed dtypes, one tensor and all of them in a bucket."""
     model = mixed_stack()
@@ -79,7 +78,6 @@ def test_equals_the_unsharded_model(ctx, transport, over):
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "mixtral", "vlm"])
 @distributed(world_sizes=(2, 3))
-@pytest.mark.each_value
 def test_names_and_layout_of_the_files(ctx, name, over):
     model = fsdp2x.fully_shard(tiny_vlm() if name == "vlm" else build(name))
     keep = {"*.gate.weight": torch.float32} if name in ("qwen3_moe", "mixtral") else {}
@@ -101,7 +99,6 @@ def test_names_and_layout_of_the_files(ctx, name, over):
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @distributed(world_sizes=(1, 2, 4))
-@pytest.mark.each_value
 def test_a_delta_is_a_full_push(ctx, transport, over):
     model = Stack()
     model.blocks[1].bfloat16()
@@ -412,7 +409,6 @@ class Made(nn.Module):
 
 @pytest.mark.parametrize("seed", range(4))
 @distributed(world_sizes=(2, 3))
-@pytest.mark.each_value
 def test_made_up_models(ctx, seed):
     """Any shapes, dtypes, shard dims and bucket sizes: full pushes, and deltas of any sparsity, in two buckets."""
     choose = random.Random(seed)

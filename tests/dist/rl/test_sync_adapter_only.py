@@ -50,7 +50,6 @@ def logits(model):
 
 @pytest.mark.parametrize("over", ["memory", "group"])
 @distributed(world_sizes=(1, 2, 3))
-@pytest.mark.each_value
 def test_an_engine_computes_what_the_trainer_does(ctx, over):
     """Bit for bit, push after push; a merged push replaces the adapter, and no adapter goes on top of it."""
     twin, model = adapted(use_rslora=True, alpha_pattern={"v_proj": 3})
@@ -86,7 +85,6 @@ def test_an_engine_computes_what_the_trainer_does(ctx, over):
 
 @pytest.mark.parametrize("where", ["process", "colocated"])
 @distributed(world_sizes=(1, 2))
-@pytest.mark.each_value
 def test_rollouts_sample_with_the_adapter(ctx, where):
     """Log-probabilities of the tokens are the trainer's, and those of an engine that got merged weights."""
     twin, model = adapted()
@@ -303,7 +301,6 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @distributed(world_sizes=(2,))
-@pytest.mark.each_value
 def test_adapters_that_are_not_pushed_alone(ctx, case):
     settings, said = CASES[case]
     _, model = adapted(**settings)

@@ -55,7 +55,6 @@ def merged(twin, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 @distributed(world_sizes=(1, 2, 3))
-@pytest.mark.each_value
 def test_equals_merge_and_unload(ctx, kind):
     """In buckets of any size, over both transports, full and as a delta; the trained model stays as it is."""
     twin = make_model(kind)

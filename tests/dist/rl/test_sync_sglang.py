@@ -49,7 +49,6 @@ AFTER = ["flush_cache", "update_weight_version", "continue_generation"]
 @pytest.mark.parametrize("has_sessions", [True, False])
 @pytest.mark.parametrize("num_workers", [1, 2])
 @distributed(world_sizes=(1, 2, 3))
-@pytest.mark.each_value
 def test_what_is_pushed_is_what_runs(ctx, num_workers, has_sessions):
     """Several dtypes in a bucket, at offsets that they divide; copies that run after the answers; every cut."""
     model, shapes = stack_model(ctx)

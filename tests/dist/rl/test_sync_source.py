@@ -47,7 +47,6 @@ def sent_in_chunks(source, chunk_bytes):
 @pytest.mark.parametrize("transport", ["shm", "process_group"])
 @pytest.mark.parametrize("name", MODELS)
 @distributed(world_sizes=(1, 2, 3))
-@pytest.mark.each_value
 def test_what_arrives_is_the_model(ctx, name, transport):
     """Chunks of any size, tensors kept to the end, a second pass after a step, against the gathered weights."""
     model = make_model(name)
@@ -63,7 +62,6 @@ def test_what_arrives_is_the_model(ctx, name, transport):
 
 @pytest.mark.parametrize("name", MODELS)
 @distributed(world_sizes=(2,))
-@pytest.mark.each_value
 def test_groups_are_layers(ctx, name):
     """In one piece each, in rising order, stack by stack; what stands before and after is not in one of them."""
     source = WeightSource(make_model(name), bucket_bytes=3000)

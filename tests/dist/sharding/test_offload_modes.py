@@ -35,6 +35,7 @@ from streams import WIDTH, wide
 @pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.parametrize("mp", POLICIES)
 @pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.each_pair
 def test_trains_as_one_rank_would(ctx, mode, mp, reshard):
     only_fsdp2x(ctx)
     recorder = streams.install(pack_below_bytes=600)
@@ -67,7 +68,6 @@ SETTINGS = {
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.each_value
 def test_every_mode_computes_the_same_bits(ctx, mode, name):
     only_fsdp2x(ctx)
     recorder = streams.install()

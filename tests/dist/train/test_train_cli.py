@@ -130,7 +130,7 @@ def test_a_signal_saves_after_the_step_and_says_how_to_go_on(config, tmp_path, r
     said = (
         f"fsdp2x: interrupted after step {step}; saved step {step}; go on with --resume_from {tmp_path}/run/checkpoints"
     )
-    assert output.count(said) == 1 and output.count(f"fsdp2x: {name} received: saving a checkpoint") == 1
+    assert output.count(said) == 1 and output.count(f"fsdp2x: {name} received: stopping after") == 1
     if ranks == 1:  # torchrun ends in its own way
         assert status == 130 and "Traceback" not in output, output
     status, output = command(

@@ -86,7 +86,6 @@ def test_exports_load_and_compute_the_same(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
 @pytest.mark.parametrize("form", ["per_rank", "full", "sharded"])
-@pytest.mark.each_value
 def test_checkpoints_of_adapters_are_exported_merged_and_alone(tmp_path, name, form):
     from fsdp2x.base.failures import CheckpointError
     from fsdp2x.convert import export_checkpoint

@@ -104,7 +104,6 @@ def overflow(trainer, step, rank):
 
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("parallel", [{}, {"strategy": "NO_SHARD"}, {"transport": "process_group"}])
-@pytest.mark.each_value
 def test_an_overflow_on_one_rank_skips_on_all(ctx, parallel):
     from fsdp2x.train import Trainer, parse_config
 

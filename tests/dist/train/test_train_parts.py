@@ -101,7 +101,6 @@ def test_a_signal_to_one_rank_during_long_work_starts_no_further_step(ctx, durin
 
 @distributed(world_sizes=(2, 4))
 @pytest.mark.parametrize("parallel", [{}, {"strategy": "NO_SHARD"}, {"fsdp_size": 2}], ids=str)
-@pytest.mark.each_value
 def test_sequence_parallel(ctx, parallel):
     with shared_folder(ctx) as folder:
         _, plain = numbers(folder, "plain")

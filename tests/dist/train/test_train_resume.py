@@ -13,7 +13,6 @@ MUON = {"name": "muon", "lr": 1e-2, "adamw_lr": 5e-3, "momentum": 0.9, "moments_
 
 @distributed(world_sizes=(1, pytest.param(2, marks=pytest.mark.full), 3))
 @pytest.mark.parametrize("optimizer", [{}, MUON], ids=["adamw", "muon"])
-@pytest.mark.each_value
 def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(ctx, optimizer):
     with shared_folder(ctx) as folder:
         whole = run(settings(folder / "text", folder / "whole", optimizer=optimizer))

@@ -35,7 +35,6 @@ WRONG = {
 @distributed(world_sizes=(1, 3))
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", WRONG)
-@pytest.mark.each_value
 def test_a_wrong_row_ends_every_rank_with_its_line(ctx, streaming, name):
     """When rows are streamed, one rank alone reads the wrong one."""
     with shared_folder() as folder:

@@ -86,7 +86,6 @@ def check(folder, **parallel):
 
 @distributed(world_sizes=(1, 2, 3))
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.each_value
 def test_every_name_equals_one_process(ctx, strategy):
     with shared_folder(ctx) as folder:
         plan = check(folder, strategy=strategy)

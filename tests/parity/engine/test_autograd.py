@@ -58,7 +58,6 @@ class CheckpointedMlp(nn.Module):
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize(("where", "reentrant"), [*itertools.product(("outside", "inside"), (False, True))])
 @both_transports
-@pytest.mark.each_value
 def test_activation_checkpointing(ctx, where, reentrant, transport):
     parity(ctx, Checkpointed(where, reentrant), lambda m: steps(ctx, m), STACK_UNITS, transport=transport)
 
@@ -82,7 +81,6 @@ def test_checkpoint_around_several_units(ctx, reentrant, reshard):
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("reshard", [True, False, None])
 @both_transports
-@pytest.mark.each_value
 def test_a_unit_called_twice(ctx, reshard, transport):
     parity(
         ctx, Twice(), lambda m: steps(ctx, m), ("block", "other"), transport=transport, reshard_after_forward=reshard
@@ -140,7 +138,6 @@ class Tied(nn.Module):
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("units", [("block",), ("block", "first+last")])
 @both_transports
-@pytest.mark.each_value
 def test_a_tied_weight_in_one_unit(ctx, units, transport):
     results = parity(ctx, Tied(), lambda m: steps(ctx, m), units, transport=transport)
     assert "last.weight" not in results[0][1]
@@ -160,7 +157,6 @@ def test_a_weight_tied_across_units_is_refused(ctx):
 
 @distributed(world_sizes=(1, 2, 3))
 @both_transports
-@pytest.mark.each_value
 def test_a_weight_tied_across_units_after_sharding(ctx, transport):
     """Loaders tie anew after sharding: both units see every update. Stock loses some where rows are uneven."""
     only_fsdp2x(ctx)
@@ -340,7 +336,6 @@ class MaxNorm(nn.Module):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("reshard", [True, False])
 @both_transports
-@pytest.mark.each_value
 def test_a_weight_written_in_place_in_forward(ctx, reshard, transport):
     """max_norm rescales the rows that this rank looks up: its own business, and gone after the next gather."""
 
@@ -381,7 +376,6 @@ class Aside(nn.Module):
 @distributed(world_sizes=(2,))
 @both_transports
 @pytest.mark.parametrize("without", [(0,), (0, 1)])
-@pytest.mark.each_value
 def test_unused_parameters_as_zeros(ctx, transport, without):
     """Also of a unit that this rank ran without grad: others may have gradients of it."""
 

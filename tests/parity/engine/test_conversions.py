@@ -155,6 +155,7 @@ def with_past(model, moment):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.each_pair
 def test_the_model_is_as_the_unsharded_one(ctx, transport, part, moment):
     only_fsdp2x(ctx)
     for name, operation in OPERATIONS.items():
@@ -244,7 +245,6 @@ def freeze_on(model, how, value):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("reshard_after", [False, True, 2])
-@pytest.mark.each_value
 def test_requires_grad_of_gathered_parameters_takes_effect(ctx, transport, reshard_after):
     only_fsdp2x(ctx)
     for how in ("kept", "in_context", "unshard", "still_gathered"):

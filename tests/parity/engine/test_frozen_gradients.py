@@ -120,7 +120,6 @@ def run(ctx, model: nn.Module, reference: nn.Module, draw: random.Random, has_fl
 
 @distributed(world_sizes=(1, 2, 3))
 @pytest.mark.parametrize("arrangement", ["shm", "process_group", "streams", "offload", "replicas"])
-@pytest.mark.each_value
 def test_random_freezing(ctx, arrangement):
     only_fsdp2x(ctx)
     if arrangement == "offload" and ctx.world > 1:

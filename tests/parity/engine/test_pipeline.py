@@ -38,7 +38,6 @@ def schedule_of(name, modules, rank, group):
     "name", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"]
 )
 @pytest.mark.parametrize("transport", ["shm", "process_group"])
-@pytest.mark.each_value
 def test_schedules(ctx, name, transport):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     dp, pp = mesh["dp"], mesh["pp"]

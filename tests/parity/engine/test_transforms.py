@@ -144,7 +144,6 @@ def close(got, expected):
 @pytest.mark.parametrize("later", [False, True], ids=["first forward", "later"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @distributed(world_sizes=(2, pytest.param(1, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)))
-@pytest.mark.each_value
 def test_transforms(ctx, transport, later):
     wrong, pairs = [], ()
     for name, case in CASES.items():

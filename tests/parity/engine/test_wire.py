@@ -29,7 +29,6 @@ def as_gathered(model) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 @over_both
-@pytest.mark.each_value
 def test_every_rank_computes_with_what_the_format_says(ctx, name, compute, transport):
     only_fsdp2x(ctx)
     whole = reference()
@@ -49,7 +48,6 @@ def test_every_rank_computes_with_what_the_format_says(ctx, name, compute, trans
 
 @distributed(world_sizes=(2, 4))
 @over_both
-@pytest.mark.each_value
 def test_columns_and_replicas(ctx, transport):
     only_fsdp2x(ctx)
     whole = Stack(num=2, width=WIDTH, hidden=64)
@@ -78,7 +76,6 @@ def test_columns_and_replicas(ctx, transport):
 @distributed(world_sizes=(2, 3, 4))
 @pytest.mark.parametrize("name", ["int8", "bfloat16"])
 @over_both
-@pytest.mark.each_value
 def test_gradients_are_what_the_format_says(ctx, name, transport):
     only_fsdp2x(ctx)
     whole = reference()
@@ -162,7 +159,6 @@ def params_while(model, weight):
 @distributed(world_sizes=(2, 4))
 @pytest.mark.parametrize("weights, gradients, most", [("int8", "int8", 0.33), ("fp8", "bfloat16", 0.45)])
 @over_both
-@pytest.mark.each_value
 def test_bytes_are_counted(ctx, weights, gradients, most, transport):
     only_fsdp2x(ctx)
     sent, totals = [], []
@@ -205,7 +201,6 @@ def test_bytes_are_counted(ctx, weights, gradients, most, transport):
 
 @distributed(world_sizes=(2, 3))
 @over_both
-@pytest.mark.each_value
 def test_training_goes_where_whole_numbers_lead(ctx, transport):
     only_fsdp2x(ctx)
     last = {}

@@ -83,7 +83,6 @@ class Wrapped(nn.Module):
 @distributed(world_sizes=(1, 2))
 @pytest.mark.parametrize("kind", ZOO)
 @both_transports
-@pytest.mark.each_value
 def test_kinds_of_modules(ctx, kind, transport):
     def loss_of(model, step):
         x = inputs(ctx.rank, step)

@@ -223,7 +223,6 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("before_last", ["nothing", "reduce_scatter"])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.each_value
 def test_settings_act_as_on_what_was_attached_before(ctx, optimizer, setting, before_last, transport):
     only_fsdp2x(ctx)
     late, early = pair(ctx, transport=transport, **SETTINGS[setting](ctx))

@@ -71,7 +71,6 @@ def train(ctx, model, waiting=(), num=3):
 @distributed(world_sizes=(1, 2))
 @pytest.mark.filterwarnings("ignore:.*gathered parameter")
 @both_transports
-@pytest.mark.each_value
 def test_unshard_before_the_first_forward(ctx, transport):
     for early in EARLY:
         parity(

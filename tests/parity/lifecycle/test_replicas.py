@@ -41,7 +41,6 @@ def twin(ranks, call, numel, dtype, average):
 
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.each_value
 def test_sums_in_rank_order(ctx, dtype):
     """Many calls of changing size, with ranks that sleep: scratches are used again only when all have read them."""
     all_reduce = all_reduce_of()
@@ -82,7 +81,6 @@ def counted_all_reduces(calls: list):
 @distributed(world_sizes=(4,))
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
 @pytest.mark.parametrize("transport", ["auto", "process_group"])
-@pytest.mark.each_value
 def test_gradients_of_replicas(ctx, shape, transport):
     """The mean of all ranks; the same bits on every replica and in every run; without the process group if shared."""
     only_fsdp2x(ctx)

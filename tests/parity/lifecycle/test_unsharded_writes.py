@@ -21,7 +21,6 @@ WRITES = {
 @distributed(world_sizes=(1, 2, 3))
 @pytest.mark.parametrize("write", WRITES)
 @both_transports
-@pytest.mark.each_value
 def test_writes_end_with_the_reshard(ctx, write, transport):
     def run(model):
         outputs = [full(model(inputs(ctx.rank)))]

@@ -45,7 +45,6 @@ def list_loss(steer):
 @distributed(world_sizes=(3,))
 @pytest.mark.parametrize("per", ["layer", "block", "expert"])
 @both_transports
-@pytest.mark.each_value
 def test_disjoint_experts_on_the_ranks(ctx, transport, per):
     """A list of experts: rank r's tokens all go to expert r, then r + 1 with one token, then rank 0 has none."""
     only_fsdp2x(ctx)
@@ -118,7 +117,6 @@ def test_experts_in_another_order_are_refused(ctx):
 @distributed(world_sizes=(2,))
 @KINDS
 @both_transports
-@pytest.mark.each_value
 def test_fused_experts(ctx, transport, implementation, own_units):
     """Rank r uses two experts, another pair each step; in step 1 on a micro-batch of one token."""
     only_fsdp2x(ctx)
@@ -160,7 +158,6 @@ class Blocks(nn.Module):
 @distributed(world_sizes=(3,))
 @KINDS
 @both_transports
-@pytest.mark.each_value
 def test_a_rank_without_tokens(ctx, transport, implementation, own_units):
     only_fsdp2x(ctx)
     torch.manual_seed(0)

@@ -50,7 +50,6 @@ def loss_of(images):
 @distributed(world_sizes=(3,))
 @pytest.mark.parametrize("frozen", [True, False])
 @both_transports
-@pytest.mark.each_value
 def test_an_image_on_one_rank_only(ctx, transport, frozen):
     """Rank 0, then another, then nobody has an image; a frozen tower stays bit for bit as it was."""
     only_fsdp2x(ctx)

@@ -38,7 +38,6 @@ def step_of_code(value: torch.Tensor, largest: float) -> torch.Tensor:
 
 @distributed(world_sizes=(1, 2, 3, 4))
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True, "max_grad_norm": 0.3}])
-@pytest.mark.each_value
 def test_blocks_end_with_the_shard(ctx, options):
     """A rank's step is that of an optimizer over its local tensors alone: short and empty shards."""
     only_fsdp2x(ctx)

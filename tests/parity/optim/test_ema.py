@@ -32,7 +32,6 @@ def loss_of(model, rank, step=0):
 
 @distributed(world_sizes=(1, 2, 3))
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.each_value
 def test_averages_are_torchs(ctx, name):
     """Behind each step, and what a model that has them computes; its own values come back to the bit."""
     only_fsdp2x(ctx)

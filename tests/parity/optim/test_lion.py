@@ -49,7 +49,6 @@ def loss_of(model, rank, step=0):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SETTINGS)
 @both_transports
-@pytest.mark.each_value
 def test_steps_are_the_plain_ones(ctx, dtype, name, transport):
     only_fsdp2x(ctx)
     options = {"lr": 1e-2, **SETTINGS[name]}
@@ -71,7 +70,6 @@ def test_steps_are_the_plain_ones(ctx, dtype, name, transport):
 
 
 @distributed(world_sizes=(2, 3))
-@pytest.mark.each_value
 @pytest.mark.parametrize("placement", [0, 1])
 def test_columns_clipping_and_reports(ctx, placement):
     only_fsdp2x(ctx)

@@ -37,7 +37,6 @@ def ours(ctx) -> torch.nn.Module:
 
 @distributed(world_sizes=(1, 2, 4))
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.each_value
 def test_steps_and_states(ctx, name):
     model = ours(ctx)
     optimizer = OPTIMIZERS[name](model.parameters())

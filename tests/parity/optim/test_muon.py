@@ -68,7 +68,6 @@ def check_steps(mesh, placements, rounds=(1, 2000, 1 << 20, 2000)) -> None:
 
 @distributed(world_sizes=(1, 2, 3, 4))
 @pytest.mark.parametrize("cut_as", ONE_AXIS)
-@pytest.mark.each_value
 def test_steps_are_torchs(ctx, cut_as):
     only_fsdp2x(ctx)
     check_steps(init_device_mesh("cpu", (ctx.world,)), ONE_AXIS[cut_as])
@@ -155,7 +154,6 @@ def groups_of(model, **adamw):
 
 @distributed(world_sizes=(1, 2, 3, 4))
 @pytest.mark.parametrize("transport", ["shm", "process_group"])
-@pytest.mark.each_value
 def test_training(ctx, transport):
     """Matrices by Muon and the rest by AdamW, clipped together, equal to the unsharded model's steps."""
     only_fsdp2x(ctx)
@@ -259,7 +257,6 @@ def make_rounded(ctx, **options):
 
 @distributed(world_sizes=(1, 3))
 @pytest.mark.parametrize("rounded", ROUNDED)
-@pytest.mark.each_value
 def test_steps_are_those_of_two_optimizers(ctx, rounded):
     only_fsdp2x(ctx)
     model, optimizer = make_rounded(ctx, **ROUNDED[rounded])

@@ -23,7 +23,6 @@ def loss_of(model, rank, step=0):
 @distributed(world_sizes=(1, 2, 3))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @both_transports
-@pytest.mark.each_value
 def test_optimizer_steps(ctx, name, transport):
     def run(model):
         optimizer = OPTIMIZERS[name](model.parameters())
@@ -37,7 +36,6 @@ def test_optimizer_steps(ctx, name, transport):
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @both_transports
-@pytest.mark.each_value
 def test_clip_grad_norm(ctx, norm_type, transport):
     def run(model):
         loss_of(model, ctx.rank).backward()
@@ -90,7 +88,6 @@ def test_gradients_are_accumulated_into_the_same_tensor(ctx, foreign):
 
 @distributed(world_sizes=(2, 3))
 @both_transports
-@pytest.mark.each_value
 def test_optimizer_in_backward(ctx, transport):
     """A sharded parameter's post-accumulate hook steps and drops the gradient while backward goes on."""
 

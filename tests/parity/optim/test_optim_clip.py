@@ -48,7 +48,6 @@ def test_the_method_of_fsdp1_clips(ctx):
 
 @distributed(world_sizes=(1, 2, 3))
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.each_value
 def test_bits_of_clipping_first(ctx, kind):
     """Whoever clips and steps: uneven and empty shards, a parameter without a gradient, a norm that is small enough."""
     only_fsdp2x(ctx)
@@ -226,7 +225,6 @@ def clip_gathered(model, norm_type, max_norm):
 @distributed(world_sizes=(1, 2, 3))
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.5, math.inf])
 @pytest.mark.parametrize("max_norm", [0.05, 1e4])
-@pytest.mark.each_value
 def test_clipping_is_torchs(ctx, norm_type, max_norm):
     clip_as_torch(ctx, norm_type, max_norm)
 
@@ -239,7 +237,6 @@ def test_replicas_are_counted_once(ctx, norm_type):
 
 @distributed(world_sizes=(2, 4))
 @pytest.mark.parametrize("norm_type", [2.0, 3.5, math.inf])
-@pytest.mark.each_value
 def test_the_norm_is_that_of_the_gathered_gradients(ctx, norm_type):
     """With an empty shard on the last of four ranks, where torch's infinity norm raises."""
     only_fsdp2x(ctx)

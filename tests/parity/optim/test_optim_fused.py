@@ -47,7 +47,6 @@ def twins_of(ctx):
 
 @distributed(world_sizes=(1, 2, 3, 4))
 @pytest.mark.parametrize(("kind", "name"), [("AdamW", name) for name in ADAMW] + [("SGD", name) for name in SGD])
-@pytest.mark.each_value
 def test_steps_are_torchs(ctx, kind, name):
     """States to the bit; torch's square root is not correctly rounded, so AdamW's parameters are within 1e-6.
 
@@ -95,7 +94,6 @@ def test_groups_frozen_parameters_and_missing_gradients(ctx):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("way", ["torch_to_ours", "ours_to_torch"])
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
-@pytest.mark.each_value
 def test_states_load_both_ways(ctx, kind, way):
     ours, theirs = twins_of(ctx)
     options = {"amsgrad": True} if kind == "AdamW" else {"momentum": 0.9}

@@ -65,7 +65,6 @@ def train(model: Stack, num: int = 1, skew: float = 0.0) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @all_policies
 @both_reshards
-@pytest.mark.each_value
 def test_the_ledger_follows_the_formulas(ctx, transport, policy, reshard):
     only_fsdp2x(ctx)
     import fsdp2x
@@ -102,7 +101,6 @@ def test_the_ledger_follows_the_formulas(ctx, transport, policy, reshard):
 @distributed(world_sizes=(1, 2, 3))
 @all_policies
 @both_reshards
-@pytest.mark.each_value
 def test_scratch_of_shared_memory(ctx, policy, reshard):
     """One for the units, one for the root, also with peers that are behind."""
     only_fsdp2x(ctx)
@@ -123,7 +121,6 @@ def test_scratch_of_shared_memory(ctx, policy, reshard):
 @distributed(world_sizes=(2, 3))
 @all_policies
 @both_reshards
-@pytest.mark.each_value
 def test_pages_that_exist_are_those_of_the_ledger(ctx, policy, reshard):
     only_fsdp2x(ctx)
     import fsdp2x
@@ -148,7 +145,6 @@ def test_pages_that_exist_are_those_of_the_ledger(ctx, policy, reshard):
 @distributed(world_sizes=(2,))
 @all_policies
 @both_reshards
-@pytest.mark.each_value
 def test_a_steady_step_allocates_nothing(ctx, policy, reshard):
     """From the third step on only activations, and gradients one at a time; the rest is kept from earlier steps."""
     only_fsdp2x(ctx)
@@ -201,7 +197,6 @@ def resident_bytes(ctx, make, num: int) -> int:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @all_policies
 @both_reshards
-@pytest.mark.each_value
 def test_never_above_stock(ctx, transport, policy, reshard):
     only_fsdp2x(ctx)
     memory.return_freed_memory()

@@ -20,7 +20,6 @@ def padding(report) -> int:
 
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.each_value
 def test_between_the_bound_and_stock(ctx, name):
     only_fsdp2x(ctx)
     report, bound = CASES[name].plan(WIDTH, ctx.world)
@@ -37,7 +36,6 @@ def test_between_the_bound_and_stock(ctx, name):
 
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("offload")])
-@pytest.mark.each_value
 def test_real_steps_hold_what_is_planned(ctx, name):
     only_fsdp2x(ctx)
     case = CASES[name]

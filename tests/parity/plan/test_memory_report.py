@@ -93,7 +93,6 @@ def run_text(model) -> None:
 @both_transports
 @all_policies
 @pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.each_value
 def test_like_units(ctx, transport, policy, reshard):
     only_fsdp2x(ctx)
     options = {"mp_policy": POLICIES[policy], "reshard_after_forward": reshard}
@@ -105,7 +104,6 @@ def test_like_units(ctx, transport, policy, reshard):
 @pytest.mark.parametrize(
     "name", ["llama", "qwen3", "mixtral", *(pytest.param(name, marks=pytest.mark.full) for name in ("gpt2", "t5"))]
 )
-@pytest.mark.each_value
 def test_huggingface_models_with_adamw(ctx, transport, name):
     only_fsdp2x(ctx)
     model = shard_auto(ctx, models.build(name), transport=transport)
@@ -139,7 +137,6 @@ def test_replicas(ctx, transport):
 @distributed(world_sizes=(1, 3))
 @pytest.mark.parametrize("mode", ["optimizer", "gradients", "all"])
 @all_policies
-@pytest.mark.each_value
 def test_offloaded_units(ctx, mode, policy):
     """Uploads or copies on top; reduced rows have a segment of their own until they are on the host, maybe a block."""
     only_fsdp2x(ctx)
@@ -178,7 +175,6 @@ def test_blocks_of_the_host_in_which_gradients_arrive(ctx):
 @distributed(world_sizes=(4,))
 @pytest.mark.parametrize("before_last", ["nothing", "reduce_scatter"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.each_value
 def test_several_backwards_with_replicas(ctx, transport, before_last):
     only_fsdp2x(ctx)
     mesh = mesh_of("2d", ctx.world)
@@ -242,7 +238,6 @@ def check_plan(ctx, model, wrapped, run, *, replicas: int = 1, optimizer: str = 
 @distributed(world_sizes=(1, 3))
 @pytest.mark.parametrize("mode", ["none", "optimizer", "gradients", "all"])
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"mp_policy": POLICIES["bf16"]}])
-@pytest.mark.each_value
 def test_the_plan_of_a_device(ctx, mode, options):
     only_fsdp2x(ctx)
     streams.install(pack_below_bytes=3000)
@@ -258,7 +253,6 @@ def test_the_plan_of_a_device(ctx, mode, options):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 @pytest.mark.parametrize("mode", ["none", "gradients"])
-@pytest.mark.each_value
 def test_the_plan_of_a_device_for_huggingface_models(ctx, name, mode):
     only_fsdp2x(ctx)
     streams.install(pack_below_bytes=2000)
@@ -273,7 +267,6 @@ def test_the_plan_of_a_device_for_huggingface_models(ctx, name, mode):
 @distributed(world_sizes=(4,))
 @pytest.mark.parametrize("mode", ["none", "gradients"])
 @pytest.mark.parametrize("options", [{"replicas": 2}, {"reshard_after_forward": 2}])
-@pytest.mark.each_value
 def test_the_plan_of_replicas_and_of_a_smaller_world(ctx, mode, options):
     only_fsdp2x(ctx)
     streams.install(pack_below_bytes=3000)
@@ -353,7 +346,6 @@ def test_pages_of_shared_memory(ctx):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("transport", ["shm", "process_group"])
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])
-@pytest.mark.each_value
 def test_plan_of_a_meta_model_is_the_report_of_the_real_one(ctx, transport, name):
     only_fsdp2x(ctx)
     for options in ({}, {"reshard_after_forward": False, "mp_policy": POLICIES["bf16"]}, {"auto_wrap": False}):

@@ -122,7 +122,6 @@ def check(ctx, name, transport="auto", temperature=0.8, model=None, steps=2, sha
 @distributed(world_sizes=(1, 4), timeout=120)
 @both_transports
 @pytest.mark.parametrize("name", ["qwen3", "gemma2_cap"])
-@pytest.mark.each_value
 def test_packed_rows(ctx, name, transport):
     """Tied and untied embeddings; rank 2 of 4 has no sample, and rows of padding only."""
     check(ctx, name, transport)
@@ -163,7 +162,6 @@ def in_the_root_with(model, units, **options):
 @distributed(world_sizes=(2,), timeout=120)
 @both_transports
 @pytest.mark.parametrize(("shard", "name"), [(in_the_root, "qwen3"), (in_the_root, "llama"), (head_alone, "llama")])
-@pytest.mark.each_value
 def test_units_around_the_head(ctx, shard, name, transport):
     check(ctx, name, transport, shard=shard, steps=1)
 

@@ -173,7 +173,6 @@ def check(ctx, name, which, transport="auto", ulysses=False):
 @distributed(world_sizes=(3,), timeout=120)
 @pytest.mark.parametrize("which", SETTINGS)
 @both_transports
-@pytest.mark.each_value
 def test_updates_from_uneven_ranks(ctx, which, transport):
     """One rank has several rows, one a sample, one none; groups lie on several ranks."""
     check(ctx, "llama", SETTINGS[which], transport)
@@ -274,7 +273,6 @@ def held_bytes(model):
 @distributed(world_sizes=(2,), fresh=True)
 @pytest.mark.parametrize("transport", ["shm", "process_group", "streams"])
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.each_value
 def test_the_references_memory_returns(ctx, transport, offload):
     """Two models in one process: after each block the reference holds its shards, and the policy trains on."""
     only_fsdp2x(ctx)

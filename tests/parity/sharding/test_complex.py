@@ -68,7 +68,6 @@ def train(ctx, model, make, num=4):
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @both_transports
-@pytest.mark.each_value
 def test_complex_weights_train_as_upstreams(ctx, dtype, name, transport):
     parity(ctx, Complex(dtype), lambda model: train(ctx, model, OPTIMIZERS[name]), transport=transport)
 

@@ -128,7 +128,6 @@ def train(ctx, model):
 @both_transports
 @pytest.mark.parametrize("others", [True, False])
 @pytest.mark.parametrize("sent", SENT, ids=str)
-@pytest.mark.each_value
 def test_a_scale_beside_the_memory_follows_each_gather(ctx, transport, others, sent):
     """Whatever is sent, losses and gradients are stock's, all bits."""
     if not others:

@@ -74,7 +74,6 @@ def accumulate(ctx, model, how):
 @pytest.mark.parametrize("reshard", [True, False, 2])
 @pytest.mark.parametrize("kind", ["plain", "frozen", "tied"])
 @pytest.mark.parametrize("how", ACCUMULATIONS)
-@pytest.mark.each_value
 def test_grid(ctx, mesh, policy, reshard, kind, how):
     """The transports take turns."""
     transport = TRANSPORTS[list(ACCUMULATIONS).index(how) % 2]
@@ -88,7 +87,6 @@ def test_grid(ctx, mesh, policy, reshard, kind, how):
 @pytest.mark.parametrize(("shape", "policy"), [((2, 1), "fp32"), ((1, 2), "fp32"), ((2,), "bf16")])
 @pytest.mark.parametrize("how", ACCUMULATIONS)
 @both_transports
-@pytest.mark.each_value
 def test_two_ranks_bit_for_bit(ctx, shape, policy, how, transport):
     """All replicas, or all shards: sums of two numbers have one order only.
 

@@ -22,7 +22,6 @@ from reference import both_transports, full, params, parity, same, shard, shard_
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("assign", [False, True])
 @both_transports
-@pytest.mark.each_value
 def test_state_dict_round_trip(ctx, assign, transport):
     """Values of another model are loaded after a step: the next forward must see them, and training go on from them."""
 

@@ -25,7 +25,6 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("when", ["first", "later"])
 @pytest.mark.parametrize("equal", [True, False])
 @both_transports
-@pytest.mark.each_value
 def test_one_object_each(ctx, when, equal, transport):
     x = torch.arange(8).view(2, 4)
 

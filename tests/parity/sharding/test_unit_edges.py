@@ -61,7 +61,6 @@ class Writing(nn.Module):
 @distributed(world_sizes=(1, 2, 3))
 @pytest.mark.parametrize("reshard", [None, False])
 @both_transports
-@pytest.mark.each_value
 def test_writes_to_returned_views(ctx, transport, reshard):
     hows = ("plain", "nested", "checkpoint", "no input gradient")
     for number, view in enumerate(list(VIEWS.values()) * 2):
@@ -103,7 +102,6 @@ RECOMPUTED = ["norm head+", "norm+ head+ head+", "norm head! head", "head!", "no
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("reshard", [None, False])
 @both_transports
-@pytest.mark.each_value
 def test_members_that_run_alone(ctx, transport, reshard):
     """In any order and number, also recomputed: every output of a member starts the unit's backward."""
     for calls in CALLS + RECOMPUTED:

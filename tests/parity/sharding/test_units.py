@@ -43,7 +43,6 @@ def train(ctx, model, num=3):
 @distributed(world_sizes=(2,))
 @both_transports
 @pytest.mark.parametrize("factor", [1.0, 3.0, 4.0])
-@pytest.mark.each_value
 def test_a_divide_factor_needs_no_operation_that_gloo_lacks(ctx, transport, factor):
     """Upstream asks gloo for PREMUL_SUM, which it has not, unless it is told to sum and to divide by itself."""
     results = []
@@ -61,7 +60,6 @@ def test_a_divide_factor_needs_no_operation_that_gloo_lacks(ctx, transport, fact
 @distributed(world_sizes=(1, 2, 3, 4))
 @pytest.mark.parametrize("cut", WAYS_TO_CUT)
 @both_transports
-@pytest.mark.each_value
 def test_every_way_to_cut(ctx, cut, transport):
     parity(ctx, Stack(), lambda m: train(ctx, m), WAYS_TO_CUT[cut], transport=transport)
 
@@ -70,7 +68,6 @@ def test_every_way_to_cut(ctx, cut, transport):
 @pytest.mark.parametrize("cut", ["root_only", "blocks", "list"])
 @pytest.mark.parametrize("reshard", [True, False, None])
 @both_transports
-@pytest.mark.each_value
 def test_reshard_after_forward(ctx, cut, reshard, transport):
     """The numbers do not depend on it; which parameters are registered after forward does, as upstream's."""
 
@@ -143,7 +140,6 @@ def test_two_models_in_one_process(ctx, transport):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("reshard", [True, False])
 @both_transports
-@pytest.mark.each_value
 def test_no_grad_eval_and_train_again(ctx, reshard, transport):
     def run(model):
         results = train(ctx, model, num=1)[0]
@@ -195,7 +191,6 @@ def test_unshard_and_reshard_by_hand(ctx, transport):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("setting", ["reshard_after_backward", "reshard_after_forward", "last_backward"])
 @both_transports
-@pytest.mark.each_value
 def test_setters(ctx, setting, transport):
     def run(model):
         results = []
@@ -216,7 +211,6 @@ def test_setters(ctx, setting, transport):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("order", ["forward", "backward", "both"])
 @both_transports
-@pytest.mark.each_value
 def test_explicit_prefetch(ctx, order, transport):
     def run(model):
         blocks = list(model.blocks)
@@ -244,6 +238,7 @@ def test_explicit_prefetch(ctx, order, transport):
     ids=lambda policy: "-".join(f"{key}={value}" for key, value in policy.items()),
 )
 @both_transports
+@pytest.mark.each_pair
 def test_mixed_precision(ctx, policy, transport):
     options = {key: getattr(torch, value) if isinstance(value, str) else value for key, value in policy.items()}
 
@@ -279,7 +274,6 @@ def test_ignored_parameters_stay_plain(ctx):
 
 @distributed(world_sizes=(2, 4))
 @both_transports
-@pytest.mark.each_value
 def test_shard_on_another_dim(ctx, transport):
     """Widths that the ranks divide: upstream requires it."""
 

@@ -49,7 +49,6 @@ def train(ctx, model, *, bad=(), num=5, clip=False):
 @pytest.mark.parametrize(
     ("bad", "scales"), [(set(), (1, 2, 2, 4, 4)), ({(1, 1), (3, 0)}, (1, 0.5, 0.5, 0.25, 0.25))], ids=["good", "bad"]
 )
-@pytest.mark.each_value
 def test_scales_and_skipped_steps(ctx, policy, transport, bad, scales):
     """An infinity of step 1 on rank 1, of step 3 on rank 0: both ranks skip both steps and halve the scale."""
 
@@ -102,7 +101,6 @@ def test_unscale_then_clip(ctx, transport):
 @distributed(world_sizes=(4,))
 @pytest.mark.parametrize("policy", POLICIES)
 @both_transports
-@pytest.mark.each_value
 def test_replicas(ctx, policy, transport):
     """2 x 2: the replica that has no infinity learns of it too."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

@@ -71,7 +71,6 @@ def plain_losses(folder, config):
 @distributed(world_sizes=(1, 2, 3), timeout=120)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["prefixes", "marks"])
-@pytest.mark.each_value
 def test_losses_and_weights_are_those_of_a_plain_loop(ctx, way, template):
     with shared_folder() as folder:
         on_first(lambda: write(folder, template))

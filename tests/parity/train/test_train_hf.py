@@ -45,7 +45,6 @@ def adamw(model):
 @pytest.mark.parametrize("name", PAPER_MODELS)
 @both_transports
 @pytest.mark.parametrize("num_steps", [6, pytest.param(20, marks=pytest.mark.full)])
-@pytest.mark.each_value
 def test_adamw_steps_bitwise_as_stock(ctx, name, transport, num_steps):
     skip_transport(ctx, transport)
     model = models.build(name)
@@ -64,7 +63,6 @@ def test_adamw_steps_bitwise_as_stock(ctx, name, transport, num_steps):
 )
 @both_transports
 @pytest.mark.parametrize("num_steps", [6, pytest.param(20, marks=pytest.mark.full)])
-@pytest.mark.each_value
 def test_adamw_steps_against_the_unsharded_model(ctx, name, transport, num_steps):
     """Each rank has its own data. Sizes that no rank count divides: 37 rows of vocabulary, 16 and 24 of the rest.
 
@@ -98,7 +96,6 @@ def test_adamw_steps_against_the_unsharded_model(ctx, name, transport, num_steps
 @distributed(world_sizes=(2, 3), timeout=120)
 @pytest.mark.parametrize("name", ["gpt2", "qwen3_moe", "t5", "bert"])
 @and_streams
-@pytest.mark.each_value
 def test_gradients_are_the_mean_of_the_ranks(ctx, name, transport):
     """Also for models whose ties join three and four modules in one unit."""
     skip_transport(ctx, transport)
@@ -113,7 +110,6 @@ def test_gradients_are_the_mean_of_the_ranks(ctx, name, transport):
 @distributed(world_sizes=(2,), timeout=120)
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 @both_transports
-@pytest.mark.each_value
 def test_bf16_compute_fp32_reduce_as_stock(ctx, name, transport):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     skip_transport(ctx, transport)

@@ -13,6 +13,7 @@ ODD = torch.tensor([float("nan"), -0.0, 0.0, float("inf"), 1e-40])
 
 @pytest.mark.parametrize("held_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.each_pair
 def test_elements_whose_bits_differ(dtype, held_dtype):
     if dtype.is_complex != held_dtype.is_complex:
         pytest.skip("torch casts no complex numbers to real ones")

@@ -66,6 +66,7 @@ def check(got, expected, tensors):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.each_pair
 def test_as_defined(name, rule):
     layout, rules = LAYOUTS[name], Rules(**RULES[rule])
     tensors = tensors_of(layout)

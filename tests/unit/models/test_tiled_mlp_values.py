@@ -121,6 +121,7 @@ def test_refusals():
 
 @pytest.mark.parametrize("shape", [(2, 7, 8), (7, 8), (1, 1, 8), (0, 8), (2, 3, 5, 8), (8,)])
 @pytest.mark.parametrize("num_shards", [1, 2, 4, 100])
+@pytest.mark.each_pair
 def test_any_shape(shape, num_shards):
     plain, tiled = Gated(), Gated()
     assert apply_tiled_mlp(tiled, num_shards) == 1

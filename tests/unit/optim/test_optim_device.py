@@ -270,6 +270,7 @@ def both(params, max_norm, norm_type=2.0):
 
 @pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("max_norm", [0.37, 1e9])
+@pytest.mark.each_pair
 def test_numbers_of_the_cpu(dtypes, max_norm):
     params = with_gradients(DTYPES[dtypes])
     before = [param.grad.clone() for param in params]

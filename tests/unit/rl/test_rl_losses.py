@@ -116,6 +116,7 @@ def test_groups_without_variance_have_exactly_no_gradient(name):
     ],
 )
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
+@pytest.mark.each_pair
 def test_clipped_tokens_have_exactly_no_gradient(advantage, difference, dual, is_clipped, ratio):
     rollouts = draw_rollouts(1, seed=3)
     rollouts[0].advantage, rollouts[0].old = advantage, rollouts[0].logp - difference

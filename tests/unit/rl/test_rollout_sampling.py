@@ -39,7 +39,6 @@ def test_greedy_is_generate(name):
         )
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("name", MODELS)
 def test_log_probs_are_those_of_score(name, temperature):

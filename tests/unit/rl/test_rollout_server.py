@@ -120,8 +120,8 @@ def test_text_and_conversations():
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (None, "prompt 0 is a conversation, and the tokenizer has no chat template. Save a tokenizer with one"),
-        ("{{ raise_exception('roles must alternate') }}", "prompt 0: the chat template fails: .*roles must alternate"),
+        (None, "the tokenizer has no chat template. Set data.chat_template .*or save a tokenizer with one"),
+        ("{{ raise_exception('roles must alternate') }}", "prompt 0: the chat template failed: .*roles must alternate"),
     ],
 )
 def test_conversations_that_are_refused(template, said):

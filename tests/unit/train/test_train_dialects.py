@@ -47,7 +47,7 @@ def settings_of(text: str, *overrides: str) -> dict:
     ("name", "world_size", "dialect", "line"),
     [
         ("FLAT_KEYS", None, "flat", "4 rank(s)  FULL_SHARD: mesh (4,) [fsdp], 4 shards"),
-        ("FLAT_BATCH", 2, "flat", "32 blocks x 1 micro-batches x 2 ranks that read = 64 blocks"),
+        ("FLAT_BATCH", 2, "flat", "64 sequences (32 per rank x 1 micro-batches x 2 data-parallel ranks)"),
         ("STRATEGY_TRAIN", None, "strategy", "16 rank(s)  FSDP: mesh (16,) [fsdp]"),
         ("STRATEGY_INFER", None, "strategy", "8 rank(s)  HSDP: mesh (2, 4) [ddp, fsdp]"),
         (
