@@ -86,7 +86,8 @@ def demo(out: Path, steps: int | None, processes: int | None) -> None:
             os.kill(pid, signal.SIGKILL)
         first.wait(timeout=60)
     finally:
-        stop(first)
+        first.terminate()  # torchrun ends its ranks
+        first.wait(timeout=60)
     latest = (out / "checkpoints" / "latest").read_text().strip()
     say(f"3. killed all {processes} processes after step {kill_at}; the latest checkpoint is {latest}")
     check(latest == f"step-{half:06d}", f"the latest checkpoint is {latest}, expected that of step {half}")
@@ -98,7 +99,8 @@ def demo(out: Path, steps: int | None, processes: int | None) -> None:
         watch(second, out, until=steps, after=half)
         second.wait(timeout=300)
     finally:
-        stop(second)
+        second.terminate()  # torchrun ends its ranks
+        second.wait(timeout=60)
     check(second.returncode == 0, f"the resumed run ended with status {second.returncode}; see {out / 'second.log'}")
     lines = read_metrics(out / "metrics.jsonl")
     compare_resumed(lines, half, kill_at)
@@ -249,17 +251,6 @@ def watch(process: subprocess.Popen, out: Path, *, until: int, after: int) -> No
         check(not ended, f"the run ended early with status {process.returncode}; see the logs in {out}")
         check(time.monotonic() - begun < 1800, "the run has not come so far in 30 minutes")
         time.sleep(0.02)
-
-
-def stop(process: subprocess.Popen) -> None:
-    """torchrun passes SIGTERM on to its ranks and waits for them."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def compare_resumed(lines: list[dict], half: int, kill_at: int) -> None:

@@ -98,7 +98,8 @@ class Demo:
         try:
             status = process.wait(timeout=900)
         finally:
-            stop(process)
+            process.terminate()
+            process.wait(timeout=60)
         text = (self.out / log).read_text()
         if status == UNAVAILABLE:
             raise SystemExit(UNAVAILABLE)
@@ -132,7 +133,8 @@ class Demo:
                     process.wait(timeout=120)
                 time.sleep(0.2)
         finally:
-            stop(process)
+            process.terminate()  # torchrun ends its ranks
+            process.wait(timeout=60)
         lines = read_lines(metrics)
         for line in lines[seen:]:
             report(line, until)
@@ -256,17 +258,6 @@ def trained_share(counts: dict) -> float:
     """Share of exact matches among questions about trained facts."""
     found = [counts[kind] for kind in ("module", "purpose") if kind in counts]
     return sum(count["exact"] for count in found) / sum(count["questions"] for count in found)
-
-
-def stop(process: subprocess.Popen) -> None:
-    """torchrun passes SIGTERM on to its ranks and waits for them."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def plot(summary: dict, path: Path) -> None:
