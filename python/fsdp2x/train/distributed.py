@@ -181,10 +181,8 @@ class Interrupt:
         if self._says:
             name = b"Ctrl-C" if number == signal.SIGINT else b"SIGTERM"
             # Not through logging, whose lock the interrupted code may hold.
-            os.write(
-                2, b"\nfsdp2x: " + name + b" received: saving a checkpoint after what runs now. Press Ctrl-C again "
-            )
-            os.write(2, b"to quit without saving.\n")
+            os.write(2, b"\nfsdp2x: " + name + b" received: stopping after what runs now. Press Ctrl-C again to quit")
+            os.write(2, b" without saving.\n")
 
 
 class KillWarning:
