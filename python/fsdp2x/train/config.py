@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -439,6 +439,15 @@ class TrainConfig:
     train: TrainSection = dataclasses.field(default_factory=TrainSection)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
+
+    @staticmethod
+    def describe_step(sections: Mapping[str, Any], per_rank: int, accumulation: int, num_readers: int) -> str:
+        """The size of a step, for `fsdp2x config explain`; `sections` by name, without model and data."""
+        total = per_rank * accumulation * num_readers
+        return (
+            f"a step: {total} sequences ({per_rank} per rank x {accumulation} micro-batches x {num_readers} "
+            "data-parallel ranks)"
+        )
 
     def __post_init__(self) -> None:
         optimizer, parallel = self.optimizer, self.parallel

@@ -106,19 +106,9 @@ def _explain(
     plan = plan_mesh(parallel, world_size, local_world_size or usual_node(world_size))
     readers = world_size // parallel.sequence_parallel
     batching = resolve_batching(train, readers)
-    sentence = (
-        f"a step: {batching.batch_size} blocks x {batching.accumulation} micro-batches x {readers} ranks that read = "
-        f"{readers * batching.accumulation * batching.batch_size} blocks"
-    )
+    sentence = kind.describe_step(sections, batching.batch_size, batching.accumulation, readers)
     if train.mode == "evaluate":
-        sentence = f"evaluation only: {batching.eval_batch_size} blocks a rank and forward"
-    if "rollout" in sections:
-        prompts, group = readers * batching.accumulation * batching.batch_size, sections["rollout"].group_size
-        updates = sections["algorithm"].epochs * sections["algorithm"].minibatches
-        sentence = (
-            f"a step: {prompts} prompts x {group} responses = {prompts * group} samples, in {updates} update(s) of the "
-            "policy"
-        )
+        sentence = f"evaluation only: {batching.eval_batch_size} sequences per rank and forward"
     found = Explanation(translation.path, translation, world_size, plan, sentence)
     model = settings.get("model") or {}
     if not (model.get("config") or model.get("path")):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -251,6 +252,15 @@ class GrpoConfig(TrainConfig):
     algorithm: AlgorithmSection = dataclasses.field(default_factory=AlgorithmSection)
     reference: ReferenceSection = dataclasses.field(default_factory=ReferenceSection)
     evaluation: EvaluationSection = dataclasses.field(default_factory=EvaluationSection)
+
+    @staticmethod
+    def describe_step(sections: Mapping[str, Any], per_rank: int, accumulation: int, num_readers: int) -> str:
+        prompts, group = per_rank * accumulation * num_readers, sections["rollout"].group_size
+        updates = sections["algorithm"].epochs * sections["algorithm"].minibatches
+        return (
+            f"a step: {prompts} prompts x {group} responses = {prompts * group} samples, in {updates} update(s) of the "
+            "policy"
+        )
 
     @property
     def engine_may_hold_base(self) -> bool:
