@@ -16,6 +16,7 @@ from typing import Any
 
 from fsdp2x.base.failures import ConfigError, first_line
 from fsdp2x.models.sequence.packing import IGNORE
+from fsdp2x.rl.rollout.text import chat_ids, chat_template_of, render_chat
 from fsdp2x.train.rows import Row
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -49,16 +50,6 @@ def check_messages(messages: Any, where: str) -> list[dict[str, Any]]:
     return messages
 
 
-def require_template(tokenizer: Any) -> str:
-    """Returns the chat template of a transformers tokenizer; raises `ConfigError` if there is none."""
-    try:
-        return tokenizer.get_chat_template()
-    except ValueError:
-        raise ConfigError(
-            "data.tokenizer: the tokenizer has no chat template. Set data.chat_template to the path of a jinja file."
-        ) from None
-
-
 def render_prompt(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, tools: list | None = None, where: str = "prompt"
 ) -> list[int]:
@@ -73,8 +64,7 @@ def render_prompt(
     Raises:
         ConfigError: no chat template, wrong messages, or messages that the template refuses.
     """
-    text = _render(tokenizer, check_messages(list(messages), where), tools, where, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return chat_ids(tokenizer, check_messages(list(messages), where), where, tools=tools)
 
 
 def render_example(tokenizer: Any, row: Row, columns: Mapping[str, str] = COLUMNS) -> Tokens:
@@ -140,18 +130,18 @@ def _render_chat(tokenizer: Any, before: Any, trained: Any, tools: Any, where: s
     turns = [i for i, message in enumerate(messages) if i >= len(before) and message["role"] == "assistant"]
     if not turns:
         raise ConfigError(f"{where}: no message of the assistant: there is nothing to train.")
-    text = _render(tokenizer, messages, tools, where)
+    text = render_chat(tokenizer, messages, where, tools=tools, add_generation_prompt=False)
     first = 0
     if before:
-        prompt = _render(tokenizer, messages[: len(before)], tools, where, add_generation_prompt=True)
+        prompt = render_chat(tokenizer, messages[: len(before)], where, tools=tools)
         _require_prefix(prompt, text, len(before), where)
         first = len(prompt)
-    if _GENERATION.search(require_template(tokenizer)):
+    if _GENERATION.search(chat_template_of(tokenizer)):
         return _render_marked(tokenizer, messages, tools, where, first)
     spans = []
     for turn in turns:
-        start = _render(tokenizer, messages[:turn], tools, where, add_generation_prompt=True)
-        stop = _render(tokenizer, messages[: turn + 1], tools, where)
+        start = render_chat(tokenizer, messages[:turn], where, tools=tools)
+        stop = render_chat(tokenizer, messages[: turn + 1], where, tools=tools, add_generation_prompt=False)
         _require_prefix(start, stop, turn, where)
         _require_prefix(stop, text, turn, where)
         spans.append((len(start), len(stop)))
@@ -185,18 +175,6 @@ def _render_marked(tokenizer: Any, messages: list, tools: Any, where: str, first
         for token, mask, (start, _) in zip(ids, masks, offsets, strict=True)
     ]
     return ids, labels
-
-
-def _render(
-    tokenizer: Any, messages: Sequence[Mapping], tools: Any, where: str, *, add_generation_prompt: bool = False
-) -> str:
-    require_template(tokenizer)
-    try:
-        return tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    except Exception as error:  # jinja's, or raised by the template
-        raise ConfigError(f"{where}: the chat template failed: {first_line(error)}") from None
 
 
 def _tokenize(tokenizer: Any, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:

@@ -11,7 +11,8 @@ import torch
 from fsdp2x.base.failures import CheckpointError
 from fsdp2x.io.formats.safe_files import read_text
 from fsdp2x.io.hf.save import TOKENIZER_FILES
-from fsdp2x.train.config import ConfigError
+from fsdp2x.rl.rollout.text import load_tokenizer
+from fsdp2x.train.config import ConfigError, as_config_error
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -67,18 +68,11 @@ class HuggingFaceTokenizer:
     """A tokenizer directory on this machine; its special tokens in the text stay text."""
 
     def __init__(self, folder: str):
-        from transformers import AutoTokenizer
-
         path = Path(folder).expanduser()
-        if not path.is_dir():
-            raise ConfigError(f"data.tokenizer: got {folder!r}, expected 'bytes' or a local directory")
-        try:
-            inner: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-        except Exception as error:
-            # Whatever a damaged file makes transformers, tokenizers or sentencepiece raise.
-            said = " ".join(str(error).split())[:300]
-            raise ConfigError(f"data.tokenizer: the tokenizer in {folder} cannot be loaded: {said}") from None
-        self.inner = inner
+        with as_config_error("data.tokenizer"):
+            self.inner: Any = load_tokenizer(str(path)) if path.is_dir() else None
+        if self.inner is None:
+            raise ConfigError(f"data.tokenizer: got {folder!r}, expected 'bytes' or a local directory with a tokenizer")
         # An id may lie beyond the number of entries.
         self.vocab_size = 1 + max(len(self.inner) - 1, *self.inner.get_vocab().values())
         self.eos_id = self.inner.eos_token_id

@@ -6,10 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fsdp2x.base.failures import ConfigError, first_line
+from fsdp2x.io.hf.save import TOKENIZER_FILES
+
 #: A prompt: token ids, text, or a conversation of messages with ``role`` and ``content``.
 Prompt = Sequence[int] | str | Sequence[Mapping[str, Any]]
-
-_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 def load_tokenizer(path: str) -> Any | None:
@@ -20,13 +21,12 @@ def load_tokenizer(path: str) -> Any | None:
     """
     from transformers import AutoTokenizer
 
-    if not any(os.path.exists(os.path.join(path, name)) for name in _FILES):
+    if not any(os.path.exists(os.path.join(path, name)) for name in TOKENIZER_FILES):
         return None
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(f"transformers cannot load the tokenizer in {path!r}: {said}") from None
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # what a damaged file makes transformers, tokenizers or sentencepiece raise
+        raise ValueError(f"the tokenizer in {path} cannot be loaded: {' '.join(str(error).split())[:300]}") from None
 
 
 def plain_prompt(prompt: Prompt) -> list[int] | str | list[dict[str, Any]]:
@@ -58,7 +58,7 @@ def prompt_ids(tokenizer: Any | None, prompts: Sequence[Prompt]) -> list[list[in
         if isinstance(prompt, str):
             found.append(list(_needed(tokenizer, index, "text")(prompt)["input_ids"]))
         elif len(prompt) and isinstance(prompt[0], Mapping):
-            found.append(_conversation_ids(_needed(tokenizer, index, "a conversation"), index, prompt))
+            found.append(chat_ids(_needed(tokenizer, index, "a conversation"), prompt, f"prompt {index}"))
         else:
             found.append(list(prompt))
     return found
@@ -73,17 +73,47 @@ def _needed(tokenizer: Any | None, index: int, kind: str) -> Any:
     return tokenizer
 
 
-def _conversation_ids(tokenizer: Any, index: int, messages: Sequence[Any]) -> list[int]:
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"prompt {index} is a conversation, and the tokenizer has no chat template. Save a tokenizer with one in "
-            "the folder of the model, or ask with text"
-        )
+def chat_template_of(tokenizer: Any) -> str:
+    """The chat template of a transformers tokenizer.
+
+    Raises:
+        ConfigError: there is none.
+    """
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # jinja2's, and what a template raises
-        raise ValueError(f"prompt {index}: the chat template fails: {type(error).__name__}: {error}") from None
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tokenizer.get_chat_template()
+    except ValueError:
+        raise ConfigError(
+            "the tokenizer has no chat template. Set data.chat_template to the path of a jinja file, or save a "
+            "tokenizer with one in the folder of the model"
+        ) from None
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Any],
+    where: str,
+    *,
+    tools: list | None = None,
+    add_generation_prompt: bool = True,
+) -> str:
+    """Messages as text, up to where the assistant's answer begins. Errors start with ``where``.
+
+    Raises:
+        ConfigError: there is no chat template, or it fails.
+    """
+    chat_template_of(tokenizer)
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except Exception as error:  # jinja's, or raised by the template
+        raise ConfigError(f"{where}: the chat template failed: {first_line(error)}") from None
+
+
+def chat_ids(tokenizer: Any, messages: Sequence[Any], where: str, *, tools: list | None = None) -> list[int]:
+    """The same as token ids; the template has the special tokens."""
+    text = render_chat(tokenizer, messages, where, tools=tools)
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def response_text(tokenizer: Any | None, tokens: Sequence[int]) -> str | None:
