@@ -31,6 +31,7 @@ from fsdp2x.io.hf.folder import make_temporary, publish, refuse_existing, tempor
 from fsdp2x.io.hf.layout import Layout, Writer, make_files, parse_size, plan_layout
 from fsdp2x.io.names import Family, ForeignModel, TensorSpec, has_adapters, hf_base, is_adapter, source_families
 from fsdp2x.lifecycle.api import method_makers
+from fsdp2x.lifecycle.module import FSDPModule
 from fsdp2x.lifecycle.tree import named_params
 
 # A folder has a tokenizer when it has one of these.
@@ -269,9 +270,12 @@ _HARMLESS = {"save_directory", "is_main_process", "max_shard_size", "token", "se
 
 
 def _save_pretrained_of(cls: type) -> Callable | None:
+    _cover_wrappers()
     original = getattr(cls, "save_pretrained", None)
-    if original is None:
-        return None
+    return None if original is None else _save_of_shards(original, cls.__name__)
+
+
+def _save_of_shards(original: Callable, class_name: str) -> Callable:
     signature = inspect.signature(original)
     defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
 
@@ -292,7 +296,7 @@ def _save_pretrained_of(cls: type) -> Callable | None:
         for name in list(given)[1:]:
             if name not in _HARMLESS and given[name] != defaults.get(name):
                 raise NotImplementedError(
-                    f"{cls.__name__}.save_pretrained: {name}={given[name]!r} is not supported for a sharded model. "
+                    f"{class_name}.save_pretrained: {name}={given[name]!r} is not supported for a sharded model. "
                     "Call fsdp2x.save_hf(model, folder) on every rank, then work with the folder"
                 )
         chosen = given.get("selected_adapters") or list(getattr(self, "peft_config", ()))
@@ -305,6 +309,25 @@ def _save_pretrained_of(cls: type) -> Callable | None:
         return None
 
     return save_pretrained
+
+
+def _cover_wrappers() -> None:
+    """Lets a PEFT model save its adapters if it wraps a model that was sharded before it had any.
+
+    Its class is PEFT's own, which would write the shards of one rank.
+    """
+    peft: Any = sys.modules.get("peft")
+    if peft is None or hasattr(peft.PeftModel.save_pretrained, "__wrapped__"):
+        return
+    original = peft.PeftModel.save_pretrained
+    of_shards = _save_of_shards(original, "PeftModel")
+
+    @functools.wraps(original)
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        is_sharded = any(isinstance(module, FSDPModule) for module in self.modules())
+        return (of_shards if is_sharded else original)(self, *args, **kwargs)
+
+    peft.PeftModel.save_pretrained = save_pretrained
 
 
 def _move_into(folder: Path, out: Path) -> None:
