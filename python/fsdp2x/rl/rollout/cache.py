@@ -49,11 +49,6 @@ class RowCache:
         self.for_model = Cache(layers=layers)
         self._layers = [layer for layer in layers if isinstance(layer, _layer_class())]
 
-    @property
-    def num_columns(self) -> int:
-        """Tokens of the longest row."""
-        return self._layers[0].get_seq_length()
-
     def join(self, other: RowCache, index: torch.Tensor) -> None:
         """Appends rows ``index`` of ``other``, which may repeat."""
         for layer, joined in zip(self._layers, other._layers, strict=True):
