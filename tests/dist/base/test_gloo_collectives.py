@@ -40,7 +40,7 @@ def test_values_are_those_of_torch(ctx, large_bytes):
                 assert torch.equal(output, expected / world if average else expected), dtype
 
 
-@distributed(world_sizes=(2, 3), timeout=120)
+@distributed(world_sizes=(2, pytest.param(3, marks=pytest.mark.full)), timeout=120)
 def test_divergences_in_large_gathers(ctx):
     only_fsdp2x(ctx)
     with pytest.MonkeyPatch.context() as patch:

@@ -28,7 +28,7 @@ class Held:
         patch.setattr(saving.Job, "_write", wait)
 
 
-@distributed(world_sizes=(2, 3))
+@distributed(world_sizes=(2, pytest.param(3, marks=pytest.mark.full)))
 def test_training_goes_on_bit_for_bit(ctx):
     with shared_folder() as folder, pytest.MonkeyPatch.context() as patch:
         undisturbed = Training("adamw")

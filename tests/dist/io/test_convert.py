@@ -18,6 +18,7 @@ from models import batch, build, tiny_vlm
 from reference import same
 
 NAMES = ["qwen3", "llama", "mixtral", "qwen3_moe", "gpt2", "t5", "vlm"]
+SHORT = NAMES[3:6] + NAMES[:1]
 
 
 def trained(name, dtype=torch.float32, **options):
@@ -63,7 +64,9 @@ def units(model, shard, **options):
     return shard(model, **options)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.full) for name in NAMES]
+)
 @distributed(world_sizes=(2,))
 def test_dcp_directories_of_stock_and_ours(ctx, name):
     import transformers

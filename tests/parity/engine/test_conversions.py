@@ -155,7 +155,6 @@ def with_past(model, moment):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.each_pair
 def test_the_model_is_as_the_unsharded_one(ctx, transport, part, moment):
     only_fsdp2x(ctx)
     for name, operation in OPERATIONS.items():

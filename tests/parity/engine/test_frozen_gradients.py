@@ -18,7 +18,7 @@ from models import Stack
 from reference import grads, only_fsdp2x, params, same, shard
 
 WIDTH = 5
-NUM_STEPS = 7
+NUM_STEPS = 5
 
 
 class Block(nn.Module):
@@ -130,7 +130,7 @@ def test_random_freezing(ctx, arrangement):
     if arrangement == "replicas":
         options["mesh"] = init_device_mesh("cpu", (ctx.world, 1), mesh_dim_names=("replicate", "shard"))
     num_bounds = 0
-    for seed in range(3):
+    for seed in range(2):
         draw = random.Random(f"{arrangement} {seed}")
         torch.manual_seed(seed)
         reference = Model(draw)
@@ -138,7 +138,7 @@ def test_random_freezing(ctx, arrangement):
         model = Model(random.Random(f"{arrangement} {seed}"))
         model = shard(ctx, model, [f"blocks.{i}" for i in range(len(model.blocks))], **options)
         num_bounds += run(ctx, model, reference, draw, arrangement == "streams")
-    assert num_bounds > 10
+    assert num_bounds > 5
 
 
 @distributed(world_sizes=(2,))

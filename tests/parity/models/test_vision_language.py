@@ -47,7 +47,7 @@ def loss_of(images):
     return lambda model, rank, step: model(**batch(rank, step, images(step, rank))).loss
 
 
-@distributed(world_sizes=(3,))
+@distributed(world_sizes=(2, pytest.param(3, marks=pytest.mark.full)))
 @pytest.mark.parametrize("frozen", [True, False])
 @both_transports
 def test_an_image_on_one_rank_only(ctx, transport, frozen):
