@@ -1,7 +1,7 @@
 """Tables of settings: which cases of a test with several arguments run, and which are left to `--full`."""
 
 import itertools
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 import pytest
 
@@ -26,13 +26,9 @@ def _chosen(cases: list[pytest.Item], strength: int) -> set[pytest.Item]:
     if len(axes) < 2 or len(axes) == strength:
         return set(cases)
     parts = [set(itertools.combinations([(axis, table[axis]) for axis in axes], strength)) for table in tables]
-    missing, chosen, used = set().union(*parts), set(), Counter()
+    missing, chosen = set().union(*parts), set()
     while missing:
-        # Of equal ones that with the rarest values: a long table meets all world sizes.
-        best = max(
-            range(len(cases)), key=lambda at: (len(parts[at] & missing), -sum(used[one] for one in tables[at].items()))
-        )
+        best = max(range(len(cases)), key=lambda index: len(parts[index] & missing))
         chosen.add(cases[best])
         missing -= parts[best]
-        used.update(tables[best].items())
     return chosen

@@ -93,6 +93,7 @@ ONLY_BEFORE = [sharded_as_well, replicated, tied_again, wrapped, gathered_before
 @pytest.mark.parametrize(
     ("change", "between"), [*itertools.product(CHANGES, (False, True)), *((change, False) for change in ONLY_BEFORE)]
 )
+@pytest.mark.each_pair
 def test_what_is_adopted(ctx, change, between):
     """At the first forward, or between steps."""
     only_fsdp2x(ctx)

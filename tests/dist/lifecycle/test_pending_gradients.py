@@ -85,6 +85,7 @@ def test_zero_grad_while_gathered(ctx, gathered):
 
 @distributed(world_sizes=(1, 2, 3, 4))
 @both_transports
+@pytest.mark.each_pair
 def test_pending_gradients_are_shown(ctx, transport):
     """Of two micro-batches: the same object, whole, unreduced; written in place, then reduced once."""
     only_fsdp2x(ctx)

@@ -26,6 +26,7 @@ def gathers(model):
 @both_transports
 @pytest.mark.parametrize("ran_before", [False, True])
 @distributed(world_sizes=(1, 2, 3))
+@pytest.mark.each_pair
 def test_ranks_run_different_numbers_of_forwards(ctx, transport, ran_before):
     model = Stack()
     plain = copy.deepcopy(model)

@@ -134,6 +134,7 @@ MOVES = {
 @distributed(world_sizes=(1, 2))
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("move", MOVES)
+@pytest.mark.each_pair
 def test_hooks_of_gradients_outlive_moves(ctx, move, late):
     """An optimizer that runs in backward goes on after `.to()`, before the first forward or later."""
     model = shard(ctx, Stack(), STACK_UNITS)

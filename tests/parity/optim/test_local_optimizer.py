@@ -285,6 +285,7 @@ def outcome(model, make, rank):
 @distributed(world_sizes=(1, 2))
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("name", [name for name in OTHERS if hasattr(torch.optim, name)])
+@pytest.mark.each_pair
 def test_torchs_others_step_as_over_stock_and_are_refused(ctx, name, kind):
     only_fsdp2x(ctx)
     (make, trains), (build, units) = OTHERS[name], MODELS[kind]

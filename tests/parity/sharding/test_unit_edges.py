@@ -298,6 +298,7 @@ PAST = {
 @distributed(world_sizes=(1, 2))
 @pytest.mark.parametrize("units", [("model.backbone.blocks.0", "model.backbone.blocks.1"), ()])
 @both_transports
+@pytest.mark.each_pair
 def test_modules_called_past_the_root(ctx, transport, units):
     """After a forward without gradients, in which nothing stays gathered: each is a forward of the root."""
     only_fsdp2x(ctx)
