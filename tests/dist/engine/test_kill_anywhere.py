@@ -134,14 +134,15 @@ def kill(setting: str, victim: int, moment: str, module: str, when: int) -> None
     assert in_shared_memory() <= before
 
 
-@pytest.mark.parametrize("seed", range(7))
+KINDS = (("plain", "three", "kept", "accumulating"), ("shared memory", "shared by three", "shared replicas"))
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [("plain", "three", "kept", "accumulating"), ("shared memory", "shared by three", "shared replicas")],
-    ids=["group", "shared"],
+    ("seed", "kind"),  # each moment over a process group or shared memory; with --full both
+    [pytest.param(seed, (seed + k) % 2, marks=[pytest.mark.full] * k) for seed in range(7) for k in (0, 1)],
 )
-def test_survivors_name_the_victim(seed, settings):
-    kill(*drawn(seed, settings))
+def test_survivors_name_the_victim(seed, kind):
+    kill(*drawn(seed, KINDS[kind]))
 
 
 @pytest.mark.full
