@@ -1,4 +1,4 @@
-"""Every message that the package can raise, read from its source: the page behind troubleshooting.md."""
+"""Reads every message that the package can raise from its source, for the page that troubleshooting.md links to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LITERAL = re.compile(r"\"((?:[^\"\\]|\\.)*)\"")
 
 
 def text_of(node: ast.AST) -> str:
-    """What a string expression says; a gap for every part that is computed."""
+    """The text of a string expression, with a gap for every computed part."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else GAP
     if isinstance(node, ast.JoinedStr):
@@ -25,7 +25,7 @@ def text_of(node: ast.AST) -> str:
 
 
 def texts(source: str) -> Iterator[str]:
-    """Every string of a module that is a sentence, its parts joined."""
+    """Yields every string of a module that is a sentence, with its parts joined."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp):
             text = " ".join(text_of(node).split())
@@ -34,7 +34,7 @@ def texts(source: str) -> Iterator[str]:
 
 
 def raised(source: str) -> list[str]:
-    """Messages of the errors and warnings of a module, in the order of its lines."""
+    """Returns the messages of a module's errors and warnings, in the order of its lines."""
     found = {}
     for node in ast.walk(ast.parse(source)):
         call = node.exc if isinstance(node, ast.Raise) else node
@@ -49,12 +49,12 @@ def raised(source: str) -> list[str]:
 
 
 def thrown(source: str) -> list[str]:
-    """The same of a C++ file: literals of one expression, with a gap for what stands between them."""
+    """Returns the messages of a C++ file: the literals of an expression, with a gap for the parts between them."""
     found = []
     for (expression,) in (match.groups() for match in THROWN.finditer(source)):
         parts, end = [], 0
         for literal in LITERAL.finditer(expression):
-            # Neighbours are one literal.
+            # The compiler joins adjacent literals.
             parts += [GAP if expression[end : literal.start()].strip() else "", literal[1]]
             end = literal.end()
         message = " ".join("".join(parts[1:]).replace('\\"', '"').split())
@@ -64,14 +64,14 @@ def thrown(source: str) -> list[str]:
 
 
 def page(package: Path, engine: Path) -> str:
-    """The page in Markdown, a section for each folder of the package, and one for the engine."""
+    """Returns the page in Markdown, with a section for each folder of the package and one for the engine."""
     sections: dict[str, list[str]] = {}
     for path in sorted(package.rglob("*.py")):
         folder = path.relative_to(package).parent.as_posix()
         sections.setdefault("fsdp2x" if folder == "." else folder, []).extend(raised(path.read_text()))
     sources = sorted(path for path in engine.rglob("*") if path.suffix in (".cpp", ".hpp"))
     sections["engine, in C++"] = [message for path in sources for message in thrown(path.read_text())]
-    parts = ["# Every message", f"What errors and warnings of the package say; `{GAP}` stands for what differs."]
+    parts = ["# All messages", f"All errors and warnings of the package. `{GAP}` stands for the parts that differ."]
     for name, messages in sections.items():
         if messages:
             parts += [f"## {name}", "\n".join(f"- ``{message.replace('``', '`')} ``" for message in messages)]

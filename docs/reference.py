@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 
+from fsdp2x.train.parse import show
+
 INTRO = "`fsdp2x train` reads these keys from a YAML file. On the command line, write `section.key=value`."
 MORE = "`fsdp2x grpo` also reads these keys. `fsdp2x config list --command grpo` prints them."
 
@@ -37,7 +39,7 @@ def settings(train: dict[str, dict], grpo: dict[str, dict]) -> str:
 def _sections(rows: dict[str, dict], level: str) -> list[str]:
     by_section: dict[str, list[str]] = {}
     for key, row in rows.items():
-        default = f"Default: `{row['default']}`." if "default" in row else ""
+        default = f"Default: `{show(row['default'])}`." if "default" in row else ""
         item = f"- `{key}` ({row['type']}): {row['help'].rstrip('.')}. {default}"
         by_section.setdefault(key.partition(".")[0], []).append(item.rstrip())
     return [f"{level} {name}\n\n" + "\n".join(items) for name, items in by_section.items()]

@@ -1,9 +1,9 @@
-"""Pictures of pages of the built site by a headless browser, wide and narrow: `make docs-shoot` writes build/shots.
+"""Draws pages of the built site in a headless browser, wide and narrow: `make docs-shoot` writes build/shots.
 
     python docs/shoot.py [--site build/site] [--out build/shots] [PAGE.html ...]
 
 Needs chromium (`apt-get install chromium`), or another browser of that family in the environment variable BROWSER. Look
-at the pictures: a table that is cut off, a label over another one, a block of code without colours.
+at the pictures for tables that are cut off, overlapping labels, and code without colors.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-# The plot of a plan is in the guide to memory.
-PAGES = ("index.html", "guides/torch.html", "guides/memory.html", "api/index.html", "benchmarks.html")
+PAGES = (
+    "index.html", "quickstart.html", "use.html", "works-with.html", "guides/memory.html", "troubleshooting.html",
+    "api/sharding.html", "benchmarks.html",
+)  # fmt: skip
 WINDOWS = {"wide": (1280, 1600), "narrow": (500, 1400)}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 def find_browser() -> str:
-    """Path of the browser; ends the program with a sentence where there is none."""
+    """Returns the path of the browser, or ends the program with a message."""
     names = (os.environ["BROWSER"],) if os.environ.get("BROWSER") else BROWSERS
     found = next(filter(None, map(shutil.which, names)), None)
     if found is None:
@@ -32,7 +34,7 @@ def find_browser() -> str:
 
 
 def shoot(browser: str, page: Path, picture: Path, size: tuple[int, int]) -> None:
-    """Writes what a window of this size in pixels shows of the page."""
+    """Writes a picture of the page in a window of this size in pixels."""
     with tempfile.TemporaryDirectory(prefix="shoot-") as profile:
         command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
         command += [f"--user-data-dir={profile}", f"--window-size={size[0]},{size[1]}", "--virtual-time-budget=5000"]
