@@ -67,7 +67,7 @@ def test_the_next_save_waits(ctx):
         assert names == ["latest", "step-000003", "step-000004"]
 
 
-@distributed(world_sizes=(2, 3))
+@distributed(world_sizes=(2, pytest.param(3, marks=pytest.mark.full)))
 @pytest.mark.parametrize("second_is_async", [False, True])
 def test_two_models_write_to_one_folder_one_after_the_other(ctx, second_is_async):
     """While the first is being written, the second is refused as if it had been, or waits for it."""

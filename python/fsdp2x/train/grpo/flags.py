@@ -15,6 +15,7 @@ from fsdp2x.train.grpo.shared_rows import (
     ONE_SEQUENCE,
     SERVER,
     TOKENS,
+    acts_on,
     if_critic,
     imply_all,
     is_given,
@@ -74,10 +75,6 @@ def _flag_if(switch: str, path: str) -> Row:
         return KeyResult({path: value}) if given.get(switch) else KeyResult(remark=f"{switch} is not on")
 
     return becomes(path, by=by, note=f" with {switch}")
-
-
-def _switch(what: str) -> Row:
-    return Row(kind=bool, note=f"switches {what} on", by=lambda *_: KeyResult(remark=f"see {what}", used=True))
 
 
 def _flag_reward(value: str, _: Mapping) -> KeyResult:
@@ -171,7 +168,7 @@ FLAG_ROWS = table({"": {
     ),
     "num_steps_per_rollout": "algorithm.minibatches",
     **no_effect(TOKENS, "micro_batch_size", "balance_data"),
-    "use_dynamic_batch_size": _switch("max_tokens_per_gpu"),
+    "use_dynamic_batch_size": acts_on("max_tokens_per_gpu"),
     "max_tokens_per_gpu": _flag_if("use_dynamic_batch_size", "data.max_tokens"),
     "dynamic_sampling_filter_path": becomes(
         "algorithm.dynamic_sampling", by=_dynamic, kind=str, remark="at most so many further rounds"
@@ -189,7 +186,7 @@ FLAG_ROWS = table({"": {
     "value_clip": if_critic("algorithm.value_clip"),
     "critic_lr": if_critic("algorithm.critic_lr"),
     "num_critic_only_steps": if_critic("algorithm.critic_warmup"),
-    "use_kl_loss": _switch("kl_loss_coef"),
+    "use_kl_loss": acts_on("kl_loss_coef"),
     "kl_loss_coef": _flag_if("use_kl_loss", "algorithm.kl_weight"),
     "kl_loss_type": becomes("algorithm.kl", by={"low_var_kl": "k3"}, kind=Literal["k1", "k2", "k3", "low_var_kl"]),
     "kl_coef": keeps(0.0, "rewards carry no KL; use_kl_loss adds it to the loss", float),

@@ -25,6 +25,11 @@ def keeps(default: Any, otherwise: str, kind: Any = bool) -> Row:
     return only(default, "nothing is changed", otherwise, kind)
 
 
+def acts_on(keys: str, kind: Any = bool) -> Row:
+    """A key that other keys of the file look at."""
+    return Row(kind=kind, note=f"acts on {keys}", by=lambda *_: KeyResult(remark=f"see {keys}", used=True))
+
+
 def parts(whole: int, part: int, of: str) -> int:
     """How often `part` goes into `whole` samples of a rollout."""
     if part < 1 or whole % part:
