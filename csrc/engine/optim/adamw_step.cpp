@@ -22,7 +22,7 @@ struct AdamWJob {
   at::Tensor exp_avg, exp_avg_sq, max_exp_avg_sq;                       // the last one undefined without amsgrad
   at::Tensor exp_avg_scales, exp_avg_sq_scales, max_exp_avg_sq_scales;  // undefined unless moments are codes
   at::Tensor count;
-  const AdamWGroup* group;
+  const AdamWGroup* group;  // until the numbers are there
   AdamWStep step;
   bool is_stochastic;
   cpu::Rounding rounding;
@@ -202,10 +202,9 @@ void set_storing(const AdamWJob& job, cuda::AdamWArgs& args) {
   args.rounding = job.rounding.key;
 }
 
-}  // namespace
-
-LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state,
-                    const NarrowRules& rules, DeviceSteps* on_device, const at::Tensor& grad_scale) {
+// The jobs of all gradients that the kernels can take, with the numbers of their step.
+std::vector<AdamWJob> adamw_jobs(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state,
+                                 const NarrowRules& rules, const DeviceSteps* on_device, LeftOver& left_over) {
   std::vector<AdamWJob> jobs;
   std::vector<size_t> first_numbers;
   size_t num_params = 0;
@@ -214,7 +213,7 @@ LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyOb
     num_params += list_size(group.params.get());
   }
   jobs.reserve(num_params);
-  LeftOver left_over = for_each_gradient(groups, [&](size_t g, size_t i, PyObject* param, const at::Tensor& grad) {
+  left_over = for_each_gradient(groups, [&](size_t g, size_t i, PyObject* param, const at::Tensor& grad) {
     PyObject* own = state_of(state, param);
     if (own == nullptr || PyDict_GET_SIZE(own) == 0) {
       call_maker(make_state, g, i);
@@ -230,7 +229,23 @@ LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyOb
     return true;
   });
   count_steps(jobs);
+  return jobs;
+}
+
+}  // namespace
+
+LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state,
+                    const NarrowRules& rules, DeviceSteps* on_device, const at::Tensor& grad_scale) {
+  LeftOver left_over;
+  std::vector<AdamWJob> jobs = adamw_jobs(groups, state, make_state, rules, on_device, left_over);
   run_all(jobs, on_device, grad_scale);
+  return left_over;
+}
+
+LeftOver adamw_begin(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state,
+                     const NarrowRules& rules, StepThreads& threads) {
+  LeftOver left_over;
+  begin_all(adamw_jobs(groups, state, make_state, rules, nullptr, left_over), threads);
   return left_over;
 }
 

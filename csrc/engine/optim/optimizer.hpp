@@ -49,6 +49,11 @@ struct NarrowRules {
 LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state,
                     const NarrowRules& rules, DeviceSteps* on_device, const at::Tensor& grad_scale);
 
+// The same for what lies on the host, in `threads` while the caller goes on; the rest is left over. It ends with
+// StepThreads::finish(), which needs the GIL. Until then the caller keeps the parameters.
+LeftOver adamw_begin(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state,
+                     const NarrowRules& rules, StepThreads& threads);
+
 // Returns zero tensors, each with a separate storage, in one block of memory that lives as long as any of them.
 std::vector<at::Tensor> pooled_zeros(const std::vector<std::pair<std::vector<int64_t>, at::ScalarType>>& shapes);
 

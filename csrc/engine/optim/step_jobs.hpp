@@ -20,11 +20,15 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <numeric>
+#include <utility>
 #include <vector>
 
 #include "engine/memory/local_tensor.hpp"
 #include "engine/optim/device_steps.hpp"
 #include "engine/optim/optimizer.hpp"
+#include "engine/optim/step_threads.hpp"
 #include "engine/torch/gil.hpp"
 #include "engine/torch/parallel.hpp"
 
@@ -65,6 +69,13 @@ inline const std::byte* const_bytes_at(const at::Tensor& tensor, int64_t index) 
   return static_cast<const std::byte*>(tensor.const_data_ptr()) + static_cast<size_t>(index) * tensor.element_size();
 }
 
+template <class Job>
+std::vector<int64_t> numels_of(const std::vector<Job>& jobs) {
+  std::vector<int64_t> numels;
+  for (const Job& job : jobs) numels.push_back(job.pair.param.tensor.numel());
+  return numels;
+}
+
 // Runs the jobs on a device and removes them from `jobs`.
 template <class Job>
 void run_on_device(std::vector<Job>& jobs, DeviceSteps& steps, const at::Tensor& grad_scale) {
@@ -86,11 +97,34 @@ void run_all(std::vector<Job>& jobs, DeviceSteps* on_device, const at::Tensor& g
   }
   {
     const ReleaseGil released;
-    std::vector<int64_t> numels;
-    for (const Job& job : jobs) numels.push_back(job.pair.param.tensor.numel());
-    for_each_range(numels, [&](size_t i, int64_t begin, int64_t end) { run(jobs[i], begin, end); });
+    const std::vector<int64_t> numels = numels_of(jobs);
+    const auto run_job = [&](size_t i, int64_t begin, int64_t end) { run(jobs[i], begin, end); };
+    const int64_t total = std::accumulate(numels.begin(), numels.end(), int64_t{0});
+    StepThreads* const threads = on_device == nullptr ? nullptr : on_device->threads();
+    if (threads == nullptr || total <= kGrainNumel) {
+      for_each_range(numels, run_job);
+    } else {
+      threads->begin(total, by_item(numels, run_job), nullptr);
+      threads->finish();
+    }
   }
   for (const Job& job : jobs) job.pair.bump_versions();
+}
+
+// The same for jobs of the host, in `threads`, while the caller goes on. They end with StepThreads::finish(), which
+// needs the GIL; until then the parameters' objects must live.
+template <class Job>
+void begin_all(std::vector<Job>&& jobs, StepThreads& threads) {
+  const std::vector<int64_t> numels = numels_of(jobs);
+  // Shards whose storage somebody holds do not move (Shards::may_move).
+  std::vector<c10::Storage> storages;
+  for (const Job& job : jobs) storages.push_back(job.pair.param.tensor.storage());
+  const auto kept = std::make_shared<const std::vector<Job>>(std::move(jobs));
+  const auto run_job = [kept](size_t i, int64_t begin, int64_t end) { run((*kept)[i], begin, end); };
+  threads.begin(std::accumulate(numels.begin(), numels.end(), int64_t{0}), by_item(numels, run_job),
+                [kept, storages = std::move(storages)] {
+                  for (const Job& job : *kept) job.pair.bump_versions();
+                });
 }
 
 // Calls take(group number, index, parameter, gradient) for every parameter with a gradient. If it returns false, the

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp2x.base.cores import step_cores
 from fsdp2x.base.native import _C
 from fsdp2x.base.optimizer_hooks import refuse_stale
 from fsdp2x.optim.clip import check_max_grad_norm, measure_in_step
@@ -33,7 +34,9 @@ class EngineStep(torch.optim.Optimizer):
 
     def _begin_afresh(self) -> None:
         """What belongs to this object alone, and to its state of the moment."""
-        self._on_device = _C.DeviceSteps()
+        cores = step_cores()
+        self._threads = _C.StepThreads(cores.num_threads, list(cores.cores))
+        self._on_device = _C.DeviceSteps(threads=self._threads if cores.cores else None)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fsdp2x.base.arguments import checked
+from fsdp2x.base.cores import step_cores
 from fsdp2x.base.native import _C
 from fsdp2x.lifecycle.tree import roots_of, unit_states
 from fsdp2x.lifecycle.unit import ShardedUnit
@@ -37,6 +38,7 @@ class ModelReport:
     transport: str
     stats: dict
     advice: tuple[str, ...] = ()
+    host_steps: str = ""  # where this rank steps what lies in host memory; empty: nothing does
 
     def __str__(self) -> str:
         head = ("unit", "params", "elements", "shard bytes", "slot bytes", "reshard", "state")
@@ -67,6 +69,8 @@ class ModelReport:
                 f", gather slots owned {self.stats['gather_slots_owned']} "
                 f"(peak {self.stats['peak_gather_bytes']:,} bytes), owners: {self.stats['owners']}"
             )
+        if self.host_steps:
+            tail += f"\nsteps on the host: {self.host_steps}"
         return "\n".join([*columns([head, *rows, total]), tail, *self.advice])
 
 
@@ -89,7 +93,12 @@ def describe(model: nn.Module) -> ModelReport:
         transport=_transports(states),
         stats=root.stats() if root is not None else {},
         advice=tuple(advice(padding_in((group for state in states for group in state.groups), model))),
+        host_steps=step_cores().reason if any(_is_on_host(state) for state in states) else "",
     )
+
+
+def _is_on_host(state: ShardedUnit) -> bool:
+    return any(group.offloads or group.ranks.device.type == "cpu" for group in state.groups)
 
 
 def _transports(states: list[ShardedUnit]) -> str:
