@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -157,6 +157,16 @@ def restore_gradient_hooks(param: torch.Tensor) -> None:
     """Post-accumulate hooks stay with the Python object when ``Module._apply`` swaps the tensor under it."""
     if hooks := param._post_accumulate_grad_hooks:
         param._post_accumulate_grad_hooks = hooks
+
+
+def inside_backward() -> bool:
+    """Whether this thread runs nodes or hooks of a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Calls ``callback`` at the end of the backward that runs in this thread; what it raises, the backward raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def set_spec(param: Any, spec: DTensorSpec) -> None:

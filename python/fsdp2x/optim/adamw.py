@@ -17,6 +17,7 @@ from fsdp2x.base.native import _C
 from fsdp2x.optim.clip import scaled
 from fsdp2x.optim.engine_step import EngineStep
 from fsdp2x.optim.host_moments import HostMoments, Wanted, selection, step_bytes
+from fsdp2x.optim.in_backward import StepInBackward, watch
 from fsdp2x.optim.local import dense_gradient, local_tensors, number
 from fsdp2x.optim.moments import (
     INT8,
@@ -29,6 +30,7 @@ from fsdp2x.optim.moments import (
 )
 from fsdp2x.sharding.offload import host_state, marks_exist
 
+Select = Callable[[int, list[Tensor]], list[Tensor]]
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
@@ -63,19 +65,27 @@ class AdamW(EngineStep, torch.optim.AdamW):
         seed: of the stochastic rounding, in [0, 2**64); the same on every rank.
         max_grad_norm: clip the gradients of all groups together to this 2-norm; None (default): they are used as they
             are.
+        step_in_backward: step each parameter in host memory on threads of the optimizer while backward goes on, as soon
+            as its reduced gradient has arrived. Backward returns after these steps, which have the bits of a later one.
+            ``step()`` is still to be called: it steps all other parameters. Gradients stay until ``zero_grad()``.
+            Accumulate in ``fsdp2x.accumulate``.
 
     Raises:
         NotImplementedError: ``capturable`` or ``differentiable``, here, in a group, or in a loaded state; in ``step``,
             ``stochastic_rounding`` of what torch's functions would have to step, or of a parameter cut along two
             dims behind the first.
-        ValueError: settings out of range, another ``moments_dtype``, ``stochastic_rounding`` without ``moments_dtype``;
-            parameters from before ``fully_shard``, or gathered ones: stepping them would not change the model. Those
-            that ``fully_shard`` replaces later are a RuntimeError in ``step`` until ``rebind_optimizer``.
+        ValueError: settings out of range, another ``moments_dtype``, ``stochastic_rounding`` without ``moments_dtype``,
+            ``step_in_backward`` with ``max_grad_norm``; parameters from before ``fully_shard``, or gathered ones:
+            stepping them would not change the model. Those that ``fully_shard`` replaces later are a RuntimeError in
+            ``step`` until ``rebind_optimizer``.
+        RuntimeError: with ``step_in_backward``: in ``step``, settings of a group or gradients have changed since
+            backward, or that backward raised an error; in backward, a second gradient before ``step``.
     """
 
     keeps_host_state = True  # knows parameters whose state belongs to the host
     _name = "AdamW"
-    _kept = ("moments_dtype", "stochastic_rounding", "seed", "max_grad_norm")
+    _kept = ("moments_dtype", "stochastic_rounding", "seed", "max_grad_norm", "step_in_backward")
+    step_in_backward = False
 
     @checked
     def __init__(
@@ -96,6 +106,7 @@ class AdamW(EngineStep, torch.optim.AdamW):
         stochastic_rounding: bool = False,
         seed: int = 0,
         max_grad_norm: float | None = None,
+        step_in_backward: bool = False,
     ) -> None:
         self._prepare({"capturable": capturable, "differentiable": differentiable}, max_grad_norm)
         if moments_dtype not in (None, torch.float32, torch.bfloat16, INT8):
@@ -110,11 +121,19 @@ class AdamW(EngineStep, torch.optim.AdamW):
             )
         if not 0 <= seed < 2**64:
             raise ValueError(f"fsdp2x.optim.AdamW: seed is {seed}, expected an integer in [0, 2**64)")
+        if step_in_backward and max_grad_norm is not None:
+            raise ValueError(
+                "fsdp2x.optim.AdamW: step_in_backward=True steps before the norm of all gradients is known. Leave out "
+                "max_grad_norm or step_in_backward"
+            )
         self.moments_dtype, self.stochastic_rounding, self.seed = moments_dtype, stochastic_rounding, seed
+        self.step_in_backward = step_in_backward
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
+        self._watch()
 
     def _begin_afresh(self) -> None:
         super()._begin_afresh()
+        self._in_backward = StepInBackward(self._name, self._threads)
         self._host_moments = HostMoments()
         self._places: dict[Any, tuple[int, int, int]] = {}  # of DTensorSpecs, in the whole parameter
 
@@ -152,34 +171,46 @@ class AdamW(EngineStep, torch.optim.AdamW):
                 {name: value.to(dtype, copy=True).to(param.device) for name, value in values.items()}
             )
 
+    def _watch(self) -> None:
+        if self.step_in_backward:
+            watch(self, (param for group in self.param_groups for param in group["params"]))
+
     def step_scaled(self, grad_scale: Tensor | None) -> None:
         run = functools.partial(self._run, grad_scale)
+        stepped: set[int] = set()
+        if self.step_in_backward:
+            stepped = self._in_backward.settle(self._group_settings())
+            if stepped and grad_scale is not None:
+                raise RuntimeError("fsdp2x.optim.AdamW: max_grad_norm was set although step_in_backward=True")
+            self._watch()
         on_host = self._wanted_on_host()
         if on_host:
             self._host_moments.step(self.state, on_host, run)
-            ours = {id(one.param) for one in on_host}
-            run(selection(lambda param: id(param) not in ours), self.state, self._on_device)
-        else:
-            run(lambda _, params: params, self.state, self._on_device)
+            stepped |= {id(one.param) for one in on_host}
+        run(selection(lambda param: id(param) not in stepped) if stepped else None, self.state, self._on_device)
 
-    def _run(
-        self,
-        grad_scale: Tensor | None,
-        select: Callable[[int, list[Tensor]], list[Tensor]],
-        states: dict,
-        on_device: _C.DeviceSteps,
-    ) -> None:
-        """Steps the parameters that ``select`` leaves in place."""
-        left_over = _C.adamw_step(
-            [_settings(group, select(number, group["params"])) for number, group in enumerate(self.param_groups)],
-            states,
-            self._make_states,
-            self.moments_dtype is not None,
-            self._place_of if self.stochastic_rounding else None,
-            self.seed,
-            on_device,
-            grad_scale,
-        )
+    @torch.no_grad()
+    def _begin_step(self, params: list[Tensor], threads: _C.StepThreads) -> set[int]:
+        """Begins the step of these parameters in ``threads``; returns the ids of those that are left to ``step()``."""
+        begun = {id(param) for param in params}
+        left_over = _C.adamw_begin(*self._of_step(selection(lambda param: id(param) in begun), self.state), threads)
+        return {id(self.param_groups[group]["params"][index]) for group, index in left_over}
+
+    def _group_settings(self) -> list[tuple]:
+        """The numbers of the parameter groups that a step uses."""
+        return [_settings(group, [])[1:] for group in self.param_groups]
+
+    def _of_step(self, select: Select | None, states: dict) -> tuple[list, dict, Callable, bool, Callable | None, int]:
+        """Arguments of the engine for a step of the parameters that ``select`` leaves in place."""
+        groups = [
+            _settings(group, select(number, group["params"]) if select else group["params"])
+            for number, group in enumerate(self.param_groups)
+        ]
+        place_of = self._place_of if self.stochastic_rounding else None
+        return groups, states, self._make_states, self.moments_dtype is not None, place_of, self.seed
+
+    def _run(self, grad_scale: Tensor | None, select: Select | None, states: dict, on_device: _C.DeviceSteps) -> None:
+        left_over = _C.adamw_step(*self._of_step(select, states), on_device, grad_scale)
         for group, params in self._left_to_torch(left_over):
             self._step_by_torch(group, params, states, grad_scale)
 

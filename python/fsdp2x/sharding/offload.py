@@ -48,6 +48,8 @@ class HostOffloadPolicy(OffloadPolicy):
     shards, which is brought up to date by the first gather of each forward (and of each ``unshard()``), whoever wrote
     to the parameters and how; backward gathers from that copy.
 
+    With ``gradients`` and ``all``, ``fsdp2x.optim.AdamW(step_in_backward=True)`` steps on the host while backward runs.
+
     ``all``: ``torch.distributed.fsdp.CPUOffloadPolicy``. The device keeps nothing of the shards between gathers.
 
     Attributes:
