@@ -1,4 +1,4 @@
-"""Packing against padding (tokens a second), and Ulysses against none at equal sequences (peak memory of a step).
+"""Packing against padding (tokens a second), and sequences cut over ranks against whole ones (peak memory of a step).
 
     python benchmarks/bench_sequence.py [--quick] [--cases packing ulysses] [--steps 5] [--json FILE]
 
@@ -9,7 +9,8 @@ longest, transformers' SDPA with padding masks; ``sorted``: the same with sample
 ``packed_masks``: packed rows on the untouched model, which builds block masks from positions; ``packed``: the same rows
 under use_varlen_attention.
 ulysses: ``none``: a sequence a step on each rank; ``ulysses``: each of these sequences cut over both ranks, one after
-the other. The peak is how far a rank's private resident memory rises in a step, largest of the ranks.
+the other; ``context``: the same by context parallelism. ``_checkpointing``: activations are computed again. The peak is
+how far a rank's private resident memory rises in a step, largest of the ranks.
 """
 
 from __future__ import annotations
@@ -171,22 +172,29 @@ def _status() -> dict[str, int]:
 
 def run_ulysses(case: Ulysses, steps: int) -> dict:
     import fsdp2x
-    from fsdp2x.sequence import apply_ulysses, init_sequence_mesh, use_varlen_attention
+    from fsdp2x.sequence import apply_context_parallel, apply_ulysses, init_sequence_mesh, use_varlen_attention
 
     mesh = init_sequence_mesh(dist.get_world_size(), "cpu")
     plain = build_model(case.hidden, case.layers, case.tokens)
     generator = torch.Generator().manual_seed(1)
     sequences = torch.randint(0, _VOCAB, (dist.get_world_size(), 1, case.tokens), generator=generator)
-    whole = fsdp2x.fully_shard(copy.deepcopy(plain), mesh=mesh.shard)
-    use_varlen_attention(whole)
-    cut = fsdp2x.fully_shard(plain, mesh=mesh.shard)
-    context = apply_ulysses(cut, mesh.sequence)
     mine = sequences[dist.get_rank()]
-    none = [{"input_ids": mine, "targets": nn.functional.pad(mine[:, 1:], (0, 1), value=-100)}]
-    shards = [context.shard_inputs({"input_ids": ids, "labels": ids}) for ids in sequences]
-    slices = [{**shard.inputs, "targets": shard.next_labels} for shard in shards]
-    losses: dict[str, list[torch.Tensor]] = {"none": [], "ulysses": []}
-    sides = {"none": train_step(whole, none, losses["none"]), "ulysses": train_step(cut, slices, losses["ulysses"])}
+    whole = [{"input_ids": mine, "targets": nn.functional.pad(mine[:, 1:], (0, 1), value=-100)}]
+    sides, losses = {}, {}
+    for name in ("none", "ulysses", "context", "ulysses_checkpointing", "context_checkpointing"):
+        model, batches = copy.deepcopy(plain), whole
+        if name.endswith("checkpointing"):
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        fsdp2x.fully_shard(model, mesh=mesh.shard)
+        if name == "none":
+            use_varlen_attention(model)
+        else:
+            apply = apply_ulysses if name.startswith("ulysses") else apply_context_parallel
+            context = apply(model, mesh.sequence)
+            shards = [context.shard_inputs({"input_ids": ids, "labels": ids}) for ids in sequences]
+            batches = [{**shard.inputs, "targets": shard.next_labels} for shard in shards]
+        losses[name] = []
+        sides[name] = train_step(model, batches, losses[name])
     samples = harness.alternate(sides, warmup=1, count=steps)
     # After the timing: with this allocator every large tensor is a fresh mapping.
     if ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_FROM_BYTES) != 1:
@@ -196,7 +204,8 @@ def run_ulysses(case: Ulysses, steps: int) -> dict:
         step(harness.PhaseTimer(harness.Samples(), counted=False))
         peak = peak_rise_bytes(lambda step=step: step(harness.PhaseTimer(harness.Samples(), counted=False)))
         result[side] = {**samples[side].summary(), "tokens": sequences.numel(), "peak_bytes": peak}
-    torch.testing.assert_close(torch.stack(losses["ulysses"]), torch.stack(losses["none"]), rtol=1e-5, atol=0.0)
+    for side in sides:
+        torch.testing.assert_close(torch.stack(losses[side]), torch.stack(losses["none"]), rtol=1e-5, atol=0.0)
     return result
 
 
@@ -212,6 +221,9 @@ def rows_of(results: dict) -> list[list[str]]:
         "packed": "packed, use_varlen_attention",
         "none": "whole sequences",
         "ulysses": "Ulysses over the ranks",
+        "context": "context parallelism over the ranks",
+        "ulysses_checkpointing": "Ulysses, checkpointing",
+        "context_checkpointing": "context parallelism, checkpointing",
     }
     rows = [["case", "side", "step, ms", "tokens/s", "ratio", "positions per token", "peak of a step, MiB", "ratio"]]
     for name, result in results.items():

@@ -1,4 +1,4 @@
-"""Long sequences and samples of different lengths: packing, attention over samples, Ulysses, and the loss of both."""
+"""Long sequences and samples of different lengths: packing, attention inside samples, sequence parallelism, losses."""
 
 from fsdp2x.models.sequence.attention import SequenceAttention, use_varlen_attention
 from fsdp2x.models.sequence.layout import SequenceLayout
@@ -10,10 +10,11 @@ from fsdp2x.models.sequence.loss import (
     token_mean_loss,
 )
 from fsdp2x.models.sequence.packing import PackedBatch, micro_batches, pack_by_budget, pack_samples
-from fsdp2x.models.sequence.ulysses import (
+from fsdp2x.models.sequence.parallel import (
     SequenceMesh,
+    SequenceParallel,
     SequenceShard,
-    UlyssesContext,
+    apply_context_parallel,
     apply_ulysses,
     init_sequence_mesh,
 )
@@ -23,8 +24,9 @@ __all__ = [
     "SequenceAttention",
     "SequenceLayout",
     "SequenceMesh",
+    "SequenceParallel",
     "SequenceShard",
-    "UlyssesContext",
+    "apply_context_parallel",
     "apply_ulysses",
     "count_label_tokens",
     "init_sequence_mesh",

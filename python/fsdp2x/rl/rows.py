@@ -7,7 +7,8 @@ Everything per token has the shape of the row's ``next_labels``, [1, positions],
     next_labels -100 -100   a0   a1 -100 |-100   b0 -100
     sample                   0    0      |       1            (elsewhere none)
 
-Under Ulysses a rank has a slice of the positions, and sums over samples are made over the sequence-parallel ranks.
+Under sequence parallelism a rank has a part of the positions, and sums over samples are made over the ranks that share
+them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from fsdp2x.models.sequence.packing import IGNORE, PackedBatch
-from fsdp2x.models.sequence.ulysses import SequenceShard
+from fsdp2x.models.sequence.parallel import SequenceShard
 
 
 class RowTokens:
@@ -43,7 +44,7 @@ class RowTokens:
         self._ends = row.cu_seqlens.tolist()
         self._labelled = row.next_labels != IGNORE
         self._group = None if shard is None else shard.layout.shard
-        self._range = None if shard is None else (*shard.layout.local_range, shard.layout.length)
+        self._layout = None if shard is None else shard.layout
         whole = torch.zeros(self._labelled.shape, dtype=torch.int64, device=device)
         for place, (start, stop) in enumerate(self._spans()):
             whole[0, start:stop] = place
@@ -57,10 +58,9 @@ class RowTokens:
 
     def _cut(self, whole: torch.Tensor) -> torch.Tensor:
         """The positions of this rank."""
-        if self._range is None:
+        if self._layout is None:
             return whole
-        start, stop, length = self._range
-        return F.pad(whole, (0, length - whole.shape[1]))[:, start:stop]
+        return self._layout.take(F.pad(whole, (0, self._layout.length - whole.shape[1])))
 
     def counts_samples(self) -> bool:
         """Whether this rank counts the row's samples: the first of those that share them."""
@@ -109,10 +109,10 @@ class RowTokens:
         Args:
             values: [..., positions] of this rank.
         """
-        if self._group is not None and self._group.size > 1:
+        if self._layout is not None and self._group is not None and self._group.size > 1:
             parts = [torch.empty_like(values) for _ in range(self._group.size)]
             dist.all_gather(parts, values.contiguous(), group=self._group.group)
-            values = torch.cat(parts, dim=-1)
+            values = self._layout.join(parts, dim=-1)
         positions = self._labelled[0].nonzero().flatten()
         return values[..., positions], self._whole_place[0, positions]
 

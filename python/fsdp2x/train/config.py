@@ -55,6 +55,31 @@ PAIRS = Check("at least 2", lambda value: value >= 2)
 BACKOFF = Check("a fraction in (0, 1)", lambda value: 0 < value < 1)
 
 
+class SequenceRanks(NamedTuple):
+    """How many ranks share each sequence, by what they exchange: heads, or keys and values."""
+
+    ulysses: int = 1
+    context: int = 1
+
+    @property
+    def total(self) -> int:
+        return self.ulysses * self.context
+
+    def __str__(self) -> str:
+        both = f" (Ulysses {self.ulysses} x context {self.context})" if self.context > 1 else ""
+        return f"{self.total} ranks{both}"
+
+
+def _are_sequence_ranks(value: int | dict) -> bool:
+    sizes = value if isinstance(value, dict) else {"ulysses": value}
+    return bool(sizes) and all(
+        name in SequenceRanks._fields and type(size) is int and size >= 1 for name, size in sizes.items()
+    )
+
+
+SEQUENCE_RANKS = Check("at least 1, or such numbers by name: {ulysses: 2, context: 2}", _are_sequence_ranks)
+
+
 def setting(default: Any, help: str, check: Check | None = None) -> Any:
     """A dataclass field with a help text; mutable defaults are copied per instance."""
     metadata = {"help": help, "check": check}
@@ -283,7 +308,12 @@ class ParallelConfig(Section):
         None,
         "ranks of one shard group; more than one and fewer than all: replicas of such groups (HSDP), else all ranks",
     )
-    sequence_parallel: int = setting(1, "consecutive ranks that share each sequence (Ulysses)", COUNT)
+    sequence_parallel: int | dict = setting(
+        1,
+        "consecutive ranks that share each sequence by Ulysses, which exchanges heads; or {ulysses: 2, context: 2}: "
+        "context parallelism gathers keys and values, for any number of heads",
+        SEQUENCE_RANKS,
+    )
     expert_parallel: int = setting(1, "ranks over which the experts of a layer are spread", COUNT)
     expert_fsdp_size: int | None = setting(
         None, "ranks over which each expert is sharded; unset: the rest of the world", COUNT
@@ -325,6 +355,11 @@ class ParallelConfig(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where to train; auto takes CUDA when there is a GPU")
     timeout_s: float = setting(600.0, "seconds after which a rank that waits for another gives up", POSITIVE)
+
+    @property
+    def sequence_ranks(self) -> SequenceRanks:
+        given = self.sequence_parallel
+        return SequenceRanks(**given) if isinstance(given, dict) else SequenceRanks(ulysses=given)
 
 
 @dataclass(frozen=True)

@@ -233,7 +233,7 @@ STRATEGY_ROWS = table({
         "model_type": only(
             None, "the model's own head", "heads for values are not built here; set model_type: ~", str | None
         ),
-        "ulysses_size": "parallel.sequence_parallel",
+        "ulysses_size": becomes("parallel.sequence_parallel", kind=int),
         "freeze_module_prefix": becomes("model.freeze", by=lambda value, _: value or [], kind=list[str] | None),
         "lora_rank": becomes("lora.rank", by={None: 0}, kind=int | None),
         "lora_alpha": "lora.alpha",
@@ -348,7 +348,7 @@ TRAINER = {
     "num_gpu": becomes("parallel.world_size", kind=int, remark="torchrun starts the ranks"),
     "gpu_per_process": only(1, "one GPU a rank", "a rank has one GPU; set gpu_per_process: 1"),
     "fsdp_size": "parallel.fsdp_size",
-    "ulysses_sequence_parallel_size": "parallel.sequence_parallel",
+    "ulysses_sequence_parallel_size": becomes("parallel.sequence_parallel", kind=int),
     "packing": "data.packing",
     "max_token_in_packing": becomes("data.max_tokens", by=_max_tokens),
     "meta_init": becomes("model.load", by={True: "rows", False: "whole"}, kind=bool),

@@ -104,7 +104,7 @@ def _explain(
     parallel, train = sections["parallel"], sections["train"]
     world_size = world_size or parallel.world_size or max(parallel.fsdp_size or 1, 1)
     plan = plan_mesh(parallel, world_size, local_world_size or usual_node(world_size))
-    readers = world_size // parallel.sequence_parallel
+    readers = world_size // parallel.sequence_ranks.total
     batching = resolve_batching(train, readers)
     sentence = kind.describe_step(sections, batching.batch_size, batching.accumulation, readers)
     if train.mode == "evaluate":

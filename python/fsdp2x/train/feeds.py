@@ -12,14 +12,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fsdp2x.base.failures import run_on_all_ranks
 from fsdp2x.models.sequence.attention import use_varlen_attention
 from fsdp2x.models.sequence.loss import count_label_tokens, token_mean_loss
 from fsdp2x.models.sequence.packing import IGNORE, micro_batches
-from fsdp2x.models.sequence.ulysses import apply_ulysses
-from fsdp2x.train.config import ConfigError, DataConfig, as_config_error
+from fsdp2x.models.sequence.parallel import apply_context_parallel, apply_ulysses, init_sequence_mesh
+from fsdp2x.train.config import ConfigError, DataConfig, SequenceRanks, as_config_error
 from fsdp2x.train.data import Blocks, BlockStream, SampleSet, held_out_batches
 from fsdp2x.train.distributed import mean_over_ranks
 from fsdp2x.train.strategy import Batching
@@ -70,7 +69,7 @@ Sample = dict[str, torch.Tensor]
 
 @dataclass
 class SequenceFeed(BlockFeed):
-    """Samples, packed or padded, slices of sequences (Ulysses), or both; every label weighs the same, wherever it lies.
+    """Samples, packed or padded, parts of sequences, or both; every label weighs the same, wherever it lies.
 
     `context` cuts sequences over the ranks that share them; None: every rank has whole ones. A step takes `batch_size`
     x `accumulation` samples a rank; packed, they are as many micro-batches as the fullest rank needs, else each
@@ -162,19 +161,19 @@ def make_feed(
     batching: Batching,
     data: DataConfig,
     *,
-    sequence_parallel: int,
+    sequence_ranks: SequenceRanks,
     device: torch.device,
 ) -> BlockFeed:
     """The feed that a config asks for; changes the sharded model's attention where it must. Collective."""
     common = {"model": model, "blocks": blocks, "stream": stream, "batching": batching, "device": device}
-    if sequence_parallel > 1:
+    if sequence_ranks.total > 1:
         with as_config_error("parallel.sequence_parallel"):
-            # Consecutive ranks share their sequences; every rank makes every group.
-            ranks = range(dist.get_world_size())
-            groups = [list(ranks[i : i + sequence_parallel]) for i in ranks[::sequence_parallel]]
-            group, _ = dist.new_subgroups_by_enumeration(groups)
-            assert isinstance(group, dist.ProcessGroup), "this rank is in one of them"
-            context = apply_ulysses(model, group)
+            ulysses, size = sequence_ranks.ulysses, sequence_ranks.total
+            if sequence_ranks.context == 1:
+                context = apply_ulysses(model, init_sequence_mesh(size, device.type).sequence)
+            else:
+                mesh = init_sequence_mesh(size, device.type, ulysses=ulysses if ulysses > 1 else None)
+                context = apply_context_parallel(model, mesh.sequence)
         return SequenceFeed(**common, data=data, context=context)
     if data.packing:
         with as_config_error("data.packing"):

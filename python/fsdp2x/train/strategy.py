@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2x.train.config import ConfigError, ModelConfig, ParallelConfig, ScalerConfig, TrainSection
+from fsdp2x.train.config import ConfigError, ModelConfig, ParallelConfig, ScalerConfig, SequenceRanks, TrainSection
 
 HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 RESHARD: dict[str, bool | None] = {
@@ -40,7 +40,7 @@ class MeshPlan:
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     reshard_after_forward: bool | int | None
-    sequence_parallel: int = 1
+    sequence_ranks: SequenceRanks = SequenceRanks()
 
     @property
     def num_replicas(self) -> int:
@@ -63,7 +63,7 @@ class MeshPlan:
         reshard = self.reshard_after_forward
         kept = freed[reshard] if reshard in freed else f"kept over {reshard} ranks after forward"
         kept = "nothing to gather" if self.shard_size == 1 else kept
-        sp = f"; sequences over {self.sequence_parallel} ranks" if self.sequence_parallel > 1 else ""
+        sp = f"; sequences over {self.sequence_ranks}" if self.sequence_ranks.total > 1 else ""
         copies = f"{self.num_replicas} copies of " if self.num_replicas > 1 else ""
         shards = "the whole" if self.shard_size == 1 else f"{self.shard_size} shards"
         return f"{self.name}: mesh {self.shape} [{', '.join(self.axes)}], {copies}{shards}, {kept}{sp}"
@@ -77,9 +77,10 @@ def plan_mesh(config: ParallelConfig, world_size: int, local_world_size: int) ->
     """
     plan_expert_mesh(config, world_size)
     name, size, reshard = config.strategy, config.fsdp_size, config.reshard_after_forward
-    sp = config.sequence_parallel
-    if world_size % sp:
-        raise ConfigError(f"parallel.sequence_parallel: got {sp}, expected a divisor of the {world_size} ranks")
+    sp = config.sequence_ranks
+    if world_size % sp.total:
+        got = sp.ulysses if sp.context == 1 else sp
+        raise ConfigError(f"parallel.sequence_parallel: got {got}, expected a divisor of the {world_size} ranks")
     if name is not None and reshard is not None and reshard != RESHARD[name]:
         raise ConfigError(
             f"parallel.reshard_after_forward: got {reshard!r} with parallel.strategy={name}, which means "

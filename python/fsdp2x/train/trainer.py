@@ -95,7 +95,7 @@ class Trainer:
     def _build(self, loggers: Sequence[Logger]) -> None:
         config, world = self.config, self.world
         self.plan = plan_mesh(config.parallel, world.size, world.local_size)
-        self.num_readers = world.size // config.parallel.sequence_parallel
+        self.num_readers = world.size // config.parallel.sequence_ranks.total
         self.batching = resolve_batching(config.train, self.num_readers)
         self.param_dtype = resolve_param_dtype(config.model, config.parallel, world.device)
         self.training = config.train.mode == "train"
@@ -129,7 +129,7 @@ class Trainer:
         self.stream = self._stream_class(
             self.blocks,
             batch_size=self.batching.batch_size,
-            rank=world.rank // config.parallel.sequence_parallel,
+            rank=world.rank // config.parallel.sequence_ranks.total,
             world_size=self.num_readers,
             seed=config.train.seed,
             shuffle=config.data.shuffle,
@@ -155,7 +155,7 @@ class Trainer:
             self.stream,
             self.batching,
             self.config.data,
-            sequence_parallel=self.config.parallel.sequence_parallel,
+            sequence_ranks=self.config.parallel.sequence_ranks,
             device=self.world.device,
         )
 

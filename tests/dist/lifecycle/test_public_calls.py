@@ -31,7 +31,7 @@ NOT_CALLED = {
     "CPUOffloadPolicy", "CheckpointError", "ConfigError", "TrainingError", "DataParallelMeshDims", "ExpertGroup",
     "FSDPModule", "GradientReductionHandle", "LoadReport", "Loaded", "MemoryReport", "MixedPrecisionPolicy",
     "OffloadPolicy", "PackedBatch", "Saved", "SequenceAttention", "SequenceLayout", "SequenceMesh", "SequenceShard",
-    "TrainConfig", "UlyssesContext", "UnshardHandle", "Bucket",
+    "TrainConfig", "SequenceParallel", "UnshardHandle", "Bucket",
 }  # fmt: skip
 
 
@@ -210,6 +210,7 @@ NEEDS = {
     "fsdp2x.optim.muon_param_groups": lambda w: {"model": w.hf()},
     "fsdp2x.train.selftest.run_suite": lambda w: {"device": torch.device("cpu"), "num_steps": 2},
     "fsdp2x.train.selftest.shard_layers": lambda w: {"model": _layers()},
+    "fsdp2x.sequence.apply_context_parallel": lambda w: {"model": _two_heads(), "group": dist.group.WORLD},
     "fsdp2x.sequence.apply_ulysses": lambda w: {"model": _two_heads(), "group": dist.group.WORLD},
     "fsdp2x.sequence.count_label_tokens": lambda w: {"next_labels": _labels(w)},
     "fsdp2x.sequence.init_sequence_mesh": lambda w: {"sequence_size": w.world},

@@ -100,17 +100,19 @@ def test_a_signal_to_one_rank_during_long_work_starts_no_further_step(ctx, durin
 
 
 @distributed(world_sizes=(2, 4))
-@pytest.mark.parametrize("parallel", [{}, {"strategy": "NO_SHARD"}, {"fsdp_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "parallel", [{}, {"strategy": "NO_SHARD"}, {"fsdp_size": 2, "sequence_parallel": {"context": 2}}], ids=str
+)
 def test_sequence_parallel(ctx, parallel):
     with shared_folder(ctx) as folder:
         _, plain = numbers(folder, "plain")
-        trainer, sliced = numbers(folder, "sliced", parallel={**parallel, "sequence_parallel": 2})
+        trainer, sliced = numbers(folder, "sliced", parallel={"sequence_parallel": 2, **parallel})
         assert trainer.num_readers == ctx.world // 2 and trainer.blocks_per_step == 8
         assert sliced == pytest.approx(plain, abs=1e-5)
 
 
 @distributed(world_sizes=(2,))
-@pytest.mark.parametrize("sequence_parallel", [1, 2])
+@pytest.mark.parametrize("sequence_parallel", [1, 2, {"context": 2}])
 def test_packing_sees_samples_alone(ctx, sequence_parallel):
     """The loss of packed samples is the mean over the tokens of each sample by itself."""
     from fsdp2x.train import Trainer, parse_config

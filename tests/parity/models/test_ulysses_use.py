@@ -231,10 +231,10 @@ def test_misuse(ctx):
     ids = torch.arange(3, 12)[None]
     with pytest.raises(RuntimeError, match="call it with the inputs that shard_inputs"):
         ours(input_ids=ids)
-    with pytest.raises(ValueError, match="was not made for this model; under Ulysses pass the inputs"):
+    with pytest.raises(ValueError, match="was not made for this model; over ranks pass the inputs"):
         ours(**pack_samples([{"input_ids": ids[0]}]).inputs)
     shard = context.shard_inputs({"input_ids": ids, "labels": ids})
-    with pytest.raises(ValueError, match="a model's own loss is wrong at the ends of slices"):
+    with pytest.raises(ValueError, match="a model's own loss is wrong at the ends of parts"):
         ours(**shard.inputs, labels=ids)
     with pytest.raises(ValueError, match="expected input_ids or inputs_embeds, got labels_mask"):
         context.shard_inputs({"labels_mask": ids})

@@ -317,3 +317,16 @@ def test_experts_over_more_ranks_than_there_are(tmp_path):
     assert "parallel.expert_parallel" in whole.advice[0] and "Shard(1)" in whole.advice[0]
     spread = plan_memory(model, 32, expert_parallel=8)
     assert not spread.advice and spread.shard_bytes < 1.1 * split.shard_bytes
+
+
+@pytest.mark.parametrize(("recomputes", "kept", "sent"), [(False, 4096, 16384), (True, 2048, 24576)])
+def test_what_ranks_that_share_sequences_send_and_keep(folder, recomputes, kept, sent):
+    """A layer: 32 positions, 1 of 2 heads and the kv head, 8 wide, on a rank, fp32. Two layers, two micro-batches."""
+    changes = {"parallel.sequence_parallel": {"ulysses": 2, "context": 2}, "train.activation_checkpointing": recomputes}
+    plan = planned(folder, prepare(folder, "run", changes), world=4)
+    layer = 32 // 4 * (1 + 1) * 16 + 32 // 2 * 16
+    assert sent == layer * 4 * 2 * 2 * (2 + recomputes)
+    found = plan.to_dict()["sequences"]
+    assert found == {"ulysses": 2, "context": 2, "positions": 32, "kept_bytes": kept, "sent_bytes": sent}
+    assert "sequences over 4 ranks (Ulysses 2 x context 2): 8 of 32 positions a rank" in str(plan)
+    assert planned(folder, prepare(folder, "run", {})).to_dict()["sequences"] is None

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -9,7 +10,14 @@ import fsdp2x
 import sequences
 from checkpoints import shared_folder
 from fsdp2x import rl
-from fsdp2x.sequence import apply_ulysses, init_sequence_mesh, micro_batches, pack_samples, use_varlen_attention
+from fsdp2x.sequence import (
+    apply_context_parallel,
+    apply_ulysses,
+    init_sequence_mesh,
+    micro_batches,
+    pack_samples,
+    use_varlen_attention,
+)
 from harness import distributed
 from reference import both_transports, grads, only_fsdp2x, params, same
 
@@ -50,14 +58,14 @@ def plain_step(critic, samples, targets):
         (0.5 * torch.max((now - returns) ** 2, (moved - returns) ** 2).sum() / num_tokens).backward()
 
 
-def check(ctx, transport="auto", ulysses=False):
+def check(ctx, transport="auto", apply=None):
     only_fsdp2x(ctx)
     plain = build_critic()
     critic = copy.deepcopy(plain)
-    if ulysses:
+    if apply is not None:
         mesh = init_sequence_mesh(2, "cpu")
         data_rank, num_data = mesh.data.get_local_rank(), mesh.data.size()
-        context = apply_ulysses(fsdp2x.fully_shard(critic, mesh=mesh.shard, transport=transport), mesh.sequence)
+        context = apply(fsdp2x.fully_shard(critic, mesh=mesh.shard, transport=transport), mesh.sequence)
     else:
         data_rank, num_data = ctx.rank, ctx.world
         use_varlen_attention(fsdp2x.fully_shard(critic, transport=transport))
@@ -70,8 +78,8 @@ def check(ctx, transport="auto", ulysses=False):
     mine = scores[first : first + len(by_rank[data_rank])]
 
     packed = list(micro_batches(by_rank[data_rank], 20, group=dist.group.WORLD))
-    parts = [context.shard_inputs(row) for row in packed] if ulysses else packed
-    rows = [rl.RowTokens(row, part if ulysses else None) for row, part in zip(packed, parts, strict=True)]
+    parts = [context.shard_inputs(row) for row in packed] if apply else packed
+    rows = [rl.RowTokens(row, part if apply else None) for row, part in zip(packed, parts, strict=True)]
     with torch.no_grad():
         old = [critic(**part.inputs) for part in parts]
     advantages, returns = rl.gae([row.on_last(mine) for row in rows], old, rows, gamma=GAMMA, lam=LAM, whiten=True)
@@ -110,9 +118,10 @@ def test_updates_from_uneven_ranks(ctx, transport):
 
 
 @distributed(world_sizes=(4,), timeout=120)
-def test_updates_over_sequence_parallel_ranks(ctx):
+@pytest.mark.parametrize("apply", [apply_context_parallel, pytest.param(apply_ulysses, marks=pytest.mark.full)])
+def test_updates_over_sequence_parallel_ranks(ctx, apply):
     """Samples lie on two ranks each: the recurrence runs over both."""
-    check(ctx, ulysses=True)
+    check(ctx, apply=apply)
 
 
 @distributed(world_sizes=(2,), timeout=120)

@@ -77,9 +77,10 @@ def scored_step(model, rows, samples, temperature, shards=None):
     found = {}
     for index, row in enumerate(rows):
         shard = row if shards is None else shards[index]
-        start, stop = (0, row.input_ids.shape[1]) if shards is None else shard.layout.local_range
-        padded = nn.functional.pad(on_row(row, [weights_of(sample) for sample in samples]), (0, 8))
-        weights = padded[:, :, start:stop]
+        weights = on_row(row, [weights_of(sample) for sample in samples])
+        if shards is not None:
+            padding = shard.layout.length - row.input_ids.shape[1]
+            weights = shard.layout.take(nn.functional.pad(weights, (0, padding)), dim=2)
         with fsdp2x.accumulate(model, last=index == len(rows) - 1):
             scores = rl.score(model, shard.inputs, shard.next_labels, temperature=temperature, entropy=True)
             (scores.log_probs * weights[0] + scores.entropy * weights[1]).sum().backward()

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from fsdp2x.models.sequence.attention import cut_decoder_inputs
-from fsdp2x.models.sequence.layout import RankPart, from_attention_mask, from_position_ids, whole_rows
-from fsdp2x.models.sequence.varlen import HeadPlan, Rules, attend, attend_flat, flash_takes
+from fsdp2x.models.sequence.blocks import Rules
+from fsdp2x.models.sequence.exchange import HeadPlan
+from fsdp2x.models.sequence.layout import Peers, RankPart, from_attention_mask, from_position_ids, whole_rows
+from fsdp2x.models.sequence.varlen import attend, attend_flat, flash_takes
 from fsdp2x.sequence import SequenceLayout
 
 LAYOUTS = {
@@ -25,6 +27,15 @@ RULES = {
     "sinks": {"sinks": torch.tensor([0.3, -1.0, 2.0, 0.1])},
     "all": {"scale": 0.4, "window": 2, "softcap": 0.8, "sinks": torch.tensor([0.3, -1.0, 2.0, 0.1])},
 }
+# So little that no weight is dropped, but the implementation is that of dropout.
+RULES |= {f"{name}_dropout": {**RULES[name], "dropout": 1e-12} for name in ("plain", "window", "all")}
+
+
+def part_of(rank, ulysses=1, context=1):
+    places = divmod(rank, ulysses)
+    return RankPart(
+        Peers(None, rank, ulysses * context), Peers(None, places[1], ulysses), Peers(None, places[0], context)
+    )
 
 
 def tensors_of(layout, kv_heads=2, value_dim=8, dtype=torch.float32):
@@ -79,6 +90,28 @@ def test_windows_in_blocks_of_a_long_sample(window):
     layout, rules = SequenceLayout(1, 205, [(0, 0, 130), (0, 130, 203)]), Rules(window=window)
     tensors = tensors_of(layout)
     check(attend(*tensors, layout, rules), defined(*tensors, layout, rules), tensors)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", [*LAYOUTS, "long"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_parts_of_context_ranks(name, rule, size):
+    """Each rank's queries against all keys; what the ranks send to keys and values adds up."""
+    layout = LAYOUTS.get(name, SequenceLayout(1, 204, [(0, 0, 130), (0, 130, 203)]))
+    layout = layout.cut(None, layout.length + -layout.length % (2 * size), False)
+    rules = Rules(**RULES[rule])
+    query, key, value = tensors = tensors_of(layout)
+    parts = [layout.cut(part_of(rank, context=size), layout.length, True) for rank in range(size)]
+    outs = [attend(part.take(query, 2), key, value, part, rules) for part in parts]
+    check(parts[0].join(outs), defined(*tensors, layout, rules), tensors)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.8])
+def test_sinks_get_their_gradient(softcap):
+    layout = SequenceLayout(1, 60, [(0, 0, 41), (0, 41, 58)])
+    sinks = torch.tensor([0.3, -1.0, 2.0, 0.1], requires_grad=True)
+    rules, tensors = Rules(sinks=sinks, softcap=softcap), tensors_of(layout)
+    check(attend(*tensors, layout, rules), defined(*tensors, layout, rules), (*tensors, sinks))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4])
@@ -139,6 +172,26 @@ def test_one_flat_call_is_the_same(name, rule, kernel):
     layout, rules = LAYOUTS[name], Rules(**RULES[rule])
     tensors = tensors_of(layout)
     check(attend_flat(*tensors, layout, rules, kernel), defined(*tensors, layout, rules), tensors)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_one_flat_call_for_the_part_of_a_context_rank(name):
+    """The kernel aligns queries with the last of their keys."""
+
+    def aligned(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        assert max_q == int(cu_q.diff().max()) and max_k == int(cu_k.diff().max())
+        outs = []
+        for a, b, c, d in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
+            q, k, v = (x.transpose(0, 1) for x in (query[a:b], key[c:d], value[c:d]))
+            seen = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
+            outs.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(0, 1))
+        return torch.cat(outs)
+
+    layout = LAYOUTS[name].cut(None, LAYOUTS[name].length + -LAYOUTS[name].length % 4, False)
+    query, key, value = tensors = tensors_of(layout)
+    parts = [layout.cut(part_of(rank, context=2), layout.length, True) for rank in range(2)]
+    outs = [attend_flat(part.take(query, 2), key, value, part, Rules(), aligned) for part in parts]
+    check(parts[0].join(outs), defined(*tensors, layout, Rules()), tensors)
 
 
 def test_a_flat_call_without_samples():
@@ -205,9 +258,22 @@ def test_samples_that_cannot_be(samples):
 
 
 def test_a_length_that_ranks_cannot_share():
-    with pytest.raises(ValueError, match="a length of 7 cannot be cut into 2 equal parts"):
-        SequenceLayout(1, 7, [(0, 0, 7)], RankPart(None, 0, 2))
-    assert SequenceLayout(1, 8, [(0, 0, 7)], RankPart(None, 1, 2)).local_range == (4, 8)
+    with pytest.raises(ValueError, match="a length of 7 is not a multiple of 2; pad it first"):
+        SequenceLayout(1, 7, [(0, 0, 7)], part_of(0, ulysses=2))
+    assert SequenceLayout(1, 8, [(0, 0, 7)], part_of(1, ulysses=2)).local_ranges == [(4, 8)]
+
+
+@pytest.mark.parametrize(("ulysses", "context"), [(1, 1), (3, 1), (1, 2), (1, 3), (2, 2), (3, 2), (2, 3), (1, 8)])
+def test_parts_are_a_partition_and_equal_work(ulysses, context):
+    size = ulysses * context
+    length = 2 * part_of(0, ulysses, context).multiple
+    layouts = [whole_rows(2, length).cut(part_of(rank, ulysses, context), length, True) for rank in range(size)]
+    whole = torch.arange(2 * length).view(2, length)
+    parts = [layout.take(whole) for layout in layouts]
+    assert all(part.shape == (2, layouts[0].local_length) for part in parts)
+    assert torch.equal(layouts[0].join(parts), whole)
+    work = [sum(stop * (stop + 1) - start * (start + 1) for start, stop in one.query_ranges) for one in layouts]
+    assert len(set(work)) == 1
 
 
 # ---- heads
@@ -252,7 +318,7 @@ def test_everything_along_the_sequence_is_cut():
         "attention_mask": torch.ones(2, 6),
         "scale": torch.ones(5),
     }
-    cut = cut_decoder_inputs(inputs, 2, 4, 6)
+    cut = cut_decoder_inputs(inputs, SequenceLayout(2, 6, [], part_of(1, ulysses=3)), 6)
     assert torch.equal(cut["inputs_embeds"], inputs["inputs_embeds"][:, 2:4])
     assert cut["position_ids"].tolist() == [[[2, 3]] * 2] * 3
     assert cut["visual_pos_masks"].tolist() == [[True, False], [False, True]]
@@ -262,4 +328,4 @@ def test_everything_along_the_sequence_is_cut():
 
 def test_an_unknown_input_along_the_sequence():
     with pytest.raises(NotImplementedError, match=r"the decoder's input depth of shape \(2, 6\) seems to run along"):
-        cut_decoder_inputs({"depth": torch.zeros(2, 6)}, 0, 3, 6)
+        cut_decoder_inputs({"depth": torch.zeros(2, 6)}, SequenceLayout(2, 6, [], part_of(0, ulysses=2)), 6)

@@ -89,7 +89,7 @@ def test_a_config_of_overrides_alone(write):
     assert (data["packing"], data["max_tokens"]) == (True, 4096)
     assert found.translation.settings["logging"]["wandb_options"] == {"project": "Your-Wandb-Project-Name"}
     assert "models.policy.enforce_eager" in str(found).partition("no effect")[2]
-    assert found.plan.sequence_parallel == 2
+    assert found.plan.sequence_ranks == (2, 1)
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)

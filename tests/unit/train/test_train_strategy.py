@@ -28,6 +28,7 @@ from fsdp2x.train.strategy import explain_emulation, plan_mesh, resolve_batching
         ({"fsdp_size": 8, "reshard_after_forward": True}, (2, 8), True),
         ({"fsdp_size": 4, "reshard_after_forward": False}, (4, 4), False),
         ({"fsdp_size": 4, "sequence_parallel": 2}, (4, 4), None),
+        ({"sequence_parallel": {"context": 4, "ulysses": 2}}, (16,), None),
     ],
 )
 def test_meshes(settings, shape, reshard):
@@ -48,6 +49,9 @@ def test_meshes(settings, shape, reshard):
         ({"strategy": "HYBRID_SHARD", "fsdp_size": 1}, "expected the ranks of one shard group"),
         ({"strategy": "FULL_SHARD", "reshard_after_forward": False}, "got False with parallel.strategy=FULL_SHARD"),
         ({"sequence_parallel": 3}, "parallel.sequence_parallel: got 3, expected a divisor of the 16 ranks"),
+        ({"sequence_parallel": {"context": 3}}, "got 3 ranks (Ulysses 1 x context 3), expected a divisor of the 16"),
+        ({"sequence_parallel": {"ring": 2}}, "expected at least 1, or such numbers by name: {ulysses: 2, context: 2}"),
+        ({"sequence_parallel": {"context": 0}}, "got {'context': 0}, expected at least 1"),
     ],
 )
 def test_contradictions(settings, sentence):

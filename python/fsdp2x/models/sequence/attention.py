@@ -17,8 +17,10 @@ from torch import nn
 from fsdp2x.base import torch_private
 from fsdp2x.base.arguments import checked
 from fsdp2x.models.sequence import layout
+from fsdp2x.models.sequence.blocks import Rules
+from fsdp2x.models.sequence.exchange import attend_over_ranks
 from fsdp2x.models.sequence.layout import KEYWORD, RankPart, SequenceLayout
-from fsdp2x.models.sequence.varlen import Rules, attend, attend_over_ranks
+from fsdp2x.models.sequence.varlen import attend
 
 # Layers that carry information from token to token by attention alone.
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention", "global", "local"}
@@ -45,7 +47,8 @@ def find_decoder(model: nn.Module) -> Any:
     if not getattr(decoder, "_supports_attention_backend", False):
         raise NotImplementedError(
             f"{name}: its attention does not go through transformers' attention interface "
-            "(_supports_attention_backend is not set), so it can neither be packed nor cut over ranks"
+            "(_supports_attention_backend is not set), so it can neither be packed nor cut over ranks. Train it on "
+            "whole sequences without packing"
         )
     _check_config(name, decoder.config)
     for path, module in decoder.named_modules():
@@ -66,7 +69,7 @@ def _check_config(name: str, config: Any) -> None:
     if kinds:
         raise NotImplementedError(
             f"{name}: layers of type {', '.join(sorted(kinds))} are not supported; only full and sliding causal "
-            "attention keeps packed samples apart and is right when heads are exchanged for positions"
+            "attention keeps packed samples apart and is right over ranks. Train it on whole sequences without packing"
         )
 
 
@@ -89,6 +92,14 @@ def head_counts(config: Any) -> tuple[int, int]:
             f"{type(config).__name__}: layers with different numbers of heads ({heads}, {kv_heads}) are not supported"
         )
     return heads, kv_heads
+
+
+def head_dims(config: Any) -> tuple[int, int]:
+    """Width of a head's queries and keys, and of its values."""
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if (nope := getattr(config, "qk_nope_head_dim", None)) is not None:
+        dim = nope + config.qk_rope_head_dim
+    return dim, getattr(config, "v_head_dim", None) or dim
 
 
 def rope_limit(config: Any) -> int | None:
@@ -121,22 +132,26 @@ _IGNORED = {"attention_mask", "cache_position", "labels", "use_cache", *_CACHES}
 _SECOND_DIM = {"input_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids", "per_layer_inputs"}
 
 
-def cut_decoder_inputs(inputs: dict[str, Any], start: int, stop: int, length: int) -> dict[str, Any]:
-    """``inputs`` of a decoder's forward with everything that runs along the sequence cut to ``start:stop``."""
+def cut_decoder_inputs(inputs: dict[str, Any], layout: SequenceLayout, length: int) -> dict[str, Any]:
+    """``inputs`` of a decoder's forward with everything that runs along the sequence cut to this rank's positions.
+
+    ``length``: positions of the inputs that are not known to run along the sequence, before padding.
+    """
     cut = dict(inputs)
     visual = inputs.get("visual_pos_masks")
     for name, value in inputs.items():
         if name in _SECOND_DIM and isinstance(value, torch.Tensor):
-            cut[name] = value[:, start:stop]
+            cut[name] = layout.take(value)
         elif name == "position_ids" and value is not None:
-            cut[name] = value[..., start:stop]
+            cut[name] = layout.take(value, -1)
         elif name == "visual_pos_masks" and visual is not None:
-            cut[name] = visual[:, start:stop]
+            cut[name] = layout.take(visual)
         elif name == "deepstack_visual_embeds" and value is not None:
             # Features lie in the order of the image tokens: row by row, then by position.
             assert visual is not None, "features of no places"
-            places = visual.nonzero()[:, 1]
-            mine = (places >= start) & (places < stop)
+            numbers = torch.zeros_like(visual, dtype=torch.int64)
+            numbers[visual] = torch.arange(int(visual.sum()), device=visual.device)
+            mine = layout.take(numbers)[layout.take(visual)]
             cut[name] = [features[mine] for features in value]
         elif isinstance(value, torch.Tensor) and name not in _IGNORED and length in value.shape[:3]:
             raise NotImplementedError(
@@ -197,7 +212,7 @@ def use_varlen_attention(model: nn.Module) -> SequenceAttention:
 class SequenceAttention:
     """A model's decoder under attention over layouts; owns the hooks and remembers what was there before."""
 
-    shard: RankPart | None = None  # Ulysses: this rank's part of every sequence
+    shard: RankPart | None = None  # over ranks: the part of every sequence that each holds
 
     def __init__(self, model: nn.Module) -> None:
         self.decoder = find_decoder(model)
@@ -249,7 +264,7 @@ class SequenceAttention:
     # ---- hooks of the decoder
 
     def make_layout(self, inputs: dict[str, Any]) -> SequenceLayout | None:
-        """The layout of a forward that was given none; None: run as before the call. Ulysses has its own."""
+        """The layout of a forward that was given none; None: run as before the call. Over ranks it is an error."""
         if any(inputs.get(name) is not None for name in _CACHES) or inputs.get("use_cache"):
             return None
         return layout_of(inputs)
@@ -273,8 +288,7 @@ class SequenceAttention:
             if kwargs.get("position_ids") is None:
                 first = next(x for n in ("inputs_embeds", "input_ids") if (x := kwargs.get(n)) is not None)
                 kwargs["position_ids"] = torch.arange(length, device=first.device).unsqueeze(0)
-            start, stop = found.local_range
-            kwargs = cut_decoder_inputs(kwargs, start, stop, length)
+            kwargs = cut_decoder_inputs(kwargs, found, length)
         _running.set(_Forward(self, found))
         return (), {**kwargs, KEYWORD: found, "attention_mask": None, "use_cache": False}
 
@@ -283,16 +297,16 @@ class SequenceAttention:
             raise ValueError(f"attention over layouts keeps no cache; pass {name}=None, or use disabled()")
         if found.shard is not self.shard:
             raise ValueError(
-                f"{type(self.decoder).__name__}: {found} was not made for this model; under Ulysses pass the inputs "
+                f"{type(self.decoder).__name__}: {found} was not made for this model; over ranks pass the inputs "
                 "that its own context's shard_inputs(batch) returns, else those of the batch"
             )
         tokens = next((x for n in ("inputs_embeds", "input_ids") if (x := inputs.get(n)) is not None), None)
         if tokens is None:
             return
-        start, stop = found.local_range if found.inputs_sliced else (0, found.length)
-        if tuple(tokens.shape[:2]) != (found.num_rows, stop - start):
+        length = found.local_length if found.inputs_sliced else found.length
+        if tuple(tokens.shape[:2]) != (found.num_rows, length):
             raise ValueError(
-                f"{type(self.decoder).__name__}: {found} expects tokens of shape [{found.num_rows}, {stop - start}], "
+                f"{type(self.decoder).__name__}: {found} expects tokens of shape [{found.num_rows}, {length}], "
                 f"got {list(tokens.shape[:2])}; pass what the layout was made for"
             )
         check_rope(self.config, max((stop - start for _, start, stop in found.samples), default=0))
@@ -390,7 +404,7 @@ def sequence_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention call over a layout: from [rows, heads, positions, dim] to [rows, positions, heads, dim].
 
-    Under Ulysses the positions are this rank's, and heads are exchanged for positions around the computation.
+    Over ranks the positions are this rank's, and the ranks exchange what they need around the computation.
     """
     name = type(module).__name__
     if sequence_layout is None:
@@ -405,10 +419,10 @@ def sequence_attention(
         raise NotImplementedError(f"{name}: output_attentions=True has no weights to return over layouts")
     if is_causal is False or (is_causal is None and not getattr(module, "is_causal", True)):
         raise NotImplementedError(f"{name}: attention that is not causal is not supported over layouts")
-    start, stop = sequence_layout.local_range
-    if query.shape[2] != stop - start or key.shape[2] != stop - start or query.shape[0] != sequence_layout.num_rows:
+    length = sequence_layout.local_length
+    if query.shape[2] != length or key.shape[2] != length or query.shape[0] != sequence_layout.num_rows:
         raise ValueError(
-            f"{name}: {sequence_layout} expects [{sequence_layout.num_rows}, heads, {stop - start}, dim], got queries "
+            f"{name}: {sequence_layout} expects [{sequence_layout.num_rows}, heads, {length}, dim], got queries "
             f"{list(query.shape)} and keys {list(key.shape)}; caches and attention to other sequences are not supported"
         )
     forward = _running.get()

@@ -6,7 +6,9 @@ a recomputation under gradient checkpointing sees the layout of its own forward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,22 +16,75 @@ import torch.distributed as dist
 # The keyword argument under which a layout travels through a model's forward.
 KEYWORD = "sequence_layout"
 
+Range = tuple[int, int]
+
+
+class Peers(NamedTuple):
+    """A process group and this rank's place in it; by default this rank alone."""
+
+    group: dist.ProcessGroup | None = None
+    rank: int = 0
+    size: int = 1
+
 
 class RankPart:
-    """The part of the sequence that this rank of a sequence-parallel group holds."""
+    """The positions of every sequence that each rank of a sequence-parallel group holds.
 
-    __slots__ = ("group", "rank", "size")
+    Each of the ``context`` ranks holds one part: chunks ``r`` and ``2 * size - 1 - r`` of ``2 * size`` equal chunks.
+    Causal attention is then the same work for each. The ranks of ``ulysses`` cut such a part, or without ``context``
+    the sequence, into equal slices. The rank in the whole group is ``context.rank * ulysses.size + ulysses.rank``::
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
-        self.group, self.rank, self.size = group, rank, size
+        chunk      0    1    2    3          context 2, ulysses 1
+        rank       0    1    1    0
+    """
+
+    __slots__ = ("group", "rank", "size", "ulysses", "context")
+
+    def __init__(self, everyone: Peers, ulysses: Peers, context: Peers) -> None:
+        self.group, self.rank, self.size = everyone
+        self.ulysses, self.context = ulysses, context
+
+    @property
+    def multiple(self) -> int:
+        """Lengths that the ranks can share are multiples of this."""
+        context, ulysses = self.context.size, self.ulysses.size
+        return ulysses if context == 1 else math.lcm(2 * context, context * ulysses)
+
+    def ranges_of(self, rank: int, length: int) -> list[Range]:
+        """Ascending start and stop of the positions that a rank of the whole group holds."""
+        context, ulysses = divmod(rank, self.ulysses.size)
+        ranges = self.context_ranges(context, length)
+        part = length // self.size
+        return _narrow(ranges, ulysses * part, (ulysses + 1) * part)
+
+    def context_ranges(self, rank: int, length: int) -> list[Range]:
+        """Ascending start and stop of the positions that a context rank's part has."""
+        size = self.context.size
+        if size == 1:
+            return [(0, length)]
+        chunk, mirrored = length // (2 * size), 2 * size - 1 - rank
+        if mirrored == rank + 1:
+            return [(rank * chunk, (mirrored + 1) * chunk)]
+        return [(one * chunk, (one + 1) * chunk) for one in (rank, mirrored)]
+
+
+def _narrow(ranges: list[Range], start: int, stop: int) -> list[Range]:
+    """Those of the positions in ``ranges``, counted in their order, that are ``start`` to ``stop``."""
+    found, place = [], 0
+    for first, last in ranges:
+        low, high = max(first, first + start - place), min(last, first + stop - place)
+        if low < high:
+            found.append((low, high))
+        place += last - first
+    return found
 
 
 class SequenceLayout:
     """Samples of ``num_rows`` rows of ``length`` positions; a position of no sample is padding.
 
-    ``samples`` are ``(row, start, stop)`` in ascending order without overlap. With ``shard``, rank ``r`` of its group
-    computes the positions ``r * length / size`` and on, and attention exchanges heads for positions; ``inputs_sliced``
-    says that the tokens handed to the model are this part only.
+    ``samples`` are ``(row, start, stop)`` in ascending order without overlap. With ``shard``, a rank computes the
+    positions of ``local_ranges`` only, and ranks exchange what attention needs. ``inputs_sliced``: the model gets the
+    tokens of this part only. Below, Ulysses:
 
     ::
 
@@ -42,7 +97,7 @@ class SequenceLayout:
         ValueError: samples that overlap, leave their row, are empty, or do not ascend.
     """
 
-    __slots__ = ("num_rows", "length", "samples", "shard", "inputs_sliced", "_flat_indices")
+    __slots__ = ("num_rows", "length", "samples", "shard", "inputs_sliced", "_flat_pieces")
 
     def __init__(
         self,
@@ -61,11 +116,11 @@ class SequenceLayout:
                     f"of range, or does not follow the one that ends at row {last_row}, position {last_stop}"
                 )
             last_row, last_stop = row, stop
-        if shard is not None and length % shard.size:
-            raise ValueError(f"a length of {length} cannot be cut into {shard.size} equal parts; pad it first")
+        if shard is not None and length % shard.multiple:
+            raise ValueError(f"a length of {length} is not a multiple of {shard.multiple}; pad it first")
         self.num_rows, self.length, self.samples = num_rows, length, tuple(samples)
         self.shard, self.inputs_sliced = shard, inputs_sliced
-        self._flat_indices: torch.Tensor | None = None
+        self._flat_pieces: FlatPieces | None = None
 
     def __repr__(self) -> str:
         ranks = "" if self.shard is None else f", rank {self.shard.rank} of {self.shard.size}"
@@ -76,12 +131,35 @@ class SequenceLayout:
         return SequenceLayout(self.num_rows, length, self.samples, shard, inputs_sliced)
 
     @property
-    def local_range(self) -> tuple[int, int]:
-        """Start and stop of the positions this rank computes."""
+    def local_ranges(self) -> list[Range]:
+        """Ascending start and stop of the positions this rank computes."""
+        return [(0, self.length)] if self.shard is None else self.shard.ranges_of(self.shard.rank, self.length)
+
+    @property
+    def local_length(self) -> int:
+        """How many positions of a row this rank computes."""
+        return self.length if self.shard is None else self.length // self.shard.size
+
+    @property
+    def query_ranges(self) -> list[Range]:
+        """The positions whose queries meet on this rank in attention: under Ulysses those of all its ranks."""
         if self.shard is None:
-            return 0, self.length
-        part = self.length // self.shard.size
-        return self.shard.rank * part, (self.shard.rank + 1) * part
+            return [(0, self.length)]
+        return self.shard.context_ranges(self.shard.context.rank, self.length)
+
+    def take(self, whole: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """This rank's positions of a tensor that has all positions along ``dim``."""
+        parts = [whole.narrow(dim, start, stop - start) for start, stop in self.local_ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def join(self, parts: Sequence[torch.Tensor], dim: int = 1) -> torch.Tensor:
+        """All positions along ``dim``, from what :meth:`take` is on each rank of the group."""
+        assert self.shard is not None, "a layout over ranks"
+        pieces = {}
+        for rank, part in enumerate(parts):
+            ranges = self.shard.ranges_of(rank, self.length)
+            pieces |= zip(ranges, part.split([stop - start for start, stop in ranges], dim), strict=True)
+        return torch.cat([pieces[place] for place in sorted(pieces)], dim)
 
     @property
     def num_padding(self) -> int:
@@ -96,19 +174,59 @@ class SequenceLayout:
             return ranges.pop()
         return None
 
-    def by_row(self) -> Iterator[list[tuple[int, int]]]:
+    def by_row(self) -> Iterator[list[Range]]:
         """For each row the ranges of its samples."""
-        ranges: list[list[tuple[int, int]]] = [[] for _ in range(self.num_rows)]
+        ranges: list[list[Range]] = [[] for _ in range(self.num_rows)]
         for row, start, stop in self.samples:
             ranges[row].append((start, stop))
         return iter(ranges)
 
-    def flat_indices(self, device: torch.device) -> torch.Tensor:
-        """Indices of all samples' positions in the rows laid end to end, int64; kept for the next layer."""
-        if self._flat_indices is None or self._flat_indices.device != device:
-            parts = [torch.arange(r * self.length + a, r * self.length + b) for r, a, b in self.samples]
-            self._flat_indices = (torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)).to(device)
-        return self._flat_indices
+    def pieces(self, samples: Sequence[Range]) -> list[Piece]:
+        """The keys that each run of this rank's queries sees, in their order, in a row of these ``samples``."""
+        pieces: list[Piece] = []
+        for first, last in self.query_ranges:
+            place = first
+            for start, stop in samples:
+                low, high = max(start, first), min(stop, last)
+                if low < high:
+                    pieces += [(low - place, None)] if low > place else []
+                    pieces.append((high - low, (start, high)))
+                    place = high
+            if place < last:
+                pieces.append((last - place, None))
+        return pieces
+
+    def flat_pieces(self, device: torch.device) -> FlatPieces:
+        """:meth:`pieces` of all rows laid end to end; kept for the next layer."""
+        if self._flat_pieces is None or self._flat_pieces.queries.device != device:
+            queries, keys, place = [], [], 0
+            for row, samples in enumerate(self.by_row()):
+                for size, seen in self.pieces(samples):
+                    if seen is not None:
+                        queries.append(torch.arange(place, place + size))
+                        keys.append(torch.arange(*seen) + row * self.length)
+                    place += size
+            self._flat_pieces = FlatPieces.of(queries, keys, device)
+        return self._flat_pieces
+
+
+# Queries that lie next to each other, and the range of keys of which they are the last positions; None at padding.
+Piece = tuple[int, Range | None]
+
+
+class FlatPieces(NamedTuple):
+    """Indices of the positions of all pieces in rows laid end to end, int64, and the pieces' sizes."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    num_queries: list[int]
+    num_keys: list[int]
+
+    @classmethod
+    def of(cls, queries: list[torch.Tensor], keys: list[torch.Tensor], device: torch.device) -> FlatPieces:
+        nothing = torch.empty(0, dtype=torch.int64)
+        flat_queries, flat_keys = (torch.cat([nothing, *parts]).to(device) for parts in (queries, keys))
+        return cls(flat_queries, flat_keys, [len(part) for part in queries], [len(part) for part in keys])
 
 
 def from_position_ids(position_ids: torch.Tensor, num_rows: int) -> SequenceLayout:

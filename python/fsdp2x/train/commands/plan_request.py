@@ -16,11 +16,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp2x.models.sequence.attention import find_decoder, head_counts, head_dims
+from fsdp2x.models.sequence.exchange import ExchangedBytes
+from fsdp2x.models.sequence.layout import Peers, RankPart
 from fsdp2x.plan.bound import MemoryBound, memory_bound
 from fsdp2x.plan.plan import planned_facts, planned_report, usual_device
 from fsdp2x.plan.report import MemoryReport, check_micro_batches, columns, readable
 from fsdp2x.sharding.transport import TransportKind
 from fsdp2x.train import ConfigError, TrainConfig
+from fsdp2x.train.config import SequenceRanks, as_config_error
 from fsdp2x.train.explain_config import parse_incomplete
 from fsdp2x.train.load_config import translate_file
 from fsdp2x.train.model import build_on_meta, offload_mode, prepare, unit_policy
@@ -76,6 +80,26 @@ class Settings(Request):
 
 
 @dataclass(frozen=True)
+class SequencePlan:
+    """Bytes of ranks that share sequences, for the longest micro-batches; the report has none of them.
+
+    ``kept_bytes``: gathered keys and values at the peak; they count as activations. ``sent_bytes``: in a step.
+    """
+
+    ulysses: int
+    context: int
+    positions: int
+    kept_bytes: int
+    sent_bytes: int
+
+    def __str__(self) -> str:
+        ranks = SequenceRanks(self.ulysses, self.context)
+        text = f"sequences over {ranks}: {self.positions // ranks.total:,} of {self.positions:,} positions a rank"
+        text += f", {readable(self.sent_bytes)} sent in a step"
+        return text + (f", {readable(self.kept_bytes)} of gathered keys and values" if self.kept_bytes else "")
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """The report and what it is of."""
 
@@ -84,6 +108,7 @@ class MemoryPlan:
     request: Settings
     report: MemoryReport
     bound: MemoryBound
+    sequences: SequencePlan | None = None  # of a YAML whose ranks share sequences
     staging_bytes: int = 0  # of the host: at most so many, for saves in the background
     dtype_is_the_models: bool = False  # nobody asked for it: its config.json has it
 
@@ -114,6 +139,7 @@ class MemoryPlan:
             "memory_bytes": request.memory_bytes,
             "fits": self.fits,
             "staging_bytes": self.staging_bytes,
+            "sequences": None if self.sequences is None else dataclasses.asdict(self.sequences),
             "report": self.report.to_dict(),
             "bound": dataclasses.asdict(self.bound),
         }
@@ -137,6 +163,8 @@ class MemoryPlan:
         if self.dtype_is_the_models and request.optimizer != "none":
             lines += remark_on_dtype(request.dtype, request.param_dtype)
         lines += ["", report.table(self.bound), *above_bound(report, self.bound)]
+        if self.sequences is not None:
+            lines.append(f"{self.sequences}; activations, not in the peak")
         if self.staging_bytes:
             lines.append(f"saves in the background: up to {readable(self.staging_bytes)} of host memory on top")
         if request.memory_bytes is not None:
@@ -157,6 +185,7 @@ def make_plan(request: Request) -> MemoryPlan:
     local_world_size = request.local_world_size or usual_node(request.world_size)
     path = Path(request.config).expanduser()
     stages_saves = dtype_is_the_models = False
+    sequences = None
     if path.is_dir() or path.suffix == ".json":
         if request.overrides:
             raise ConfigError(
@@ -166,7 +195,7 @@ def make_plan(request: Request) -> MemoryPlan:
         request = _filled(request, {"dtype": str(model.config.dtype).removeprefix("torch.")})
     else:
         given = dataclasses.asdict(request)
-        model, asked, stages_saves = _read_training(
+        model, asked, stages_saves, sequences = _read_training(
             path, request.overrides, request.world_size, local_world_size, given
         )
         request = _filled(request, asked)
@@ -194,7 +223,7 @@ def make_plan(request: Request) -> MemoryPlan:
     saved = report.shard_bytes - report.pad_bytes + (report.optimizer_bytes or 0) + report.unsharded_bytes
     numel = sum(param.numel() for param in model.parameters())
     staging = saved if stages_saves else 0
-    return MemoryPlan(type(model).__name__, numel, settings, report, bound, staging, dtype_is_the_models)
+    return MemoryPlan(type(model).__name__, numel, settings, report, bound, sequences, staging, dtype_is_the_models)
 
 
 def _filled(request: Request, values: dict[str, Any]) -> Request:
@@ -235,14 +264,14 @@ def _build(path: Path, dtype: str | None) -> nn.Module:
 
 def _read_training(
     path: Path, overrides: Sequence[str], world_size: int, local_world_size: int, given: dict[str, Any]
-) -> tuple[nn.Module, dict[str, Any], bool]:
+) -> tuple[nn.Module, dict[str, Any], bool, SequencePlan | None]:
     """A run before it exists.
 
     `given`: what the caller has decided, such as the device, on which other settings depend.
 
     Returns:
         The model; arguments of `plan_memory`, and `dtype` and dtypes of the policy by name; whether a copy of what is
-        saved stays in host memory.
+        saved stays in host memory; what ranks exchange that share sequences.
 
     Raises:
         ConfigError: what a run would refuse, and settings whose bytes cannot be predicted.
@@ -255,7 +284,7 @@ def _read_training(
 
 def _asked_by(
     config: TrainConfig, world_size: int, local_world_size: int, given: dict[str, Any]
-) -> tuple[nn.Module, dict[str, Any], bool]:
+) -> tuple[nn.Module, dict[str, Any], bool, SequencePlan | None]:
     parallel, optimizer = config.parallel, config.optimizer
     _refuse_unpredictable(config)
     mesh = plan_mesh(parallel, world_size, local_world_size)
@@ -282,7 +311,7 @@ def _asked_by(
         "optimizer": optimizer.planned_name,
         "expert_parallel": parallel.expert_parallel,
         "expert_fsdp_size": parallel.expert_fsdp_size,
-        "micro_batches": _micro_batches(config, world_size // parallel.sequence_parallel) if trains else 1,
+        "micro_batches": _micro_batches(config, world_size // parallel.sequence_ranks.total) if trains else 1,
         "before_last": parallel.accumulate,
     }
     if not trains:
@@ -291,7 +320,31 @@ def _asked_by(
     tokenizer = None if config.model.path else make_tokenizer(choose_tokenizer(config.data.tokenizer, None))
     model = prepare(build_on_meta(config.model, dtype, tokenizer), config)
     asked["auto_wrap"] = unit_policy(model, parallel)
-    return model, asked, trains and config.checkpoint.async_save
+    computed = given.get("param_dtype") or asked["param_dtype"]
+    itemsize = (getattr(torch, computed) if computed else dtype).itemsize
+    sequences = _plan_sequences(model, config, world_size, itemsize)
+    return model, asked, trains and config.checkpoint.async_save, sequences
+
+
+def _plan_sequences(model: nn.Module, config: TrainConfig, world_size: int, itemsize: int) -> SequencePlan | None:
+    """Counts full, padded rows. A run with short samples sends and keeps less."""
+    ranks = config.parallel.sequence_ranks
+    if ranks.total == 1:
+        return None
+    part = RankPart(Peers(size=ranks.total), ulysses=Peers(size=ranks.ulysses), context=Peers(size=ranks.context))
+    num_readers = world_size // ranks.total
+    rows, length = resolve_batching(config.train, num_readers).batch_size, config.data.block_size
+    if config.data.packing:
+        rows, length = 1, config.data.max_tokens or length
+    positions = rows * (length + -length % part.multiple)
+    with as_config_error("parallel.sequence_parallel"):
+        shape = find_decoder(model).config
+        layer = ExchangedBytes.of(positions, head_counts(shape), head_dims(shape), ranks, itemsize)
+    layers, trains = shape.num_hidden_layers, config.train.mode == "train"
+    recomputes = trains and config.train.activation_checkpointing
+    passes = (2 + recomputes) * _micro_batches(config, num_readers) if trains else 1
+    num_kept = layers if trains and not recomputes else 1
+    return SequencePlan(*ranks, positions, layer.kept * num_kept, layer.sent * layers * passes)
 
 
 def _refuse_unpredictable(config: TrainConfig) -> None:

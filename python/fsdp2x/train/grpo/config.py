@@ -310,7 +310,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
         "all held-out prompts are sampled at once; train.eval_blocks bounds their number",
     ),
     "parallel.sequence_parallel": (
-        lambda c: c.parallel.sequence_parallel > 1,
+        lambda c: c.parallel.sequence_ranks.total > 1,
         "sequences are not cut over ranks here; set it to 1",
     ),
     "scaler.enabled": (lambda c: bool(c.scaler.enabled), "losses are not scaled here; compute in bfloat16"),

@@ -1,8 +1,9 @@
-"""Ulysses sequence parallelism for HuggingFace models: each rank of a group computes a slice of every sequence.
+"""Sequence parallelism for HuggingFace models: each rank of a group computes a part of every sequence.
 
-Everything but attention works on the slice; around attention heads are exchanged for positions (``varlen.py``). Ranks
-of a group pass the same batch. Parameters are sharded over all ranks, data-parallel times sequence-parallel: each
-rank's gradient is that of its own tokens, and their sum over ranks is right.
+Everything but attention works on the part; around attention the ranks exchange heads for positions (Ulysses), or gather
+keys and values (context parallelism), or both (``exchange.py``). Ranks of a group pass the same batch. Parameters are
+sharded over all ranks, data-parallel times sequence-parallel: each rank's gradient is that of its own tokens, and their
+sum over ranks is right.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from torch.distributed.tensor import DTensor
 from fsdp2x.base import torch_private
 from fsdp2x.base.arguments import checked
 from fsdp2x.models.sequence.attention import SequenceAttention, base_model, cut_decoder_inputs, head_counts, layout_of
-from fsdp2x.models.sequence.layout import KEYWORD, RankPart, SequenceLayout
+from fsdp2x.models.sequence.exchange import HeadPlan
+from fsdp2x.models.sequence.layout import KEYWORD, Peers, RankPart, SequenceLayout
 from fsdp2x.models.sequence.packing import PackedBatch, next_labels
-from fsdp2x.models.sequence.varlen import HeadPlan
 
 # Inputs of shape [rows, length] (or with more dims behind) that are padded, with zeros.
 _PADDED = ("input_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids")
+_AXES = ("context", "ulysses")
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class SequenceMesh:
     """The axes of all ranks: ``data``, ``sequence``, and for ``fully_shard`` one of
 
     ``shard``: 1-D over all ranks; ``grid``: 2-D (data, sequence), which replicates over the first and shards over the
-    second (HSDP).
+    second (HSDP). ``sequence`` is 1-D, or 2-D (context, ulysses).
     """
 
     shard: DeviceMesh
@@ -46,25 +48,39 @@ class SequenceMesh:
 
 
 @checked
-def init_sequence_mesh(sequence_size: int, device_type: str | None = None) -> SequenceMesh:
+def init_sequence_mesh(
+    sequence_size: int, device_type: str | None = None, *, ulysses: int | None = None
+) -> SequenceMesh:
     """All ranks as data-parallel times sequence-parallel; consecutive ranks share their sequences. Collective.
 
         mesh = init_sequence_mesh(2)
         fsdp2x.fully_shard(model, mesh=mesh.shard)
-        context = apply_ulysses(model, mesh.sequence)
+        context = apply_ulysses(model, mesh.sequence)  # or apply_context_parallel
         sampler = DistributedSampler(data, mesh.data.size(), mesh.data.get_local_rank())
 
+    Args:
+        sequence_size: ranks that share each sequence.
+        ulysses: consecutive ranks that exchange heads inside ``apply_context_parallel``; ``sequence`` is then the 2-D
+            mesh (context, ulysses).
+
     Raises:
-        ValueError: the size does not divide the number of ranks.
+        ValueError: a size that does not divide the number of ranks, or ``ulysses`` that does not divide the size.
     """
     if not dist.is_initialized():
         dist.init_process_group()
     world = dist.get_world_size()
     if sequence_size < 1 or world % sequence_size:
         raise ValueError(f"sequence parallel size {sequence_size} does not divide the {world} ranks")
+    if ulysses is not None and (ulysses < 1 or sequence_size % ulysses):
+        raise ValueError(f"ulysses={ulysses} does not divide the sequence parallel size {sequence_size}")
     device_type = device_type or torch_private.accelerator_type()
-    mesh = init_device_mesh(device_type, (world // sequence_size, sequence_size), mesh_dim_names=("data", "sequence"))
-    return SequenceMesh(torch_private.flatten_mesh(mesh, "data_sequence"), mesh, mesh["data"], mesh["sequence"])
+    num_readers = world // sequence_size
+    mesh = init_device_mesh(device_type, (num_readers, sequence_size), mesh_dim_names=("data", "sequence"))
+    sequence = mesh["sequence"]
+    if ulysses is not None:
+        shape = (num_readers, sequence_size // ulysses, ulysses)
+        sequence = init_device_mesh(device_type, shape, mesh_dim_names=("data", *_AXES))[_AXES]
+    return SequenceMesh(torch_private.flatten_mesh(mesh, "data_sequence"), mesh, mesh["data"], sequence)
 
 
 @dataclass(frozen=True)
@@ -72,7 +88,7 @@ class SequenceShard:
     """One micro-batch as a rank of a sequence-parallel group sees it.
 
     Attributes:
-        inputs: keyword arguments of the model's forward. Its logits are those of this rank's positions.
+        inputs: keyword arguments of the model's forward. Its logits are those of this rank's positions, in order.
         next_labels: [rows, positions of this rank], int64: the label that each position predicts, already shifted
             by one; -100 where there is none, at padding and at each sample's last token. None without labels.
         layout: the samples in the padded rows.
@@ -110,11 +126,53 @@ def apply_ulysses(model: nn.Module, group: dist.ProcessGroup | DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"apply_ulysses takes the sequence axis of a mesh, got {group}; pass mesh['sequence']")
         group = group.get_group()
-    return UlyssesContext(model, RankPart(group, dist.get_rank(group), dist.get_world_size(group)))
+    peers = _peers(group)
+    return SequenceParallel(model, RankPart(peers, ulysses=peers, context=Peers()))
 
 
-class UlyssesContext(SequenceAttention):
-    """A model under sequence parallelism: cuts its inputs and gathers its outputs. Made by :func:`apply_ulysses`."""
+@checked
+def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup | DeviceMesh):
+    """As :func:`apply_ulysses`, but attention gathers keys and values: any number of heads and of ranks.
+
+        mesh = init_sequence_mesh(4)                      # or (4, ulysses=2): context 2, with Ulysses of 2 inside
+        fsdp2x.fully_shard(model, mesh=mesh.shard)
+        context = apply_context_parallel(model, mesh.sequence)
+
+    Each rank has two chunks of every row, one from each end, so that causal attention is the same work for all. Each
+    layer all-gathers keys and values, before kv heads are repeated, and reduce-scatters their gradients. Autograd keeps
+    the gathered tensors of a layer until its backward. With gradient checkpointing they exist for one layer only.
+
+    Args:
+        model: as ``use_varlen_attention`` takes.
+        group: the process group, a 1-D mesh of it, or a 2-D mesh (context, ulysses) for Ulysses inside. The ranks of
+            its second axis share a part and exchange heads, which they must divide evenly.
+
+    Raises:
+        ValueError: heads that do not divide over the Ulysses axis; a mesh with more axes; parameters sharded over a
+            mesh without some of the ranks. NotImplementedError, TypeError: as ``use_varlen_attention``.
+    """
+    if not isinstance(group, DeviceMesh) or group.ndim == 1:
+        peers = _peers(group.get_group() if isinstance(group, DeviceMesh) else group)
+        return SequenceParallel(model, RankPart(peers, ulysses=Peers(), context=peers))
+    if group.ndim != 2:
+        raise ValueError(
+            f"apply_context_parallel takes one axis or the two of (context, ulysses), got {group}; pass "
+            "init_sequence_mesh(...).sequence"
+        )
+    flat = torch_private.flatten_mesh(group, "_".join(group.mesh_dim_names or _AXES))
+    context, ulysses = (_peers(group.get_group(axis)) for axis in range(2))
+    return SequenceParallel(model, RankPart(_peers(flat.get_group()), ulysses=ulysses, context=context))
+
+
+def _peers(group: dist.ProcessGroup) -> Peers:
+    return Peers(group, dist.get_rank(group), dist.get_world_size(group))
+
+
+class SequenceParallel(SequenceAttention):
+    """A model under sequence parallelism: cuts its inputs and gathers its outputs.
+
+    Made by :func:`apply_ulysses` and :func:`apply_context_parallel`.
+    """
 
     shard: RankPart
 
@@ -126,7 +184,7 @@ class UlyssesContext(SequenceAttention):
         outer = base_model(model)
         config = outer.get_decoder().config if hasattr(outer, "get_decoder") else None
         if config is not None and hasattr(config, "num_attention_heads"):
-            HeadPlan(*head_counts(config), shard.size)
+            HeadPlan(*head_counts(config), shard.ulysses.size)
         super().__init__(model)
         # A vision-language model merges images into whole sequences first: its decoder's inputs are cut, not its own.
         self._cuts_early = self.decoder is outer or self.decoder is outer.base_model
@@ -139,7 +197,7 @@ class UlyssesContext(SequenceAttention):
 
     def make_layout(self, inputs: dict[str, Any]) -> SequenceLayout | None:
         raise RuntimeError(
-            "this model computes slices of sequences: call it with the inputs that shard_inputs(batch) returns, or "
+            "this model computes parts of sequences: call it with the inputs that shard_inputs(batch) returns, or "
             "inside `with context.disabled()` for whole sequences (generate, evaluation)"
         )
 
@@ -151,14 +209,16 @@ class UlyssesContext(SequenceAttention):
             self._checked_meshes = True
         if kwargs.get("labels") is not None:
             raise ValueError(
-                f"{type(module).__name__}: a model's own loss is wrong at the ends of slices; leave labels out and use "
+                f"{type(module).__name__}: a model's own loss is wrong at the ends of parts; leave labels out and use "
                 "token_mean_loss(logits, shard.next_labels, num_tokens)"
             )
 
     # ---- inputs
 
     def shard_inputs(self, batch: Mapping[str, Any] | PackedBatch) -> SequenceShard:
-        """Pads the rows of ``batch`` to a multiple of the ranks and cuts out this rank's part. Collective.
+        """Pads the rows of ``batch`` so that the ranks can share them and cuts out this rank's part. Collective.
+
+        The multiple is the number of ranks; under context parallelism twice their number.
 
         Args:
             batch: what the model takes, the same on every rank of the group: ``input_ids`` [rows, length] (or
@@ -183,7 +243,7 @@ class UlyssesContext(SequenceAttention):
         self._compare(tokens, {**inputs, "labels": labels})
         layout = layout_of(inputs) if layout is None else layout
         rows, length = tokens.shape[:2]
-        padding = -length % self.size
+        padding = -length % self.shard.multiple
         layout = layout.cut(self.shard, length + padding, inputs_sliced=self._cuts_early)
         positions = inputs.get("position_ids")
         if positions is None and self._cuts_early:
@@ -197,15 +257,14 @@ class UlyssesContext(SequenceAttention):
             if name in inputs:
                 behind = (0, 0) * (inputs[name].ndim - 2)
                 inputs[name] = F.pad(inputs[name], (*behind, 0, padding))
-        start, stop = layout.local_range
         if self._cuts_early:
             inputs.pop("attention_mask", None)  # the layout says what it said
-            inputs = cut_decoder_inputs(inputs, start, stop, length)
+            inputs = cut_decoder_inputs(inputs, layout, length)
         inputs |= {KEYWORD: layout, "use_cache": False}
         if labels is not None:
             if labels.shape != (rows, length):
                 raise ValueError(f"labels of shape {tuple(labels.shape)} for {rows} rows of {length} tokens")
-            labels = next_labels(F.pad(labels, (0, padding), value=-100), layout)[:, start:stop]
+            labels = layout.take(next_labels(F.pad(labels, (0, padding), value=-100), layout))
         return SequenceShard(inputs, labels, layout, length)
 
     def _compare(self, tokens: torch.Tensor, inputs: Mapping[str, Any]) -> None:
@@ -240,30 +299,30 @@ class UlyssesContext(SequenceAttention):
         ranks, as ``fully_shard`` over data-parallel times sequence-parallel ranks does; the result is then the mean
         over data-parallel ranks. Collective, in forward only.
         """
-        if values.shape[:2] != (shard.layout.num_rows, shard.layout.length // self.size):
+        if values.shape[:2] != (shard.layout.num_rows, shard.layout.local_length):
             raise ValueError(
                 f"gather_outputs: values of shape {tuple(values.shape)} do not belong to {shard.layout}; expected "
-                f"[{shard.layout.num_rows}, {shard.layout.length // self.size}, ...]"
+                f"[{shard.layout.num_rows}, {shard.layout.local_length}, ...]"
             )
         scale = float(self.size) if gradient_scale is None else gradient_scale
-        return _Gather.apply(values, self.shard, scale)[:, : shard.length]
+        return _Gather.apply(values, shard.layout, scale)[:, : shard.length]
 
 
 class _Gather(torch.autograd.Function):
-    """Slices of dim 1 from all ranks; backward: the own slice of the gradient."""
+    """Parts of dim 1 from all ranks; backward: the own part of the gradient."""
 
     @staticmethod
-    def forward(ctx, values: torch.Tensor, shard: RankPart, scale: float):
-        ctx.shard, ctx.scale, ctx.part = shard, scale, values.shape[1]
-        everyone = values.new_empty(shard.size * values.numel())
-        dist.all_gather_into_tensor(everyone, values.contiguous().view(-1), group=shard.group)
-        return everyone.view(shard.size, *values.shape).transpose(0, 1).flatten(1, 2)
+    def forward(ctx, values: torch.Tensor, layout: SequenceLayout, scale: float):
+        ctx.layout, ctx.scale = layout, scale
+        assert layout.shard is not None, "a layout over ranks"
+        everyone = values.new_empty(layout.shard.size, *values.shape)
+        dist.all_gather_into_tensor(everyone.view(-1), values.contiguous().view(-1), group=layout.shard.group)
+        return layout.join(list(everyone))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: torch.Tensor):
-        start = ctx.shard.rank * ctx.part
-        return grad[:, start : start + ctx.part] * ctx.scale, None, None
+        return ctx.layout.take(grad) * ctx.scale, None, None
 
 
 def _check_meshes(model: nn.Module, ranks: list[int]) -> None:

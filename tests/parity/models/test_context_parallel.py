@@ -1,0 +1,164 @@
+"""Context parallelism over 2 to 4 ranks: logits, loss and gradients of one process on whole samples."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp2x
+import sequences
+from fsdp2x.models.sequence.exchange import ExchangedBytes
+from fsdp2x.sequence import apply_context_parallel, init_sequence_mesh, micro_batches
+from harness import distributed
+from reference import only_fsdp2x, same
+
+EXACT = {"rtol": 1e-5, "atol": 1e-5}
+LENGTHS = {"whole": [16, 16], "uneven": [9, 11, 5], "packed": [9, 5, 13, 8, 3], "short": [3, 2]}
+MODELS = ("llama", "llama_kv1", "mistral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_moe", "qwen3_vl")
+
+
+def with_adapters(model):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+    generator = torch.Generator().manual_seed(2)
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(param, generator=generator)
+    return model
+
+
+def recompute(model):
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def check_logits(ours, context, shard, reference, batch, samples):
+    whole = context.gather_outputs(ours(**shard.inputs).logits, shard).detach()
+    chosen = samples if isinstance(batch, dict) else [samples[index] for index in batch.sample_ids]
+    found = whole if isinstance(batch, dict) else batch.unpack(whole)
+    for got, sample in zip(found, chosen, strict=True):
+        ids = sample["input_ids"]
+        same(got[: len(ids)], reference(input_ids=ids[None]).logits[0].detach(), "logits", **EXACT)
+
+
+def check(ctx, name, kind, size, ulysses=None, adapters=False, checkpointing=False):
+    only_fsdp2x(ctx)
+    mesh = init_sequence_mesh(size, "cpu", ulysses=ulysses)
+    reference = sequences.build(name)
+    reference = with_adapters(reference) if adapters else reference
+    ours = copy.deepcopy(reference)
+    if checkpointing:
+        recompute(ours)
+    fsdp2x.fully_shard(ours, mesh=mesh.shard)
+    context = apply_context_parallel(ours, mesh.sequence)
+    everyone = [sequences.make_samples(reference, LENGTHS[kind], seed=rank) for rank in range(mesh.data.size())]
+    mine = everyone[mesh.data.get_local_rank()]
+    packs = kind in ("packed", "short")
+    batches = list(micro_batches(mine, 24)) if packs else [sequences.collate(mine)]
+    shards = [context.shard_inputs(batch) for batch in batches]
+    if not hasattr(reference.config, "vision_config"):
+        for shard, batch in zip(shards, batches, strict=True):
+            check_logits(ours, context, shard, reference, batch, mine)
+    sequences.check_step(ours, shards, reference, sum(everyone, []))
+
+
+# World size -> (ranks that share a sequence, Ulysses ranks inside).
+MESHES = {2: [(2, None)], 3: [(3, None)], 4: [(2, None), (4, None), (4, 2)]}
+# World size -> model, batch, mesh, LoRA, checkpointing.
+NORMAL = {
+    2: {
+        ("gemma2", "uneven", (2, None), False, False),
+        ("mistral", "short", (2, None), True, True),
+        ("qwen3_vl", "uneven", (2, None), False, False),
+    },
+    3: {("llama", "packed", (3, None), False, False)},
+    4: {("gpt_oss", "packed", (4, 2), False, True)},
+}
+
+
+def table(world):
+    """Every model, batch and mesh, plain and with LoRA and checkpointing; few of them run without --full."""
+    every = {
+        (*row, adapted and row[0] != "qwen3_vl", adapted)
+        for *row, adapted in itertools.product(MODELS, LENGTHS, MESHES[world], [False, True])
+    }
+    return [
+        pytest.param(*row, marks=() if row in NORMAL[world] else pytest.mark.full, id="-".join(map(str, row)))
+        for row in sorted(every | NORMAL[world], key=str)
+    ]
+
+
+COLUMNS = ("name", "kind", "mesh", "adapters", "checkpointing")
+
+
+@distributed(world_sizes=(2,), timeout=120)
+@pytest.mark.parametrize(COLUMNS, table(2))
+def test_two_ranks(ctx, name, kind, mesh, adapters, checkpointing):
+    check(ctx, name, kind, *mesh, adapters=adapters, checkpointing=checkpointing)
+
+
+@distributed(world_sizes=(3,), timeout=120)
+@pytest.mark.parametrize(COLUMNS, table(3))
+def test_four_heads_over_three_ranks(ctx, name, kind, mesh, adapters, checkpointing):
+    check(ctx, name, kind, *mesh, adapters=adapters, checkpointing=checkpointing)
+
+
+@distributed(world_sizes=(4,), timeout=180)
+@pytest.mark.parametrize(COLUMNS, table(4))
+def test_times_data_parallel_and_with_ulysses_inside(ctx, name, kind, mesh, adapters, checkpointing):
+    check(ctx, name, kind, *mesh, adapters=adapters, checkpointing=checkpointing)
+
+
+@distributed(world_sizes=(4,))
+@pytest.mark.parametrize("ulysses", [None, 2])
+def test_bytes_as_planned(ctx, ulysses, monkeypatch):
+    """Few collectives, kv heads before they are repeated, and the bytes that `fsdp2x plan` says."""
+    only_fsdp2x(ctx)
+    mesh = init_sequence_mesh(4, "cpu", ulysses=ulysses)
+    model = sequences.build("llama")
+    context = apply_context_parallel(model, mesh.sequence)
+    shard = context.shard_inputs({"input_ids": torch.arange(3, 27).view(1, 24)})
+    sent: list[int] = []
+
+    def count(name, elements):
+        real = getattr(dist, name)
+
+        def counted(output, tensor, *sizes, group):
+            sent.append(4 * elements(output, tensor, dist.get_world_size(group), dist.get_rank(group), *sizes))
+            return real(output, tensor, *sizes, group=group)
+
+        monkeypatch.setattr(dist, name, counted)
+
+    count("all_gather_into_tensor", lambda output, tensor, size, rank: output.numel() - tensor.numel())
+    count("reduce_scatter_tensor", lambda output, tensor, size, rank: tensor.numel() - output.numel())
+    count(
+        "all_to_all_single",
+        lambda output, tensor, size, rank, receive, send: (
+            tensor.numel() - (send[rank] if send else tensor.numel() // size)
+        ),
+    )
+    logits = model(**shard.inputs).logits
+    one = ExchangedBytes.of(24, (4, 2), (4, 4), (ulysses or 1, 4 // (ulysses or 1)), 4)
+    assert len(sent) == 2 * (1 if ulysses is None else 3) and sum(sent) == 2 * one.sent
+    logits.sum().backward()
+    assert sum(sent) == 4 * one.sent and one.kept == 24 * (2 if ulysses is None else 1) * 8 * 4
+
+
+@distributed(world_sizes=(4,))
+def test_meshes_that_are_refused(ctx):
+    only_fsdp2x(ctx)
+    mesh = init_sequence_mesh(4, "cpu", ulysses=2)
+    assert mesh.sequence.mesh_dim_names == ("context", "ulysses") and mesh.data.size() == 1
+    with pytest.raises(ValueError, match="Ulysses over 2 ranks: 3 attention heads .* or use apply_context_parallel"):
+        apply_context_parallel(
+            sequences.build("llama", hidden_size=12, num_attention_heads=3, num_key_value_heads=1), mesh.sequence
+        )
+    with pytest.raises(ValueError, match="takes one axis or the two of"):
+        names = ("a", "b", "c")
+        apply_context_parallel(sequences.build("llama"), init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=names))
+    with pytest.raises(ValueError, match="ulysses=3 does not divide the sequence parallel size 4"):
+        init_sequence_mesh(4, "cpu", ulysses=3)
