@@ -157,9 +157,9 @@ class GrpoTrainer(Trainer):
         wanted = config.model
         if config.reference.path is not None:
             wanted = type(wanted)(path=config.reference.path, dtype=config.reference.dtype, load=wanted.load)
-        if wanted.load == "rows":
+        if wanted.path is not None:  # each rank reads its rows
             options = sharding(config.parallel, self.plan, self.world.device, dtype)
-            frozen = from_pretrained(find_folder(wanted), dtype=dtype, **options)
+            frozen = from_pretrained(find_folder(wanted), dtype=dtype, auto_wrap=config.parallel.auto_wrap, **options)
             use_varlen_attention(frozen)
         else:
             frozen = self._shard_beside(self._build_on_all_ranks(wanted).to(dtype), dtype, "reference")
