@@ -1,13 +1,18 @@
 """A step of fsdp2x.optim.Muon against torch.optim.Muon over DTensors, and against gathering every matrix on every rank.
 
-    python benchmarks/bench_muon.py [--world 2] [--cases layers experts] [--steps 7] [--json FILE]
+    python benchmarks/bench_muon.py [--world 2] [--cases layers experts] [--sides SIDE ...] [--steps 7] [--json FILE]
 
 Starts its own ranks. All sides step the same matrices, cut by rows, with the same gradients, in turns. ``torch`` is
 torch.optim.Muon on DTensors, whose products are DTensor's; ``gather`` is what users write: ``full_tensor()`` of each
 update, the iterations on every rank, and this rank's rows of the result. Cases: ``layers`` (12 layers of width 256 with
 gated MLPs of 688: 84 matrices), ``experts`` (64 experts of 128 x 256, three matrices each, in one layer; ``stacks``
-are ours as three stacks of 64). A row counts only when ours and ``gather`` agree bit for bit. Sent bytes are those of
-one rank in one step, counted by what is given to collectives: an all-gather sends its input to each other rank.
+are ours as three stacks of 64). ``float32`` is ours with ``ns_dtype=torch.float32``, and sides with ``gram`` iterate on
+the Gram matrix. A CPU without bfloat16 products emulates them; ``--sides float32 float32-gram`` leaves those out there.
+
+The error of a side is that of the update of a matrix whose singular values fall from 1 to 1e-4, against the plain
+iteration in float64, as a share of the norm: the largest of all shapes. A row counts only when ours and ``gather``
+agree bit for bit. Sent bytes are those of one rank in one step, counted by what is given to collectives: an all-gather
+sends its input to each other rank.
 """
 
 from __future__ import annotations
@@ -30,6 +35,18 @@ WIDTH, INNER, EXPERT = 256, 688, 128
 LAYER = [(WIDTH, WIDTH)] * 4 + [(INNER, WIDTH)] * 2 + [(WIDTH, INNER)]
 CASES = {"layers": LAYER * 12, "experts": ([(EXPERT, WIDTH)] * 2 + [(WIDTH, EXPERT)]) * 64}
 LR = 0.02
+COEFFICIENTS = [(3.4445, -4.7750, 2.0315)] * 5
+# Settings of ours by side; ``stacks`` are of experts only.
+OURS = {
+    "fsdp2x": {},
+    "gram": {"ns_method": "gram"},
+    "float32": {"ns_dtype": torch.float32},
+    "float32-gram": {"ns_dtype": torch.float32, "ns_method": "gram"},
+    "stacks": {},
+    "float32-stacks": {"ns_dtype": torch.float32},
+    "float32-stacks-gram": {"ns_dtype": torch.float32, "ns_method": "gram"},
+}
+SIDES = ("torch", "gather", *OURS)
 
 
 class SentBytes(TorchDispatchMode):
@@ -66,13 +83,13 @@ class GatherEverything(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        from fsdp2x.optim.muon import orthogonalize
+        from fsdp2x.optim.newton_schulz import orthogonalize
 
         for param in self.param_groups[0]["params"]:
             momentum = self.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
             momentum.lerp_(param.grad, 0.05)
             update = param.grad.lerp(momentum, 0.95).to(torch.bfloat16).full_tensor()
-            whole = orthogonalize(update, [(3.4445, -4.7750, 2.0315)] * 5, 1e-7)
+            whole = orthogonalize(update, COEFFICIENTS, 1e-7)
             rows, columns = param.shape
             local = whole.chunk(param.device_mesh.size())[param.device_mesh.get_rank()]
             param.to_local().mul_(1 - LR * 0.1).add_(local, alpha=-LR * max(1, rows / columns) ** 0.5)
@@ -88,20 +105,36 @@ def matrices(shapes: list[tuple[int, ...]], mesh: DeviceMesh) -> list[nn.Paramet
     return params
 
 
-def run_case(name: str, mesh: DeviceMesh, steps: int) -> dict:
+def error_of(shapes: set[tuple[int, ...]], settings: dict) -> float:
+    from fsdp2x.optim.newton_schulz import orthogonalize
+
+    worst = 0.0
+    for shape in sorted(shapes):
+        generator = torch.Generator().manual_seed(0)
+        left, values, right = torch.linalg.svd(torch.randn(shape, generator=generator).double(), full_matrices=False)
+        update = left * torch.logspace(0, -4, len(values), dtype=torch.float64) @ right
+        given = update.to(settings.get("ns_dtype", torch.bfloat16))
+        exact = orthogonalize(given.double(), COEFFICIENTS, 1e-7)
+        result = orthogonalize(given, COEFFICIENTS, 1e-7, settings.get("ns_method", "standard"))
+        worst = max(worst, ((result.double() - exact).norm() / exact.norm()).item())
+    return worst
+
+
+def run_case(name: str, mesh: DeviceMesh, steps: int, chosen: list[str]) -> dict:
     import fsdp2x
     from fsdp2x.base import torch_private
 
     shapes = CASES[name]
-    sides = {side: matrices(shapes, mesh) for side in ("fsdp2x", "gather", "torch")}
-    optimizers = {
-        "fsdp2x": fsdp2x.optim.Muon(sides["fsdp2x"], lr=LR),
-        "gather": GatherEverything(sides["gather"]),
-        "torch": torch.optim.Muon(sides["torch"], lr=LR),
+    stacks = [(len(shapes) // 3, *shape) for shape in shapes[:3]]
+    of_side = {
+        side: stacks if "stacks" in side else shapes for side in chosen if name == "experts" or "stacks" not in side
     }
-    if name == "experts":
-        stacks = [(len(shapes) // 3, *shape) for shape in shapes[:3]]
-        optimizers["stacks"] = fsdp2x.optim.Muon(matrices(stacks, mesh), lr=LR)
+    sides = {side: matrices(of_side[side], mesh) for side in of_side}
+    others = {"gather": GatherEverything, "torch": lambda params: torch.optim.Muon(params, lr=LR)}
+    optimizers = {
+        side: others[side](params) if side in others else fsdp2x.optim.Muon(params, lr=LR, **OURS[side])
+        for side, params in sides.items()
+    }
 
     def make(optimizer):
         def step(timer: harness.PhaseTimer) -> None:
@@ -116,7 +149,8 @@ def run_case(name: str, mesh: DeviceMesh, steps: int) -> dict:
         count=steps,
         before=harness.start_together,
     )
-    for ours, other in zip(sides["fsdp2x"], sides["gather"], strict=True):
+    alike = (sides["fsdp2x"], sides["gather"]) if {"fsdp2x", "gather"} <= sides.keys() else ([], [])
+    for ours, other in zip(*alike, strict=True):
         assert torch.equal(ours.to_local(), other.to_local()), "ours and gathering differ"
     result: dict = {side: sample.summary() for side, sample in samples.items()}
     for side, optimizer in optimizers.items():
@@ -124,18 +158,22 @@ def run_case(name: str, mesh: DeviceMesh, steps: int) -> dict:
         with mock.patch.object(torch_private, "unobserved", contextlib.nullcontext), SentBytes(mesh.size()) as sent:
             optimizer.step()
         result[side]["sent_bytes"] = sent.total
+        result[side]["error"] = error_of(set(shapes), OURS.get(side, {}))
     return {"ranks": mesh.size(), "sides": result}
 
 
 def rows_of(results: dict) -> list[list[str]]:
-    rows = [["case", "ranks", "side", "step, ms", "range", "ratio to torch", "sent, MB"]]
+    rows = [["case", "ranks", "side", "step, ms", "range", "speedup", "error", "sent, MB"]]
     for name, result in results.items():
         for side, found in result["sides"].items():
             step = found["step"]
-            ratio = result["sides"]["torch"]["step"]["median_ms"] / step["median_ms"]
+            first = result["sides"].get("torch", next(iter(result["sides"].values())))
+            ratio = first["step"]["median_ms"] / step["median_ms"]
+            error = f"{found['error']:.1e}" if "error" in found else ""
             spread = f"{step['min_ms']:.0f} to {step['max_ms']:.0f}"
             sent = f"{found['sent_bytes'] / 1e6:.1f}"
-            rows.append([name, str(result["ranks"]), side, f"{step['median_ms']:.1f}", spread, f"{ratio:.2f}x", sent])
+            median = f"{step['median_ms']:.1f}"
+            rows.append([name, str(result["ranks"]), side, median, spread, f"{ratio:.2f}x", error, sent])
     return rows
 
 
@@ -143,13 +181,14 @@ def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--steps", type=int, default=7)
     args = parser.parse_args()
     if "RANK" not in os.environ:
         return harness.launch(__file__, world=args.world, timeout_s=1800)
     rank = harness.start_group()
     mesh = init_device_mesh("cpu", (args.world,))
-    results = {name: run_case(name, mesh, args.steps) for name in args.cases}
+    results = {name: run_case(name, mesh, args.steps, args.sides) for name in args.cases}
     if rank == 0:
         print(harness.table(rows_of(results)), flush=True)
         harness.save(args.json, "muon", results)

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
+MUON_FLOAT32 = ("float32", "float32-gram", "float32-stacks", "float32-stacks-gram")
 # Name of the result -> script and arguments; the quick ones in place of the others.
 FULL = {
     "step_cpu_2ranks": ["bench_step.py"],
@@ -21,6 +22,7 @@ FULL = {
     "moments_cpu": ["bench_moments.py"],
     "muon_cpu_2ranks": ["bench_muon.py"],
     "muon_cpu_4ranks": ["bench_muon.py", "--world", "4"],
+    "muon_float32_cpu_2ranks": ["bench_muon.py", "--sides", *MUON_FLOAT32],
     "host_cpu": ["bench_host.py"],
     "collectives_cpu_2ranks": ["bench_collectives.py"],
     "collectives_cpu_4ranks": ["bench_collectives.py", "--world", "4"],

@@ -17,7 +17,9 @@ from fsdp2x.optim.clip import scaled
 from fsdp2x.optim.engine_step import EngineStep
 from fsdp2x.optim.local import dense_gradient, local_tensor, number
 from fsdp2x.optim.moments import zeros_like_all
-from fsdp2x.optim.muon_plan import MatrixBlock, MatrixJob, MuonPlan, make_plan
+from fsdp2x.optim.muon_plan import Matrices, MatrixBlock, MatrixJob, MuonPlan, Piece, make_plan, part_of
+from fsdp2x.optim.muon_split import SPLIT_SETTINGS, WAYS, split_of, splits_of
+from fsdp2x.optim.newton_schulz import METHODS, flops, orthogonalize
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 
@@ -29,25 +31,36 @@ def named_matrices(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 @checked
-def muon_param_groups(model: nn.Module, exclude: Sequence[str] | None = None, **adamw: Any) -> list[dict[str, Any]]:
-    """The trainable parameters of ``model`` in two groups for ``Muon``: matrices, and what AdamW steps.
+def muon_param_groups(
+    model: nn.Module, exclude: Sequence[str] | None = None, split: str = "blocks", **adamw: Any
+) -> list[dict[str, Any]]:
+    """The trainable parameters of ``model`` in groups for ``Muon``: matrices, and last what AdamW steps.
 
     AdamW gets what has fewer than two dims, embeddings, the output head, convolutions, and what ``exclude`` names.
-    Stacks of matrices [num, m, n], such as fused experts, are matrices. Works before and after ``fully_shard``; the
-    optimizer is made after it.
+    Stacks of matrices [num, m, n], such as fused experts, are matrices. Matrices that fall into the same blocks share
+    a group. Works before and after ``fully_shard``; the optimizer is made after it.
 
     Args:
+        split: "blocks" orthogonalizes each matrix that a parameter fuses by itself, as in the model that does not fuse
+            them (``qkv_proj``, ``gate_up_proj``, GPT-2's ``c_attn``, ``kv_b_proj``, fused experts). "heads" does so
+            for each head of queries, keys, and values too, as GLM-5 and Kimi K3 do. "none" takes each parameter as
+            one. Sizes come from the families that fsdp2x knows. ``fsdp2x.describe(model, optimizer)`` lists them.
+            Set ``split_sizes`` on a group for others, see ``Muon``.
         exclude: patterns of names (``fnmatch``) of further parameters for AdamW, the output head among them where
             the model has no ``get_output_embeddings()``. None: nothing further.
         **adamw: settings of AdamW's group, such as ``lr``, ``betas`` or ``weight_decay``.
 
     Returns:
-        Groups with ``params``, pairs of name and parameter, and ``use_muon``; one that would be empty is left out.
+        Groups with ``params``, pairs of name and parameter, ``use_muon``, and settings of blocks. Empty ones are left
+        out.
 
     Raises:
         ValueError: ``exclude`` is None and the model does not say which module is its output head; a pattern that
-            names no parameter; no parameter is trainable.
+            names no parameter; no parameter is trainable; an unknown ``split``; blocks that a parameter's size
+            contradicts.
     """
+    if split not in WAYS:
+        raise ValueError(f"fsdp2x.optim.muon_param_groups: split is {split!r}. Pass one of {', '.join(WAYS)}.")
     for_adamw = {
         id(param)
         for module in model.modules()
@@ -64,52 +77,27 @@ def muon_param_groups(model: nn.Module, exclude: Sequence[str] | None = None, **
             "head is not known; pass exclude with a pattern for its parameters, such as exclude=['lm_head.*'], or "
             "exclude=[] if it has none"
         )
-    named: dict[bool, list[tuple[str, nn.Parameter]]] = {True: [], False: []}
+    splits = splits_of(model, split)
+    matrices: dict[tuple, list[tuple[str, nn.Parameter]]] = {}  # by the settings of their blocks
+    rest: list[tuple[str, nn.Parameter]] = []
     unused = set(exclude or ())
     for name, param in model.named_parameters():
         fitting = {pattern for pattern in exclude or () if fnmatch.fnmatchcase(name, pattern)}
         unused -= fitting
         if param.requires_grad:
             is_matrix = param.ndim in (2, 3) and id(param) not in for_adamw and not fitting
-            named[is_matrix].append((name, param))
+            blocks = tuple(splits.get(id(param), {}).items())
+            (matrices.setdefault(blocks, []) if is_matrix else rest).append((name, param))
     if unused:
         raise ValueError(
             f"fsdp2x.optim.muon_param_groups: {sorted(unused)} in exclude name no parameter of {type(model).__name__}"
         )
-    groups = [
-        {"params": named[is_matrix], "use_muon": is_matrix, **settings}
-        for is_matrix, settings in ((True, {}), (False, adamw))
-        if named[is_matrix]
-    ]
+    groups = [{"params": params, "use_muon": True, **dict(blocks)} for blocks, params in matrices.items()]
+    if rest:
+        groups.append({"params": rest, "use_muon": False, **adamw})
     if not groups:
         raise ValueError("fsdp2x.optim.muon_param_groups: no parameter has requires_grad=True")
     return groups
-
-
-def orthogonalize(matrices: Tensor, coefficients: Sequence[tuple[float, float, float]], eps: float) -> Tensor:
-    """``U S' V^T`` of matrices ``U S V^T``, with singular values S' near 1, in the dtype of ``matrices``.
-
-    One step for each triple (a, b, c) of ``coefficients``: ``X <- a X + (b G + c G G) X`` with ``G = X X^T``, on the
-    smaller side of X, which begins with a Frobenius norm of 1 (Jordan et al., "Muon", 2024). A single matrix goes
-    through the products of ``torch.optim.Muon``, and has its bits; several are one batch.
-
-    Args:
-        matrices: [m, n] or [k, m, n]; may be overwritten.
-        eps: the least norm that is divided by.
-    """
-    is_tall = matrices.size(-2) > matrices.size(-1)
-    x = matrices.mT if is_tall else matrices
-    if x.ndim == 2:
-        x.div_(x.norm().clamp(min=eps))
-        for a, b, c in coefficients:
-            gram = x @ x.mT
-            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    else:
-        x.div_(x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps))
-        for a, b, c in coefficients:
-            gram = x @ x.mT
-            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if is_tall else x
 
 
 # Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; as torch.optim.Muon.
@@ -120,7 +108,7 @@ _LR_SCALES: dict[str, Callable[[int, int], float]] = {
     "match_rms_adamw": lambda m, n: 0.2 * math.sqrt(max(m, n)),
     "spectral_unclamped": lambda m, n: math.sqrt(m / n),
 }
-_MUON_SETTINGS = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
+_MUON_SETTINGS = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "ns_method", "adjust_lr_fn", *SPLIT_SETTINGS)
 _ADAMW_SETTINGS = ("betas", "amsgrad", "maximize")
 _ADAMW_EPS = 1e-8
 
@@ -138,6 +126,11 @@ class Muon(EngineStep):
     A group of parameters has matrices, or with ``use_muon=False`` anything else. ``fsdp2x.optim.AdamW`` steps them with
     its settings (``betas`` (0.9, 0.999), ``eps`` 1e-8). A parameter [num, m, n] is a stack of ``num`` matrices.
 
+    A group whose parameters fuse matrices sets their blocks, which are orthogonalized, and have the rate, of matrices
+    of their own: ``split_sizes``, sizes of the blocks along ``split_dim`` (-2: rows, the default; -1: columns), which
+    ``split_repeats`` repeats where blocks alternate (``(d, d, d)`` for each head of GPT-NeoX). ``num_heads``, a number
+    or one for each block, cuts blocks further into equal parts. ``muon_param_groups`` sets them for known families.
+
     ``state_dict`` is torch's: a ``momentum_buffer`` for each matrix, AdamW's state for the others. Parameters may be
     sharded along any dim, over meshes of any number of axes, or be plain tensors. Steps are collective: all ranks of a
     mesh step the same parameters in the same order, and a matrix without a gradient should have none on all ranks.
@@ -149,6 +142,8 @@ class Muon(EngineStep):
         adjust_lr_fn: what ``lr`` is multiplied with for an m x n matrix: "original" (and None)
             ``sqrt(max(1, m / n))``, Keller Jordan's; "match_rms_adamw" ``0.2 sqrt(max(m, n))``, Moonlight's, with which
             AdamW's ``lr`` and ``weight_decay`` serve; "spectral_unclamped" ``sqrt(m / n)``.
+        ns_method: "standard", torch's iteration, or "gram", which computes the same polynomial on the smaller Gram
+            matrix where that takes fewer operations (Zhang, Amsel, Chen, and Dao, "Gram Newton-Schulz", 2026).
         ns_dtype: dtype of the iterations and of what travels, ``torch.bfloat16`` as in torch, or ``torch.float32``.
         max_grad_norm: clips as in ``fsdp2x.optim.AdamW``, over all groups.
         moments_dtype, stochastic_rounding, seed: of the groups without ``use_muon``, as in ``fsdp2x.optim.AdamW``;
@@ -156,8 +151,8 @@ class Muon(EngineStep):
 
     Raises:
         ValueError: settings out of range, or of the other kind of group; a parameter that is no matrix in a group with
-            ``use_muon``; in ``step``, a gradient that is cut otherwise than its parameter; parameters from before
-            ``fully_shard``, or gathered ones, see ``AdamW``.
+            ``use_muon``; blocks that do not cover a parameter; in ``step``, a gradient that is cut otherwise than its
+            parameter; parameters from before ``fully_shard``, or gathered ones, see ``AdamW``.
         NotImplementedError: complex parameters.
         RuntimeError: in ``step``, ranks with different parameters, a sparse gradient, or momentum that would have to be
             in host memory (``HostOffloadPolicy(mode="optimizer")``).
@@ -178,6 +173,7 @@ class Muon(EngineStep):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
+        ns_method: str = "standard",
         ns_dtype: torch.dtype = torch.bfloat16,
         max_grad_norm: float | None = None,
         moments_dtype: torch.dtype | str | None = None,
@@ -199,8 +195,10 @@ class Muon(EngineStep):
                 "ns_coefficients": ns_coefficients,
                 "eps": eps,
                 "ns_steps": ns_steps,
+                "ns_method": ns_method,
                 "adjust_lr_fn": adjust_lr_fn,
                 "use_muon": True,
+                **SPLIT_SETTINGS,
             },
         )
 
@@ -221,6 +219,8 @@ class Muon(EngineStep):
         super().__setstate__(state)
         for group in self.param_groups:  # one that torch's Muon or AdamW saved has no such key
             group.setdefault("use_muon", "betas" not in group)
+            for name, value in {"ns_method": METHODS[0], **SPLIT_SETTINGS}.items() if group["use_muon"] else ():
+                group.setdefault(name, value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         uses_muon = param_group.get("use_muon", True)
@@ -250,7 +250,12 @@ class Muon(EngineStep):
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; moments come in ``moments_dtype``, as in ``AdamW``."""
+        """As torch's; moments come in ``moments_dtype``, as in ``AdamW``. Blocks stay where the state has none."""
+        blocks = [{name: group[name] for name in SPLIT_SETTINGS if name in group} for group in self.param_groups]
+        saved_groups = state_dict["param_groups"]
+        if len(blocks) == len(saved_groups):  # torch raises for others
+            groups = [{**kept, **saved} for kept, saved in zip(blocks, saved_groups, strict=True)]
+            state_dict = {**state_dict, "param_groups": groups}
         super().load_state_dict(state_dict)
         self._adamw.state = self.state
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -260,11 +265,12 @@ class Muon(EngineStep):
         count_on_host(self.state)
 
     def step_scaled(self, grad_scale: Tensor | None) -> None:
-        matrices = [(param, group) for group in self.param_groups if group["use_muon"] for param in group["params"]]
-        params = [param for param, _ in matrices]
-        if self._plan is None or not self._plan.is_for(params, self.ns_dtype):
-            names = [name for group in self.param_groups if group["use_muon"] for name in _names(group)]
-            self._plan = make_plan(params, names, self.ns_dtype)
+        groups = [group for group in self.param_groups if group["use_muon"]]
+        owners = [group for group in groups for _ in group["params"]]
+        matrices = [one for group in groups for one in _matrices_of(group)]
+        params = [one.param for one in matrices]
+        if self._plan is None or not self._plan.is_for(matrices, self.ns_dtype):
+            self._plan = make_plan(matrices, self.ns_dtype)
         self._adamw.param_groups = [group for group in self.param_groups if not group["use_muon"]]
         self._adamw.state = self.state
         fresh = [param for param in params if param.grad is not None and "momentum_buffer" not in self.state[param]]
@@ -272,8 +278,8 @@ class Muon(EngineStep):
         for param, zeros in zip(fresh, zeros_like_all(zip(fresh, dtypes, strict=True)), strict=True):
             self.state[param]["momentum_buffer"] = zeros
         steps = [
-            _MatrixStep(param, group, self.state[param], grad_scale, first)
-            for (param, group), first in zip(matrices, self._plan.first, strict=True)
+            _MatrixStep(one, group, self.state[one.param], grad_scale, pieces)
+            for one, group, pieces in zip(matrices, owners, self._plan.pieces, strict=True)
         ]
         _run(self._plan, steps, lambda: self._adamw.step_scaled(grad_scale))
 
@@ -282,9 +288,15 @@ class _MatrixStep:
     """The step of one parameter of matrices on this rank's part of it."""
 
     def __init__(
-        self, param: Tensor, group: dict[str, Any], state: dict[str, Any], factor: Tensor | None, first: int
+        self,
+        matrices: Matrices,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        factor: Tensor | None,
+        pieces: list[Piece],
     ) -> None:
-        self._group, self._factor, self._first = group, factor, first
+        param = matrices.param
+        self._group, self._factor, self._pieces, self._split = group, factor, pieces, matrices.split
         self.has_gradient = param.grad is not None
         if not self.has_gradient:
             return
@@ -296,9 +308,9 @@ class _MatrixStep:
                         f"fsdp2x.optim.Muon: the {name} of a parameter of shape {tuple(param.shape)} has placements "
                         f"{getattr(tensor, 'placements', None)}, its parameter {param.placements}; redistribute it"
                     )
-        rows, columns = param.shape[-2:]
         self._lr = number(group["lr"])
-        self._scaled_lr = self._lr * _LR_SCALES[group["adjust_lr_fn"] or "original"](rows, columns)
+        rows, columns = param.shape[-2:]
+        self._lr_scales = self._split.factors(rows, columns, _LR_SCALES[group["adjust_lr_fn"] or "original"])
         # The local parts as [num, rows, columns].
         locals_ = [local_tensor(tensor) for tensor in (param, grad, momentum)]
         self._param, self._grad, self._momentum = (t.unsqueeze(0) if t.ndim == 2 else t for t in locals_)
@@ -319,21 +331,39 @@ class _MatrixStep:
         """What its owner computes; zeros where the owner has no gradient."""
         if not self.has_gradient:
             return whole.zero_()
-        coefficients = _triples(self._group)
-        if whole.size(0) == 1:
-            return orthogonalize(whole[0], coefficients, self._group["eps"]).unsqueeze(0)
-        return orthogonalize(whole, coefficients, self._group["eps"])
+        settings = _triples(self._group), self._group["eps"], self._group["ns_method"]
+
+        def run(matrices: Tensor) -> Tensor:
+            if matrices.size(0) == 1:
+                return orthogonalize(matrices[0], *settings).unsqueeze(0)
+            return orthogonalize(matrices, *settings)
+
+        return self._split.orthogonalize(whole, run)
 
     def apply(self, block: MatrixBlock, update: Tensor) -> None:
-        if self.has_gradient:
-            param = self._part(self._param, block)
-            param.mul_(1 - self._lr * self._group["weight_decay"])
-            param.add_(update.to(param.device), alpha=-self._scaled_lr)
+        if not self.has_gradient:
+            return
+        param, update = self._part(self._param, block), update.to(self._param.device)
+        param.mul_(1 - self._lr * self._group["weight_decay"])
+        dim = self._split.dim
+        first, size = block.start[dim], block.shape[dim]
+        for begin, end, scale in self._lr_scales:
+            begin, end = max(begin - first, 0), min(end - first, size)
+            if begin < end:
+                lines = update.narrow(dim, begin, end - begin)
+                param.narrow(dim, begin, end - begin).add_(lines, alpha=-self._lr * scale)
 
     def _part(self, local: Tensor, block: MatrixBlock) -> Tensor:
-        """A block is as wide and high as what this rank holds, of some of its matrices."""
-        first = block.start[0] - self._first
-        return local[first : first + block.shape[0]]
+        """A block is as wide and high as a piece of this rank, of some of its matrices."""
+        piece = next(
+            one
+            for one in self._pieces
+            if one.start[1:] == block.start[1:] and 0 <= block.start[0] - one.start[0] < one.shape[0]
+        )
+        first, row, column = piece.local_start
+        first += block.start[0] - piece.start[0]
+        num, rows, columns = block.shape
+        return local[first : first + num, row : row + rows, column : column + columns]
 
 
 def _run(plan: MuonPlan, steps: list[_MatrixStep], meanwhile: Callable[[], None]) -> None:
@@ -349,11 +379,14 @@ def _run(plan: MuonPlan, steps: list[_MatrixStep], meanwhile: Callable[[], None]
     arriving = plan.rounds[0].send(write) if plan.rounds else list
     meanwhile()
     for job in plan.local:
-        whole = torch.empty(job.shape, dtype=plan.dtype, device=plan.params[job.param].device)
+        whole = torch.empty(job.shape, dtype=plan.dtype, device=plan.params[job.param].param.device)
         step = steps[job.param]
         if step.has_gradient:
-            step.write_update(job, job.blocks[0], whole)
-            step.apply(job.blocks[0], step.orthogonalize(whole))
+            for block in job.blocks:
+                step.write_update(job, block, part_of(whole, job, block))
+            update = step.orthogonalize(whole)
+            for block in job.blocks:
+                step.apply(block, part_of(update, job, block))
     returning: Callable[[], Iterable] = list
     for index, current in enumerate(plan.rounds):
         wholes = arriving()
@@ -369,8 +402,16 @@ def _triples(group: dict[str, Any]) -> list[tuple[float, float, float]]:
     return list(coefficients) if isinstance(coefficients[0], (tuple, list)) else [coefficients] * group["ns_steps"]
 
 
-def _names(group: dict[str, Any]) -> list[str]:
-    return group.get("param_names") or [f"a matrix of shape {tuple(param.shape)}" for param in group["params"]]
+def _matrices_of(group: dict[str, Any]) -> list[Matrices]:
+    """The parameters of a group with ``use_muon``; raises ValueError for blocks that do not cover one."""
+    names = group.get("param_names") or [f"a matrix of shape {tuple(param.shape)}" for param in group["params"]]
+    found = []
+    for param, name in zip(group["params"], names, strict=True):
+        split = split_of(group, param.shape, name)
+        parts = split.parts(param.shape[-2], param.shape[-1])
+        cost = sum(flops(*part, group["ns_steps"], group["ns_method"]) for part in parts)
+        found.append(Matrices(param, split, cost, name))
+    return found
 
 
 def _check_matrices(group: dict[str, Any]) -> None:
@@ -384,6 +425,8 @@ def _check_matrices(group: dict[str, Any]) -> None:
             refuse(f"{name} is {group[name]}, expected at least {lowest}")
     if group["adjust_lr_fn"] not in (None, *_LR_SCALES):
         refuse(f"adjust_lr_fn is {group['adjust_lr_fn']!r}, expected None or one of {', '.join(_LR_SCALES)}")
+    if group["ns_method"] not in METHODS:
+        refuse(f"ns_method is {group['ns_method']!r}, expected one of {', '.join(METHODS)}")
     triples = _triples(group)
     if len(triples) != group["ns_steps"] or any(len(triple) != 3 for triple in triples):
         refuse(f"ns_coefficients are {group['ns_coefficients']}, expected three numbers, or three for each of ns_steps")
@@ -395,3 +438,4 @@ def _check_matrices(group: dict[str, Any]) -> None:
                 f"a parameter has shape {tuple(param.shape)}, expected a matrix or a stack of matrices [num, m, n]; "
                 "put it into a group with use_muon=False, as fsdp2x.optim.muon_param_groups(model) does"
             )
+    _matrices_of(group)

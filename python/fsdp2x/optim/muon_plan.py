@@ -10,11 +10,12 @@ matrices takes one all-to-all to the owners and one back. With rows over two ran
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,15 +27,18 @@ from fsdp2x.base import torch_private
 from fsdp2x.base.collectives import explained
 from fsdp2x.base.failures import exchange
 from fsdp2x.base.memory_file import aligned_starts, tensor_at
+from fsdp2x.optim.muon_split import Split
 from fsdp2x.sharding.mesh import covering_group
 
 Extent = tuple[int, int, int]
 
 
-def step_flops(num: int, rows: int, columns: int) -> int:
-    """Floating point operations of one Newton-Schulz step over ``num`` matrices, divided by 2."""
-    small, large = sorted((rows, columns))
-    return num * small * small * (2 * large + small)
+class Piece(NamedTuple):
+    """What a rank holds: where it begins in the stack, its shape, and where it begins in the local tensor."""
+
+    start: Extent
+    shape: Extent
+    local_start: Extent = (0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -75,17 +79,18 @@ class Deal:
     local: list[MatrixJob]
 
 
-def blocks_of(pieces: Sequence[tuple[Extent, Extent]]) -> list[MatrixBlock]:
-    """The different blocks among what each rank holds, (start, shape); empty ones are nobody's."""
+def blocks_of(pieces: Sequence[Sequence[Piece]]) -> list[MatrixBlock]:
+    """The different blocks among the pieces of each rank, without empty ones."""
     ranks: dict[tuple[Extent, Extent], list[int]] = defaultdict(list)
-    for rank, piece in enumerate(pieces):
-        if 0 not in piece[1]:
-            ranks[piece].append(rank)
+    for rank, held in enumerate(pieces):
+        for piece in held:
+            if 0 not in piece.shape:
+                ranks[piece.start, piece.shape].append(rank)
     return [MatrixBlock(*piece, tuple(held)) for piece, held in sorted(ranks.items())]
 
 
-def deal(params: dict[int, tuple[Extent, list[MatrixBlock]]], round_numel: int, loads: dict[int, int]) -> Deal:
-    """Deals the matrices of ``params`` (number -> shape, blocks) to the ranks that hold blocks of them.
+def deal(params: dict[int, tuple[Extent, list[MatrixBlock], int]], round_numel: int, loads: dict[int, int]) -> Deal:
+    """Deals the matrices of ``params`` (number -> shape, blocks, cost of a matrix) to ranks that hold blocks of them.
 
     The longest job goes to the rank with the least to do, and so on (Graham, 1969): no rank has more than 4/3 of the
     best there is where every rank may take every job. A stack is cut into as many jobs as there are ranks for it.
@@ -94,8 +99,8 @@ def deal(params: dict[int, tuple[Extent, list[MatrixBlock]]], round_numel: int, 
         round_numel: elements that an owner takes in a round, or one job.
         loads: what each rank has to do already; brought up to date.
     """
-    candidates = [job for number, (shape, blocks) in params.items() for job in _jobs(number, shape, blocks)]
-    costs = [step_flops(*shape) for _, _, shape, _ in candidates]
+    candidates = [job for number, (shape, blocks, _) in params.items() for job in _jobs(number, shape, blocks)]
+    costs = [shape[0] * params[number][2] for number, _, shape, _ in candidates]
     rounds: list[list[MatrixJob]] = []
     local: list[MatrixJob] = []
     taken: dict[int, tuple[int, int]] = {}  # by owner: its round, and elements in it
@@ -201,7 +206,7 @@ class Round:
         def finish() -> Wholes:
             wholes = {id(job): torch.empty(job.shape, dtype=self._dtype, device=self._device) for job in self.owned}
             for job, block, part in arrive():
-                _part_of(wholes[id(job)], job, block).copy_(part)
+                part_of(wholes[id(job)], job, block).copy_(part)
             return [(job, wholes[id(job)]) for job in self.owned]
 
         return finish
@@ -212,7 +217,7 @@ class Round:
 
         def fill(job: MatrixJob, block: MatrixBlock, part: Tensor | None) -> None:
             assert part is not None, "every block of a whole matrix goes somewhere"
-            part.copy_(_part_of(by_job[id(job)], job, block))
+            part.copy_(part_of(by_job[id(job)], job, block))
 
         return self._start(self._returned, self._awaited, fill)
 
@@ -235,7 +240,7 @@ class Round:
         return arrive
 
 
-def _part_of(whole: Tensor, job: MatrixJob, block: MatrixBlock) -> Tensor:
+def part_of(whole: Tensor, job: MatrixJob, block: MatrixBlock) -> Tensor:
     num, rows, columns = block.shape
     first, row, column = block.start
     first -= job.first
@@ -247,62 +252,79 @@ ROUND_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
+class Matrices:
+    """A parameter of ``Muon``, its blocks and what one of its matrices costs, on which ranks agree, and its name."""
+
+    param: Tensor
+    split: Split
+    flops: int
+    name: str
+
+    @property
+    def shape(self) -> Extent:
+        return _extent(self.param.shape)
+
+
+@dataclass(frozen=True)
 class MuonPlan:
     """For parameters by their number in ``params``. Jobs of ``local`` are this rank's own."""
 
-    params: list[Tensor]
-    first: list[int]  # of each, the first matrix of this rank's part
+    params: list[Matrices]
+    pieces: list[list[Piece]]  # of each, what this rank holds
     dtype: torch.dtype
     rounds: list[Round]
     local: list[MatrixJob]
 
-    def is_for(self, params: Sequence[Tensor], dtype: torch.dtype) -> bool:
-        same = len(params) == len(self.params) and all(a is b for a, b in zip(params, self.params, strict=True))
-        return same and dtype == self.dtype
+    def is_for(self, params: Sequence[Matrices], dtype: torch.dtype) -> bool:
+        def same(one: Matrices, other: Matrices) -> bool:
+            return one.param is other.param and one.split == other.split
+
+        return dtype == self.dtype and len(params) == len(self.params) and all(map(same, params, self.params))
 
 
-def make_plan(params: list[Tensor], names: list[str], dtype: torch.dtype) -> MuonPlan:
+def make_plan(params: list[Matrices], dtype: torch.dtype) -> MuonPlan:
     """Collective over the ranks of each mesh: they tell each other what they hold."""
     by_mesh: dict[DeviceMesh | None, list[int]] = {}
-    for number, param in enumerate(params):
-        by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(number)
-    pieces = [_piece(param) for param in params]
+    for number, one in enumerate(params):
+        by_mesh.setdefault(one.param.device_mesh if isinstance(one.param, DTensor) else None, []).append(number)
+    pieces = [_pieces(one) for one in params]
     loads: dict[int, int] = {}  # by rank of the default group
     rounds: list[Round] = []
     local: list[MatrixJob] = []
     for mesh, numbers in by_mesh.items():
-        shapes = [_extent(params[number].shape) for number in numbers]
         group = covering_group(mesh) if mesh is not None and mesh.size() > 1 else None
         held = [[pieces[number] for number in numbers]]
         if group is not None:
-            held = _exchange(group, shapes, held[0], [names[number] for number in numbers])
+            held = _exchange(group, [params[number] for number in numbers], held[0])
         ranks = [0] if group is None else dist.get_process_group_ranks(group)
         loads_here = {rank: loads.get(whole, 0) for rank, whole in enumerate(ranks)}
-        blocks = [blocks_of([of_rank[index] for of_rank in held]) for index in range(len(numbers))]
-        dealt: Deal = deal(
-            dict(zip(numbers, zip(shapes, blocks, strict=True), strict=True)), ROUND_BYTES // dtype.itemsize, loads_here
-        )
+        matrices = {
+            number: (params[number].shape, blocks_of([of_rank[index] for of_rank in held]), params[number].flops)
+            for index, number in enumerate(numbers)
+        }
+        dealt: Deal = deal(matrices, ROUND_BYTES // dtype.itemsize, loads_here)
         loads.update((ranks[rank], load) for rank, load in loads_here.items())
         here = 0 if group is None else group.rank()
         local += [job for job in dealt.local if job.owner == here]
         if group is not None:
             assert mesh is not None, "a group has one"
-            device = _device(mesh, [params[number] for number in numbers])
+            device = _device(mesh, [params[number].param for number in numbers])
             rounds += [Round(jobs, group, dtype, device) for jobs in dealt.rounds]
-    return MuonPlan(params, [start[0] for start, _ in pieces], dtype, rounds, local)
+    return MuonPlan(params, pieces, dtype, rounds, local)
 
 
-def _exchange(group: dist.ProcessGroup, shapes: list[Extent], pieces: list, names: list[str]) -> list[list]:
-    told = exchange((shapes, pieces), group)
+def _exchange(group: dist.ProcessGroup, params: list[Matrices], pieces: list) -> list[list]:
+    here = [(one.shape, one.split, one.flops) for one in params]
+    told = exchange((here, pieces), group)
     for rank, (other, _) in enumerate(told):
-        if other != shapes:
+        if other != here:
             differs = next(
-                (name for name, a, b in zip(names, shapes, other, strict=False) if a != b), f"{len(other)} of them"
+                (one.name for one, a, b in zip(params, here, other, strict=False) if a != b), f"{len(other)} of them"
             )
             raise RuntimeError(
                 f"fsdp2x.optim.Muon: rank {dist.get_global_rank(group, rank)} has other matrices than rank "
-                f"{dist.get_rank()} ({differs} against {len(shapes)}): give all ranks of a mesh the same parameters "
-                "in the same order"
+                f"{dist.get_rank()} ({differs} against {len(here)}): give all ranks of a mesh the same parameters "
+                "in the same order, with the same settings"
             )
     return [of_rank for _, of_rank in told]
 
@@ -314,12 +336,55 @@ def _device(mesh: DeviceMesh, params: list[Tensor]) -> torch.device:
     )
 
 
-def _piece(param: Tensor) -> tuple[Extent, Extent]:
-    """(start, shape) of what this rank holds."""
+def _pieces(matrices: Matrices) -> list[Piece]:
+    """What this rank holds; several pieces where tensor parallelism cut each block of a fused matrix."""
+    param = matrices.param
     if not isinstance(param, DTensor):
-        return (0, 0, 0), _extent(param.shape)
-    shape, start = torch_private.local_shape_and_offset(param.shape, param.device_mesh, param.placements)
-    return _extent(start, 0), _extent(shape)
+        return [Piece((0, 0, 0), _extent(param.shape))]
+    packed, late = _strided_axes(param)
+    if not packed:
+        shape, start = torch_private.local_shape_and_offset(param.shape, param.device_mesh, param.placements)
+        return [Piece(_extent(start, 0), _extent(shape))]
+    lines = [torch.arange(size) for size in matrices.shape]
+    for axis in [*(axis for axis in range(param.device_mesh.ndim) if axis not in late), *reversed(late)]:
+        placement: Any = param.placements[axis]
+        world, rank = param.device_mesh.size(axis), param.device_mesh.get_local_rank(axis)
+        if world == 1 or placement.is_replicate():
+            continue
+        dim = placement.dim - param.ndim
+        if axis not in packed:
+            size = -(-len(lines[dim]) // world)
+            lines[dim] = lines[dim][size * rank : size * (rank + 1)]
+        elif len(lines[dim]) % (placement.split_factor * world):
+            raise ValueError(
+                f"fsdp2x.optim.Muon: {matrices.name} of shape {tuple(param.shape)} has placements {param.placements}, "
+                f"which do not cut {len(lines[dim])} lines evenly. Use a tensor-parallel size that divides each block."
+            )
+        else:
+            lines[dim] = lines[dim].view(placement.split_factor, world, -1)[:, rank].flatten()
+    runs = itertools.product(*(list(_runs(line.tolist())) for line in lines))
+    return [Piece(*zip(*ranges, strict=True)) for ranges in runs]
+
+
+def _strided_axes(param: DTensor) -> tuple[list[int], list[int]]:
+    """Mesh axes that cut each block of a fused matrix, and those that cut what later axes left: FSDP over them.
+
+    Both are strided. The second kind has as many groups as later axes have ranks for its dim.
+    """
+    packed, late = [], []
+    for axis, placement in enumerate(param.placements):
+        if isinstance(placement, torch_private.StridedShard):
+            mesh, later = param.device_mesh, range(axis + 1, len(param.placements))
+            cuts = [mesh.size(i) for i in later if getattr(param.placements[i], "dim", None) == placement.dim]
+            (late if math.prod(cuts) == placement.split_factor else packed).append(axis)
+    return packed, late
+
+
+def _runs(line: list[int]) -> Iterator[tuple[int, int, int]]:
+    """(first, size, place in ``line``) of each run of numbers that follow each other."""
+    begins = [place for place, number in enumerate(line) if place == 0 or number != line[place - 1] + 1]
+    for begin, end in itertools.pairwise([*begins, len(line)]):
+        yield line[begin], end - begin, begin
 
 
 def _extent(sizes: Sequence[int], first: int = 1) -> Extent:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from fsdp2x.base.arguments import checked
@@ -11,6 +12,8 @@ from fsdp2x.base.cores import step_cores
 from fsdp2x.base.native import _C
 from fsdp2x.lifecycle.tree import roots_of, unit_states
 from fsdp2x.lifecycle.unit import ShardedUnit
+from fsdp2x.optim.muon import Muon
+from fsdp2x.optim.muon_split import describe_groups
 from fsdp2x.plan.report import columns
 from fsdp2x.sharding.shapes import advice, padding_in
 
@@ -31,7 +34,10 @@ class UnitReport:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """All units of a model; ``str()`` prints a table, and ``advice`` where padding takes much more than the bytes."""
+    """All units of a model; ``str()`` prints a table, and ``advice`` where padding takes much more than the bytes.
+
+    ``matrices``: the blocks that ``Muon`` orthogonalizes, one line for all layers.
+    """
 
     units: tuple[UnitReport, ...]
     world: int
@@ -39,6 +45,7 @@ class ModelReport:
     stats: dict
     advice: tuple[str, ...] = ()
     host_steps: str = ""  # where this rank steps what lies in host memory; empty: nothing does
+    matrices: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         head = ("unit", "params", "elements", "shard bytes", "slot bytes", "reshard", "state")
@@ -71,12 +78,14 @@ class ModelReport:
             )
         if self.host_steps:
             tail += f"\nsteps on the host: {self.host_steps}"
-        return "\n".join([*columns([head, *rows, total]), tail, *self.advice])
+        return "\n".join([*columns([head, *rows, total]), tail, *self.advice, *self.matrices])
 
 
 @checked
-def describe(model: nn.Module) -> ModelReport:
+def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> ModelReport:
     """Units of ``model`` with their parameters, elements, bytes and slots. Local: no communication.
+
+    With a ``Muon`` as ``optimizer`` it also lists which parameters fall into blocks. Others add nothing.
 
     Raises:
         ValueError: nothing in ``model`` is sharded.
@@ -94,6 +103,7 @@ def describe(model: nn.Module) -> ModelReport:
         stats=root.stats() if root is not None else {},
         advice=tuple(advice(padding_in((group for state in states for group in state.groups), model))),
         host_steps=step_cores().reason if any(_is_on_host(state) for state in states) else "",
+        matrices=tuple(describe_groups(optimizer.param_groups, fqns)) if isinstance(optimizer, Muon) else (),
     )
 
 

@@ -242,6 +242,12 @@ class OptimizerConfig(Section):
     muon_lr_scale: Literal["original", "match_rms_adamw", "spectral_unclamped"] = setting(
         "match_rms_adamw", "what muon multiplies lr with, by the sizes of a matrix: match_rms_adamw takes AdamW's rates"
     )
+    muon_split: Literal["blocks", "heads", "none"] = setting(
+        "blocks", "what muon orthogonalizes alone: each matrix that a parameter fuses, also each head, or the parameter"
+    )
+    muon_ns_method: Literal["standard", "gram"] = setting(
+        "standard", "muon's Newton-Schulz iteration; gram: on the Gram matrix, faster where a matrix is not square"
+    )
     moments_dtype: Literal["float32", "bfloat16", "int8"] | None = setting(
         None,
         "dtype of AdamW's moments, beside muon, too: int8 takes a quarter of float32; unset: that of the parameters",

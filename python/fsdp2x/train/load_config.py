@@ -199,7 +199,10 @@ IDLE: dict[tuple[str, ...], tuple[Callable[[TrainConfig], bool], str]] = {
     ("train.min_delta",): (lambda c: c.train.patience is None, "train.patience is null"),
     ("optimizer.betas", "optimizer.eps"): (lambda c: c.optimizer.name == "sgd", "optimizer.name is sgd"),
     ("optimizer.eps",): (lambda c: c.optimizer.name == "lion", "optimizer.name is lion"),
-    ("optimizer.muon_lr_scale",): (lambda c: c.optimizer.name != "muon", "optimizer.name is not muon"),
+    ("optimizer.muon_lr_scale", "optimizer.muon_split", "optimizer.muon_ns_method"): (
+        lambda c: c.optimizer.name != "muon",
+        "optimizer.name is not muon",
+    ),
     ("schedule.warmup_ratio",): (lambda c: c.schedule.warmup_steps > 0, "schedule.warmup_steps comes before it"),
     ("schedule.warmup_start_ratio",): (
         lambda c: c.schedule.warmup_steps == 0 and c.schedule.warmup_ratio == 0,

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fsdp2x import optim
 from fsdp2x.optim.local import local_tensor
-from fsdp2x.optim.muon import named_matrices
 from fsdp2x.train.config import ConfigError, OptimizerConfig, ScalerConfig, ScheduleConfig
 
 TORCH_LOOPS = {"foreach": {"foreach": True}, "fused": {"fused": True}, "for_loop": {"foreach": False}}
@@ -132,11 +131,12 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """An optimizer over the trainable parameters in two groups: ours, or one of torch's loops.
 
-    Ours clips in its steps if there is a largest norm; torch's know nothing of it. Muon has its matrices in a group in
-    front of those two, which are AdamW's.
+    Ours clips in its steps if there is a largest norm; torch's know nothing of it. Muon has its matrices in groups, by
+    their blocks, in front of those two, which are AdamW's.
     """
-    matrices = [parameter for _, parameter in named_matrices(model)] if config.name == "muon" else []
-    those = {id(parameter) for parameter in matrices}
+    named = optim.muon_param_groups(model, split=config.muon_split) if config.name == "muon" else []
+    matrices = [{**group, "params": [p for _, p in group["params"]]} for group in named if group["use_muon"]]
+    those = {id(parameter) for group in matrices for parameter in group["params"]}
 
     groups: list[dict[str, Any]] = [
         {"params": [], "weight_decay": config.weight_decay},
@@ -161,11 +161,12 @@ def make_optimizer(
     if config.name == "muon":
         rest = {"use_muon": False, "betas": config.betas, "eps": config.eps, "lr": config.adamw_lr or config.lr}
         return optim.Muon(
-            [{"params": matrices}] * bool(matrices) + [{**group, **rest} for group in groups],
+            matrices + [{**group, **rest} for group in groups],
             lr=config.lr,
             weight_decay=config.weight_decay,
             momentum=0.95 if config.momentum is None else config.momentum,
             adjust_lr_fn=config.muon_lr_scale,
+            ns_method=config.muon_ns_method,
             **options,
         )
     make = optim.AdamW if ours else torch.optim.AdamW

@@ -90,6 +90,8 @@ SAME = {
     "optimizer.lr": ("run", 1.0),
     "optimizer.adamw_lr": ("muon", 1.0),
     "optimizer.muon_lr_scale": ("muon", "original"),
+    "optimizer.muon_split": ("muon", "heads"),
+    "optimizer.muon_ns_method": ("muon", "gram"),
     "optimizer.betas": ("run", [0.5, 0.5]),
     "optimizer.eps": ("run", 0.1),
     "optimizer.weight_decay": ("run", 0.0),

@@ -10,7 +10,8 @@ from torch import nn
 
 import fsdp2x
 from fsdp2x.optim import Muon, muon_param_groups
-from fsdp2x.optim.muon_plan import blocks_of, deal, step_flops
+from fsdp2x.optim.muon_plan import Piece, blocks_of, deal
+from fsdp2x.optim.newton_schulz import flops, orthogonalize
 from models import build
 
 
@@ -43,6 +44,11 @@ def arrangements(draw):
     return _product(axes), params, draw(st.integers(1, 200))
 
 
+def of(shape, pieces):
+    """A parameter for ``deal``, whose ranks hold ``pieces``, (start, shape)."""
+    return shape, blocks_of([[Piece(*piece)] for piece in pieces]), flops(1, *shape[1:], 5, "standard")
+
+
 def _product(sizes) -> int:
     result = 1
     for size in sizes:
@@ -54,7 +60,7 @@ def _product(sizes) -> int:
 def test_every_element_is_dealt_once_and_comes_back(arrangement):
     world, params, round_numel = arrangement
     loads: dict[int, int] = {}
-    dealt = deal({number: (shape, blocks_of(pieces)) for number, (shape, pieces) in params.items()}, round_numel, loads)
+    dealt = deal({number: of(shape, pieces) for number, (shape, pieces) in params.items()}, round_numel, loads)
     jobs = [job for jobs in dealt.rounds for job in jobs] + dealt.local
     for number, (shape, pieces) in params.items():
         mine = [job for job in jobs if job.param == number]
@@ -72,7 +78,8 @@ def test_every_element_is_dealt_once_and_comes_back(arrangement):
         assert job.owner in senders and len(set(senders)) == len(senders)
         assert all(sender in block.ranks for sender, block in zip(senders, job.blocks, strict=True))
     assert loads == {
-        rank: sum(step_flops(*job.shape) for job in jobs if job.owner == rank) for rank in {job.owner for job in jobs}
+        rank: sum(flops(*job.shape, 5, "standard") for job in jobs if job.owner == rank)
+        for rank in {job.owner for job in jobs}
     }
     for jobs in dealt.rounds:
         assert jobs
@@ -89,7 +96,7 @@ def test_loads_of_a_transformer_are_even():
     for number, (rows, columns) in enumerate(layer * 12):
         cuts = [chunk(rows, world, rank) for rank in range(world)]
         pieces = [((0, start, 0), (1, size, columns)) for start, size in cuts]
-        params[number] = (1, rows, columns), blocks_of(pieces)
+        params[number] = of((1, rows, columns), pieces)
     loads: dict[int, int] = {}
     dealt = deal(params, 64 * 2**20, loads)
     assert not dealt.local and len(dealt.rounds) == 1
@@ -100,11 +107,11 @@ def test_experts_that_a_rank_has_whole_do_not_travel():
     """128 experts over 4 ranks, and over 2 ranks with 2 replicas, which share the work."""
     shape = (128, 64, 32)
     cut = [((32 * rank, 0, 0), (32, 64, 32)) for rank in range(4)]
-    dealt = deal({0: (shape, blocks_of(cut))}, 1 << 20, {})
+    dealt = deal({0: of(shape, cut)}, 1 << 20, {})
     assert not dealt.rounds and [job.shape[0] for job in dealt.local] == [32] * 4
     replicated = [((64 * (rank % 2), 0, 0), (64, 64, 32)) for rank in range(4)]
     loads: dict[int, int] = {}
-    dealt = deal({0: (shape, blocks_of(replicated))}, 1 << 20, loads)
+    dealt = deal({0: of(shape, replicated)}, 1 << 20, loads)
     assert not dealt.local and len(set(loads.values())) == 1 and len(loads) == 4
 
 
@@ -183,8 +190,6 @@ def test_a_refused_group_leaves_the_optimizer_as_it_was():
 @pytest.mark.parametrize("ns_dtype", [torch.float32, torch.bfloat16])
 def test_iterations_move_singular_values_to_one(ns_dtype):
     """Of a matrix, of its transpose, and of a stack of both's size, of which one is zero."""
-    from fsdp2x.optim.muon import orthogonalize
-
     torch.manual_seed(0)
     # Coefficients that converge, in place of Muon's, which stay within 0.7 to 1.2.
     coefficients = [(15 / 8, -10 / 8, 3 / 8)] * 25

@@ -92,7 +92,7 @@ SHORTEST = {
     "bench_memory.py": ("--quick",),
     "bench_moe.py": ("--quick", "--steps", "1"),
     "bench_moments.py": ("--steps", "1"),
-    "bench_muon.py": ("--cases", "layers", "--steps", "1"),
+    "bench_muon.py": ("--cases", "layers", "--sides", "float32", "float32-gram", "--steps", "1"),
     "bench_optimizer.py": ("--steps", "1"),
     "bench_score.py": ("--quick", "--steps", "1"),
     "bench_sequence.py": ("--quick", "--steps", "1"),

@@ -159,6 +159,19 @@ def test_muon_has_matrices_and_adamw_the_rest():
         OptimizerConfig(name="muon", implementation="fused")
 
 
+def test_muon_settings_reach_the_optimizer():
+    from models import build
+
+    model = build("qwen3_moe")
+    config = OptimizerConfig(name="muon", muon_ns_method="gram")
+    groups = make_optimizer(model, config, decay_groups(model)).param_groups
+    sizes = [group["split_sizes"] for group in groups if group["use_muon"]]
+    assert sizes == [None, (12, 12)] and groups[0]["ns_method"] == "gram"
+    config = OptimizerConfig(name="muon", muon_split="none")
+    whole, *rest = make_optimizer(model, config, decay_groups(model)).param_groups
+    assert whole["split_sizes"] is None and not any(group["use_muon"] for group in rest)
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_how_moments_are_kept(name):
     from models import build
