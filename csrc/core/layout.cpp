@@ -19,11 +19,11 @@ void check_shape(size_t index, const ParamShape& shape) {
   }
   if ((shape.orig == DType::byte) != (shape.compute == DType::byte)) {
     throw Error(which + " cannot be cast from " + dtype_name(shape.orig) + " to " + dtype_name(shape.compute) +
-                ": bytes are only moved; give it the same dtype for storage and compute");
+                ", because bytes are only moved. Give it the same dtype for storage and compute.");
   }
   if (shape.trainable && (shape.orig == DType::byte || shape.reduce == DType::byte)) {
     throw Error(which + " is trainable but its dtype (" + dtype_name(shape.orig) + ", reduced in " +
-                dtype_name(shape.reduce) + ") cannot be summed: freeze it or use a floating dtype");
+                dtype_name(shape.reduce) + ") cannot be summed. Freeze it or use a floating dtype.");
   }
 }
 
@@ -184,7 +184,7 @@ Layout Layout::training(const std::vector<bool>& trains) const {
 
 std::vector<Copy> Layout::segment_to_slot(int source_rank) const {
   if (source_rank < 0 || source_rank >= ranks_.world) {
-    throw Error("layout: segment of rank " + std::to_string(source_rank) + " asked for in a world of " +
+    throw Error("layout: rank " + std::to_string(source_rank) + " has no segment in a world of " +
                 std::to_string(ranks_.world));
   }
   std::vector<Copy> copies;
@@ -213,7 +213,7 @@ std::vector<Copy> Layout::segments_to_slot(size_t segment_bytes) const {
 std::vector<Copy> Layout::gradient_to_segments(size_t param, DType grad) const {
   if (param >= params_.size() || !params_[param].shape.trainable) {
     throw Error("layout: parameter " + std::to_string(param) + " of " + std::to_string(params_.size()) +
-                " has no reduce segment: it does not exist or is not trainable");
+                " has no reduce segment, because it does not exist or is not trainable");
   }
   const ParamPlace& place = params_[param];
   const ParamShape& shape = place.shape;

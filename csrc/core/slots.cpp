@@ -58,8 +58,8 @@ Slot SlotLedger::reserve(size_t bytes, const std::string& owner, size_t alignmen
 
 size_t SlotLedger::index_of(int id) const {
   if (id < 0 || static_cast<size_t>(id) >= slots_.size()) {
-    throw Error("slot ledger: slot " + std::to_string(id) + " does not exist, there are " +
-                std::to_string(slots_.size()) + "; owned now: " + owners());
+    throw Error("slot ledger: slot " + std::to_string(id) + " is not one of the " + std::to_string(slots_.size()) +
+                " slots. Owned now: " + owners());
   }
   return static_cast<size_t>(id);
 }
@@ -69,8 +69,8 @@ SlotLedger::Entry& SlotLedger::owned_entry(int id) {
   if (!found.owned) {
     throw Error("slot ledger: slot " + std::to_string(id) +
                 (found.reserved ? " is reserved for '" + found.owner + "'"
-                                : " was released twice, its last owner was '" + found.owner + "'") +
-                "; owned now: " + owners());
+                                : " was released twice. Its last owner was '" + found.owner + "'") +
+                ". Owned now: " + owners());
   }
   return found;
 }

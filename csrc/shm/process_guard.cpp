@@ -31,9 +31,9 @@ ProcessGuard::ProcessGuard() : generation_(detail::fork_generation.load(std::mem
 void ProcessGuard::refuse(const char* what, const std::string& name) const {
   throw Error("fsdp2x: a forked child (pid " + std::to_string(::getpid()) + ") cannot " + what +
               (name.empty() ? "" : " '" + name + "'") +
-              ": the model, and what connects it to the other ranks, belongs to process " + std::to_string(pid_) +
-              ". Compute there and pass results on, or load a model of its own in a child that was started by 'spawn' "
-              "or 'forkserver' (DataLoader(multiprocessing_context=\"spawn\"))");
+              ", because the model and its connections to other ranks belong to process " + std::to_string(pid_) +
+              ". Compute in that process, or load a separate model in a child that is started by 'spawn' or "
+              "'forkserver' (DataLoader(multiprocessing_context=\"spawn\")).");
 }
 
 }  // namespace fsdp2x::cpu

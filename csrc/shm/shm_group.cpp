@@ -17,7 +17,7 @@ void check_window(uint64_t offset, size_t bytes, size_t arena_bytes, const char*
   if (offset % page_bytes() != 0 || bytes == 0 || bytes > arena_bytes || offset > arena_bytes - bytes) {
     throw Error(std::string("shared memory: no window of ") + std::to_string(bytes) + " bytes at " +
                 std::to_string(offset) + " in the " + arena + " arena of " + std::to_string(arena_bytes) +
-                " bytes: it must begin at a page and lie inside");
+                " bytes. It must begin at a page and lie inside.");
   }
 }
 
@@ -52,7 +52,7 @@ std::unique_ptr<ShmGroup> ShmGroup::create(const ShmOptions& options, std::strin
 ShmGroup::~ShmGroup() { close(); }
 
 void ShmGroup::give_up(const std::string& why) {
-  const std::string text = "shared memory: " + rank_name() + " cannot go on: " + why;
+  const std::string text = "shared memory: " + rank_name() + " cannot continue: " + why;
   fail(text);
   throw Error(text);
 }

@@ -76,7 +76,7 @@ ucred peer_of(int fd, const ShmOptions& options) {
   ucred credentials = {};
   socklen_t length = sizeof(credentials);
   if (::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0) {
-    fail(options, "cannot see who is at the other end of its socket" + system_error());
+    fail(options, "cannot identify the process at the other end of its socket" + system_error());
   }
   return credentials;
 }
@@ -101,7 +101,7 @@ FileDescriptor make_memory(const ShmOptions& options, FileSizes sizes, size_t& t
   if (total_bytes < sizes.least_bytes) {
     errno = error;
     fail(options, "cannot make a sparse memfd of " + std::to_string(sizes.least_bytes) +
-                      " bytes (only what is written takes memory)" + system_error() + ": check `ulimit -f`");
+                      " bytes (only written pages take memory)" + system_error() + ". Check `ulimit -f`.");
   }
   // No rank may shrink it under the others' mappings.
   if (::fcntl(memory.get(), F_ADD_SEALS, kSeals) != 0) fail(options, "cannot seal its memfd" + system_error());
@@ -118,8 +118,8 @@ bool same_token(const ShmOptions& options, const Hello& hello) {
 
 void check(const ShmOptions& options) {
   if (options.world < 1 || options.world > kMaxRanks || options.rank < 0 || options.rank >= options.world) {
-    fail(options, "is none of the " + std::to_string(options.world) + " ranks of its group: groups have 1 to " +
-                      std::to_string(kMaxRanks) + " ranks, counted from 0");
+    fail(options, "is not a rank of its group of " + std::to_string(options.world) + ". Groups have 1 to " +
+                      std::to_string(kMaxRanks) + " ranks, counted from 0.");
   }
   if (options.world == 1) return;
   if (options.socket_name.empty() || options.socket_name.size() > 100) {
@@ -171,7 +171,7 @@ class Listener {  // rank 0
     listener_.reset();
     for (int rank = 1; rank < options_.world; ++rank) {
       if (connections_[static_cast<size_t>(rank)].valid()) continue;
-      fail(options_, "did not see " + options_.name(rank) + " at its socket" + refusals_);
+      fail(options_, "got no connection from " + options_.name(rank) + " at its socket" + refusals_);
     }
   }
 
@@ -195,7 +195,7 @@ class Listener {  // rank 0
       std::memcpy(CMSG_DATA(header), &fd, sizeof(fd));
       const FileDescriptor& connection = connections_[static_cast<size_t>(rank)];
       if (retried([&] { return ::sendmsg(connection.get(), &message, MSG_NOSIGNAL); }) != sizeof(reply)) {
-        fail(options_, "cannot hand its memfd to " + options_.name(rank) + system_error());
+        fail(options_, "cannot send its memfd to " + options_.name(rank) + system_error());
       }
     }
   }
@@ -208,19 +208,19 @@ class Listener {  // rank 0
     if (peer.uid != ::geteuid()) {
       reason = "belongs to another user";
     } else if (retried([&] { return ::recv(connection.get(), &hello, sizeof(hello), MSG_TRUNC); }) != sizeof(hello)) {
-      reason = "did not greet as a rank does";
+      reason = "sent no valid greeting";
     } else if (hello.magic != kShmMagic) {
-      reason = "runs another version of fsdp2x, or none";
+      reason = "does not run this version of fsdp2x";
     } else if (!same_token(options_, hello)) {
-      reason = "showed a wrong token";
+      reason = "sent a wrong token";
     } else if (hello.world != options_.world) {
-      reason = "counts another number of ranks";
+      reason = "expects another number of ranks";
     } else if (hello.rank < 1 || hello.rank >= options_.world ||
                connections_[static_cast<size_t>(hello.rank)].valid()) {
-      reason = "calls itself a rank that is there already, or that does not exist";
+      reason = "claims a rank that is already connected or does not exist";
     }
     if (reason == nullptr) return true;
-    if (refusals_.size() < 200) refusals_ += "; refused process " + std::to_string(peer.pid) + ", which " + reason;
+    if (refusals_.size() < 200) refusals_ += "; rejected process " + std::to_string(peer.pid) + ", which " + reason;
     return false;
   }
 
@@ -246,7 +246,7 @@ class Connector {  // every other rank
     const ucred listener = peer_of(connection_.get(), options_);
     if (listener.uid != ::geteuid()) {
       fail(options_, "found a process of another user (uid " + std::to_string(listener.uid) + ", not " +
-                         std::to_string(::geteuid()) + ") on its group's socket: run all ranks as one user");
+                         std::to_string(::geteuid()) + ") on its group's socket. Run all ranks as one user.");
     }
     listener_pid_ = listener.pid;
     Hello hello;
@@ -255,7 +255,7 @@ class Connector {  // every other rank
     hello.pid = ::getpid();
     std::memcpy(hello.token, options_.token.data(), kTokenBytes);
     if (retried([&] { return ::send(connection_.get(), &hello, sizeof(hello), MSG_NOSIGNAL); }) != sizeof(hello)) {
-      fail(options_, "cannot greet " + options_.name(0) + system_error());
+      fail(options_, "cannot send its greeting to " + options_.name(0) + system_error());
     }
     result.pids_are_shared = false;
   }
@@ -264,9 +264,10 @@ class Connector {  // every other rank
     Reply reply;
     result.memory = receive(reply);
     struct stat status = {};
-    if (reply.magic != kShmMagic) fail(options_, "got a reply of another version of fsdp2x: install the same one");
+    if (reply.magic != kShmMagic)
+      fail(options_, "got a reply from another version of fsdp2x. Install the same version on all ranks.");
     if (!result.memory.valid() || ::fstat(result.memory.get(), &status) != 0) {
-      fail(options_, "got no memfd from " + options_.name(0) + ": check `ulimit -n`");
+      fail(options_, "got no memfd from " + options_.name(0) + ". Check `ulimit -n`.");
     }
     // A file that can shrink would turn reads into SIGBUS.
     const int seals = ::fcntl(result.memory.get(), F_GET_SEALS);
@@ -306,7 +307,7 @@ class Connector {  // every other rank
       }
     }
     if (received != static_cast<ssize_t>(sizeof(reply)) || num_descriptors > 1) {
-      fail(options_, "got a reply from " + options_.name(0) + " that it does not understand");
+      fail(options_, "got an invalid reply from " + options_.name(0));
     }
     return descriptor;
   }
@@ -336,7 +337,7 @@ bool all_succeed(const ShmOptions& options, const Step& step, std::string& reaso
     if (text.empty()) continue;
     if (num_failed++ == 0) reason = text;
   }
-  if (num_failed > 1) reason += "; and so did " + std::to_string(num_failed - 1) + " more of the ranks";
+  if (num_failed > 1) reason += "; " + std::to_string(num_failed - 1) + " more ranks failed too";
   return num_failed == 0;
 }
 

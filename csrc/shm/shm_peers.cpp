@@ -138,9 +138,9 @@ void Peers::fail_gone(int rank, const std::string& what, double waited_s) const 
                               seconds_text(waited_s) + ")" + other_dead(rank);
   if (is_closed(rank)) {
     throw Error(who + " closed its shared-memory group" + waiting +
-                ": every rank must run the same steps and keep its model until all of them are done");
+                ". Every rank must run the same steps and keep its model until all of them are done.");
   }
-  throw Error(who + " died" + waiting + ": its own output says why; restart all ranks");
+  throw Error(who + " died" + waiting + ". Its own output says why. Restart all ranks.");
 }
 
 void Peers::fail_left(int rank, const std::string& what, double waited_s) {
@@ -149,13 +149,13 @@ void Peers::fail_left(int rank, const std::string& what, double waited_s) {
   followed_ = why.starts_with(kFollowed) ? why : kFollowed + name(rank) + " " + why;
   throw Error("shared memory: " + name(rank) + " " + why + "; " + options_.name(options_.rank) + " waited for it in " +
               what + " (for " + seconds_text(waited_s) + ")" + other_dead(rank) +
-              ". When one rank raises, all must leave out that step, or restart from a checkpoint");
+              ". If one rank raises, all ranks must skip that step or restart from a checkpoint.");
 }
 
 void Peers::fail_timeout(int rank, const std::string& what, double waited_s) const {
   throw Error("shared memory: " + options_.name(options_.rank) + " waited " + seconds_text(waited_s) + " for " +
-              name(rank) + " in " + what + "; that rank lives and " + where_(rank) + other_dead(rank) +
-              ": look at its stack (it hangs or runs something else), or raise `timeout` if it is only slow");
+              name(rank) + " in " + what + ". That rank is alive and " + where_(rank) + other_dead(rank) +
+              ". Check its stack (it hangs or runs other code), or raise `timeout` if it is only slow.");
 }
 
 }  // namespace fsdp2x::cpu

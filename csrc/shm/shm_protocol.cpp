@@ -54,14 +54,14 @@ struct ShmProtocol::Impl {
   UnitRecord& record(uint32_t unit, int rank) const {
     if (unit >= kMaxUnits) {
       throw Error("shared memory: unit " + std::to_string(unit) + " is beyond the " + std::to_string(kMaxUnits) +
-                  " that a group holds: shard fewer modules");
+                  " that a group holds. Shard fewer modules.");
     }
     return map.unit(control, rank, unit);
   }
   Word& released(uint32_t slot, int rank) const {
     if (slot >= kMaxSlots) {
       throw Error("shared memory: slot " + std::to_string(slot) + " is beyond the " + std::to_string(kMaxSlots) +
-                  " that a group holds: reshard units after use");
+                  " that a group holds. Reshard units after use.");
     }
     return map.released(control, rank, slot);
   }
@@ -135,7 +135,7 @@ struct ShmProtocol::Impl {
     if (before != sequence || after != sequence) {
       throw Error("shared memory: " + options.name(rank) + " skipped all-gather #" + std::to_string(sequence) +
                   " or is more than " + std::to_string(kRingEntries) + " ahead of " + options.name(options.rank) +
-                  "; it " + where(rank) + ": after an exception, every rank must reset (`reset_iter_state`)");
+                  ". It " + where(rank) + ". After an exception, every rank must call `reset_iter_state`.");
     }
     return post;
   }
@@ -147,10 +147,11 @@ struct ShmProtocol::Impl {
       return options.name(who) + " began " + std::to_string(forwards.num_begun) + " forwards, of which " +
              std::to_string(forwards.num_raised) + " raised";
     };
-    throw Error("shared memory: at " + reduction_text(unit, epoch) + ", " + text(options.rank, own_counts) + "; " +
-                text(rank, theirs) +
-                ": their gradients are of different steps. When a forward raises on one rank, all ranks must leave out "
-                "that batch (all-reduce a flag before backward), or none may go on: restart from a checkpoint");
+    throw Error(
+        "shared memory: at " + reduction_text(unit, epoch) + ", " + text(options.rank, own_counts) + "; " +
+        text(rank, theirs) +
+        ". Their gradients belong to different steps. If a forward raises on one rank, all ranks must skip that "
+        "batch (all-reduce a flag before backward) or restart from a checkpoint.");
   }
   ForwardCounts forwards_of(uint32_t unit, int rank) const {
     const UnitRecord& own = record(unit, rank);
@@ -161,11 +162,11 @@ struct ShmProtocol::Impl {
     std::string text = "shared memory: rank " + std::to_string(options.rank) + " is in " + place_text(own_post) +
                        ", rank " + std::to_string(rank) + " in " + place_text(theirs) + ": ";
     if (own_post.unit != theirs.unit) {
-      text += "the ranks ran their units in different order; every rank must run the same modules in the same order";
+      text += "the ranks ran their units in different order. Every rank must run the same modules in the same order.";
     } else {
       text +=
-          "the ranks gather the same unit into different places; they must have the same parameters, dtypes and "
-          "history of unshard() and reshard() calls";
+          "the ranks gather the same unit into different places. They must have the same parameters, dtypes, and "
+          "history of unshard() and reshard() calls.";
     }
     throw Error(text);
   }
@@ -173,7 +174,7 @@ struct ShmProtocol::Impl {
     throw Error("shared memory: " + options.name(options.rank) + " and " + options.name(rank) +
                 " have different settings at " + gather_text(post) + ": " +
                 difference(UnitSettings::unpacked(own_settings), UnitSettings::unpacked(theirs)) +
-                ". Set them alike on every rank.");
+                ". Use the same settings on every rank.");
   }
   // Returns whether the peer continues without this reduction while this rank ends its backward. Either the peer waits
   // for this rank's next gather, or it has ended more backwards without this reduction than this rank has.
@@ -184,9 +185,9 @@ struct ShmProtocol::Impl {
   }
   [[noreturn]] void fail_without_reduction(uint32_t unit, uint64_t epoch, int rank) const {
     const std::string who = options.name(rank);
-    throw Error("shared memory: " + who + " goes on without " + reduction_text(unit, epoch) + ", which " +
-                options.name(options.rank) + " waits for; it " + where(rank) +
-                ". Run the same modules, forwards and backwards on every rank, with the same gradient synchronization "
+    throw Error("shared memory: " + who + " continues without " + reduction_text(unit, epoch) + ", for which " +
+                options.name(options.rank) + " waits. It " + where(rank) +
+                ". Run the same modules, forwards, and backwards on every rank, with the same gradient synchronization "
                 "(set_requires_gradient_sync, accumulate).");
   }
 };
@@ -377,10 +378,11 @@ Joined ShmProtocol::join_reduction(uint32_t unit, uint64_t epoch, uint64_t tag, 
     const UnitRecord& record = impl.record(unit, rank);
     const uint64_t their_tag = record.tag.load(std::memory_order_relaxed);
     if (their_tag != tag) {
-      throw Error("shared memory: rank " + std::to_string(impl.options.rank) + " and rank " + std::to_string(rank) +
-                  " disagree about " + impl.reduction_text(unit, epoch) + " (tags " + std::to_string(tag) + " and " +
-                  std::to_string(their_tag) +
-                  "): its parameters, dtypes, requires_grad and gradient divide factor must be the same on every rank");
+      throw Error(
+          "shared memory: rank " + std::to_string(impl.options.rank) + " and rank " + std::to_string(rank) +
+          " disagree about " + impl.reduction_text(unit, epoch) + " (tags " + std::to_string(tag) + " and " +
+          std::to_string(their_tag) +
+          "). Its parameters, dtypes, requires_grad, and gradient divide factor must be the same on every rank.");
     }
     impl.compare_forwards(unit, epoch, rank);
   }
@@ -441,7 +443,7 @@ void ShmProtocol::publish_progress(uint64_t position) {
   Word& progress = impl_->own().progress;
   const uint64_t before = progress.load(std::memory_order_relaxed);
   if (position < before) {
-    throw Error("shared memory: the progress of rank " + std::to_string(impl_->options.rank) + " goes back from " +
+    throw Error("shared memory: the progress of rank " + std::to_string(impl_->options.rank) + " decreases from " +
                 std::to_string(before) + " to " + std::to_string(position));
   }
   if (position == before) return;

@@ -55,7 +55,7 @@ Mapping::Mapping(int fd, size_t offset, size_t bytes, View view) : bytes_(bytes)
   void* data = map(fd, offset, bytes, protection, sharing);
   if (data == MAP_FAILED) {
     throw Error("shared memory: cannot map " + std::to_string(bytes) + " bytes (" + std::strerror(errno) +
-                "): check `ulimit -v` and the number of mappings (vm.max_map_count)");
+                "). Check `ulimit -v` and the number of mappings (vm.max_map_count).");
   }
   data_ = static_cast<std::byte*>(data);
   // A child that wrote here would write into its parent's rank. If the kernel refuses this, ProcessGuard still

@@ -32,7 +32,7 @@ float gradient(int rank, uint32_t unit, uint64_t epoch) {
   return static_cast<float>(rank + 1) * 0.5f + static_cast<float>(unit) + static_cast<float>(epoch % 16);
 }
 
-// The engine's side of one rank: scratches from its own ledger, closed when everyone has read them.
+// The engine's side of one rank: scratches from a private ledger, closed after all ranks have read them.
 class Reducer {
  public:
   explicit Reducer(ShmGroup& group) : group_(group), ledger_(ShmGroup::page_bytes()) {}
@@ -106,7 +106,7 @@ TEST_P(ShmReduction, SumsTheScratchesOfAllRanksManyTimes) {
         reducer.post(unit, step);
         const uint64_t position = step << 32 | unit;
         group->publish_progress(position);
-        // One unit behind, as the engine does; all ranks keep the order, so nothing is left for the flush.
+        // One unit behind, as in the engine. All ranks keep the order, so the flush has nothing to do.
         if (unit > 0) require(reducer.join(unit - 1, step, position - 1, false), "in order");
       }
       group->publish_progress(step << 32 | 0xffffffffu);
@@ -117,7 +117,7 @@ TEST_P(ShmReduction, SumsTheScratchesOfAllRanksManyTimes) {
   }));
 }
 
-// Every rank has an order of its own: what cannot be joined in time is left to the flush, and nobody hangs.
+// Every rank has a different order. The flush joins what cannot be joined in time, and no rank hangs.
 TEST_P(ShmReduction, UnitsInDifferentOrderMeetInTheFlush) {
   expect_all_ok(ranks::run(fresh_options(GetParam()), [](const ShmOptions& options) {
     const auto group = ranks::enter(options);
@@ -208,17 +208,18 @@ TEST(ShmReductionProtocol, APeerThatEndsItsBackwardWithoutTheUnitIsAnError) {
       ranks::sleep_ms(200);
     }
   });
-  EXPECT_NE(outcomes[0].message.find("rank 1 goes on without reduction #1"), std::string::npos) << outcomes[0].message;
+  EXPECT_NE(outcomes[0].message.find("rank 1 continues without reduction #1"), std::string::npos)
+      << outcomes[0].message;
   EXPECT_LT(outcomes[0].seconds, 5.0);
 }
 
-// A waiting rank is told when its peer passes by, long before the timeout.
+// A waiting rank notices that its peer passes by, long before the timeout.
 TEST(ShmReductionProtocol, PassingByEndsTheWait) {
   const auto outcomes = ranks::run(fresh_options(3), [](const ShmOptions& options) {
     const auto group = ranks::enter(options);
     if (options.rank == 0) {
       group->post_reduction(0, 1, 7, 0);
-      // Rank 1 never comes; rank 2 passes by.
+      // Rank 1 never comes, and rank 2 passes by.
       require(group->join_reduction(0, 1, 7, 3, false) == Joined::later, "rank 2 passed");
     } else if (options.rank == 2) {
       ranks::sleep_ms(100);

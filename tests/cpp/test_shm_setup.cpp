@@ -1,4 +1,4 @@
-// How a shared-memory group is set up, who is refused, and that nothing stays behind.
+// Setup of a shared-memory group, rejected peers, and cleanup.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 
@@ -30,7 +30,7 @@ std::string file_text(const char* path) {
   return text.str();
 }
 
-// Descriptors of this process that are a group's memfd or one of its sockets.
+// Returns this process' descriptors of a group's memfd or sockets.
 std::vector<int> group_descriptors() {
   std::vector<int> found;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
@@ -107,7 +107,7 @@ TEST(ShmSetup, SeveralGroupsLiveSideBySide) {
   }));
 }
 
-// Every rank ends with the same sentence, whoever failed.
+// Expects that every rank ends with the same message, whichever rank failed.
 void expect_same_error(const std::vector<ranks::Outcome>& outcomes, const std::vector<std::string>& parts) {
   for (const auto& outcome : outcomes) {
     expect_error(outcome, parts);
@@ -124,9 +124,9 @@ TEST(ShmSetup, WrongOptionsOfOneRankAreRefusedOnAll) {
   };
   const auto flip_token = [](ShmOptions& own) { own.token[31] = static_cast<char>(own.token[31] ^ 1); };
   for (const Wrong& wrong : {
-           Wrong{3, 1, flip_token, {"rank 0 did not see rank 1", "refused process", "wrong token"}},
-           Wrong{2, 1, [](ShmOptions& own) { own.world = 3; }, {"did not see rank 1", "number of ranks"}},
-           Wrong{3, 2, [](ShmOptions& own) { own.rank = 1; }, {"did not see rank 2", "there already"}},
+           Wrong{3, 1, flip_token, {"rank 0 got no connection from rank 1", "rejected process", "wrong token"}},
+           Wrong{2, 1, [](ShmOptions& own) { own.world = 3; }, {"no connection from rank 1", "number of ranks"}},
+           Wrong{3, 2, [](ShmOptions& own) { own.rank = 1; }, {"no connection from rank 2", "already connected"}},
            Wrong{3, 2, [](ShmOptions& own) { own.token = "short"; }, {"rank 2 needs", "token of 32 bytes", "got 5"}},
        }) {
     const auto outcomes = ranks::run(fresh_options(wrong.world), [&wrong](const ShmOptions& options) {
@@ -150,8 +150,8 @@ TEST(ShmSetup, BadOptionsAreRefused) {
   };
   EXPECT_NE(refused([](ShmOptions& bad) { bad.socket_name.clear(); }).find("socket name"), std::string::npos);
   EXPECT_NE(refused([](ShmOptions& bad) { bad.socket_name.assign(101, 'x'); }).find("101"), std::string::npos);
-  EXPECT_NE(refused([](ShmOptions& bad) { bad.rank = 2; }).find("none of the"), std::string::npos);
-  EXPECT_NE(refused([](ShmOptions& bad) { bad.rank = -1; }).find("none of the"), std::string::npos);
+  EXPECT_NE(refused([](ShmOptions& bad) { bad.rank = 2; }).find("not a rank of its group of"), std::string::npos);
+  EXPECT_NE(refused([](ShmOptions& bad) { bad.rank = -1; }).find("not a rank of its group of"), std::string::npos);
   EXPECT_NE(refused([](ShmOptions& bad) { bad.world = 1 << 20; }).find("1024 ranks"), std::string::npos);
 }
 

@@ -234,9 +234,9 @@ void Reductions::refuse_after_loss() const {
   if (lost_.empty()) return;
   throw Error(
       "fsdp2x: a backward raised while unit " + lost_ +
-      " held gradients of earlier backwards (accumulated without gradient sync or all-reduce): they were in one "
-      "sum with gradients of the backward that failed, and are gone. Call reset_iter_state() on the root "
-      "module and begin the step again.");
+      " held gradients of earlier backwards (accumulated without gradient sync or all-reduce). They were summed "
+      "with gradients of the failed backward and are lost. Call reset_iter_state() on the root module and begin "
+      "the step again.");
 }
 
 }  // namespace fsdp2x

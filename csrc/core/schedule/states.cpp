@@ -25,8 +25,8 @@ const char* to_string(GradientState state) {
 void ScheduledGroup::set_gradients(GradientState to) {
   const GradientState from = gradient_state_;
   if (from == to ? to != GradientState::none : from == GradientState::posted && to == GradientState::packed) {
-    throw Error("fsdp2x: the gradients of unit '" + name() + "' cannot become " + to_string(to) + ": they are " +
-                to_string(from));
+    throw Error("fsdp2x: the gradients of unit '" + name() + "' cannot become " + to_string(to) +
+                ", because they are " + to_string(from));
   }
   gradient_state_ = to;
   if (to == GradientState::none) was_zeroed_ = false;
@@ -34,22 +34,23 @@ void ScheduledGroup::set_gradients(GradientState to) {
 
 void ScheduledUnit::set_scheduled_groups(std::vector<ScheduledGroup*> groups) {
   if (param_state_ != ParamState::sharded) {
-    throw Error("fsdp2x: the groups of unit '" + name_ + "' cannot change: it is " + to_string(param_state_));
+    throw Error("fsdp2x: the groups of unit '" + name_ + "' cannot change, because the unit is " +
+                to_string(param_state_));
   }
   groups_ = std::move(groups);
 }
 
 void ScheduledUnit::set_params(ParamState from, ParamState to) {
   if (param_state_ != from) {
-    throw Error("fsdp2x: unit '" + name_ + "' cannot become " + to_string(to) + ": it is " + to_string(param_state_) +
-                ", expected " + to_string(from));
+    throw Error("fsdp2x: unit '" + name_ + "' cannot become " + to_string(to) + ". Expected " + to_string(from) +
+                ", got " + to_string(param_state_));
   }
   param_state_ = to;
 }
 
 void ScheduledUnit::set_phase(Phase to) {
   if (phase_ == Phase::backward && to == Phase::forward) {
-    throw Error("fsdp2x: unit '" + name_ + "' cannot become " + to_string(to) + ": it is " + to_string(phase_));
+    throw Error("fsdp2x: unit '" + name_ + "' cannot become " + to_string(to) + ", because it is " + to_string(phase_));
   }
   phase_ = to;
 }

@@ -86,7 +86,8 @@ Found take_on_cpu(const at::Tensor& now, const at::Tensor& held, int64_t max) {
 Found take_changes(const at::Tensor& now, const at::Tensor& held, int64_t max, const cuda::Kernels* kernels) {
   if (now.device() != held.device() || !(kernels != nullptr || held.is_cpu()) || !now.is_contiguous() ||
       !held.is_contiguous() || now.dim() != 1 || held.dim() != 1 || now.numel() != held.numel()) {
-    throw Error("fsdp2x: take_changes takes two flat, dense tensors of one size on the CPU, or where kernels run");
+    throw Error(
+        "fsdp2x: take_changes: expected two flat, dense tensors of one size, on the CPU or on a device with kernels");
   }
   return kernels == nullptr ? take_on_cpu(now, held, max) : take_on_device(now, held, max, *kernels);
 }

@@ -78,7 +78,7 @@ cpu::Rounding rounding_of(const NarrowRules& rules, size_t group, size_t index, 
   long long run = 0, stride = 0;
   if (!place || !PyArg_ParseTuple(place.get(), "KLL", &first, &run, &stride)) throw_python_error();
   if (first >> kNumberBits != 0 || number >> (61 - kNumberBits) != 0 || run <= 0) {
-    throw Error("adamw_step: parameter " + std::to_string(number) + " has no room for its rounding bits");
+    throw Error("adamw_step: parameter " + std::to_string(number) + " cannot number its elements for rounding bits");
   }
   cpu::Rounding rounding;
   rounding.key.seed = rules.seed;
@@ -218,7 +218,7 @@ std::vector<AdamWJob> adamw_jobs(const std::vector<AdamWGroup>& groups, PyObject
     if (own == nullptr || PyDict_GET_SIZE(own) == 0) {
       call_maker(make_state, g, i);
       own = state_of(state, param);
-      if (own == nullptr) throw Error("adamw_step: make_state did not make the state");
+      if (own == nullptr) throw Error("adamw_step: make_state made no state for a parameter");
     }
     if (!add_adamw_job(jobs, groups[g], pair_of(param, grad, on_device), own, rules.narrow_moments)) return false;
     AdamWJob& job = jobs.back();

@@ -16,7 +16,7 @@ namespace {
 
 void require_plain(const at::Tensor& tensor, at::ScalarType type, const char* what) {
   if (is_plain_memory(tensor) && tensor.scalar_type() == type) return;
-  throw Error(std::string("moments in 8 bits: ") + what + " are not dense, of the CPU, or of dtype " +
+  throw Error(std::string("8-bit moments: ") + what + " must be dense, on the CPU, and of dtype " +
               c10::toString(type));
 }
 
@@ -36,8 +36,8 @@ at::Tensor decode_moments(const at::Tensor& codes, const at::Tensor& scales, boo
   require_plain(codes, at::kByte, "codes");
   require_plain(scales, at::kFloat, "scales");
   if (scales.numel() != num_moment_blocks(codes.numel())) {
-    throw Error("moments in 8 bits: " + std::to_string(scales.numel()) + " scales for " +
-                std::to_string(codes.numel()) + " codes; expected " + std::to_string(num_moment_blocks(codes.numel())));
+    throw Error("8-bit moments: expected " + std::to_string(num_moment_blocks(codes.numel())) + " scales for " +
+                std::to_string(codes.numel()) + " codes, got " + std::to_string(scales.numel()));
   }
   at::Tensor values = at::empty_like(codes, codes.options().dtype(at::kFloat));
   auto* to = values.mutable_data_ptr<float>();

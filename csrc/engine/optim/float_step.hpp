@@ -79,7 +79,9 @@ LeftOver float_step(const std::vector<FloatGroup<Rule>>& groups, PyObject* state
       LocalTensor local = own == nullptr ? LocalTensor() : local_item(own, name);
       const bool fits = job.pair.fits(local);
       if (is_first && !fits) {
-        throw Error(std::string(Rule::kName) + "_step: the state that was made is not like its parameter");
+        throw Error(
+            std::string(Rule::kName) +
+            "_step: make_state made a state that differs from its parameter in shape, dtype, device, or layout");
       }
       if (!fits) return false;
       job.state = std::move(local.tensor);

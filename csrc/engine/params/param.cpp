@@ -11,10 +11,10 @@ namespace {
 
 std::string poison_message(const std::string& fqn) {
   return "fsdp2x: the unsharded parameter '" + fqn +
-         "' was used while it is resharded. In backward, start from a tensor that its unit's forward returned (return "
-         "it from forward), or keep the parameters with reshard_after_forward=False, and for second-order gradients "
-         "with set_reshard_after_backward(False). Elsewhere, use it inside its unit's forward, or call unshard() on "
-         "the unit's module first.";
+         "' was used while it is resharded. In backward, start from a tensor that its unit's forward returned, or "
+         "keep the parameters with reshard_after_forward=False (for second-order gradients, with "
+         "set_reshard_after_backward(False)). Elsewhere, use it inside its unit's forward, or call unshard() on the "
+         "unit's module first.";
 }
 
 }  // namespace
@@ -119,8 +119,8 @@ void Param::forget_missing_owners(const Gil& /*gil*/) {
 void Param::forbid() {
   if (!storage_) return;
   Poison("fsdp2x: the unsharded parameter '" + fqn_ +
-         "' was used in a forked child of the process that gathered it. Its memory is the parent's: copy what a child "
-         "needs before the fork, or start children by 'spawn' or 'forkserver'.")
+         "' was used in a forked child of the process that gathered it. Its memory belongs to the parent. Copy what a "
+         "child needs before the fork, or start children by 'spawn' or 'forkserver'.")
       .apply(*storage_, device_);
 }
 

@@ -48,8 +48,8 @@ ParamGroup::ParamGroup(Layout group_layout, at::Tensor shard_pool, std::vector<P
 void ParamGroup::check_dtype(size_t i, const at::Tensor& tensor) const {
   const ParamShape& shape = layout_.params()[i].shape;
   if (!shape.in_slot || engine_dtype(c10::toRealValueType(tensor.scalar_type())) == shape.orig) return;
-  throw Error("fsdp2x: parameter '" + params_[i].fqn() + "' is of dtype " + c10::toString(tensor.scalar_type()) +
-              ", and its unit keeps shards of another one. Convert the model by its .to(dtype).");
+  throw Error("fsdp2x: parameter '" + params_[i].fqn() + "' has dtype " + c10::toString(tensor.scalar_type()) +
+              ", but its unit stores shards of another dtype. Convert the model with its .to(dtype).");
 }
 
 const Param* ParamGroup::take_lost() {
@@ -156,8 +156,8 @@ void ParamGroup::fetch_reassigned() {
     const bool is_alike = type == place.shape.orig || type == DType::byte;
     if (param.nbytes() != static_cast<size_t>(place.shard_numel) * dtype_bytes(place.shape.orig) || !is_alike) {
       throw Error("fsdp2x: parameter '" + params_[i].fqn() + "' has another dtype or shape on rank " +
-                  std::to_string(layout_.rank()) + " than when it was adopted. Convert parameters before the first " +
-                  "forward after they were added.");
+                  std::to_string(layout_.rank()) + " than when fsdp2x adopted it. Convert new parameters before " +
+                  "their first forward.");
     }
     const at::NoGradGuard no_grad;
     const at::Tensor pooled = tensor_in_pool(pool(), shards_.offset(i), param.sizes(), param.scalar_type());
@@ -173,10 +173,10 @@ void ParamGroup::check_registered(const Gil& gil) const {
     if (found == nullptr) continue;
     throw Error("fsdp2x: parameter '" + params_[i].fqn() + "' was replaced on its module: rank " +
                 std::to_string(layout_.rank()) + " found a " + Py_TYPE(found)->tp_name +
-                " where the sharded parameter is expected. torch.func.functional_call and the like replace whole "
-                "parameters: call them inside `with fsdp2x.unsharded(model):`. To change a parameter for good, write "
-                "to it in place, or load whole tensors by torch's set_model_state_dict(..., "
-                "StateDictOptions(full_state_dict=True)) or fsdp2x.load_hf.");
+                " where the sharded parameter is expected. Call torch.func.functional_call and similar functions "
+                "inside `with fsdp2x.unsharded(model):`. To change a parameter permanently, write to it in place, or "
+                "load full tensors with torch's set_model_state_dict(..., StateDictOptions(full_state_dict=True)) or "
+                "fsdp2x.load_hf.");
   }
 }
 
@@ -301,7 +301,7 @@ at::Tensor ParamGroup::take_gradient(size_t i) {
 at::Tensor ParamGroup::packable(at::Tensor gradient, size_t i) const {
   if (gradient.layout() != at::kStrided) {
     throw Error("fsdp2x: the gradient of '" + params_[i].fqn() +
-                "' is sparse; only dense gradients can be sharded (use sparse=False in the embedding)");
+                "' is sparse, but fsdp2x only shards dense gradients. Use sparse=False in the embedding.");
   }
   if (gradient.unsafeGetTensorImpl()->is_python_dispatch()) gradient = plain(gradient, i);
   if (gradient.is_complex()) gradient = at::view_as_real(gradient.resolve_conj());

@@ -121,7 +121,8 @@ void Shards::close() {
 void Shards::begin_fork() {
   close();
   if (slot_ == nullptr || slot_->keep_for_child()) return;
-  throw Error("fsdp2x: the system refused to hand shards on to a forked child (madvise)");
+  throw Error(
+      "fsdp2x: the system refused to pass shards to a forked child (madvise). Start children by 'spawn' instead.");
 }
 
 void Shards::end_fork() const {
@@ -160,8 +161,8 @@ void Shards::redirect(std::byte* from, std::byte* to) {
 
 void Shards::set_state(ShardState from, ShardState to) {
   if (state_ != from) {
-    throw Error(std::string("fsdp2x: shards cannot become ") + to_string(to) + ": they are " + to_string(state_) +
-                ", expected " + to_string(from));
+    throw Error(std::string("fsdp2x: shards cannot become ") + to_string(to) + ". Expected " + to_string(from) +
+                ", got " + to_string(state_));
   }
   state_ = to;
 }

@@ -21,7 +21,7 @@ namespace {
 [[noreturn]] void refuse_compiled_autograd() {
   throw Error(
       "fsdp2x does not support compiled autograd: its hooks move memory that a traced graph cannot see. Compile the "
-      "blocks (torch.compile of forward) and leave torch._dynamo.config.compiled_autograd off.");
+      "forward of blocks with torch.compile, and set torch._dynamo.config.compiled_autograd to False.");
 }
 
 // Sits between the inputs of a unit and everything before them. It runs when the gradients of all those inputs are

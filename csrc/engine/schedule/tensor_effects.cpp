@@ -143,7 +143,7 @@ bool TensorEffects::take_lost(ScheduledUnit& unit) {
 void TensorEffects::refuse_lost(ScheduledUnit& /*unit*/) {
   throw Error("fsdp2x: parameter '" + std::exchange(lost_, {}) +
               "' was converted or replaced while its unit was gathered, and the change is lost. Call reshard() on the "
-              "unit before such changes, or convert the unit by its .to(dtype).");
+              "unit before such changes, or convert the unit with its .to(dtype).");
 }
 
 bool TensorEffects::follow_gathered(ScheduledUnit& unit) {

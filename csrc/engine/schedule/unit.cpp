@@ -107,7 +107,7 @@ void Unit::retire() {
 
 void Unit::require_params() const {
   if (!is_retired_) return;
-  throw Error("fsdp2x: backward came to unit '" + name() +
+  throw Error("fsdp2x: backward reached unit '" + name() +
               "', whose parameters have changed their dtype or device since this forward. Run forward again.");
 }
 
@@ -132,8 +132,8 @@ UnitMove::UnitMove(std::shared_ptr<Unit> unit) : unit_(std::move(unit)), state_(
   for (const auto& group : unit_->groups) {
     if (!group->holds_unreduced()) continue;
     throw Error("fsdp2x: unit '" + group->name() +
-                "' cannot change its transport: it holds gradients that are not reduced yet. End the step with a "
-                "synchronised backward, or call reset_iter_state() on the root module.");
+                "' cannot change its transport, because it holds unreduced gradients. End the step with a "
+                "synchronized backward, or call reset_iter_state() on the root module.");
   }
   if (state_ == ParamState::unsharded) {
     const at::NoGradGuard no_grad;

@@ -81,8 +81,8 @@ void WaitingGradients::warn_of_zeroed(const ScheduledUnits& units) {
       if (!group->take_zeroed() || !group->holds_unreduced()) continue;
       has_warned_ = true;
       const std::string text =
-          "fsdp2x: optimizer.zero_grad() has left gradients of unit '" + group->name() +
-          "' that wait for their reduction, and the next one adds them. To drop them, call model.zero_grad(), or "
+          "fsdp2x: optimizer.zero_grad() did not clear gradients of unit '" + group->name() +
+          "' that wait for their reduction, and the next reduction adds them. To drop them, call model.zero_grad(), or "
           "reset_iter_state() on the root module.";
       const pybind11::gil_scoped_acquire gil;
       if (PyErr_WarnEx(PyExc_UserWarning, text.c_str(), 1) != 0) throw_python_error();

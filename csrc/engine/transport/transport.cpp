@@ -6,21 +6,21 @@
 namespace fsdp2x {
 
 void throw_unfrozen(const ParamGroup& group, size_t param) {
-  throw Error("fsdp2x: '" + group.params()[param].fqn() +
-              "' was unfrozen while its unit holds unreduced gradients; change requires_grad between optimizer steps");
+  throw Error("fsdp2x: parameter '" + group.params()[param].fqn() +
+              "' was unfrozen while its unit holds unreduced gradients. Change requires_grad between optimizer steps.");
 }
 
 void throw_frozen_while_partial(const ParamGroup& group) {
   throw Error("fsdp2x: parameters of unit '" + group.name() +
-              "' were frozen or unfrozen while gradients wait for their all-reduce; change requires_grad after a "
-              "backward with set_requires_all_reduce(True)");
+              "' were frozen or unfrozen while gradients wait for their all-reduce. Change requires_grad after a "
+              "backward with set_requires_all_reduce(True).");
 }
 
 void check_wire_type(const ParamGroup& group) {
   if (group.reduce_type() == DType::f32) return;
   throw Error("fsdp2x: gradients of unit '" + group.name() + "' are reduced in " +
               std::string(dtype_name(group.reduce_type())) +
-              ", and wire formats are summed in float32: use MixedPrecisionPolicy(reduce_dtype=torch.float32)");
+              ", but wire formats need float32. Use MixedPrecisionPolicy(reduce_dtype=torch.float32).");
 }
 
 }  // namespace fsdp2x

@@ -95,7 +95,7 @@ Compare compare_of(size_t element_bytes) {
     case 16:
       return &compare<16>;
     default:
-      throw Error("fsdp2x: elements of " + std::to_string(element_bytes) + " bytes are not compared");
+      throw Error("changes: expected elements of 1, 2, 4, 8, or 16 bytes, got " + std::to_string(element_bytes));
   }
 }
 

@@ -107,10 +107,10 @@ class Bits {
 
 void adamw(const AdamWPiece& piece, const AdamWStep& step) {
   if (piece.type != DType::f32 && piece.type != DType::bf16 && piece.type != DType::f16) {
-    throw Error(std::string("adamw: parameters of type ") + dtype_name(piece.type) + "; expected f32, bf16 or f16");
+    throw Error(std::string("adamw: expected parameters of type f32, bf16, or f16, got ") + dtype_name(piece.type));
   }
   if (piece.moments != DType::f32 && piece.moments != DType::bf16 && piece.moments != DType::byte) {
-    throw Error(std::string("adamw: moments of type ") + dtype_name(piece.moments) + "; expected f32, bf16 or byte");
+    throw Error(std::string("adamw: expected moments of type f32, bf16, or byte, got ") + dtype_name(piece.moments));
   }
   const KernelTable& table = kernel_table();
   const auto loop = table.adamw[piece.max_exp_avg_sq != nullptr];

@@ -31,7 +31,7 @@ Plan<Segment> cut(std::vector<Segment>&& segments) {
     if (num_tiles == 0) continue;
     if (plan.num_tiles() + num_tiles > INT_MAX) {
       throw Error("a plan of the CUDA kernels has more than " + std::to_string(INT_MAX) + " tiles of " +
-                  std::to_string(kTileNumel) + " elements, the most a launch can have: shard smaller units");
+                  std::to_string(kTileNumel) + " elements, the limit of a launch. Shard smaller units.");
     }
     segment.first_tile = plan.num_tiles();
     plan.tile_segments.insert(plan.tile_segments.end(), static_cast<size_t>(num_tiles),
@@ -83,15 +83,14 @@ bool has_kernels(const ParamPlace& place, DType type) {
 
 void require_group(int group, int max) {
   if (group >= 0 && group < max) return;
-  throw Error("a range of an optimizer plan is of hyperparameter group " + std::to_string(group) +
-              ": a launch takes 0 to " + std::to_string(max - 1) + "; make a plan for every " + std::to_string(max) +
-              " groups");
+  throw Error("an optimizer plan: expected hyperparameter groups 0 to " + std::to_string(max - 1) + ", got " +
+              std::to_string(group) + ". Make a plan for every " + std::to_string(max) + " groups.");
 }
 
 void require_entry(int entry) {
   if (entry >= 0 && entry < kMaxTable) return;
-  throw Error("a range of a plan names gradient " + std::to_string(entry) + ": a launch takes 0 to " +
-              std::to_string(kMaxTable - 1) + "; make a plan for every " + std::to_string(kMaxTable) + " gradients");
+  throw Error("a plan: expected gradients 0 to " + std::to_string(kMaxTable - 1) + ", got " + std::to_string(entry) +
+              ". Make a plan for every " + std::to_string(kMaxTable) + " gradients.");
 }
 
 PackSegment pack_segment(const Layout& layout, const ParamPlace& place, DType type, size_t segment_bytes) {
@@ -154,7 +153,7 @@ CopyPlan make_plan(std::vector<CopySegment> segments) {
     const bool moves_bytes = segment.src == DType::byte && segment.dst == DType::byte;
     if (!moves_bytes && !computes(segment.src, segment.dst)) {
       throw Error(std::string("the CUDA kernels cannot cast ") + dtype_name(segment.src) + " to " +
-                  dtype_name(segment.dst) + ": they compute in fp32, and only move bytes");
+                  dtype_name(segment.dst) + ", because they compute in fp32 and only move bytes");
     }
   }
   return cut(with_countable_pieces(std::move(segments)));
@@ -164,7 +163,7 @@ PackPlan make_plan(std::vector<PackSegment> segments) {
   for (PackSegment& segment : segments) {
     if (segment.region_numel > 0 && !computes(segment.src, segment.dst)) {
       throw Error(std::string("the CUDA kernels cannot pack ") + dtype_name(segment.src) + " as " +
-                  dtype_name(segment.dst) + ": they compute in fp32");
+                  dtype_name(segment.dst) + ", because they compute in fp32");
     }
     const int64_t num_tiles = std::max(tiles_of(segment.region_numel), int64_t{segment.flag_numel > 0 ? 1 : 0});
     segment.rank_tiles = static_cast<int32_t>(std::min<int64_t>(num_tiles, INT_MAX));
@@ -176,7 +175,7 @@ ReducePlan make_plan(std::vector<ReduceSegment> segments) {
   for (const ReduceSegment& segment : segments) {
     if (!computes(segment.src, segment.dst)) {
       throw Error(std::string("the CUDA kernels cannot reduce ") + dtype_name(segment.src) + " to " +
-                  dtype_name(segment.dst) + ": they compute in fp32");
+                  dtype_name(segment.dst) + ", because they compute in fp32");
     }
   }
   return cut(std::move(segments));
@@ -190,7 +189,7 @@ AdamWPlan make_plan(std::vector<AdamWSegment> segments) {
     if (!computes(segment.type) || segment.moment_type == DType::f16 || !(computes(segment.moment_type) || is_coded)) {
       throw Error(std::string("the CUDA kernels cannot step parameters of type ") + dtype_name(segment.type) +
                   " with moments of type " + dtype_name(segment.moment_type) +
-                  "; expected f32, bf16 or f16, and f32, bf16 or bytes with scales");
+                  ". Expected f32, bf16, or f16, with moments of f32, bf16, or bytes with scales.");
     }
     require_group(segment.group, kMaxGroups);
     require_entry(segment.source);
@@ -210,11 +209,12 @@ WirePlan make_plan(std::vector<WireSegment> segments) {
   for (const WireSegment& segment : segments) {
     if (!computes(segment.type)) {
       throw Error(std::string("the CUDA kernels have no codes for ") + dtype_name(segment.type) +
-                  "; expected f32, bf16 or f16");
+                  ". Expected f32, bf16, or f16.");
     }
     if (segment.piece_numel != segment.numel && segment.piece_numel > kMaxPieceNumel) {
-      throw Error("a piece of " + std::to_string(segment.piece_numel) + " coded elements; the CUDA kernels count " +
-                  std::to_string(kMaxPieceNumel) + ": shard another dim of the parameter");
+      throw Error("a piece has " + std::to_string(segment.piece_numel) +
+                  " coded elements, but the CUDA kernels count only " + std::to_string(kMaxPieceNumel) +
+                  ". Shard another dim of the parameter.");
     }
     require_entry(segment.source);
   }
@@ -237,17 +237,17 @@ bool packs_flags(const Layout& layout) { return computes(flag_type_of(layout)); 
 std::vector<PackPlan> plan_pack(const Layout& layout, std::span<const DType> grad_types, size_t segment_bytes) {
   const size_t num_params = layout.params().size();
   if (grad_types.size() != num_params) {
-    throw Error("plan_pack: " + std::to_string(grad_types.size()) + " gradient types for " +
-                std::to_string(num_params) + " parameters");
+    throw Error("plan_pack: expected " + std::to_string(num_params) + " gradient types, one per parameter, got " +
+                std::to_string(grad_types.size()));
   }
   const DType flag_type = flag_type_of(layout);
   const size_t num_flags = segment_bytes < layout.reduce_segment_bytes()
                                ? 0
                                : (segment_bytes - layout.reduce_segment_bytes()) / dtype_bytes(flag_type);
   if (segment_bytes < layout.reduce_segment_bytes() || (num_flags > 0 && num_flags < num_params)) {
-    throw Error("a reduce segment of " + std::to_string(segment_bytes) + " bytes is too short: the layout's has " +
-                std::to_string(layout.reduce_segment_bytes()) + ", and each of " + std::to_string(num_params) +
-                " parameters a flag behind them, or none has");
+    throw Error("a reduce segment of " + std::to_string(segment_bytes) + " bytes is too short. Expected " +
+                std::to_string(layout.reduce_segment_bytes()) + " bytes, with or without " +
+                std::to_string(num_params) + " flags after them");
   }
   const bool has_flags = num_flags > 0 && packs_flags(layout);
   return in_parts(layout, [&](size_t first, size_t end) {

@@ -59,7 +59,7 @@ def test_a_backward_without_reductions(ctx):
     model = shard(ctx, Stack(), STACK_UNITS, transport="shm", reshard_after_forward=False)
     loss = model(inputs(ctx.rank)).square().mean()
     if ctx.rank == 0:
-        with pytest.raises(RuntimeError, match="rank 1 goes on without reduction .*set_requires_gradient"):
+        with pytest.raises(RuntimeError, match="rank 1 continues without reduction .*set_requires_gradient"):
             loss.backward()
         return
     with fsdp2x.accumulate(model, last=False):

@@ -90,7 +90,7 @@ def test_every_use_in_a_child_is_refused(ctx, transport):
     assert "autograd's threading in combination with fork" in said.pop("backward")  # torch's own sentence
     for name, text in said.items():
         assert text.startswith("RuntimeError: fsdp2x: a forked child (pid ") and "spawn" in text, (name, text)
-        assert f"belongs to process {os.getpid()}" in text, (name, text)
+        assert f"belong to process {os.getpid()}" in text, (name, text)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -17,7 +17,7 @@ from models import STACK_UNITS, Stack, inputs
 from reference import both_transports, full, grads, mean_of_ranks, mesh_of, only_fsdp2x, same, shard
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}
-BOTH = "fsdp2x: optimizer.zero_grad() has left gradients"
+BOTH = "fsdp2x: optimizer.zero_grad() did not clear gradients"
 
 
 class Outer(nn.Module):

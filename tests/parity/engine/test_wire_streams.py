@@ -37,7 +37,7 @@ def test_devices_without_our_kernels_refuse(ctx):
     streams.install(with_kernels=False)
     model = sharded(ctx, reference(), "streams")
     model.set_wire_dtype(weights="int8")
-    with pytest.raises(RuntimeError, match="wire formats take kernels of fsdp2x"):
+    with pytest.raises(RuntimeError, match="wire formats need fsdp2x's kernels"):
         loss_of(model, ctx.rank)
 
 

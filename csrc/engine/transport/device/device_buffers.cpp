@@ -44,7 +44,7 @@ int DeviceBuffers::acquire(size_t bytes, const std::string& owner, bool* is_new)
 
 void DeviceBuffers::release(int id, bool has_waited) {
   if (!ledger_.is_owned(id))
-    throw Error("fsdp2x: " + name_ + std::to_string(id) + " was released twice; owned: " + owners());
+    throw Error("fsdp2x: " + name_ + std::to_string(id) + " was released twice. Owned: " + owners());
   ledger_.release(id, [&](int unkept) { drop(unkept, has_waited); });
 }
 

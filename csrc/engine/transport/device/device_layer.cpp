@@ -105,8 +105,8 @@ void DeviceLayer::write_rows(SegmentPlan& plan, const std::vector<RowItem>& item
 
 const PlanRunner& DeviceLayer::coder() const {
   if (runner_) return *runner_;
-  throw Error("fsdp2x: wire formats take kernels of fsdp2x, and there are none for " + device_.str() +
-              ": leave set_wire_dtype out there, or build fsdp2x with nvcc");
+  throw Error("fsdp2x: wire formats need fsdp2x's kernels, and there are none for " + device_.str() +
+              ". Do not call set_wire_dtype there, or build fsdp2x with nvcc.");
 }
 
 void DeviceLayer::encode(const WireProgram& program, const void* values, void* segments, void* errors,
@@ -146,7 +146,7 @@ struct TorchEvent final : DeviceEvent {
 }  // namespace
 
 TorchLayer::TorchLayer(at::Device device) : DeviceLayer(device, kernels_on(device)), kernels_(kernels_on(device)) {
-  if (device.is_cpu()) throw Error("fsdp2x: the CPU has no streams; its transports do without");
+  if (device.is_cpu()) throw Error("fsdp2x: the CPU has no streams. Use a transport for the CPU.");
   const c10::impl::VirtualGuardImpl guard(device.type());
   for (size_t lane = 1; lane < kNumLanes; ++lane) {
     streams_.push_back(guard.getStreamFromGlobalPool(device, /*isHighPriority=*/true));

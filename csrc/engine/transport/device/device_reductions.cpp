@@ -56,9 +56,9 @@ void DeviceReductions::begin(ParamGroup& group, DevicePacking::Packed packed) {
   state.unsent = packed.buffer;
   if (!running.is_certain && layer.in_capture()) {
     throw Error("fsdp2x: the backward of unit '" + group.name() +
-                "' is captured into a CUDA graph and leaves some of " +
-                "its parameters without a gradient, so that the host would have to ask what the other ranks have. Use "
-                "all parameters there, freeze them, or call set_reduce_scatter_unused_params(True) on the unit.");
+                "' is captured into a CUDA graph and gives some parameters no gradient, so the host would have to wait "
+                "for the flags of the other ranks. Use all parameters, freeze the unused ones, or call "
+                "set_reduce_scatter_unused_params(True) on the unit.");
   }
   const int world = group.layout().world();
   DeviceWireGradients* const wire = world > 1 ? wire_of(group, plan) : nullptr;

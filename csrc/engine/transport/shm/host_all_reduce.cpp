@@ -24,7 +24,7 @@ HostAllReduce::HostAllReduce(std::shared_ptr<cpu::ShmGroup> group)
 void HostAllReduce::run(const at::Tensor& values, bool average) {
   const DType type = engine_dtype(values.scalar_type());
   if (!is_plain_memory(values) || type == DType::byte) {
-    throw Error("fsdp2x: the all-reduce over replicas of one host needs dense floating-point values on the CPU");
+    throw Error("fsdp2x: the all-reduce over replicas of one host expects dense floating-point values on the CPU");
   }
   const ReleaseGil released;
   const int64_t numel = values.numel();

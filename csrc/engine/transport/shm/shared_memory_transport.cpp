@@ -83,8 +83,8 @@ std::byte* SharedMemoryTransport::private_memory(std::vector<at::Tensor>& memory
 void SharedMemoryTransport::begin_gather(ParamGroup& group, bool /*pools_stand_still*/) {
   if (group_ && gathers_.exchange(true)) {
     throw Error("fsdp2x: unit '" + group.name() +
-                "' is to be gathered while another thread of this rank gathers a unit of the same root. With several "
-                "ranks gathers must come in the same order on all of them: call the units of a root from one thread.");
+                "' cannot be gathered while another thread of this rank gathers a unit of the same root. All ranks "
+                "must gather in the same order. Call the units of a root from one thread.");
   }
   const auto ends = c10::make_scope_exit([this] { gathers_ = false; });
   try {
