@@ -77,5 +77,5 @@ def test_the_yaml_files_are_read_by_the_commands_that_their_heads_name():
         text = (FOLDER / f"{name}.yaml").read_text()
         assert f"-m fsdp2x {'train' if name == 'sft' else name} examples/smollm2/{name}.yaml" in text
         config = read_config(FOLDER / f"{name}.yaml", [])
-        assert config.data.format == "jsonl" and config.parallel.param_dtype == "bfloat16"
+        assert config.data.format == "jsonl" and config.parallel.param_dtype is None
         assert config.train.batch_size is None  # so that a resumed run on other ranks keeps the global batch
