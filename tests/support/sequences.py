@@ -226,5 +226,5 @@ def check_step(
     expected = reference_step(reference, samples)
     same(step(ours, rows), expected, f"loss {where}", rtol=min(loose, 2e-2), atol=min(loose, 2e-2))
     even_out(ours, reference)
-    same(grads(ours), grads(reference), f"gradients {where}", rtol=loose, atol=min(loose, 2e-2))
+    same(grads(ours), grads(reference), f"gradients {where}", rtol=loose, atol=min(loose, 3e-2))
     return expected
