@@ -1,9 +1,9 @@
-"""fsdp2x: ``fully_shard`` for people who train HuggingFace models, on a C++ engine.
+"""Shards HuggingFace models over ranks: FSDP2's ``fully_shard`` on a C++ engine.
 
 ``import fsdp2x`` starts nothing: no process group, no thread, no device context.
 """
 
-# First: it says what to do when the installed torch is not the one the extension was built for.
+# First, because it explains what to do if the extension was built for another torch.
 from fsdp2x.base import native  # noqa: F401
 
 # isort: split

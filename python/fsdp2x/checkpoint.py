@@ -1,4 +1,4 @@
-"""Checkpoints in three forms: atomic, for other world sizes too, in the background, and executing nothing they hold."""
+"""Saves and loads checkpoints: atomic, resumable on other world sizes, in the background. Loading executes no code."""
 
 from fsdp2x.base.failures import CheckpointError
 from fsdp2x.io.checkpoint.background import Saved

@@ -1,4 +1,4 @@
-"""Whole tensors out of a sharded model: ``stream`` gathers them a bucket at a time."""
+"""Streams full tensors out of a sharded model: ``stream`` gathers them one bucket at a time."""
 
 from fsdp2x.io.export.stream import Bucket, stream
 

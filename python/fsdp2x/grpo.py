@@ -1,4 +1,4 @@
-"""Reinforcement learning by one command: `torchrun -m fsdp2x.grpo CONFIG.yaml` is `fsdp2x grpo CONFIG.yaml`."""
+"""Runs GRPO from one command: `torchrun -m fsdp2x.grpo CONFIG.yaml` is `fsdp2x grpo CONFIG.yaml`."""
 
 import sys
 

@@ -1,13 +1,13 @@
-"""``install()``: makes the names of ``torch.distributed.fsdp`` stand for ours, wherever they were imported.
+"""``install()``: replaces the functions of ``torch.distributed.fsdp`` by fsdp2x's, wherever they were imported.
 
-Gradient clipping of ``torch.nn.utils`` is replaced, too (``optim/clip.py``).
+It also replaces gradient clipping of ``torch.nn.utils`` (``optim/clip.py``).
 
-What is replaced are functions, by identity: every global of a loaded module that *is* upstream's function becomes ours,
-whatever its name there. Classes stay: ours are subclasses of upstream's, so ``isinstance`` holds for both kinds of
-model, and a replaced class would break it for models that upstream sharded. Upstream's engine stays usable: each
-replacement hands modules and calls that are not ours to the original.
+It replaces functions by identity: every global of a loaded module that *is* FSDP2's function becomes fsdp2x's, whatever
+its name. Classes stay, because fsdp2x's classes are subclasses of FSDP2's. So ``isinstance`` works for both kinds of
+models; a replaced class would break it for models that FSDP2 sharded. FSDP2 stays usable: each replacement passes
+modules and calls that do not belong to fsdp2x to the original function.
 
-Not found: a function kept in a closure, a default argument or an instance. Import such code after ``install()``.
+It does not find functions in closures, default arguments, or instances. Import such code after ``install()``.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _active: Installation | None = None
 
 
 class Installation:
-    """What ``install()`` returns. As a context manager it uninstalls at the end of the block.
+    """Handle that ``install()`` returns. As a context manager it uninstalls at the end of the block.
 
     Attributes:
-        places: the globals that were rebound, as ``module.name``.
-        auto_wrap: what ``install`` was given.
+        places: rebound globals, as ``module.name``.
+        auto_wrap: the argument of ``install``.
     """
 
     def __init__(self, replacements: dict[str, tuple[Callable, Callable]], auto_wrap: bool) -> None:
@@ -52,11 +52,11 @@ class Installation:
 
     @property
     def active(self) -> bool:
-        """Whether the names still stand for ours."""
+        """Whether fsdp2x's functions are in place."""
         return _active is self
 
     def uninstall(self) -> None:
-        """Gives the names back to upstream, also in modules imported since. Sharded models stay ours. No-op if done."""
+        """Restores FSDP2's functions, also in modules imported since. Sharded models stay as they are. May repeat."""
         global _active
         if not self.active:
             return
@@ -74,33 +74,33 @@ class Installation:
 
 @checked
 def install(*, auto_wrap: bool = False) -> Installation:
-    """Rebinds upstream's functions to ours in all loaded modules; modules imported later find ours by themselves.
+    """Replaces FSDP2's functions by fsdp2x's in all loaded modules and in modules that are imported later.
 
-    ``fully_shard`` then behaves as upstream's does in one respect where ``fsdp2x.fully_shard`` differs: it never splits
-    a HuggingFace model by itself (``auto_wrap=False`` unless passed), because who calls that name makes the units
-    himself, or wants one. ``fully_shard.state`` knows the models of both.
+    Use it for scripts and frameworks that import ``fully_shard`` from torch. ``fully_shard`` then never splits a
+    HuggingFace model by itself (``auto_wrap=False`` unless passed), because code written for FSDP2 chooses its own
+    units. ``fully_shard.state`` works for models of both engines.
 
-    On CPUs accelerate, and so transformers' Trainer, would take DDP, or let every rank train alone, if a script asks
-    for FSDP. With a plugin of version 2 it takes its FSDP path there, too. With one of version 1 a warning says that
-    nothing is sharded. If accelerate was initialized before for one process, it raises ``RuntimeError``.
+    On CPU, accelerate and transformers' Trainer ignore FSDP and take DDP, or let every rank train alone. After
+    ``install()`` they shard if the plugin has version 2. For version 1 a warning says that nothing is sharded.
 
     Args:
-        auto_wrap: for callers that shard a HuggingFace model by one call for the root alone: it is split into units as
-            ``fsdp2x.fully_shard(model)`` splits it. Calls for parts, for models with sharded parts, for lists and for
-            other modules are not changed.
+        auto_wrap: whether one call for the root of a HuggingFace model splits it into units, as
+            ``fsdp2x.fully_shard(model)`` does. Calls for submodules, for models with sharded parts, for lists, and for
+            other modules do not change.
 
     Returns:
-        A handle with ``uninstall()``; the same one while installed.
+        A handle with ``uninstall()``. Repeated calls return the same handle.
 
     Raises:
         TypeError: ``auto_wrap`` is not a bool.
-        ValueError: it is installed already with another ``auto_wrap``.
+        ValueError: fsdp2x is already installed with another ``auto_wrap``.
+        RuntimeError: accelerate was already initialized without FSDP, for a single process.
     """
     global _active
     if _active is not None and _active.auto_wrap != auto_wrap:
         raise ValueError(
-            f"fsdp2x.install: it is installed with auto_wrap={_active.auto_wrap}, not {auto_wrap}: "
-            "call fsdp2x.uninstall() before"
+            f"fsdp2x.install: it is already installed with auto_wrap={_active.auto_wrap}, got {auto_wrap}. "
+            "Call fsdp2x.uninstall() first."
         )
     if _active is None:
         _active = Installation(_replacements(auto_wrap), auto_wrap)
@@ -110,13 +110,13 @@ def install(*, auto_wrap: bool = False) -> Installation:
 
 
 def uninstall() -> None:
-    """Undoes :func:`install`; no-op when nothing is installed."""
+    """Restores FSDP2's functions. Does nothing if fsdp2x is not installed."""
     if _active is not None:
         _active.uninstall()
 
 
 def _replacements(auto_wrap: bool) -> dict[str, tuple[Callable, Callable]]:
-    """Name -> (upstream's function, what takes its place)."""
+    """Returns name -> (FSDP2's function, its replacement)."""
     pairs: dict[str, tuple[Callable, Callable]] = {
         "fully_shard": (torch_fsdp.fully_shard, _shard_as_upstream(torch_fsdp.fully_shard, auto_wrap))
     }
@@ -124,7 +124,7 @@ def _replacements(auto_wrap: bool) -> dict[str, tuple[Callable, Callable]]:
         theirs = getattr(torch_fsdp, ours.__name__)
         pairs[ours.__name__] = theirs, _ours_for_our_modules(theirs, ours)
     for name, (_, new) in pairs.items():
-        # By this name pickle finds it, as it finds upstream's.
+        # pickle finds the function by this name, as it finds FSDP2's.
         new.__module__, new.__qualname__ = torch_fsdp.__name__, name
     return pairs | {theirs.__name__: (theirs, ours) for theirs, ours in clip.replacements()}
 
@@ -136,7 +136,7 @@ def _shard_as_upstream(upstream: Any, auto_wrap: bool) -> Callable:
         return api.fully_shard(module, **options)
 
     def state(module: nn.Module):
-        # Upstream's function asks through its own global name, which is ours now, while it shards.
+        # While FSDP2's function shards, it calls its own global name, which is fsdp2x's function now.
         ours = get_state(module)
         return upstream.state(module) if ours is None else ours
 
@@ -146,7 +146,7 @@ def _shard_as_upstream(upstream: Any, auto_wrap: bool) -> Callable:
 
 
 def _ours_for_our_modules(theirs: Callable, ours: Callable) -> Callable:
-    """``ours`` if the first argument is, or holds, a module that we sharded."""
+    """Calls ``ours`` if the first argument is, or contains, a module that fsdp2x sharded; otherwise ``theirs``."""
 
     @functools.wraps(ours)
     def call(modules: nn.Module | list[nn.Module], *args: Any, **kwargs: Any):
@@ -158,7 +158,7 @@ def _ours_for_our_modules(theirs: Callable, ours: Callable) -> Callable:
 
 
 def _rebind(by_id: dict[int, Callable]) -> list[str]:
-    """Replaces globals by identity; returns where."""
+    """Replaces globals by identity and returns their names."""
     places = []
     for module_name, names in _modules():
         for name, value in list(names.items()):
@@ -169,7 +169,7 @@ def _rebind(by_id: dict[int, Callable]) -> list[str]:
 
 
 def _modules() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Globals of the loaded modules but our own. Read from ``__dict__``: attribute access would load lazy modules."""
+    """Yields the globals of other loaded modules. Reads ``__dict__``: attribute access would load lazy modules."""
     seen = set()
     for name, module in list(sys.modules.items()):
         if isinstance(module, types.ModuleType) and name.split(".")[0] != "fsdp2x" and id(module) not in seen:
@@ -181,13 +181,13 @@ def _level() -> int:
     return logging.INFO if os.environ.get("RANK", "0") == "0" else logging.DEBUG
 
 
-# --- accelerate, which knows FSDP for accelerators only and takes DDP on a CPU ---
+# --- accelerate: it uses FSDP on accelerators only, and DDP on a CPU ---
 
 _STATE = "accelerate.state"
 
 
 class _FollowAccelerate(importlib.abc.MetaPathFinder):
-    """Follows ``accelerate.state``, now or when it is imported, until ``end()``."""
+    """Patches ``accelerate.state``, now or when it is imported, until ``end()``."""
 
     def __init__(self) -> None:
         self._undo: Callable[[], None] | None = None
@@ -226,7 +226,7 @@ class _FollowAccelerate(importlib.abc.MetaPathFinder):
         @functools.wraps(original)
         def init(self, *args: Any, **kwargs: Any) -> None:
             if kwargs.get("fsdp_plugin") is not None and len(args) < 2 and _are_ranks_on_cpus():
-                kwargs["cpu"] = True  # else accelerate would look for a GPU alone, and let every rank train by itself
+                kwargs["cpu"] = True  # otherwise accelerate looks for GPUs only, and every rank would train alone
             original(self, *args, **kwargs)
             if kwargs.get("fsdp_plugin") is not None:
                 _take_fsdp(module, self, kwargs["fsdp_plugin"])
@@ -243,20 +243,20 @@ def _are_ranks_on_cpus() -> bool:
 
 
 def _take_fsdp(module: types.ModuleType, state: Any, plugin: Any) -> None:
-    """What accelerate itself does with a plugin on a device."""
+    """Does what accelerate does for a plugin on an accelerator."""
     kinds = module.DistributedType
     if state.distributed_type is kinds.NO and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RuntimeError(
-            "fsdp2x: accelerate was initialized without FSDP on a machine without an accelerator, so that every rank "
+            "fsdp2x: accelerate was initialized without FSDP on a machine without an accelerator, so every rank "
             "would train alone. Pass use_cpu=True to TrainingArguments, or cpu=True to whatever the script creates "
-            "first (Accelerator, PartialState)"
+            "first (Accelerator, PartialState)."
         )
     if state.distributed_type is not kinds.MULTI_CPU:
         return
     if plugin.fsdp_version != 2:
         logger.warning(
-            "fsdp2x: accelerate takes DDP for this model, nothing is sharded: its FSDP plugin is of version %s; pass "
-            "FullyShardedDataParallelPlugin(fsdp_version=2), or fsdp_config={'version': 2} to the Trainer",
+            "fsdp2x: accelerate uses DDP for this model, nothing is sharded. Its FSDP plugin has version %s. "
+            "Pass FullyShardedDataParallelPlugin(fsdp_version=2), or fsdp_config={'version': 2} to the Trainer.",
             plugin.fsdp_version,
         )
         return

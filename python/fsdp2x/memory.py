@@ -1,4 +1,4 @@
-"""Bytes at rest and at the peak of a step, from the plan: ``memory_report`` of a model, ``plan_memory`` of a config."""
+"""Predicts memory between steps and at their peak: ``memory_report`` for a model, ``plan_memory`` for a config."""
 
 from fsdp2x.plan.plan import plan_memory
 from fsdp2x.plan.report import MemoryReport, memory_report

@@ -1,4 +1,4 @@
-"""Rollouts: an engine that samples with log-probabilities and takes weights meanwhile, and what trainers ask it."""
+"""Samples rollouts: an engine that returns log-probabilities and takes new weights, and its client for trainers."""
 
 from fsdp2x.rl.rollout.batch import sample
 from fsdp2x.rl.rollout.client import ColocatedRollout, RolloutClient, RolloutError

@@ -1,12 +1,12 @@
-"""``python -m fsdp2x.run script.py args``: installs fsdp2x, then runs an untouched script or module as ``__main__``.
+"""``python -m fsdp2x.run script.py args``: installs fsdp2x, then runs an unchanged script or module as ``__main__``.
 
     torchrun --nproc_per_node=2 -m fsdp2x.run train.py --lr 1e-3
     python -m fsdp2x.run -m package.train --lr 1e-3
     torchrun --nproc_per_node=2 -m fsdp2x.run --auto-wrap train.py
 
---auto-wrap: a HuggingFace model that the script shards by one call for the root alone is split into units.
+--auto-wrap: if the script shards a HuggingFace model by one call for the root, split it into units.
 
-The script sees the ``sys.argv`` and ``sys.path[0]`` that ``python script.py args`` gives it, and its exit status and
+The script gets the same ``sys.argv`` and ``sys.path[0]`` as with ``python script.py args``. Its exit status and
 exceptions are those of the process. Processes that it spawns (not forks) start without fsdp2x.
 """
 
@@ -22,7 +22,7 @@ USAGE = "usage: python -m fsdp2x.run [-h] [--auto-wrap] (SCRIPT | -m MODULE) [AR
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs what ``argv`` (without the program's name) asks for; 0, or 2 for a mistake in ``argv``."""
+    """Runs the script or module of ``argv`` (without the program's name). Returns 0, or 2 for a usage error."""
     words = list(argv)
     if words[:1] in (["-h"], ["--help"]):
         sys.stdout.write(f"{USAGE}\n\n{__doc__}")
@@ -33,24 +33,24 @@ def main(argv: Sequence[str]) -> int:
     words = words[1:] if as_module else words
     if not words or (words[0].startswith("-") and not as_module):
         got = f"got the option {words[0]}" if words else "got nothing"
-        sys.stderr.write(f"{USAGE}\nfsdp2x.run: a script or -m MODULE must come first, {got}\n")
+        sys.stderr.write(f"{USAGE}\nfsdp2x.run: a script or -m MODULE must come first, {got}.\n")
         return 2
     if not as_module and not os.path.exists(words[0]):
-        sys.stderr.write(f"fsdp2x.run: no such script: {words[0]}\n")
+        sys.stderr.write(f"fsdp2x.run: no such script: {words[0]}. Pass the path of a Python file or -m MODULE.\n")
         return 2
     _install_aloud(auto_wrap)
     sys.argv[:] = words
     if as_module:
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         return 0
-    if not sys.flags.safe_path and not os.path.isdir(words[0]):  # a folder or archive puts itself there
+    if not sys.flags.safe_path and not os.path.isdir(words[0]):  # a folder or archive adds itself
         sys.path[0] = os.path.dirname(os.path.realpath(words[0]))
     runpy.run_path(words[0], run_name="__main__")
     return 0
 
 
 def _install_aloud(auto_wrap: bool) -> None:
-    """Installs, and shows on the standard error stream that it did: the script has not set up its logging yet."""
+    """Installs and reports it on standard error, because the script has not set up logging yet."""
     from fsdp2x.install import install
 
     logger = logging.getLogger("fsdp2x")

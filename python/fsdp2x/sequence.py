@@ -1,4 +1,4 @@
-"""Long sequences and samples of different lengths: packing, attention inside samples, sequence parallelism, losses."""
+"""Trains on long sequences and packed samples: packing, attention within samples, sequence parallelism, and losses."""
 
 from fsdp2x.models.sequence.attention import SequenceAttention, use_varlen_attention
 from fsdp2x.models.sequence.layout import SequenceLayout

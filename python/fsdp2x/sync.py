@@ -1,4 +1,4 @@
-"""Weights of a sharded model into running inference engines: ``connect`` once, then ``push`` a version at a time."""
+"""Pushes weights of a sharded model into running inference engines: ``connect`` once, ``push`` for each version."""
 
 import sys
 
@@ -23,6 +23,6 @@ __all__ = [
     "connect",
 ]
 
-# Engines are given classes by path, such as fsdp2x.sync.vllm_worker.Fsdp2xWorker.
+# Engines load classes by path, such as fsdp2x.sync.vllm_worker.Fsdp2xWorker.
 for _module in (engine, engine_adapter, engine_group, engine_tcp, vllm_worker):
     sys.modules[f"{__name__}.{_module.__name__.rpartition('.')[2]}"] = _module

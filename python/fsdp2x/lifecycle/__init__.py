@@ -1,1 +1,1 @@
-"""``fully_shard`` and what happens to a unit afterwards: hooks, lazy initialization, settings, moves, and its end."""
+"""``fully_shard`` and the life of a unit after it: hooks, lazy initialization, settings, moves, and its end."""

@@ -1,4 +1,4 @@
-"""``fully_shard``: the public call. Validates, plans the units, shards each and mixes ``FSDPModule`` into its class."""
+"""``fully_shard``: validates its arguments, plans units, shards each, and mixes ``FSDPModule`` into its class."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from fsdp2x.sharding.transport import check_transport
 from fsdp2x.sharding.wrap import plan_units, should_auto_wrap
 
 _sharded_classes: dict[type, type] = {}
-# Methods that sharded classes get besides those of FSDPModule, by name. A maker is called with the original class and
+# Methods that sharded classes get in addition to FSDPModule's, by name. A maker is called with the original class and
 # may return None. Layers above add what they know, such as file formats.
 method_makers: dict[str, Callable[[type], Callable | None]] = {}
-# What shards or replicates modules in other ways. Torch's own names, whatever install() puts under them.
+# Classes that shard or replicate modules in other ways. These are torch's own, even after install().
 _OTHERS = (FSDPModule.__mro__[1], FullyShardedDataParallel, DistributedDataParallel)
 
 
@@ -55,72 +55,70 @@ def fully_shard(
 ):
     """Shards parameters, gradients and optimizer state of ``module`` over the ranks of ``mesh``, in place.
 
-    Signature and semantics are those of ``torch.distributed.fsdp.fully_shard``; the last five arguments are fsdp2x's.
-    Parameters become ``DTensor``s with placement ``Shard(0)`` (rows ``ceil(d0 / W)`` a rank, the last ranks short or
-    empty) whose bytes lie in one pool per unit. They are gathered before the unit's forward and backward, freed
-    afterwards, and their gradients are averaged over the ranks into ``.grad`` during backward.
+    Signature and semantics are those of ``torch.distributed.fsdp.fully_shard``. The arguments from ``auto_wrap`` on are
+    fsdp2x's. Parameters become ``DTensor``s with placement ``Shard(0)``: each rank has ``ceil(d0 / W)`` rows, and the
+    last ranks have fewer or none. The call is not collective; the first forward is. The unit gathers its parameters
+    before forward and backward, frees them afterwards, and averages gradients over the ranks into ``.grad``.
 
-    Parameters that modules register later (adapters, a new head) are adopted by the next forward of the root. They stay
-    plain tensors, replicated with the values of the first rank, and backward averages their gradients.
+    The next forward of the root adopts parameters that modules register later (adapters, a new head). They stay plain
+    tensors with the values of the first rank, and backward averages their gradients.
 
     Args:
-        module: a module, or a list of modules that form one unit. A HuggingFace model none of whose submodules is
-            sharded yet is split into units first (see ``auto_wrap``); on any other module the call makes one unit of
-            the parameters that nested calls left over, so call bottom-up.
-        mesh: 1-D device mesh (shard), or 2-D with named axes (replicate, shard): gradients are then reduced over the
-            shards and all-reduced over the replicas. Default all ranks on the machine's accelerator, else the CPU.
-        reshard_after_forward: free the parameters after forward and gather them again in backward. ``None``: True,
-            but the root keeps them for its backward; after a forward without gradients, which has none, it frees them,
-            too (upstream's does not). False keeps them in any case. An int: keep them sharded over that many
-            consecutive ranks, a factor of the shard axis, so that backward gathers from those only.
-        shard_placement_fn: maps a parameter to ``None``, ``Shard(dim)`` (``dim > 0`` needs an even split), or torch's
-            ``ShardPlacementResult``, which also chooses the parameter's mesh. A model that is split into units has a
-            default of its own: the first dim that the ranks divide, for large parameters whose padded rows would be
-            twice their bytes or more (fused experts over more ranks than experts).
-        mp_policy: dtypes of compute and reduction, casts of inputs and outputs. ``reduce_dtype=None`` means what it
-            means in the installed torch: the parameters' original dtype from 2.15 on, ``param_dtype`` before.
-        offload_policy: ``CPUOffloadPolicy``: shards, gradients and so the optimizer's state live in host memory, pinned
-            by default; one copy per unit brings the shards to the device before each gather, one takes the reduced
-            gradients back. ``fsdp2x.HostOffloadPolicy(mode)`` does that or less: only the optimizer's state, or that
-            and the gradients. On a CPU mesh it may pin the shards' memory, and nothing else changes.
-        ignored_params: parameters to leave alone: not sharded, moved or reduced.
-        dp_mesh_dims: torch's ``DataParallelMeshDims``: ``mesh`` is the whole mesh, on which all parameters are DTensors
-            already, and these are its data-parallel axes.
-        auto_wrap: ``None``: split HuggingFace models only. ``True``: split any model. ``False``: never. A list of
-            classes or class names, or a predicate ``(name, module) -> bool``: these modules become units.
-        transport: ``"shm"`` (ranks of one host share memory), ``"process_group"``, or ``"auto"``: what the environment
-            variable ``FSDP2X_TRANSPORT`` says, else the former where it is possible and no dispatch mode
-            (CommDebugMode) is active at the root's first forward, since shared memory has no collectives to be seen.
-        timeout: limit of every wait for a peer, on the CPU; default the process group's. On a device nobody waits, and
-            the process group ends what hangs: give the timeout to it.
-        buffer_dtype: floating-point buffers of the sharded modules are converted to it, once and in place.
-        check_ranks: compare each collective over a process group with those of the peers before it is posted. If ranks
-            run other units, settings, or passes, all of them raise an error that names both sides. A step that repeats
-            an earlier one costs no message. False turns this off; one rank or unit that passes False does so for all.
-            Over shared memory, ranks always compare.
+        module: a module, or a list of modules that form one unit. An unsharded HuggingFace model is split into units
+            (see ``auto_wrap``). For any other module the call makes one unit of all parameters that nested calls have
+            not sharded, so call it bottom-up.
+        mesh: 1-D device mesh (shard), or 2-D with named axes (replicate, shard), which reduces over shards and
+            all-reduces over replicas. Default: all ranks on the machine's accelerator, else on the CPU.
+        reshard_after_forward: whether to free the parameters after forward and gather them again in backward. ``None``:
+            True, except that the root keeps them until backward. An int, a factor of the shard axis: keep them sharded
+            over that many consecutive ranks, so backward gathers from those only.
+        shard_placement_fn: function that maps a parameter to ``None``, ``Shard(dim)`` (``dim > 0`` needs an even
+            split), or torch's ``ShardPlacementResult``, which also chooses the mesh. Models that are split into units
+            default to the first evenly divisible dim where padded rows would at least double a large parameter.
+        mp_policy: dtypes of compute and reduction, and casts of inputs and outputs. ``reduce_dtype=None`` follows the
+            installed torch: the parameters' original dtype from 2.15 on, ``param_dtype`` before.
+        offload_policy: ``CPUOffloadPolicy`` keeps shards, gradients, and optimizer state in CPU memory, pinned by
+            default. ``fsdp2x.HostOffloadPolicy(mode)`` can keep only some of them there. On a CPU mesh only
+            ``pin_memory`` has an effect.
+        ignored_params: parameters that are not sharded, moved or reduced.
+        dp_mesh_dims: data-parallel axes of ``mesh``, as torch's ``DataParallelMeshDims``, if ``mesh`` is the full mesh
+            and all parameters already are DTensors on it.
+        auto_wrap: which modules become units. ``None``: those of HuggingFace models. ``True``: those of any model.
+            ``False``: none. Or a list of classes or class names, or a predicate ``(name, module) -> bool``.
+        transport: ``"shm"`` (ranks of one host share memory), ``"process_group"``, or ``"auto"``. The environment
+            variable ``FSDP2X_TRANSPORT`` replaces ``"auto"``. Otherwise ``"auto"`` takes shared memory if possible, and
+            the process group if a dispatch mode (CommDebugMode) is active at the root's first forward.
+        timeout: limit for each wait for another rank, on CPU meshes. Default: the process group's. On a device, give
+            the timeout to the process group.
+        buffer_dtype: dtype to which floating-point buffers of the sharded modules are converted, once and in place.
+        check_ranks: whether to compare each collective of a process group with the other ranks before it starts. If
+            units, settings, or passes differ, all ranks raise an error that names both sides. A repeated step costs no
+            message. One rank or unit with False turns it off for all. Shared memory always compares.
 
     Returns:
-        ``module`` itself; its class is now ``FSDP<Name>``, a subclass of ``FSDPModule`` and of its own class.
+        ``module`` itself. Its class is now ``FSDP<Name>``, a subclass of ``FSDPModule`` and of its original class.
 
     Raises:
-        ValueError: a container without ``forward``, a mesh of the wrong shape or without this rank, a wrap class that
-            does not exist, no wrap class at all, an unknown transport, a scalar parameter, a part that torch's FSDP or
-            DDP has already.
-        AssertionError: the module is sharded already (upstream's type and message).
-        TypeError: an argument of another kind.
-        RuntimeError: ``offload_policy`` pins memory on a machine without an accelerator; nobody has started
-            torch.distributed, and the process was not started by torchrun.
-        NotImplementedError: an argument that is not supported yet, by name.
+        ValueError: ``module`` is a container without ``forward``, has a scalar parameter, or contains modules of
+            torch's FSDP or DDP; ``mesh`` has the wrong shape or lacks this rank; a class of ``auto_wrap`` does not
+            exist; or ``transport`` is unknown.
+        AssertionError: the module is already sharded (FSDP2's type and message).
+        TypeError: an argument has the wrong type.
+        RuntimeError: ``offload_policy`` pins memory on a machine without an accelerator, or there is no process group
+            and torchrun did not start the process.
+        NotImplementedError: a parameter or an argument is not supported. The message names it.
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
     _check_modules(modules)
     _check_reshard(reshard_after_forward)
     _check_mesh_dims(dp_mesh_dims)
     transport = check_transport(transport)
-    # Without a plan and an unsharded child the call is upstream's.
+    # Without a plan and without sharded children, the call does what FSDP2's does.
     split = isinstance(module, nn.Module) and should_auto_wrap(module, auto_wrap)
     if auto_wrap not in (None, False) and not isinstance(module, nn.Module):
-        raise ValueError("fully_shard: auto_wrap splits one model, but a list of modules was passed")
+        raise ValueError(
+            "fully_shard: auto_wrap splits one model, but got a list of modules. Pass the model, or omit auto_wrap."
+        )
     plans = plan_units(module, auto_wrap, ignored_params=ignored_params or ()) if split else []
     ranks = shard_group(mesh or default_mesh(), dp_mesh_dims)
     if split and shard_placement_fn is None:
@@ -143,7 +141,7 @@ def fully_shard(
         except BaseException:
             torch_private.forget_state(roots, "fully_shard")
             raise
-        state.options.reshard_without_grad = keeps_for_backward  # backward needs it at once, if there is one
+        state.options.reshard_without_grad = keeps_for_backward  # backward, if there is one, needs it at once
         for inner in managed:
             mark_managed(inner)
 
@@ -166,7 +164,7 @@ def _shard_params(
     placement_fn: Callable | None,
     buffer_dtype: torch.dtype | None,
 ) -> list[ShardedParamGroup]:
-    """Cuts the parameters of ``managed`` and moves their buffers. Returns a group for each mesh."""
+    """Cuts the parameters of ``managed``, moves their buffers, and returns a group for each mesh."""
     ranks, offload = settings.ranks, settings.offload
     owned = collect.collect_params(managed, ignored)
     _refuse_ties_to_replicas(roots, {id(entry.param) for entry in owned})
@@ -181,7 +179,7 @@ def _shard_params(
 
 
 def _refuse_ties_to_replicas(roots: Iterable[nn.Module], owned: set[int]) -> None:
-    """Modules under torch's ``replicate`` are left alone, so a tie to one would be cut."""
+    """Raises if a tie leads to a module under torch's ``replicate``, because sharding would cut that tie."""
     for module in [inner for root in roots for inner in root.modules() if torch_private.is_replicated(inner)]:
         for name, param in module.named_parameters():
             if id(param) in owned:
@@ -198,8 +196,8 @@ def _check_timeout(timeout: timedelta | None, ranks: ShardGroup) -> timedelta | 
         raise ValueError(f"fully_shard: timeout must be a positive datetime.timedelta, got {timeout!r}")
     if ranks.device.type != "cpu":
         raise ValueError(
-            f"fully_shard: timeout={timeout} acts on CPU meshes alone, and this mesh is on {ranks.device.type}: "
-            "there the process group ends collectives that hang; give the timeout to init_process_group or new_group"
+            f"fully_shard: timeout={timeout} acts on CPU meshes only, but this mesh is on {ranks.device.type}, where "
+            "the process group ends collectives that hang. Give the timeout to init_process_group or new_group."
         )
     return timeout
 
@@ -214,17 +212,17 @@ def _check_modules(modules: list[nn.Module]) -> None:
 
 
 def _refuse_others(modules: list[nn.Module]) -> None:
-    """Units of torch's engine, or of FSDP1 and DDP, in the model: their hooks and ours would not know of each other."""
+    """Raises if the model contains units of FSDP2, FSDP1 or DDP, whose hooks would conflict with fsdp2x's."""
     for module in modules:
         for name, inner in module.named_modules():
-            ours = isinstance(inner, FSDPModule) or torch_private.is_replicated(inner)  # the latter is left alone
+            ours = isinstance(inner, FSDPModule) or torch_private.is_replicated(inner)  # the latter is ignored
             if ours or not isinstance(inner, _OTHERS):
                 continue
             kind = next(other for other in _OTHERS if isinstance(inner, other))
             raise ValueError(
                 f"fully_shard: {type(module).__name__} has {name or 'itself'}, which {kind.__module__}.{kind.__name__} "
-                "shards or replicates already; use one of the two for the whole model (fsdp2x.install() puts fsdp2x in "
-                "place of torch's fully_shard)"
+                "shards or replicates already. Use only one of the two for the whole model (fsdp2x.install() replaces "
+                "torch's fully_shard)."
             )
 
 
@@ -233,8 +231,8 @@ def _check_mesh_dims(dp_mesh_dims: Any) -> None:
         hasattr(dp_mesh_dims, "shard_names") and hasattr(dp_mesh_dims, "replicate_names")
     ):
         raise TypeError(
-            f"fully_shard: dp_mesh_dims must be torch's DataParallelMeshDims, got {dp_mesh_dims!r}; such as "
-            'DataParallelMeshDims(shard="fsdp")'
+            "fully_shard: dp_mesh_dims must be torch's DataParallelMeshDims, such as "
+            f'DataParallelMeshDims(shard="fsdp"), got {dp_mesh_dims!r}'
         )
 
 
@@ -247,7 +245,7 @@ def _check_reshard(reshard_after_forward: bool | int | None) -> None:
 
 
 def _sharded_class(cls: type) -> type:
-    """``FSDP<Name>``; made with the metaclass of ``cls``, so that models that are ABCs work."""
+    """Makes ``FSDP<Name>`` with the metaclass of ``cls``, so that models that are ABCs work."""
     if cls not in _sharded_classes:
         made = {name: method for name, make in method_makers.items() if (method := make(cls)) is not None}
         names = {"__deepcopy__": _no_deepcopy, **made}
@@ -256,8 +254,8 @@ def _sharded_class(cls: type) -> type:
 
 
 def _no_deepcopy(*args: Any, **kwargs: Any) -> NoReturn:
-    # The first two sentences are upstream's.
+    # The first two sentences are FSDP2's.
     raise AssertionError(
-        "FSDP does not support deepcopy. Please use state dict for serialization. To have the model twice, copy it "
-        "before fully_shard, or build a second one and fill its parameters from fsdp2x.full_tensors(model)"
+        "FSDP does not support deepcopy. Please use state dict for serialization. For a second copy, copy the model "
+        "before fully_shard, or build another one and fill its parameters from fsdp2x.full_tensors(model)."
     )

@@ -1,9 +1,9 @@
-"""Follows changes of a sharded model: parameters that get other memory, are loaded, or are registered later.
+"""Follows changes of a sharded model: parameters that get new memory, are loaded, or are registered later.
 
-Operations that give parameters other memory behind the engine are refused at a wrong moment, undone, or followed.
+Operations that give parameters new memory without the engine raise at a wrong moment, or are undone or followed.
 
-Parameters that modules register after ``fully_shard`` (adapters, new heads) are replicated instead of sharded. So the
-``nn.Parameter`` objects stay what they were, and an optimizer that was built from them steps the right tensors.
+Parameters that modules register after ``fully_shard`` (adapters, new heads) are replicated instead of sharded. Their
+``nn.Parameter`` objects stay the same, so an optimizer that was built from them steps the right tensors.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class _RefuseSharing(TorchFunctionMode):
 
 @contextlib.contextmanager
 def moving(state: ShardedUnit, fn: Convert) -> Iterator[None]:
-    """While the unit's modules apply ``fn`` to their parameters, whose attributes stay and whose shards follow.
+    """Wraps a block in which the unit's modules apply ``fn`` to parameters: keeps attributes, then moves the shards.
 
     Raises:
-        RuntimeError: the unit cannot change now; nothing has changed.
+        RuntimeError: the unit cannot change now. Nothing has changed.
         NotImplementedError: ``fn`` shares the memory of parameters with other processes.
     """
     _refuse_moment(state, fn)
     state.reshard()
-    # Before: a gradient that somebody else has, too, cannot be exchanged.
+    # First, because a gradient that other code also holds cannot be exchanged.
     for group in state.groups:
         if group.engine is not None:
             group.engine.forget_gradients()
@@ -68,7 +68,7 @@ def moving(state: ShardedUnit, fn: Convert) -> Iterator[None]:
     try:
         with _RefuseSharing():
             yield
-    finally:  # what fn has changed before it raised, too
+    finally:  # also for what fn changed before it raised
         try:
             adopt_all(state.groups)
         finally:
@@ -82,7 +82,7 @@ def moving(state: ShardedUnit, fn: Convert) -> Iterator[None]:
 def _refuse_moment(state: ShardedUnit, fn: Convert) -> None:
     units, root = state.units_of_root, state.root
     is_running = root is not None and root.in_backward
-    if root is not None and root.in_forward:  # a forward that was interrupted has no call on the stack
+    if root is not None and root.in_forward:  # an interrupted forward has no call on the stack
         is_running = any(depth_of(module) for one in units for module in one.modules)
     if is_running:
         if state.made_unit.param_state != "SHARDED" or _changes(state, fn):
@@ -95,7 +95,7 @@ def _refuse_moment(state: ShardedUnit, fn: Convert) -> None:
 
 
 def _changes(state: ShardedUnit, fn: Convert) -> bool:
-    """Whether ``fn`` gives parameters another dtype or device, tried on empty tensors."""
+    """Returns whether ``fn`` changes dtype or device of parameters, tried on empty tensors."""
     for dtype, device in {(sharded.param.dtype, sharded.param.device) for sharded in state.params}:
         changed = fn(torch.empty(0, dtype=dtype, device=device))
         if (changed.dtype, changed.device) != (dtype, device):
@@ -104,7 +104,7 @@ def _changes(state: ShardedUnit, fn: Convert) -> bool:
 
 
 def adopt_all(groups: Iterable[ShardedParamGroup]) -> None:
-    """Each of ``groups`` takes its parameters, whatever others raise; the first error is raised then."""
+    """Makes each of ``groups`` adopt its parameters, even if others raise. Then raises the first error."""
     errors = []
     for group in groups:
         try:
@@ -117,9 +117,9 @@ def adopt_all(groups: Iterable[ShardedParamGroup]) -> None:
 
 
 def _vacate(places: Iterable[ShardedParam]) -> None:
-    """Gives memory of their own to parameters that lie in the places of others, as after ``swap_tensors``.
+    """Moves parameters that occupy the places of others, as after ``swap_tensors``, into separate memory.
 
-    Else a shard that comes back to its place would overwrite them.
+    Otherwise a shard that returns to its place would overwrite them.
     """
     owners = {
         one.storage._cdata: one
@@ -136,7 +136,7 @@ def _vacate(places: Iterable[ShardedParam]) -> None:
 
 
 def warn_of_raw_buffers(root: ShardedUnit) -> None:
-    """Names buffers that nobody has written since ``to_empty``, once. Writes through ``.data`` do not show."""
+    """Warns once about buffers that were not written since ``to_empty``. Writes through ``.data`` are not noticed."""
     raw = [entry for state in root.tree for entry in state.raw_buffers]
     if not raw:
         return
@@ -147,15 +147,15 @@ def warn_of_raw_buffers(root: ShardedUnit) -> None:
     if names:
         warnings.warn(
             f"fsdp2x: nothing has written the buffers {', '.join(map(repr, names))} since to_empty(), so they hold "
-            "undefined values. Checkpoints do not contain non-persistent buffers: compute them again before the first "
-            "forward, or load the model by fsdp2x.from_pretrained.",
+            "undefined values. Checkpoints do not contain non-persistent buffers. Compute them again before the first "
+            "forward, or load the model with fsdp2x.from_pretrained.",
             stacklevel=2,
         )
 
 
 def watch_loading(state: ShardedUnit, modules: Iterable[nn.Module]) -> None:
-    """State dicts of ``modules`` are read from, and loaded into, the sharded parameters of ``state``."""
-    weak: Any = weakref.ref(state)  # the modules hold the unit, so that it lives while hooks run
+    """Makes state dicts of ``modules`` read from, and load into, the sharded parameters of ``state``."""
+    weak: Any = weakref.ref(state)  # the modules keep the unit alive while hooks run
 
     def before_load(*args: Any) -> None:
         optimizer_hooks.refuse_swapped("load_state_dict", (param.param for param in weak().params))
@@ -175,7 +175,7 @@ def watch_loading(state: ShardedUnit, modules: Iterable[nn.Module]) -> None:
 
 
 def replicated_ranks(ranks: ShardGroup) -> ShardGroup:
-    """The ranks of a unit as replicas of one another. Collective at the first call for a mesh of several axes."""
+    """Returns the ranks of a unit as mutual replicas. Collective at the first call for a mesh of several axes."""
     if ranks.group is None and not ranks.has_replicate_axis:
         return ranks
     group = ranks.group if ranks.mesh.ndim == 1 and ranks.group is not None else covering_group(ranks.mesh)
@@ -185,14 +185,14 @@ def replicated_ranks(ranks: ShardGroup) -> ShardGroup:
 
 
 class ReplicatedParamGroup(ShardedParamGroup):
-    """To the engine a group with one shard and as many replicas as there are ranks.
+    """A group with one shard and as many replicas as ranks.
 
-    The ``nn.Parameter`` objects stay plain tensors, and move into the group's pool. Modules register others, of the
-    compute dtype, while the unit is gathered.
+    The ``nn.Parameter`` objects stay plain tensors and move into the group's pool. While the unit is gathered, modules
+    register other parameters in the compute dtype.
     """
 
     is_replicated = True
-    is_shared = False  # every rank has the values of the first one
+    is_shared = False  # whether every rank has the first rank's values
 
     def _shard(self, placed: Placed) -> None:
         param, owners = placed.owned.param, placed.owned.owners
@@ -209,7 +209,7 @@ class ReplicatedParamGroup(ShardedParamGroup):
 
     @torch.no_grad()
     def share(self) -> None:
-        """Gives every rank the values of the first one. Collective, once."""
+        """Gives every rank the first rank's values. Collective, once."""
         if self.is_shared or self.pool is None:
             return
         group = self.ranks.replicate_group
@@ -232,17 +232,17 @@ def snapshot(root: nn.Module) -> tuple:
 
 
 def adopt_late(root: ShardedUnit, tree: Sequence[ShardedUnit]) -> bool:
-    """Gives each unit in ``tree`` a group of the parameters that its modules register since the last call.
+    """Gives each unit in ``tree`` a group of the parameters that its modules registered since the last call.
 
-    Dissolves groups of earlier calls if parameters have left the model, and adopts the remaining ones again. All units
-    must be sharded. Local: ``_make_root`` and ``share_late`` tell the engine and the other ranks.
+    If parameters have left the model, it dissolves groups of earlier calls and adopts the remaining parameters again.
+    All units must be sharded. Not collective: ``_make_root`` and ``share_late`` inform the engine and other ranks.
 
     Returns:
-        Whether the engine and the other ranks must be told.
+        Whether the engine and the other ranks must be informed.
 
     Raises:
         ValueError: a trainable parameter is a scalar.
-        NotImplementedError: a parameter is not contiguous, or trainable and of a dtype or class that cannot be reduced.
+        NotImplementedError: a parameter is not contiguous, or is trainable but its dtype or class cannot be reduced.
     """
     present = set(map(id, root.modules[0].modules()))
     dissolved = [_dissolve(state, present) for state in tree]
@@ -251,25 +251,25 @@ def adopt_late(root: ShardedUnit, tree: Sequence[ShardedUnit]) -> bool:
 
 
 def meet(ranks: ShardGroup) -> None:
-    """Waits until all ranks have seen a change. Raises Diverged if one of them goes on without it."""
+    """Waits until all ranks have seen a change. Raises Diverged if a rank continues without it."""
     for group in (ranks.group, ranks.replicate_group):
         if (agreement := agreement_of(group)) is not None:
             agreement.meet("adoption of parameters that were added after fully_shard")
 
 
 def share_late(tree: Sequence[ShardedUnit]) -> None:
-    """Gives late parameters the values of the first rank. Collective, once for each group of them."""
+    """Gives late parameters the first rank's values. Collective, once for each group."""
     for group in late_groups(tree):
         group.share()
 
 
 def late_groups(tree: Sequence[ShardedUnit]) -> list[ReplicatedParamGroup]:
-    """The groups of adopted parameters of all units."""
+    """Returns the groups of adopted parameters of all units."""
     return [group for state in tree for group in state.groups if isinstance(group, ReplicatedParamGroup)]
 
 
 def _dissolve(state: ShardedUnit, present: set[int]) -> bool:
-    """Drops late groups with a parameter whose module or name is gone, and forgets deleted names."""
+    """Drops late groups that lost a parameter's module or name, and forgets deleted names."""
     places = [(ref, names, ref()) for ref, names in state.places]
     state.places = [(ref, names & module._parameters.keys()) for ref, names, module in places if module is not None]
     before = len(state.groups)
@@ -287,7 +287,7 @@ def _dissolve(state: ShardedUnit, present: set[int]) -> bool:
 
 
 def _find(root: ShardedUnit, tree: Sequence[ShardedUnit]) -> list[tuple[ShardedUnit, list[OwnedParam]]]:
-    """Returns units and their late parameters, and registers new ties to parameters of the units."""
+    """Returns units with their late parameters, and registers new ties to parameters of the units."""
     groups = [group for state in tree for group in state.groups]
     records = {id(sharded.param): (group, i) for group in groups for i, sharded in enumerate(group.params)}
     places = [(ref(), names) for state in tree for ref, names in state.places]
@@ -313,7 +313,7 @@ def _find(root: ShardedUnit, tree: Sequence[ShardedUnit]) -> list[tuple[ShardedU
                     _refuse(param, f"parameter {name!r} of {type(module).__name__}")
     found: dict[int, list[OwnedParam]] = {}
     for entry, states in homes.values():
-        # What several units share is gathered with the root, which contains them.
+        # The root contains all units, so it gathers what several of them share.
         found.setdefault(states.pop() if len(states) == 1 else id(root), []).append(entry)
     return [(state, found[id(state)]) for state in tree if id(state) in found]
 

@@ -1,4 +1,4 @@
-"""How a unit communicates if not by its transport alone: extensions, custom collectives and hooks, wire formats."""
+"""Applies communication settings beyond the transport: extensions, custom collectives and hooks, wire formats."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from fsdp2x.sharding.transport import device_reduction
 
 
 def connect(group: ShardedParamGroup) -> None:
-    """Gives the engine's group its callables: when it is made, and when it moves to another root."""
+    """Gives the engine's group its callables. Called when the group is made and when it moves to another root."""
     if any(param.extension is not None or param.is_alias for param in group.params):
         engine, gathers = group.engine, _ExtensionGathers(group)
-        assert engine is not None, "made before it is connected"
+        assert engine is not None, "the group is made before it is connected"
         engine.begin_extension_gather = gathers.begin
         engine.finish_extension_gather = gathers.finish
         engine.free_extension_gather = gathers.free
@@ -32,14 +32,14 @@ def connect(group: ShardedParamGroup) -> None:
 
 
 class _ExtensionGathers:
-    """Extensions and aliases of one group. Holds its parameters weakly: the engine must not lead back to modules.
+    """Extensions and aliases of one group. Holds parameters weakly, because the engine must not refer to modules.
 
-    Over a process group the extensions' inputs travel with the engine's segment, in one collective; over shared memory,
-    and where the engine has nothing to gather, in one of their own.
+    Over a process group the extensions' inputs travel with the engine's segment in one collective. With shared memory,
+    or if the engine gathers nothing, they travel in a separate one.
     """
 
     def __init__(self, group: ShardedParamGroup) -> None:
-        self._group: Any = weakref.ref(group)  # which lives as long as the engine calls us
+        self._group: Any = weakref.ref(group)  # it lives as long as the engine calls this object
         self._policy = group.policy
         self._work: Any = None
 
@@ -57,15 +57,15 @@ class _ExtensionGathers:
 
     @torch.no_grad()
     def all_gather(self, gather: Gather, output: torch.Tensor, source: torch.Tensor) -> Any:
-        """The engine's gather of its segment, with the extensions' inputs packed beside it."""
+        """Gathers the engine's segment together with the extensions' inputs."""
         self._begin(gather, [(output, source)])
         if self._group().engine.has_streams:
-            self._wait()  # what the engine enqueues next reads the output
+            self._wait()  # the engine's next kernel reads the output
         return self._work
 
     @torch.no_grad()
     def begin(self) -> bool:
-        """Before the engine reads its pool."""
+        """Runs before the engine reads its pool."""
         group = self._group()
         group.refresh_aliases()
         if not (group.transport.is_collective and group.ranks.world > 1 and group.engine.slot_bytes > 0):
@@ -98,12 +98,12 @@ class _ExtensionGathers:
 
 
 def apply(state: ShardedUnit) -> None:
-    """Hands the collectives and hooks that the user set to the engine's groups of ``state``."""
+    """Passes the user's collectives and hooks to the engine's groups of ``state``."""
     check_wire_formats(state)
     custom = state.comms
     for group in state.groups:
         engine = group.engine
-        assert engine is not None, "made before it is connected"
+        assert engine is not None, "the group is made before it is connected"
         hook = custom.all_reduce_hook
         engine.all_reduce_hook = hook and functools.partial(_call_hook, hook, custom.all_reduce_hook_stream)
         if group.is_replicated:
@@ -138,7 +138,7 @@ def _call_hook(hook: Callable[[torch.Tensor], None], stream: Any, rows: torch.Te
     return True
 
 
-# A custom object may demand memory of its own (`allocate`, for registered or symmetric buffers): the engine's staging
+# A custom object may demand its own memory (`allocate`, for registered or symmetric buffers), so the engine's staging
 # is copied there and back.
 def _custom_gather(comm: Any, group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
     theirs = comm.allocate(tuple(output.shape), dtype=output.dtype, device=output.device)
@@ -162,7 +162,7 @@ def _custom_scatter(comm: Any, group: dist.ProcessGroup, output: torch.Tensor, s
 
 
 def own_collective(caller: str, comm: Any) -> Any:
-    """``comm``, if it is a collective of the user's or None. Raises TypeError."""
+    """Returns ``comm`` if it is a collective or None, else raises TypeError."""
     if comm is not None and not (callable(comm) and hasattr(comm, "allocate")):
         raise TypeError(
             f"fsdp2x.FSDPModule.{caller}: comm must be a collective with __call__ and allocate, or None, got {comm!r}"
@@ -170,7 +170,7 @@ def own_collective(caller: str, comm: Any) -> Any:
     return comm
 
 
-# --- wire formats: in how few bits weights and gradients travel ---
+# --- wire formats: the dtypes in which weights and gradients travel ---
 
 _PLAIN = _C.WireFormat.plain
 WEIGHTS = {"int8": _C.WireFormat.int8, "fp8": _C.WireFormat.fp8}
@@ -178,10 +178,10 @@ GRADIENTS = {"int8": _C.WireFormat.int8, "bfloat16": _C.WireFormat.bf16}
 
 
 def wire_formats_of(caller: str, weights: str | None, gradients: str | None) -> tuple[Any, Any]:
-    """The engine's formats by their names; None: as they are computed, or reduced.
+    """Returns the engine's formats for their names. None means the compute dtype, or the reduce dtype.
 
     Raises:
-        ValueError: another name.
+        ValueError: a name is unknown.
     """
     for what, name, known in (("weights", weights, WEIGHTS), ("gradients", gradients, GRADIENTS)):
         if name is not None and name not in known:
@@ -194,13 +194,13 @@ def uses_wire_formats(options: _C.UnitOptions) -> bool:
 
 
 def wire_names_of(options: _C.UnitOptions) -> tuple[str | None, str | None]:
-    """The names of the formats of weights and of gradients, as ``wire_formats_of`` takes them."""
+    """Returns the names of the formats of weights and gradients, as ``wire_formats_of`` takes them."""
     weights = next((name for name, format in WEIGHTS.items() if format == options.wire_weights), None)
     return weights, next((name for name, format in GRADIENTS.items() if format == options.wire_gradients), None)
 
 
 def describe_wire_formats(options: _C.UnitOptions) -> tuple[str, ...]:
-    """What ranks must agree about, in words; nothing where nothing is asked for."""
+    """Describes in words what ranks must agree on. Empty without wire formats."""
     if not uses_wire_formats(options):
         return ()
     weights, gradients = (name or "they are" for name in wire_names_of(options))
@@ -208,12 +208,11 @@ def describe_wire_formats(options: _C.UnitOptions) -> tuple[str, ...]:
 
 
 def check_wire_formats(state: ShardedUnit) -> None:
-    """Whether the formats that ``state`` asks for can be had with what else it is set to.
+    """Checks that the wire formats of ``state`` work with its other settings.
 
     Raises:
-        NotImplementedError: on a device that fsdp2x has no kernels for, and for weights that fewer ranks keep after
-            forward.
-        ValueError: gradients that are not summed in float32, or by the user's collective.
+        NotImplementedError: fsdp2x has no kernels for the device, or fewer ranks keep the weights after forward.
+        ValueError: gradients are not summed in float32, or are summed by a custom collective.
     """
     options = state.live_options()
     if not uses_wire_formats(options):
@@ -222,38 +221,39 @@ def check_wire_formats(state: ShardedUnit) -> None:
     device = state.ranks.device
     if device.type != "cpu" and not _C.can_run_kernels(device):
         raise NotImplementedError(
-            f"{where}: on {device.type} it takes kernels of fsdp2x, and this build has none that run there (fsdp2x "
-            "doctor says why); leave set_wire_dtype out"
+            f"{where}: on {device.type} they need kernels of fsdp2x, and this build has none that run there (fsdp2x "
+            "doctor says why). Do not call set_wire_dtype."
         )
     if options.wire_weights != _PLAIN and state.post_forward_world is not None:
         raise NotImplementedError(
-            f"{where}: it reshards to {state.post_forward_world} ranks after forward, which keep whole numbers; use "
-            "reshard_after_forward=True or False, or weights=None"
+            f"{where}: it reshards to {state.post_forward_world} ranks after forward, which keep plain weights. Use "
+            "reshard_after_forward=True or False, or weights=None."
         )
     if options.wire_gradients == _PLAIN:
         return
     if state.comms.reduce_scatter is not None or state.comms.separate_reduction:
         raise ValueError(
-            f"{where}: gradients travel in an all-to-all of the shard group, not by set_custom_reduce_scatter or "
-            "set_separate_reduce_scatter_group; use one of them, or gradients=None"
+            f"{where}: encoded gradients use an all-to-all of the shard group, not set_custom_reduce_scatter or "
+            "set_separate_reduce_scatter_group. Use only one of them, or gradients=None."
         )
     for group in state.groups:
         for sharded, shape in zip(group.params, group.shapes(), strict=True):
             if sharded.param.requires_grad and shape.reduce != torch.float32:
                 raise ValueError(
                     f"{where}: the gradient of {sharded.fqn or sharded.owners[0][1]!r} is reduced in {shape.reduce}, "
-                    "and what travels is summed in float32; use MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+                    "but encoded gradients are summed in float32. Use MixedPrecisionPolicy(reduce_dtype=torch.float32)."
                 )
 
 
 def set_wire_formats(states: list[Any], weights: _C.WireFormat, gradients: _C.WireFormat) -> None:
-    """Sets the formats of ``states``, all or none. Collective where they shared memory until now.
+    """Sets the formats of ``states``, all or none. Collective if they shared memory until now.
 
     Raises:
-        RuntimeError: a forward or backward is running; and what ``check_wire_formats`` raises.
+        RuntimeError: a forward or backward is running.
+        NotImplementedError, ValueError: see ``check_wire_formats``.
     """
     if any(state.is_running for state in states):
-        raise RuntimeError("wire formats cannot be set during forward or backward")
+        raise RuntimeError("wire formats cannot be set during forward or backward. Set them between two steps.")
     before = [(state, state.live_options().wire_weights, state.live_options().wire_gradients) for state in states]
     try:
         for state in states:

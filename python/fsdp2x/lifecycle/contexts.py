@@ -1,6 +1,6 @@
 """Context managers around steps: ``accumulate`` for micro-batches, ``unsharded`` for generation.
 
-Both change settings of the units and put back what they found, also when the block raises.
+Both change settings of the units and restore them at the end, also if the block raises.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fsdp2x.base.arguments import checked
 from fsdp2x.lifecycle.module import FSDPModule
 from fsdp2x.lifecycle.tree import units_of
 
-# What backwards before a step's last one communicate.
+# Communication of backwards before the last one of a step.
 BeforeLast = Literal["nothing", "reduce_scatter"]
 BEFORE_LAST = get_args(BeforeLast)
 
@@ -24,26 +24,26 @@ BEFORE_LAST = get_args(BeforeLast)
 @checked
 @contextlib.contextmanager
 def accumulate(model: nn.Module, *, last: bool, before_last: BeforeLast = "nothing") -> Iterator[None]:
-    """Backwards inside keep their gradients local, except in the ``last`` micro-batch of a step.
+    """Accumulates gradients over micro-batches and reduces them only in the last one.
 
         for i, batch in enumerate(micro_batches):
             with fsdp2x.accumulate(model, last=i == len(micro_batches) - 1):
                 (model(batch).loss / len(micro_batches)).backward()
         optimizer.step()
 
-    Only backward matters: forward may be outside. ``last=True`` changes nothing, so that what the units are set to
-    holds for the backward that reduces. Every rank must pass the same values. To give up a step halfway, call
-    ``model.zero_grad()``, which also clears what earlier micro-batches left. ``optimizer.zero_grad()`` cannot see that.
+    It acts on backward, so forward may run outside. ``last=True`` changes nothing: the units' own settings apply. Every
+    rank must pass the same values. To abandon a step halfway, call ``model.zero_grad()``, which also clears gradients
+    of earlier micro-batches. ``optimizer.zero_grad()`` does not.
 
     Args:
+        model: a module that contains FSDP units.
         last: whether this backward completes the step.
-        before_last: what the other backwards communicate. ``"nothing"``: the least traffic; each unit keeps its whole
-            gradients in the reduce dtype, as many bytes as the unsharded trainable parameters have.
-            ``"reduce_scatter"``: every backward reduces within the shard group into the sharded gradients, and on a
-            2-D mesh (HSDP) only the all-reduce over the replicas waits for the last one; the least memory.
+        before_last: communication of the other backwards. ``"nothing"``: the least traffic, but each rank keeps the
+            full gradients in the reduce dtype. ``"reduce_scatter"``: the least memory, because every backward reduces
+            over the shard group, and on a 2-D mesh (HSDP) only the all-reduce over the replicas waits.
 
     Raises:
-        ValueError: nothing in ``model`` is sharded, or an unknown ``before_last``.
+        ValueError: nothing in ``model`` is sharded, or ``before_last`` is unknown.
     """
     states = units_of(model, "accumulate")
     if last:
@@ -60,7 +60,7 @@ def accumulate(model: nn.Module, *, last: bool, before_last: BeforeLast = "nothi
             state.live_options().requires_all_reduce = False
         yield
     finally:
-        # Looked up anew: the options move into the engine's unit at the first forward.
+        # Looked up again, because the options move into the engine's unit at the first forward.
         for state, sync, all_reduce in before:
             state.live_options().requires_gradient_sync = sync
             state.live_options().requires_all_reduce = all_reduce
@@ -74,18 +74,16 @@ def unsharded(model: nn.Module) -> Iterator[None]:
         with fsdp2x.unsharded(model), torch.no_grad():
             model.generate(input_ids, synced_gpus=False)
 
-    Inside, a forward communicates nothing: ranks may run different numbers of tokens, so HuggingFace's ``synced_gpus``
-    can be off. All units lie in memory at once, in the compute dtype. Entering and leaving are collective. At the end
-    each unit is as it was found: units that were sharded are resharded, settings are put back; nests.
+    A forward inside communicates nothing, so ranks may process different numbers of tokens. The block needs memory for
+    all parameters in the compute dtype. Entering and leaving are collective. At the end, units that were sharded are
+    resharded and settings are restored. Blocks can be nested.
 
-    Weights are those of the entry: what changes the sharded parameters inside, such as ``optimizer.step()``, is not
-    seen; and what is written to the gathered ones ends with the block, on every rank (FSDP1's ``summon_full_params``
-    wrote it back): change the shards, outside. Backward works, but frees each unit that it passes, and the next forward
-    gathers that unit again.
+    Weights keep their values of the entry: changes of the sharded parameters inside, such as ``optimizer.step()``, have
+    no effect until the end. Writes to the gathered parameters are lost at the end. Backward works, but frees each unit
+    that it passes, and the next forward gathers it again.
 
     Args:
-        model: a module whose units are to be kept. Before its first forward, a sharded ``model`` becomes the root as if
-            its forward had run: pass the module that is called, not a part of it.
+        model: the module that is called, not a part of it: before the first forward, it becomes the root.
 
     Raises:
         ValueError: nothing in ``model`` is sharded.
@@ -104,7 +102,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
         for state in states:
             state.live_options().reshard_after_forward = False
             state.live_options().reshard_without_grad = False
-        # One gather ahead: the staging of more would lie beside all units.
+        # Gather one unit ahead. Staging for more would add to the memory of all units.
         for state, following in itertools.zip_longest(mine, mine[1:]):
             state.made_unit.begin_unshard()
             if following is not None:
@@ -113,7 +111,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for state, reshard, without_grad in before:
-            # A unit that became the root inside keeps its parameters for backward, unless it was told otherwise.
+            # A unit that became the root inside keeps its parameters for backward, unless set otherwise.
             keeps = bool(state.is_root and state.auto_reshard)
             state.live_options().reshard_after_forward = reshard and not keeps
             state.live_options().reshard_without_grad = without_grad or keeps

@@ -1,6 +1,6 @@
-"""The hooks of one unit on its modules: around their forward, on and on modules called past the root.
+"""Hooks of one unit on its modules: around their forward, and on modules that are called without their root.
 
-The engine's objects cannot take part in Python's cycle collection: they must not lead back to the modules.
+The engine's objects cannot take part in Python's cycle collection, so they must not refer to the modules.
 
 ``model.base_model.model(...)``, ``model.model(...)`` for hidden states, and ``model.lm_head(...)`` on them skip the
 root. After a forward without gradients nothing is gathered, so these modules would see sharded weights.
@@ -28,12 +28,12 @@ from fsdp2x.sharding.collect import managed_modules
 
 
 def _held_by_modules(state: ShardedUnit) -> Callable[[], ShardedUnit]:
-    """A weak reference for hooks: their modules hold the unit, so that it lives while they run."""
+    """Returns a weak reference for hooks. Their modules keep the unit alive while they run."""
     return cast("Callable[[], ShardedUnit]", weakref.ref(state))
 
 
 def register_hooks(state: ShardedUnit, managed: list[nn.Module]) -> None:
-    """Gives ``state`` its engine's hooks; ``managed``: the modules of its parameters."""
+    """Registers the engine's hooks for ``state``. ``managed`` are the modules of its parameters."""
     weak = _held_by_modules(state)
 
     @skips_checks
@@ -47,8 +47,8 @@ def register_hooks(state: ShardedUnit, managed: list[nn.Module]) -> None:
     hooks = state.hooks = _C.UnitHooks(list(state.modules), lazy_init, explain, is_running, hooked)
     hooks.set_marks(mark_inputs, mark_output)
 
-    # Hooks stay outside of compiled graphs, with all Python that the engine calls from them.
-    # They do not hold the engine's: Dynamo's wrappers live until the cycle collector runs.
+    # Hooks, and all Python that the engine calls from them, stay outside of compiled graphs.
+    # They do not refer to the engine's hooks, because Dynamo's wrappers live until the cycle collector runs.
     def engine_pre_forward(module, args, kwargs):
         return weak().hooks.pre_forward(module, args, kwargs)
 
@@ -78,7 +78,7 @@ def register_hooks(state: ShardedUnit, managed: list[nn.Module]) -> None:
 
 
 def follow_modules_of(root: ShardedUnit) -> None:
-    """``root`` looks at its modules before each of its forwards."""
+    """Makes ``root`` check its modules before each of its forwards."""
     weak = _held_by_modules(root)
 
     @torch_private.never_compiled
@@ -89,13 +89,13 @@ def follow_modules_of(root: ShardedUnit) -> None:
     root.modules[0].register_forward_pre_hook(follow, prepend=True)
 
 
-# --- calls past the root ---
+# --- calls that skip the root ---
 
 
 def watch_entries(root: ShardedUnit) -> None:
     """Hooks modules that hold units or weights of the root's unit, at the first forward without gradients.
 
-    Without units below, only modules that hold all weights: a hook on each small module would cost time.
+    If there are no units below, only modules that hold all weights: a hook on each small module would cost time.
     """
     if torch.is_grad_enabled() or root.entered is not None:
         return
@@ -132,18 +132,18 @@ def _watch(root: ShardedUnit, module: nn.Module) -> None:
 
 
 def _begins_forward(state: ShardedUnit) -> bool:
-    """Whether the root is between steps and sharded, or an interrupt ended its forward."""
+    """Returns whether the root is between steps and sharded, or an interrupt ended its forward."""
     if state.root is None or not state.root.in_forward:
         return state.made_unit.param_state == "SHARDED"
     entered = state.entered()
     return entered is not None and not depth_of(entered) and not depth_of(state.modules[0])
 
 
-# --- what an exception has to do with sharding ---
+# --- notes on exceptions that sharding caused ---
 
 
 def explain_error(error: BaseException, root: ShardedUnit) -> None:
-    """Adds a note when ``error`` came of a sharded weight that was used outside of its unit's forward."""
+    """Adds a note if ``error`` came from a sharded weight that was used outside of its unit's forward."""
     if not isinstance(error, RuntimeError) or "DTensor" not in str(error):
         return
     owners = {id(param.param): (param.fqn, state) for state in root.tree for param in state.params}
@@ -152,7 +152,7 @@ def explain_error(error: BaseException, root: ShardedUnit) -> None:
         return
     names = " or ".join(f"{name!r} of unit '{state.name}'" for name, state in found[:4])
     error.add_note(
-        f"fsdp2x: {names} is sharded at this point (rank {root.ranks.rank}): it is whole only inside the forward of "
+        f"fsdp2x: {names} is sharded at this point (rank {root.ranks.rank}). It is complete only inside the forward of "
         "its unit's module. Call that module, call unshard() on it first, use "
         "fsdp2x.register_fsdp_forward_method for another method than forward, or put both modules into one unit with "
         "fully_shard([first, second])."
@@ -160,7 +160,7 @@ def explain_error(error: BaseException, root: ShardedUnit) -> None:
 
 
 def _sharded_in(traceback: TracebackType | None, owners: dict) -> list:
-    """Names and units of the sharded parameters in the innermost frame that holds any, or whose code spells any."""
+    """Finds sharded parameters in the innermost frame whose variables hold one or whose code names one."""
     frames = []
     while traceback is not None:
         frames.append(traceback.tb_frame)
@@ -185,16 +185,16 @@ def _attributes(fqn: str) -> set[str]:
     return {part for part in fqn.split(".") if not part.isdigit()}
 
 
-# --- the two autograd nodes of a unit's call, for torch.func's transforms, which follow functions of Python only ---
+# --- the two autograd nodes of a unit's call, for torch.func's transforms, which only follow Python functions ---
 
 
 def mark_inputs(call, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """``tensors`` as they are; their backward ends ``call``, a ``_C.UnitCall``."""
+    """Returns ``tensors`` unchanged. Their backward ends ``call``, a ``_C.UnitCall``."""
     return list(_EndOfBackward.apply(call, *tensors))
 
 
 def mark_output(unit, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as it is; its backward begins that of ``unit``, a ``_C.Unit``."""
+    """Returns ``tensor`` unchanged. Its backward begins that of ``unit``, a ``_C.Unit``."""
     return _BeginOfBackward.apply(unit, tensor)
 
 
@@ -237,5 +237,5 @@ class _BeginOfBackward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _, tangent: torch.Tensor | None):
-        # The tangent may be differentiated, too.
+        # The tangent may be differentiated as well.
         return None if tangent is None else _BeginOfBackward.apply(ctx.unit, tangent)

@@ -1,4 +1,4 @@
-"""``FSDPModule``: the class a sharded module's class is mixed with, and upstream's functions over such modules."""
+"""``FSDPModule``: the class that is mixed into a sharded module's class, and FSDP2's functions over such modules."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from fsdp2x.lifecycle.tree import get_state, refuse_unregistered
 from fsdp2x.sharding.mesh import reduction_group
 from fsdp2x.sharding.transport import has_streams
 
-# Bound once: install() puts our classes under these names.
+# Bound at import, because install() puts fsdp2x's classes under these names.
 _TorchFSDPModule = torch_fsdp.FSDPModule
 _TorchReductionHandle = getattr(torch_fsdp, "GradientReductionHandle", object)  # since 2.15
 
 
 class UnshardHandle(torch_fsdp.UnshardHandle):
-    """Returned by ``FSDPModule.unshard(async_op=True)``."""
+    """Handle of a gather that ``FSDPModule.unshard(async_op=True)`` started."""
 
     def __init__(self, state: UnitState | None) -> None:
         self._state = state
@@ -35,7 +35,7 @@ class UnshardHandle(torch_fsdp.UnshardHandle):
     def wait(self) -> None:
         """Waits until the parameters are gathered and registers them on the modules.
 
-        No effect after the unit's forward, which has waited.
+        Has no effect after the unit's forward, which has waited.
         """
         if self._state is not None and self._state.unit is not None:
             self._state.unit.finish_unshard()
@@ -43,7 +43,7 @@ class UnshardHandle(torch_fsdp.UnshardHandle):
 
 
 class GradientReductionHandle(_TorchReductionHandle):
-    """Returned by ``FSDPModule.finalize_backward(async_op=True)``."""
+    """Handle of reductions that ``FSDPModule.finalize_backward(async_op=True)`` started."""
 
     def __init__(self, state: UnitState | None) -> None:
         self._state = state
@@ -61,24 +61,24 @@ class GradientReductionHandle(_TorchReductionHandle):
             return
         if self._state.generation != self._generation:
             raise RuntimeError("This gradient reduction handle was invalidated")
-        assert self._state.root is not None, "finalize_backward has seen it"
+        assert self._state.root is not None, "finalize_backward needs a root"
         self._state.root.finalize_backward()
         self._state.reduction_pending = False
         self._state = None
 
 
 class FSDPModule(_TorchFSDPModule):
-    """Methods of a module that ``fsdp2x.fully_shard`` was applied to.
+    """Adds the methods of FSDP2's ``FSDPModule`` to a module that ``fsdp2x.fully_shard`` sharded.
 
-    Every public method of torch's ``FSDPModule`` either works as there or raises ``NotImplementedError`` with its name.
+    Every public method of torch's ``FSDPModule`` either works as it does there or raises ``NotImplementedError``.
     """
 
-    modules: Callable[..., Iterator[nn.Module]]  # and all else of the module that it is mixed with
+    modules: Callable[..., Iterator[nn.Module]]  # like everything else, from the module that this is mixed into
     parameters: Callable[..., Iterator[nn.Parameter]]
     _orig_cls_mro_index = 3  # [FSDP<Orig>, this, torch's FSDPModule, Orig, ...]
 
     def __new__(cls, *args: Any, **kwargs: Any):
-        # Indexing a ModuleList of sharded layers builds a new list: it must be of the original class.
+        # Indexing a ModuleList of sharded layers builds a new list, which must be of the original class.
         original = cls.__mro__[cls._orig_cls_mro_index]
         self = original.__new__(original, *args, **kwargs)
         self.__init__(*args, **kwargs)
@@ -100,16 +100,16 @@ class FSDPModule(_TorchFSDPModule):
             setattr(state.live_options(), name, value)
 
     def reshard(self) -> None:
-        """Frees this unit's unsharded parameters and registers the sharded ones. Not recursive."""
+        """Frees this unit's full parameters and registers the sharded ones. Not recursive."""
         self._get_fsdp_state().reshard()
 
     @checked
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers this unit's parameters now. Not recursive.
+        """Gathers this unit's parameters now. Not recursive. Collective.
 
         Args:
-            async_op: return at once with a handle; ``handle.wait()`` registers the parameters (the unit's forward
-                waits anyway).
+            async_op: whether to return a handle at once. Its ``wait()`` registers the parameters. The unit's forward
+                also waits.
         """
         state = self._get_fsdp_state()
         state.make_unit()
@@ -120,13 +120,15 @@ class FSDPModule(_TorchFSDPModule):
         return None
 
     def reset_iter_state(self) -> None:
-        """Drops the iteration: every unit is sharded and idle, all its gradients are gone. Root only.
+        """Drops the current iteration: every unit is sharded and idle, and all gradients are gone. Root only.
 
-        To begin a step again. It is not needed to go on after an exception: a forward that raised leaves the units as
-        if it had not begun, a backward that raised leaves what it has put into ``.grad`` and nothing else. Gradients of
-        earlier backwards (accumulated without gradient sync or all-reduce) stay; where they are in one sum with
-        gradients of a backward that raised they are lost, and the next forward under grad raises until this is called.
-        On several ranks every rank must have failed in the same place.
+        Call it to begin a step again. Continuing after an exception does not need it: a failed forward leaves no trace,
+        and a failed backward keeps only what it added to ``.grad``. Gradients of earlier backwards stay, unless one sum
+        holds them together with gradients of the failed backward. Then the next forward under grad raises until you
+        call this method. With several ranks, every rank must have failed in the same place.
+
+        Raises:
+            RuntimeError: not the root.
         """
         self._get_fsdp_state().reset()
 
@@ -136,41 +138,47 @@ class FSDPModule(_TorchFSDPModule):
 
     @checked
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last before the next forward: until then the recorded order is kept."""
+        """Sets whether the next backward is the last before the next forward. Until then the recorded order is kept."""
         self._get_fsdp_state().set_is_last_backward(is_last_backward)
 
     @checked
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """False: backward keeps the gradients packed and unreduced, in the reduce dtype, until a backward with True.
+        """Sets whether backward reduces gradients, and all-reduces them on 2-D meshes. Acts from the next backward on.
 
-        ``model.zero_grad()`` drops them, ``optimizer.zero_grad()`` does not. Sets the all-reduce of 2-D meshes as well.
+        False keeps full, unreduced gradients in the reduce dtype until a backward with True. ``model.zero_grad()``
+        clears them, ``optimizer.zero_grad()`` does not.
         """
         self._set_option("requires_gradient_sync", requires_gradient_sync, recurse)
         self._set_option("requires_all_reduce", requires_gradient_sync, recurse)
 
     @checked
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """On a 2-D mesh: False reduces over the shards only and keeps the sum, in the reduce dtype, for a later
-        backward; ``.grad`` does not change until then. No effect on a 1-D mesh, which has no all-reduce."""
+        """Sets whether backward all-reduces over the replicas of a 2-D mesh. No effect on a 1-D mesh.
+
+        False reduces over the shards only and keeps the sum, in the reduce dtype, for a later backward. ``.grad`` does
+        not change until then.
+        """
         self._set_option("requires_all_reduce", requires_all_reduce, recurse)
 
     @checked
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Trainable parameters without a gradient are reduced as zeros: their ``.grad`` becomes zeros, not None.
+        """Sets whether trainable parameters without a gradient are reduced as zeros, so ``.grad`` is zeros, not None.
 
-        Ranks that use different parameters agree without this; it makes ``.grad`` exist everywhere.
+        Ranks that use different parameters do not need it. It makes ``.grad`` exist on every rank.
         """
         self._set_option("reduce_unused_params", reduce_scatter_unused_params, recurse)
 
     @checked
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], Any] | None, *, stream: Any = None) -> None:
-        """Runs ``hook(rows)`` on this unit's reduced rows (flat, reduce dtype, pads are zero) before ``.grad`` is set.
+        """Runs ``hook(rows)`` on this unit's reduced rows before ``.grad`` is set. Not recursive.
 
-        On a 2-D mesh it runs after the all-reduce. The hook changes ``rows`` in place. Not recursive. None: no hook.
+        On a 2-D mesh it runs after the all-reduce.
 
         Args:
-            stream: the device stream that is current while the hook runs, ordered behind the reduction and before
-                whatever comes next. None: the reduction's own. No effect on the CPU, which has no streams.
+            hook: function that changes ``rows``, a flat tensor in the reduce dtype with zero padding, in place. None:
+                no hook.
+            stream: device stream that is current while the hook runs, ordered after the reduction. None: the
+                reduction's. No effect on the CPU.
         """
         state = self._get_fsdp_state()
         state.comms.all_reduce_hook = hook
@@ -178,10 +186,13 @@ class FSDPModule(_TorchFSDPModule):
         state.apply_comms()
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Gathers this unit through ``comm`` (torch's ``AllGather`` protocol) over the process group. Not recursive.
+        """Gathers this unit through ``comm`` over the process group. Not recursive.
+
+        Args:
+            comm: an object with torch's ``AllGather`` protocol. None: the transport's collective.
 
         Raises:
-            TypeError: ``comm`` has not what the protocol asks for.
+            TypeError: ``comm`` does not have the protocol's methods.
             ValueError: the model was sharded with ``transport="shm"``.
             RuntimeError: called during forward or backward.
         """
@@ -190,16 +201,14 @@ class FSDPModule(_TorchFSDPModule):
         state.apply_comms()
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduces through ``comm`` (torch's ``ReduceScatter`` protocol), see :meth:`set_custom_all_gather`."""
+        """Reduces through ``comm`` (torch's ``ReduceScatter`` protocol). See :meth:`set_custom_all_gather`."""
         state = self._get_fsdp_state()
         state.comms.reduce_scatter = own_collective("set_custom_reduce_scatter", comm)
         state.apply_comms()
 
     @checked
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """True: backward starts reductions, :meth:`finalize_backward` ends them, for schedules of several backwards.
-
-        Root only.
+        """Makes :meth:`finalize_backward`, not backward, end reductions, for schedules of several backwards. Root only.
 
         Raises:
             RuntimeError: not the root, or during backward.
@@ -217,14 +226,14 @@ class FSDPModule(_TorchFSDPModule):
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Ends the reductions of all backwards since the last call. Root only, with manual finalization.
 
-        Nothing happens before the first forward.
+        Does nothing before the first forward.
 
         Args:
-            async_op: return a handle instead of waiting; the reductions are done, and ``.grad`` set, at its ``wait()``.
+            async_op: whether to return a handle instead of waiting. Its ``wait()`` completes the reductions and sets
+                ``.grad``.
 
         Raises:
-            RuntimeError: not the root; without manual finalization; during backward; while an earlier handle was not
-                waited for.
+            RuntimeError: not the root, no manual finalization, in backward, or before an earlier handle's ``wait()``.
         """
         state = self._get_fsdp_state()
         if state.root is None:
@@ -237,7 +246,7 @@ class FSDPModule(_TorchFSDPModule):
 
     @checked(own=("reshard_after_forward",))
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether forward frees the parameters (gathered again in backward). Acts from the next forward on."""
+        """Sets whether forward frees the parameters, which backward gathers again. Acts from the next forward on."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
                 f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}: {reshard_after_forward}"
@@ -248,43 +257,43 @@ class FSDPModule(_TorchFSDPModule):
 
     @checked
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether backward frees the parameters; False keeps them for the next micro-batch."""
+        """Sets whether backward frees the parameters. False keeps them for the next micro-batch."""
         self._set_option("reshard_after_backward", reshard_after_backward, recurse)
 
     @checked
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """False: do not gather this unit in backward (an embedding's backward does not read its weight)."""
+        """Sets whether backward gathers this unit. An embedding's backward, for example, does not read its weight."""
         self._set_option("unshard_in_backward", unshard_in_backward, recurse=False)
 
     @checked
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """True: unsharded parameters lie at the same addresses at every unshard, at the cost of a slot for each unit.
+        """Sets whether full parameters have the same addresses at every unshard. Costs a gather buffer for each unit.
 
-        Between reshard and unshard the memory is kept, but a parameter used outside its unit stays an error. Acts from
-        the next reshard on. Call it alike on every rank.
+        The memory stays allocated between reshard and unshard, but using a parameter outside of its unit still raises.
+        Acts from the next reshard on. Call it on every rank.
 
         Raises:
-            NotImplementedError: a unit with an int ``reshard_after_forward``, which gathers into two places.
+            NotImplementedError: a unit has an int ``reshard_after_forward``, so it gathers into two places.
         """
         for state in self._states(recurse):
             if keep and state.post_forward_world is not None:
                 raise NotImplementedError(
                     f"fsdp2x.FSDPModule.set_keep_unsharded_storage: unit '{state.name}' reshards to "
-                    f"{state.post_forward_world} ranks after forward and gathers into two places; use "
-                    "reshard_after_forward=True or False"
+                    f"{state.post_forward_world} ranks after forward and gathers into two places. Use "
+                    "reshard_after_forward=True or False."
                 )
         self._set_option("keep_unsharded_storage", bool(keep), recurse)
 
     @checked
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """True: gradients are reduced over a process group of their own, so that gathers need not wait for them.
+        """Sets whether gradients are reduced over a separate process group, so that gathers need not wait for them.
 
-        Collective over the shard ranks at the first call with True; units of one mesh share the new group. No effect on
-        shared memory, whose gathers and reductions never wait for each other.
+        The first call with True is collective over the shard ranks. Units of one mesh share the new group. No effect
+        with shared memory, whose gathers and reductions never wait for each other.
 
         Raises:
             RuntimeError: called during forward or backward.
-            ValueError: the model's memory is registered with the group of its gathers, see
+            ValueError: the model's memory is registered with the group of its gathers. See
                 :meth:`set_symm_mem_for_comm` and :meth:`set_allocate_memory_from_process_group_for_comm`.
         """
         refuse_unregistered("FSDPModule.set_separate_reduce_scatter_group", list(self._states(True)), separate=enable)
@@ -298,16 +307,21 @@ class FSDPModule(_TorchFSDPModule):
             state.apply_comms()
 
     def set_post_optim_event(self, event: Any) -> None:
-        """The next forward's gathers wait for ``event`` instead of everything enqueued before that forward.
+        """Makes the gathers of the next forward wait for ``event`` instead of for all earlier work. Root only.
 
-        Root only; for one forward. ``event`` (torch.Event or torch.cuda.Event) was recorded behind the optimizer. No
-        effect on the CPU, where the optimizer has finished when its step returns. Slots are kept until a forward comes
-        without an event, since gathers that start early cannot have memory that is still in use before it.
+        Gather buffers stay allocated until a forward without an event, because gathers that start early must not reuse
+        memory that is still in use. No effect on the CPU, where the optimizer has finished when its step returns.
+
+        Args:
+            event: a torch.Event or torch.cuda.Event that was recorded after the optimizer's step.
+
+        Raises:
+            TypeError: ``event`` is not an event.
         """
         if not hasattr(event, "wait"):
             raise TypeError(
-                f"fsdp2x.FSDPModule.set_post_optim_event: event must be a torch.Event, got {event!r}; record one "
-                "behind the optimizer's step"
+                f"fsdp2x.FSDPModule.set_post_optim_event: event must be a torch.Event, got {event!r}. Record one "
+                "after the optimizer's step."
             )
         state = self._get_fsdp_state()
         if state.root is None:
@@ -317,14 +331,14 @@ class FSDPModule(_TorchFSDPModule):
 
     @checked
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Slots and reduction buffers are memory that the process group allocates, registered with its network.
+        """Allocates gather and reduction buffers from the process group, registered with its network.
 
-        For the whole model, as soon as one of its units asks: units share their slots. Where the backend has no such
-        memory, on the CPU for one, torch's allocator serves, as upstream. Results do not depend on it.
+        It applies to the whole model if one unit asks for it, because units share gather buffers. If the backend has no
+        such memory, as on the CPU, torch's allocator is used, as in FSDP2. Results do not depend on it.
 
         Raises:
             RuntimeError: called during forward or backward.
-            ValueError: gradients are reduced over a group of their own (:meth:`set_separate_reduce_scatter_group`).
+            ValueError: gradients are reduced over a separate group (:meth:`set_separate_reduce_scatter_group`).
         """
         caller = "FSDPModule.set_allocate_memory_from_process_group_for_comm"
         refuse_unregistered(caller, list(self._states(True)), registered=enable)
@@ -336,18 +350,17 @@ class FSDPModule(_TorchFSDPModule):
 
     @checked
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Slots and reduction buffers are symmetric memory, which the ranks of a group map into each other.
+        """Allocates gather and reduction buffers in symmetric memory, which the ranks of a group map into each other.
 
-        For the whole model, see :meth:`set_allocate_memory_from_process_group_for_comm`. Memory is exchanged between
-        the ranks when a slot is first used. Torch 2.15 frees it on all ranks together, so that ``fsdp2x.sleep`` and
-        the end of a block of ``rl.Reference`` are collective then.
+        It applies to the whole model. The ranks exchange the memory when they first use a buffer. Torch 2.15 frees it
+        on all ranks together, so ``fsdp2x.sleep`` and leaving a block of ``rl.Reference`` are collective then.
 
         Args:
-            backend: ``"NCCL"``, for its copy-engine and symmetric kernels; its reductions sum only: call
+            backend: ``"NCCL"``, for its copy-engine and symmetric kernels. Its reductions only sum, so call
                 :meth:`set_force_sum_reduction_for_comms`.
 
         Raises:
-            ValueError: another backend, or gradients are reduced over a group of their own
+            ValueError: another backend, or gradients are reduced over a separate group
                 (:meth:`set_separate_reduce_scatter_group`).
             NotImplementedError: the model is on the CPU, or this torch has no pool of symmetric memory.
             RuntimeError: called during forward or backward.
@@ -358,7 +371,7 @@ class FSDPModule(_TorchFSDPModule):
         if state.ranks.device.type == "cpu" or not torch_private.has_symmetric_pool():
             raise NotImplementedError(
                 "fsdp2x.FSDPModule.set_symm_mem_for_comm: symmetric memory needs CUDA devices and a torch with "
-                f"torch.distributed._symmetric_memory.get_mem_pool; this model is on {state.ranks.device.type}"
+                f"torch.distributed._symmetric_memory.get_mem_pool, but this model is on {state.ranks.device.type}"
             )
         refuse_unregistered("FSDPModule.set_symm_mem_for_comm", list(self._states(True)), registered=True)
         state.comm_memory = "symmetric"
@@ -366,10 +379,10 @@ class FSDPModule(_TorchFSDPModule):
 
     @checked(own=("max_input_buffers",))
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many packed units may be in flight to their reduction on a device; the largest of all units counts.
+        """Sets how many packed units may wait for their reduction on a device. The largest value of all units counts.
 
-        By default two between two units, where that does not raise the peak of memory, and one beside backward. On the
-        CPU one waits at most, always.
+        Default: two between two units, if that does not raise peak memory, and one during backward. On the CPU always
+        one.
 
         Raises:
             ValueError: not a positive int.
@@ -382,24 +395,23 @@ class FSDPModule(_TorchFSDPModule):
 
     @checked
     def set_wire_dtype(self, *, weights: str | None = None, gradients: str | None = None, recurse: bool = True) -> None:
-        """In how few bits weights are gathered and gradients reduced over a process group.
+        """Sets the dtypes in which weights are gathered and gradients reduced over a process group.
 
-        Parameters of two dims or more; norms and biases travel as they are. Sharded parameters, ``.grad``, optimizers
-        and checkpoints stay what they are. Call it alike on every rank; docs/guides/precision.md says when it pays.
+        It applies to parameters of at least two dims. Sharded parameters, ``.grad``, optimizers, and checkpoints do not
+        change. Call it on every rank. docs/guides/precision.md says when it pays.
 
         Args:
-            weights: ``"int8"`` or ``"fp8"`` (e4m3): blocks of 256 elements of a rank's rows with a float32 scale each,
-                encoded once for a forward and its backward on the CPU, and for each gather on a device, which keeps no
-                codes. All ranks compute with the same bits, those a rank sends among them. None: the dtype of compute.
-                A single rank sends nothing and encodes nothing.
-            gradients: ``"bfloat16"``, or ``"int8"``, where each rank adds what the last step has rounded away (error
-                feedback) and keeps one byte for each element of the whole model for that. Both are summed in float32,
-                in rank order. None: a reduce-scatter in the reduce dtype.
+            weights: ``"int8"`` or ``"fp8"`` (e4m3), with a float32 scale for each block of 256 elements. All ranks,
+                including the sender, compute with the decoded values. The CPU encodes once for forward and backward, a
+                device for each gather. None: the compute dtype.
+            gradients: ``"bfloat16"``, or ``"int8"`` with error feedback, which adds the last step's rounding error and
+                costs one byte for each element of the full model. Both are summed in float32, in rank order. None: a
+                reduce-scatter in the reduce dtype.
 
         Raises:
-            ValueError: another name; ``transport="shm"``; gradients that are not reduced in float32, or by
-                :meth:`set_custom_reduce_scatter` or :meth:`set_separate_reduce_scatter_group`.
-            NotImplementedError: a unit on an accelerator that fsdp2x has no kernels for, or weights of one with an int
+            ValueError: a name is unknown, the transport is ``"shm"``, or gradients are not reduced in float32 or are
+                reduced by :meth:`set_custom_reduce_scatter` or :meth:`set_separate_reduce_scatter_group`.
+            NotImplementedError: fsdp2x has no kernels for the accelerator, or a unit with encoded weights has an int
                 ``reshard_after_forward``.
             RuntimeError: called during forward or backward.
         """
@@ -419,20 +431,20 @@ class FSDPModule(_TorchFSDPModule):
 
     @checked
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Deprecated name of :meth:`set_gradient_divide_factor`."""
+        """Sets the divisor under its deprecated name. Use :meth:`set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
     @checked
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Sums on the wire and divides afterwards. Not recursive; the shared-memory transport always does."""
+        """Sums in the collective and divides afterwards. Not recursive. Shared memory always does this."""
         self._set_option("force_sum_reduction", enable, recurse=False)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Units whose gather starts when this unit's forward starts, instead of the one recorded after it."""
+        """Sets the units to gather when this unit's forward starts, instead of the one recorded after it."""
         self._set_prefetch("set_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Units whose gather starts when this unit's backward starts, instead of the one recorded before it."""
+        """Sets the units to gather when this unit's backward starts, instead of the one recorded before it."""
         self._set_prefetch("set_backward_prefetch", modules)
 
     def _set_prefetch(self, setter: str, modules: list[FSDPModule]) -> None:
@@ -440,7 +452,7 @@ class FSDPModule(_TorchFSDPModule):
         self._get_fsdp_state().set_prefetch(setter, [module._get_fsdp_state() for module in modules])
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """No effect: gathers never allocate, which is what this knob of upstream's is about."""
+        """Has no effect: gathers never allocate, which this option of FSDP2 is about."""
 
     def _apply(self, fn, recurse: bool = True):
         refuse_swapped("FSDPModule.to", self.parameters())
@@ -449,7 +461,7 @@ class FSDPModule(_TorchFSDPModule):
 
 
 def sharded_modules(caller: str, modules: Any) -> list[FSDPModule]:
-    """``modules`` as a list, all of them sharded; upstream's type of error."""
+    """Returns ``modules`` as a list. Raises FSDP2's type of error if one is not sharded."""
     given = list(modules) if isinstance(modules, Iterable) else [modules]
     wrong = next((one for one in given if not isinstance(one, FSDPModule)), None)
     if wrong is not None or not isinstance(modules, Iterable):
@@ -462,7 +474,7 @@ def sharded_modules(caller: str, modules: Any) -> list[FSDPModule]:
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Lets several roots share device streams, for pipeline stages. No effect on the CPU, which has none.
 
-    Slots and reduction buffers stay each root's own, as upstream's gathered parameters do.
+    Each root keeps separate gather and reduction buffers, as in FSDP2.
 
     Raises:
         ValueError: one of ``modules`` is not sharded.
@@ -478,7 +490,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
 @checked
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Makes ``module.method_name`` gather and free the parameters as ``forward`` does. No-op on unsharded modules.
+    """Makes ``module.method_name`` gather and free parameters as ``forward`` does. No effect on unsharded modules.
 
     Raises:
         ValueError: the module has no such method.
@@ -511,16 +523,16 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def _not_implemented(name: str):
     def method(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
-            f"fsdp2x.FSDPModule.{name} is not supported yet; use torch.distributed.fsdp.fully_shard where you need it"
+            f"fsdp2x.FSDPModule.{name} is not supported yet. Use torch.distributed.fsdp.fully_shard where you need it."
         )
 
     method.__name__ = name
-    method.__doc__ = "Not supported yet: raises NotImplementedError."
+    method.__doc__ = "Raises NotImplementedError: not supported yet."
     return method
 
 
 def _refuse_unknown_methods() -> None:
-    """What upstream's class has and ours has not must not reach for upstream's internals."""
+    """Makes methods that only FSDP2's class has raise, so that they do not use FSDP2's internals."""
     for name, value in vars(_TorchFSDPModule).items():
         if callable(value) and not name.startswith("__") and name not in vars(FSDPModule):
             setattr(FSDPModule, name, _not_implemented(name))

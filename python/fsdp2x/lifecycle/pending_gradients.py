@@ -1,4 +1,4 @@
-"""Gradients that wait for a reduction or an all-reduce: cleared, shown and reduced by methods of ``FSDPModule``."""
+"""Methods of ``FSDPModule`` for gradients that wait for a reduction or an all-reduce: clear, show and reduce them."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ Waiting = tuple[torch.Tensor | None, torch.Tensor | None]
 
 @checked
 def zero_grad(self: Any, set_to_none: bool = True) -> None:
-    """Clears ``.grad`` of all parameters below this module, and gradients that wait for a reduction.
+    """Clears ``.grad`` of all parameters in this module, and gradients that wait for a reduction.
 
-    Such gradients come from backwards without gradient sync, or without all-reduce. Other parameters of a unit keep
+    Such gradients come from backwards without gradient sync or without all-reduce. Other parameters of a unit keep
     theirs. From the first forward on, ``zero_grad`` of a plain module inside or around units does the same.
     ``optimizer.zero_grad()`` does not: the next forward or backward warns once if they still wait.
 
     Args:
-        set_to_none: drop the gradients. False: set those that exist to zero.
+        set_to_none: whether to drop the gradients. False sets existing ones to zero.
     """
     super(TorchFSDPModule, self).zero_grad(set_to_none)
     mine = {id(module) for module in self.modules()}
     records = (record for state in unit_states(self) for record in state.params)
     params = [record.param for record in records if any(id(owner) in mine for owner, _ in record.owners)]
-    for param in params:  # which modules do not register while their unit is gathered
+    for param in params:  # modules do not register these while their unit is gathered
         if set_to_none:
             param.grad = None
         elif param.grad is not None:
@@ -45,18 +45,17 @@ def zero_grad(self: Any, set_to_none: bool = True) -> None:
 
 
 def get_pending_gradients(self: nn.Module) -> dict[nn.Parameter, Waiting]:
-    """Gradients that wait for a reduction, in this module's unit and all units below. No communication.
+    """Returns the gradients that wait for a reduction, in this module's unit and all units below. Not collective.
 
-    Each tensor is the sum itself: what you write to it in place is reduced. It stays the same object over later
-    backwards, ``reshard()`` and calls of this method, until it is reduced. On accelerators, the second one of a
-    pair is replaced by the next backward.
+    Each tensor is the sum itself, so in-place writes are reduced. It stays the same object over later backwards,
+    ``reshard()``, and calls of this method, until it is reduced. On accelerators, the next backward replaces
+    ``partial``.
 
     Returns:
-        For each sharded parameter ``(unreduced, partial)``, both in the dtype that gradients are reduced in, None
-        for what does not exist. ``unreduced``: the gradient of the whole parameter, in its unsharded shape, that
-        backwards without gradient sync left on this rank, not yet divided. It is a DTensor if modules see the
-        parameter as one, with ``Partial`` where ranks hold summands. ``partial``: this rank's rows, reduced over
-        the shard ranks, that wait for the all-reduce over the replicas.
+        ``(unreduced, partial)`` for each sharded parameter, in the reduce dtype, with None for a missing one.
+        ``unreduced`` is this rank's gradient of the full parameter, in its unsharded shape and not yet divided. It is a
+        DTensor if modules see the parameter as one, with ``Partial`` where ranks hold summands. ``partial`` is this
+        rank's rows, reduced over the shard ranks, that wait for the all-reduce over the replicas.
     """
     pending = {}
     for state in unit_states(self):
@@ -68,14 +67,13 @@ def get_pending_gradients(self: nn.Module) -> dict[nn.Parameter, Waiting]:
 
 
 def synchronize_gradients(self: nn.Module) -> None:
-    """Reduces the gradients that wait in this module's unit and all units below, and adds them to ``.grad``.
+    """Reduces gradients that wait in this module's unit and all units below, and adds them to ``.grad``. Collective.
 
     It divides as a backward does, all-reduces over the replicas, and ignores ``set_requires_gradient_sync`` and
-    ``set_requires_all_reduce``. Nothing happens where nothing waits. Collective.
+    ``set_requires_all_reduce``. If no gradients wait, nothing happens.
 
     Raises:
-        RuntimeError: called during forward or backward, or gradients were lost with those of a backward that
-            raised.
+        RuntimeError: called during forward or backward, or gradients were lost with those of a failed backward.
     """
     states = unit_states(self)
     options = [state.live_options() for state in states]
@@ -93,7 +91,7 @@ def synchronize_gradients(self: nn.Module) -> None:
 
 
 def _shown(sharded: ShardedParam, kind: str, flat: torch.Tensor | None) -> torch.Tensor | None:
-    """What users see of ``flat``: the same object as long as they hold it, and its memory is the engine's."""
+    """Returns ``flat`` as users see it: the same object while they hold it, over the engine's memory."""
     if flat is None:
         sharded.shown.pop(kind, None)
         return None

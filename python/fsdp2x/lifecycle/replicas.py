@@ -1,4 +1,4 @@
-"""Compares the values that several ranks hold copies of by checksums, and makes them equal by broadcasts."""
+"""Compares copies of values on several ranks by checksums, and makes them equal by broadcasts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fsdp2x.base.failures import exchange
 from fsdp2x.lifecycle.tree import named_params, units_of
 from fsdp2x.lifecycle.unit import ShardedUnit
 
-# Tensors that the ranks of a group hold copies of, by name.
+# Tensors of which the ranks of a group hold copies, by name.
 Copies = dict[dist.ProcessGroup, dict[str, Tensor]]
 
-# Not int64: a sum of products modulo 2**64 loses the sign bits of two words.
+# Not int64, because a sum of products modulo 2**64 loses the sign bits of two words.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _CHUNK_NUMEL = 1 << 20
 _NUM_NAMED = 3
@@ -36,7 +36,7 @@ def shard_copies(states: Iterable[ShardedUnit]) -> Copies:
 
 
 def shard_groups(states: Iterable[ShardedUnit]) -> list[dist.ProcessGroup]:
-    """Returns the process groups that units are sharded over, each once, in the same order on every rank."""
+    """Returns the process groups of sharded units, each once, in the same order on every rank."""
     groups = dict.fromkeys(group.ranks.group for state in states for group in state.groups)
     return [group for group in groups if group is not None and dist.get_backend(group) != "fake"]
 
@@ -56,7 +56,7 @@ def require_equal_shards(root: ShardedUnit) -> None:
 
 
 def check_again(state: ShardedUnit) -> None:
-    """Makes the next forward of the root compare its replicas; called when shards of ``state`` were loaded."""
+    """Makes the next forward of the root compare its replicas. Called after shards of ``state`` were loaded."""
     root = state.root_state()
     if root is None or not root.has_equal_replicas:
         return
@@ -69,10 +69,10 @@ def check_again(state: ShardedUnit) -> None:
 
 
 def require_equal(caller: str, copies: Copies, others: Iterable[dist.ProcessGroup]) -> None:
-    """Compares checksums of the bits over each group. Collective, also over ``others``, whose ranks raise as well.
+    """Compares checksums over each group. Collective, also over ``others``, whose ranks raise as well.
 
     Raises:
-        ValueError: on every rank, if some copies differ; it names the first ones and the ranks.
+        ValueError: copies differ. Raised on every rank, with the first differing names and the ranks.
     """
     problem = ""
     for group, tensors in copies.items():
@@ -94,11 +94,11 @@ def _difference(ranks: list[int], names: list[str], sums: list[list[int]]) -> st
     other = next(rank for rank, values in zip(ranks, sums, strict=True) if values != sums[0])
     named = ", ".join(map(repr, differing[:_NUM_NAMED]))
     more = f", and {len(differing) - _NUM_NAMED} more" if len(differing) > _NUM_NAMED else ""
-    return f"ranks {ranks[0]} and {other} are replicas of each other, but hold other values of {named}{more}"
+    return f"ranks {ranks[0]} and {other} are replicas of each other, but hold different values of {named}{more}"
 
 
 def make_equal(copies: Copies, device: torch.device) -> None:
-    """Broadcasts the values of each group's first rank, by way of ``device``. Collective."""
+    """Broadcasts the values of each group's first rank through ``device``. Collective."""
     with torch.no_grad(), torch_private.unobserved():
         for group, tensors in copies.items():
             for tensor in tensors.values():
@@ -110,9 +110,9 @@ def make_equal(copies: Copies, device: torch.device) -> None:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Hashes the bits, so that signs of zero and payloads of NaN count. The result is the same on every machine.
+    """Hashes the bits, so signs of zero and payloads of NaN count. The result is the same on every machine.
 
-    Sums integers, each times another odd number, so that one that differs changes the sum modulo 2**64.
+    Sums integers modulo 2**64, each multiplied by a different odd number, so any single difference changes the sum.
     """
     total = torch.zeros((), dtype=torch.int64)
     for part in _plain(tensor):
@@ -125,7 +125,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields the plain tensors that a tensor subclass consists of, or ``tensor`` itself."""
+    """Yields the plain tensors inside a tensor subclass, or ``tensor`` itself."""
     tensor = tensor.detach()
     if not torch_private.is_traceable_wrapper_subclass(tensor):
         yield tensor
@@ -136,14 +136,14 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
 
 @checked
 def sync_module_states(model: nn.Module) -> None:
-    """Gives every replica the values of the first one; collective over the mesh of ``model``.
+    """Gives every replica the values of the first one. Collective over the mesh of ``model``.
 
         fsdp2x.fully_shard(model, mesh=mesh)  # 2-D: (replicate, shard)
         fsdp2x.sync_module_states(model)
 
-    Shards are broadcast over the replicate axis. Buffers and parameters that are not sharded (``ignored_params``) are
-    broadcast over all ranks of the mesh, also of a 1-D one. Each keeps its dtype and device. Call it when replicas were
-    built with different seeds, before the first forward; the name is FSDP1's. On a 1-D mesh shards stay as they are.
+    Call it before the first forward if replicas were built with different seeds. The name is FSDP1's. It broadcasts
+    shards over the replicate axis, and buffers and ignored parameters over all ranks of the mesh. Each keeps its dtype
+    and device. On a 1-D mesh, shards do not change.
 
     Raises:
         ValueError: nothing in ``model`` is sharded.
@@ -161,17 +161,18 @@ def sync_module_states(model: nn.Module) -> None:
 
 @checked
 def check_module_states(model: nn.Module, *, buffers: bool = True) -> None:
-    """Compares copies on several ranks bit by bit, through checksums; collective over the mesh of ``model``.
+    """Compares copies on several ranks bit by bit, through checksums. Collective over the mesh of ``model``.
 
-    Shards are compared over the replicate axis; the first forward, and the first one after a load, do so too.
-    Buffers and parameters that are not sharded are compared over all ranks of the mesh.
+    It compares shards over the replicate axis, as do the first forward and the first one after a load. It compares
+    buffers and ignored parameters over all ranks of the mesh.
 
     Args:
-        buffers: compare buffers, too. Running statistics of BatchNorm differ between ranks that see other data.
+        model: a module that contains FSDP units.
+        buffers: whether to compare buffers. Running statistics of BatchNorm differ between ranks with different data.
 
     Raises:
-        ValueError: on every rank, if some copies differ: it names the first ones and two ranks. Or nothing in ``model``
-            is sharded.
+        ValueError: copies differ (on every rank, with the first differing names and two ranks), or nothing in
+            ``model`` is sharded.
         RuntimeError: a parameter is on the meta device.
     """
     states = units_of(model, "check_module_states")
@@ -183,7 +184,7 @@ def check_module_states(model: nn.Module, *, buffers: bool = True) -> None:
 
 
 def _copied(model: nn.Module, buffers: bool = True) -> dict[str, torch.Tensor]:
-    """Returns the tensors that every rank of the mesh holds completely."""
+    """Returns the tensors that every rank of the mesh holds in full."""
     found: dict[str, torch.Tensor] = {name: param for name, param, record in named_params(model) if record is None}
     if buffers:
         found.update(model.named_buffers())

@@ -1,8 +1,8 @@
-"""``sleep`` and ``wake``: a model and its optimizer give their device memory away for a while and get it back.
+"""``sleep`` and ``wake``: move a model and its optimizer to CPU memory and back, to free the device for other work.
 
-For reinforcement learning, where training and generation take turns on one device. The values wait in pinned host
-memory that is kept for the next time; parameters, gradients and optimizer state keep their Python objects. Torch's
-allocator gives what is free to the driver, for whoever else uses the device.
+Reinforcement learning uses them to alternate training and generation on one device. The values wait in pinned CPU
+memory that is kept for the next time. Parameters, gradients and optimizer state keep their Python objects. Torch's
+allocator returns its free memory to the driver.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from fsdp2x.lifecycle.tree import roots_of, unit_states
 from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.sharding.offload import host_state
 
-_MESSAGE = "fsdp2x: this tensor's model is asleep: its memory was given away. Call fsdp2x.wake(model, optimizer) first."
+_MESSAGE = "fsdp2x: this tensor's model is asleep, so it has no memory. Call fsdp2x.wake(model, optimizer) first."
 
 
-# Of host memory; a power of two, because torch rounds page-locked memory up to one.
+# Size of a block of CPU memory. A power of two, because torch rounds page-locked memory up to one.
 BLOCK_BYTES = 64 * 2**20
 
 
 class _HostBytes:
-    """Host memory that grows by blocks: bytes from 0 on, of which copies may lie in several blocks."""
+    """CPU memory that grows by blocks, addressed from byte 0 on. A copy may span several blocks."""
 
     def __init__(self) -> None:
         self._blocks: list[torch.Tensor] = []
         self._used = 0
 
     def take(self, memory: torch.Tensor) -> int:
-        """Copies bytes behind those that are there, in the order of the current stream; returns where they begin."""
+        """Appends a copy of ``memory``, in the order of the current stream. Returns its offset."""
         offset = self._used
         self._used += _C.align_up(memory.numel())
         while len(self._blocks) * BLOCK_BYTES < self._used:
@@ -50,12 +50,12 @@ class _HostBytes:
         return offset
 
     def give(self, memory: torch.Tensor, offset: int) -> None:
-        """Copies the bytes from ``offset`` on to ``memory``, likewise."""
+        """Copies the bytes from ``offset`` on to ``memory``, in the order of the current stream."""
         for host, part in self._pieces(memory, offset):
             part.copy_(host, non_blocking=host.is_pinned())
 
     def forget(self) -> None:
-        """Nothing is there any more; the blocks stay for the next bytes."""
+        """Forgets all bytes. The blocks stay for the next ones."""
         self._used = 0
 
     def _pieces(self, memory: torch.Tensor, offset: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -69,7 +69,7 @@ class _HostBytes:
 
 @dataclass
 class _Parked:
-    """One storage: a tensor over it, whose memory is away, and where its bytes are in the host's."""
+    """One storage without memory: a tensor over it, and the offset of its bytes in CPU memory."""
 
     tensor: torch.Tensor
     offset: int
@@ -79,7 +79,7 @@ class _Parked:
 
 @dataclass
 class _Sleeper:
-    """What a model keeps between its sleeps."""
+    """State that a model keeps between its sleeps."""
 
     parked: list[_Parked] = field(default_factory=list)
     host: _HostBytes = field(default_factory=_HostBytes)
@@ -91,39 +91,37 @@ _sleepers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 @checked
 def sleep(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
-    """Moves the shards of ``model`` and the state of ``optimizer`` to host memory and frees their device memory.
+    """Moves parameters and optimizer state to CPU memory to free the GPU. ``wake`` moves them back.
 
-    Also frees the memory the engine keeps between steps: gather slots, reduction buffers, gradient pools. What torch's
-    allocator has free then, goes to the driver: other processes and allocators can have it. Using a
-    parameter meanwhile raises an error that says so. On a CPU mesh it works alike, and saves nothing.
+    It also frees the memory that the engine keeps between steps (gather, reduction and gradient buffers), and torch's
+    allocator returns its free memory to the driver. Using a parameter of a sleeping model raises an error. On a CPU
+    mesh it works too, but saves nothing.
 
-    Every rank should call it. It is not collective, except that with torch 2.15 symmetric memory is given back by all
-    ranks together (:meth:`FSDPModule.set_symm_mem_for_comm`).
+    Call it on every rank. It is collective only with symmetric memory of torch 2.15
+    (:meth:`FSDPModule.set_symm_mem_for_comm`). The first call pins CPU memory, which takes seconds for tens of GiB and
+    blocks all streams of the device. Later calls reuse that memory.
 
-    Two things stay. cuBLAS keeps a workspace for each thread and stream that computed, 32 MiB on Hopper.
-    ``torch._C._cuda_clearCublasWorkspaces()`` frees them, unless a CUDA graph of this process was captured with them.
-    Memory that a push handed to an engine stays while that engine has not let go of it, and as long as this process
-    runs if the engine died before. The first call pins host memory, 64 MiB at a time, which takes seconds for tens of
-    GiB and holds up all streams of the device. Later calls use the same memory.
+    Two kinds of memory stay: cuBLAS workspaces (``torch._C._cuda_clearCublasWorkspaces()`` frees them), and
+    memory that an engine still has from a push.
 
     Args:
-        model: sharded by ``fully_shard``; no forward or backward is running.
-        optimizer: its state tensors on the model's device go, too; None: they stay.
+        model: a module sharded by ``fully_shard``, not in forward or backward.
+        optimizer: an optimizer whose state on the model's device moves too. None: its state stays.
 
     Returns:
-        Bytes of shards and optimizer state that were freed; what the engine kept comes on top.
+        Bytes of shards and optimizer state that were freed. The engine's buffers are not included.
 
     Raises:
         ValueError: ``model`` is not sharded, has gradients, or is asleep.
-        RuntimeError: a forward or backward is running; the averages of an ``EMA`` are swapped in.
-        NotImplementedError: a parameter is a tensor subclass with memory of its own.
+        RuntimeError: a forward or backward is running, or the averages of an ``EMA`` are swapped in.
+        NotImplementedError: a parameter is a tensor subclass with its own memory.
     """
     states = unit_states(model)
     refuse_swapped("fsdp2x.sleep", model.parameters())
     _check(model, states)
     sleeper = _sleepers.setdefault(model, _Sleeper())
     if sleeper.is_asleep:
-        raise ValueError("fsdp2x.sleep: the model is asleep already; call fsdp2x.wake first")
+        raise ValueError("fsdp2x.sleep: the model is already asleep. Call fsdp2x.wake first.")
     device = states[0].ranks.device
     for state in states:
         state.reshard()
@@ -133,7 +131,7 @@ def sleep(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> i
         for state in states:
             for group in state.groups:
                 if group.offloads:
-                    continue  # its shards are in host memory as it is
+                    continue  # its shards already are in CPU memory
                 users = group.pooled_tensors()
                 pool = group.pool
                 assert pool is not None, "no parameter is on the meta device"
@@ -155,18 +153,18 @@ def sleep(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> i
 
 @checked
 def wake(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Undoes :func:`sleep`: every tensor has its values and its memory on the device again, at another address.
+    """Undoes :func:`sleep`: every tensor has its values and its memory on the device again, at a new address.
 
     Args:
-        model: as given to :func:`sleep`.
-        optimizer: not used; what slept with the model wakes with it. Taken so that both calls read alike.
+        model: the model that :func:`sleep` got.
+        optimizer: not used, because what slept with the model wakes with it. Accepted so that both calls look alike.
 
     Raises:
         ValueError: ``model`` is not asleep.
     """
     sleeper = _sleepers.get(model)
     if sleeper is None or not sleeper.is_asleep:
-        raise ValueError("fsdp2x.wake: the model is not asleep")
+        raise ValueError("fsdp2x.wake: the model is not asleep. Call fsdp2x.sleep first.")
     device = unit_states(model)[0].ranks.device
     with torch.no_grad():
         while sleeper.parked:
@@ -183,30 +181,31 @@ def wake(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> No
 
 def _check(model: nn.Module, states: list[ShardedUnit]) -> None:
     if not states:
-        raise ValueError("fsdp2x.sleep: the model is not sharded; call fully_shard on it first")
+        raise ValueError("fsdp2x.sleep: the model is not sharded. Call fully_shard on it first.")
     for state in states:
         if state.root is not None and (state.root.in_forward or state.root.in_backward):
-            raise RuntimeError("fsdp2x.sleep: a forward or backward of the model is running")
+            raise RuntimeError(
+                "fsdp2x.sleep: a forward or backward of the model is running. Call sleep between two steps."
+            )
         for param in state.params:
             if param.is_wrapper:
                 raise NotImplementedError(
-                    f"fsdp2x.sleep: parameter {param.fqn!r} is a tensor subclass with memory of its own; move it "
-                    "yourself"
+                    f"fsdp2x.sleep: parameter {param.fqn!r} is a tensor subclass with its own memory. Move it yourself."
                 )
     for name, param in model.named_parameters():
         if param.grad is not None:
             raise ValueError(
-                f"fsdp2x.sleep: parameter {name!r} has a gradient, which would be lost; run the optimizer and "
-                "zero_grad(set_to_none=True) first"
+                f"fsdp2x.sleep: parameter {name!r} has a gradient, which would be lost. Run the optimizer and "
+                "zero_grad(set_to_none=True) first."
             )
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer | None, device: torch.device) -> Iterator[torch.Tensor]:
-    """One tensor for each storage on ``device`` in the optimizer's state."""
+    """Yields one tensor for each storage on ``device`` in the optimizer's state."""
     seen = set()
     for param, state in optimizer.state.items() if optimizer is not None else ():
         if host_state(param) is not None:
-            continue  # in host memory as it is
+            continue  # already in CPU memory
         for value in state.values():
             if not isinstance(value, torch.Tensor):
                 continue
@@ -223,7 +222,7 @@ def _park(sleeper: _Sleeper, tensor: torch.Tensor, memory: torch.Tensor, users: 
 
 
 def _give_to_driver(device: torch.device) -> None:
-    collect_handed()  # buckets of pushes to engines
+    collect_handed()  # buckets that were pushed to engines
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
 

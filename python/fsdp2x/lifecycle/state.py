@@ -1,7 +1,7 @@
-"""The lazy initialization of a root: it finds its units, takes their parameters, and makes the engine and transports.
+"""Lazy initialization of a root: finds its units, takes their parameters, and makes the engine and transports.
 
-One ``UnitState`` exists per ``fully_shard`` call; ``fully_shard.state(module)`` returns it. The engine's objects
-(hooks from the start, unit and root from the first forward on) hang below it.
+There is one ``UnitState`` for each ``fully_shard`` call. ``fully_shard.state(module)`` returns it. It owns the engine's
+objects: the hooks from the start, unit and root from the first forward on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fsdp2x.sharding.transport import has_streams
 
 
 class UnitState(ShardedUnit):
-    """A unit, and the root that it is or belongs to."""
+    """A unit, which may be a root or belong to one."""
 
     def configure(
         self,
@@ -37,11 +37,11 @@ class UnitState(ShardedUnit):
         settings: UnitSettings,
         reshard_after_forward: bool | int | None,
     ) -> None:
-        """Makes this the unit of ``modules``; ``managed``: those of its parameters."""
+        """Makes this the unit of ``modules``. ``managed`` are the modules of its parameters."""
         vars(self).update(vars(settings))
         ranks, policy = settings.ranks, settings.mp_policy
         self.modules = modules
-        # Before the unit has parameters: ranks whose models differ in shapes count alike, and errors name the shapes.
+        # Before the unit has parameters, so ranks with models of different shapes count alike and errors name shapes.
         self.number = number_unit(self, ranks.mesh.mesh.flatten().tolist())
         self.groups, self.places = groups, places_in(managed)
         for group in groups:
@@ -61,15 +61,15 @@ class UnitState(ShardedUnit):
     def lazy_init(self) -> None:
         """Makes this unit's module a root: the first one to run forward. Collective.
 
-        Units below that were unsharded before move to it, as they are.
+        Units below that were unsharded before move to it unchanged.
 
         Raises:
-            RuntimeError: parameters are still on the meta device; a unit below was run before its root.
+            RuntimeError: parameters are still on the meta device, or a unit below ran before its root.
             ValueError: two units claim one parameter, or replicas hold different values.
         """
         root = None if self.is_root is None else self.root_state()
         if not isinstance(root, UnitState):
-            self.is_root, root = None, self  # nobody was the root yet, or its module is gone
+            self.is_root, root = None, self  # there was no root yet, or its module is gone
         with contextlib.ExitStack() as held:
             held.enter_context(root._initializing)
             if self.is_root is None:
@@ -80,13 +80,13 @@ class UnitState(ShardedUnit):
 
     @property
     def root_unit(self) -> UnitState:
-        """The unit of the root that this one has joined."""
+        """The unit of the root that this unit joined."""
         state = self.root_state()
-        assert isinstance(state, UnitState), "it has joined one"
+        assert isinstance(state, UnitState), "the unit has joined a root"
         return state
 
     def _adopt_again(self, held: contextlib.ExitStack) -> None:
-        """After the first forward: takes replaced shards, and makes the engine's objects again if it has to."""
+        """After the first forward: takes replaced shards, and makes the engine's objects again if necessary."""
         for state in self.tree:
             held.enter_context(state._initializing)
             state.reshard()
@@ -101,7 +101,7 @@ class UnitState(ShardedUnit):
         tree = cast("list[UnitState]", find_tree(self))
         for state in tree:
             held.enter_context(state._initializing)
-        # Names, ties and replaced parameters are read from what modules register while they are sharded.
+        # Names, ties and replaced parameters are read from sharded modules.
         moves = [_C.UnitMove(state.unit) for state in tree if state.unit is not None]
         name_units(self, tree)
         self._adopt_late(tree)
@@ -112,7 +112,7 @@ class UnitState(ShardedUnit):
         share_late(tree)
         options = self.live_options()
         if self.auto_reshard and options.reshard_after_forward:
-            # Gathered again at once by backward, if there is one.
+            # Backward, if there is one, would gather it again at once.
             options.reshard_after_forward, options.reshard_without_grad = False, True
         self._hook_tree()
         for move in moves:
@@ -130,10 +130,10 @@ class UnitState(ShardedUnit):
         return changed
 
     def follow_modules(self) -> None:
-        """Adopts what the modules of a root register since its last forward. Collective if there is something.
+        """Adopts parameters that the modules of a root registered since its last forward. Collective if there are any.
 
         Raises:
-            RuntimeError: there is something, and gradients wait for their reduction.
+            RuntimeError: there are some, and gradients wait for their reduction.
         """
         if not self.is_root:
             return
@@ -171,14 +171,14 @@ class UnitState(ShardedUnit):
     def _hook_tree(self) -> None:
         for state in self.tree:
             state.is_root = state is self
-            if self.has_equal_replicas:  # else the comparison does
+            if self.has_equal_replicas:  # otherwise the comparison enables them
                 state.hooks.set_unit(state.unit)
         self.hooks.set_all([state.hooks for state in self.tree])
 
     def make_unit(self) -> None:
-        """For what needs the engine's unit before the first forward: under a provisional root of its own. Collective.
+        """Makes the engine's unit before the first forward, under a provisional root. Collective.
 
-        Which module is the root shows at the first forward.
+        Only the first forward shows which module is the root.
         """
         if self.is_root is not None:
             if self.root is None or self.root.has_replaced_shards:
@@ -213,7 +213,7 @@ class UnitState(ShardedUnit):
             units = [state._engine_unit() for state in tree]
             joins = [state._transports(choice) for state in tree]
         except BaseException:
-            # The next forward tries again.
+            # So the next forward tries again.
             for state in new:
                 state.forget_unit()
             for group in late_groups(tree):
@@ -231,7 +231,7 @@ class UnitState(ShardedUnit):
             move.finish()
 
     def remake_transports(self, what: str) -> None:
-        """Makes the root's transports again, because ``what`` (for the message) has changed.
+        """Makes the root's transports again because ``what`` has changed. The error message names ``what``.
 
         Raises:
             RuntimeError: a forward or backward is running.
@@ -243,9 +243,9 @@ class UnitState(ShardedUnit):
         self.root_unit._make_root()
 
     def release_memory(self) -> None:
-        """Reshards all units of the root and gives back what the engine keeps for the next forward. Collective.
+        """Reshards all units of the root and frees what the engine keeps for the next forward. Collective.
 
-        Pages of shared memory live as long as their transport, so that one is made again.
+        Pages of shared memory live as long as their transport, so it also makes that again.
 
         Raises:
             RuntimeError: a forward or backward is running.
@@ -262,7 +262,7 @@ class UnitState(ShardedUnit):
             root_state._make_root()
 
     def apply_comms(self) -> None:
-        """Hands changed custom collectives to the engine; moves the tree to a process group when it shares memory.
+        """Passes changed custom collectives to the engine. Moves units from shared memory to a process group.
 
         Raises:
             RuntimeError: a forward or backward is running.
@@ -292,7 +292,7 @@ class UnitState(ShardedUnit):
         )
 
     def _transports(self, choice: TransportChoice) -> tuple[list, list, list]:
-        """Per group: its transport, the all-reduce over its replicas or None, the transport it has after forward."""
+        """Returns each group's transport, its all-reduce over replicas or None, and its transport after forward."""
         all_reduces = [
             choice.all_reduce_of(group.ranks) if group.ranks.has_replicate_axis and group.ranks.replicas > 1 else None
             for group in self.groups
@@ -318,7 +318,7 @@ class UnitState(ShardedUnit):
                 if isinstance(all_reduce, _C.HostAllReduce):
                     root.add_replicas(all_reduce)
                 group.engine.explain_all_reduce = choice.explain_of(group.ranks.replicate_group)
-        for group, transport in zip(self.groups, post_forward, strict=False):  # replicated groups are the last
+        for group, transport in zip(self.groups, post_forward, strict=False):  # replicated groups come last
             assert self.post_forward_world is not None and group.engine is not None
             smaller = post_forward_group(group.ranks, self.post_forward_world)
             group.make_post_forward(smaller, choice.explain_of(smaller.group))

@@ -1,6 +1,6 @@
-"""Chooses how the ranks of a shard group of a root talk: shared memory, the process group, or nothing at world size 1.
+"""Chooses how the ranks of a shard group communicate: shared memory, the process group, or nothing at world size 1.
 
-Collective over the shard group; runs once per root at lazy initialization. The engine's groups own their transports.
+Collective over the shard group, once for each root at lazy initialization. The engine's groups own their transports.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from fsdp2x.sharding.transport import TransportKind, has_streams
 
 
 class TransportChoice:
-    """Makes the transports of one root, one per shard group, all by the same rule."""
+    """Makes the transports of one root, one for each shard group, by one rule."""
 
     def __init__(self, root: ShardedUnit) -> None:
-        """``root``: its tree is the same on every rank, in one order."""
+        """``root`` has the same tree on every rank, in the same order."""
         tree = root.tree
         needs_group = next((needed for state in tree if (needed := state.needs_group)), "")
         if needs_group and root.transport == TransportKind.SHM:
             raise ValueError(
-                f'fully_shard: {needs_group} need a process group, but transport="shm" was asked for; use '
-                'transport="process_group" or "auto"'
+                f'fully_shard: {needs_group} need a process group, but got transport="shm". Use '
+                'transport="process_group" or "auto".'
             )
         self._name = TransportKind.PROCESS_GROUP if needs_group else root.transport
         self._timeout = root.timeout
         self._comm_memory = next((state.comm_memory for state in tree if state.comm_memory is not None), None)
-        # Streams, shared with whoever has the same dict.
+        # Streams. Roots that were given the same dict share them.
         self._layers: dict[torch.device, Any] = next((one.layers for one in tree if one.layers is not None), {})
         self._model = f"{root.number.kind} {root.number.number}"
         self._checks_ranks = all(state.checks_ranks for state in tree)
@@ -54,29 +54,30 @@ class TransportChoice:
         self._all_reduces: dict[Any, Any] = {}
 
     def transport_of(self, ranks: ShardGroup):
-        """The engine's transport of one shard group; the same object for the same group. Collective at the first call.
+        """Returns the engine's transport of one shard group, one object per group. Collective at the first call.
 
         Raises:
-            ValueError: ``transport="shm"`` where the ranks cannot share memory, or they have different models; the
-                message says why, and is the same on every rank.
+            ValueError: the ranks have different models, or ``transport="shm"`` but they cannot share memory. The
+                message is the same on every rank.
         """
         if ranks.group not in self._made:
             self._made[ranks.group] = self._make(ranks)
         return self._made[ranks.group]
 
     def all_reduce_of(self, ranks: ShardGroup):
-        """What sums over the replicas; the same object for the same group. Collective over it at the first call.
-
-        Raises ValueError, the same on every replica, when they have, or train, different parameters.
+        """Returns the all-reduce over the replicas, one object per group. Collective over it at the first call.
 
         Replicas on several hosts, or watched by a dispatch mode, use the process group whatever the shards use.
+
+        Raises:
+            ValueError: the replicas have, or train, different parameters. Raised on every replica.
         """
         group = ranks.replicate_group
         if group not in self._all_reduces:
             known = self._group_info(group)
             shared, _ = self._shared(group, ranks.device)
             if known is not None:
-                known.require_same_training()  # each replica's gradients are as many bytes
+                known.require_same_training()  # so that gradients have the same size on each replica
             if shared is None:
                 self._use_twin(group)
                 self._all_reduces[group] = functools.partial(_all_reduce, group, self._timeout)
@@ -92,32 +93,32 @@ class TransportChoice:
         if shared is not None:
             return _C.shm_transport(shared)
         if self._name == TransportKind.SHM:
-            raise ValueError(f'fully_shard: transport="shm" is not possible: {reason}; use transport="process_group"')
+            raise ValueError(f'fully_shard: transport="shm" is not possible: {reason}. Use transport="process_group".')
         known = self._group_info(ranks.group)
         if known is not None:
             known.require_same_training()
         return self._over_process_group(ranks)
 
     def agreement_of(self, group: dist.ProcessGroup | None) -> _C.Agreement | None:
-        """The engine's agreement of the ranks of ``group``, which must have met; None: nothing is compared."""
+        """Returns the agreement of the ranks of ``group``, after its first collective call. None: no comparison."""
         known = self._known.get(group)
         agreement = agreement_of(group) if known is not None and known.checks_ranks else None
         return None if agreement is None else agreement.engine
 
     def agree(self, root, group: ShardedParamGroup, post_forward_world: int | None) -> None:
-        """Has each collective of ``group`` compared with the peers' from now on; they are told when a pass raises.
+        """Compares each collective of ``group`` with the other ranks from now on, and notifies them if a pass raises.
 
-        ``root``: the engine's, of the group's unit. ``post_forward_world``: how many ranks keep it after forward.
+        ``root`` is the engine's, of the group's unit. ``post_forward_world`` is how many ranks keep it after forward.
         """
         engine = group.engine
-        assert engine is not None, "made before it is connected"
+        assert engine is not None, "the group is made before it is connected"
         replicas = group.ranks.replicate_group if engine.all_reduce is not None else None
         kept = None
         if post_forward_world and group.ranks.group is not None:  # a replicated group has no shards
             kept = post_forward_group(group.ranks, post_forward_world).group
         agreements: list[Any] = [self.agreement_of(one) for one in (group.ranks.group, replicas, kept)]
         if group.transport.shares_memory:
-            agreements[0] = None  # peers look at each other's memory
+            agreements[0] = None  # ranks read each other's memory
         if isinstance(engine.all_reduce, _C.HostAllReduce):
             agreements[1] = None
         for agreement in agreements:
@@ -127,11 +128,11 @@ class TransportChoice:
         engine.take_seats(shards, replicated, kept_after, self._model)
 
     def explain_of(self, group: dist.ProcessGroup | None) -> Callable[[BaseException, str], BaseException] | None:
-        """What a failed collective of ``group`` is told with: see ``explain_collective``."""
+        """Returns the function that explains a failed collective of ``group``. See ``explain_collective``."""
         return None if self._known.get(group) is None else functools.partial(explain_collective, group)
 
     def _group_info(self, group: dist.ProcessGroup | None) -> GroupInfo | None:
-        """The ranks of ``group``; collective at the first call. None: there is nobody else.
+        """Returns the ranks of ``group``. Collective at the first call. None: there are no other ranks.
 
         Raises:
             ValueError: they have different models.
@@ -157,7 +158,7 @@ class TransportChoice:
             agreement.watch()
 
     def _use_twin(self, group: dist.ProcessGroup | None) -> Agreement | None:
-        """The agreement over ``group``, whose collectives run over another group from now on. Collective at first."""
+        """Returns the agreement over ``group`` and moves its collectives to another group. Collective at first."""
         agreement, known = agreement_of(group), self._group_info(group)
         if agreement is not None and known is not None and agreement.group is None and not self._on_device:
             agreement.group = known.twin_of_group()
@@ -180,9 +181,9 @@ class TransportChoice:
         )
 
     def _shared(self, group: dist.ProcessGroup | None, device: torch.device) -> tuple[Any, str]:
-        """The engine's memory that the ranks of a group share, or None and why they do not. Collective.
+        """Returns the memory that the ranks of a group share, or None and the reason. Collective.
 
-        With "auto" a rank that could share memory but for a limit or a fault of its system is warned of, once.
+        With "auto", warns once if only a limit or a fault of the system prevents sharing.
         """
         if device.type != "cpu":
             return None, "the mesh is not on the CPU"
@@ -200,8 +201,8 @@ class TransportChoice:
             reason = fault
         if fault and reason == fault and self._name == "auto" and dist.get_rank(group) == 0:
             warnings.warn(
-                f"fsdp2x: the ranks do not share memory: {fault}. Gathers and reductions go through the process group, "
-                'which is slower; transport="process_group" chooses that without this warning.',
+                f"fsdp2x: the ranks do not share memory: {fault}. Gathers and reductions use the process group, "
+                'which is slower. Pass transport="process_group" to choose that without this warning.',
                 stacklevel=2,
             )
         return shared, reason
@@ -213,14 +214,14 @@ def _all_reduce(group: dist.ProcessGroup, timeout: timedelta | None, rows: torch
     agreement = agreement_of(group)
     if agreement is not None and agreement.group is not None:
         return agreement.wait(dist.all_reduce(rows, op=op, group=agreement.group, async_op=True), timeout)
-    if timeout is None or agreement is not None:  # in the order of the current stream on a device
+    if timeout is None or agreement is not None:  # in the order of the current stream, on a device
         dist.all_reduce(rows, op=op, group=group)
         return True
     return wait(dist.all_reduce(rows, op=op, group=group, async_op=True), timeout)
 
 
 def facts_of(name: str, group: ShardedParamGroup, *, with_training: bool = False) -> UnitParams:
-    """The facts of one group of the unit ``name``; with which of its parameters are trained, where that counts."""
+    """Returns the facts of one group of the unit ``name``, and its trained parameters if ``with_training``."""
     params = []
     for sharded, shape in zip(group.params, group.shapes(), strict=True):
         facts = [tuple(sharded.local_size), f"cut along {sharded.spec.shard_dim}", str(shape.original)]

@@ -1,4 +1,4 @@
-"""The units below a module: found, named after it, and checked before they run."""
+"""Finds the units below a module, names them after it, and checks them before they run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fsdp2x.sharding.sharded_param import ShardedParam
 
 
 def get_state(module: nn.Module) -> ShardedUnit | None:
-    """The state of the unit that ``module`` is a root of, if any."""
+    """Returns the state of the unit whose root module is ``module``, if any."""
     return torch_private.state_of(module, ShardedUnit)
 
 
 def unit_states(model: nn.Module) -> list[ShardedUnit]:
-    """All units in ``model``, in the order of ``named_modules``."""
+    """Returns all units in ``model``, in the order of ``named_modules``."""
     found = {}
     for module in model.modules():
         if (state := get_state(module)) is not None:
@@ -29,12 +29,12 @@ def unit_states(model: nn.Module) -> list[ShardedUnit]:
 
 
 def roots_of(states: Iterable[ShardedUnit]) -> list:
-    """The engine's roots of ``states``, each once; of those that have run."""
+    """Returns the engine's roots of ``states``, each once, for those that have run."""
     return list({id(state.root): state.root for state in states if state.root is not None}.values())
 
 
 def running_step(model: nn.Module) -> str | None:
-    """ "forward" or "backward" where a unit in ``model`` is in one, else None."""
+    """Returns "forward" or "backward" if a unit in ``model`` is in one, else None."""
     for state in unit_states(model):
         if state.root is not None and state.is_running:
             return "forward" if state.root.in_forward else "backward"
@@ -42,10 +42,10 @@ def running_step(model: nn.Module) -> str | None:
 
 
 def find_tree(root: ShardedUnit) -> list[ShardedUnit]:
-    """All units below the module of ``root``, which is about to run first.
+    """Returns all units below the module of ``root``, which is about to run first.
 
     Raises:
-        RuntimeError: one of them has run before, or was set up as if it were the root.
+        RuntimeError: one of them has already run, or was set up as the root.
     """
     tree: dict[int, ShardedUnit] = {}
     for name, module in root.modules[0].named_modules():
@@ -66,7 +66,7 @@ def find_tree(root: ShardedUnit) -> list[ShardedUnit]:
 
 
 def name_units(root: ShardedUnit, tree: Sequence[ShardedUnit]) -> None:
-    """Tells the units the names of their modules below that of ``root``."""
+    """Gives the units the names of their modules below that of ``root``."""
     for state in tree:
         state.names = []
     for name, module in root.modules[0].named_modules():
@@ -75,7 +75,7 @@ def name_units(root: ShardedUnit, tree: Sequence[ShardedUnit]) -> None:
 
 
 def set_names(root: ShardedUnit, tree: Sequence[ShardedUnit]) -> None:
-    """Gives the parameters their first names from the module of ``root``, whatever it registers at the moment."""
+    """Gives the parameters their first names from the module of ``root``, whatever it registers now."""
     records = {(id(m), name): param for state in tree for param in state.params for m, name in param.owners}
     named = set()
     for prefix, module in root.modules[0].named_modules():
@@ -93,7 +93,7 @@ def set_names(root: ShardedUnit, tree: Sequence[ShardedUnit]) -> None:
 
 
 def check_tree(tree: Sequence[ShardedUnit]) -> None:
-    """Checks of upstream's lazy initialization, over all units of a root, and of settings beside each other."""
+    """Runs the checks of FSDP2's lazy initialization over all units of a root, and checks that settings agree."""
     refuse_unregistered("fully_shard", tree)
     seen: dict[int, str] = {}
     for state in tree:
@@ -117,21 +117,21 @@ def check_tree(tree: Sequence[ShardedUnit]) -> None:
 def refuse_unregistered(
     caller: str, tree: Sequence[ShardedUnit], *, separate: bool = False, registered: bool = False
 ) -> None:
-    """Raises ValueError where reductions would have a process group that their buffers are not registered with.
+    """Raises ValueError if reductions would use a process group that their buffers are not registered with.
 
-    ``separate``, ``registered``: what ``caller`` is about to set.
+    ``separate`` and ``registered`` are what ``caller`` is about to set.
     """
     separate = separate or any(state.comms.separate_reduction for state in tree)
     if separate and (registered or any(state.comm_memory is not None for state in tree)):
         raise ValueError(
             f"fsdp2x.{caller}: set_separate_reduce_scatter_group reduces over another process group than the one that "
-            "set_symm_mem_for_comm and set_allocate_memory_from_process_group_for_comm register memory with, so that "
-            "reductions would be slower than with either alone. Use one of them"
+            "set_symm_mem_for_comm and set_allocate_memory_from_process_group_for_comm register memory with. "
+            "Reductions would be slower than with either alone. Use only one of them."
         )
 
 
 def places_in(modules: Iterable[nn.Module]) -> list[Place]:
-    """Where ``modules`` register parameters at the moment."""
+    """Returns the places where ``modules`` register parameters now."""
     found = []
     for module in modules:
         if names := frozenset(name for name, param in module._parameters.items() if param is not None):
@@ -140,24 +140,24 @@ def places_in(modules: Iterable[nn.Module]) -> list[Place]:
 
 
 def units_of(model: nn.Module, caller: str) -> list[ShardedUnit]:
-    """All units in ``model``, in the order of ``named_modules``.
+    """Returns all units in ``model``, in the order of ``named_modules``.
 
     Raises:
-        ValueError: there is none; the message starts with ``caller``.
+        ValueError: there is none. The message starts with ``caller``.
     """
     states = unit_states(model)
     if not states:
         raise ValueError(
-            f"fsdp2x.{caller}: nothing in this {type(model).__name__} is sharded by fsdp2x; call "
-            "fsdp2x.fully_shard(model) first"
+            f"fsdp2x.{caller}: nothing in this {type(model).__name__} is sharded by fsdp2x. Call "
+            "fsdp2x.fully_shard(model) first."
         )
     return states
 
 
 def named_params(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardedParam | None]]:
-    """(FQN, parameter, its record) as ``model.named_parameters()`` orders them, ties once.
+    """Yields (FQN, parameter, its record) in the order of ``model.named_parameters()``, ties once.
 
-    The parameter is the sharded one also while its unit is unsharded; the record is None for one outside of any unit.
+    The parameter is the sharded one, even while its unit is unsharded. The record is None outside of any unit.
     """
     sharded = {
         (id(module), name): record
@@ -177,15 +177,12 @@ def named_params(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardedP
 
 # --- calls on the stack of this thread ---
 
-# Code that calls a sharded module between its hooks: nn.Module's, also as Dynamo cuts it, and ours for other methods.
+# Code that calls a sharded module between its hooks: nn.Module's, also as Dynamo cuts it, and fsdp2x's for methods.
 _CALLERS = re.compile(r"(?<!_wrapped)_call_impl|call_sharded_method")
 
 
 def is_running(module: nn.Module) -> bool:
-    """Whether ``module`` was called before the call that is being made, and has neither returned nor raised.
-
-    From its pre-forward hook, on the thread that calls it.
-    """
+    """Returns whether an outer call of ``module`` is running on this thread. Call it from its pre-forward hook."""
     num_calls = 0
     frame = sys._getframe(1)
     while frame is not None:
@@ -196,7 +193,7 @@ def is_running(module: nn.Module) -> bool:
 
 
 def depth_of(module: nn.Module) -> int:
-    """How many calls of ``module`` are on the stack of this thread."""
+    """Returns how many calls of ``module`` are on the stack of this thread."""
     depth = 0
     frame = sys._getframe(1)
     while frame is not None:

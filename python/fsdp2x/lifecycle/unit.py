@@ -1,6 +1,6 @@
-"""What one ``fully_shard`` call makes: modules, their parameters and settings. It makes no root and no transport.
+"""The result of one ``fully_shard`` call: modules, parameters and settings. It makes neither a root nor a transport.
 
-``state.UnitState`` adds the lazy initialization. The other modules of this folder stand between the two.
+``state.UnitState`` adds lazy initialization. The other modules of this folder come between the two.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from fsdp2x.sharding.param_group import ShardedParamGroup
 from fsdp2x.sharding.sharded_param import ShardedParam
 from fsdp2x.sharding.upstream_names import StateNames
 
-# A module, weakly, since its number may be another's when it is gone; and the names that it registers parameters under.
+# A module and the names under which it registers parameters. Weak, because a later module may get the same id.
 Place = tuple[weakref.ref[nn.Module], frozenset[str]]
-# Buffers without values: where they are, weakly, and the versions of their memory.
+# Buffers without values: weak references to them, and the versions of their memory.
 RawBuffers = list[tuple["weakref.ref[torch.Tensor]", int]]
 
 
 class WeakTuple:
-    """An attribute for objects that hold the one it belongs to: what it is set to, held weakly.
+    """An attribute that holds its values weakly, for objects that refer back to its owner.
 
-    So a model and its engine go when nobody refers to the model any more, without Python's cycle collector.
+    So a model and its engine are freed without Python's cycle collector when the last reference to the model goes.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -56,17 +56,17 @@ class CustomComms:
     reduce_scatter: Any = None
     all_reduce_hook: Callable[[torch.Tensor], Any] | None = None
     all_reduce_hook_stream: Any = None
-    separate_reduction: bool = False  # over a process group of its own
+    separate_reduction: bool = False  # over a separate process group
 
     @property
     def is_custom(self) -> bool:
-        """Whether collectives must go through a process group."""
+        """Whether collectives must use a process group."""
         return self.all_gather is not None or self.reduce_scatter is not None
 
 
 @dataclass(frozen=True)
 class UnitSettings:
-    """What one ``fully_shard`` call gives to each of its units."""
+    """Settings that one ``fully_shard`` call gives to each of its units."""
 
     ranks: ShardGroup
     mp_policy: MixedPrecisionPolicy
@@ -77,73 +77,73 @@ class UnitSettings:
 
 
 class ShardedUnit(StateNames, torch_private.State):
-    """One unit. Attributes without a comment are what the call was given."""
+    """One unit. Attributes without a comment are arguments of the call."""
 
     modules = WeakTuple()
-    tree = WeakTuple()  # all units below a root, set on the root only
+    tree = WeakTuple()  # all units below a root; set on the root only
     ranks: ShardGroup
     mp_policy: MixedPrecisionPolicy
     offload: Offload
     transport: str
     timeout: timedelta | None
     checks_ranks: bool
-    hooks: _C.UnitHooks  # since `fully_shard`
+    hooks: _C.UnitHooks  # made by `fully_shard`
 
     def __init__(self) -> None:
         super().__init__()
         self.number = UnitNumber()
         self.groups: list[ShardedParamGroup] = []  # one per mesh; none without parameters
-        self.places: list[Place] = []  # of all parameters when the unit was made, ignored ones among them
+        self.places: list[Place] = []  # of all parameters when the unit was made, including ignored ones
         self.auto_reshard = True  # reshard_after_forward was None: the root keeps its parameters
         self.post_forward_world: int | None = None  # reshard_after_forward as an int
         self.is_root: bool | None = None  # decided at lazy initialization
-        self.unit: _C.Unit | None = None  # from lazy initialization on, or from an earlier unshard()
+        self.unit: _C.Unit | None = None  # made at lazy initialization or by an earlier unshard()
         self.root: _C.Root | None = None  # shared by all units of one root module; provisional until is_root is decided
         self.modules_seen: tuple = ()  # by the root's last forward; see ``changes.snapshot``
-        self.options = _C.UnitOptions()  # becomes the unit's own at lazy initialization
+        self.options = _C.UnitOptions()  # moves into the engine's unit at lazy initialization
         self.names: list[str] = []  # FQNs of the modules from the root
         self.prefetch: dict[
             str, list[weakref.ref[ShardedUnit]]
-        ] = {}  # engine setter -> units, given before or after the unit exists
-        self.raw_buffers: RawBuffers = []  # of to_empty, until the next forward
+        ] = {}  # engine setter -> units, set before or after the unit exists
+        self.raw_buffers: RawBuffers = []  # from to_empty, until the next forward
         self.comms = CustomComms()  # the user's collectives and hooks
         self.root_state: Callable[[], ShardedUnit | None] = lambda: None  # weak reference to the state of the root
-        # Threads may come first to one root side by side; ranks meet while one of them makes it, without the GIL. Ranks
-        # that are threads of one process have a model each.
+        # Several threads may reach one root first. While one of them makes it, the ranks communicate without the GIL.
+        # Ranks that are threads of one process have separate models.
         self._initializing = threading.RLock()
         # Read on the root only.
-        self.has_equal_replicas = False  # since the last load
-        self.entered: Any = None  # weak reference to the module below that was called past it; None: not watched
+        self.has_equal_replicas = False  # set since the last load
+        self.entered: Any = None  # weak reference to the module below that was called instead of it; None: not watched
         self.is_last_backward = True
-        self.post_optimizer_event: Any = None  # given before there is a root
+        self.post_optimizer_event: Any = None  # set before there is a root
         self.manual_finalization = False
         self.reduction_pending = False  # a handle of finalize_backward was not waited for
         self.generation = 0  # counts resets, which invalidate handles
-        self.comm_memory: str | None = None  # where slots come from: "process_group", "symmetric"; None: torch
+        self.comm_memory: str | None = None  # allocator of gather buffers: "process_group", "symmetric"; None: torch
         self.max_reduce_buffers: int | None = None  # None: the engine's default
-        self.layers: dict[torch.device, Any] | None = None  # streams of several roots; None: the root's own
+        self.layers: dict[torch.device, Any] | None = None  # streams of several roots; None: the root has its own
 
     def lazy_init(self) -> None:
-        """Makes this unit's module a root, at the first forward: see ``UnitState``."""
+        """Makes this unit's module a root, at the first forward. See ``UnitState``."""
         raise NotImplementedError
 
     def make_unit(self) -> None:
-        """Makes the engine's unit before that: see ``UnitState``."""
+        """Makes the engine's unit before the first forward. See ``UnitState``."""
         raise NotImplementedError
 
     def follow_modules(self) -> None:
-        """Adopts what the modules of a root register since its last forward: see ``UnitState``."""
+        """Adopts parameters that the modules of a root registered since its last forward. See ``UnitState``."""
         raise NotImplementedError
 
     @property
     def made_unit(self) -> _C.Unit:
-        """The engine's unit, after ``make_unit``."""
-        assert self.unit is not None, "make_unit comes first"
+        """Returns the engine's unit, after ``make_unit``."""
+        assert self.unit is not None, "make_unit runs before this"
         return self.unit
 
     @property
     def needs_group(self) -> str:
-        """What of this unit's settings runs over a process group alone; "" if nothing does."""
+        """Names the settings of this unit that need a process group. Empty if there are none."""
         options, plain = self.live_options(), _C.WireFormat.plain
         if self.comms.is_custom:
             return "custom collectives"
@@ -156,7 +156,7 @@ class ShardedUnit(StateNames, torch_private.State):
 
     @property
     def units_of_root(self) -> list[ShardedUnit]:
-        """This unit and all units under its root; before that is made, this unit alone."""
+        """This unit and all units under its root, or only this unit before there is a root."""
         root = self.root_state()
         return [self, *(root.tree if root is not None else ())]
 
@@ -171,11 +171,11 @@ class ShardedUnit(StateNames, torch_private.State):
         return ", ".join(name or "<root>" for name in self.names) or type(self.modules[0]).__name__
 
     def live_options(self):
-        """The settings the engine reads: the unit's once it exists."""
+        """The settings that the engine reads: the unit's, once it exists."""
         return self.options if self.unit is None else self.unit.options
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
-        """From the next forward on; nothing is kept by fewer ranks any more."""
+        """Acts from the next forward on. No smaller world keeps the parameters any more."""
         self.post_forward_world = None
         for group in self.groups:
             if group.engine is not None:
@@ -184,7 +184,7 @@ class ShardedUnit(StateNames, torch_private.State):
         options.reshard_after_forward, options.reshard_without_grad = reshard, False
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Of the whole root."""
+        """Applies to the whole root."""
         (self.root_state() or self).is_last_backward = is_last_backward
         if self.root is not None:
             self.root.is_last_backward = is_last_backward
@@ -194,14 +194,14 @@ class ShardedUnit(StateNames, torch_private.State):
         self.apply_prefetch()
 
     def apply_prefetch(self) -> None:
-        """Hands the explicit prefetch lists to the engine once all units in them exist."""
+        """Passes the explicit prefetch lists to the engine once all units in them exist."""
         for setter, refs in self.prefetch.items():
             targets = [target for ref in refs if (target := ref()) is not None]
             if self.unit is not None and all(target.unit is not None for target in targets):
                 getattr(self.unit, setter)([target.unit for target in targets])
 
     def apply_reduce_buffers(self) -> None:
-        """Hands the number of reduction buffers to the engine: the largest that any unit of the root asks for."""
+        """Passes the number of reduction buffers to the engine: the largest that a unit of the root asks for."""
         root_state = self.root_state()
         if self.root is None or root_state is None:
             return
@@ -210,7 +210,7 @@ class ShardedUnit(StateNames, torch_private.State):
             self.root.set_max_reduce_buffers(max(wanted))
 
     def check_finalization(self) -> None:
-        """What ``finalize_backward`` demands, in upstream's words."""
+        """Checks the conditions of ``finalize_backward``, with FSDP2's messages."""
         if self.reduction_pending:
             raise RuntimeError("The previous gradient reduction must be waited on before finalizing backward again")
         if not self.is_root:
@@ -224,17 +224,17 @@ class ShardedUnit(StateNames, torch_private.State):
             raise RuntimeError("finalize_backward must be called after backward completes")
 
     def finish_held_backwards(self) -> None:
-        """Reduces what backwards without gradient sync left, in all units of the root; nothing before a forward."""
+        """Reduces what backwards without gradient sync left in all units of the root. No effect before a forward."""
         if self.root is None:
             return
         if self.root.in_backward:
             raise RuntimeError(f"post_backward of unit '{self.name}' must be called after backward completes")
         self.root.finish_held_backwards()
 
-    # --- what may move parameters ---
+    # --- methods that may move parameters ---
 
     def reshard(self) -> None:
-        """Registers the sharded parameters; frees the unsharded ones."""
+        """Registers the sharded parameters and frees the full ones."""
         if self.unit is not None:
             self.unit.reshard()
 
@@ -248,7 +248,7 @@ class ShardedUnit(StateNames, torch_private.State):
             group.forget_engine()
 
     def forget_engine(self) -> None:
-        """The tree of this unit has no engine until its next forward makes one for what the parameters are then.
+        """Drops the engine of this unit's tree. The next forward makes a new one for the parameters of that time.
 
         Raises:
             RuntimeError: units of the tree hold unreduced gradients.
@@ -259,14 +259,14 @@ class ShardedUnit(StateNames, torch_private.State):
             state.hooks.set_unit(None)  # type: ignore[arg-type]  # the stub has no Optional
 
     def check_pools(self) -> None:
-        """Before each forward of a root, with FSDP2X_DEBUG=1: no shard has left its pool since the last one."""
+        """Checks before each forward of a root, with FSDP2X_DEBUG=1, that no shard has left its pool."""
         if self.is_root:
             for state in self.tree:
                 for group in state.groups:
                     group.check_pool()
 
     def reset(self) -> None:
-        """Drops the running iteration: every unit of this root is resharded and idle, its gradients are gone."""
+        """Drops the running iteration: every unit of this root is resharded and idle, and its gradients are gone."""
         if self.is_root is False:
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
         if self.root is None:
@@ -286,7 +286,7 @@ def mark_managed(module: nn.Module) -> None:
 
 
 def refuse_unreduced(units: Iterable[ShardedUnit]) -> None:
-    """Raises RuntimeError if one of ``units`` holds gradients that another dtype or device would spoil."""
+    """Raises RuntimeError if one of ``units`` holds gradients that a change of dtype or device would invalidate."""
     for state in units:
         if any(group.holds_unreduced for group in state.groups):
             raise RuntimeError(

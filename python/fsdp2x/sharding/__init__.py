@@ -1,1 +1,1 @@
-"""What is cut, along which dim, over which ranks: units, meshes, specs, and the pool of a group of parameters."""
+"""Describes what is sharded, along which dim, and over which ranks: units, meshes, specs, and flat buffers."""

@@ -1,4 +1,4 @@
-"""What one ``fully_shard`` call manages: modules, their parameters, who owns them, and where each parameter goes."""
+"""Collects what one ``fully_shard`` call manages: modules, parameters, their owners, and the placement of each."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fsdp2x.sharding.mesh import ShardGroup, from_mesh_info
 
 
 class Owners(Sequence):
-    """Places that register a parameter: (module, name). Modules are held weakly, because they hold who asks.
+    """(module, name) pairs that register a parameter. Holds modules weakly, because modules refer to this object.
 
-    So a model and its engine go when nobody refers to the model any more, without Python's cycle collector. Iterating,
-    and slices, leave out modules that are gone. An index gives None in place of such a module.
+    So a model and its engine are freed without Python's cycle collector when the last reference to the model goes.
+    Iteration and slices skip modules that are gone. An index returns None for such a module.
     """
 
     def __init__(self, places: Iterable[tuple[nn.Module, str]]) -> None:
@@ -38,7 +38,7 @@ class Owners(Sequence):
         return iter(self[:])
 
     def append(self, place: tuple[nn.Module, str]) -> None:
-        """One more place."""
+        """Adds a pair."""
         self._places.append((weakref.ref(place[0]), place[1]))
 
 
@@ -56,7 +56,7 @@ def managed_modules(roots: Iterable[nn.Module], is_sharded: Callable[[nn.Module]
     visited: set[int] = set()
     found: list[nn.Module] = []
 
-    # A closure that refers to itself would keep the modules until the cycle collector runs.
+    # A closure that refers to itself would keep the modules alive until the cycle collector runs.
     def visit(module: nn.Module, again: Callable) -> None:
         if torch_private.is_replicated(module):
             return
@@ -75,7 +75,7 @@ def managed_modules(roots: Iterable[nn.Module], is_sharded: Callable[[nn.Module]
 
 
 def collect_params(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> list[OwnedParam]:
-    """The distinct parameters of ``modules`` in order of first registration.
+    """Returns the distinct parameters of ``modules`` in order of first registration.
 
     Raises:
         ValueError: a parameter is a scalar, which has no dim to shard.
@@ -95,7 +95,7 @@ def collect_params(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> 
 
 
 def collect_buffers(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """The distinct buffers of ``modules``."""
+    """Returns the distinct buffers of ``modules``."""
     return list({id(buffer): buffer for module in modules for buffer in module.buffers(recurse=False)}.values())
 
 
@@ -115,7 +115,7 @@ def move_to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> Non
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a parameter goes: the ranks that share it and the dim it is cut along."""
+    """Placement of a parameter: the ranks that share it and the dim it is cut along."""
 
     owned: OwnedParam
     ranks: ShardGroup
@@ -123,11 +123,11 @@ class Placed:
 
 
 def place(owned: OwnedParam, ranks: ShardGroup, placement_fn: Callable | None) -> Placed:
-    """Asks ``shard_placement_fn``; by default ``Shard(0)`` over ``ranks``.
+    """Returns the placement that ``shard_placement_fn`` chooses. Default: ``Shard(0)`` over ``ranks``.
 
     Raises:
-        ValueError: the function returned something else than None, ``Shard`` or torch's ``ShardPlacementResult``, or
-            a dim that the parameter has not.
+        ValueError: the function did not return None, ``Shard`` or torch's ``ShardPlacementResult``.
+        AssertionError: the parameter has no such dim.
     """
     param = owned.param
     placement: Any = placement_fn(param) if placement_fn is not None else None
@@ -137,8 +137,8 @@ def place(owned: OwnedParam, ranks: ShardGroup, placement_fn: Callable | None) -
         return Placed(owned, ranks, 0)
     if not isinstance(placement, Shard):
         raise ValueError(
-            f"Invalid shard_placement_fn result: {placement!r} for a parameter of shape {tuple(param.shape)}; expected "
-            "None, Shard(dim) or ShardPlacementResult"
+            f"Invalid shard_placement_fn result: {placement!r} for a parameter of shape {tuple(param.shape)}. Return "
+            "None, Shard(dim) or ShardPlacementResult."
         )
     dim = placement.dim + param.dim() if placement.dim < 0 else placement.dim
     if not 0 <= dim < param.dim():
@@ -147,7 +147,7 @@ def place(owned: OwnedParam, ranks: ShardGroup, placement_fn: Callable | None) -
 
 
 def group_by_ranks(placed: list[Placed]) -> list[list[Placed]]:
-    """Parameters of one mesh together, in order of first appearance."""
+    """Groups parameters by mesh, in order of first appearance."""
     groups: dict[tuple, list[Placed]] = {}
     for one in placed:
         key = (one.ranks.mesh, one.ranks.group, one.ranks.replicate_group)

@@ -1,8 +1,7 @@
-"""Parameters whose local tensor brings its own all-gather (``fsdp_pre_all_gather`` / ``fsdp_post_all_gather``).
+"""Gathers parameters whose local tensor defines ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
 
-The declared slow path: per parameter and in Python; only the collective is that of the whole group. Everything else
-about such a parameter (hooks, gradients, registration) runs in the engine. Protocol: torch's documentation of FSDP2
-extensions.
+This path is slow: it runs in Python for each parameter, and only the collective covers the group. The engine runs
+everything else (hooks, gradients, registration). torch's FSDP2 documentation describes the protocol.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from fsdp2x.sharding.spec import ParamSpec
 
 
 def has_extension(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` defines the extension protocol.
+    """Returns whether ``tensor`` defines the extension protocol.
 
     Raises:
         AssertionError: it defines only one of the two functions.
@@ -34,20 +33,21 @@ def has_extension(tensor: torch.Tensor) -> bool:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a subclass without memory of its own: its inner tensors keep their storages."""
+    """Returns whether ``tensor`` is a subclass without memory of its own, whose inner tensors keep their storages."""
     return torch_private.is_traceable_wrapper_subclass(tensor) or (
         type(tensor) not in (torch.Tensor, nn.Parameter) and has_extension(tensor)
     )
 
 
 class Extension:
-    """One parameter's gathers: inputs of the running one, and the tensors its unsharded form lies in."""
+    """Gathers of one parameter: the inputs of the current gather, and the tensors that hold its unsharded form."""
 
     def __init__(self, spec: ParamSpec, size: torch.Size, ranks: ShardGroup, module: nn.Module) -> None:
         if spec.shard_dim > 0:
             raise NotImplementedError(
                 f"fsdp2x.fully_shard: a parameter of {type(module).__name__} with an all-gather extension is sharded "
-                f"along dim {spec.shard_dim}; extensions work along dim 0 only"
+                f"along dim {spec.shard_dim}, but extensions work along dim 0 only. Return Shard(0) for it from "
+                "shard_placement_fn."
             )
         self.spec, self.ranks = spec, ranks
         self.size, self.stride = size, torch.empty(size, device="meta").stride()
@@ -60,10 +60,10 @@ class Extension:
         self._inner: list[torch.Tensor] = []
 
     def begin(self, local: Any, module: nn.Module, mp_policy) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns (output, source) of each all-gather that ``fsdp_pre_all_gather`` asks for; none at world size 1.
+        """Returns (output, source) of each all-gather that ``fsdp_pre_all_gather`` requests. Empty at world size 1.
 
         Raises:
-            AssertionError: its signature, or the sizes it returned, are not those of the protocol.
+            AssertionError: its signature or the sizes it returned violate the protocol.
         """
         arity = len(inspect.signature(local.fsdp_pre_all_gather).parameters)
         if arity not in (1, 5):
@@ -94,11 +94,11 @@ class Extension:
         return []
 
     def finish(self, local: Any, dtype: torch.dtype) -> torch.Tensor | None:
-        """Unshards ``local`` in the compute ``dtype``, once everything is gathered.
+        """Unshards ``local`` in the compute ``dtype`` after all gathers finished.
 
-        Returns the tensor that ``parameter`` is to be made of; None when there is one, which then has the values.
+        Returns the tensor to make ``parameter`` of, or None if ``parameter`` exists and now has the values.
         """
-        # The rows of all ranks one below the other, as the protocol wants them.
+        # The protocol wants the rows of all ranks concatenated along dim 0.
         outputs = tuple(
             out.view(-1, *source.shape[1:]) for out, source in zip(self._outputs, self._inputs, strict=True)
         )
@@ -109,7 +109,7 @@ class Extension:
         else:
             for tensor in self._inner:
                 _allocate(tensor)
-            # The very object that modules compute with: extensions also write what is beside its memory (a scale).
+            # Pass the object that modules compute with, because extensions also write its other fields (a scale).
             local.fsdp_post_all_gather(outputs, self._metadata, dtype, out=self.parameter)
         self._inputs, self._metadata = [], None
         release = getattr(local, "fsdp_should_release_all_gather_outputs_after_post_all_gather", None)
@@ -119,7 +119,7 @@ class Extension:
         return unsharded
 
     def free(self) -> None:
-        """Gives the memory of the unsharded form back; the tensors stay."""
+        """Frees the memory of the unsharded form. The tensor objects stay."""
         for tensor in (*self._outputs, *self._inner):
             tensor.untyped_storage().resize_(0)
 

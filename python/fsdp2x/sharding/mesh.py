@@ -1,4 +1,4 @@
-"""Which ranks share parameters: validation of device meshes, and the shard and replicate axes taken from them."""
+"""Finds the ranks that share parameters: validates device meshes and picks their shard and replicate axes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from fsdp2x.base.native import _C
 
 @dataclass(frozen=True)
 class ShardGroup:
-    """The ranks among which parameters are sharded, and those that hold copies of the same shards.
+    """The ranks that shard parameters, and the ranks that hold copies of the same shards.
 
-    ``mesh`` is the data-parallel mesh: 1-D (shard), or 2-D (replicate, shard). With ``dp_mesh_dims`` it is cut out of
-    ``spmd_mesh``, on which the parameters already are DTensors.
+    ``mesh`` is the data-parallel mesh: 1-D (shard) or 2-D (replicate, shard). With ``dp_mesh_dims`` it is a slice of
+    ``spmd_mesh``, the mesh of the parameters, which already are DTensors.
     """
 
     mesh: DeviceMesh
-    group: dist.ProcessGroup | None  # None: nothing is sharded, a world of one
+    group: dist.ProcessGroup | None  # None: a world of one rank, nothing is sharded
     rank: int
     world: int
     replicate_group: dist.ProcessGroup | None
@@ -40,7 +40,7 @@ class ShardGroup:
         return self.replicate_group is not None
 
     def rows(self, size: Sequence[int], dim: int, rank: int | None = None) -> tuple[list[int], list[int]]:
-        """Start and sizes of the part of a tensor of ``size``, cut along ``dim``, that ``rank`` has; default this."""
+        """Returns start and sizes of ``rank``'s (default: this rank's) part of a ``size`` tensor cut along ``dim``."""
         begin, end = _C.shard_rows(size[dim], self.world, self.rank if rank is None else rank)
         start, sizes = [0] * len(size), list(size)
         start[dim], sizes[dim] = begin, end - begin
@@ -48,18 +48,18 @@ class ShardGroup:
 
 
 def default_mesh() -> DeviceMesh:
-    """A 1-D mesh over all ranks on the machine's accelerator, else the CPU; starts torch.distributed if needed.
+    """Returns a 1-D mesh over all ranks on the accelerator, or else the CPU. Initializes torch.distributed if needed.
 
     Raises:
-        RuntimeError: nobody has said who the ranks are.
+        RuntimeError: there is no process group, and the environment variables to make one are missing.
     """
     if not dist.is_initialized():
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise RuntimeError(
                 "fully_shard: there is no process group, and nothing in the environment to make one from "
-                f"({', '.join(missing)} not set): start the script with torchrun --nproc_per_node=N, or call "
-                "torch.distributed.init_process_group before"
+                f"({', '.join(missing)} not set). Start the script with torchrun --nproc_per_node=N, or call "
+                "torch.distributed.init_process_group first."
             )
         dist.init_process_group()
     return init_device_mesh(torch_private.accelerator_type(), (dist.get_world_size(),))
@@ -69,9 +69,9 @@ def shard_group(mesh: DeviceMesh, dp_mesh_dims: Any = None) -> ShardGroup:
     """Checks ``mesh`` and returns its data-parallel axes.
 
     Raises:
-        ValueError: the mesh lacks this rank, has neither one nor two axes, or ``dp_mesh_dims`` names an axis that it
-            has not.
-        AssertionError: a 2-D mesh without names for its axes (upstream's type).
+        ValueError: the mesh does not contain this rank, does not have one or two axes, or lacks an axis of
+            ``dp_mesh_dims``.
+        AssertionError: a 2-D mesh has no axis names (the type that FSDP2 raises).
     """
     _check_member(mesh)
     if dp_mesh_dims is not None:
@@ -85,12 +85,12 @@ def shard_group(mesh: DeviceMesh, dp_mesh_dims: Any = None) -> ShardGroup:
     return _make(mesh, shard_axis=1, replicate_axis=0)
 
 
-# By shard group, so that units of one mesh share them; gone with the group.
+# Keyed by shard group, so units of one mesh share them. Freed with the group.
 _post_forward_groups: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def post_forward_group(ranks: ShardGroup, world: int) -> ShardGroup:
-    """Consecutive ranks of ``ranks.mesh`` in groups of ``world``. Collective at the first call for a mesh and size."""
+    """Returns groups of ``world`` consecutive ranks of ``ranks.mesh``. Collective at a mesh and size's first call."""
     made = _post_forward_groups.setdefault(ranks.group, {})
     key = (ranks.mesh, world)
     if key not in made:
@@ -99,16 +99,15 @@ def post_forward_group(ranks: ShardGroup, world: int) -> ShardGroup:
     return made[key]
 
 
-# By shard group; gone with it.
+# Keyed by shard group, freed with it.
 _reduction_groups: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def reduction_group(ranks: ShardGroup) -> dist.ProcessGroup | None:
-    """A second process group over the ranks of ``ranks.group``; None without one. Collective at the first call.
+    """Returns a second process group over the ranks of ``ranks.group``, or None. Collective at the first call.
 
     Raises:
-        RuntimeError: some of the ranks have made more process groups than others, so that they would not find each
-            other in a new one.
+        RuntimeError: the ranks have created different numbers of process groups, so the new one would never connect.
     """
     if ranks.group is not None and ranks.group not in _reduction_groups:
         _reduction_groups[ranks.group] = _group_of_members(
@@ -117,15 +116,15 @@ def reduction_group(ranks: ShardGroup) -> dist.ProcessGroup | None:
     return _reduction_groups.get(ranks.group) if ranks.group is not None else None
 
 
-# By the process group of a mesh's last axis, then by the mesh; gone with the group.
+# Keyed by the process group of a mesh's last axis, then by the mesh. Freed with the group.
 _covering_groups: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def covering_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """A process group over all ranks of ``mesh``. Collective at the first call for a mesh of several axes.
+    """Returns a process group over all ranks of ``mesh``. Collective at the first call for a mesh of several axes.
 
     Raises:
-        RuntimeError: as ``reduction_group``.
+        RuntimeError: see ``reduction_group``.
     """
     if mesh.ndim == 1:
         return mesh.get_group()
@@ -141,7 +140,7 @@ def covering_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 def _group_of_members(
     caller: str, axes: list[dist.ProcessGroup], device: torch.device, description: str
 ) -> dist.ProcessGroup:
-    """A new process group of all ranks that ``axes`` lead to, one after the other; nobody else is waited for."""
+    """Makes a process group of all ranks that ``axes`` reach one after the other. Only those ranks take part."""
 
     def told_along_axes(own: str) -> dict[int, str]:
         told = {dist.get_rank(): own}
@@ -155,10 +154,10 @@ def _group_of_members(
     if len(set(names.values())) > 1:
         like_first = [rank for rank in members if names[rank] == names[members[0]]]
         raise RuntimeError(
-            f"{caller}: a process group of its own cannot be made, since the ranks have not "
-            f"made the same number of process groups before: ranks {like_first} differ from the others of {members}. "
-            "torch.distributed names a new group by that number, and would wait for the others under another name. "
-            "Make process groups on all ranks alike, or call this before the ones that only some ranks make"
+            f"{caller}: cannot make a separate process group, because the ranks have not made the same number of "
+            f"process groups before: ranks {like_first} differ from the others of {members}. "
+            "torch.distributed names a group by that number, so the ranks would wait for each other forever. "
+            "Make process groups on all ranks alike, or call this before making groups on some ranks only."
         )
     with torch_private.without_splits() as bound:
         made = dist.new_group(
@@ -173,7 +172,7 @@ def _group_of_members(
 
 
 def from_mesh_info(info: Any) -> ShardGroup:
-    """From the ``mesh_info`` that a ``shard_placement_fn`` returned in torch's ``ShardPlacementResult``."""
+    """Returns the ranks of the ``mesh_info`` in a ``ShardPlacementResult`` of ``shard_placement_fn``."""
     return _make(
         info.mesh,
         shard_axis=getattr(info, "shard_mesh_dim", None),
@@ -188,8 +187,8 @@ def _check_member(mesh: DeviceMesh) -> None:
         ranks = mesh.mesh.flatten().tolist()
         shown = ", ".join(map(str, ranks[:8])) + (f", .. ({len(ranks)} of them)" if len(ranks) > 8 else "")
         raise ValueError(
-            f"fully_shard: rank {dist.get_rank()} is not in the mesh, whose ranks are {shown}; call fully_shard on "
-            "ranks of the mesh alone"
+            f"fully_shard: rank {dist.get_rank()} is not in the mesh, whose ranks are {shown}. Call fully_shard on "
+            "ranks of the mesh only."
         )
 
 
@@ -239,16 +238,16 @@ def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 def smaller_world(
     reshard_after_forward: bool | int | None, ranks: list[ShardGroup], *, gathers_alone: bool
 ) -> int | None:
-    """The number of ranks that keep the parameters after forward, when it is neither one nor all.
+    """Returns the number of ranks that keep the parameters after forward. None if it is one or all.
 
     Args:
-        reshard_after_forward: as given to ``fully_shard``.
-        ranks: of the unit, then of its groups.
-        gathers_alone: a parameter of the unit is model-parallel or has an all-gather extension.
+        reshard_after_forward: the argument of ``fully_shard``.
+        ranks: the ranks of the unit, then those of its groups.
+        gathers_alone: whether a parameter of the unit is model-parallel or has an all-gather extension.
 
     Raises:
-        ValueError: an int that does not divide the number of ranks.
-        NotImplementedError: an int, and ``gathers_alone``.
+        ValueError: an int does not divide the number of ranks.
+        NotImplementedError: an int together with ``gathers_alone``.
     """
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return None
@@ -262,8 +261,8 @@ def smaller_world(
         return None
     if gathers_alone:
         raise NotImplementedError(
-            "Resharding to smaller mesh is not supported for DTensor parameters and all-gather extensions; use "
-            "reshard_after_forward=True or False"
+            "Resharding to smaller mesh is not supported for DTensor parameters and all-gather extensions. Use "
+            "reshard_after_forward=True or False."
         )
     for group in ranks[1:]:
         post_forward_group(group, reshard_after_forward)

@@ -1,4 +1,4 @@
-"""What a unit keeps in host memory: the policy, and the mark of parameters whose optimizer state belongs there."""
+"""Defines what a unit keeps in CPU memory: the policy, and a mark on parameters whose optimizer state stays there."""
 
 from __future__ import annotations
 
@@ -21,46 +21,44 @@ OFFLOAD_MODES = typing.get_args(OffloadMode)
 @checked
 @dataclass
 class HostOffloadPolicy(OffloadPolicy):
-    """What ``fully_shard`` keeps in host memory on an accelerator; on a CPU mesh nothing changes but pinning.
+    """Keeps shards, gradients, or optimizer state in CPU memory. On a CPU mesh only ``pin_memory`` has an effect.
 
     ```
     ========== ============ ============= ================== ========================================== ==========
-    mode       shards       gradients     optimizer state    over the bus in a step, per parameter      step runs
+    mode       shards       gradients     optimizer state    transfers per step and parameter           step runs
     ========== ============ ============= ================== ========================================== ==========
-    none       device       device        device             nothing                                    device
-    optimizer  device       device        host               its moments, there and back                device
-    gradients  host, and a  host          host               its shard per forward, its gradient back   host
+    none       device       device        device             none                                       device
+    optimizer  device       device        CPU                moments to the device and back             device
+    gradients  CPU, and a   CPU           CPU                shard per forward, gradient back           CPU
                copy on the
                device
-    all        host         host          host               its shard per gather, its gradient back    host
+    all        CPU          CPU           CPU                shard per gather, gradient back            CPU
     ========== ============ ============= ================== ========================================== ==========
     ```
 
-    Everything moves in one copy per unit each way, beside the compute.
+    Each unit moves in one copy per direction, overlapped with compute.
 
-    ``optimizer``: ``fsdp2x.optim.AdamW`` keeps its moments in one block of host memory per unit, brings them to the
-    device unit by unit while it steps (two units at a time, the largest first), and takes them back; ``step`` returns
-    when they are back. It computes what it computes without offloading, bit for bit. Other optimizers would make their
-    state on the device: their ``step`` raises, unless they keep none (SGD without momentum).
+    ``optimizer``: needs ``fsdp2x.optim.AdamW``, which moves its moments unit by unit while it steps. ``step`` returns
+    when they are back in CPU memory, and results equal those without offloading bit for bit. Other optimizers raise
+    in ``step`` unless they keep no state (SGD without momentum).
 
-    ``gradients``: what DeepSpeed calls offloading the optimizer. The parameters that the optimizer sees are the host's,
-    and so are ``.grad`` and, with any optimizer, the state: the step runs on the host. The device keeps a copy of the
-    shards, which is brought up to date by the first gather of each forward (and of each ``unshard()``), whoever wrote
-    to the parameters and how; backward gathers from that copy.
+    ``gradients``: works with any optimizer; DeepSpeed calls it offloading the optimizer. The optimizer sees parameters
+    and ``.grad`` in CPU memory. The first gather of each forward (and of each ``unshard()``) updates the copy on the
+    device, and backward gathers from that copy.
 
-    With ``gradients`` and ``all``, ``fsdp2x.optim.AdamW(step_in_backward=True)`` steps on the host while backward runs.
+    With ``gradients`` and ``all``, ``fsdp2x.optim.AdamW(step_in_backward=True)`` steps on the CPU during backward.
 
-    ``all``: ``torch.distributed.fsdp.CPUOffloadPolicy``. The device keeps nothing of the shards between gathers.
+    ``all``: like ``torch.distributed.fsdp.CPUOffloadPolicy``. The device keeps no shards between gathers.
 
     Attributes:
-        mode: one of the above.
-        pin_memory: page-lock what is copied, so that copies overlap; needs an accelerator. torch takes page-locked
-            memory in powers of two, up to twice what ``memory_report`` counts; later versions than 2.11 do not with
-            ``PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1`` in the environment.
+        mode: ``"none"``, ``"optimizer"``, ``"gradients"``, or ``"all"``.
+        pin_memory: whether to page-lock the copied memory, so that copies overlap. Needs an accelerator. torch rounds
+            page-locked blocks up to powers of two, up to twice what ``memory_report`` counts. After torch 2.11, set
+            ``PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1`` to avoid it.
 
     Raises:
-        ValueError: another ``mode``.
-        TypeError: ``pin_memory`` is no bool.
+        ValueError: ``mode`` is unknown.
+        TypeError: ``pin_memory`` is not a bool.
     """
 
     mode: OffloadMode = "all"
@@ -68,14 +66,14 @@ class HostOffloadPolicy(OffloadPolicy):
 
 
 class Offload(NamedTuple):
-    """A policy as the runtime reads it."""
+    """An offload policy as the runtime reads it."""
 
     mode: str = "none"
     pin_memory: bool = False
 
     @property
     def of_shards(self) -> bool:
-        """Whether the parameters that an optimizer sees, and their gradients, are the host's."""
+        """Whether the optimizer sees parameters and gradients in CPU memory."""
         return self.mode in ("gradients", "all")
 
 
@@ -83,7 +81,7 @@ def offload_of(policy: OffloadPolicy | None) -> Offload:
     """Reads an ``offload_policy``.
 
     Raises:
-        RuntimeError: it pins memory, and there is no accelerator to pin it for.
+        RuntimeError: the policy pins memory on a machine without an accelerator.
     """
     if isinstance(policy, CPUOffloadPolicy):
         offload = Offload("all", policy.pin_memory)
@@ -95,31 +93,31 @@ def offload_of(policy: OffloadPolicy | None) -> Offload:
         name, mode = type(policy).__name__, f"mode={policy.mode!r}, " if hasattr(policy, "mode") else ""
         raise RuntimeError(
             f"fully_shard: offload_policy={name}({mode}pin_memory=True) pins memory for an accelerator, and this "
-            f"machine has none; use {name}({mode}pin_memory=False)"
+            f"machine has none. Use {name}({mode}pin_memory=False)."
         )
     return offload
 
 
 class HostState(NamedTuple):
-    """The mark of a parameter whose optimizer state belongs to the host: which ones travel together, and how."""
+    """Mark of a parameter whose optimizer state stays in CPU memory: its transfer group, and how it is copied."""
 
     group: int
     pin_memory: bool
 
 
-# The attribute of a marked parameter: a plain tuple, which files may hold.
+# The attribute that holds the mark: a plain tuple, so files may contain it.
 MARK = "_fsdp2x_host_state"
 _numbers = itertools.count(1)
 
 
 def new_mark(pin_memory: bool) -> HostState:
-    """The mark of one more group of parameters. From now on optimizers that do not know it are refused."""
+    """Makes the mark of another transfer group. From now on, optimizers that ignore marks raise in ``step``."""
     _refuse_other_optimizers()
     return HostState(next(_numbers), pin_memory)
 
 
 def mark(param: torch.Tensor, state: HostState | None) -> None:
-    """Marks ``param``, or takes the mark away."""
+    """Sets or removes the mark of ``param``."""
     if state is not None:
         param.__dict__[MARK] = tuple(state)
     else:
@@ -127,13 +125,13 @@ def mark(param: torch.Tensor, state: HostState | None) -> None:
 
 
 def host_state(param: torch.Tensor) -> HostState | None:
-    """The mark of ``param``."""
+    """Returns the mark of ``param``."""
     found = param.__dict__.get(MARK)
     return None if found is None else HostState(*found)
 
 
 def marks_exist() -> bool:
-    """Whether any parameter of this process was ever marked: what optimizers ask before they look at each."""
+    """Whether this process ever marked a parameter. Optimizers check it before they look at each parameter."""
     return _refuse_other_optimizers.cache_info().currsize > 0
 
 
@@ -147,10 +145,10 @@ def _refuse_if_other(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict
         return
     for group in optimizer.param_groups:
         if isinstance(optimizer, torch.optim.SGD) and not group["momentum"]:
-            continue  # keeps nothing
+            continue  # keeps no state
         if any(MARK in param.__dict__ for param in group["params"]):
             raise RuntimeError(
                 f"fsdp2x: {type(optimizer).__name__} would keep its state on the device, but its parameters were "
-                "sharded with HostOffloadPolicy(mode='optimizer'); use fsdp2x.optim.AdamW, or "
-                "mode='gradients' or 'all', with which every optimizer steps on the host"
+                "sharded with HostOffloadPolicy(mode='optimizer'). Use fsdp2x.optim.AdamW, or "
+                "mode='gradients' or 'all', where any optimizer steps on the CPU."
             )

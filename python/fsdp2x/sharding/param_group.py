@@ -1,7 +1,7 @@
-"""The parameters of one group: cutting them into shards, the pool they lie in, and adopting what replaced them.
+"""Holds the parameters of one group: cuts them into shards in one flat buffer, and adopts replaced parameters.
 
-``ShardedParamGroup`` owns the shard pool and the sharded ``nn.Parameter`` objects. The engine's ``_C.ParamGroup`` is
-built from it at lazy initialization and keeps the same pool.
+``ShardedParamGroup`` owns the buffer (the pool) and the sharded ``nn.Parameter`` objects. Lazy initialization builds
+the engine's ``_C.ParamGroup`` from it, which keeps the same pool.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fsdp2x.sharding.upstream_names import GroupNames
 
 
 class ShardedParamGroup(GroupNames):
-    """The sharded parameters of one group and the pool their shards lie in."""
+    """The sharded parameters of one group and the pool that holds their shards."""
 
     is_replicated = False
 
@@ -49,18 +49,18 @@ class ShardedParamGroup(GroupNames):
     ) -> None:
         self.ranks = placed[0].ranks
         self.offload = offload
-        self.offloads = offload.of_shards  # they are in host memory, whatever the mesh's device
-        # What tells optimizers that the state of our parameters is to be in host memory.
+        self.offloads = offload.of_shards  # shards are in CPU memory, whatever the mesh's device
+        # The mark makes optimizers keep the state of these parameters in CPU memory.
         keeps_state = offload.mode == "optimizer" and has_streams(self.ranks.device)
         self._mark = new_mark(offload.pin_memory) if keeps_state else None
         self.policy = mp_policy
         self._pin_memory = offload.pin_memory and offload.of_shards
-        self._own_pool: torch.Tensor | None = None  # before there is an engine, which may move shards
+        self._own_pool: torch.Tensor | None = None  # used until there is an engine, which may move shards
         self.params: list[ShardedParam] = []
-        self.module_fqn = ""  # of the unit's modules, from lazy initialization on
+        self.module_fqn = ""  # of the unit's modules, set at lazy initialization
         self.unit_state: Callable = lambda: None  # weak reference to the state of the unit
-        self.engine: _C.ParamGroup | None = None  # from lazy initialization on
-        self.extension_gathers: Any = None  # comms._ExtensionGathers, where there are extensions or aliases
+        self.engine: _C.ParamGroup | None = None  # set at lazy initialization
+        self.extension_gathers: Any = None  # comms._ExtensionGathers, if there are extensions or aliases
         self._own_offsets: list[int] = []
         self._dtypes: list[torch.dtype] = []
         for one in placed:
@@ -73,14 +73,14 @@ class ShardedParamGroup(GroupNames):
         self._take_places(placed)
 
     def _take_places(self, placed: list[Placed]) -> None:
-        """Registers the sharded parameters where the originals were."""
+        """Registers the sharded parameters in place of the originals."""
         for one, sharded in zip(placed, self.params, strict=True):
             sharded.original = optimizer_hooks.mark_original(one.owned.param)
             for module, name in sharded.owners:
                 module._parameters[name] = sharded.param
 
     def add_owner(self, index: int, module: nn.Module, name: str) -> None:
-        """One more place that registers the parameter ``index``. While it is sharded."""
+        """Adds a module that registers parameter ``index``. Call it while the unit is sharded."""
         self.params[index].owners.append((module, name))
         if self.engine is not None:
             self.engine.add_owner(index, _owner(module, name))
@@ -100,8 +100,8 @@ class ShardedParamGroup(GroupNames):
             )
         if param.requires_grad and param.dtype not in (*REDUCIBLE, *PARTS):
             raise NotImplementedError(
-                f"fsdp2x.fully_shard: {where} is trainable and of dtype {param.dtype}; gradients can be reduced for "
-                f"{', '.join(str(dtype) for dtype in (*REDUCIBLE, *PARTS))}. Freeze it or convert it first."
+                f"fsdp2x.fully_shard: {where} is trainable and has dtype {param.dtype}, but gradients can be reduced "
+                f"only for {', '.join(str(dtype) for dtype in (*REDUCIBLE, *PARTS))}. Freeze or convert it first."
             )
 
     def _shard(self, placed: Placed) -> None:
@@ -116,7 +116,7 @@ class ShardedParamGroup(GroupNames):
             )
         local = cut(full, ranks, dim)
         sharded = parameter_over(local, spec, requires_grad=owned.param.requires_grad)
-        # What a tensor subclass keeps on its instances are its parts, not the user's.
+        # Attributes of a wrapper instance are its parts; users did not set them.
         attributes = {} if is_wrapper(full) else user_attributes(owned.param)
         sharded.__dict__.update(attributes)
         keeps = keeps_dtype(owned.param, self.policy)
@@ -124,24 +124,24 @@ class ShardedParamGroup(GroupNames):
         self.params.append(ShardedParam(sharded, owners, spec, full.shape, attributes, keeps, is_wrapper(local)))
 
     def find_extensions(self) -> None:
-        """Which local tensors bring their own all-gather; again at lazy initialization, since people patch it in."""
+        """Finds local tensors that define their own all-gather. Runs again at lazy initialization: users patch late."""
         for sharded in self.params:
             local = torch_private.local_tensor(sharded.param)
             if sharded.extension is None and has_extension(local):
                 sharded.extension = Extension(sharded.spec, sharded.local_size, self.ranks, sharded.owners[0][0])
 
     def shapes(self) -> list[_C.ParamShape]:
-        """What the engine's layout wants of each parameter."""
+        """Describes each parameter for the engine's layout."""
         policy = self.policy
         return layout_shapes([sharded.facts for sharded in self.params], policy.param_dtype, policy.reduce_dtype)
 
     def _pool_layout(self) -> _C.Layout:
-        """Where shards lie, which no dtype of compute or reduction changes."""
+        """Returns where shards are stored. Compute and reduction dtypes do not change it."""
         shapes = layout_shapes([sharded.facts for sharded in self.params], None, None)
         return _C.Layout(shapes, self.ranks.world, self.ranks.rank)
 
     def _make_pool(self, layout: _C.Layout, device: torch.device, dtypes: list[torch.dtype]) -> torch.Tensor:
-        """Makes the memory for shards of ``dtypes``, which is not zeroed."""
+        """Allocates memory for shards of ``dtypes`` without zeroing it."""
         pool = _C.pool_memory(max(layout.shard_pool_bytes, 1), device)
         if self._pin_memory:
             pool = pool.pin_memory()
@@ -150,8 +150,8 @@ class ShardedParamGroup(GroupNames):
 
     @property
     def transport(self) -> TransportKind:
-        """The one that runs, from lazy initialization on."""
-        assert self.engine is not None, "asked before lazy initialization"
+        """The transport in use. Set at lazy initialization."""
+        assert self.engine is not None, "transport was read before lazy initialization"
         return TransportKind(self.engine.transport_name)
 
     @property
@@ -160,7 +160,7 @@ class ShardedParamGroup(GroupNames):
 
     @property
     def pool(self) -> torch.Tensor | None:
-        """What the shards lie in, bytes: a pool, or the slot that they rest in. None: they are on the meta device."""
+        """The bytes that hold the shards: a pool, or the gather buffer they stay in. None on the meta device."""
         return self._own_pool if self.engine is None else self.engine.pool
 
     @property
@@ -171,24 +171,24 @@ class ShardedParamGroup(GroupNames):
 
     @property
     def _offsets(self) -> list[int]:
-        """Of the shards in ``pool``, in bytes."""
+        """Offsets of the shards in ``pool``, in bytes."""
         return self._own_offsets if self.engine is None else self.engine.shard_offsets
 
     def adopt(self) -> None:
-        """Brings every shard back into the pool: after loading with ``assign=True``, ``.to()``, ``.to_empty()``.
+        """Brings every shard back into the pool after ``load_state_dict(assign=True)``, ``.to()`` or ``.to_empty()``.
 
-        Values of parameters that moved are copied; the ``nn.Parameter`` objects stay. If dtypes or the device changed,
+        Copies the values of parameters that moved. The ``nn.Parameter`` objects stay. If dtypes or the device changed,
         the pool is new, and the next forward makes the engine's unit again.
 
         Raises:
-            ValueError: a parameter has another shape than its shard; modules register the shard again.
+            ValueError: a parameter does not have the shape of its shard. Modules then register the shard again.
         """
         before = [sharded.param for sharded in self.params]
         self.follow_modules()
         _refuse_shapes(self, before, self._dtypes)
         for sharded in self.params:
             torch_private.restore_gradient_hooks(sharded.param)
-            if not user_attributes(sharded.param):  # a conversion of a module inside the unit drops them
+            if not user_attributes(sharded.param):  # converting a module inside the unit drops them
                 sharded.param.__dict__.update(sharded.attributes)
         self._adopt()
         if self.engine is None:
@@ -199,7 +199,7 @@ class ShardedParamGroup(GroupNames):
         self._watch_shards(self.engine)
 
     def follow_modules(self) -> None:
-        """Takes the parameters that modules register now for ours."""
+        """Takes over the parameters that modules register now."""
         for sharded in self.params:
             module, name = sharded.owners[0]
             current = None if module is None else module._parameters.get(name)
@@ -212,7 +212,7 @@ class ShardedParamGroup(GroupNames):
         return is_sharded(current) and current is not sharded.param
 
     def refresh_aliases(self) -> None:
-        """Copies the rows of parameters that lie in another group's pool."""
+        """Copies the rows of parameters that are stored in another group's pool."""
         pool = self._present_pool
         with torch.no_grad():
             for sharded, offset in zip(self.params, self._offsets, strict=True):
@@ -224,7 +224,7 @@ class ShardedParamGroup(GroupNames):
         locals_ = [torch_private.local_tensor(sharded.param) for sharded in self.params]
         if any(local.is_meta for local in locals_):
             self._leave_engine()
-            # There is no pool before materialize(); until then no shard may keep its whole tensor alive.
+            # Until materialize() makes a pool, no shard may keep its full tensor alive.
             self._own_pool = None
             for sharded, local in zip(self.params, locals_, strict=True):
                 if not (local.is_meta or sharded.is_wrapper) and local.nbytes < local.untyped_storage().nbytes():
@@ -247,17 +247,17 @@ class ShardedParamGroup(GroupNames):
                     self._move_in(sharded, local, pool, offset, fresh)
 
     def _leave_engine(self) -> None:
-        """What the engine has was made for other shards."""
+        """Drops the engine's group, because it was made for other shards."""
         if self.engine is not None:
             self.unit_state().forget_engine()
 
     def _leave_slot(self) -> None:
-        """Shards that rest in the engine's slot lie in a pool again, where they can be replaced."""
+        """Moves shards that stay in the engine's gather buffer back into a pool, where they can be replaced."""
         if self.engine is not None:
             self.engine.give_back_shards()
 
     def materialize(self) -> None:
-        """Gives parameters on the meta device memory in a new pool; their values are undefined, the pads are zero.
+        """Gives parameters on the meta device memory in a new pool, with undefined values and zero padding.
 
         The ``nn.Parameter`` objects stay. Parameters of the group that have values keep them.
 
@@ -272,11 +272,11 @@ class ShardedParamGroup(GroupNames):
             if local.is_meta and sharded.is_wrapper:
                 kind, name = type(local).__name__, sharded.fqn or sharded.owners[0][1]
                 raise NotImplementedError(
-                    f"fsdp2x: parameter {name!r} is a {kind} on the meta device; call to_empty() on the model and fill "
-                    "it yourself"
+                    f"fsdp2x: parameter {name!r} is a {kind} on the meta device. Call to_empty() on the model and fill "
+                    "it yourself."
                 )
         layout = self._pool_layout()
-        # Every page is written once, by who fills the parameters; only what lies between them is zeroed here.
+        # Whoever fills the parameters writes every page once. Here only the padding is zeroed.
         device = torch.device("cpu") if self.offloads else self.ranks.device
         pool = self._make_pool(layout, device, [local.dtype for local in locals_])
         self._own_offsets = layout.shard_offsets
@@ -296,7 +296,7 @@ class ShardedParamGroup(GroupNames):
                     continue
                 fresh = sharded.spec.parameter(pooled, requires_grad=sharded.param.requires_grad)
                 fresh.__dict__.update(user_attributes(sharded.param))
-                # A DTensor cannot change its device: what the object is made of is exchanged.
+                # A DTensor cannot change its device, so swap the contents of the object.
                 torch.utils.swap_tensors(sharded.param, fresh)
             pool[end:].zero_()
 
@@ -313,7 +313,7 @@ class ShardedParamGroup(GroupNames):
         sharded.storage = pooled.untyped_storage()
 
     def pooled_tensors(self) -> list[tuple[torch.Tensor, int]]:
-        """The local tensors that lie in ``pool``, which is a pool again, and their offsets in bytes."""
+        """Returns the local tensors in ``pool``, which is a pool again, and their offsets in bytes."""
         self._leave_slot()
         found, pool = [], self._present_pool
         for sharded, offset in zip(self.params, self._offsets, strict=True):
@@ -323,10 +323,10 @@ class ShardedParamGroup(GroupNames):
         return found
 
     def check_pool(self) -> None:
-        """Checks that every shard still is where the engine reads it.
+        """Checks that every shard is still where the engine reads it.
 
         Raises:
-            RuntimeError: somebody gave a sharded parameter other memory after the first forward.
+            RuntimeError: other code gave a sharded parameter new memory after the first forward.
         """
         pool = self._present_pool
         for sharded, offset in zip(self.params, self._offsets, strict=True):
@@ -338,16 +338,16 @@ class ShardedParamGroup(GroupNames):
             raise RuntimeError(
                 f"fsdp2x: the shard of parameter {sharded.fqn!r} on rank {self.ranks.rank} has left its pool: "
                 "something assigned to the `.data` of its local tensor, or replaced it, after the first forward, and "
-                "training would go on with the old values. Write in place (`param.copy_()`), or load whole "
-                "tensors by torch's set_model_state_dict(..., StateDictOptions(full_state_dict=True)) or "
+                "training would continue with the old values. Write in place (`param.copy_()`), or load full "
+                "tensors with torch's set_model_state_dict(..., StateDictOptions(full_state_dict=True)) or "
                 "fsdp2x.load_hf."
             )
 
     def make_engine_group(self) -> None:
         """Makes the ``_C.ParamGroup`` over these parameters.
 
-        On an accelerator, slots have room for equal chunks of all ranks, as collectives that gather in place want, and
-        shards and gradients may stay on the host.
+        On an accelerator, gather buffers have room for equal chunks of all ranks, because collectives gather in place.
+        Shards and gradients may stay in CPU memory.
         """
         on_device = has_streams(self.ranks.device)
         if on_device:
@@ -364,7 +364,7 @@ class ShardedParamGroup(GroupNames):
             self.ranks.device,
             _OFFLOADS.get(self.offload.mode, _C.Offload.nothing) if on_device else _C.Offload.nothing,
         )
-        self._own_pool = None  # the engine's, which may move shards
+        self._own_pool = None  # the engine owns it now and may move shards
         self._watch_shards(engine)
         optimizer_hooks.watch_steps()
         optimizer_hooks.watch_zero_grad()
@@ -385,22 +385,22 @@ class ShardedParamGroup(GroupNames):
     def _check_offload(self) -> None:
         for sharded in self.params:
             if self.offloads and sharded.extension is not None:
-                what = "has an all-gather of its own"
+                what = "has its own all-gather"
             elif self.offloads and sharded.is_alias:
                 what = "is tied to another unit's"
             elif self._mark is not None and sharded.is_wrapper:
-                what = "is a tensor subclass with memory of its own"
+                what = "is a tensor subclass with its own memory"
             else:
                 continue
             name = sharded.fqn or sharded.owners[0][1]
             raise NotImplementedError(
-                f"fsdp2x: parameter {name!r} {what}, and its unit offloads to the CPU; use OffloadPolicy() there"
+                f"fsdp2x: parameter {name!r} {what}, and its unit offloads to the CPU. Use OffloadPolicy() there."
             )
 
     def make_post_forward(self, ranks: ShardGroup, explain: Callable | None) -> None:
-        """Gives the engine's group the smaller world ``ranks`` that its rows are kept in after forward.
+        """Gives the engine's group the smaller world ``ranks`` that keeps its rows after forward.
 
-        ``explain``: tells what its failed collectives raise.
+        ``explain``: makes the exception to raise if one of its collectives fails.
         """
         shapes = kept_shapes(self.shapes())
         layout = _C.Layout(shapes, ranks.world, ranks.rank, has_streams(self.ranks.device))
@@ -417,9 +417,9 @@ class ShardedParamGroup(GroupNames):
         self.engine.set_post_forward(layout, pool, params, explain)
 
     def _engine_params(self, shapes: list[_C.ParamShape]) -> list[tuple]:
-        """The tuples ``_C.ParamGroup`` takes: fqn, sharded, unsharded, local, gradient spec, owners."""
+        """Returns the tuples ``_C.ParamGroup`` takes: fqn, sharded, unsharded, local, gradient spec, owners."""
         result = []
-        # Made outside inference mode once and for all: an inference tensor could never be trained.
+        # Made outside of inference mode, because an inference tensor can never be trained.
         with torch.inference_mode(False), torch.no_grad():
             for sharded, shape in zip(self.params, shapes, strict=True):
                 unsharded = local = None
@@ -427,7 +427,7 @@ class ShardedParamGroup(GroupNames):
                     kind = type(torch_private.local_tensor(sharded.param)).__name__
                     raise NotImplementedError(
                         f"fsdp2x.fully_shard: parameter {sharded.fqn!r} is a {kind}, a tensor subclass without "
-                        "fsdp_pre_all_gather and fsdp_post_all_gather: unwrap it or define them"
+                        "fsdp_pre_all_gather and fsdp_post_all_gather. Unwrap it or define them."
                     )
                 if not sharded.is_wrapper:
                     dtype = sharded.gathered_dtype(shape)
@@ -440,7 +440,7 @@ class ShardedParamGroup(GroupNames):
 
 
 def mark_aliases(groups: list[ShardedParamGroup]) -> None:
-    """Finds parameters that were tied between groups after sharding: the first group keeps them in its pool.
+    """Finds parameters that were tied between groups after sharding. The first group keeps them in its pool.
 
     Raises:
         ValueError: the groups shard such a parameter differently.
@@ -454,7 +454,7 @@ def mark_aliases(groups: list[ShardedParamGroup]) -> None:
             if sharded.is_alias and first.spec.local_shape != sharded.spec.local_shape:
                 raise ValueError(
                     f"fsdp2x: parameter {sharded.fqn!r} was tied to {first.fqn!r} after sharding, but their units cut "
-                    "it differently; tie weights before fully_shard"
+                    "it differently. Tie weights before fully_shard."
                 )
 
 
@@ -466,20 +466,20 @@ _OFFLOADS = {"gradients": _C.Offload.gradients, "all": _C.Offload.everything}
 
 
 def _owner(module: nn.Module, name: str) -> tuple:
-    """As the engine takes it: a weak reference if the class overrides ``__setattr__`` (an LSTM lists its weights)."""
+    """Returns an owner as the engine takes it: a weak reference if the class overrides ``__setattr__`` (LSTM does)."""
     is_custom = type(module).__setattr__ is not nn.Module.__setattr__
     return module._parameters, name, weakref.ref(module) if is_custom else None
 
 
 def _refuse_shapes(group: ShardedParamGroup, before: list[nn.Parameter], dtypes: list[torch.dtype]) -> None:
-    """Puts back parameters that do not have the shapes of their shards.
+    """Restores the old parameters if a new one does not have the shape of its shard, then raises.
 
     Args:
-        before: what modules registered when the shards came into the pool.
-        dtypes: of the shards there; empty: they are not there yet.
+        before: the parameters that modules registered when the shards came into the pool.
+        dtypes: dtypes of the shards in the pool. Empty if they are not there yet.
 
     Raises:
-        ValueError: there are such parameters.
+        ValueError: a new parameter has the wrong shape.
     """
     wrong = ""
     for index, (old, sharded) in enumerate(zip(before, group.params, strict=True)):
@@ -499,7 +499,7 @@ def _refuse_shapes(group: ShardedParamGroup, before: list[nn.Parameter], dtypes:
 
 
 def _put_back(sharded: ShardedParam, param: nn.Parameter, dtype: torch.dtype | None) -> None:
-    """Modules register ``param`` again, over the memory that its shard has in the pool."""
+    """Makes modules register ``param`` again, over the memory of its shard in the pool."""
     if sharded.param is param and sharded.storage is not None and dtype is not None:
         pooled: Any = torch.empty(0, dtype=dtype, device=sharded.storage.device)
         pooled.set_(sharded.storage, 0, sharded.spec.local_shape)

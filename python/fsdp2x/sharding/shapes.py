@@ -1,6 +1,6 @@
-"""What the engine's layout is told of each parameter of a group, its dtypes above all, and what padding costs.
+"""Describes each parameter of a group for the engine's layout, mostly its dtypes, and estimates the cost of padding.
 
-The groups that run and the plans of models that do not exist yet both come through here.
+Both running groups and plans of models that do not exist yet use it.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp2x.base.native import _C
 from fsdp2x.sharding.extensions import is_wrapper
 
-# Upstream changed the meaning of MixedPrecisionPolicy(reduce_dtype=None) in 2.15: we do as the installed torch does.
+# torch 2.15 changed the meaning of MixedPrecisionPolicy(reduce_dtype=None). fsdp2x follows the installed torch.
 _REDUCES_IN_PARAM_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15)
-# Dtypes of gradients that the engine can sum; complex numbers as pairs of real ones.
+# Dtypes of gradients that the engine can sum. Complex numbers are pairs of real ones.
 REDUCIBLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 @dataclass(frozen=True)
 class ParamFacts:
-    """One parameter: ``size`` is that of the unsharded local tensor, cut along ``shard_dim``."""
+    """One parameter. ``size`` is the shape of the unsharded local tensor, which is cut along ``shard_dim``."""
 
     fqn: str
     size: Sequence[int]
     shard_dim: int
     dtype: torch.dtype
     keeps_dtype: bool = False  # computes in its original dtype, whatever the policy says
-    is_wrapper: bool = False  # a tensor subclass with an all-gather of its own: not in the slot
+    is_wrapper: bool = False  # a tensor subclass with its own all-gather, not in the gather buffer
 
     @property
     def view(self) -> tuple[int, int, int]:
-        """``size`` as (outer, dim, inner) around the shard dim, in elements that the engine counts."""
+        """``size`` as (outer, dim, inner) around the shard dim, in the engine's elements."""
         dim, parts = self.shard_dim, 2 if self.dtype in PARTS else 1
         return math.prod(self.size[:dim]), self.size[dim], math.prod(self.size[dim + 1 :]) * parts
 
     @property
     def element(self) -> torch.dtype:
-        """The dtype of what ``view`` counts."""
+        """Dtype of the elements that ``view`` counts."""
         return PARTS.get(self.dtype, self.dtype)
 
 
 def layout_shapes(
     params: Iterable[ParamFacts], param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
 ) -> list[_C.ParamShape]:
-    """What the engine's layout needs to know of each parameter.
+    """Describes each parameter for the engine's layout.
 
     Raises:
-        NotImplementedError: a parameter that cannot be cast to ``param_dtype``.
+        NotImplementedError: a parameter cannot be cast to ``param_dtype``.
     """
     params = list(params)
     reduce = param_dtype if reduce_dtype is None and _REDUCES_IN_PARAM_DTYPE else reduce_dtype
@@ -70,7 +70,8 @@ def layout_shapes(
         castable = original in REDUCIBLE and compute in REDUCIBLE
         if compute != original and not castable and not param.is_wrapper:
             raise NotImplementedError(
-                f"fsdp2x.fully_shard: parameter {param.fqn!r} cannot be cast from {param.dtype} to {compute}"
+                f"fsdp2x.fully_shard: parameter {param.fqn!r} cannot be cast from {param.dtype} to {compute}. Convert "
+                "it before fully_shard."
             )
         reduce_as = reduce if castable and reduce is not None else original
         shapes.append(_C.ParamShape(*param.view, original, compute, reduce_as, not param.is_wrapper))
@@ -78,7 +79,7 @@ def layout_shapes(
 
 
 def kept_shapes(shapes: Iterable[_C.ParamShape]) -> list[_C.ParamShape]:
-    """The same parameters in the smaller world that keeps them after forward: in the dtype that they compute in."""
+    """Describes the same parameters in the smaller world that keeps them after forward, in their compute dtype."""
     return [
         _C.ParamShape(one.outer, one.dim, one.inner, one.compute, one.compute, one.compute, one.in_slot)
         for one in shapes
@@ -86,7 +87,7 @@ def kept_shapes(shapes: Iterable[_C.ParamShape]) -> list[_C.ParamShape]:
 
 
 def keeps_dtype(param: nn.Parameter, policy: MixedPrecisionPolicy) -> bool:
-    """Whether the policy's ``param_dtype_override_fn`` (torch 2.15) asks for the parameter's original dtype."""
+    """Returns whether ``param_dtype_override_fn`` (torch 2.15) chooses the parameter's original dtype."""
     override_fn = getattr(policy, "param_dtype_override_fn", None)
     dtype = override_fn(param) if override_fn is not None else None
     if dtype is None:
@@ -103,13 +104,13 @@ def keeps_dtype(param: nn.Parameter, policy: MixedPrecisionPolicy) -> bool:
 
 # --- parameters whose rows do not divide over the ranks ---
 #
-# Each rank keeps room for the most rows that any rank has, so 128 experts over 512 ranks take four times their bytes,
-# at rest and in every gather and reduction.
+# Each rank has room for the largest number of rows on any rank. So 128 experts over 512 ranks take four times their
+# bytes, between steps and in every gather and reduction.
 
-# Less padding than this, or a smaller part of the whole, is not worth a word.
+# Less padding than this, or a smaller fraction of the parameter, is not reported.
 _WORTH_BYTES = 2**20
 _WORTH_FACTOR = 1.5
-# From here on a model that is split without a placement of the user's is cut along another dim.
+# From this factor on, an automatically wrapped model without a placement function is cut along another dim.
 _AVOIDED_FACTOR = 2.0
 
 
@@ -122,12 +123,12 @@ class Padding:
     dim: int
     world: int
     factor: float
-    wasted_bytes: int  # on all ranks together
-    even_dim: int | None  # a dim that the ranks divide
+    wasted_bytes: int  # summed over all ranks
+    even_dim: int | None  # a dim that the number of ranks divides
 
 
 def padding_of(name: str, facts: ParamFacts, world: int) -> Padding | None:
-    """What padding costs; None where it costs next to nothing."""
+    """Returns the cost of padding, or None if it is negligible."""
     outer, rows, inner = facts.view
     padded_rows = -(-rows // world) * world
     wasted_bytes = outer * (padded_rows - rows) * inner * facts.dtype.itemsize
@@ -138,7 +139,7 @@ def padding_of(name: str, facts: ParamFacts, world: int) -> Padding | None:
 
 
 def padding_in(groups: Iterable[Any], model: nn.Module) -> list[Padding]:
-    """Of the groups of a sharded model."""
+    """Returns the padding of the groups of a sharded model."""
     names = {id(param): name for name, param in model.named_parameters()}
     return [
         one
@@ -149,7 +150,7 @@ def padding_in(groups: Iterable[Any], model: nn.Module) -> list[Padding]:
 
 
 def even_placement(param: nn.Parameter, world: int) -> Shard | None:
-    """``Shard`` of a dim that the ranks divide, where rows would at least double the bytes; None: the rows."""
+    """Returns ``Shard`` of a dim that divides evenly if rows would at least double the bytes, else None for rows."""
     if param.dim() < 2 or isinstance(param, DTensor) or is_wrapper(param):
         return None
     found = padding_of("", ParamFacts("", tuple(param.shape), 0, param.dtype), world)
@@ -159,7 +160,7 @@ def even_placement(param: nn.Parameter, world: int) -> Shard | None:
 
 
 def advice(found: Sequence[Padding]) -> list[str]:
-    """A sentence for each kind of parameter: the same last names and shapes in several blocks count as one."""
+    """Returns a sentence for each kind of parameter. The same last name and shape in several blocks count once."""
     kinds: dict[tuple, list[Padding]] = {}
     for one in found:
         kinds.setdefault((one.name.rpartition(".")[2], one.shape, one.dim, one.world), []).append(one)
@@ -172,7 +173,7 @@ def _sentence(first: Padding, num_like: int) -> str:
     if len(first.shape) == 3:
         ways.append("spread experts with parallel.expert_parallel (fsdp2x.moe.expert_parallel)")
     if first.even_dim is not None:
-        ways.append(f"shard_placement_fn=lambda param: Shard({first.even_dim}) for them")
+        ways.append(f"pass shard_placement_fn=lambda param: Shard({first.even_dim}) for them")
     ways.append("shard over fewer ranks with replicas (HSDP)")
     return (
         f"padding: {names} {first.shape}: {first.shape[first.dim]} rows over {first.world} ranks take "

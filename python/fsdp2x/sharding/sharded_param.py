@@ -1,4 +1,4 @@
-"""One parameter of a group: cut into rows, sharded as modules register it between forwards, and gathered."""
+"""One parameter of a group: cut into rows, registered as a shard between forwards, and gathered for compute."""
 
 from __future__ import annotations
 
@@ -22,67 +22,67 @@ from fsdp2x.sharding.shapes import ParamFacts
 from fsdp2x.sharding.spec import ParamSpec
 from fsdp2x.sharding.upstream_names import ParamNames
 
-# What DTensor, spmd_types and we keep on parameters.
+# Attributes that DTensor, spmd_types and fsdp2x keep on parameters.
 _NOT_THE_USERS = ("_local_tensor", "_spec", "_is_param", *ATTRIBUTES, *MARKS, MARK)
 
 
 @dataclass
 class ShardedParam(ParamNames):
-    """One parameter after sharding. ``param``, over a DTensor, is what modules register while the unit is sharded."""
+    """One parameter after sharding. Modules register ``param``, over a DTensor, while the unit is sharded."""
 
     param: nn.Parameter
     owners: Owners
     spec: ParamSpec
-    local_size: torch.Size  # of the unsharded local tensor: the parameter's, or its tensor-parallel part
-    attributes: dict  # what users hung on the parameter (weight-decay flags and the like), kept visible
+    local_size: torch.Size  # of the unsharded local tensor: the parameter or its tensor-parallel part
+    attributes: dict  # attributes that users set on the parameter (weight-decay flags and the like), kept visible
     keeps_dtype: bool  # computes in its original dtype, whatever the policy says
     is_wrapper: bool  # the shard is a tensor subclass that keeps its own storages
-    original: int = 0  # number of the original parameter, to find one that two units claim
+    original: int = 0  # number of the original parameter, to detect that two units claim it
     extension: Extension | None = None
-    is_alias: bool = False  # registered by another group too, in whose pool it lies
-    storage: torch.UntypedStorage | None = None  # of the local tensor, as it was put into the pool
+    is_alias: bool = False  # another group registers it too and stores it in its pool
+    storage: torch.UntypedStorage | None = None  # of the local tensor when it was put into the pool
     fqn: str = ""
-    shown: dict = field(default_factory=dict)  # weak references to the pending gradients that users were given
+    shown: dict = field(default_factory=dict)  # weak references to the pending gradients that users have read
 
     @property
     def facts(self) -> ParamFacts:
-        """What the layout of its group is made from."""
+        """Facts from which the layout of its group is made."""
         return ParamFacts(
             self.fqn, self.local_size, self.spec.shard_dim, self.param.dtype, self.keeps_dtype, self.is_wrapper
         )
 
     def was_moved(self, local: torch.Tensor) -> bool:
-        """Whether ``local`` still has the storage that was put into the pool, wherever its memory is by now.
+        """Returns whether ``local`` still has the storage that was put into the pool, even if its memory moved.
 
-        ``share_memory_()`` and queues of ``torch.multiprocessing`` give a storage other memory, which belongs to other
-        processes, too: it stays there, and the engine copies it into the pool before it gathers.
+        ``share_memory_()`` and ``torch.multiprocessing`` queues give a storage memory that other processes share. It
+        stays there, and the engine copies it into the pool before it gathers.
         """
         return self.storage is not None and local.untyped_storage()._cdata == self.storage._cdata
 
     def gathered_dtype(self, shape: _C.ParamShape) -> torch.dtype:
-        """Of the gathered parameter; ``shape`` is what the engine's layout wants of it."""
+        """Returns the dtype of the gathered parameter, whose layout is ``shape``."""
         return self.param.dtype if self.param.is_complex() else shape.compute
 
 
 def user_attributes(param: nn.Parameter) -> dict:
-    """What users hung on a parameter."""
+    """Returns the attributes that users set on a parameter."""
     return {key: value for key, value in param.__dict__.items() if key not in _NOT_THE_USERS}
 
 
 def unsharded_parameter(sharded: ShardedParam, tensor: torch.Tensor) -> nn.Parameter:
-    """The parameter modules see while the unit is unsharded."""
+    """Returns the parameter that modules see while the unit is unsharded."""
     unsharded = nn.Parameter(tensor, requires_grad=sharded.param.requires_grad)
     unsharded.__dict__.update(sharded.attributes)
     mark_gathered(unsharded, sharded.original, sharded.fqn or sharded.owners[0][1])
     if unsharded.is_floating_point():
-        unsharded.grad_dtype = None  # gradients arrive in the dtype autograd made them in
+        unsharded.grad_dtype = None  # accept gradients in the dtype that autograd makes
     if sharded.spec.annotation is not None:
         sharded.spec.annotation.apply(unsharded)
     return unsharded
 
 
 def cut(full: torch.Tensor, ranks: ShardGroup, dim: int) -> torch.Tensor:
-    """This rank's rows. Of a tensor subclass with an extension: a narrow of a padded copy, as the extension expects."""
+    """Returns this rank's rows. For an extension subclass they are a slice of a padded copy, as the protocol wants."""
     start, sizes = ranks.rows(full.shape, dim)
     begin, num = start[dim], sizes[dim]
     if not is_wrapper(full):
@@ -95,10 +95,10 @@ def cut(full: torch.Tensor, ranks: ShardGroup, dim: int) -> torch.Tensor:
 
 
 def parameter_over(rows: torch.Tensor, spec: ParamSpec, *, requires_grad: bool) -> nn.Parameter:
-    """The sharded parameter over ``rows`` of the whole tensor.
+    """Makes the sharded parameter over ``rows`` of the full tensor.
 
-    A DTensor takes over the storage offset of the tensor it is made from, and has an address by it that is nobody's. So
-    it is made from a tensor that begins where its storage does, as the shard will in its pool.
+    A DTensor copies the storage offset of the tensor it is made from, and with it an address that means nothing. So
+    this function makes it from a tensor that begins at its storage, as the shard in its pool does.
     """
     if is_wrapper(rows):
         return spec.parameter(rows, requires_grad=requires_grad)
@@ -111,14 +111,14 @@ def parameter_over(rows: torch.Tensor, spec: ParamSpec, *, requires_grad: bool) 
 
 
 def is_sharded(param: Any) -> bool:
-    """Whether a module registers a sharded parameter there."""
+    """Returns whether ``param`` is a sharded parameter."""
     return isinstance(param, DTensor) and isinstance(param, nn.Parameter)
 
 
 def tie_again(sharded: ShardedParam, before: nn.Parameter) -> None:
-    """Registers the parameter of the first owner with the others, too; ``before``: the one they had in common.
+    """Registers the first owner's parameter with the other owners. ``before`` is the parameter they had in common.
 
-    Warns where another owner was given other values, which are dropped.
+    Warns if another owner was given other values, which are dropped.
     """
     for module, name in sharded.owners[1:]:
         other = module._parameters.get(name)
@@ -127,14 +127,14 @@ def tie_again(sharded: ShardedParam, before: nn.Parameter) -> None:
         if other is not before and _differ(other, sharded.param):
             first = sharded.fqn or sharded.owners[0][1]
             warnings.warn(
-                f"fsdp2x: {type(module).__name__}.{name} is tied to '{first}' and was given other values: those of "
-                "the first one are used for both",
+                f"fsdp2x: {type(module).__name__}.{name} is tied to '{first}' but was given other values. The "
+                "values of the first one are used for both.",
                 stacklevel=2,
             )
         module._parameters[name] = sharded.param
 
 
 def _differ(one: nn.Parameter, other: nn.Parameter) -> bool:
-    """Whether this rank's rows have other values; on the meta device there are none."""
+    """Returns whether this rank's rows have different values. False on the meta device, where there are none."""
     rows, others = torch_private.local_tensor(one), torch_private.local_tensor(other)
     return not (rows.is_meta or others.is_meta or (rows.shape == others.shape and torch.equal(rows, others)))

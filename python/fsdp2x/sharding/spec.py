@@ -1,8 +1,8 @@
-"""How one parameter lies on its meshes: the DTensor specs of its shard and, for tensor parallelism, of the whole.
+"""Makes the DTensor specs of one parameter: of its shard and, with tensor parallelism, of the full parameter.
 
-Three kinds of parameters: plain tensors on the data-parallel mesh; DTensors on a mesh of their own (tensor or expert
-parallel), whose local tensors are sharded once more; DTensors on the whole mesh with ``Replicate`` on the
-data-parallel axes (``dp_mesh_dims``), or plain tensors that spmd_types annotates like that.
+There are three kinds of parameters. Plain tensors lie on the data-parallel mesh. DTensors on their own mesh (tensor or
+expert parallel) have local tensors that are sharded once more. With ``dp_mesh_dims``, DTensors lie on the whole mesh
+and have ``Replicate`` on the data-parallel axes; spmd_types may annotate plain tensors like that.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from fsdp2x.base import torch_private
 from fsdp2x.base.annotations import Annotation, annotation_of, skips_checks
 from fsdp2x.sharding.mesh import ShardGroup
 
-# One object for each: placements of two parameters are then equal at a glance.
+# One object for each dim makes comparing the placements of two parameters cheap.
 _shard = functools.cache(Shard)
 _REPLICATE = Replicate()
 
 
 @dataclass
 class ParamSpec:
-    """``sharded``: DTensorSpec of the sharded parameter and its gradient, always of the global shape."""
+    """``sharded`` is the DTensorSpec of the sharded parameter and its gradient. It always has the global shape."""
 
     sharded: torch_private.DTensorSpec
-    unsharded: torch_private.DTensorSpec | None  # of a parameter that was a DTensor before, or is annotated as one
-    dp_axes: frozenset[int]  # axes of `unsharded`'s mesh that we reduce over; only with dp_mesh_dims
+    unsharded: torch_private.DTensorSpec | None  # of a parameter that was, or is annotated as, a DTensor
+    dp_axes: frozenset[int]  # axes of `unsharded`'s mesh that the unit reduces over; only with dp_mesh_dims
     local_shape: torch.Size  # of this rank's shard
     shard_dim: int
     annotation: Annotation | None = None
@@ -42,15 +42,15 @@ class ParamSpec:
         return self.unsharded is not None and self.annotation is None
 
     def wrap(self, local: torch.Tensor) -> torch.Tensor:
-        """The sharded DTensor over ``local``, a shard or the gradient of one."""
+        """Returns the sharded DTensor over ``local``, a shard or its gradient."""
         if self.is_plain:
             return local.detach()
         spec = torch_private.spec_with_dtype(self.sharded, local.dtype)
         return torch_private.dtensor(local, spec)
 
     def parameter(self, local: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """The sharded parameter over ``local``. It has the very spec of its gradients: that they are cut alike is seen
-        without comparing.
+        """Returns the sharded parameter over ``local``. It shares one spec object with its gradients, so torch sees
+        without comparing that both are cut alike.
         """
         wrapped = self.wrap(local)
         param = nn.Parameter(wrapped, requires_grad=requires_grad)
@@ -59,7 +59,7 @@ class ParamSpec:
         return param
 
     def wrap_unsharded(self, local: torch.Tensor) -> torch.Tensor:
-        """What modules see while the unit is unsharded: ``local`` itself, or the tensor-parallel DTensor over it."""
+        """Returns what modules see while unsharded: ``local`` itself, or the tensor-parallel DTensor over it."""
         if self.unsharded is None or self.annotation is not None:
             return local
         return torch_private.dtensor(local, torch_private.spec_with_dtype(self.unsharded, local.dtype))
@@ -67,16 +67,16 @@ class ParamSpec:
 
 @skips_checks
 def make_gradient(spec: ParamSpec, local: torch.Tensor) -> torch.Tensor:
-    """The gradient over the flat gradient rows ``local``; placement and shape are the parameter's."""
+    """Makes the gradient over the flat gradient rows ``local``, with the placement and shape of the parameter."""
     with torch.no_grad():
         return spec.wrap(local.view(spec.local_shape))
 
 
 @skips_checks
 def add_to_foreign(param: nn.Parameter, local: torch.Tensor) -> None:
-    """Adds the flat gradient rows ``local`` to a ``.grad`` that somebody else assigned."""
+    """Adds the flat gradient rows ``local`` to a ``.grad`` that other code assigned."""
     grad = param.grad
-    assert grad is not None, "the engine found one"
+    assert grad is not None, "the engine found a gradient here"
     target = grad.to_local() if isinstance(grad, DTensor) else grad
     with torch.no_grad():
         target.add_(local.view(target.shape))
@@ -84,14 +84,14 @@ def add_to_foreign(param: nn.Parameter, local: torch.Tensor) -> None:
 
 @skips_checks
 def plain_gradient(spec: ParamSpec, gradient: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a gradient that autograd made as a tensor subclass, with the parameter's placements."""
+    """Returns the local tensor, with the parameter's placements, of a gradient that is a tensor subclass."""
     with torch.no_grad():
         if spec.unsharded is None or spec.annotation is not None:
             gradient = torch_private.wait_if_async(gradient)
             if isinstance(gradient, DTensor):
                 return gradient.full_tensor()
             if torch_private.is_traceable_wrapper_subclass(gradient):
-                # The subclass knows how to write itself into a plain tensor.
+                # The subclass can write itself into a plain tensor.
                 plain = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
                 plain.copy_(gradient)
                 return plain
@@ -99,7 +99,7 @@ def plain_gradient(spec: ParamSpec, gradient: torch.Tensor) -> torch.Tensor:
         gradient = torch_private.wait_if_async(gradient)
         if not isinstance(gradient, DTensor):
             raise AssertionError(f"Expected DTensor, got {type(gradient)}")
-        # Data-parallel axes stay Partial: the reduction of the unit sums over them.
+        # Data-parallel axes stay Partial, because the reduction of the unit sums over them.
         wanted = tuple(
             have if axis in spec.dp_axes else want
             for axis, (have, want) in enumerate(zip(gradient.placements, spec.unsharded.placements, strict=True))
@@ -110,7 +110,7 @@ def plain_gradient(spec: ParamSpec, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def post_forward_dtensor(sharded, local: torch.Tensor, ranks: ShardGroup) -> DTensor:
-    """``local``, rows of a parameter in the smaller world after forward, as a DTensor on (replicate, shard)."""
+    """Returns ``local``, a parameter's rows in the smaller world after forward, as a DTensor (replicate, shard)."""
     meta = sharded.spec.sharded.tensor_meta
     placements = (Replicate(), Shard(sharded.spec.shard_dim))
     return torch_private.dtensor(
@@ -119,18 +119,18 @@ def post_forward_dtensor(sharded, local: torch.Tensor, ranks: ShardGroup) -> DTe
 
 
 def replicated_spec(param: nn.Parameter, ranks: ShardGroup) -> ParamSpec:
-    """The spec of a plain parameter that every rank of ``ranks.mesh`` has in full."""
+    """Returns the spec of a plain parameter that every rank of ``ranks.mesh`` has in full."""
     placements = (_REPLICATE,) * ranks.mesh.ndim
     spec = torch_private.dtensor_spec(ranks.mesh, placements, param.shape, param.stride(), param.dtype)
     return ParamSpec(spec, None, frozenset(), param.shape, 0, is_plain=True)
 
 
 def make_spec(param: nn.Parameter, where: str, ranks: ShardGroup, shard_dim: int) -> tuple[ParamSpec, torch.Tensor]:
-    """The spec of ``param`` sharded along ``shard_dim`` and the whole local tensor to cut the shard from.
+    """Returns the spec of ``param`` sharded along ``shard_dim``, and the full local tensor to cut the shard from.
 
     Raises:
-        ValueError: ``dp_mesh_dims`` was given and the parameter does not fit it.
-        NotImplementedError: more than two model-parallel axes.
+        ValueError: the parameter does not fit ``dp_mesh_dims``.
+        NotImplementedError: there are more than two model-parallel axes.
     """
     placement = _shard(shard_dim)
     annotation = annotation_of(param, where, ranks.spmd_mesh, ranks.dp_mesh_dims)
@@ -205,14 +205,14 @@ def _on_whole_mesh(
 
 
 def _named_mesh(ranks: ShardGroup) -> tuple[DeviceMesh, tuple[str, ...]]:
-    """The whole mesh of ``dp_mesh_dims`` and the names of its axes, which ``shard_group`` has required."""
+    """Returns the full mesh of ``dp_mesh_dims`` and its axis names, which ``shard_group`` requires."""
     mesh = ranks.spmd_mesh
     assert mesh is not None and mesh.mesh_dim_names is not None
     return mesh, mesh.mesh_dim_names
 
 
 def _with_flat_shard_axis(ranks: ShardGroup, placements: tuple[Placement, ...]):
-    """Several shard axes count as one: the data-parallel mesh, flattened, takes their place."""
+    """Replaces several shard axes by one: the flattened data-parallel mesh."""
     (mesh, names), shard_names = _named_mesh(ranks), ranks.dp_mesh_dims.shard_names
     parts, sharding, is_placed = [], [], False
     for axis, name in enumerate(names):
@@ -242,7 +242,7 @@ def _num_shards(spec: torch_private.DTensorSpec, dim: int) -> int:
 
 
 def _strided(placement: Shard, factor: int) -> Placement:
-    # Rows that tensor parallelism cut first lie on a rank in pieces of the global order.
+    # Tensor parallelism cut the rows first, so a rank holds several pieces of the global order.
     return placement if factor == 1 else torch_private.StridedShard(placement.dim, split_factor=factor)
 
 

@@ -1,7 +1,8 @@
-"""Upstream's private names for a unit's state, as far as frameworks are known to use them.
+"""FSDP2's private names for a unit's state, as far as frameworks are known to use them.
 
-They describe our objects in upstream's words. What can be written acts as upstream's does. Reading or writing any other
-private name of upstream is an error that gives the way out: else a write would make an attribute that changes nothing.
+They show fsdp2x's objects under FSDP2's names. Writing a writable name has the same effect as in FSDP2. Reading or
+writing any other private name of FSDP2 raises an error that says what to use. Otherwise a write would silently create
+an attribute that changes nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from torch.distributed.tensor import Shard
 from fsdp2x.base import torch_private
 from fsdp2x.sharding.mesh import ShardGroup, post_forward_group
 
-_ENGINE = "it belongs to upstream's engine; use the public methods of FSDPModule"
+_ENGINE = "it belongs to FSDP2's engine. Use the public methods of FSDPModule"
 
 
 class Refused:
-    """A data descriptor of a name that is neither read nor written."""
+    """Descriptor of a name that can neither be read nor written."""
 
     def __init__(self, way_out: str) -> None:
         self._way_out = way_out
@@ -36,7 +37,7 @@ class Refused:
         raise self._error(instance, "cannot set")
 
     def _error(self, instance: Any, what: str) -> AttributeError:
-        return AttributeError(f"fsdp2x: {type(instance).__name__} {what} upstream's {self._name!r}: {self._way_out}")
+        return AttributeError(f"fsdp2x: {type(instance).__name__} {what} FSDP2's {self._name!r}: {self._way_out}.")
 
 
 class _ReadOnly(property):
@@ -47,11 +48,11 @@ class _ReadOnly(property):
 
     def __set__(self, instance: Any, value: Any) -> None:
         kind = type(instance).__name__
-        raise AttributeError(f"fsdp2x: {kind}.{self._name} is read-only, unlike upstream's: {self.way_out}")
+        raise AttributeError(f"fsdp2x: {kind}.{self._name} is read-only, unlike FSDP2's: {self.way_out}.")
 
 
 def read_only(way_out: str = _ENGINE) -> Callable[[Callable], property]:
-    """A property of which a write says ``way_out``."""
+    """Makes a property whose setter raises and names ``way_out``."""
 
     def decorate(getter: Callable) -> property:
         made = _ReadOnly(getter)
@@ -62,7 +63,7 @@ def read_only(way_out: str = _ENGINE) -> Callable[[Callable], property]:
 
 
 def refuse(names: dict[str, str]) -> Callable[[type], type]:
-    """Class decorator: refuses ``names`` (name -> way out), but those that the class has."""
+    """Class decorator that adds a raising descriptor for each of ``names`` (name -> way out) the class lacks."""
 
     def decorate(cls: type) -> type:
         for name, way_out in names.items():
@@ -160,10 +161,10 @@ PARAM = {
     **dict.fromkeys(("_unsharded_param", "unsharded_param"), "read the module's own attribute after module.unshard()"),
     "to_unsharded": "call module.unshard()",
     "to_sharded": "call module.reshard()",
-    "reset_sharded_param": "nothing is to be called: parameters that were replaced are taken at the next forward",
+    "reset_sharded_param": "no call is needed. The next forward takes over replaced parameters",
     "mp_policy": "pass mp_policy to fully_shard()",
     "offload_to_cpu": "pass offload_policy to fully_shard()",
-    **dict.fromkeys(("mesh_info", "post_forward_mesh_info"), "it is the parameter group's"),
+    **dict.fromkeys(("mesh_info", "post_forward_mesh_info"), "it belongs to the parameter group"),
 }
 
 _TRAINING_STATES = {"IDLE": "IDLE", "FORWARD": "FORWARD", "BACKWARD": "PRE_BACKWARD", "REDUCED": "POST_BACKWARD"}
@@ -171,7 +172,7 @@ _TRAINING_STATES = {"IDLE": "IDLE", "FORWARD": "FORWARD", "BACKWARD": "PRE_BACKW
 
 @refuse(CONTEXT)
 class _StateContext:
-    """What the units of a root share."""
+    """State that the units of a root share."""
 
     def __init__(self, state: StateNames) -> None:
         self._unit_state = state
@@ -213,7 +214,7 @@ class StateNames:
         self.lazy_init()
 
     def _root_post_backward_final_callback(self) -> None:
-        """Pipeline stages of frameworks call it by hand after ``group.post_backward()`` of all units."""
+        """Reduces pending gradients. Pipeline frameworks call it after ``group.post_backward()`` of all units."""
         self.finish_held_backwards()
 
     @read_only("the first module to run forward is the root")
@@ -239,8 +240,8 @@ class StateNames:
     def _training_state(self, value) -> None:
         if value != self._training_state:
             raise AttributeError(
-                f"fsdp2x: unit '{self.name}' is in {self._training_state} and cannot be told to be in {value}; call "
-                "reset_iter_state() on the root module to drop what it is doing"
+                f"fsdp2x: unit '{self.name}' is in {self._training_state} and cannot be set to {value}. Call "
+                "reset_iter_state() on the root module to drop what it is doing."
             )
 
     @property
@@ -265,7 +266,7 @@ class StateNames:
 
     @read_only("call fsdp2x.share_comm_ctx()")
     def _comm_ctx(self):
-        # Roots that share one are told apart from those that do not: ours never share.
+        # Callers compare contexts to see whether roots share one. fsdp2x's roots never do.
         return self.root
 
     @read_only()
@@ -300,18 +301,18 @@ class GroupNames:
     @post_forward_mesh_info.setter
     def post_forward_mesh_info(self, info: Any) -> None:
         if info is not None and not hasattr(info, "shard_mesh_size"):
-            raise TypeError(f"fsdp2x: post_forward_mesh_info is None or FSDPMeshInfo, not {type(info).__name__}")
+            raise TypeError(f"fsdp2x: post_forward_mesh_info must be None or FSDPMeshInfo, got {type(info).__name__}.")
         state, world = self.unit_state(), None if info is None else info.shard_mesh_size
         if len(state.groups) > 1:
             way_out = "call set_reshard_after_forward() on its module"
             raise AttributeError(
-                f"fsdp2x: unit '{state.name}' has {len(state.groups)} parameter groups, which reshard together; its "
-                f"post_forward_mesh_info cannot be set for one of them: {way_out}"
+                f"fsdp2x: unit '{state.name}' has {len(state.groups)} parameter groups, which reshard together. Its "
+                f"post_forward_mesh_info cannot be set for one of them: {way_out}."
             )
         if world not in (None, self.ranks.world):
             raise AttributeError(
-                f"fsdp2x: unit '{state.name}' cannot be told by post_forward_mesh_info to keep parameters on {world} "
-                f"of {self.ranks.world} ranks: pass reshard_after_forward={world} to fully_shard()"
+                f"fsdp2x: unit '{state.name}': post_forward_mesh_info must cover all {self.ranks.world} ranks, got "
+                f"{world}. Pass reshard_after_forward={world} to fully_shard() instead."
             )
         state.set_reshard_after_forward(world is not None)
 
@@ -357,10 +358,10 @@ class GroupNames:
         return self.module_fqn
 
     def post_backward(self) -> None:
-        """Pipeline stages of frameworks call it by hand on the group of every unit, after their last micro-batch.
+        """Reduces pending gradients. Pipeline frameworks call it on every unit's group after their last micro-batch.
 
-        Upstream reduces what backwards without gradient sync have left in this group; here the first of these calls
-        does so for all units of the root, and the others find nothing to do.
+        FSDP2 reduces what backwards without gradient sync have left in this group. In fsdp2x the first of these calls
+        does so for all units of the root, and later calls find nothing to do.
         """
         self.unit_state().finish_held_backwards()
 
@@ -416,7 +417,7 @@ class ParamNames:
 
 
 def mesh_info_of(ranks: ShardGroup):
-    """The same as upstream's dataclass, an equal one at each call."""
+    """Returns a new, equal instance of FSDP2's dataclass at each call."""
     axes: dict[Any, int] = {ranks.mesh.get_group(axis): axis for axis in range(ranks.mesh.ndim)}
     spmd = {"dp_mesh_dims": ranks.dp_mesh_dims, "spmd_mesh": ranks.spmd_mesh} if ranks.spmd_mesh is not None else {}
     return torch_private.mesh_info(ranks.mesh, axes.get(ranks.group), axes.get(ranks.replicate_group), **spmd)

@@ -1,31 +1,31 @@
-"""Decides which modules of a model form a unit; reads the model, changes nothing and needs no engine.
+"""Decides which modules of a model form a unit. Reads the model, changes nothing, and needs no engine.
 
-Candidates come from the first source that names any, HuggingFace scope by HuggingFace scope:
+The first source that names modules gives the candidates, separately for each HuggingFace model inside the model:
 
-1. ``_fsdp_plan`` of the model and ``base_model_fsdp_plan`` of its config (transformers 5): ``"model.layers.*"`` maps to
-   ``free_full_weight`` (resharded after forward) or ``keep_full_weight`` (kept); a tuple of paths is one unit.
-   Many models inherit a default plan of which nothing, or only the embedding, matches; therefore
-2. ``_no_split_modules`` (list, set or None) adds every instance of these classes outside of what the plan named. A
-   match inside another match becomes a unit of its own, the outer one keeps the rest, as accelerate does. Names of
-   classes that do not occur are ignored: models inherit such lists.
-   Another model's attribute of that name counts as well, when it is to be split.
-3. Repeated blocks, where 1 and 2 found none: children of one class in a ModuleList, ModuleDict or Sequential.
-   The outermost run wins; runs of comparatively tiny blocks stay with their parent.
+1. ``_fsdp_plan`` of the model and ``base_model_fsdp_plan`` of its config (transformers 5). ``"model.layers.*"`` maps to
+   ``free_full_weight`` (resharded after forward) or ``keep_full_weight`` (kept). A tuple of paths is one unit.
+   In many models an inherited default plan matches nothing, or only the embedding. So the next source adds to it.
+2. ``_no_split_modules`` (list, set or None) adds every instance of these classes outside of the plan's modules. A
+   match inside another match becomes a separate unit and the outer one keeps the rest, as in accelerate. Names of
+   classes that do not occur are ignored, because models inherit such lists.
+   With ``auto_wrap=True``, the attribute also counts on models of other libraries.
+3. Repeated blocks, if 1 and 2 found none: children of one class in a ModuleList, ModuleDict or Sequential.
+   The outermost run wins. Runs of comparatively tiny blocks stay with their parent.
 
-A HuggingFace model further gets its input embedding as a unit, and final norm and head as one unit that is kept after
-forward: it ends the forward and starts the backward. When embedding and head are tied all three are one unit, gathered
-from the first use to the last. Whatever is left belongs to the root, which the caller shards last.
+In a HuggingFace model the input embedding is also a unit. Final norm and head form one unit that is kept after forward,
+because it ends the forward and starts the backward. If embedding and head are tied, all three form one unit, gathered
+from the first use to the last. The rest belongs to the root, which the caller shards last.
 
-A parameter with several owners (tied weights), or an owner that is reachable through several units (a shared module),
-may be gathered by one unit only. The owners' units are joined:
+Only one unit may gather a parameter. A parameter may have several owners (tied weights), or an owner may be reachable
+through several units (a shared module). Then the owners' units are joined:
 
-* an owner that is itself a module of a unit brings the whole unit (embedding and head);
-* a leaf owner inside a larger unit is carved out and becomes a module of the joined unit (a Linear shared by blocks);
-* any other owner inside a unit brings the whole unit (a block with a parameter of its own);
-* an owner outside of all units joins by itself, unless it is the root, a container or holds other units: then nothing
-  can be joined, the units involved are dissolved, and their parameters belong to the root.
+* an owner that is a module of a unit brings the whole unit (embedding and head);
+* a leaf owner inside a larger unit moves into the joined unit (a Linear that blocks share);
+* any other owner inside a unit brings the whole unit (a block that registers a parameter itself);
+* an owner outside of all units joins alone, unless it is the root, a container, or holds other units. In that case
+  the units are dissolved, and their parameters belong to the root.
 
-The root is gathered from the start of forward to the end of backward, so that dissolving is always correct.
+The root is gathered from the start of forward to the end of backward, so dissolving is always correct.
 """
 
 import difflib
@@ -43,31 +43,31 @@ AutoWrap = bool | str | type[nn.Module] | Collection[str | type[nn.Module]] | Ca
 
 logger = logging.getLogger("fsdp2x")
 
-# A run of repeated blocks counts when its mean block is at least this part of the largest run's mean block.
+# A run of repeated blocks counts if its mean block has at least this fraction of the largest run's mean block.
 _MIN_RELATIVE_BLOCK = 0.05
-# Its parent reads the weight directly and never calls it, so that hooks on it would not run.
+# Their parent reads the weight directly and never calls them, so hooks on them would not run.
 _NEVER_CALLED = ("NonDynamicallyQuantizableLinear",)
-# Levels that activation checkpointing and torch.compile add to the path of what they wrap.
+# Levels that activation checkpointing and torch.compile insert into paths.
 WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 _LEVELS = re.compile(rf"(?:{'|'.join(WRAPPERS)})\.")
 
 
 def clean_name(name: str) -> str:
-    """A FQN without the levels that wrappers add."""
+    """Returns a FQN without the levels that wrappers insert."""
     return _LEVELS.sub("", name)
 
 
 def unsharded_class(module: nn.Module) -> type:
-    """The module's class before ``fully_shard`` swapped in a subclass."""
+    """Returns the module's class before ``fully_shard`` replaced it by a subclass."""
     return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """One call of ``fully_shard``: the modules to shard together, none of which contains another.
+    """One call of ``fully_shard``: the modules to shard together, none inside another.
 
-    ``names`` are their paths from the model, in the same order. ``reshard_after_forward`` None means "what the caller
-    asked for". ``reason`` is one sentence for reports.
+    ``names`` are their paths from the model, in the same order. ``reshard_after_forward`` None means the caller's
+    argument. ``reason`` is one sentence for reports.
     """
 
     modules: tuple[nn.Module, ...]
@@ -77,12 +77,12 @@ class UnitPlan:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether the module can be called, so that hooks on it run (ModuleList and ModuleDict cannot)."""
+    """Returns whether the module can be called, so that hooks on it run (ModuleList and ModuleDict cannot)."""
     return type(module).forward is not nn.Module.forward
 
 
 def should_auto_wrap(model: nn.Module, auto_wrap: AutoWrap) -> bool:
-    """Whether ``fully_shard(model)`` makes units of submodules. None asks for it on an unsharded HuggingFace model."""
+    """Returns whether ``fully_shard(model)`` makes units of submodules. None: only for unsharded HuggingFace models."""
     if isinstance(auto_wrap, bool):
         return auto_wrap
     if auto_wrap is not None:
@@ -93,8 +93,8 @@ def should_auto_wrap(model: nn.Module, auto_wrap: AutoWrap) -> bool:
         return True
     if getattr(model, "_no_split_modules", None):
         logger.warning(
-            "fsdp2x: %s has _no_split_modules, but is no HuggingFace model: all of it becomes one unit; auto_wrap=True "
-            "makes units of these modules, auto_wrap=False says that one unit is meant",
+            "fsdp2x: %s has _no_split_modules, but is not a HuggingFace model, so all of it becomes one unit. Pass "
+            "auto_wrap=True to make units of these modules, or auto_wrap=False to keep one unit.",
             type(model).__name__,
         )
     return False
@@ -103,13 +103,18 @@ def should_auto_wrap(model: nn.Module, auto_wrap: AutoWrap) -> bool:
 def plan_units(
     model: nn.Module, auto_wrap: AutoWrap = True, *, ignored_params: Collection[nn.Parameter] = ()
 ) -> list[UnitPlan]:
-    """Units below ``model``, in the order in which they must be sharded (inner before outer), without the root.
+    """Returns the units below ``model`` without the root, in sharding order (inner before outer).
 
-    ``auto_wrap`` True or None: the sources of this file's head. Class names or classes: these instead of the sources,
-    with embedding and head handled as for a HuggingFace model when it is one. A predicate ``(path, module) -> bool``:
-    exactly the modules it selects, plus what their ties require. False: no units.
-    Raises ValueError for a class that does not occur and for a predicate that selects nothing, or a container without
-    forward; TypeError for another type of policy.
+    Args:
+        model: the model to split.
+        auto_wrap: True or None take the sources of this module's docstring. Class names or classes replace them;
+            embedding and head of a HuggingFace model stay units. A predicate ``(path, module) -> bool`` selects exactly
+            its modules, plus what their ties need. False makes no units.
+        ignored_params: parameters that no unit shards.
+
+    Raises:
+        ValueError: a class does not occur, or the predicate selects nothing or a container without forward.
+        TypeError: ``auto_wrap`` has another type.
     """
     if auto_wrap is False:
         return []
@@ -127,7 +132,7 @@ def plan_units(
 
 
 class _Tree:
-    """The model's modules by path, and which of them may still be sharded."""
+    """The model's modules by path, and which of them can still be sharded."""
 
     def __init__(self, model: nn.Module, ignored_params: Collection[nn.Parameter]):
         self.model = model
@@ -141,13 +146,13 @@ class _Tree:
         return [p for p in module.parameters() if id(p) not in self.ignored and not isinstance(p, DTensor)]
 
     def can_be_unit(self, module: nn.Module | None) -> TypeGuard[nn.Module]:
-        """In the model, not the root, not sharded yet, with something left to shard."""
+        """Returns whether it is in the model, is not the root or sharded yet, and has parameters left to shard."""
         if module is None or module is self.model or module not in self.names:
             return False
         return not isinstance(module, FSDPModule) and bool(self.free_params(module))
 
     def candidates(self, scope: str = "") -> Iterable[tuple[str, nn.Module]]:
-        """Modules strictly below ``scope`` that may become units, in registration order."""
+        """Yields modules strictly below ``scope`` that may become units, in registration order."""
         prefix = scope + "." if scope else ""
         for name, module in self.modules.items():
             if name.startswith(prefix) and name != scope and module not in self.inner and self.can_be_unit(module):
@@ -158,14 +163,14 @@ class _Tree:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module below wrappers, which gives the class; the wrapper is the unit."""
+    """Returns the module below wrappers, which gives the class. The wrapper is the unit."""
     for attribute in WRAPPERS * 2:
         inner = module._modules.get(attribute)
         module = module if inner is None else inner
     return module
 
 
-# ---- HuggingFace models, recognised by their attributes: transformers is never imported
+# ---- HuggingFace models, recognized by their attributes: transformers is never imported
 
 
 def _is_huggingface(module: nn.Module) -> bool:
@@ -174,7 +179,7 @@ def _is_huggingface(module: nn.Module) -> bool:
 
 
 def _wraps_huggingface(model: nn.Module) -> bool:
-    """The model itself, or a PEFT model (or a compile wrapper) around one."""
+    """Returns whether the model is a HuggingFace model or wraps one (PEFT, torch.compile)."""
     model = unwrap(model)
     if _is_huggingface(model):
         return True
@@ -182,7 +187,7 @@ def _wraps_huggingface(model: nn.Module) -> bool:
 
 
 def _scopes(tree: _Tree) -> list[str]:
-    """Paths of the outermost HuggingFace models."""
+    """Returns the paths of the outermost HuggingFace models."""
     found: list[str] = []
     for name, module in tree.modules.items():
         if _is_huggingface(module) and not any(_is_below(name, outer) for outer in found):
@@ -240,7 +245,7 @@ def _of_fsdp_plan(tree: _Tree, scope: str) -> list[UnitPlan]:
         if style not in ("free_full_weight", "keep_full_weight"):
             raise ValueError(
                 f"_fsdp_plan of {type(model).__name__}: {paths!r} has the style {style!r}, expected "
-                "'free_full_weight' or 'keep_full_weight'; correct the plan or pass auto_wrap=[class names]"
+                "'free_full_weight' or 'keep_full_weight'. Correct the plan or pass auto_wrap=[class names]."
             )
     start = len(scope) + 1 if scope else 0
     units, grouped = [], {}
@@ -259,7 +264,7 @@ def _of_fsdp_plan(tree: _Tree, scope: str) -> list[UnitPlan]:
 
 
 def _classes_named(tree: _Tree, names: Collection[str]) -> tuple[type, ...]:
-    """Classes of the model's modules that carry one of these names (a sharded module by its original name)."""
+    """Returns the classes of the model's modules with one of these names (before sharding renamed them)."""
     classes = [cls for module in tree.modules.values() for cls in type(module).__mro__ if cls.__name__ in names]
     return tuple(dict.fromkeys(classes))
 
@@ -278,8 +283,8 @@ def _checked_classes(tree: _Tree, policy: Collection[str | type] | str | type) -
         policy = [policy]
     if isinstance(policy, Collection) and not policy:
         raise ValueError(
-            f"auto_wrap={policy!r} names no class, so that all of {type(tree.model).__name__} would be one unit; pass "
-            "auto_wrap=False for that, or leave auto_wrap out for the model's own units"
+            f"auto_wrap={policy!r} names no class, so all of {type(tree.model).__name__} would be one unit. Pass "
+            "auto_wrap=False for one unit, or omit auto_wrap for the model's default units."
         )
     if not isinstance(policy, Collection) or not all(isinstance(item, (str, type)) for item in policy):
         raise TypeError(
@@ -309,14 +314,14 @@ def _of_predicate(tree: _Tree, predicate: Callable[[str, nn.Module], bool]) -> l
     selected = [(name, module) for name, module in tree.candidates() if predicate(name, module)]
     if not selected:
         raise ValueError(
-            f"auto_wrap: the predicate selected no module of {type(tree.model).__name__} that can be sharded; "
-            "pass auto_wrap=False to shard the model as one unit"
+            f"auto_wrap: the predicate selected no module of {type(tree.model).__name__} that can be sharded. "
+            "Pass auto_wrap=False to shard the model as one unit."
         )
     for name, module in selected:
         if not has_forward(module):
             raise ValueError(
                 f"auto_wrap: the predicate selected {name}, a {type(module).__name__} without forward, whose hooks "
-                "would never run; select its children instead"
+                "would never run. Select its children instead."
             )
     return [tree.unit([module], None, "predicate") for _, module in selected]
 
@@ -373,7 +378,7 @@ def _embedding_and_head(tree: _Tree) -> list[UnitPlan]:
 
 
 def _call(model: nn.Module, method: str) -> nn.Module | None:
-    """The module that an accessor of transformers returns; models without text raise NotImplementedError."""
+    """Calls an accessor of transformers. Models without text raise NotImplementedError there, which gives None."""
     try:
         found = getattr(model, method, lambda: None)()
     except (NotImplementedError, AttributeError):
@@ -382,7 +387,7 @@ def _call(model: nn.Module, method: str) -> nn.Module | None:
 
 
 def _final_norm(model: Any) -> nn.Module | None:
-    """The last direct child of the decoder (or base model) whose class is a norm."""
+    """Returns the last direct child of the decoder (or base model) whose class is a norm."""
     base = getattr(model, model.base_model_prefix, None) if model.base_model_prefix else None
     for owner in (_call(model, "get_decoder"), base, model):
         if isinstance(owner, nn.Module):
@@ -393,7 +398,7 @@ def _final_norm(model: Any) -> nn.Module | None:
 
 
 def _without_repeats(units: list[UnitPlan]) -> list[UnitPlan]:
-    """Later units win a module: embedding and head are named by most plans too, but belong to the tail."""
+    """Drops repeated modules. Later units win: most plans name embedding and head too, which belong to the tail."""
     owner: dict[nn.Module, int] = {module: i for i, unit in enumerate(units) for module in unit.modules}
     kept = []
     for i, unit in enumerate(units):
@@ -404,13 +409,13 @@ def _without_repeats(units: list[UnitPlan]) -> list[UnitPlan]:
     return kept
 
 
-# ---- each parameter in one unit, inner units before outer ones
+# ---- assigns each parameter to one unit, inner units first
 
 
 def join_ties(model: nn.Module, units: list[UnitPlan], ignored: Collection[int] = ()) -> list[UnitPlan]:
-    """Joins, carves out or dissolves units until no parameter is owned by two. ``ignored`` holds ids of parameters."""
+    """Joins, carves out or dissolves units until none share a parameter. ``ignored`` holds ids of parameters."""
     names = {module: name for name, module in model.named_modules()}
-    rooted: set[nn.Module] = set()  # owners that only the root can hold; grows with each dissolution, so the loop ends
+    rooted: set[nn.Module] = set()  # owners that only the root can hold; each dissolution adds some, so the loop ends
     while (tie := next(_ties(model, units, ignored), None)) is not None:
         label, owners = tie
         joined = _joined(model, units, owners, rooted)
@@ -432,7 +437,7 @@ def join_ties(model: nn.Module, units: list[UnitPlan], ignored: Collection[int] 
 def _ties(
     model: nn.Module, units: list[UnitPlan], ignored: Collection[int]
 ) -> Iterator[tuple[str, list[tuple[nn.Module, int | None]]]]:
-    """(path of the parameter, [(owner, index of its unit or None for the root)]) for parameters of several units."""
+    """Yields (parameter path, [(owner, index of its unit or None for the root)]) for parameters of several units."""
     unit_of = {module: i for i, unit in enumerate(units) for module in unit.modules}
     owners: dict[nn.Parameter, tuple[str, dict[tuple[nn.Module, int | None], None]]] = {}
     visited: set[tuple[nn.Module, int | None]] = set()
@@ -457,7 +462,7 @@ def _ties(
 def _joined(
     model: nn.Module, units: list[UnitPlan], owners: list[tuple[nn.Module, int | None]], rooted: set[nn.Module]
 ) -> list[nn.Module] | None:
-    """The modules of the unit that holds the parameter of these owners, or None when only the root can."""
+    """Returns the modules of the unit for the parameter of these owners. None if only the root can hold it."""
     planned = {module for unit in units for module in unit.modules}
     joined: dict[nn.Module, None] = {}
     for owner, i in owners:
@@ -479,7 +484,7 @@ def _joined(
 
 
 def sort_bottom_up(model: nn.Module, units: list[UnitPlan]) -> list[UnitPlan]:
-    """Inner units first, otherwise in order of registration. Two units that contain parts of each other are joined."""
+    """Sorts inner units first, otherwise by registration. Joins two units that contain parts of each other."""
     position = {module: i for i, module in enumerate(model.modules())}
     waiting = sorted(units, key=lambda unit: max(position[module] for module in unit.modules))
     ordered: list[UnitPlan] = []

@@ -207,7 +207,7 @@ def test_a_mesh_without_this_rank(ctx):
     if ctx.rank == 0:
         backward(shard(model, mesh=mesh))
         return
-    said = "rank 1 is not in the mesh, whose ranks are 0; call fully_shard on ranks of the mesh alone"
+    said = "rank 1 is not in the mesh, whose ranks are 0. Call fully_shard on ranks of the mesh only"
     for options in ({}, {"auto_wrap": True}):
         with pytest.raises(ValueError, match=said):
             shard(model, mesh=mesh, **options)
@@ -227,7 +227,7 @@ def test_which_modules_become_units(ctx):
         with Said() as said:
             shard(model, auto_wrap=auto_wrap)
         assert len(fsdp2x.describe(model).units) == (4 if auto_wrap else 1)
-        assert bool(said) == (auto_wrap is None) and all("auto_wrap=True makes units" in one for one in said)
+        assert bool(said) == (auto_wrap is None) and all("auto_wrap=True to make units" in one for one in said)
 
 
 @distributed(world_sizes=(1,))

@@ -86,7 +86,7 @@ def test_deepcopy(ctx):
         said = refused(lambda module=module: copy.deepcopy(module), AssertionError)
         assert said.startswith("FSDP does not support deepcopy. Please use state dict for serialization.")
         if ctx.impl == "fsdp2x":
-            assert "copy it before fully_shard" in said and "fsdp2x.full_tensors(model)" in said
+            assert "copy the model before fully_shard" in said and "fsdp2x.full_tensors(model)" in said
 
 
 @distributed(world_sizes=(4,))
