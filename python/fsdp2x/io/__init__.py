@@ -1,1 +1,1 @@
-"""Weights and states in and out: file formats, checkpoints, HuggingFace folders, conversions, whole tensors."""
+"""Reads and writes weights and states: file formats, checkpoints, HuggingFace folders, conversions, full tensors."""

@@ -1,6 +1,6 @@
-"""Names and layout of a model's original files: which tensors each parameter, or family of parameters, becomes there.
+"""Maps parameters to the names and layout of a model's original files.
 
-transformers renames and fuses weights while it loads (experts become one tensor a layer); its public tables say how,
+transformers renames and fuses weights while it loads (experts become one tensor per layer). Its public tables say how,
 and how to undo it. A *family* is the parameters that one such conversion needs together, usually one parameter.
 """
 
@@ -19,13 +19,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp2x.sharding.wrap import clean_name, unsharded_class
 
-# A model of transformers or PEFT: to torch's annotations each of its attributes is a Tensor or a Module.
+# A model of transformers or PEFT. By torch's annotations each of its attributes is a Tensor or a Module.
 ForeignModel = Any
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A whole tensor as it is handed out or written."""
+    """A full tensor to hand out or to write."""
 
     name: str
     shape: torch.Size
@@ -38,7 +38,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Family:
-    """``params``: FQNs that are converted together; ``outputs``: what becomes of them, in this order."""
+    """``params`` are FQNs that are converted together. ``outputs`` are the results, in this order."""
 
     params: tuple[str, ...]
     outputs: tuple[TensorSpec, ...]
@@ -47,25 +47,25 @@ class Family:
 
 
 def plain_families(params: Mapping[str, tuple[torch.Size, torch.dtype]]) -> list[Family]:
-    """Every parameter by itself, under its FQN."""
+    """Returns a family for each parameter, under its FQN."""
     return [Family((name,), (TensorSpec(name, *described),), list) for name, described in params.items()]
 
 
 def source_families(model: nn.Module, params: Mapping[str, tuple[torch.Size, torch.dtype]]) -> list[Family]:
-    """The families of ``params`` (FQN to shape and dtype), in the order of their first members.
+    """Returns the families of ``params`` (FQN -> shape and dtype), in the order of their first members.
 
-    Names are those of the model's original files where the model comes from transformers; adapter weights of a PEFT
-    model have the names of PEFT's adapter files. Any other parameter keeps its FQN, without wrappers.
+    Names are those of the model's original files if the model comes from transformers. Adapter weights of a PEFT model
+    have the names of PEFT's adapter files. Any other parameter keeps its FQN, without wrappers.
     """
     base, to_source = hf_base(model)
     names = {fqn: to_source(fqn) for fqn in params}
     quantized = [name for name in names.values() if not is_adapter(name)] if is_quantized(base) else []
     if quantized:
         raise NotImplementedError(
-            f"fsdp2x: {type(base).__name__} is quantized; under the names of files nobody could read its weights, such "
-            f"as {quantized[0]!r}, without what they are quantized by: save or push adapters alone "
-            '(fsdp2x.save_adapter, params=lambda name, param: "lora_" in name), or take tensors as they are with '
-            'names="model"'
+            f"fsdp2x: {type(base).__name__} is quantized. Under the names of files, weights such as {quantized[0]!r} "
+            "could not be read without their quantization data. Save or push only adapters "
+            '(fsdp2x.save_adapter, params=lambda name, param: "lora_" in name), or take unconverted tensors with '
+            'names="model".'
         )
     reverse = _Reverse(base, [name for name in names.values() if not is_adapter(name)])
     members: dict[Any, list[str]] = {}
@@ -79,19 +79,19 @@ def source_families(model: nn.Module, params: Mapping[str, tuple[torch.Size, tor
 
 
 def is_quantized(base: nn.Module) -> bool:
-    """Whether transformers has loaded (or would load) ``base`` in another form than its weights, such as 4 bits."""
+    """Returns whether transformers loads ``base`` in another form than its weights, such as 4 bits."""
     return getattr(getattr(base, "config", None), "quantization_config", None) is not None
 
 
 def is_adapter(name: str) -> bool:
-    """Whether ``name`` (of ``hf_base``) belongs to a PEFT adapter and not to the model below it."""
+    """Returns whether ``name`` (of ``hf_base``) belongs to a PEFT adapter and not to the model inside it."""
     return name.startswith("base_model.model.")
 
 
 def hf_base(model: nn.Module) -> tuple[ForeignModel, Callable[[str], str]]:
-    """The model whose files the names refer to, and the map from FQN to the name in it.
+    """Returns the model whose files the names refer to, and the map from FQN to the name in it.
 
-    Below a PEFT model that is the base model; its adapter weights keep the prefix of PEFT's own files. A model with
+    For a PEFT model that is the base model. Its adapter weights keep the prefix of PEFT's files. A model with
     transformers' ``add_adapter`` is its own base.
     """
     outer = _unwrapped(model)
@@ -114,7 +114,7 @@ def hf_base(model: nn.Module) -> tuple[ForeignModel, Callable[[str], str]]:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether PEFT has attached adapters to ``model``: in a model around it, or in place."""
+    """Returns whether PEFT has attached adapters to ``model``, in place or in a model around it."""
     return bool(getattr(_unwrapped(model), "peft_config", None))
 
 
@@ -125,13 +125,13 @@ def _unwrapped(model: ForeignModel) -> ForeignModel:
 
 
 def is_transformers(model: nn.Module) -> bool:
-    """Whether transformers can say how the model's files are named; imports nothing for any other model."""
+    """Returns whether transformers knows the names of the model's files. Imports nothing for other models."""
     return any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__) and hasattr(model, "config")
 
 
 @contextlib.contextmanager
 def original_classes(model: nn.Module) -> Iterator[None]:
-    """Modules have the classes of before ``fully_shard``: transformers looks conversions up by class name."""
+    """Restores the classes from before ``fully_shard``, because transformers finds conversions by class name."""
     swapped = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
     try:
         for module, _ in swapped:
@@ -143,7 +143,7 @@ def original_classes(model: nn.Module) -> Iterator[None]:
 
 
 def remember_source(base: ForeignModel, conversions: list | None, dtypes: dict[str, torch.dtype], path) -> None:
-    """Keeps on the model what saving it in the form of its files needs; ``dtypes`` by name in ``base``."""
+    """Stores on the model what saving in the form of its files needs. ``dtypes`` is by name in ``base``."""
     if conversions is not None:
         base._weight_conversions = conversions
     known = getattr(base, "_fsdp2x_source_dtypes", {})
@@ -152,12 +152,12 @@ def remember_source(base: ForeignModel, conversions: list | None, dtypes: dict[s
 
 
 class _Reverse:
-    """transformers' conversions of a model, reversed: from the names in memory to those of the files."""
+    """transformers' conversions of a model, reversed: from names in memory to those of files."""
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
         self._model = model
         self._renamings, self._converters = _reversed_conversions(model)
-        # Some renamings depend on which names came before, in transformers' order.
+        # Some renamings depend on earlier names, in transformers' order.
         self._renamed: dict[str, str] = {}
         self._patterns: dict[str, str] = {}
         self._layers: dict[str, str] = {}
@@ -174,7 +174,7 @@ class _Reverse:
                 self._layers[name], self._patterns[name] = layer, pattern
 
     def key(self, name: str) -> Any:
-        """Equal for parameters that are converted together."""
+        """Returns a key that is equal for parameters that are converted together."""
         return ("converted", self._layers[name]) if name in self._layers else ("renamed", name)
 
     def family(self, key: Any, fqns: tuple[str, ...], specs: list[TensorSpec]) -> Family:
@@ -183,7 +183,7 @@ class _Reverse:
             spec = specs[0]
             if len(specs) > 1:
                 raise ValueError(
-                    f"{fqns[0]!r} and {fqns[1]!r} are both {spec.name!r} in files; take one of the adapters by params"
+                    f"{fqns[0]!r} and {fqns[1]!r} are both {spec.name!r} in files. Select one adapter by params."
                 )
             name = self._renamed.get(spec.name, spec.name)
             return Family(fqns, (TensorSpec(name, spec.shape, spec.dtype),), list)
@@ -204,7 +204,7 @@ class _Reverse:
 def run_converter(
     converter: Any, model: nn.Module, layer: str, tensors: Iterable[tuple[str, str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """What transformers' ``converter`` makes for ``layer`` of (name, pattern, tensor), by the names of the results."""
+    """Returns what transformers' ``converter`` makes of (name, pattern, tensor) for ``layer``, by result name."""
     fresh = copy.deepcopy(converter)
     for name, pattern, tensor in tensors:
         fresh.add_tensor(layer, name, pattern, tensor)
@@ -219,7 +219,7 @@ def _renamed_by(renamings: list, name: str) -> str:
 
 
 def _reversed_conversions(model: ForeignModel) -> tuple[list, list]:
-    """(renamings, converters) from memory to files: those that loading used, else transformers' table for the class."""
+    """Returns (renamings, converters) from memory to files: those that loading used, else those of the class."""
     if not is_transformers(model):
         return [], []
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -229,7 +229,7 @@ def _reversed_conversions(model: ForeignModel) -> tuple[list, list]:
     if conversions is None:
         with original_classes(model):
             conversions = get_model_conversion_mapping(model, add_legacy=False)
-        # Nobody knows whether the files of a model made from a config would have the prefix.
+        # It is unknown whether the files of a model made from a config would have the prefix.
         conversions = [one for one in conversions if not isinstance(one, PrefixChange)]
     reverse = [one.reverse_transform() for one in reversed(conversions)]
     return (

@@ -1,1 +1,1 @@
-"""Changes of models: adapters, frozen parts, towers that some ranks skip, MLPs in chunks."""
+"""Changes models: adapters, frozen parts, vision towers that some ranks skip, MLPs in chunks."""

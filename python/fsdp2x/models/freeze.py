@@ -1,4 +1,4 @@
-"""``freeze_module_prefix``: freezes parts of a model by the beginning of their names, and says what it froze."""
+"""``freeze_module_prefix``: freezes parameters whose names begin with a prefix, and logs what it froze."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ logger = logging.getLogger("fsdp2x")
 
 @checked
 def freeze_module_prefix(model: nn.Module, prefixes: str | Iterable[str]) -> int:
-    """Freezes every parameter whose name begins with one of ``prefixes``; returns the number of elements frozen.
+    """Freezes every parameter whose name begins with one of ``prefixes``.
 
-    A prefix is a path of whole module or parameter names, from the model (``"model.visual"``) or from a level below it:
-    ``"visual"`` is ``model.visual`` of a model that has the tower there. Of several levels the outermost counts, so
-    ``"norm"`` is the final norm and not those of the layers. Works before and after ``fully_shard``; frozen and
-    trainable parameters may share a unit. A parameter that is frozen already counts as matched. Tied parameters are
-    frozen under all their names, which is said in a warning.
+    Call it before or after ``fully_shard``. Frozen and trainable parameters may share a unit. Tied parameters are
+    frozen under all their names, with a warning.
 
     Args:
         model: any module.
-        prefixes: one or several; a string may hold several, with commas between them.
+        prefixes: one or several paths of complete names; a string may hold several, separated by commas. A path starts
+            at the model (``"model.visual"``) or at a level below it (``"visual"``). If it matches at several levels,
+            the
+            outermost counts: ``"norm"`` is the final norm, not those of the layers.
 
     Returns:
-        Elements of the whole (not this rank's) parameters that match, ties once.
+        Elements of the full (not this rank's) parameters that match, ties once. Parameters that were already frozen
+        count.
 
     Raises:
-        ValueError: a prefix matches nothing; the message names the nearest ones that would. Nothing is frozen then.
-        TypeError: a prefix is no string.
+        ValueError: a prefix matches nothing. The message names the nearest ones, and nothing is frozen.
+        TypeError: a prefix is not a string.
     """
     wanted = _split(prefixes)
     params = [(clean_name(name), param) for name, param in model.named_parameters(remove_duplicate=False)]
@@ -74,13 +75,13 @@ def _split(prefixes: str | Iterable[str]) -> list[str]:
 
 
 def _level(name: str, prefix: str) -> int | None:
-    """How many names precede ``prefix`` in the path ``name``; None where it does not occur."""
+    """Returns how many names precede ``prefix`` in the path ``name``, or None if it does not occur."""
     before, found, _ = f".{name}.".partition(f".{prefix}.")
     return before.count(".") if found else None
 
 
 def _no_match(prefix: str, names: list[str], model: str) -> str:
-    # Paths of modules, whole and from any level on: what people write is usually one of them.
+    # Complete paths of modules from any level on, because users usually write one of them.
     paths: dict[str, str] = {}
     for name in names:
         parts = name.split(".")[:-1]

@@ -1,8 +1,8 @@
-"""``apply_tiled_mlp``: gated MLPs run in chunks of the sequence, recomputed in backward; gradients are added up once.
+"""``apply_tiled_mlp``: runs gated MLPs in chunks of the sequence, recomputes them in backward, and sums gradients once.
 
-An MLP of a long sequence keeps three tensors of the intermediate width until backward; tiled, it keeps its input, and
-one chunk's tensors exist at a time. All chunks are one autograd node, so a parameter gets one gradient a backward and
-its unit is reduced once:
+The MLP of a long sequence keeps three tensors of the intermediate width until backward. A tiled MLP keeps its input,
+and only one chunk's tensors exist at a time. All chunks are one autograd node, so a parameter gets one gradient per
+backward and its unit is reduced once:
 
     forward    x | c0 | c1 | c2 |  ->  out     without graph, chunk after chunk into one buffer; x is saved
     backward   for each chunk: run it again with a graph, add its weight gradients to the totals, write its rows of dx
@@ -29,26 +29,28 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 @checked
 def apply_tiled_mlp(model: nn.Module, num_shards: int = 4, model_type: str | None = None) -> int:
-    """Makes every gated MLP of ``model`` run in ``num_shards`` chunks of its sequence; returns how many there are.
+    """Makes every gated MLP of ``model`` run in ``num_shards`` chunks of its sequence, to save activation memory.
 
-    A gated MLP is recognised by its structure, whatever its class and names: linear layers of the shapes
-    ``h -> i, h -> i, i -> h`` (Llama, Qwen, Gemma, Mistral, T5's gated one, shared experts) or ``h -> 2i, i -> h``
-    (Phi-3, GLM-4, ModernBERT), an activation, and a ``forward`` of one tensor. Routed experts are left alone: they
-    see a part of the tokens only. Linear layers may be wrapped by LoRA, before or after this call.
+    It acts at every later forward. Call it before or after ``fully_shard``; a second call changes ``num_shards``.
+    Values equal those of the unchunked MLP up to rounding. Gradients are summed over the chunks, in float32 for
+    bfloat16 and float16 weights. Backward costs one more forward of the MLPs.
 
-    Acts at every later forward, before or after ``fully_shard``, with mixed precision and activation checkpointing.
-    Values are those of the whole MLP up to rounding: gradients are the sum over the chunks, added in float32 for
-    bfloat16 and float16 weights. Backward costs one more forward of the MLPs. A second call changes ``num_shards``.
+    It recognizes an MLP by its structure: a ``forward`` of one tensor, an activation, and linear layers (also with
+    LoRA) of the shapes ``h -> i, h -> i, i -> h`` (Llama, Qwen, Gemma, Mistral, gated T5, shared experts) or
+    ``h -> 2i, i -> h`` (Phi-3, GLM-4, ModernBERT). Routed experts do not change.
 
     Args:
         model: any module.
-        num_shards: chunks along the next to last dim of the input; a shorter sequence has as many as it has tokens.
-        model_type: refuse any other ``config.model_type`` than this one.
+        num_shards: number of chunks along the next to last dim of the input, at most one per token.
+        model_type: required ``config.model_type``, or None for any.
+
+    Returns:
+        The number of gated MLPs.
 
     Raises:
-        ValueError: no gated MLP in the model, ``num_shards`` below 1, or another ``model_type``.
-        TypeError: ``num_shards`` is no int.
-        RuntimeError: at forward: a part of an MLP is a unit of its own, whose gathers chunks would repeat.
+        ValueError: the model has no gated MLP, ``num_shards`` is below 1, or ``model_type`` differs.
+        TypeError: ``num_shards`` is not an int.
+        RuntimeError: at forward, if a part of an MLP is a separate unit, which every chunk would gather again.
     """
     if num_shards < 1:
         raise ValueError(f"fsdp2x.apply_tiled_mlp: num_shards must be at least 1, got {num_shards}")
@@ -57,8 +59,8 @@ def apply_tiled_mlp(model: nn.Module, num_shards: int = 4, model_type: str | Non
     if not found:
         raise ValueError(
             f"fsdp2x.apply_tiled_mlp: {type(model).__name__} has no gated MLP: a module whose forward takes one "
-            "tensor, with linear layers h -> i, h -> i, i -> h (or h -> 2i, i -> h) and an activation. Leave "
-            "tiled_mlp off for this model, or use activation checkpointing for its MLPs"
+            "tensor, with linear layers h -> i, h -> i, i -> h (or h -> 2i, i -> h) and an activation. Turn "
+            "tiled_mlp off for this model, or use activation checkpointing for its MLPs."
         )
     for module in found:
         if hasattr(module, _ATTRIBUTE):
@@ -70,7 +72,7 @@ def apply_tiled_mlp(model: nn.Module, num_shards: int = 4, model_type: str | Non
 
 
 def gated_mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) of every gated MLP, without those of routed experts."""
+    """Yields (name, module) of every gated MLP, except those of routed experts."""
     routed: set[nn.Module] = set()
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts":
@@ -86,8 +88,8 @@ def _check_model_type(model: nn.Module, model_type: str | None) -> None:
     present = sorted({name for config in configs if isinstance(name := getattr(config, "model_type", None), str)})
     if model_type not in present:
         raise ValueError(
-            f"fsdp2x.apply_tiled_mlp: model_type is {model_type!r}, but the model's config says "
-            f"{' and '.join(map(repr, present)) or 'nothing'}; leave model_type out, it is not needed"
+            f"fsdp2x.apply_tiled_mlp: expected the model_type {model_type!r}, the model's config has "
+            f"{' and '.join(map(repr, present)) or 'none'}. Omit model_type, which is optional."
         )
 
 
@@ -120,7 +122,7 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 
 
 def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
-    """(in, out) of a linear layer, also of one that LoRA wraps."""
+    """Returns (in, out) of a linear layer, also of one that LoRA wraps."""
     size_in, size_out = getattr(module, "in_features", None), getattr(module, "out_features", None)
     return (size_in, size_out) if isinstance(size_in, int) and isinstance(size_out, int) else None
 
@@ -139,10 +141,10 @@ def _takes_one_tensor(module: nn.Module) -> bool:
 @dataclass
 class _Tiling:
     num_shards: int
-    replaced: Callable[[torch.Tensor], torch.Tensor] | None  # a forward that somebody had put on the module
+    replaced: Callable[[torch.Tensor], torch.Tensor] | None  # a forward that other code had put on the module
 
     def whole(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """The MLP as it was. The class is looked up now: ``fully_shard`` swaps it."""
+        """Runs the original MLP. Looks up its class now, because ``fully_shard`` changes it."""
         return type(module).forward(module, x) if self.replaced is None else self.replaced(x)
 
 
@@ -161,19 +163,19 @@ def _tiled_forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor)
 
 
 class _Call:
-    """One forward of one MLP: its chunks, its trainable parameters as they are now, and what recomputation needs."""
+    """One forward of one MLP: its chunks, its current trainable parameters, and what recomputation needs."""
 
     def __init__(self, module: nn.Module, dim: int, chunks: list[tuple[int, int]]) -> None:
         self.module, self.dim, self.chunks = module, dim, chunks
-        self._owners: list[tuple[nn.Module, str, int]] = []  # where parameter number i is registered
+        self._owners: list[tuple[nn.Module, str, int]] = []  # places that register parameter number i
         self.params: list[nn.Parameter] = []
         self._draws_random_numbers = False
         numbers: dict[int, int] = {}
         for part in module.modules():
             if part is not module and isinstance(part, FSDPModule):
                 raise RuntimeError(
-                    f"fsdp2x.apply_tiled_mlp: {type(part).__name__} inside of {type(module).__name__} is a unit of its "
-                    "own; chunks would gather it again and again. Make the MLP or its block the unit instead"
+                    f"fsdp2x.apply_tiled_mlp: {type(part).__name__} inside of {type(module).__name__} is a separate "
+                    "unit, which every chunk would gather again. Make the MLP or its block the unit instead."
                 )
             self._draws_random_numbers |= isinstance(part, nn.Dropout) and part.training and part.p > 0
             for name, param in part._parameters.items():
@@ -190,7 +192,7 @@ class _Call:
         return getattr(self.module, _ATTRIBUTE).whole(self.module, part)
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        """The output, chunk after chunk into one buffer."""
+        """Returns the output, computed chunk after chunk into one buffer."""
         out: torch.Tensor | None = None
         for start, size in self.chunks:
             part = self.forward_of(x.narrow(self.dim, start, size))
@@ -201,7 +203,7 @@ class _Call:
         return out
 
     def remember(self, x: torch.Tensor) -> None:
-        """Keeps what makes recomputation equal: random numbers of dropout, autocast."""
+        """Saves what makes recomputation equal: random numbers of dropout, and autocast."""
         device = x.device.type
         if self._draws_random_numbers:
             devices = [x.device.index or 0] if device != "cpu" else []
@@ -218,7 +220,7 @@ class _Call:
 
     @contextlib.contextmanager
     def again(self, leaves: list[torch.Tensor], device: str) -> Iterator[None]:
-        """Recomputation: modules see ``leaves`` for their parameters, so that no hook of those runs per chunk."""
+        """Makes modules use ``leaves`` as parameters during recomputation, so that no parameter hook runs per chunk."""
         with contextlib.ExitStack() as stack:
             if self._rng is not None:
                 devices, states = self._rng
@@ -236,7 +238,7 @@ class _Call:
 
 
 class _TiledMlp(torch.autograd.Function):
-    """All chunks of one MLP as one node."""
+    """All chunks of one MLP as one autograd node."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, x: torch.Tensor, *params: nn.Parameter) -> torch.Tensor:
@@ -269,7 +271,7 @@ class _TiledMlp(torch.autograd.Function):
 
 
 def _add(totals: list[torch.Tensor | None], found: list[torch.Tensor | None]) -> None:
-    """Adds one chunk's gradients to the totals in place, in float32 where the weights are narrower."""
+    """Adds one chunk's gradients to the totals in place, in float32 for narrower weights."""
     owned: set[int] = set()
     for index, grad in enumerate(found):
         if grad is None:
@@ -279,6 +281,6 @@ def _add(totals: list[torch.Tensor | None], found: list[torch.Tensor | None]) ->
             total.add_(grad)
             continue
         wide = grad.float() if grad.dtype in _LOW_PRECISION else grad
-        # Two parameters may be given one tensor: each total needs memory of its own.
+        # Two parameters may get one tensor, but each total needs separate memory.
         totals[index] = wide.clone() if wide._base is not None or id(wide) in owned else wide
         owned.add(id(wide))

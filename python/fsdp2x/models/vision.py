@@ -1,10 +1,10 @@
-"""``shard_vision_language``: vision-language models whose ranks need not all have an image in a step.
+"""``shard_vision_language``: shards vision-language models so that a rank may have no image in a step.
 
-Gathers must be the same on every rank, but a rank without an image never runs the vision tower. So the tower is left to
-the root's unit, which every rank gathers once at the root's forward and keeps until backward ends. Over a
-process group a rank that did not run a trainable tower hands in zeros for it, so that the root is reduced on every rank
-at the same point; they hang on the text embedding, through which every backward comes. Where every rank always has an
-image, the tower's blocks can be units of their own.
+Gathers must be the same on every rank, but a rank without an image never runs the vision tower. So the tower belongs to
+the root's unit, which every rank gathers once at the root's forward and keeps until backward ends. Over a process
+group, a rank that did not run a trainable tower provides zeros for it, so every rank reduces the root at the same
+point. The zeros depend on the text embedding, which every backward reaches. If every rank always has an image, the
+tower's blocks can be separate units.
 """
 
 from __future__ import annotations
@@ -34,29 +34,27 @@ def shard_vision_language(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
     **options: Any,
 ) -> nn.Module:
-    """``fully_shard`` for a vision-language model: the language model as usual, the tower so that it may be skipped.
+    """Shards a vision-language model with ``fully_shard``, so that a rank may skip the vision tower.
 
-    Inputs of the tower are never cast, neither by its units nor by the root: its first layer knows its dtype, and
-    coordinates stay float32. Frozen towers and trainable ones, on every transport. When no rank has an image in a step,
-    a trainable tower's ``.grad`` stays None over shared memory and is zero over a process group.
+    Inputs of the tower are never cast: its first layer knows its dtype, and coordinates stay float32. Towers may be
+    frozen or trainable. If no rank has an image in a step, a trainable tower's ``.grad`` stays None with shared memory
+    and is zero over a process group.
 
     Args:
-        model: the whole model, not sharded yet.
-        tower: path or paths of the modules that only images need (tower, projector), whole or from a level below the
-            model; default what is named as towers usually are.
-        every_rank_has_images: False: the tower belongs to the root's unit and stays gathered from forward to the end of
-            backward: memory of the whole tower, ranks with and without images in one step. True: the tower's blocks are
-            units of their own, gathered one by one; a rank that skips the tower then ends in an error (shared memory)
-            or in the timeout (process group), so give ranks without an image a small one with no label on it.
-        mp_policy: of the language model; the tower and the root get it with ``cast_forward_inputs=False``.
-        options: other arguments of ``fully_shard``, but ``auto_wrap``.
+        model: the complete model, not sharded yet.
+        tower: paths of the modules that only images need (tower, projector), from the model or from a level below it.
+            Default: modules with the usual names of towers.
+        every_rank_has_images: whether every rank has an image in every step. False keeps the full tower gathered from
+            forward to the end of backward. True makes the tower's blocks separate units; a rank that skips the tower
+            then causes an error (shared memory) or a timeout (process group).
+        mp_policy: policy of the language model. Tower and root get it with ``cast_forward_inputs=False``.
+        options: other arguments of ``fully_shard``, except ``auto_wrap``.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: no tower found, or ``tower`` names none; a trainable tower, and a model without
-            ``get_input_embeddings``.
+        ValueError: there is no such tower, or the tower is trainable and the model has no ``get_input_embeddings``.
     """
     towers = _find_towers(model, tower)
     if not every_rank_has_images:
@@ -79,7 +77,7 @@ def shard_vision_language(
 
 
 class _Absent:
-    """Which towers ran in the forward that goes on; forward hooks of the towers and the embedding write and read it."""
+    """Records which towers ran in the current forward, through forward hooks of the towers and the embedding."""
 
     def __init__(self, model: nn.Module, towers: list[nn.Module]) -> None:
         self._towers = towers
@@ -88,8 +86,8 @@ class _Absent:
         embedding = getattr(model, "get_input_embeddings", lambda: None)()
         if embedding is None:
             raise ValueError(
-                f"fsdp2x.shard_vision_language: {type(model).__name__} has no get_input_embeddings(), on which ranks "
-                "without images rely; use every_rank_has_images=True"
+                f"fsdp2x.shard_vision_language: {type(model).__name__} has no get_input_embeddings(), which ranks "
+                "without images need. Use every_rank_has_images=True."
             )
         model.register_forward_pre_hook(self._begin)
         embedding.register_forward_hook(self._connect)
@@ -106,7 +104,7 @@ class _Absent:
         model = self._model()
         if not torch.is_grad_enabled() or not isinstance(model, FSDPModule):
             return None
-        # Otherwise the root's reduction is keyed by unit, and no collective among those of the other units.
+        # Otherwise the root's reduction is keyed by unit and has no place among the collectives of the other units.
         groups = model._get_fsdp_state().groups
         if not any(group.ranks.has_replicate_axis or not group.transport.shares_memory for group in groups):
             return None
@@ -118,7 +116,7 @@ class _Absent:
 
 
 class _ZerosWhereAbsent(torch.autograd.Function):
-    """``output`` as it is; in backward zeros for the parameters of towers that have not run by then."""
+    """Returns ``output`` unchanged. Its backward gives zeros to parameters of towers that have not run by then."""
 
     @staticmethod
     def forward(ctx: Any, ran: set[int], owners: tuple[int, ...], output: torch.Tensor, *params: torch.Tensor):
@@ -142,11 +140,11 @@ def _find_towers(model: nn.Module, tower: str | list[str] | None) -> list[str]:
         ends = [path for path in paths if f".{path}".endswith(f".{name}")]
         if not ends and tower is not None:
             raise ValueError(f"fsdp2x.shard_vision_language: {type(model).__name__} has no module {name!r}")
-        # A tower may hold a module of its own name (vision_tower.vision_model): the outermost is meant.
+        # A tower may contain a module with its own name (vision_tower.vision_model). The outermost counts.
         found += [path for path in ends if path.count(".") == min(end.count(".") for end in ends)]
     if not found:
         raise ValueError(
-            f"fsdp2x.shard_vision_language: {type(model).__name__} has no module named {', '.join(_USUAL_NAMES)}; pass "
-            "tower= with its path"
+            f"fsdp2x.shard_vision_language: {type(model).__name__} has no module named {', '.join(_USUAL_NAMES)}. Pass "
+            "tower= with its path."
         )
     return found

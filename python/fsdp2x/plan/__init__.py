@@ -1,1 +1,1 @@
-"""Bytes at rest and at the peak of a step, from the plan: ``memory_report`` of a model, ``plan_memory`` of a config."""
+"""Predicts memory between steps and at their peak: ``memory_report`` for a model, ``plan_memory`` for a config."""

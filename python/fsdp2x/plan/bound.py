@@ -8,14 +8,14 @@ It knows neither layouts nor flat buffers nor the schedule, so a plan can be che
     optimizer   n * s / W for every trained parameter, with s bytes of state an element (AdamW in float32: 8)
     unsharded   buffers in full
 
-The backward of a unit ``u`` needs, on top of shards, optimizer and unsharded:
+The backward of a unit ``u`` needs, in addition to shards, optimizer and unsharded:
 
     full parameters of u, full gradients of u, full parameters of earlier units that stay gathered, and
     gradients of later units, whose backward has ended, if u trains
 
-Full parameters are in the dtype of compute, full gradients in the narrower one of compute and reduction. The peak is at
-least the largest of these sums over all units, and at least what is held between steps. Every engine that gathers and
-reduces one unit at a time needs as much.
+Full parameters have the compute dtype, full gradients the narrower of compute and reduce dtype. The peak is at least
+the largest of these sums over all units, and at least what is held between steps. Every engine that gathers and reduces
+one unit at a time needs as much.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class _Unit:
     state: float = 0
     full: float = 0
     full_gradients: float = 0
-    kept: float = 0  # of the full parameters, from forward to backward
-    host: float = 0  # of shards, gradients and state
-    copies: float = 0  # of shards on the host, on the device
+    kept: float = 0  # full parameters that stay from forward to backward
+    host: float = 0  # shards, gradients and state in CPU memory
+    copies: float = 0  # copies on the device of shards in CPU memory
     reduced: float = 0  # gradients on the device
 
 
@@ -75,9 +75,9 @@ def memory_bound(facts: ModelFacts, optimizer: str, policy: MixedPrecisionPolicy
     """Returns the bound for a plan, whose model's parameters are counted here.
 
     Args:
-        facts: from ``planned_facts``: the units in the order of forward, the ranks of each, and what the host keeps.
+        facts: result of ``planned_facts``: units in the order of forward, their ranks, and what is offloaded.
         optimizer: a name that ``plan_memory`` takes.
-        policy: the dtypes of compute and reduction.
+        policy: dtypes of compute and reduction.
     """
     matrices = {param for _, param in named_matrices(facts.model)} if optimizer.startswith("muon") else set()
     units = [_count(unit, params, optimizer, matrices, policy) for unit, params in _params_by_unit(facts)]
@@ -91,7 +91,7 @@ def memory_bound(facts: ModelFacts, optimizer: str, policy: MixedPrecisionPolicy
 
 
 def _params_by_unit(facts: ModelFacts) -> list[tuple[PlannedUnit, list[nn.Parameter]]]:
-    """The units that have parameters. An outer unit comes before those inside it, which have the parameters."""
+    """Returns the units that have parameters. An outer unit comes before inner ones, which have the parameters."""
     found: dict[nn.Parameter, PlannedUnit] = {}
     for unit in facts.units:
         found.update((param, unit) for module in unit.modules for param in module.parameters())
@@ -112,7 +112,7 @@ def _count(
         dtype = policy.param_dtype if policy.param_dtype and param.is_floating_point() else param.dtype
         numel = param.numel() / unit.expert_parallel
         held.shards += numel * param.itemsize / world
-        if dtype != param.dtype or not (world == 1 or shares):  # else the shards are the full parameters
+        if dtype != param.dtype or not (world == 1 or shares):  # otherwise the shards are the full parameters
             held.full += numel * dtype.itemsize / (world if shares else 1)
         if param.requires_grad:
             held.gradients += numel * param.itemsize / world
@@ -127,7 +127,7 @@ def _count(
 
 
 def _state_bytes(optimizer: str, param: nn.Parameter) -> float:
-    """Bytes of state for an element."""
+    """Returns bytes of state for an element."""
     name = optimizer if optimizer in _NUM_MOMENTS else optimizer.rpartition("_")[0]
     moments_dtype = optimizer.removeprefix(name).removeprefix("_")
     is_narrowed = moments_dtype and param.itemsize <= 4
@@ -135,12 +135,12 @@ def _state_bytes(optimizer: str, param: nn.Parameter) -> float:
 
 
 def _backward_bytes(units: list[_Unit]) -> float:
-    """The most that a unit's backward needs of full tensors, and of gradients on the device."""
+    """Returns the most bytes of full tensors and of gradients on the device that a unit's backward needs."""
     most = kept = 0.0
     later = sum(unit.reduced for unit in units)
     for unit in units:
         later -= unit.reduced
-        trains = unit.full_gradients > 0  # else backward may not reach it
+        trains = unit.full_gradients > 0  # otherwise backward may not reach it
         most = max(most, unit.full + unit.full_gradients + kept + later * trains)
         kept += unit.kept
     return most

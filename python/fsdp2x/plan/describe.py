@@ -1,4 +1,4 @@
-"""``describe``: a readable report of the units of a sharded model, from the layouts that run."""
+"""``describe``: reports the units of a sharded model in a readable form, from the layouts that run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fsdp2x.sharding.shapes import advice, padding_in
 
 @dataclass(frozen=True)
 class UnitReport:
-    """One unit. Bytes are per rank; ``slot_bytes`` is the whole unsharded unit in the compute dtype."""
+    """One unit. Bytes are per rank. ``slot_bytes`` is the full unit in the compute dtype."""
 
     name: str
     params: tuple[str, ...]
@@ -34,7 +34,7 @@ class UnitReport:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """All units of a model; ``str()`` prints a table, and ``advice`` where padding takes much more than the bytes.
+    """All units of a model. ``str()`` prints a table, and ``advice`` if padding takes much more than the parameters.
 
     ``matrices``: the blocks that ``Muon`` orthogonalizes, one line for all layers.
     """
@@ -83,7 +83,7 @@ class ModelReport:
 
 @checked
 def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> ModelReport:
-    """Units of ``model`` with their parameters, elements, bytes and slots. Local: no communication.
+    """Reports the units of ``model`` with their parameters, elements, bytes and gather buffers. Not collective.
 
     With a ``Muon`` as ``optimizer`` it also lists which parameters fall into blocks. Others add nothing.
 
@@ -92,7 +92,7 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     """
     states = unit_states(model)
     if not states:
-        raise ValueError(f"{type(model).__name__} has no unit: call fsdp2x.fully_shard(model) first")
+        raise ValueError(f"fsdp2x.describe: {type(model).__name__} has no unit. Call fsdp2x.fully_shard(model) first.")
     names = {id(module): name for name, module in model.named_modules()}
     fqns = {id(param): name for name, param in model.named_parameters(remove_duplicate=True)}
     root = next(iter(roots_of(states)), None)

@@ -1,6 +1,6 @@
-"""What a memory plan knows of a model's units, counted by the engine's own ``Layout``: nothing is allocated.
+"""Facts of a model's units for a memory plan, counted by the engine's ``Layout`` without allocating memory.
 
-Where it comes from, a model that runs or one that is only planned, is the business of ``sources.py``.
+``sources.py`` collects them from a running model or from a planned one.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from fsdp2x.sharding.transport import TransportKind
 
 @dataclass(frozen=True)
 class PlannedMesh:
-    """Who shares a group. Groups with equal ``key`` share a transport."""
+    """The ranks that share a group. Groups with equal ``key`` share a transport."""
 
     key: Hashable
     world: int
     rank: int
     transport: TransportKind
     replicas: int = 1
-    replicas_share: bool = False  # memory of one host: they all-reduce through it
-    gathers: str = "unknown"  # how many gathers run, on a device: see torch_private.gathers_of
-    registers_memory: bool = False  # buffers are of memory that is registered with the backend, on a device
-    max_reduce_buffers: int | None = None  # packed units on their way to their reduction, on a device; None: by bytes
+    replicas_share: bool = False  # whether they all-reduce through the memory of one host
+    gathers: str = "unknown"  # how a device runs many gathers: see torch_private.gathers_of
+    registers_memory: bool = False  # whether buffers on a device are registered with the backend
+    max_reduce_buffers: int | None = None  # packed units that wait for their reduction on a device; None: by bytes
 
     @property
     def has_streams(self) -> bool:
-        """Whether collectives run on streams of a device, beside the compute."""
+        """Whether collectives run on separate streams of a device, overlapped with compute."""
         return self.transport is TransportKind.DEVICE
 
 
@@ -47,33 +47,33 @@ class GroupFacts:
 
     ranks: PlannedMesh
     shard_pool_bytes: int
-    shard_pad_bytes: int  # of the pool: not this rank's rows
+    shard_pad_bytes: int  # bytes of the pool that are not this rank's rows
     slot_bytes: int
     scratch_bytes: int
-    gather_segment_bytes: int  # of a rank, in what a process group gathers
-    reduce_segment_bytes: int  # of a rank, in what a process group reduces, flags included
-    replica_segment_bytes: int  # what waits for the all-reduce over the replicas
-    row_bytes: int  # this rank's rows in the dtype of compute: what it writes at a gather
-    packed_bytes: int  # the whole gradients as they are packed for peers that read them
-    gradient_bytes: int  # unsharded gradients at once, as autograd makes them: the largest, on a device all of them
-    wide_scratch_bytes: int  # a scratch of gradients that others are added to, without gradient sync
+    gather_segment_bytes: int  # a rank's part of what a process group gathers
+    reduce_segment_bytes: int  # a rank's part of what a process group reduces, flags included
+    replica_segment_bytes: int  # bytes that wait for the all-reduce over the replicas
+    row_bytes: int  # this rank's rows in the compute dtype, which it writes at a gather
+    packed_bytes: int  # full gradients as they are packed for other ranks
+    gradient_bytes: int  # unsharded gradients that autograd holds at once: the largest, on a device all of them
+    wide_scratch_bytes: int  # a buffer that accumulates gradients without gradient sync
     num_trained: int  # parameters
     trained: tuple[tuple[int, torch.dtype], ...]  # elements of this rank's rows of each, and its dtype
     gradient_pool_bytes: int = 0
-    staging_bytes: int = 0  # of all ranks, in what a device gathers packed
-    reduces_in_place: bool = False  # the reduced rows are the gradients, on a device
-    offloads: bool = False  # shards and gradients are in host memory
-    keeps_shards: bool = False  # and the device has a copy of the shards
+    staging_bytes: int = 0  # of all ranks, for packed gathers on a device
+    reduces_in_place: bool = False  # whether the reduced rows are the gradients, on a device
+    offloads: bool = False  # whether shards and gradients are in CPU memory
+    keeps_shards: bool = False  # whether the device then has a copy of the shards
     reduced_bytes: int = 0  # the reduced rows of this rank
-    landing_bytes: int = 0  # where reduced rows lie on the host until it has cast them; 0: they are the gradients
-    rests: bool = False  # its shards are rows of the slot that it is gathered in, which takes no other memory
-    keeps_host_state: bool = False  # the optimizer's state is in host memory, while the gradients are not
+    landing_bytes: int = 0  # CPU memory for reduced rows until they are cast; 0: they are the gradients
+    rests: bool = False  # whether its shards stay in the gather buffer, which then takes no more memory
+    keeps_host_state: bool = False  # whether only the optimizer's state is in CPU memory, not the gradients
     reduces_unused: bool = False
     small: GroupFacts | None = None  # the smaller world that keeps the rows after forward
     params: tuple[ParamFacts, ...] = ()
     trains: tuple[bool, ...] = ()
-    coded_reduce_bytes: int = 0  # of a rank, in an all-to-all in a wire format; 0: reductions travel as they are
-    wire_bytes: int = 0  # kept from step to step: this rank's encoded rows, and what gradients have lost
+    coded_reduce_bytes: int = 0  # a rank's part of an all-to-all in a wire format; 0: no wire format
+    wire_bytes: int = 0  # kept between steps: this rank's encoded rows and rounding errors of gradients
 
     @property
     def is_trainable(self) -> bool:
@@ -82,11 +82,11 @@ class GroupFacts:
 
 @dataclass(frozen=True, eq=False)
 class PlannedUnit:
-    """One unit: what is gathered together, and by whose forward. Compared by identity."""
+    """One unit: groups that are gathered together, and the module whose forward gathers them. Compared by identity."""
 
     name: str
     modules: tuple[nn.Module, ...]
-    owners: tuple[frozenset[int], ...]  # of each group: ids of the modules that use its trainable parameters
+    owners: tuple[frozenset[int], ...]  # for each group, ids of the modules that use its trainable parameters
     groups: tuple[GroupFacts, ...]
     num_params: int
     num_elements: int
@@ -97,26 +97,26 @@ class PlannedUnit:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model's units in the order of ``named_modules``, and the bytes that every rank holds whole."""
+    """A model's units in the order of ``named_modules``, and the bytes that every rank holds in full."""
 
     model: nn.Module
     units: tuple[PlannedUnit, ...]
     unsharded_bytes: int  # buffers and parameters outside of any unit
-    padded: tuple[Padding, ...] = ()  # parameters that take much more than their bytes
+    padded: tuple[Padding, ...] = ()  # parameters whose padding takes much memory
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """What of a unit's settings decides where a device's collectives read and write."""
+    """Settings of a unit that decide where a device's collectives read and write."""
 
-    gathers_packed: bool = False  # by a function of the user's, or with the inputs of extensions
+    gathers_packed: bool = False  # by a custom function, or with the inputs of extensions
     reduces_aside: bool = False  # into memory that is not the gradients'
     averages: bool = True  # divides while it sums
 
 
 @dataclass(frozen=True)
 class Wire:
-    """Formats between ranks by the names of ``set_wire_dtype``; None: none."""
+    """Wire formats by the names of ``set_wire_dtype``. None: no format."""
 
     weights: str | None = None
     gradients: str | None = None
@@ -188,7 +188,7 @@ def _count(
 
 
 def _wire_bytes(layout: Any, training: Any, ranks: PlannedMesh, wire: Wire) -> tuple[int, int, int]:
-    """A rank's segment that is gathered and that is reduced, in their formats, and what is kept of both."""
+    """Returns a rank's gathered and reduced segment in their formats, and the bytes that both keep."""
     segment, coded, kept = layout.gather_segment_bytes, 0, 0
     if ranks.world > 1 and segment and wire.weights is not None:
         segment = _C.wire_gather_bytes(layout, WEIGHTS[wire.weights])
@@ -214,8 +214,8 @@ def group_facts(
 ) -> GroupFacts:
     """Counts one group.
 
-    ``small_ranks``: the smaller world that keeps the rows after forward. ``may_rest``: none of its shards lies in the
-    pool of another group.
+    ``small_ranks``: the smaller world that keeps the rows after forward. ``may_rest``: whether none of its shards is in
+    the pool of another group.
     """
     shapes = layout_shapes(params, policy.param_dtype, policy.reduce_dtype)
     trains = [wanted and shape.original in REDUCIBLE for shape, wanted in zip(shapes, requires_grad, strict=True)]

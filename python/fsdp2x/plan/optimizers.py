@@ -1,4 +1,4 @@
-"""Bytes of optimizer state on one rank: what is there, and what the first step will add; where they are."""
+"""Counts bytes of optimizer state on one rank: existing ones, those of the first step, and where they are."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _TORCH_MUON = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()
 
 @dataclass(frozen=True)
 class _Kept:
-    """What an optimizer keeps of a parameter that it trains."""
+    """State that an optimizer keeps for a parameter that it trains."""
 
     num_moments: int = 0
     counts_steps: bool = False
-    moments_dtype: torch.dtype | str | None = None  # None: that of the parameter
-    on_host: bool = False  # its moments may be there while the model is on an accelerator
+    moments_dtype: torch.dtype | str | None = None  # None: the parameter's
+    on_host: bool = False  # whether its moments may be in CPU memory for a model on an accelerator
 
     def moments(self, numel: int, dtype: torch.dtype) -> list[int]:
-        """Bytes of the tensors of all moments of so many elements."""
+        """Returns the bytes of all moments' tensors for ``numel`` elements."""
         return moment_bytes(numel, moments_dtype_of(dtype, self.moments_dtype)) * self.num_moments
 
     def total(self, numel: int, dtype: torch.dtype) -> int:
         return sum(self.moments(numel, dtype)) + _STEP_BYTES * self.counts_steps
 
 
-_MATRIX = _Kept(1)  # of Muon, which steps it, in its own dtype
+_MATRIX = _Kept(1)  # for matrices that Muon steps, in their own dtype
 _WITH_MOMENTS_DTYPE = {"": None, "_float32": torch.float32, "_bfloat16": torch.bfloat16, "_int8": INT8}
-# The optimizers that can be planned for; of Muon what is no matrix.
+# The optimizers that can be planned. For Muon: parameters that are not matrices.
 PLANNED = {
     **{f"adamw{end}": _Kept(2, True, dtype, AdamW.keeps_host_state) for end, dtype in _WITH_MOMENTS_DTYPE.items()},
     "lion": _Kept(1),
@@ -52,7 +52,7 @@ PLANNED = {
 
 
 def may_be_on_host(name: str) -> bool:
-    """Whether one of ``PLANNED`` goes with ``HostOffloadPolicy(mode="optimizer")``: it knows it, or keeps nothing."""
+    """Returns whether one of ``PLANNED`` supports ``HostOffloadPolicy(mode="optimizer")`` or keeps no state."""
     return PLANNED[name].on_host or not PLANNED[name].num_moments
 
 
@@ -61,22 +61,22 @@ class StateBytes:
     """An optimizer's state on one rank."""
 
     total: int
-    on_host: int = 0  # of it, while its model is on an accelerator
-    step: int = 0  # device memory that a step takes for what is on the host
+    on_host: int = 0  # bytes of it in CPU memory, while its model is on an accelerator
+    step: int = 0  # device memory that a step takes for state in CPU memory
 
 
 def planned_bytes(name: str, facts: ModelFacts) -> StateBytes:
-    """What one of ``PLANNED`` keeps on this rank.
+    """Returns the state that one of ``PLANNED`` keeps on this rank.
 
     Raises:
-        ValueError: Muon for a model that does not say which module is its output head.
+        ValueError: Muon, for a model that does not say which module is its output head.
     """
     planned = PLANNED[name]
     groups = [group for unit in facts.units for group in unit.groups]
     matrices = {found for found, _ in named_matrices(facts.model)} if name.startswith("muon") else frozenset()
 
     def trained(group: GroupFacts) -> Iterator[tuple[_Kept, int, torch.dtype]]:
-        """What is kept of each parameter, its elements on this rank and its dtype."""
+        """Yields for each parameter its state, its elements on this rank and its dtype."""
         names = [param.fqn for param, trains in zip(group.params, group.trains, strict=True) if trains]
         for found, (numel, dtype) in zip(names, group.trained, strict=True):
             yield _MATRIX if found in matrices else planned, numel, dtype
@@ -97,12 +97,12 @@ def planned_bytes(name: str, facts: ModelFacts) -> StateBytes:
 def optimizer_bytes(
     optimizer: torch.optim.Optimizer, is_on_host: Callable[[torch.Tensor], bool] = lambda param: False
 ) -> StateBytes:
-    """Bytes of this rank's state: of parameters that have one, its tensors; of others, those the first step makes.
+    """Returns the bytes of this rank's state. Parameters without state count what the first step makes.
 
-    ``is_on_host``: whether the state of a parameter is in host memory while its model is on an accelerator.
+    ``is_on_host`` says whether a parameter's state is in CPU memory while its model is on an accelerator.
 
     Raises:
-        ValueError: before its first step, an optimizer whose state cannot be predicted (not Adam(W), Lion, Muon, SGD).
+        ValueError: the optimizer has not stepped, and its state cannot be predicted (not Adam(W), Lion, Muon, SGD).
     """
     total = on_host = 0
     for group in optimizer.param_groups:
@@ -131,6 +131,6 @@ def _kept_by(optimizer: torch.optim.Optimizer, group: dict) -> _Kept:
     if isinstance(optimizer, torch.optim.SGD):
         return _Kept(1 if group["momentum"] else 0)
     raise ValueError(
-        f"fsdp2x.memory_report: {type(optimizer).__name__} has no state yet, and what it will keep is unknown; take "
-        "one step first, or leave the optimizer out"
+        f"fsdp2x.memory_report: {type(optimizer).__name__} has no state yet, and its size cannot be predicted. Take "
+        "one step first, or omit the optimizer."
     )

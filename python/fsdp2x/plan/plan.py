@@ -1,6 +1,6 @@
-"""``plan_memory``: the memory of a run before it exists, from a model that is not sharded, on meta or not.
+"""``plan_memory``: predicts the memory of a run from a model that is not sharded, on the meta device or not.
 
-Units, ranks and dtypes come from the arguments of ``fully_shard`` and go to the report that running models use.
+Units, ranks and dtypes come from the arguments of ``fully_shard`` and go to the same report as those of running models.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fsdp2x.sharding.wrap import AutoWrap
 
 
 class PlanError(ConfigError):
-    """A config or an option that cannot be planned for; the message says what was got and what is expected."""
+    """A config or an option that cannot be planned. The message says what was expected and what it got."""
 
 
 @checked(own=("auto_wrap",))
@@ -51,21 +51,27 @@ def plan_memory(
     wire_weights: str | None = None,
     wire_gradients: str | None = None,
 ) -> MemoryReport:
-    """What ``memory_report`` would say on rank 0, which has the most rows, after ``fully_shard`` with these arguments.
+    """Predicts the ``memory_report`` of rank 0, which has the most rows, after ``fully_shard`` with these arguments.
 
-    ``model`` stays as it is, and may be on the meta device. ``world_size`` counts all ranks, ``replicas`` of whose
-    groups hold copies of the same shards. ``transport="shm"``: all ranks of a group on one host. ``device``: "cuda",
-    with NCCL, or "cpu"; None: the CPU where memory is shared, else CUDA. ``offload``: a mode of ``HostOffloadPolicy``.
-    ``optimizer``: adamw, lion, muon with ``muon_param_groups(model)``, sgd, sgd_momentum or none; adamw_float32,
-    adamw_bfloat16, adamw_int8 with that ``moments_dtype``, likewise muon. ``expert_parallel``: ranks that share the
-    experts of a block, each part of which ``expert_fsdp_size`` ranks shard; None: all others. ``micro_batches``,
-    ``before_last``: as for ``memory_report``. ``local_world_size``: ranks of one host; None: all.
-    ``wire_weights``, ``wire_gradients``: of ``set_wire_dtype``, over a process group.
+    Args:
+        model: a model that is not sharded. It does not change, and may be on the meta device.
+        world_size: number of all ranks.
+        replicas: number of rank groups that hold copies of the same shards.
+        transport: ``"process_group"``, or ``"shm"`` if all ranks of a group are on one host.
+        device: ``"cuda"`` (with NCCL) or ``"cpu"``. None: the CPU with shared memory, else CUDA.
+        offload: a mode of ``HostOffloadPolicy``.
+        optimizer: adamw, lion, muon with ``muon_param_groups(model)``, sgd, sgd_momentum, or none. A suffix sets the
+            ``moments_dtype`` of adamw or muon: adamw_float32, adamw_bfloat16, adamw_int8.
+        auto_wrap, reshard_after_forward, mp_policy, ignored_params: see ``fully_shard``.
+        expert_parallel: number of ranks that share the experts of a block.
+        expert_fsdp_size: number of ranks that shard each part of the experts. None: all others.
+        micro_batches, before_last: see ``memory_report``.
+        local_world_size: number of ranks on one host. None: all.
+        wire_weights, wire_gradients: formats of ``set_wire_dtype``, over a process group.
 
     Raises:
-        ValueError: sizes that do not divide each other; shared memory on CUDA; an optimizer that cannot be offloaded;
-            muon for a model without ``get_output_embeddings()``; what ``fully_shard`` refuses of ``auto_wrap`` and
-            ``reshard_after_forward``.
+        ValueError: sizes do not divide each other, shared memory is used on CUDA, the optimizer cannot be offloaded,
+            muon is used for a model without ``get_output_embeddings()``, or ``fully_shard`` would raise.
     """
     accumulation = check_micro_batches("plan_memory", micro_batches, before_last)
     facts = planned_facts(
@@ -89,21 +95,21 @@ def plan_memory(
 
 
 def usual_device(transport: str) -> str:
-    """Where a model is when only its transport is known."""
+    """Returns the device of a model if only its transport is known."""
     return "cpu" if transport == TransportKind.SHM else "cuda"
 
 
 def planned_report(facts: ModelFacts, optimizer: str, micro_batches: MicroBatches) -> MemoryReport:
-    """What ``plan_memory`` says of units that ``planned_facts`` counted.
+    """Returns what ``plan_memory`` reports for units that ``planned_facts`` counted.
 
     Raises:
-        PlanError: an optimizer that is not known, or whose state cannot be offloaded.
+        PlanError: the optimizer is unknown, or its state cannot be offloaded.
     """
     if optimizer not in PLANNED:
-        raise PlanError(f"optimizer: got {optimizer!r}, expected one of {', '.join(PLANNED)}")
+        raise PlanError(f"optimizer: expected one of {', '.join(PLANNED)}, got {optimizer!r}")
     keeps_state = any(group.keeps_host_state for unit in facts.units for group in unit.groups)
     if keeps_state and not may_be_on_host(optimizer):
-        raise PlanError(f"offload: got optimizer, which AdamW alone can do; expected gradients or all with {optimizer}")
+        raise PlanError(f"offload: only AdamW can offload its optimizer. Use gradients or all with {optimizer}.")
     try:
         state = planned_bytes(optimizer, facts)
     except ValueError as error:
@@ -129,18 +135,18 @@ def planned_facts(
     wire_weights: str | None = None,
     wire_gradients: str | None = None,
 ) -> ModelFacts:
-    """The units that ``plan_memory`` counts, with the same arguments and errors."""
+    """Returns the units that ``plan_memory`` counts, with the same arguments and errors."""
     if world_size < 1 or replicas < 1 or world_size % replicas:
         raise PlanError(f"{replicas} replicas do not divide a world of {world_size} rank(s)")
     if transport not in (TransportKind.PROCESS_GROUP, TransportKind.SHM):
-        raise PlanError(f"transport: got {transport!r}, expected process_group or shm")
+        raise PlanError(f"transport: expected process_group or shm, got {transport!r}")
     if offload not in OFFLOAD_MODES:
-        raise PlanError(f"offload: got {offload!r}, expected one of {', '.join(OFFLOAD_MODES)}")
+        raise PlanError(f"offload: expected one of {', '.join(OFFLOAD_MODES)}, got {offload!r}")
     device = device or usual_device(transport)
     if device not in ("cuda", "cpu"):
-        raise PlanError(f"device: got {device!r}, expected cuda or cpu")
+        raise PlanError(f"device: expected cuda or cpu, got {device!r}")
     if device == "cuda" and transport == TransportKind.SHM:
-        raise PlanError("transport: got shm, which ranks on the CPU share; expected process_group with device cuda")
+        raise PlanError("transport: expected process_group with device cuda, got shm, which only CPU ranks share")
     wire = Wire(wire_weights, wire_gradients)
     _check_wire(wire, device, transport, mp_policy, reshard_after_forward)
     on_one_host = transport == TransportKind.SHM and world_size <= (local_world_size or world_size)
@@ -179,17 +185,17 @@ def planned_facts(
 def _check_wire(
     wire: Wire, device: str, transport: str, policy: MixedPrecisionPolicy | None, reshard: bool | int | None
 ) -> None:
-    """What ``set_wire_dtype`` would refuse."""
+    """Raises for what ``set_wire_dtype`` would reject."""
     if wire == Wire():
         return
     wire_formats_of("plan", wire.weights, wire.gradients)
     if transport != TransportKind.PROCESS_GROUP:
-        raise PlanError(f"wire formats: got transport {transport}, expected process_group, where they travel")
+        raise PlanError(f"wire formats: expected transport process_group, got {transport}")
     if wire.weights is not None and reshard not in (None, True, False):
         raise PlanError(
-            f"wire formats: got reshard_after_forward={reshard}, expected true or false with weights in one"
+            f"wire formats: expected reshard_after_forward true or false with encoded weights, got {reshard}"
         )
     if wire.gradients is not None and policy is not None and policy.reduce_dtype not in (None, torch.float32):
         raise PlanError(
-            f"wire formats: got reduce_dtype {policy.reduce_dtype}, expected torch.float32 with gradients in one"
+            f"wire formats: expected reduce_dtype torch.float32 with encoded gradients, got {policy.reduce_dtype}"
         )

@@ -1,4 +1,4 @@
-"""``fsdp2x.profile``: a trace of a few steps, and who has which memory, in one file per rank each."""
+"""``fsdp2x.profile``: writes a trace of a few steps, and the owners of memory, one file per rank each."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ def profile(
     record_shapes: bool = False,
     with_stack: bool = False,
 ) -> Iterator[torch.profiler.profile]:
-    """Profiles what runs inside and writes the results to ``folder`` when it ends, also after an exception.
+    """Profiles the block and writes the results to ``folder`` when it ends, also after an exception.
 
-    The engine's work appears in the trace under upstream's names: ``FSDP::all_gather (layers.0)``,
-    ``FSDP::pre_forward (layers.0)``, ``FSDP::post_backward_reduce (layers.0)`` and so on. Without a profiler these
-    ranges cost nothing measurable.
+    The trace names the engine's work as FSDP2's does: ``FSDP::all_gather (layers.0)``,
+    ``FSDP::post_backward_reduce (layers.0)`` and so on. Without a profiler these ranges cost nothing measurable.
 
     - ``trace-rank<R>.json.gz``: a Chrome trace, for Perfetto or ``chrome://tracing``.
-    - ``memory-rank<R>.json``, with ``memory``: pools of ``model`` and what the transports have lent to its units, as
+    - ``memory-rank<R>.json``, with ``memory``: flat buffers of ``model`` and buffers that its units use, as
       ``{"kind", "unit", "address", "bytes"}``. Addresses are those of the snapshot.
-    - ``memory-rank<R>.pickle``, with ``memory`` on CUDA: the allocator's snapshot with its history of this context.
+    - ``memory-rank<R>.pickle``, with ``memory`` on CUDA: the allocator's snapshot with the history of this block.
 
     Args:
-        folder: made if it does not exist. Files of an earlier profile are replaced.
-        model: the sharded model; needed for ``memory``.
-        memory: record memory, too.
-        activities: of ``torch.profiler``; default the CPU and, where there is one, CUDA.
-        schedule: of ``torch.profiler``; call ``step()`` on the yielded profiler then. Default: profile everything.
-        record_shapes: the shapes of operators' inputs.
-        with_stack: the Python stack of every operator, which slows them down.
+        folder: the output folder, made if it does not exist. Files of an earlier profile are replaced.
+        model: the sharded model, which ``memory`` needs.
+        memory: whether to record memory as well.
+        activities: activities of ``torch.profiler``. Default: the CPU, and CUDA if there is one.
+        schedule: schedule of ``torch.profiler``, for which you call ``step()`` on the profiler. Default: profile
+            everything.
+        record_shapes: whether to record the shapes of operators' inputs.
+        with_stack: whether to record the Python stack of every operator, which slows them down.
 
     Yields:
         The ``torch.profiler.profile``.
@@ -57,7 +57,7 @@ def profile(
     """
     if memory and (model is None or not unit_states(model)):
         raise ValueError(
-            "fsdp2x.profile: memory=True labels the memory of a sharded model; pass model=, after fully_shard"
+            "fsdp2x.profile: memory=True needs a sharded model to label its memory. Pass model=, after fully_shard."
         )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,11 +82,11 @@ def profile(
 
 
 def memory_of(model: nn.Module) -> list[dict]:
-    """What the engine has for ``model`` now: ``{"kind", "unit", "address", "bytes"}``, in bytes, largest first.
+    """Returns the engine's buffers for ``model``: ``{"kind", "unit", "address", "bytes"}``, in bytes, largest first.
 
-    Kinds: "shard pool"; "gradient pool"; and of what is lent now, or kept to be lent again, with its last user as the
-    unit: "slot", "staging", "reduce buffer", "segment", "uploaded shards", "resident shards", "free". Nothing of what
-    shared memory lends, which is no allocator's; of a device only what is in use, between steps hardly anything.
+    Kinds are "shard pool", "gradient pool", and for buffers in use or kept for reuse, with their last user as the unit:
+    "slot", "staging", "reduce buffer", "segment", "uploaded shards", "resident shards", "free". Shared memory is not
+    listed, because no allocator owns it. A device lists only what is in use, which is hardly anything between steps.
     """
     found = []
     for state in unit_states(model):

@@ -1,4 +1,4 @@
-"""``memory_report``: bytes at rest and at the peak of a step, per rank, from the plan that runs."""
+"""``memory_report``: bytes per rank between steps and at the peak of a step, from the plan that runs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _MEASURED = ("gather_slot_bytes", "peak_gather_bytes", "scratch_bytes", "residen
 
 @dataclass(frozen=True)
 class UnitMemory:
-    """One unit on this rank. ``slot_bytes`` is the unsharded unit in the dtype of compute."""
+    """One unit on this rank. ``slot_bytes`` is the full unit in the compute dtype."""
 
     name: str
     num_params: int
     num_elements: int
     shard_bytes: int
-    pad_bytes: int  # of shard_bytes
+    pad_bytes: int  # padding in shard_bytes
     gradient_bytes: int
     slot_bytes: int
     scratch_bytes: int
@@ -41,33 +41,33 @@ class UnitMemory:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of one rank. ``str()`` prints a table, ``to_dict()`` is for machines.
+    """Bytes of one rank. ``str()`` prints a table, ``to_dict()`` returns plain values.
 
-    At rest, from the first step on: ``shard_bytes`` (pools, with ``pad_bytes`` of padding), ``gradient_bytes`` (pools),
-    ``optimizer_bytes``, ``unsharded_bytes`` (buffers, ignored parameters), ``after_forward_bytes`` (rows kept in a
-    smaller world), ``wire_bytes`` (of wire formats: this rank's encoded rows, and what its gradients have lost). On top
-    while a step runs: ``gather_slot_bytes`` (of which ``peak_gather_bytes`` are owned at once),
-    ``scratch_bytes`` (reduce scratches; over a process group one pool of memory for slots, gathers and reductions),
-    ``replica_bytes`` (gradients that wait for the all-reduce, and its own scratches over shared memory),
-    ``autograd_bytes`` (one unsharded gradient; on a device those of a unit, which are packed together). Slots and
-    scratches are kept for the next step. On a device they are not: there they, gradients and activations take turns in
-    the same memory, and ``step_bytes`` is the most that they hold at once beyond ``gradient_bytes``, all of a step's
-    schedule considered; it is None elsewhere, where everything adds up.
-    Of units that offload, host and device together: ``resident_shard_bytes`` (the device's copies of shards that are
-    the host's) at rest, and ``landing_bytes`` (the host's blocks for gradients that it casts), kept for the next step;
-    while the optimizer steps ``optimizer_step_bytes`` (moments that are brought to the device). ``host_bytes`` is what
-    of all that is in host memory, so ``device_resting_bytes`` and ``device_peak_bytes`` are without it.
-    ``own_gather_slot_bytes`` is what ``peak_bytes`` counts of the slots: this rank's part where the ranks of a host
-    share one copy, so that ``peak_bytes`` of all ranks add up to what the host needs; nothing where ``scratch_bytes``
-    has them already.
+    Held between steps, from the first step on:
+        ``shard_bytes`` (with ``pad_bytes`` of padding), ``gradient_bytes``, ``optimizer_bytes``; ``unsharded_bytes``
+        (buffers, ignored parameters); ``after_forward_bytes`` (rows kept in a smaller world); ``wire_bytes`` (encoded
+        rows and rounding errors of wire formats); ``resident_shard_bytes`` (copies on the device of offloaded shards).
 
-    Not in it: activations, what tensor subclasses with an all-gather of their own hold, what a quantizer keeps outside
-    of parameters and buffers (bitsandbytes' ``quant_state``), pages of shared memory that a rank wrote to in place, the
-    control page of shared memory, and slots that a device keeps from one step to the next while
-    ``set_post_optim_event`` is in use.
+    Added during a step:
+        ``gather_slot_bytes`` (gather buffers, of which ``peak_gather_bytes`` are in use at once); ``scratch_bytes``
+        (reduction buffers, or one pool of all buffers over a process group); ``replica_bytes`` (gradients that wait for
+        the all-reduce); ``autograd_bytes`` (one full gradient, on a device those of a unit); ``landing_bytes``
+        (offloaded gradients before their cast); ``optimizer_step_bytes`` (moments brought to the device).
 
-    ``advice``: sentences about parameters whose padding takes much more than their bytes, and how to do without.
-    ``measured`` has the engine's own ledger for the same names after the model ran, else it is None.
+    On the CPU, buffers are kept for the next step and add up. On a device, buffers, gradients and activations share
+    memory over time, and ``step_bytes`` is the most that they hold at once beyond ``gradient_bytes``. Elsewhere it is
+    None.
+
+    ``host_bytes`` is the part of all that in CPU memory. ``device_resting_bytes`` and ``device_peak_bytes`` exclude it.
+    ``own_gather_slot_bytes`` is this rank's part of gather buffers that the ranks of a host share, so that
+    ``peak_bytes`` of all ranks add up to what the host needs. It is zero if ``scratch_bytes`` includes them.
+
+    The report does not include activations, memory of tensor subclasses with their own all-gather, a quantizer's data
+    outside of parameters and buffers (bitsandbytes' ``quant_state``), pages and the control page of shared memory, and
+    gather buffers that ``set_post_optim_event`` keeps.
+
+    ``advice`` has sentences about parameters whose padding takes much memory, and what to do. ``measured`` has the
+    engine's own counts under the same names after the model ran, else it is None.
     """
 
     units: tuple[UnitMemory, ...]
@@ -99,13 +99,13 @@ class MemoryReport:
 
     @property
     def resting_bytes(self) -> int:
-        """What a rank holds between steps, besides slots and scratches that are kept for the next one."""
+        """Bytes that a rank holds between steps, without buffers that are kept for the next one."""
         held = self.shard_bytes + self.gradient_bytes + self.unsharded_bytes + self.after_forward_bytes
         return held + self.resident_shard_bytes + self.wire_bytes + (self.optimizer_bytes or 0)
 
     @property
     def peak_bytes(self) -> int:
-        """What a rank holds at most, without activations."""
+        """The most bytes that a rank holds, without activations."""
         held = self.resting_bytes + self.replica_bytes + self.landing_bytes
         if self.step_bytes is not None:
             return held + max(self.step_bytes, self.optimizer_step_bytes)
@@ -114,16 +114,16 @@ class MemoryReport:
 
     @property
     def device_resting_bytes(self) -> int:
-        """``resting_bytes`` without what is in host memory; the same where nothing is offloaded."""
+        """``resting_bytes`` without CPU memory of offloading. The same if nothing is offloaded."""
         return self.resting_bytes - (self.host_bytes - self.landing_bytes)
 
     @property
     def device_peak_bytes(self) -> int:
-        """``peak_bytes`` without what is in host memory; the same where nothing is offloaded."""
+        """``peak_bytes`` without CPU memory of offloading. The same if nothing is offloaded."""
         return self.peak_bytes - self.host_bytes
 
     def to_dict(self) -> dict:
-        """Everything as numbers, strings and lists, sums included."""
+        """Returns all values and sums as numbers, strings and lists."""
         result = asdict(self)
         result["traffic"]["total_bytes"] = self.traffic.total_bytes
         sums = ("resting_bytes", "peak_bytes", "device_resting_bytes", "device_peak_bytes")
@@ -133,7 +133,7 @@ class MemoryReport:
         return self.table()
 
     def table(self, bound: MemoryBound | None = None) -> str:
-        """Units, and rows with bytes, next to their lower bounds if there are any."""
+        """Returns a table of units, and rows with bytes, next to their lower bounds if there are any."""
         head = ("unit", "params", "elements", "shard", "pad", "gradients", "slot", "scratch", "reshard")
         rows = [
             (
@@ -165,7 +165,7 @@ class MemoryReport:
         )
 
     def sizes(self) -> list[tuple[str, int | None, str]]:
-        """Rows of the table: what it is (``fsdp2x plan --explain`` says more), bytes, and a remark."""
+        """Returns the rows of the table: label (``fsdp2x plan --explain`` says more), bytes, and a remark."""
         return [
             ("shards", self.shard_bytes, f"padding {readable(self.pad_bytes)}"),
             ("gradients", self.gradient_bytes, ""),
@@ -210,19 +210,20 @@ def memory_report(
     micro_batches: int = 1,
     before_last: str = "nothing",
 ) -> MemoryReport:
-    """Bytes that this rank holds at rest and at the peak of a training step. Local: no communication, no allocation.
+    """Counts the bytes that this rank holds between steps and at the peak of a training step. Not collective.
 
-    The plan's numbers are those of the engine's ledger after a few steps, when every unit runs once a step in the order
-    of registration, on what the one before it returned, and every trainable parameter gets a gradient. Works before the
-    first forward (then ``transport="auto"`` is taken for what it chooses on one host) and on the meta device. With
-    ``optimizer``, its state is counted, of Adam, AdamW and SGD also before their first step.
+    The numbers equal the engine's own counts after a few steps if every unit runs once per step in the order of
+    registration and every trainable parameter gets a gradient. It works on the meta device and before the first
+    forward, where it assumes the choice of ``transport="auto"`` on one host.
 
     Args:
-        micro_batches: backwards of a step. ``before_last``: what those before the last one communicate, as in
-            :func:`fsdp2x.accumulate`, whose gradients wait in memory.
+        model: a sharded model.
+        optimizer: an optimizer whose state is counted, for Adam, AdamW and SGD also before their first step.
+        micro_batches: number of backwards in a step.
+        before_last: communication of the backwards before the last one, as in :func:`fsdp2x.accumulate`.
 
     Raises:
-        ValueError: nothing in ``model`` is sharded; an optimizer without state whose state cannot be predicted.
+        ValueError: nothing in ``model`` is sharded, or the state of ``optimizer`` cannot be predicted.
     """
     accumulation = check_micro_batches("fsdp2x.memory_report", micro_batches, before_last)
     states = units_of(model, "memory_report")
@@ -241,7 +242,7 @@ def check_micro_batches(caller: str, num: int, before_last: str) -> MicroBatches
 
 
 def _on_host(states: list[ShardedUnit]) -> Callable[[torch.Tensor], bool]:
-    """Which parameters have their optimizer state in host memory, because they are there or were asked to."""
+    """Returns a test for parameters whose optimizer state is in CPU memory, by their device or by a policy."""
     offloaded = {
         id(param.param)
         for state in states
@@ -258,7 +259,7 @@ def report_of(
     measured: dict[str, int] | None = None,
     micro_batches: MicroBatches = MicroBatches(),  # noqa: B008 (frozen)
 ) -> MemoryReport:
-    """The report of a running or planned model."""
+    """Makes the report of a running or planned model."""
     planned = [PlannedTree(root, units, micro_batches) for root, units in trees_of(facts)]
     traffic = sum((tree.run() for tree in planned), Traffic())
     groups = [group for unit in facts.units for group in unit.groups]
@@ -303,7 +304,7 @@ def _step_bytes(planned: list[PlannedTree], groups: list[GroupFacts]) -> int | N
 
 
 def trees_of(facts: ModelFacts) -> list[tuple[nn.Module, list[PlannedUnit]]]:
-    """Each outermost unit with the units below it; forward starts there."""
+    """Returns each outermost unit, where forward starts, with the units below it."""
     trees: list[tuple[nn.Module, list[PlannedUnit]]] = []
     taken: set[int] = set()
     for unit in facts.units:
@@ -336,7 +337,7 @@ def _unit_memory(unit: PlannedUnit) -> UnitMemory:
 
 
 def columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Lines of a table, whose columns ``left`` are flush left, the others flush right."""
+    """Returns lines of a table. Columns in ``left`` are flush left, the others flush right."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -348,7 +349,7 @@ def columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
 
 
 def readable(num_bytes: int) -> str:
-    """``num_bytes`` in the largest binary unit of which there is at least one."""
+    """Returns ``num_bytes`` in the largest binary unit that is at most as large."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if abs(num_bytes) >= 1024**power:
             return f"{num_bytes / 1024**power:.2f} {unit}"
@@ -356,7 +357,7 @@ def readable(num_bytes: int) -> str:
 
 
 def _folded(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """More than four like units in a row become one line; likewise pairs and triples, as of layers and experts."""
+    """Merges more than four like units in a row into one line, and repeated pairs and triples, such as layers."""
     folded: list[tuple[str, ...]] = []
     start = 0
     while start < len(rows):

@@ -1,4 +1,4 @@
-"""Where the facts of a memory plan come from: the units that run, or a model that is only planned. Nobody is asked."""
+"""Collects the facts of a memory plan from running units or from a planned model. Not collective."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from fsdp2x.sharding.wrap import AutoWrap, plan_units, should_auto_wrap
 
 
 def facts_of_model(model: nn.Module) -> ModelFacts:
-    """A sharded model, before or after its first forward."""
+    """Returns the facts of a sharded model, before or after its first forward."""
     names = {id(module): name for name, module in model.named_modules()}
     states = unit_states(model)
     below = {id(inner) for state in states for inner in _below(state, states)}
     buffers = (state.max_reduce_buffers for state in states if state.max_reduce_buffers is not None)
-    common = {  # what one unit sets for all of its root
+    common = {  # settings of one unit that apply to its whole root
         "registers_memory": any(state.comm_memory is not None for state in states),
         "max_reduce_buffers": max(buffers, default=None),
     }
@@ -119,7 +119,7 @@ def _ranks(
 
 
 def _transport_of(state: ShardedUnit, group: ShardedParamGroup) -> TransportKind:
-    """The one that runs; before the first forward the one that ``"auto"`` chooses for the ranks of one host."""
+    """Returns the transport in use, or before the first forward the choice of ``"auto"`` on one host."""
     if group.engine is not None:
         return group.transport
     if has_streams(group.ranks.device):
@@ -135,7 +135,7 @@ def _may_share(state: ShardedUnit, group: ShardedParamGroup) -> bool:
 
 
 def _replicas_share(state: ShardedUnit, group: ShardedParamGroup) -> bool:
-    """Whether they do; before the first forward whether ``"auto"`` lets the replicas of one host."""
+    """Returns whether replicas share memory, or before the first forward whether ``"auto"`` would on one host."""
     if group.ranks.replicas == 1:
         return False
     if group.engine is not None:
@@ -158,13 +158,13 @@ def facts_of_plan(
     experts: ExpertRanks | None = None,
     wire: Wire = Wire(),  # noqa: B008 (frozen)
 ) -> ModelFacts:
-    """What ``fully_shard`` with these arguments would make of ``model``, which it leaves alone.
+    """Returns the facts of what ``fully_shard`` with these arguments would make of ``model``. Changes nothing.
 
-    ``experts``: after ``expert_parallel`` had spread those of the model.
+    ``experts``: how ``expert_parallel`` spread those of the model.
 
     Raises:
-        ValueError: ``auto_wrap`` names no module; an int ``reshard_after_forward`` that does not divide the world; no
-            experts to spread.
+        ValueError: ``auto_wrap`` names no module, an int ``reshard_after_forward`` does not divide the world, or there
+            are no experts to spread.
     """
     policy = mp_policy or MixedPrecisionPolicy()
     ignored = set(ignored_params)
@@ -228,7 +228,7 @@ def facts_of_plan(
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """The experts of each block are spread over ``ep`` ranks; ``ranks`` share those of one part."""
+    """Spreads the experts of each block over ``ep`` ranks. ``ranks`` share those of one part."""
 
     ep: int
     ranks: PlannedMesh
@@ -256,7 +256,7 @@ def _small_ranks(reshard: bool | int | None, ranks: PlannedMesh) -> PlannedMesh 
 
 
 def _unsharded_bytes(model: nn.Module, sharded: set[tuple[int, str]]) -> int:
-    """Bytes of buffers, and of parameters other than the (id of module, name) in ``sharded``."""
+    """Returns bytes of buffers, and of parameters other than the (id of module, name) in ``sharded``."""
     tensors: dict[int, torch.Tensor] = {}
     for module in model.modules():
         tensors.update((id(buffer), buffer) for buffer in module.buffers(recurse=False))

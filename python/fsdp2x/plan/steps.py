@@ -1,7 +1,7 @@
-"""Training steps of a model that is only planned: the engine's schedule runs them and counts bytes.
+"""Simulates training steps of a planned model: the engine's schedule runs them and counts bytes.
 
-Modules are taken to run once each, in the order of their registration, and every trainable parameter to get a
-gradient; ranks that share memory may be late. The numbers are those of ``Root.stats()``.
+It assumes that modules run once each, in the order of their registration, that every trainable parameter gets a
+gradient, and that ranks with shared memory may be late. The numbers are those of ``Root.stats()``.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from fsdp2x.base.native import _C
 from fsdp2x.plan.facts import GroupFacts, PlannedMesh, PlannedUnit
 from fsdp2x.sharding.transport import TransportKind
 
-# What the transports of a model hold, in bytes. ``own_gather_slot_bytes`` is this rank's part of slots that ranks
-# share.
+# What the transports of a model hold, in bytes. ``own_gather_slot_bytes`` is this rank's part of shared gather buffers.
 HELD = (
     "gather_slot_bytes", "own_gather_slot_bytes", "peak_gather_bytes", "scratch_bytes", "resident_shard_bytes",
     "landing_bytes",
 )  # fmt: skip
 
-# What the engine's memory rules read of a group.
+# Facts of a group that the engine's memory rules read.
 _READ = (
     "shard_pool_bytes", "slot_bytes", "scratch_bytes", "wide_scratch_bytes", "gather_segment_bytes",
     "reduce_segment_bytes", "coded_reduce_bytes", "staging_bytes", "gradient_bytes", "gradient_pool_bytes",
@@ -41,10 +40,11 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one steady training step moves on this rank, forward, backward and reduction.
+    """Bytes that one steady training step moves on this rank, forward, backward and reduction.
 
-    Over a process group the bytes a rank sends when collectives go around a ring; over shared memory the bytes it
-    writes for others to read: its rows at each gather, its packed gradients at each reduction.
+    Over a process group these are the bytes that a rank sends in ring collectives. With shared memory they are the
+    bytes
+    that it writes for others to read: its rows at each gather, its packed gradients at each reduction.
     """
 
     gathers: int = 0
@@ -63,14 +63,14 @@ class Traffic:
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """The backwards of a step, as ``fsdp2x.accumulate`` runs them: ``before_last`` is what the others do."""
+    """The backwards of a step, as ``fsdp2x.accumulate`` runs them. ``before_last`` is what the others do."""
 
     num: int = 1
     before_last: str = "nothing"
 
     @property
     def backwards(self) -> list[_C.PlannedBackward]:
-        """The first one, those between, the last: whether it reduces, and how many are like it."""
+        """Returns the first backward, those between, and the last: whether it reduces, and how many are like it."""
         syncs = self.before_last != "nothing"
         before = [(syncs, 1)] * (self.num > 1) + [(syncs, self.num - 2)] * (self.num > 2)
         return [_C.PlannedBackward(*one) for one in [*before, (True, 1)]]
@@ -83,7 +83,7 @@ class PlannedTree:
         self._units = units
         self._backwards = micro_batches.backwards
         self._steps = _C.PlannedSteps(mmap.PAGESIZE)
-        self._groups: list[GroupFacts] = []  # by the number that the engine gave them
+        self._groups: list[GroupFacts] = []  # by the engine's numbers
         self._transports: dict[Hashable, int] = {}
         self.is_on_device = True
         for facts in units:
@@ -108,7 +108,7 @@ class PlannedTree:
         return self._transports[ranks.key]
 
     def run(self) -> Traffic:
-        """Runs steps until the transports' memory stays as it is; returns what the last one moved."""
+        """Runs steps until the transports' memory is stable. Returns what the last one moved."""
         moved = [
             (num, [self._groups[i] for i in gathers], [self._groups[i] for i in reductions])
             for num, gathers, reductions in self._steps.run(self._events, self._backwards)
@@ -122,16 +122,16 @@ class PlannedTree:
         )
 
     def held(self, name: str) -> int:
-        """One of ``HELD``."""
+        """Returns one of ``HELD``."""
         return getattr(self._steps, name)
 
     @property
     def device_bytes(self) -> int:
-        """The most that a device holds at once of slots, buffers and gradients."""
+        """Returns the most bytes of buffers and gradients that a device holds at once."""
         return self._steps.device_bytes
 
     def _walk(self, root: nn.Module) -> Iterator[_C.PlannedEvent]:
-        """What the root's forward meets: first modules of units, users of trainable parameters, ends of units."""
+        """Yields the events of the root's forward: first modules of units, users of parameters, ends of units."""
         kinds = _C.PlannedEventKind
         remaining = [set(map(id, unit.modules)) for unit in self._units]
         unit_of = {id(module): number for number, unit in enumerate(self._units) for module in unit.modules}
@@ -141,7 +141,7 @@ class PlannedTree:
                 for owner in owners:
                     users.setdefault(owner, []).append((number, index))
         visited: set[int] = set()
-        is_traced = False  # some trainable parameter was used before
+        is_traced = False  # whether a trainable parameter was used before
 
         def visit(module: nn.Module) -> Iterator[_C.PlannedEvent]:
             nonlocal is_traced
@@ -164,7 +164,7 @@ class PlannedTree:
 
 
 def all_reduce_scratch_bytes(groups: list[GroupFacts]) -> int:
-    """Scratches of the all-reduce over replicas of one host, some in turn, for groups in the order of their units."""
+    """Returns bytes of buffers for the all-reduce over replicas of one host. ``groups`` are in the order of units."""
     segments: dict[int, list[int]] = {}
     for group in [*reversed(groups), *reversed(groups)]:
         if group.ranks.replicas_share:
@@ -173,7 +173,7 @@ def all_reduce_scratch_bytes(groups: list[GroupFacts]) -> int:
 
 
 def _gather_sent_bytes(group: GroupFacts) -> int:
-    if group.ranks.transport.is_collective:  # around a ring everybody's segment but the next one's is passed on
+    if group.ranks.transport.is_collective:  # around a ring, each rank passes on all segments except the next one's
         return (group.ranks.world - 1) * group.gather_segment_bytes
     return group.row_bytes if group.ranks.world > 1 else 0
 

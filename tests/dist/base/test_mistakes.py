@@ -257,7 +257,7 @@ EARLY = {
     "weights": ({"model": {"config": None, "path": "FOLDER/bare"}}, r"bare has no \*\.safetensors"),
     "data.tokenizer": ({"data": {"tokenizer": "FOLDER/missing"}}, "data.tokenizer"),
     "checkpoint.resume_from": ({"checkpoint": {"resume_from": "FOLDER/missing"}}, "missing: no such checkpoint"),
-    "resume from no checkpoint": ({"checkpoint": {"resume_from": "FOLDER/bare"}}, "neither a checkpoint"),
+    "resume from no checkpoint": ({"checkpoint": {"resume_from": "FOLDER/bare"}}, "is not an fsdp2x checkpoint"),
     "logging.output": ({"logging": {"output": "/dev/null/x"}}, "/dev/null"),
     "checkpoint.folder": ({"checkpoint": {"folder": "/dev/null/x"}}, "/dev/null"),
     "logging.tensorboard_dir": ({"logging": {"tensorboard": True, "tensorboard_dir": "/dev/null/x"}}, "/dev/null"),

@@ -60,7 +60,7 @@ def test_an_older_whole_one_is_taken_and_said(ctx, form):
             first = first or weights(training)
         broken = folder / "step-000002" / DATA[form]
         content = broken.read_bytes()
-        for hurt, reason in ((flip, "CRC-32 differs"), (shorten, "damaged, got"), (os.unlink, "missing")):
+        for hurt, reason in ((flip, "CRC-32 differs"), (shorten, "damaged, the manifest says"), (os.unlink, "missing")):
             on_first(lambda hurt=hurt: (broken.write_bytes(content), hurt(broken)))
             fresh = Training()
             before = weights(fresh)
@@ -106,9 +106,9 @@ MOMENTS = ("optimizer.state.stack.norm.weight.exp_avg", "optimizer.state.stack.n
 MISPLACED = {
     "of the step before": (_take_former, r"labelled b'0{19}1 .*', expected b'0{19}2 "),
     "of another rank": (_swap_ranks, r"labelled b'0*2 model.adapter.weight \[\d, 0\]'"),
-    "of another name": (_swap_places(*MOMENTS), rf"labelled b'0*2 {MOMENTS[1]} .*expected b'0*2 {MOMENTS[0]} "),
-    "of a value": (_swap_places("optimizer.param_groups.0.lr", "optimizer.param_groups.1.lr"), "labelled"),
-    "without a label": (_take_label_away, "it is labelled b''"),
+    "of another name": (_swap_places(*MOMENTS), rf"expected the label b'0*2 {MOMENTS[0]} .*got b'0*2 {MOMENTS[1]} "),
+    "of a value": (_swap_places("optimizer.param_groups.0.lr", "optimizer.param_groups.1.lr"), "expected the label"),
+    "without a label": (_take_label_away, "got b''"),
 }
 
 
@@ -189,12 +189,12 @@ def test_arguments_are_checked(ctx):
     training = Training()
     for keywords, message in (
         ({"form": "whole"}, "form must be 'sharded', 'full' or 'per_rank', got 'whole'"),
-        ({"step": -1}, "step is -1"),
-        ({"keep": 0}, "keep is 0"),
+        ({"step": -1}, "step must be at least 0, got -1"),
+        ({"keep": 0}, "keep must be at least 1, got 0"),
     ):
         with pytest.raises(ValueError, match=message):
             checkpoint.save("/nowhere", training.model, **{"step": 1, **keywords})
-    with pytest.raises(ValueError, match="one file, which only form='full' writes"):
+    with pytest.raises(ValueError, match="one file, so form must be 'full'"):
         checkpoint.save("/nowhere/one.pt", training.model, step=1)
     with pytest.raises(TypeError, match=r"optimizer must be Optimizer, a collection of Optimizer or None, got \[3\]"):
         checkpoint.save("/nowhere", training.model, [3], step=1)

@@ -231,7 +231,7 @@ def test_missing_and_unexpected_are_reported_as_transformers_does(ctx):
             "the files lack 2 weights of the model: model.layers.1.mlp.up_proj.weight, model.norm.weight; unexpected: "
         )
         for path in (folder, folder / "model.safetensors"):
-            with refuses(f"{lost}.*extra.*; pass strict=False to initialise them"):
+            with refuses(f"{lost}.*extra.*. Pass strict=False to initialize them"):
                 fsdp2x.load_hf(causal, path, **QUIET)
         with refuses(lost):
             fsdp2x.from_pretrained(folder, **QUIET)
@@ -266,9 +266,9 @@ def test_what_does_not_fit_changes_nothing(ctx, mode):
                 param.fill_(7)
         before = whole(model)
         for file, reason in (
-            ("lost", f"the files lack 1 weights of the model: {name}; pass strict=False"),
-            ("renamed", f"the files lack 1 weights of the model: {name}; unexpected: {name}x; pass strict=False"),
-            ("integers", f"{name} has dtype torch.int32 in the files and torch.float32 here"),
+            ("lost", f"the files lack 1 weights of the model: {name}. Pass strict=False"),
+            ("renamed", f"the files lack 1 weights of the model: {name}; unexpected: {name}x. Pass strict=False"),
+            ("integers", f"{name} has dtype torch.int32 in the files, but torch.float32 in the model"),
         ):
             with refuses(reason):
                 fsdp2x.load_hf(model, folder / f"{file}.safetensors", mode=mode, **QUIET)

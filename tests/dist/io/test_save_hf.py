@@ -209,7 +209,7 @@ def test_a_failed_save_leaves_nothing_behind(ctx):
         for options, message in (
             ({"writers": "two"}, "writers must be 'auto', 'all' or 'one', got 'two'"),
             ({"weights": "x"}, "weights must be 'auto', 'base' or 'adapter', got 'x'"),
-            ({"weights": "adapter"}, "is no PEFT model"),
+            ({"weights": "adapter"}, "is not a PEFT model"),
             ({"max_shard_size": "big"}, "max_shard_size must be bytes or a size"),
         ):
             with pytest.raises(ValueError, match=message):

@@ -173,5 +173,5 @@ def test_refusals(ctx):
     with pytest.raises(ValueError, match="experts has 3 experts, which 2 ranks cannot share evenly"):
         moe.expert_parallel(fused(num_experts=3), mesh_of(1, 2))
     model = fsdp2x.fully_shard(fused())
-    with pytest.raises(RuntimeError, match="experts is sharded already; call it before fully_shard"):
+    with pytest.raises(RuntimeError, match="experts is sharded already. Call it before fully_shard"):
         moe.expert_parallel(model, mesh_of(1, 2))

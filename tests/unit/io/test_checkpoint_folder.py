@@ -151,16 +151,16 @@ def test_what_a_kill_left_is_removed_and_said(tmp_path, caplog):
         os.rename(tmp_path / step_name(1), tmp_path / f".old-{step_name(1)}")
         repair(tmp_path)
     removed, back = sorted(caplog.messages)
-    assert removed == f"{tmp_path}/.tmp-{step_name(2)}: removed, the save that wrote it was cut off"
-    assert back.startswith(f"{tmp_path}/{step_name(1)}: put back, ")
+    assert removed == f"{tmp_path}/.tmp-{step_name(2)}: removed, because the save that wrote it was interrupted"
+    assert back.startswith(f"{tmp_path}/{step_name(1)}: restored, ")
     assert names(tmp_path) == ["latest", step_name(1)] and content_of(tmp_path) == "one"
 
 
 def test_what_is_no_checkpoint_is_told(tmp_path):
     for path, message in (
         (tmp_path / "nothing", "nothing: no such checkpoint"),
-        (tmp_path, "neither a checkpoint .* nor a folder of them"),
-        (tmp_path / "file", "got a file, expected the folder of a checkpoint"),
+        (tmp_path, "is not an fsdp2x checkpoint: manifest.json is missing"),
+        (tmp_path / "file", "expected the folder of a checkpoint, got a file"),
     ):
         (tmp_path / "file").write_text("")
         with pytest.raises(CheckpointError, match=message):
@@ -243,14 +243,14 @@ def _change(change):
     ("hurt", "reason"),
     [
         (_write("{"), "manifest.json: damaged, not valid JSON"),
-        (_write("[]"), "manifest.json: got list, expected a mapping"),
-        (_change(lambda m: m.update(format=99)), "manifest.json: format 99, this version of fsdp2x reads format 3"),
-        (_change(lambda m: m.update(format=2)), "format 2, .* reads format 3; the version that wrote it reads it"),
+        (_write("[]"), "manifest.json: expected a mapping, got list"),
+        (_change(lambda m: m.update(format=99)), "manifest.json: format 99, but this version of fsdp2x reads format 3"),
+        (_change(lambda m: m.update(format=2)), "format 2, .* reads format 3. Read it with the version that wrote it"),
         (_change(lambda m: m["files"].update({"x" * 5000: {"bytes": 1, "crc32": 1}})), "xxx: missing, .* with 1 bytes"),
         (lambda folder: (folder / "manifest.json").unlink(), "manifest.json: No such file"),
         (
             lambda folder: (folder / "data.bin").write_bytes(b""),
-            r"data\.bin: damaged, got 0 bytes, .* says 200",
+            r"data\.bin: damaged, the manifest says 200 bytes, got 0",
         ),
         (lambda folder: (folder / "data.bin").unlink(), r"data\.bin: missing"),
     ],
@@ -265,10 +265,10 @@ def test_what_is_no_manifest_or_lacks_files_is_named(folder, hurt, reason):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda m: m["files"]["data.bin"].pop("bytes"), "its files are not described"),
-        (lambda m: m["files"]["data.bin"].update(crc32=-1), "its files are not described"),
-        (lambda m: m["files"].update({"../secret": dict(m["files"]["data.bin"])}), "its files are not described"),
-        (lambda m: m["files"].update({"/etc/passwd": dict(m["files"]["data.bin"])}), "its files are not described"),
+        (lambda m: m["files"]["data.bin"].pop("bytes"), "it does not describe its files"),
+        (lambda m: m["files"]["data.bin"].update(crc32=-1), "it does not describe its files"),
+        (lambda m: m["files"].update({"../secret": dict(m["files"]["data.bin"])}), "it does not describe its files"),
+        (lambda m: m["files"].update({"/etc/passwd": dict(m["files"]["data.bin"])}), "it does not describe its files"),
         (lambda m: m["files"].clear(), "it does not list .metadata, rng-00000.json, rng-00001.json, trainer.pt"),
         (lambda m: m["files"].pop("rng-00001.json"), "it does not list rng-00001.json"),
         (lambda m: m.update(world_size=3), "num_entries is"),
@@ -299,11 +299,11 @@ def test_entries_are_counted_and_compared(folder):
     check_entries(folder, manifest, {"optimizer.param_groups.0.lr": None}, rank=1)
     for wrong, reason in (
         (ENTRIES, "it lacks model.head.weight"),
-        ({**whole, "model.x": None}, "model.x is a value, the manifest says nothing"),
-        ({**whole, "model.embed.weight": ((4, 5), torch.float32)}, r"is .*\[4, 5\].*, the manifest says .*\[5, 4\]"),
-        ({**whole, "model.embed.weight": ((5, 4), torch.float16)}, "float16.*, the manifest says .*float32"),
-        ({**whole, "model.embed.weight": None}, "is a value, the manifest says"),
-        ({**whole, "optimizer.param_groups.0.lr": ((), torch.float32)}, "the manifest says a value"),
+        ({**whole, "model.x": None}, "the manifest says model.x is nothing, got a value"),
+        ({**whole, "model.embed.weight": ((4, 5), torch.float32)}, r"the manifest says .*\[5, 4\].*, got .*\[4, 5\]"),
+        ({**whole, "model.embed.weight": ((5, 4), torch.float16)}, "the manifest says .*float32.*, got .*float16"),
+        ({**whole, "model.embed.weight": None}, "the manifest says .*, got a value"),
+        ({**whole, "optimizer.param_groups.0.lr": ((), torch.float32)}, "the manifest says .* is a value"),
     ):
         with pytest.raises(CorruptFile, match=reason):
             check_entries(folder, manifest, wrong)

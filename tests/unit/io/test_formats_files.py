@@ -23,7 +23,7 @@ from fsdp2x.io.names import TensorSpec
     ("content", "reason"),
     [
         (b"{", "not valid JSON"),
-        (b"[]", "got list, expected a mapping"),
+        (b"[]", "expected a mapping, got list"),
         (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' is there twice"),
         (b"\xff\xfe{}", "not UTF-8 text"),
         (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deep"),
@@ -46,8 +46,8 @@ def test_json_that_is_right_is_read():
 @pytest.mark.parametrize(
     ("tree", "reason"),
     [
-        (damage.looped(), "holds itself"),
-        (damage.laughs(), "references make more than"),
+        (damage.looped(), "contains itself"),
+        (damage.laughs(), "references expand it to more than"),
         (damage.nested(), "deeper than"),
     ],
 )
@@ -236,7 +236,7 @@ def test_differ():
 
 
 def test_what_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="no such folder or file; download a model"):
+    with pytest.raises(CheckpointError, match="no such folder or file. Download a model"):
         weight_files(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="holds none of model.safetensors.index.json"):
         weight_files(tmp_path)
@@ -248,7 +248,7 @@ def test_what_is_refused(tmp_path):
         weight_files(tmp_path)
     assert len(str(error.value)) < 1000
     (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="index.json: got list, expected a mapping"):
+    with pytest.raises(CheckpointError, match="index.json: expected a mapping, got list"):
         weight_files(tmp_path)
     file = tmp_path / "cut.safetensors"
     save_file({"a": torch.zeros(100)}, file)
@@ -266,7 +266,7 @@ def test_what_is_refused(tmp_path):
         Checkpoint([tmp_path / "sparse.bin"])
     torch.save({"a": torch.zeros(1)}, tmp_path / "x.bin")
     torch.save({"a": torch.zeros(1)}, tmp_path / "y.bin")
-    with pytest.raises(CheckpointError, match="y.bin: holds 'a', which another of the files holds too"):
+    with pytest.raises(CheckpointError, match="y.bin: holds 'a', which another file also holds"):
         Checkpoint([tmp_path / "x.bin", tmp_path / "y.bin"])
 
 

@@ -135,7 +135,7 @@ def test_tiles():
         tiled("w", whole.shape, whole.dtype, tiles[1:4])
     with refuses("w: the shards of .* reach beyond"):
         tiled("w", (4, 7), whole.dtype, tiles)
-    with refuses("w: a shard has dtype torch.float32, the tensor torch.float64"):
+    with refuses("w: a shard has dtype torch.float32, but the tensor torch.float64"):
         tiled("w", whole.shape, torch.float64, tiles)
     assert torch.equal(
         tiled("s", (), torch.float32, [Tile((), LoadedTensor(torch.tensor(2.0)))]).whole(), torch.tensor(2.0)
@@ -347,17 +347,17 @@ def _move_beside(metadata):
         (_set_chunks(), r"the chunks of model.w hold 0 elements of 12"),
         (_set_chunks(_chunk([0, 0], [2, 4])), r"the chunks of model.w hold 8 elements of 12"),
         (_set_chunks(_chunk([0, 0], [3, 4]), _chunk([1, 0], [1, 4])), "hold 16 elements of 12"),
-        (_set_chunks(_chunk([0, 0], [2, 4]), _chunk([1, 0], [1, 4])), "overlap, and leave a part out"),
+        (_set_chunks(_chunk([0, 0], [2, 4]), _chunk([1, 0], [1, 4])), "overlap and leave gaps"),
         (_set_chunks(_chunk([1, 0], [3, 4])), r"of \[3, 4\] at \[1, 0\] reach beyond \[3, 4\]"),
-        (_place(length=10**9), "would lie at .* which has .* bytes"),
-        (_place(offset=-1), "would lie at -1"),
-        (_place(length=0), "would lie at"),
-        (_move_beside, "would lie at .* before it lies model"),
+        (_place(length=10**9), "would have bytes .* which has .* bytes"),
+        (_place(offset=-1), "would have bytes -1"),
+        (_place(length=0), "would have bytes"),
+        (_move_beside, "would have bytes .*; model.* before it ends at"),
         (_place(offset=0.5), "the place of model.w is 0.5"),
         (_place(relative_path="../secret"), r"points to the file '\.\./secret', which is not inside the checkpoint"),
         (_place(relative_path="gone.distcp"), "gone.distcp: No such file"),
-        (lambda m: m.state_dict_metadata.pop("model.w"), "it says where .'model.w at .* is, but not what"),
-        (lambda m: m.storage_data.pop(MetadataIndex("note.step")), "it does not say where note.step is"),
+        (lambda m: m.state_dict_metadata.pop("model.w"), "it gives a place for .'model.w at .*, but does not describe it"),
+        (lambda m: m.storage_data.pop(MetadataIndex("note.step")), "it gives no place for note.step"),
         (lambda m: m.planner_data.update({"model.w": ("model", "x")}), "the path of model.w is"),
         (lambda m: m.planner_data.update({"model.z": ("model", "z")}), "it has a path, but no entry, for"),
         (lambda m: setattr(m.state_dict_metadata["model.w"], "size", torch.Size([4, 4])), "hold 12 elements of 16"),
@@ -400,5 +400,5 @@ def test_tables_that_are_none_are_named(saved, content):
 def test_a_cut_file_is_named(saved):
     (data,) = saved.glob("*.distcp")
     os.truncate(data, data.stat().st_size // 2)
-    with pytest.raises(CorruptFile, match=rf"would lie at .* of {data.name}, which has"):
+    with pytest.raises(CorruptFile, match=rf"would have bytes .* of {data.name}, which has"):
         load(saved)

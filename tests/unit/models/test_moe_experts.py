@@ -55,7 +55,7 @@ def test_grouped_product_equals_the_loop(make):
 @pytest.mark.parametrize(
     "model, options, reason",
     [
-        (lambda: fused(moe_intermediate_size=10), {}, "rows of 10 x torch.float32 are no multiple of 16 bytes"),
+        (lambda: fused(moe_intermediate_size=10), {}, "rows of 10 x torch.float32 are not a multiple of 16 bytes"),
         (lambda: fused(), {"compute_dtype": torch.bfloat16}, "rows of 12 x torch.bfloat16 are no multiple"),
         (lambda: fused().double(), {}, "computed in torch.float64"),
     ],
@@ -91,7 +91,7 @@ def test_refusals(caplog):
     model = ListMoe()
     model.layers[1].mlp.experts = nn.ModuleList(Two() for _ in range(4))
     with pytest.raises(
-        NotImplementedError, match="layers.1.mlp.experts are Two, whose forward takes hidden_states, we"
+        NotImplementedError, match="experts of layers.1.mlp.experts \\(Two\\) takes hidden_states, we"
     ):
         moe.apply_expert_patch(model)
 

@@ -112,7 +112,7 @@ def test_what_is_a_gated_mlp():
 def test_refusals():
     with pytest.raises(ValueError, match="GPT2LMHeadModel has no gated MLP: .*h -> i, h -> i, i -> h"):
         apply_tiled_mlp(build("gpt2"))
-    with pytest.raises(ValueError, match="model_type is 'qwen3', but the model's config says 'llama'"):
+    with pytest.raises(ValueError, match="expected the model_type 'qwen3', the model's config has 'llama'"):
         apply_tiled_mlp(build("llama"), model_type="qwen3")
     for wrong, error in ((0, ValueError), (2.0, TypeError), (True, TypeError)):
         with pytest.raises(error, match="num_shards"):

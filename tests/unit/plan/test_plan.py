@@ -190,12 +190,12 @@ def test_unknown_optimizer_and_transport():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "tpu"}, "device: got 'tpu', expected cuda or cpu"),
-        ({"offload": "half"}, "offload: got 'half', expected one of none, optimizer, gradients, all"),
+        ({"device": "tpu"}, "device: expected cuda or cpu, got 'tpu'"),
+        ({"offload": "half"}, "offload: expected one of none, optimizer, gradients, all, got 'half'"),
         ({"device": "cuda", "transport": "shm"}, "expected process_group with device cuda"),
-        ({"offload": "optimizer", "optimizer": "sgd_momentum"}, "expected gradients or all with sgd_momentum"),
-        ({"offload": "optimizer", "optimizer": "lion"}, "expected gradients or all with lion"),
-        ({"offload": "optimizer", "optimizer": "muon_int8"}, "expected gradients or all with muon_int8"),
+        ({"offload": "optimizer", "optimizer": "sgd_momentum"}, "Use gradients or all with sgd_momentum"),
+        ({"offload": "optimizer", "optimizer": "lion"}, "Use gradients or all with lion"),
+        ({"offload": "optimizer", "optimizer": "muon_int8"}, "Use gradients or all with muon_int8"),
         ({"optimizer": "muon"}, "optimizer: got muon: .*no get_output_embeddings"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Checkpoints in three forms: atomic, for other world sizes too, in the background, and executing nothing they hold."""
+"""Checkpoints in three forms: atomic, resumable on other world sizes, in the background. Loading executes no code."""

@@ -1,13 +1,13 @@
-"""The file format of `torch.save`, laid out before its data is known, so that it can be written front to back.
+"""Lays out the file format of `torch.save` before its data is known, so that it can be written front to back.
 
     archive   | header |pad| data/0 | descriptor | header |pad| data/1 | descriptor | ... | data.pkl | ... | directory |
     record    header: name, sizes, padding so that data starts at a multiple of 64 bytes; descriptor: CRC-32 of data
 
-A ZIP archive of stored records, always with 64-bit fields. The place of each tensor follows from dtypes and shapes
-alone: checksums stand behind the data, in the descriptors and in the directory, and the pickled tree comes last.
+The file is a ZIP archive of stored records, always with 64-bit fields. Dtypes and shapes alone give the place of each
+tensor. Checksums follow the data, in descriptors and in the directory, and the pickled tree comes last.
 `torch.load` reads it, with `weights_only=True` and with `mmap=True`, and so does any ZIP program.
 
-No library writes it. `torch.save` under `torch.serialization.skip_data` lays a file out without its data, but leaves
+No library writes it. `torch.save` under `torch.serialization.skip_data` lays out a file without data, but leaves
 checksums of 0, which `load` and ZIP programs take for damage. `torch.save` into a stream and `zipfile` let no other
 rank write its rows, and need a second pass for the checksum of the file. safetensors holds no optimizer groups.
 """
@@ -31,7 +31,7 @@ from fsdp2x.io.formats.records import LABEL, STORAGES
 
 ALIGN_BYTES = 64
 _PREFIX = "archive/"
-_FLAGS = 0x0808  # names are UTF-8; checksums stand behind the data
+_FLAGS = 0x0808  # names are UTF-8; checksums follow the data
 _NO_DATE = 0x21  # 1 January 1980, so that equal contents give equal files
 _U32 = 0xFFFFFFFF
 _STORAGE_TYPES = {dtype: name for name, dtype in STORAGES.items() if name != "UntypedStorage"}
@@ -39,7 +39,7 @@ _STORAGE_TYPES = {dtype: name for name, dtype in STORAGES.items() if name != "Un
 
 @dataclass(frozen=True)
 class Stored:
-    """Stands for a contiguous tensor whose data is record `data/<key>`."""
+    """A contiguous tensor whose data is record `data/<key>`."""
 
     key: int
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Record:
-    """`offset`: of the data, in the archive. `content` is None for the data of a tensor."""
+    """A record. `offset` is that of its data in the archive. `content` is None for the data of a tensor."""
 
     name: str
     num_bytes: int
@@ -70,11 +70,11 @@ class Record:
         return struct.pack("<IHHHHHIIIHH", *fields) + name + extra
 
     def descriptor(self, crc: int) -> bytes:
-        """What follows the data."""
+        """Returns the bytes that follow the data."""
         return struct.pack("<IIQQ", 0x08074B50, crc, self.num_bytes, self.num_bytes)
 
     def entry(self, crc: int) -> bytes:
-        """Its entry in the directory."""
+        """Returns the record's entry in the directory."""
         name = self.name.encode()
         extra = struct.pack("<HHQQQ", 1, 24, self.num_bytes, self.num_bytes, self.header_offset)
         sizes = (crc, _U32, _U32, len(name), len(extra), 0, 0, 0, 0, _U32)
@@ -82,7 +82,7 @@ class Record:
 
 
 class Archive:
-    """Where everything lies in one archive: `tree` is pickled, and each `Stored` in it has a record of its own."""
+    """Layout of one archive: `tree` is pickled, and each `Stored` in it has a separate record."""
 
     def __init__(self, tree: Any, stored: Sequence[Stored], label: bytes = b""):
         contents: list[tuple[str, int, bytes | None]] = [(f"data/{one.key}", one.num_bytes, None) for one in stored]
@@ -102,11 +102,11 @@ class Archive:
 
     @property
     def data_offsets(self) -> list[int]:
-        """Where the data of each `Stored` starts, in their order."""
+        """Offsets of the data of each `Stored`, in their order."""
         return [record.offset for record in self.records if record.content is None]
 
     def write(self, sink: Sink, sources: Iterable[torch.Tensor]) -> None:
-        """Writes everything front to back; `sources` give the bytes of each `Stored`."""
+        """Writes everything front to back. `sources` give the bytes of each `Stored`."""
         crcs = []
         data = iter(sources)
         for record in self.records:
@@ -120,7 +120,7 @@ class Archive:
         sink.put(self.directory(crcs))
 
     def directory(self, crcs: Sequence[int]) -> bytes:
-        """The end of the archive; `crcs` of all records in order."""
+        """Returns the end of the archive. `crcs` has the checksums of all records in order."""
         entries = b"".join(record.entry(crc) for record, crc in zip(self.records, crcs, strict=True))
         num, start, end = len(self.records), self.directory_offset, self.directory_offset + len(entries)
         wide = struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, num, num, len(entries), start)
@@ -129,7 +129,7 @@ class Archive:
 
 
 def pickled(tree: Any) -> tuple[bytes, list[tuple[str, bytes]]]:
-    """`tree` as torch pickles it, and the data of the tensors that it holds itself, by the key of their record."""
+    """Returns `tree` as torch pickles it, and the data of tensors inside it, by the key of their record."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, protocol=2)
     pickler.dump(tree)
@@ -170,6 +170,6 @@ def _rebuild(key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple:
     if dtype in _STORAGE_TYPES:
         storage = _Storage(getattr(torch, _STORAGE_TYPES[dtype]), key, num_elements)
         return torch_private.rebuild_tensor, (storage, *layout)
-    # dtypes without a storage class of their own, such as float8
+    # dtypes without their own storage class, such as float8
     storage = _Storage(torch.UntypedStorage, key, num_elements * dtype.itemsize)
     return torch_private.rebuild_tensor_of_dtype, (storage, *layout, dtype)

@@ -1,11 +1,11 @@
-"""What a model's saves keep between them: staging memory, the agreed plan, and the thread that writes.
+"""Keeps staging memory, the agreed plan, and the writing thread between the saves of a model.
 
-    save(async_save=True)   copy shards -> staging; start the thread           the stall, measured
+    save(async_save=True)   copy shards -> staging; start the thread           this time is measured as the stall
     thread                  write, fsync, checksum, agree with all ranks, publish, retain
     next save, or wait()    join the thread; its error is raised there
 
-The thread never uses the process groups of the training: ranks agree over a gloo group made for it. Every wait of that
-group has a timeout, and a rank that dies closes its connections, so that the thread always ends.
+The thread never uses the training's process groups: ranks agree over a separate gloo group. Every wait of that group
+has a timeout, and a rank that dies closes its connections, so the thread always ends.
 """
 
 from __future__ import annotations
@@ -31,14 +31,18 @@ from fsdp2x.io.checkpoint.plan import Plan
 
 logger = logging.getLogger(__name__)
 
-# For ranks that write at different speeds; one that died is noticed at once.
+# For ranks that write at different speeds. A rank that died is noticed at once.
 GROUP_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass
 class Saved:
-    """A save that ran or is running. `num_bytes`: tensor bytes written by this rank. `stall_s`: how long `save` took
-    until training could go on; `seconds`: until the checkpoint was published, None while it is not.
+    """A finished or running save.
+
+    Attributes:
+        num_bytes: tensor bytes that this rank writes.
+        stall_s: seconds that `save` blocked training.
+        seconds: seconds until the checkpoint was published, or None before that.
     """
 
     path: Path
@@ -51,24 +55,24 @@ class Saved:
 
     @property
     def done(self) -> bool:
-        """Whether nothing of it is still going on."""
+        """Whether the save has ended."""
         return self.seconds is not None or self._saver is None or not self._saver.is_busy
 
     def wait(self) -> Path:
-        """Until the checkpoint is published; raises `CheckpointError` when it failed."""
+        """Waits until the checkpoint is published and returns its path. Raises `CheckpointError` if the save failed."""
         if self._saver is not None:
             self._saver.wait()
         return self.path
 
 
 class Saver:
-    """Of one model. `plan` is that of its last save; `roots` it has loaded from or saved to."""
+    """The saver of one model. `plan` is that of its last save. `roots` are folders it loaded from or saved to."""
 
     def __init__(self) -> None:
         self.roots: set[Path] = set()
         self.plan: Plan | None = None
         self.lost_ranks: LostRanks | None = None
-        self.writing_to: Path | None = None  # the folder, or file, of its last asynchronous save
+        self.writing_to: Path | None = None  # folder or file of its last asynchronous save
         self.writing_step = 0
         self._staging = Staging()
         self._thread: threading.Thread | None = None
@@ -79,18 +83,18 @@ class Saver:
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> Saver:
-        """The saver of a model; it lives as long as the model."""
+        """Returns the saver of a model. It lives as long as the model."""
         saver = _savers.get(model)
         if saver is None:
             saver = _savers[model] = cls()
         world = dist.group.WORLD if dist.is_initialized() else None
         if saver._world is not world:
-            # Another process group: what was agreed with the ranks of the former one is void.
+            # The process group is new, so agreements with the ranks of the old one are void.
             saver._world, saver._group, saver.plan, saver.lost_ranks = world, None, None, None
         return saver
 
     def known_ranks(self) -> LostRanks:
-        """Names the ranks that end during a save or a load; collective when it is the first."""
+        """Returns what names ranks that end during a save or a load. Collective at the first call."""
         if self.lost_ranks is None:
             self.lost_ranks = LostRanks()
         return self.lost_ranks
@@ -101,7 +105,7 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Joins the thread; its error is raised once."""
+        """Joins the thread and raises its error once."""
         self._guard.require("wait for a save of its parent")
         if self._thread is not None:
             self._thread.join()
@@ -109,25 +113,25 @@ class Saver:
         error, self._error = self._error, None
         if error is not None:
             if isinstance(error, CheckpointError):
-                raise CheckpointError(f"the asynchronous save before failed: {error}") from None
-            raise RuntimeError(f"the asynchronous save before failed: {error}") from error
+                raise CheckpointError(f"the previous asynchronous save failed: {error}") from None
+            raise RuntimeError(f"the previous asynchronous save failed: {error}") from error
 
     def others_writing(self, path: Path) -> list[Saver]:
-        """Savers of other models whose asynchronous save to this folder, or file, is not over."""
+        """Returns savers of other models whose asynchronous save to this folder or file is still running."""
         return [saver for saver in _writing if saver is not self and saver.writing_to == path]
 
     def finish_writing(self) -> None:
-        """Until its thread has ended; an error stays for who waits for the save."""
+        """Waits for the end of the thread. An error stays for the caller of `wait`."""
         if (thread := self._thread) is not None:
             thread.join()
 
     def start(
         self, data: list[torch.Tensor], write: Callable[[list[torch.Tensor], Group], None], saved: Saved, begun: float
     ) -> None:
-        """Copies `data` and lets the thread give the copies to `write`; collective when it is the first."""
+        """Copies `data` and has the thread pass the copies to `write`. Collective at the first call."""
         if self._group is None and rank_and_size()[1] > 1:
             group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
-            assert isinstance(group, dist.ProcessGroup), "this rank is in a group of all"
+            assert isinstance(group, dist.ProcessGroup), "this rank is in a group of all ranks"
             self._group = group
         copies = self._staging.fill(data)
 
@@ -148,7 +152,7 @@ class Saver:
 
 
 class Staging:
-    """Host memory for the data of one save, kept for the next: pages are touched once."""
+    """CPU memory for the data of one save. It is kept for the next, so pages are touched only once."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -156,21 +160,21 @@ class Staging:
         self._views: list[torch.Tensor] = []
 
     def fill(self, data: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns copies of flat bytes."""
-        # Only CUDA's copies are known to go on by themselves into pinned memory; others are waited for one by one.
+        """Returns copies as flat bytes."""
+        # Only CUDA is known to copy asynchronously into pinned memory. Other copies are waited for one by one.
         on_cuda = any(source.device.type == "cuda" for source in data)
         sizes = [source.numel() for source in data]
         if sizes != self._sizes or on_cuda != self._buffer.is_pinned():
             starts, num_bytes = aligned_starts(sizes)
             if self._buffer.numel() < num_bytes or on_cuda != self._buffer.is_pinned():
                 self._views = []
-                self._buffer = torch.empty(0, dtype=torch.uint8)  # frees it before the next one is there
+                self._buffer = torch.empty(0, dtype=torch.uint8)  # free it before allocating the next one
                 pinned = {"dtype": torch.uint8, "pin_memory": True}
                 self._buffer = torch.empty(whole_pages(num_bytes), **pinned) if on_cuda else page_aligned(num_bytes)
             self._sizes = sizes
             self._views = [self._buffer[start : start + size] for start, size in zip(starts, sizes, strict=True)]
         if all(source.device.type == "cpu" and source.is_contiguous() for source in data):
-            _C.stream_copies(self._views, data)  # nobody reads the staging soon: the model stays in the caches
+            _C.stream_copies(self._views, data)  # bypass the caches, because the staging is not read soon
             return self._views
         for view, source in zip(self._views, data, strict=True):
             view.copy_(source, non_blocking=on_cuda)

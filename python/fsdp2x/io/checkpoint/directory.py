@@ -1,10 +1,10 @@
-"""The folder of checkpoints: names, the atomic rename, the `latest` pointer, retention and repair after a kill.
+"""Manages the folder of checkpoints: names, atomic rename, the `latest` pointer, retention, and repair after a kill.
 
     checkpoints/
-      latest                 text: name of the newest whole checkpoint; replaced by rename
-      step-000010/           whole: it got this name after everything in it was on disk
-      .tmp-step-000020/      being written, or left by a kill; removed by the next save
-      .old-step-000010/      the former step-000010 while a new one takes its place; put back if the kill came between
+      latest                 text: name of the newest complete checkpoint; replaced by rename
+      step-000010/           complete: it got this name after everything in it was on disk
+      .tmp-step-000020/      being written, or left by a killed job; removed by the next save
+      .old-step-000010/      the former step-000010 while a new one takes its place; restored if the job was killed
       step-000005/marked     an empty file: this checkpoint is never deleted
 
 Only rank 0 of a training run writes here. Readers never change anything.
@@ -55,7 +55,7 @@ def temporary_path(root: Path, step: int) -> Path:
 
 
 def whole_checkpoints(root: Path) -> list[Path]:
-    """Folders with a final name, oldest step first."""
+    """Returns folders with a final name, oldest step first."""
     steps = (
         [(step, path) for path in root.iterdir() if (step := step_of(path.name)) is not None] if root.is_dir() else []
     )
@@ -64,15 +64,15 @@ def whole_checkpoints(root: Path) -> list[Path]:
 
 @checked
 def resolve(path: str | Path) -> Path:
-    """The checkpoint that `path` means: itself, or the latest of a folder of them; raises `CheckpointError`."""
+    """Returns the checkpoint at `path`, or the latest one in a folder of them. Raises `CheckpointError`."""
     path = Path(path).expanduser()
     if not path.exists():
         replaced = path.parent / f".old-{path.name}"
         if replaced.is_dir():
             return replaced
-        raise CheckpointError(f"{path}: no such checkpoint")
+        raise CheckpointError(f"{path}: no such checkpoint. Pass a checkpoint folder or its parent.")
     if not path.is_dir():
-        raise CheckpointError(f"{path}: got a file, expected the folder of a checkpoint")
+        raise CheckpointError(f"{path}: expected the folder of a checkpoint, got a file.")
     if (path / MANIFEST).is_file():
         return path
     pointer = path / LATEST
@@ -81,24 +81,26 @@ def resolve(path: str | Path) -> Path:
         if (nested / LATEST).is_file():
             return resolve(nested)
         raise CheckpointError(
-            f"{path}: neither a checkpoint (no manifest.json) nor a folder of them (no file '{LATEST}')"
+            f"{path} is not an fsdp2x checkpoint: manifest.json is missing, and so is the file '{LATEST}' of a folder "
+            "of checkpoints. Pass a checkpoint folder or its parent."
         )
     name = _pointed(pointer)
     if step_of(name) is None:
         raise CheckpointError(
-            f"{pointer}: got {name[:80]!r}, expected the name of a checkpoint such as {step_name(10)}"
+            f"{pointer}: expected the name of a checkpoint such as {step_name(10)}, got {name[:80]!r}. Write the name "
+            "of a checkpoint in this folder into the file."
         )
     return resolve(path / name)
 
 
 def _pointed(pointer: Path) -> str:
-    """What `latest` says, which may be anything."""
+    """Returns the text of `latest`, which may be anything."""
     with open(pointer, "rb") as file:
         return file.read(200).decode("utf-8", errors="replace").strip()
 
 
 def find(path: str | Path) -> list[Path]:
-    """The checkpoints of any form that a load of `path` tries, in order; raises `CheckpointError` if it is none."""
+    """Returns the checkpoints of any form that a load of `path` tries, in order. Raises `CheckpointError` if none."""
     path = Path(path).expanduser()
     if path.is_file() or (path / METADATA).is_file():
         return [path]
@@ -107,7 +109,7 @@ def find(path: str | Path) -> list[Path]:
 
 
 def candidates(root: Path) -> list[Path]:
-    """Whole checkpoints in the order in which a resuming run tries them: the one of `latest`, then newest first."""
+    """Returns complete checkpoints in the order in which a resuming run tries them: `latest`, then newest first."""
     checkpoints = whole_checkpoints(root)[::-1]
     checkpoints += [path for path in sorted(root.glob(".old-step-*"))[::-1] if root / path.name[5:] not in checkpoints]
     pointer = root / LATEST
@@ -115,23 +117,31 @@ def candidates(root: Path) -> list[Path]:
     newest = [path for path in checkpoints if path.name.removeprefix(".old-") == name]
     if not newest:
         return checkpoints
-    # A run resumed from an older step leaves higher steps of the former run behind: those are tried last.
+    # A run that resumed from an older step leaves higher steps of the former run. They come last.
     current = step_of(name) or 0
     older = [path for path in checkpoints if (step_of(path.name.removeprefix(".old-")) or 0) < current]
     return [*newest, *older, *(path for path in checkpoints if path not in newest and path not in older)]
 
 
 def is_root(path: Path) -> bool:
-    """Whether this is a folder of checkpoints rather than one of them."""
+    """Returns whether `path` is a folder of checkpoints rather than one checkpoint."""
     return path.is_dir() and ((path / LATEST).is_file() or bool(candidates(path)))
 
 
 @checked
 def mark(checkpoint: str | Path, marked: bool = True) -> None:
-    """Keeps a checkpoint from being deleted by later saves, or lets it go again; one process calls."""
+    """Protects a checkpoint from deletion by later saves, or ends the protection. Call it in one process.
+
+    Args:
+        checkpoint: the folder of a checkpoint.
+        marked: whether to protect it.
+
+    Raises:
+        CheckpointError: the folder is not a checkpoint.
+    """
     file = Path(checkpoint) / MARKED
     if not (Path(checkpoint) / MANIFEST).is_file():
-        raise CheckpointError(f"{checkpoint}: not a checkpoint that could be marked (no {MANIFEST})")
+        raise CheckpointError(f"{checkpoint}: not a checkpoint, {MANIFEST} is missing. Pass a checkpoint folder.")
     if marked:
         write_file(file, "")
     else:
@@ -149,7 +159,7 @@ def prepare(root: Path, step: int) -> Path:
 
 
 def discard(root: Path, step: int) -> None:
-    """Undoes what a failed save of `step` has left: its temporary folder, the former one of that step renamed."""
+    """Undoes a failed save of `step`: removes its temporary folder and restores the former checkpoint."""
     final, replaced = root / step_name(step), root / f".old-{step_name(step)}"
     remove(temporary_path(root, step))
     remove(root / f".tmp-{LATEST}")
@@ -158,7 +168,7 @@ def discard(root: Path, step: int) -> None:
 
 
 def publish(root: Path, step: int) -> Path:
-    """Gives the temporary folder its final name and points `latest` to it. Its files must be on disk already."""
+    """Gives the temporary folder its final name and points `latest` to it. Its files must already be on disk."""
     temporary, final = temporary_path(root, step), root / step_name(step)
     replaced = root / f".old-{final.name}"
     sync_folder(temporary)
@@ -174,11 +184,11 @@ def publish(root: Path, step: int) -> Path:
 
 
 def retain(root: Path, keep: int) -> list[Path]:
-    """Deletes all but the newest `keep` checkpoints and the marked ones, never the one `latest` names."""
+    """Deletes all but the newest `keep` checkpoints and the marked ones. Never deletes the one that `latest` names."""
     pointer = root / LATEST
     newest = _pointed(pointer) if pointer.is_file() else ""
     checkpoints = [path for path in whole_checkpoints(root) if not (path / MARKED).exists()]
-    # A run resumed from an older step leaves higher steps of the former run behind: those are older work.
+    # A run that resumed from an older step leaves higher steps of the former run, which count as older.
     current = step_of(newest)
     former = [path for path in checkpoints if current is not None and (step_of(path.name) or 0) > current]
     ours = [path for path in checkpoints if path not in former]
@@ -186,7 +196,7 @@ def retain(root: Path, keep: int) -> list[Path]:
     deleted = []
     for path in checkpoints:
         if path not in kept and path.name != newest:
-            # Renamed first, so that a kill while deleting leaves no half checkpoint under a whole one's name.
+            # Rename first, so that a kill during deletion leaves no partial checkpoint under a final name.
             doomed = root / f".tmp-delete-{path.name}"
             os.rename(path, doomed)
             remove(doomed)
@@ -195,7 +205,7 @@ def retain(root: Path, keep: int) -> list[Path]:
 
 
 def repair(root: Path) -> None:
-    """Undoes what a kill left, and says so: half-written folders go, a checkpoint being replaced comes back."""
+    """Removes partial folders that a killed job left, restores a checkpoint that was being replaced, and logs it."""
     if not root.is_dir():
         return
     for path in list(root.iterdir()):
@@ -205,15 +215,15 @@ def repair(root: Path) -> None:
                 remove(path)
             else:
                 os.rename(path, final)
-                logger.warning("%s: put back, the save that was to replace it was cut off", final)
+                logger.warning("%s: restored, because the save that was to replace it was interrupted", final)
         elif path.name.startswith(".tmp-"):
             remove(path)
             if path.name.startswith(".tmp-step-"):
-                logger.warning("%s: removed, the save that wrote it was cut off", path)
+                logger.warning("%s: removed, because the save that wrote it was interrupted", path)
 
 
 def remove(path: Path) -> None:
-    """Takes away a file, a folder with all in it, or a link, but not what it leads to; there may be none."""
+    """Removes a file, a folder with its contents, or a link (not its target), if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -243,7 +253,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Makes names in a folder durable: renames and new files are only after this."""
+    """Makes names in a folder durable. Renames and new files are on disk only after this."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

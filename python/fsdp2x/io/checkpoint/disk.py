@@ -1,8 +1,8 @@
-"""Writing one large file front to back: past the page cache where the file system lets us, with its CRC-32.
+"""Writes one large file front to back, past the page cache if the file system allows, with its CRC-32.
 
-Fresh pages of the page cache cost more than the disk: writes with O_DIRECT from a few aligned blocks are several times
-faster, and leave other programs' caches alone. File systems without O_DIRECT get ordinary writes. The file is on disk
-when `close()` returns.
+Fresh pages of the page cache cost more than the disk. Writes with O_DIRECT from a few aligned blocks are several times
+faster and leave the caches of other programs alone. File systems without O_DIRECT get ordinary writes. The file is on
+disk when `close()` returns.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _POLYNOMIAL = 0xEDB88320
 
 
 def page_aligned(num_bytes: int) -> torch.Tensor:
-    """Zeroed bytes of this process that start and end at a page, in large pages where the system has them."""
-    # Private: what is shared, as by default, comes in large pages only where the system was told so.
+    """Returns zeroed bytes of this process that fill whole pages, in large pages if the system has them."""
+    # Private, because shared mappings (the default) get large pages only where the system is configured for them.
     memory = mmap.mmap(-1, whole_pages(num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -36,12 +36,12 @@ def page_aligned(num_bytes: int) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor as flat bytes, on its device; without a copy when it is contiguous."""
+    """Returns the elements of a tensor as flat bytes on its device. Copies only if it is not contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 class Sink:
-    """Writes one file. `put` appends bytes, `data` a tensor; `crc` and `num_bytes` are those of all that came."""
+    """Writes one file. `put` appends bytes, `data` a tensor. `crc` and `num_bytes` cover everything written."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -94,7 +94,7 @@ class Sink:
             self.abandon()
 
     def abandon(self) -> None:
-        """Gives up the file as it is, after an error."""
+        """Closes the file as it is, after an error."""
         self._thread.shutdown(wait=True)
         if self._file >= 0:
             os.close(self._file)
@@ -112,7 +112,7 @@ class Sink:
             writing.result()
 
     def _write(self, block: torch.Tensor, num_bytes: int, offset: int) -> None:
-        """Writes the first `num_bytes` of a page-aligned block; with O_DIRECT up to the end of its last page."""
+        """Writes the first `num_bytes` of a page-aligned block. With O_DIRECT it fills the last page."""
         whole = -(-num_bytes // _PAGE) * _PAGE if self._direct else num_bytes
         content = memory_of(block)[:whole]
         while content:
@@ -126,14 +126,14 @@ class Sink:
             if self._direct and written % _PAGE:
                 written -= written % _PAGE
             if self._direct and written == 0:
-                # A file system that lets itself be opened so, but takes no such write.
+                # The file system opens files with O_DIRECT, but rejects such writes.
                 self._direct = False
                 fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT)
             content, offset = content[written:], offset + written
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:
-    """CRC-32 of A + B, where `first` is that of A, `second` that of B, and B has `second_bytes` bytes.
+    """Returns the CRC-32 of A + B from those of A (`first`) and B (`second`). B has `second_bytes` bytes.
 
     A CRC is the remainder of a polynomial over GF(2): appending n zero bytes multiplies it by x^(8n). Polynomials are
     kept bit-reversed in 32 bits, as zlib does: bit 31 is x^0.
@@ -142,7 +142,7 @@ def combine(first: int, second: int, second_bytes: int) -> int:
 
 
 def _multiply(a: int, b: int) -> int:
-    """a * b modulo the polynomial."""
+    """Returns a * b modulo the polynomial."""
     product = 0
     bit = 1 << 31
     while bit and a & (2 * bit - 1):
@@ -155,7 +155,7 @@ def _multiply(a: int, b: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _shift(num_bytes: int) -> int:
-    """x^(8 * num_bytes) modulo the polynomial."""
+    """Returns x^(8 * num_bytes) modulo the polynomial."""
     result = 1 << 31
     power = _multiply(1 << 30, 1 << 30)  # x^2
     power = _multiply(power, power)

@@ -1,13 +1,13 @@
-"""The forms of a checkpoint: what a save asks of them is `Form`.
+"""Writes the three forms of a checkpoint. `Form` is the interface that a save uses.
 
     sharded     __R_0.distcp   an archive (see archive.py) per chunk that rank R writes, one after another
-                __R_1.distcp   entries that are no tensors, likewise; each archive has a label (see io/formats/dcp.py)
+                __R_1.distcp   entries that are not tensors, likewise; each archive has a label (see io/formats/dcp.py)
                 .metadata      torch DCP's table of contents
     per_rank    rank-0000R.pt  one archive: the trees of rank R with its local tensors
-    full        checkpoint.pt  one archive that holds everything complete, written by all ranks at once
+    full        checkpoint.pt  one archive with full tensors, written by all ranks at once
 
-In the full form the place of every tensor follows from its shape, so each rank writes its rows where they belong, and
-rank 0 adds what stands between them. No rank holds more than its own shards.
+In the full form, shapes give the place of every tensor, so each rank writes its own rows and rank 0 adds the bytes in
+between. No rank holds more than its own shards.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from fsdp2x.io.formats.records import LABEL
 from fsdp2x.io.formats.tensors import runs_of_box
 
 Files = dict[str, dict[str, int]]
-Written = tuple[Files, Any]  # the files of a rank, and what `finish` is to know of its part
+Written = tuple[Files, Any]  # the files of a rank, and what `finish` needs to know about its part
 
 
 @dataclass
 class Contents:
-    """What a save holds on this rank besides the tensors. `rngs` and `small` are those of all ranks, on rank 0."""
+    """Contents of a save on this rank in addition to tensors. On rank 0, `rngs` and `small` are those of all ranks."""
 
     objects: dict[str, Any]
     paths: Mapping[str, KeyPath]
@@ -58,31 +58,31 @@ class Contents:
 
 
 class Form:
-    """One save of this rank: where its data goes, the writing, and on rank 0 what joins the parts of all ranks."""
+    """One save of this rank: places its data, writes it, and on rank 0 joins the parts of all ranks."""
 
     chunks: Sequence[Chunk]  # of this rank
-    holds_parts = False  # the small parts and the generators of all ranks; else they get files of their own
+    holds_parts = False  # whether it holds the small parts and generators of all ranks; otherwise they get own files
 
     def __init__(self, plan: Plan, rank: int, contents: Contents):
         self.plan, self.rank, self.contents, self.chunks = plan, rank, contents, plan.mine
 
     def place(self, folder: Path, group: dist.ProcessGroup | None) -> None:
-        """What all ranks do together before they write."""
+        """Does what all ranks do together before they write."""
 
     def place_alone(self, folder: Path) -> None:
-        """The same in a process that writes everything by itself."""
+        """Does the same in a process that writes everything alone."""
 
     def write(self, folder: Path, data: Iterable[torch.Tensor]) -> Written:
-        """Writes the bytes of `chunks`, which come one after the other."""
+        """Writes the bytes of `chunks` one after another."""
         raise NotImplementedError
 
     def finish(self, folder: Path, details: Sequence[Any]) -> Files:
-        """On rank 0, after all have written; `details` by rank."""
+        """Joins all parts on rank 0, after all ranks have written. `details` is ordered by rank."""
         return {}
 
 
 class Sharded(Form):
-    """`torch.distributed.checkpoint`'s directory."""
+    """The directory of `torch.distributed.checkpoint`."""
 
     def write(self, folder: Path, data: Iterable[torch.Tensor]) -> Written:
         entries: list[tuple] = []
@@ -111,7 +111,7 @@ class Sharded(Form):
         return files, entries
 
     def finish(self, folder: Path, details: Sequence[Any]) -> Files:
-        """The table of contents. A tied weight is stored once and listed under each of its names, as stock expects."""
+        """Writes the table of contents. A tied weight is stored once and listed under each name, as FSDP2 expects."""
         metadata, paths = self.plan.of_all_ranks()
         described = dict(metadata.state_dict_metadata)
         storage = {
@@ -137,7 +137,7 @@ class Sharded(Form):
 
 
 class PerRank(Form):
-    """A file of each rank, for the same number of ranks only."""
+    """One file for each rank, loadable by the same number of ranks only."""
 
     def __init__(self, plan: Plan, rank: int, contents: Contents):
         super().__init__(plan, rank, contents)
@@ -157,16 +157,16 @@ class PerRank(Form):
 
 
 def _labelled(archive: bytes, text: bytes) -> bytes:
-    """A file of `torch.save` with one more record."""
+    """Returns a file of `torch.save` with one more record."""
     buffer = io.BytesIO(archive)
     with zipfile.ZipFile(buffer, "a") as file:
         prefix = file.namelist()[0].partition("/")[0]
-        file.writestr(zipfile.ZipInfo(f"{prefix}/{LABEL}"), text)  # without the time of day
+        file.writestr(zipfile.ZipInfo(f"{prefix}/{LABEL}"), text)  # without a time stamp
     return buffer.getvalue()
 
 
 def write_sink(path: Path, fill: Callable[[Sink], None]) -> dict[str, int]:
-    """Lets `fill` write a file through a sink; returns its size and checksum."""
+    """Lets `fill` write a file through a sink. Returns its size and checksum."""
     sink = Sink(path)
     try:
         fill(sink)
@@ -186,14 +186,14 @@ _BLOCK_BYTES = 8 << 20
 
 
 class Full(Form):
-    """One file; `place` says where the tensors lie in it."""
+    """One file. `place` decides where the tensors go in it."""
 
     holds_parts = True
     _archive: Archive | None = None
     _starts: dict[str, int]
 
     def place(self, folder: Path, group: dist.ProcessGroup | None) -> None:
-        """Lays the file out and makes it, empty; collective."""
+        """Lays out the file and creates it, empty. Collective."""
         self._starts = on_rank_0(lambda: self._lay_out(folder), group=group)
 
     def place_alone(self, folder: Path) -> None:
@@ -209,7 +209,7 @@ class Full(Form):
             if not isinstance(entry, TensorStorageMetadata) and name not in contents.objects
         ]
         if missing:
-            raise CheckpointError(f"{missing[0]} is on another rank than rank 0; save with form='sharded'")
+            raise CheckpointError(f"{missing[0]} exists on another rank, but not on rank 0. Save with form='sharded'.")
         stored = {
             name: Stored(key, entry.properties.dtype, tuple(entry.size))
             for key, (name, entry) in enumerate(
@@ -250,14 +250,14 @@ class Full(Form):
         return {}, pieces
 
     def finish(self, folder: Path, details: Sequence[Any]) -> Files:
-        """Headers, checksums and directory."""
+        """Writes headers, checksums and the directory."""
         pieces: dict[str, list[tuple]] = {}
         for of_rank in details:
             for name, *piece in of_rank:
                 pieces.setdefault(name, []).append(tuple(piece))
         names = iter(self._starts)
         archive = self._archive
-        assert archive is not None, "rank 0 has laid it out"
+        assert archive is not None, "rank 0 laid it out"
         path = folder / self.contents.file_name
         crcs: list[int] = []
         whole = at = 0
@@ -289,7 +289,7 @@ FORM_CLASSES: dict[FormName, type[Form]] = {"sharded": Sharded, "per_rank": PerR
 
 
 def runs(chunk: Chunk) -> Iterator[tuple[int, int, int]]:
-    """(first byte in the whole tensor, first byte in the chunk, number of bytes) of each run of bytes of a chunk."""
+    """Yields (first byte in the full tensor, first byte in the chunk, number of bytes) of each run of a chunk."""
     found = [first * chunk.dtype.itemsize for _, first in runs_of_box(chunk.shape, chunk.offsets, chunk.sizes)]
     for number, begin in enumerate(found):
         run_bytes = chunk.num_bytes // len(found)
@@ -308,7 +308,7 @@ def _write(file: int, path: Path, source: torch.Tensor, offset: int) -> int:
 
 
 def _crc_of(path: Path, record: Record, pieces: list[tuple[int, int, int | None]]) -> int:
-    """CRC-32 of a tensor from its pieces (first byte, bytes, CRC-32), or from the file where they do not line up."""
+    """Returns the CRC-32 of a tensor from pieces (first byte, bytes, CRC-32), or from the file if they leave gaps."""
     crc = end = 0
     for start, num_bytes, piece in sorted(pieces, key=lambda piece: piece[0]):
         if piece is None or start != end:

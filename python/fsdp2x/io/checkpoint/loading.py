@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Choice:
-    """A checkpoint. `manifest` is None for a lone file, and for a directory that others wrote."""
+    """A checkpoint to load. `manifest` is None for a single file and for a directory that other programs wrote."""
 
     path: Path
     form: FormName
@@ -58,7 +58,7 @@ class Choice:
 
 
 def choose(path: Path, verify: bool, look_into: Callable[[Choice], None], what: str) -> Choice:
-    """The newest checkpoint that is as written and in which `look_into` finds no damage on any rank; collective."""
+    """Returns the newest checkpoint that is undamaged and passes `look_into` on every rank. Collective."""
     rank, world_size = rank_and_size()
     refused = []
     for option in run_on_all_ranks(lambda: find(path), what=what):
@@ -71,11 +71,11 @@ def choose(path: Path, verify: bool, look_into: Callable[[Choice], None], what: 
                 logger.warning("%s; using %s instead", "; ".join(refused), option)
             return found[0]
         refused.append(join_failures(failures, world_size, ""))
-    raise CheckpointError(f"{what}: {'; '.join(refused) or 'no checkpoint there'}")
+    raise CheckpointError(f"{what}: {'; '.join(refused) or 'there is no checkpoint'}")
 
 
 def _failures(work: Callable[[], Any], what: str) -> dict[int, str]:
-    """Runs `work` on every rank; rank -> what is damaged there. Any other failure is raised on all."""
+    """Runs `work` on every rank. Returns rank -> damage found there. Raises any other failure on all ranks."""
 
     def attempt() -> str | None:
         try:
@@ -89,7 +89,7 @@ def _failures(work: Callable[[], Any], what: str) -> dict[int, str]:
 
 
 def _examine(option: Path, verify: bool) -> Choice:
-    """Looks at the manifest and at this rank's part of the files."""
+    """Reads the manifest and checks this rank's part of the files."""
     rank, world_size = rank_and_size()
     if option.is_file():
         if verify:
@@ -107,9 +107,12 @@ def _examine(option: Path, verify: bool) -> Choice:
 
 @dataclass
 class Loaded:
-    """What `load` found. Tensors are in model and optimizer already; `scheduler`, `scaler` and `data` also where
-    objects were given. `missing` and `unexpected` are empty unless `strict` was False. `step` is None when the
-    checkpoint, written by others, does not say.
+    """Result of `load`. Tensors are already in model and optimizer.
+
+    Attributes:
+        scheduler, scaler, data: saved states, also if you passed objects for them.
+        missing, unexpected: names that did not match. Empty unless `strict` was False.
+        step: the saved step, or None if another program wrote the checkpoint without one.
     """
 
     path: Path
@@ -139,25 +142,29 @@ def load(
     trusted: bool = False,
     seed: int = 0,
 ) -> Loaded:
-    """Loads what `save` wrote, or what stock `torch.distributed.checkpoint` did, into sharded tensors; collective.
+    """Loads a checkpoint of `save` or `torch.distributed.checkpoint` into sharded tensors. Collective.
 
-    A folder of checkpoints means the one that `latest` names; where that is damaged, the newest whole one, and a
-    warning says so. Any world size and mesh, but for per-rank files. The optimizer may be fresh. Nothing is changed
-    when anything is missing, damaged or of another model.
+    A folder of checkpoints means the one that `latest` names. If that is damaged, it loads the newest complete one and
+    warns. World size and mesh may differ from the save, except for per-rank files. The optimizer may be new. If
+    anything is missing, damaged, or of another model, nothing changes.
 
     Args:
-        path: a checkpoint, a folder of them, or the file of a full one.
-        model: the model, sharded as it will be trained.
-        optimizer: one or several; None leaves the saved state alone.
-        scheduler, scaler, data: objects whose `load_state_dict` is called with what was saved.
-        strict: what the model, the optimizer or an argument expects and the checkpoint lacks, and what only the
-            checkpoint has, is an error that names it. False: the rest is loaded, both are reported.
-        verify: compare all files with their checksums before anything is loaded; the ranks share the reading.
-        trusted: the checkpoint may execute code while it is read. Otherwise what needs that is refused.
-        seed: generators of ranks that did not exist at the save are drawn from it.
+        path: a checkpoint, a folder of checkpoints, or the file of a full one.
+        model: the model, sharded for training.
+        optimizer: one or several optimizers. None ignores the saved state.
+        scheduler, scaler, data: objects whose `load_state_dict` gets the saved state.
+        strict: whether names that only the checkpoint or only the model, optimizer or arguments have raise an error.
+            False loads the rest and reports both.
+        verify: whether to compare all files with their checksums first. The ranks share the reading.
+        trusted: whether the checkpoint may execute code while it is read. False raises if it needs to.
+        seed: seed for generators of ranks that did not exist at the save.
+
+    Returns:
+        The step, saved states, and names that did not match.
 
     Raises:
-        CheckpointError: on every rank, naming the file, tensor or part.
+        CheckpointError: on every rank, with the file, tensor or part.
+        TypeError: `optimizer` is not an optimizer.
     """
     path = Path(path).expanduser()
     optimizers = as_optimizers(optimizer)
@@ -203,7 +210,7 @@ def load(
 
 @dataclass
 class Match:
-    """A checkpoint that was found to fit, before anything is changed. `parts["data"]` is the position of this rank."""
+    """A checkpoint that fits, before anything is changed. `parts["data"]` is the position of this rank."""
 
     model: torch.nn.Module
     parts: dict[str, Any]
@@ -218,7 +225,7 @@ class Match:
     state_reads: list[Callable[[], None]]
 
     def hand_over(self, wanted: Mapping[str, Any], undo: list[Callable[[], None]]) -> list[str]:
-        """Gives their states to optimizers and other objects; `undo` gets what gives them back the former ones."""
+        """Gives optimizers and other objects their states. Appends calls that restore the old ones to `undo`."""
         for name, part in wanted.items():
             if name not in self.parts:
                 continue
@@ -235,20 +242,20 @@ class Match:
         return self.restore.apply(self.state.saved())
 
     def fill(self) -> None:
-        """Reads into the model, and sets the random generators."""
+        """Reads into the model and sets the random generators."""
         for read in self.model_reads:
             read()
-        # The model's own tensors are filled already; load_state_dict is for the hooks that the model may have.
+        # The model's tensors already have their values. load_state_dict runs the model's hooks.
         self.model.load_state_dict({name: self.values[clean_name(name)] for name in self.model.state_dict()})
         if self.rng is not None:
             set_rng(self.rng, device_of(self.model))
 
 
 def _apply(match: Match, wanted: Mapping[str, Any], what: str) -> list[str]:
-    """Changes model, optimizers, generators and objects; collective. Returns what an optimizer could not take over.
+    """Changes model, optimizers, generators and objects. Collective. Returns what an optimizer could not take over.
 
-    What others may refuse comes first and is taken back when any rank fails. The model is filled in place, last: only
-    its files can still fail, such as by a disk, and have been read once.
+    Steps that other code may reject come first and are undone if any rank fails. The model is filled in place, last,
+    because only reading its files can still fail, and they have been read once.
     """
     run_on_all_ranks(lambda: [read() for read in match.state_reads], what=what)
     undo: list[Callable[[], None]] = []
@@ -261,7 +268,7 @@ def _apply(match: Match, wanted: Mapping[str, Any], what: str) -> list[str]:
     try:
         run_on_all_ranks(match.fill, what=what)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; a part of it is in the model: load again before it is used") from (
+        raise CheckpointError(f"{error}. A part of it is in the model, so load again before you use it.") from (
             error.__cause__
         )
     return said
@@ -276,15 +283,15 @@ def _match(
     strict: bool,
     trusted: bool,
 ) -> Match:
-    """Opens the checkpoint and compares it with itself and with what is here."""
+    """Opens the checkpoint and compares it with its manifest and with this model."""
     rank, world_size = rank_and_size()
     if why := why_swapped(model.parameters()):
         raise CheckpointError(why)
     saved_by = (choice.manifest or {}).get("world_size")
     if choice.form == "per_rank" and saved_by != world_size:
         raise CheckpointError(
-            f"{choice.path}: per-rank files of {saved_by} ranks cannot be loaded by {world_size}; "
-            "use as many ranks, or convert them by fsdp2x convert --to sharded for any number of ranks"
+            f"{choice.path}: per-rank files of {saved_by} ranks cannot be loaded by {world_size} ranks. "
+            "Use as many ranks, or convert them by fsdp2x convert --to sharded for any number of ranks."
         )
     source = open_source(choice.path, choice.form, files, rank, trusted, choice.manifest)
     parts = source.parts()
@@ -295,7 +302,7 @@ def _match(
         _check_parts(choice.path, parts, manifest)
         rng = _rng_of(choice, parts, manifest, rank, device_of(model))
     elif isinstance(parts.get("rng"), list):
-        raise CorruptFile(f"{choice.path}: damaged, it has random generators of each rank, and no manifest")
+        raise CorruptFile(f"{choice.path}: damaged, it has random generators of each rank, but no manifest")
     tensors, aliases = model_layout(model)
     model_node, optimizer_node = find_parts(source.tree, {**tensors, **aliases})
     found = match_model(model_node, tensors, aliases, strict)
@@ -308,7 +315,7 @@ def _match(
         raise CheckpointError(_differences(choice.path, missing, unexpected))
     if strict and state and (mixed := restore.mixed_groups(state.groups)):
         raise CheckpointError(
-            f"{choice.path}: {'; '.join(mixed)}; strict=False keeps their settings and loads the rest"
+            f"{choice.path}: {'; '.join(mixed)}. strict=False keeps the new groups' settings and loads the rest."
         )
     _take_own_position(parts, rank, world_size, "data" in wanted and strict)
     for name in ("scheduler", "scaler"):
@@ -327,18 +334,18 @@ def _check_parts(path: Path, parts: Mapping[str, Any], manifest: Mapping[str, An
     names = sorted(parts.keys() - {"step", "rng", "manifest", "chunks", "owner"})
     if names != sorted(manifest["parts"]) or parts.get("step") != manifest["step"]:
         raise CorruptFile(
-            f"{path}: damaged, it has {', '.join(names)} of step {parts.get('step')}, the manifest lists "
+            f"{path}: damaged, it has {', '.join(names)} of step {parts.get('step')}, but the manifest lists "
             f"{', '.join(manifest['parts'])} of step {manifest['step']}"
         )
     positions = parts.get("data_of_ranks")
     if positions is not None and (not isinstance(positions, list) or len(positions) != manifest["world_size"]):
-        raise CorruptFile(f"{path}: damaged, it has no data position of each of {manifest['world_size']} ranks")
+        raise CorruptFile(f"{path}: damaged, it lacks the data position of each of {manifest['world_size']} ranks")
 
 
 def _rng_of(
     choice: Choice, parts: Mapping[str, Any], manifest: Mapping[str, Any], rank: int, device: torch.device
 ) -> dict[str, Any] | None:
-    """The random generators of this rank, None where there was no such rank; raises `CorruptFile`."""
+    """Returns the random generators of this rank, or None if there was no such rank. Raises `CorruptFile`."""
     if choice.form == "full":
         states = parts.get("rng")
         if not isinstance(states, list) or len(states) != manifest["world_size"]:
@@ -354,7 +361,7 @@ def _rng_of(
 
 
 def _take_own_position(parts: dict[str, Any], rank: int, world_size: int, needed: bool) -> None:
-    """Puts the data position of this rank into `parts`, where each rank saved its own."""
+    """Puts this rank's data position into `parts` if each rank saved a different one."""
     positions = parts.get("data_of_ranks")
     if positions is None:
         return
@@ -362,8 +369,8 @@ def _take_own_position(parts: dict[str, Any], rank: int, world_size: int, needed
         parts["data"] = positions[rank]
     elif needed:
         raise CheckpointError(
-            f"data: each of {len(positions)} ranks saved a position of its own, which {world_size} ranks cannot "
-            "continue; load with data=None and place the data yourself"
+            f"data: each of {len(positions)} ranks saved its own position, which {world_size} ranks cannot "
+            "continue. Load with data=None and set the position of the data yourself."
         )
 
 
@@ -373,4 +380,4 @@ def _differences(path: Path, missing: list[str], unexpected: list[str]) -> str:
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             said.append(f"{text} {', '.join(names[:5])}{more}")
-    return f"{path}: {'; '.join(said)}; strict=False loads the rest"
+    return f"{path}: {'; '.join(said)}. strict=False loads the rest."

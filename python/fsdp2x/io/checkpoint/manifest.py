@@ -1,8 +1,8 @@
-"""manifest.json of a checkpoint: what it holds, from which model and world, and the size of each of its files.
+"""Reads and writes manifest.json: what a checkpoint holds, its model and world, and the size of each of its files.
 
-It is written last and read first, so that a checkpoint of another model, or one with a missing or damaged file, is
-refused before anything is loaded. It names every entry of model and optimizer, so that a file that lost one, or has
-another in its place, is found out whatever its checksum.
+A save writes it last and a load reads it first. So a checkpoint of another model, or with a missing or damaged file,
+raises before anything is loaded. It names every entry of model and optimizer, so that a lost or exchanged entry is
+found even if the checksum of its file is right.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from fsdp2x.sharding.wrap import clean_name
 FORMAT = 3
 FormName = Literal["sharded", "full", "per_rank"]
 FORMS: tuple[FormName, ...] = get_args(FormName)
-# Name of an entry -> shape and dtype of a tensor, None for another value.
+# Name of an entry -> shape and dtype of a tensor, or None for another value.
 Entries = Mapping[str, tuple[tuple[int, ...], torch.dtype] | None]
 
 
 def model_layout(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """State-dict tensors of the model by name, ties once, and the names left out: alias -> the name that is kept.
+    """Returns state-dict tensors by name, ties once, and alias -> kept name for the others.
 
-    Names are those of the unwrapped model: wrappers of activation checkpointing and of `torch.compile` leave no trace.
+    Names are those of the unwrapped model, without levels of activation checkpointing and of `torch.compile`.
     """
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
@@ -57,7 +57,7 @@ def model_layout(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[
 
 
 def describe_entries(entries: Entries) -> dict[str, Any]:
-    """As they stand in the manifest."""
+    """Returns the entries in the form of the manifest."""
     return {
         name: entry and {"shape": list(entry[0]), "dtype": str(entry[1]).removeprefix("torch.")}
         for name, entry in entries.items()
@@ -74,7 +74,7 @@ def make_manifest(
     form: str = "sharded",
     layouts: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The manifest but for what only rank 0 knows, and its files."""
+    """Returns the manifest without its files and without what only rank 0 knows."""
     try:
         own_version = version("fsdp2x")
     except PackageNotFoundError:
@@ -93,13 +93,13 @@ def make_manifest(
 
 
 def file_names(folder: Path) -> list[str]:
-    """Every file of a checkpoint but the manifest, relative to it, sorted."""
+    """Returns every file of a checkpoint except the manifest, relative to it and sorted."""
     files = (p for p in folder.rglob("*") if p.is_file() and p not in (folder / MANIFEST, folder / MARKED))
     return sorted(str(p.relative_to(folder)) for p in files)
 
 
 def checksum(path: Path) -> int:
-    """CRC-32 of a file, read in blocks."""
+    """Returns the CRC-32 of a file, read in blocks."""
     crc = 0
     with open(open_regular(path), "rb") as file:
         while block := file.read(1 << 22):
@@ -108,7 +108,7 @@ def checksum(path: Path) -> int:
 
 
 def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int]]:
-    """Size and checksum of files, after waiting until each is on disk."""
+    """Waits until the files are on disk. Returns their sizes and checksums."""
     described = {}
     for name in names:
         sync_file(folder / name)
@@ -121,40 +121,40 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any], files: Mapping[str
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, after checking what it says and that every file is there with its size; raises `CorruptFile`."""
+    """Reads the manifest, checks it, and checks that each file has its size. Raises `CorruptFile`."""
     path = folder / MANIFEST
     manifest = read_json(path)
     check_manifest(manifest, str(path))
     files = manifest.get("files")
     if not isinstance(files, dict) or not all(map(_is_file, files, files.values())):
-        raise CorruptFile(f"{path}: not the manifest of a checkpoint: its files are not described")
+        raise CorruptFile(f"{path}: not the manifest of a checkpoint, because it does not describe its files")
     lost = sorted(_needed_files(manifest) - files.keys())
     if lost:
         raise CorruptFile(f"{path}: damaged, it does not list {', '.join(lost[:5])}")
     for name, described in files.items():
         file = folder / name
-        if not os.path.isfile(file):  # nor a name that no file could have
+        if not os.path.isfile(file):  # false also for a name that no file can have
             raise CorruptFile(f"{folder / name[:200]}: missing, the manifest lists it with {described['bytes']} bytes")
         if file.stat().st_size != described["bytes"]:
             raise CorruptFile(
-                f"{file}: damaged, got {file.stat().st_size} bytes, the manifest says {described['bytes']}"
+                f"{file}: damaged, the manifest says {described['bytes']} bytes, got {file.stat().st_size}"
             )
     return manifest
 
 
 def manifest_in(file: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The manifest in the one file of a full checkpoint; None where others wrote it."""
+    """Returns the manifest in the file of a full checkpoint, or None if another program wrote the file."""
     manifest = file.get("manifest")
     return manifest if isinstance(manifest, dict) and "entries" in manifest else None
 
 
 def check_manifest(manifest: Mapping[str, Any], where: str) -> None:
-    """Raises `CheckpointError` for a manifest of another format, `CorruptFile` for one that says what none can say."""
+    """Raises `CheckpointError` for a manifest of another format and `CorruptFile` for an impossible one."""
     number = manifest.get("format")
     if type(number) is int and number != FORMAT:
         raise CheckpointError(
-            f"{where}: format {number}, this version of fsdp2x reads format {FORMAT}; the version that wrote it reads "
-            "it, and torch.distributed.checkpoint does where its form is sharded"
+            f"{where}: format {number}, but this version of fsdp2x reads format {FORMAT}. Read it with the version "
+            "that wrote it, or with torch.distributed.checkpoint if its form is sharded."
         )
     form, world_size = manifest.get("form"), manifest.get("world_size")
     for key, is_right in (
@@ -202,7 +202,7 @@ def _is_file(name: str, described: Any) -> bool:
 
 
 def _needed_files(manifest: Mapping[str, Any]) -> set[str]:
-    """The files without which a checkpoint of its form is none."""
+    """Returns the files that a checkpoint of this form must have."""
     form: FormName = manifest["form"]
     ranks = range(manifest["world_size"])
     match form:
@@ -218,7 +218,7 @@ def _needed_files(manifest: Mapping[str, Any]) -> set[str]:
 
 
 def tied_names(manifest: Mapping[str, Any]) -> list[set[str]]:
-    """The names in model and optimizer that share their bytes."""
+    """Returns the names in model and optimizer that share their bytes."""
     groups: dict[str, set[str]] = {}
     for alias, kept in manifest["tied"].items():
         groups.setdefault(kept, {f"model.{kept}"}).add(f"model.{alias}")
@@ -235,7 +235,7 @@ def check_entries(where: Path | str, manifest: Mapping[str, Any], found: Entries
     if wrong:
         name = wrong[0]
         said = "nothing" if name not in expected else expected[name] or "a value"
-        raise CorruptFile(f"{where}: damaged, {name} is {got[name] or 'a value'}, the manifest says {said}")
+        raise CorruptFile(f"{where}: damaged, the manifest says {name} is {said}, got {got[name] or 'a value'}")
     lost = [name for name in expected if name not in got]
     if rank is not None:
         lost = lost[:1] if len(got) != manifest["num_entries"][rank] else []
@@ -244,7 +244,7 @@ def check_entries(where: Path | str, manifest: Mapping[str, Any], found: Entries
 
 
 def verify_files(folder: Path, manifest: Mapping[str, Any], *, rank: int = 0, world_size: int = 1) -> None:
-    """Reads this rank's part of the files and raises `CorruptFile` naming the first whose contents changed."""
+    """Reads this rank's part of the files. Raises `CorruptFile` for the first whose contents changed."""
     for name in list(manifest["files"])[rank::world_size]:
         if checksum(folder / name) != manifest["files"][name]["crc32"]:
             raise CorruptFile(

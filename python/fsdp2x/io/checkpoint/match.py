@@ -1,7 +1,7 @@
-"""Finding model and optimizer in the tree of a checkpoint, ours or another's, and matching them with what is here.
+"""Finds model and optimizer in the tree of a checkpoint, and matches them with those of this process.
 
-Others name the top of their trees as they like ("model", "model_state.model", "optim", nothing at all): the model is
-the node that has the names of its tensors, the optimizer the one with `state` and `param_groups`.
+Other programs name the top of their trees as they like ("model", "model_state.model", "optim", nothing at all). So the
+model is the node with the names of its tensors, and the optimizer the one with `state` and `param_groups`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DEPTH = 4
 
 @dataclass
 class Found:
-    """Tensors to read and where to, values that are no tensors, and what does not match."""
+    """Tensors to read and their targets, values that are not tensors, and mismatches."""
 
     targets: dict[Leaf, torch.Tensor] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
@@ -33,14 +33,14 @@ class Found:
 
 @dataclass
 class FoundState(Found):
-    """Of an optimizer: `state` and `groups` by parameter name, with a `Leaf` where `targets` has the tensor."""
+    """The same for an optimizer: `state` and `groups` by parameter name, with a `Leaf` where `targets` has a tensor."""
 
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     layouts: Mapping[str, str] = field(default_factory=dict)
 
     def saved(self) -> dict[str, Any]:
-        """As `optimizer.named_state` gives it, when the targets are read."""
+        """Returns the state in the form of `optimizer.named_state`, after the targets were read."""
 
         def value(item: Any) -> Any:
             return own_form(self.targets[item], self.layouts.get(item.name)) if isinstance(item, Leaf) else item
@@ -52,7 +52,7 @@ class FoundState(Found):
 
 
 def find_parts(tree: Mapping[str, Any], names: Collection[str]) -> tuple[Node | None, Node | None]:
-    """The nodes of the model, whose tensors have these names, and of the optimizer."""
+    """Returns the node of the model, whose tensors have these names, and that of the optimizer."""
     best: tuple[int, Node | None] = (0, None)
     optimizer = None
 
@@ -81,7 +81,7 @@ def find_parts(tree: Mapping[str, Any], names: Collection[str]) -> tuple[Node | 
 
 
 def match_model(node: Node | None, tensors: Mapping[str, Any], aliases: Mapping[str, str], strict: bool) -> Found:
-    """What to read for the model. Another shape is an error also without `strict`."""
+    """Returns what to read for the model. Another shape raises even without `strict`."""
     found = Found()
     saved = {name: value for name, value in (node or {}).items() if not isinstance(value, Mapping)}
     other_names: dict[str, list[str]] = {}
@@ -97,17 +97,20 @@ def match_model(node: Node | None, tensors: Mapping[str, Any], aliases: Mapping[
             if isinstance(leaf, Leaf):
                 found.objects[name] = found.targets[leaf] = torch.empty(leaf.shape, dtype=leaf.dtype)
             elif wrong := mismatch(leaf, mine, name):
-                raise CheckpointError(f"of another model, {wrong}")
+                raise CheckpointError(f"checkpoint of another model: {wrong}")
             else:
                 found.objects[name] = leaf
             continue
         if not isinstance(leaf, Leaf) or leaf.shape != tuple(mine.shape):
             got = list(leaf.shape) if isinstance(leaf, Leaf) else type(leaf).__name__
-            raise CheckpointError(f"of another model, {name} has shape {got} there, {list(mine.shape)} here")
+            raise CheckpointError(
+                f"checkpoint of another model: {name} has shape {got} there, but {list(mine.shape)} in this model"
+            )
         if leaf.dtype != mine.dtype and strict:
             there, here = (str(dtype).removeprefix("torch.") for dtype in (leaf.dtype, mine.dtype))
             raise CheckpointError(
-                f"of another model, {name} has dtype {there} there, {here} here; strict=False converts it"
+                f"checkpoint of another model: {name} has dtype {there} there, but {here} in this model. "
+                "strict=False converts it."
             )
         found.targets[leaf] = mine
     found.unexpected = [name for name in saved if name not in tensors and name not in aliases]
@@ -115,7 +118,7 @@ def match_model(node: Node | None, tensors: Mapping[str, Any], aliases: Mapping[
 
 
 def match_optimizer(node: Node | None, restore: Restore, layouts: Mapping[str, str]) -> FoundState:
-    """What to read for the optimizers."""
+    """Returns what to read for the optimizers."""
     found = FoundState(layouts=layouts)
     if node is None:
         found.missing = ["optimizer"]
@@ -148,10 +151,10 @@ def match_optimizer(node: Node | None, restore: Restore, layouts: Mapping[str, s
 
 
 def _check_form(saved: Mapping[str, Any]) -> None:
-    """Raises `CorruptFile` for what is no optimizer's state: names to states by key, groups of settings with names."""
+    """Raises `CorruptFile` unless it is an optimizer's state: states by key, and groups of settings with names."""
     state, groups = saved["state"], saved["param_groups"]
     if not all(isinstance(name, str) and isinstance(one, Mapping) for name, one in state.items()):
-        raise CorruptFile("the optimizer's state is not kept by the names of parameters")
+        raise CorruptFile("the optimizer's state does not have parameter names as keys")
     members: set[str] = set()
     for index, group in enumerate(groups):
         names = group.get("params")
@@ -164,7 +167,7 @@ def _check_form(saved: Mapping[str, Any]) -> None:
 
 
 def _by_group(node: Node, restore: Restore) -> dict[str, Any]:
-    """The saved state in the form of `optimizer.named_state`; also what `flatten_optimizer_state_dict` makes."""
+    """Returns the saved state in the form of `optimizer.named_state`. Also reads `flatten_optimizer_state_dict`'s."""
     if "param_groups" in node:
         groups = node["param_groups"]
         if not isinstance(groups, list | tuple) or not all(isinstance(group, Mapping) for group in groups):

@@ -1,8 +1,8 @@
-"""Optimizer state under parameter names, out of optimizers and back into them, without stepping either.
+"""Extracts optimizer state under parameter names and restores it, without stepping the optimizer.
 
-The form is that of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, so that stock checkpoints look
-alike: `{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}`. Unlike there, nothing is made up
-on the way: an optimizer that has not stepped has no state and gets none, and its step counts stay.
+The form is that of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, so checkpoints look like
+FSDP2's: `{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}`. Unlike there, nothing is
+invented: an optimizer that has not stepped has no state and gets none, and its step counts stay.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Optimizers = Sequence[torch.optim.Optimizer]
 
 
 def as_optimizers(optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None) -> Optimizers:
-    """The argument as a list; raises `TypeError`."""
+    """Returns the argument as a list. Raises `TypeError`."""
     if optimizer is None:
         return []
     found = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
@@ -38,12 +38,12 @@ def as_optimizers(optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimi
     return found
 
 
-# In a layout: the optimizer keeps a plain tensor, of the shape of its shard, or of the parameter.
+# In a layout: the optimizer keeps a plain tensor with the shape of its shard or of the parameter.
 _PLAIN = "plain"
 
 
 def named_state(model: torch.nn.Module, optimizers: Optimizers) -> tuple[dict[str, Any], dict[KeyPath, str]]:
-    """State and parameter groups of all optimizers together, and layouts of tensors that are plain beside DTensors."""
+    """Returns state and groups of all optimizers, and the layouts of plain tensors they keep for DTensors."""
     names = _names(model)
     layouts: dict[KeyPath, str] = {}
     state: dict[str, Any] = {}
@@ -70,7 +70,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _cut(param: DTensor, value: torch.Tensor, name: str, key: Any) -> torch.Tensor:
-    """``value``, which an optimizer keeps beside ``param``: a DTensor where it has the shape of the shard."""
+    """Returns ``value``, which an optimizer keeps for ``param``: as a DTensor if it has the shape of the shard."""
     local = torch_private.local_tensor(param)
     if value.shape == local.shape and key != "step":
         return torch_private.dtensor_like(param, value)
@@ -79,20 +79,20 @@ def _cut(param: DTensor, value: torch.Tensor, name: str, key: Any) -> torch.Tens
     raise CheckpointError(
         f"the optimizer's {key} of {name} is a plain tensor of shape {list(value.shape)}, neither that of the "
         f"parameter, {list(param.shape)}, nor that of its shard here, {list(local.shape)}. Keep it as a DTensor, or "
-        "save without the optimizer"
+        "save without the optimizer."
     )
 
 
 @dataclass(frozen=True)
 class Group:
-    """A parameter group of an optimizer that is here, with the names of its parameters."""
+    """A parameter group of an optimizer in this process, with the names of its parameters."""
 
     optimizer: torch.optim.Optimizer
     settings: dict[str, Any]
     members: list[str]
 
 
-# Settings of a group that tell the rules of torch.optim and ours apart; schedulers and people add others.
+# Group settings that distinguish the rules of torch.optim and fsdp2x. Schedulers and users add others.
 _RULE_SETTINGS = frozenset(
     "alpha amsgrad beta2_decay betas centered d dampening eps etas lambd lr_decay momentum momentum_decay nesterov rho "
     "step_sizes t0".split()
@@ -100,7 +100,7 @@ _RULE_SETTINGS = frozenset(
 
 
 class Restore:
-    """Optimizers that are to take over a saved state: what they expect, and the memory it is read into."""
+    """Optimizers that take over a saved state: what they expect, and the memory to read it into."""
 
     def __init__(self, model: torch.nn.Module, optimizers: Optimizers):
         names = _names(model)
@@ -117,12 +117,12 @@ class Restore:
             self._owners.update(dict.fromkeys(group.members, group.optimizer))
 
     def differences(self, saved: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-        """Parameters that the saved optimizer does not know, and those that only it knows."""
+        """Returns parameters that only this optimizer has, and parameters that only the saved one has."""
         known = {name for group in saved["param_groups"] for name in group["params"]}
         return [name for name in self.params if name not in known], sorted(known - set(self.params))
 
     def target(self, name: str, shape: Sequence[int], dtype: torch.dtype, layout: str | None) -> torch.Tensor:
-        """Memory for one saved tensor: cut like its parameter where it has its shape."""
+        """Returns memory for one saved tensor, cut like its parameter if it has the same shape."""
         param = self.params[name].detach()
         if layout == _PLAIN:
             return torch.empty(tuple(shape), dtype=dtype, device=param.device)
@@ -139,9 +139,9 @@ class Restore:
     def check(self, saved: Mapping[str, Any]) -> None:
         """Raises `CheckpointError` for a state that the optimizers cannot have. Changes nothing.
 
-        `saved` has (shape, dtype) in place of tensors. Settings have to be of the kind that is here. torch's optimizers
-        and ours keep tensors of their parameter's shape and single numbers, under the same keys for every parameter of
-        a group; of those of others nothing is known.
+        `saved` has (shape, dtype) in place of tensors. Settings must be of the same kind as here. Optimizers of torch
+        and fsdp2x keep tensors of their parameter's shape and single numbers, under the same keys for all parameters
+        of a group. Nothing is known of other optimizers.
         """
         for group in self.groups:
             for home in _homes(group.members, saved["param_groups"]):
@@ -158,40 +158,40 @@ class Restore:
             odd = [name for name in kinds if kinds[name] != kinds[next(iter(kinds))]]
             if odd and len(_homes(group.members, saved["param_groups"])) == 1:
                 raise CheckpointError(
-                    f"the optimizer's state of {odd[0]} has {dict(kinds[odd[0]])} there, that of {next(iter(kinds))} "
-                    f"{dict(kinds[next(iter(kinds))])}"
+                    f"the optimizer's saved state of {odd[0]} has {dict(kinds[odd[0]])}, but that of "
+                    f"{next(iter(kinds))} has {dict(kinds[next(iter(kinds))])}"
                 )
 
     def _kinds(self, name: str, state: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-        """What each key of a state holds; raises `CheckpointError` for what it cannot."""
+        """Returns the kind of each key's value. Raises `CheckpointError` for an impossible one."""
         param = self.params[name]
         kinds = []
         for key, value in sorted(state.items()):
             where = f"the optimizer's {key} of {name}"
             if not isinstance(value, tuple):
                 if value is not None and not isinstance(value, int | float):
-                    raise CheckpointError(f"{where} is {str(value)[:80]!r} there, expected a tensor or a number")
+                    raise CheckpointError(f"{where}: expected a tensor or a number, got {str(value)[:80]!r}")
                 kinds.append((str(key), "a number"))
                 continue
             shape, dtype = value
             if math.prod(shape) != 1 and shape != tuple(param.shape):
-                raise CheckpointError(f"{where} has shape {list(shape)} there, the parameter {list(param.shape)}")
+                raise CheckpointError(f"{where} has shape {list(shape)} there, but the parameter {list(param.shape)}")
             if not dtype.is_floating_point and not param.is_complex():
-                raise CheckpointError(f"{where} has dtype {dtype} there, expected floating point")
+                raise CheckpointError(f"{where}: expected a floating-point dtype, got {dtype}")
             kinds.append((str(key), "a tensor" if shape and param.ndim else "a number"))
         return tuple(kinds)
 
     def mixed_groups(self, saved_groups: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Parameter groups whose members had different settings, as sentences."""
+        """Returns a sentence for each parameter group whose members had different settings."""
         return [
-            f"the parameter group of {group.members[0]} mixes {len(homes)} saved groups of different settings"
+            f"the parameter group of {group.members[0]} mixes {len(homes)} saved groups with different settings"
             for group in self.groups
             if len(homes := _homes(group.members, saved_groups)) > 1
         ]
 
     def apply(self, saved: Mapping[str, Any]) -> list[str]:
-        """Hands the state to the optimizers. A group takes the settings of the saved group that its parameters were
-        in, and keeps its own where there are several; those come back as sentences.
+        """Gives the state to the optimizers. A group takes the settings of the saved group of its parameters, or keeps
+        its own if there are several. Returns a sentence for each of the latter.
         """
         for optimizer in self.optimizers:
             groups: list[dict[str, Any]] = []
@@ -212,26 +212,26 @@ class Restore:
 
 
 def _keeps_shapes(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether all its state is known to be tensors of the parameter's shape and single numbers."""
+    """Returns whether all its state is known to be single numbers and tensors of the parameter's shape."""
     theirs = next(cls for cls in type(optimizer).__mro__ if not cls.__module__.startswith("fsdp2x."))
     return theirs.__module__.startswith("torch.optim.") and theirs.__name__ not in ("Adafactor", "LBFGS", "Optimizer")
 
 
 def _require_same_rule(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raises `CheckpointError` where the settings of a group are those of another rule: it would take them over."""
+    """Raises `CheckpointError` if a saved group has the settings of another rule, which it would take over."""
     theirs, ours = (settings.keys() & _RULE_SETTINGS for settings in (saved, here))
     differ = theirs ^ ours if "use_muon" not in saved.keys() | here.keys() else set()
     decoupled = {settings.get("decoupled_weight_decay") for settings in (saved, here)} - {None}
     if differ or len(decoupled) > 1:
         raise CheckpointError(
             f"another optimizer was saved: its groups have {', '.join(sorted(theirs)) or 'none of these'}"
-            f"{' and decoupled weight decay' if saved.get('decoupled_weight_decay') else ''}, this one's have "
-            f"{', '.join(sorted(ours)) or 'none'}; build the one that was saved, or load without an optimizer"
+            f"{' and decoupled weight decay' if saved.get('decoupled_weight_decay') else ''}, but this one's have "
+            f"{', '.join(sorted(ours)) or 'none'}. Build the optimizer that was saved, or load without an optimizer."
         )
 
 
 def _homes(members: Sequence[str], saved_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The different settings of the saved groups that the members were in."""
+    """Returns the different settings of the saved groups that the members were in."""
     wanted = set(members)
     found: list[dict[str, Any]] = []
     for group in saved_groups:
@@ -254,20 +254,20 @@ def require_same_cut(layouts: Sequence[Mapping[str, str]], what: str) -> None:
             if known != layout:
                 shard, other = (first, rank) if " " in known else (rank, first)
                 raise CheckpointError(
-                    f"{what}: {name} is a plain tensor of the shape of the shard on rank {shard}, and of that of the "
-                    f"parameter on rank {other}. Keep it as a DTensor, or save without the optimizer"
+                    f"{what}: {name} is a plain tensor with the shape of the shard on rank {shard}, but with that of "
+                    f"the parameter on rank {other}. Keep it as a DTensor, or save without the optimizer."
                 )
 
 
 def own_form(tensor: torch.Tensor, layout: str | None) -> torch.Tensor:
-    """What the optimizer is to have for a tensor that was saved in ``layout``: its own form."""
+    """Returns a tensor that was saved in ``layout`` in the form that the optimizer keeps."""
     if isinstance(tensor, DTensor) and layout is not None and layout.startswith(f"{_PLAIN} "):
         return torch_private.local_tensor(tensor)
     return tensor
 
 
 def layout_of(tensor: torch.Tensor) -> str | None:
-    """How a tensor is cut, an entry per mesh axis, such as "S(0)" or "R S(1)"; None when it is not."""
+    """Returns how a tensor is cut, an entry per mesh axis, such as "S(0)" or "R S(1)". None for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return None
     return " ".join(_text(placement) for placement in tensor.placements)
@@ -284,7 +284,7 @@ def _placement(text: str, name: str, num_dims: int) -> Any:
         return Replicate()
     if (found := re.fullmatch(r"S\((\d{1,2})\)", text)) and int(found[1]) < num_dims:
         return Shard(int(found[1]))
-    raise CheckpointError(f"the optimizer state of {name} was cut as {text}, which cannot be made again here")
+    raise CheckpointError(f"the optimizer state of {name} was cut as {text}, which this run cannot reproduce")
 
 
 def _names(model: torch.nn.Module) -> dict[int, str]:
@@ -295,7 +295,7 @@ def _name(names: Mapping[int, str], param: torch.Tensor, group: int, position: i
     if id(param) not in names:
         raise CheckpointError(
             f"the optimizer steps a parameter of shape {tuple(param.shape)} (number {position} of group {group}) that "
-            "the model does not have; build it over model.parameters() after sharding, or call "
-            "fsdp2x.rebind_optimizer"
+            "the model does not have. Build it over model.parameters() after sharding, or call "
+            "fsdp2x.rebind_optimizer."
         )
     return names[id(param)]

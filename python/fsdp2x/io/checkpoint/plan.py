@@ -1,11 +1,10 @@
-"""What belongs to a checkpoint, and who writes what: exactly one rank writes each chunk, agreed once per layout.
+"""Plans what belongs to a checkpoint and which rank writes each chunk. Ranks agree once per layout.
 
-`tree` holds model and optimizer as nested dicts, `flat` the same leaves by dotted name, as DCP names them. Small parts
-(schedule, scaler, data position, extra) are kept apart: they are Python values, read back with `weights_only=True`.
+`tree` holds model and optimizer as nested dicts. `flat` has the same leaves by dotted name, as DCP names them. Small
+parts (schedule, scaler, data position, extra) are separate Python values, read back with `weights_only=True`.
 
-torch's own planner says which chunk of a tensor a rank holds and which replica writes it, so that meshes of any shape
-are cut in a checkpoint as FSDP2 cuts them. The plan depends on names, shapes and layouts alone and is kept for the next
-save of the same model.
+torch's planner decides which chunk of a tensor a rank holds and which replica writes it. So meshes of any shape are cut
+as FSDP2 cuts them. The plan depends only on names, shapes and layouts, and is reused by the next save of the model.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ PARTS = ("scheduler", "scaler", "data", "extra")
 
 @dataclass
 class State:
-    """Of this rank. `signature` is equal exactly when names, shapes, dtypes and layouts of the tensors are.
+    """State of this rank. `signature` is equal if names, shapes, dtypes and layouts of the tensors are equal.
 
-    `plain`: the layouts of plain tensors that an optimizer keeps beside DTensors.
+    `plain` has the layouts of plain tensors that an optimizer keeps for DTensors.
     """
 
     flat: dict[str, Any]
@@ -50,7 +49,7 @@ class State:
 
 
 def collect(model: torch.nn.Module, optimizers: Optimizers, small: Mapping[str, Any], trusted: bool) -> State:
-    """Everything of this rank; no collective. Raises `CheckpointError` for what could not be loaded again."""
+    """Collects everything of this rank. Not collective. Raises `CheckpointError` for what could not be loaded."""
     if why := why_swapped(model.parameters()):
         raise CheckpointError(why)
     tensors, aliases = model_layout(model)
@@ -64,8 +63,8 @@ def collect(model: torch.nn.Module, optimizers: Optimizers, small: Mapping[str, 
     layouts.update(plain_layouts)
     for name, value in flat.items():
         if isinstance(value, torch.Tensor) and value.is_meta:
-            raise CheckpointError(f"{name} is on the meta device: it has no values to save")
-    # Copied: some state dicts hold the lists that the next step changes, while a thread may still write this.
+            raise CheckpointError(f"{name} is on the meta device and has no values. Load the model first.")
+    # Copied, because the next step changes lists in some state dicts while a thread may still write them.
     states = {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in small.items()}
     parts = {name: copy.deepcopy(state) for name, state in states.items() if small[name] is not None}
     if not trusted:
@@ -79,7 +78,7 @@ def collect(model: torch.nn.Module, optimizers: Optimizers, small: Mapping[str, 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A block of the whole tensor `name`: what one rank holds of it."""
+    """A block of the full tensor `name`: the part that one rank holds."""
 
     name: str
     dtype: torch.dtype
@@ -94,8 +93,13 @@ class Chunk:
 
 @dataclass
 class Plan:
-    """`held`: every chunk of this rank. `mine`: those that it writes where each chunk is written once; `objects` the
-    entries that are no tensors, likewise. `metadata` and `paths` (of all ranks): on rank 0 only.
+    """The chunks and entries that each rank writes.
+
+    Attributes:
+        held: every chunk of this rank.
+        mine: chunks that this rank writes if each chunk is written once.
+        objects: entries that are not tensors, likewise.
+        metadata, paths: those of all ranks, on rank 0 only.
     """
 
     signature: tuple
@@ -106,13 +110,13 @@ class Plan:
     paths: Mapping[str, tuple] | None = None
 
     def of_all_ranks(self) -> tuple[Metadata, dict[str, KeyPath]]:
-        """Metadata and paths, on rank 0."""
+        """Returns metadata and paths, on rank 0."""
         assert self.metadata is not None and self.paths is not None, "only rank 0 has them"
         return self.metadata, dict(self.paths)
 
     @functools.cached_property
     def entries(self) -> Entries:
-        """All entries with shape and dtype; on rank 0, elsewhere none."""
+        """Returns all entries with shape and dtype on rank 0, and none on other ranks."""
         described = self.metadata.state_dict_metadata if self.metadata is not None else {}
         return {
             name: (tuple(entry.size), entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
@@ -127,12 +131,12 @@ def local_plan(flat: Mapping[str, Any]) -> SavePlan:
 
 
 def chunks_of(flat: Mapping[str, Any]) -> list[Chunk]:
-    """The chunks of the tensors in `flat` that this rank holds."""
+    """Returns the chunks of the tensors in `flat` that this rank holds."""
     return _chunks(local_plan(flat).items)
 
 
 def make_plan(flat: Mapping[str, Any], paths: Mapping[str, KeyPath], signature: tuple = ()) -> Plan:
-    """Agrees with all ranks; collective. Raises `CheckpointError` when chunks overlap or leave holes."""
+    """Makes the plan with all ranks. Collective. Raises `CheckpointError` if chunks overlap or leave gaps."""
     local: list[SavePlan] = []
 
     def describe() -> tuple[SavePlan, Mapping[str, tuple]]:
@@ -162,7 +166,7 @@ def make_plan(flat: Mapping[str, Any], paths: Mapping[str, KeyPath], signature: 
 
 
 def plan_alone(entries: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> Plan:
-    """The plan of a process that writes everything by itself. No collective."""
+    """Makes the plan of a process that writes everything alone. Not collective."""
     local = local_plan(entries)
     chunks = _chunks(local.items)
     objects = [item.index.fqn for item in local.items if item.type == WriteItemType.BYTE_IO]
@@ -179,10 +183,9 @@ def _global_plan(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
 
 
 def _first_holders(plans: Sequence[SavePlan]) -> dict[tuple, int]:
-    """The rank that writes each entry that is no shard: the first one that has it.
+    """Returns the rank that writes each entry that is not a shard: the first one that has it.
 
-    Buffers may differ by rank, such as statistics of batches. torch would take each from another rank, to write alike
-    many bytes on all.
+    Buffers may differ by rank, such as batch statistics. torch would take each from another rank to balance bytes.
     """
     found: dict[tuple, int] = {}
     for rank, plan in enumerate(plans):
@@ -197,19 +200,19 @@ def _chunks(items: Sequence[WriteItem]) -> list[Chunk]:
 
 
 def local_data(flat: Mapping[str, Any], chunk: Chunk) -> torch.Tensor:
-    """The memory of a chunk on this rank; raises `CheckpointError` for a tensor that is more than its bytes."""
+    """Returns the memory of a chunk on this rank. Raises `CheckpointError` for a tensor that is more than its bytes."""
     tensor = flat[chunk.name]
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     local = local.detach()
     if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout is not torch.strided:
         raise CheckpointError(
             f"{chunk.name} is a {type(local).__name__} of layout {local.layout}, which this form of checkpoint cannot "
-            "hold; save what `get_model_state_dict` makes of it with torch.distributed.checkpoint"
+            "hold. Save the result of `get_model_state_dict` with torch.distributed.checkpoint."
         )
     if tuple(local.shape) != chunk.sizes:
         raise CheckpointError(
-            f"{chunk.name}: this rank holds {tuple(local.shape)}, its placements say {chunk.sizes}; the sharding is "
-            "not one that a checkpoint can describe"
+            f"{chunk.name}: its placements give this rank {chunk.sizes}, but it holds {tuple(local.shape)}. "
+            "A checkpoint cannot describe this sharding."
         )
     return local
 

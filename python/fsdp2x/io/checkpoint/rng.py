@@ -1,4 +1,4 @@
-"""Random-number state of one rank as JSON: Python's, numpy's when it is loaded, torch's CPU and CUDA generators."""
+"""Converts random-number state of one rank to JSON: Python's, numpy's if loaded, torch's CPU and CUDA generators."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_HEX = 1 << 20
 
 
 def seed_all(seed: int, rank: int) -> None:
-    """Generators of one rank from the run's seed; different on each rank, the same in each run."""
+    """Seeds the generators of one rank from the run's seed. They differ between ranks and repeat in each run."""
     mixed = (seed * 1_000_003 + rank + 1) % 2**63
     random.seed(mixed)
     torch.manual_seed(mixed)
@@ -29,7 +29,7 @@ def seed_all(seed: int, rank: int) -> None:
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
-    """Whose generators belong to a checkpoint, beside the CPU's."""
+    """Returns the device whose generators a checkpoint saves in addition to the CPU's."""
     return next((param.device for param in model.parameters()), torch.device("cpu"))
 
 
@@ -52,7 +52,7 @@ def save_rng(folder: Path, rank: int, step: int, state: Mapping[str, Any]) -> No
 
 
 def read_rng(folder: Path, rank: int, step: int) -> dict[str, Any]:
-    """The state that this rank saved with that step; raises `CorruptFile`."""
+    """Returns the state that this rank saved at that step. Raises `CorruptFile`."""
     path = folder / rng_file(rank)
     state = read_json(path)
     if (state.pop("rank", None), state.pop("step", None)) != (rank, step):
@@ -69,7 +69,7 @@ def check_rng(state: Any, device: torch.device, where: str) -> None:
         torch.Generator().set_state(_tensor(state["torch"]))
         if "numpy" in state:
             _numpy_state(state["numpy"])
-        for name in state.keys() - {"python", "torch", "numpy"}:  # of an accelerator, which need not be ours
+        for name in state.keys() - {"python", "torch", "numpy"}:  # of an accelerator, which may not exist here
             torch.device(name)
             words = _tensor(state[name])
             if device.type == name:
@@ -79,7 +79,7 @@ def check_rng(state: Any, device: torch.device, where: str) -> None:
 
 
 def set_rng(state: Mapping[str, Any], device: torch.device) -> None:
-    """Takes a state over that `check_rng` has found right."""
+    """Takes over a state that `check_rng` accepted."""
     random.setstate(_python_state(state["python"]))
     torch.set_rng_state(_tensor(state["torch"]))
     if "numpy" in state and "numpy" in sys.modules:
@@ -91,7 +91,7 @@ def set_rng(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 def _device_module(device: torch.device) -> Any:
-    """Torch's module with the generators of an accelerator; None for the CPU, and where a device has none."""
+    """Returns torch's module with an accelerator's generators. None for the CPU and devices without generators."""
     module = getattr(torch, device.type, None)
     return module if device.type != "cpu" and hasattr(module, "get_rng_state") else None
 
@@ -99,24 +99,24 @@ def _device_module(device: torch.device) -> Any:
 def _python_state(state: Any) -> tuple:
     version, words, gauss = state
     if type(version) is not int or not all(type(word) is int for word in words):
-        raise ValueError("Python's words are no integers")
+        raise ValueError("Python's words are not integers")
     if gauss is not None and type(gauss) is not float:
         raise ValueError(f"Python's next Gaussian is {gauss!r}")
     return version, tuple(words), gauss
 
 
 def _numpy_state(state: Any) -> tuple:
-    """numpy itself would read from any position."""
+    """Checks the position, because numpy itself would read from any."""
     name, keys, position, has_gauss, cached = state
     numbers = [*keys, position, has_gauss]
     is_right = name == "MT19937" and len(keys) == _NUMPY_WORDS and all(type(number) is int for number in numbers)
     is_right = is_right and all(0 <= key < 2**32 for key in keys) and 0 <= position <= _NUMPY_WORDS
     if not is_right or has_gauss not in (0, 1) or type(cached) is not float:
-        raise ValueError("numpy's words are no state of its generator")
+        raise ValueError("numpy's words are not a state of its generator")
     return name, keys, position, has_gauss, cached
 
 
 def _tensor(text: Any) -> torch.Tensor:
     if not isinstance(text, str) or not 0 < len(text) < _MOST_HEX:
-        raise ValueError("a generator's bytes are no hexadecimal text")
+        raise ValueError("a generator's bytes are not hexadecimal text")
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""`save`: a checkpoint of this moment, at once or in the background; `wait`: until it is written.
+"""`save` writes a checkpoint of this moment, at once or in the background. `wait` waits until it is written.
 
-Order of a save, whatever its form: collect on every rank (errors reach all before anything is written), agree who
-writes what, [async: copy the shards and go on], temporary folder, data, small files, manifest, fsync of each, rename,
-fsync of the folder, `latest`, retention. See `directory.py` for what a kill may leave.
+Order of a save, whatever its form: collect on every rank (errors reach all ranks before anything is written), agree who
+writes what, [async: copy the shards and return], temporary folder, data, small files, manifest, fsync of each, rename,
+fsync of the folder, `latest`, retention. `directory.py` lists what a killed job may leave.
 """
 
 from __future__ import annotations
@@ -75,43 +75,43 @@ def save(
     trusted: bool = False,
     write_assets: Callable[[Path], None] | None = None,
 ) -> Saved:
-    """Writes `path/step-<step>` from all ranks, points `path/latest` to it and deletes old ones; collective.
+    """Saves a checkpoint to `path/step-<step>`, points `path/latest` to it, and deletes old ones. Collective.
 
-    With `form="full"` and a `path` that ends with `.pt` or `.pth`: that one file, and nothing else.
+    With `form="full"` and a `path` that ends with `.pt` or `.pth`, it writes only that file.
 
-    A kill at any moment leaves the previous checkpoint whole. All ranks must see the folder. Saved are the model's
-    state dict (tied weights once), the optimizer's state and groups under parameter names, the small parts given here
-    and the random generators of all ranks.
+    It saves the model's state dict (tied weights once), optimizer state under parameter names, the other arguments,
+    and the random generators of all ranks. If the job is killed, the previous checkpoint stays intact. All ranks must
+    see the folder.
 
     Args:
         path: the folder of the run's checkpoints, or a file.
-        model: sharded by fsdp2x or by stock FSDP2, or not at all. Tensors that are not sharded, such as buffers, are
-            those of the first rank that has them, except with `form="per_rank"`.
-        optimizer: torch's, ours, wrapped by `local_optimizer`, or several; None leaves it out.
-        step: names the checkpoint; 0 or more.
-        scheduler, scaler, data: objects with `state_dict()`, or values, of plain Python and tensors. `data` may differ
-            between ranks (and then loads at the same number of ranks only); of the others rank 0's is kept.
-        extra: any such value of the caller's.
-        form: "sharded": the directory of `torch.distributed.checkpoint`, for any world size, readable by torch and by
-            stock FSDP2. "full": one file that `torch.load(weights_only=True)` reads, for any world size. "per_rank":
-            a file of each rank, for the same number of ranks.
-        keep: how many checkpoints stay in the folder beside the marked ones.
-        marked: this one is never deleted by later saves; see `mark`.
-        overwrite: the folder may have checkpoints of `step` and later ones that this model was not loaded from: work of
-            another run, which this save and those after it would replace and delete. Without it they are refused, also
-            while another model's asynchronous save still writes them.
-        async_save: return after the shards were copied; a thread writes them, and the next save waits for it. One copy
-            of this rank's shards stays in memory for that. Ranks then agree over a process group of their own.
-        trusted: allow parts whose reading executes code; `load` must then be told, too.
-        write_assets: called with a folder on rank 0, adds files such as configurations (in the thread, when async).
+        model: a model sharded by fsdp2x or FSDP2, or an unsharded one. Tensors that are not sharded, such as buffers,
+            come from the first rank that has them, except with `form="per_rank"`.
+        optimizer: one or several optimizers of torch or fsdp2x, or wrapped by `local_optimizer`. None saves none.
+        step: the number that names the checkpoint, at least 0.
+        scheduler, scaler, data: objects with `state_dict()`, or values of plain Python and tensors. `data` may differ
+            between ranks, and then loads on the same number of ranks only. Others come from rank 0.
+        extra: another such value.
+        form: `"sharded"`, a `torch.distributed.checkpoint` directory for any world size. `"full"`, one file that
+            `torch.load(weights_only=True)` reads, for any world size. `"per_rank"`, one file for each rank, for the
+            same number of ranks.
+        keep: number of checkpoints to keep in the folder in addition to marked ones.
+        marked: whether later saves never delete this checkpoint. See `mark`.
+        overwrite: whether saves may replace and delete checkpoints of `step` and later that this model was not loaded
+            from. False raises an error if there are such checkpoints, or if another model is saving them.
+        async_save: whether to return after copying the shards. A thread writes the copy, which stays in memory, and
+            the next save waits for it. Ranks then agree over a separate process group.
+        trusted: whether to allow parts that execute code when read. `load` then needs `trusted=True` as well.
+        write_assets: a function that gets a folder on rank 0 and adds files such as configurations. It runs in the
+            thread if `async_save`.
 
     Returns:
-        Saved: path, bytes and seconds; of an asynchronous save also `wait()`.
+        Path, bytes, and seconds. For an asynchronous save also `wait()`.
 
     Raises:
-        CheckpointError: on every rank when any rank fails, also when the former asynchronous save failed, or the
-            folder has another run's checkpoints; the new one is not begun then.
-        ValueError, TypeError: for arguments.
+        CheckpointError: on every rank if any rank fails, if the previous asynchronous save failed, or if the folder has
+            checkpoints of another run. In the latter two cases nothing is written.
+        ValueError, TypeError: an argument is wrong.
     """
     begun = time.perf_counter()
     target = SaveTarget(Path(path).expanduser(), int(step), keep, marked)
@@ -155,13 +155,13 @@ def save(
 
 @checked
 def wait(model: torch.nn.Module) -> None:
-    """Until the asynchronous save of `model` is written, if there is one; raises its `CheckpointError`."""
+    """Waits until the asynchronous save of `model` is written, if there is one. Raises its `CheckpointError`."""
     Saver.of(model).wait()
 
 
 @dataclass(frozen=True)
 class SaveTarget:
-    """Where a checkpoint goes: a folder of a root, or one file."""
+    """Target of a checkpoint: a folder inside a root, or one file."""
 
     path: Path
     step: int
@@ -178,20 +178,20 @@ class SaveTarget:
 
     @property
     def temporary(self) -> Path:
-        """Of a lone file: a folder beside it that holds it until it is whole."""
+        """Folder that holds a single file until it is complete."""
         if self.is_file:
             return self.path.parent / f".tmp-{self.path.name}"
         return directory.temporary_path(self.path, self.step)
 
     def refuse_former_run(self) -> None:
-        """Raises `CheckpointError` where other work would be taken for this run's and be deleted in time."""
+        """Raises `CheckpointError` if this run would replace and later delete other work."""
         there = [path.name for path in directory.whole_checkpoints(self.path)]
         later = [name for name in there if (directory.step_of(name) or 0) >= self.step]
         if later:
             raise CheckpointError(
-                f"{self.path} has {later[-1]}, which this model was not loaded from: another run's work, which saves "
-                f"from step {self.step} on would replace. Load from there first, choose another folder, or pass "
-                "overwrite=True"
+                f"{self.path} has {later[-1]}, which this model was not loaded from. It belongs to another run, and "
+                f"saves from step {self.step} on would replace it. Load from it first, choose another folder, or pass "
+                "overwrite=True."
             )
 
     def prepare(self) -> None:
@@ -203,14 +203,14 @@ class SaveTarget:
             directory.prepare(self.path, self.step)
 
     def discard(self) -> None:
-        """Takes away what a save that failed has left. A disk that lets nothing be removed is left to the next one."""
+        """Removes what a failed save left. If the disk allows no removal, the next save tries again."""
         try:
             if self.is_file:
                 shutil.rmtree(self.temporary, ignore_errors=True)
             else:
                 directory.discard(self.path, self.step)
         except OSError as error:
-            logger.warning("%s: what the failed save left stays: %s", self.temporary, error)
+            logger.warning("%s: cannot remove what the failed save left: %s", self.temporary, error)
 
     def publish(self) -> None:
         if self.is_file:
@@ -225,7 +225,7 @@ class SaveTarget:
 
 
 class Job:
-    """One save after its state was collected: what is left can be done at any later moment, by any thread."""
+    """One save after its state was collected. Any thread can run the rest at any later time."""
 
     def __init__(self, target, form: FormName, plan: Plan, state: State, what, lost_ranks, manifest, write_assets):
         self.target, self.what, self.lost_ranks, self.write_assets = target, what, lost_ranks, write_assets
@@ -241,7 +241,7 @@ class Job:
         self.form = FORM_CLASSES[form](plan, rank, self.contents)
 
     def run(self, data: list[torch.Tensor], group: Group) -> None:
-        """Writes and publishes the data of `form.chunks`; collective over `group`."""
+        """Writes and publishes the data of `form.chunks`. Collective over `group`."""
         with calling(self.call), self.lost_ranks.named(self.what):
             target, what = self.target, self.what
             rank, _ = rank_and_size(group)
@@ -253,16 +253,16 @@ class Job:
                 written = gather_on_rank_0(lambda: self._write(data), what=what, group=group)
                 on_rank_0(lambda: self._finish(written), what=what, group=group)
             except CheckpointError:
-                # Raised on every rank, and by none before it has stopped to write.
+                # Raised on every rank, and only after it has stopped writing.
                 on_rank_0(target.discard, what=what, group=group)
                 raise
             except BaseException:
                 if rank == 0:
-                    target.discard()  # a rank is gone, or this one is told to end: nobody is left to agree with
+                    target.discard()  # a rank is gone, or this one must end, so there is no agreement
                 raise
 
     def _begin(self, gathered: list[tuple[Any, dict, int]]) -> None:
-        """On rank 0: what all ranks contribute to the small files, and the folder."""
+        """Collects on rank 0 what all ranks add to the small files, and makes the folder."""
         contents = self.contents
         contents.small = self._small([data for data, *_ in gathered])
         contents.rngs = [rng for _, rng, _ in gathered]
@@ -274,7 +274,7 @@ class Job:
         self.target.prepare()
 
     def _small(self, positions: list[Any]) -> dict[str, Any]:
-        """Small parts of all ranks; the data position once where all ranks have the same."""
+        """Returns the small parts of all ranks, with one data position if all ranks have the same."""
         if all(same(positions[0], other) for other in positions[1:]):
             return self.small
         return {**{k: v for k, v in self.small.items() if k != "data"}, "data_of_ranks": positions}
@@ -284,8 +284,8 @@ class Job:
         rank, _ = rank_and_size()
         if not folder.is_dir():
             raise CheckpointError(
-                f"rank {rank} does not see the folder {folder}, which rank 0 made: all ranks must save to one file "
-                "system that they share"
+                f"rank {rank} does not see the folder {folder}, which rank 0 made. All ranks must save to one shared "
+                "file system."
             )
         if not self.form.holds_parts:
             save_rng(folder, rank, self.target.step, self.rng)
@@ -311,22 +311,22 @@ class Job:
 
 def _check(target: SaveTarget, form: str) -> None:
     if target.step < 0:
-        raise ValueError(f"checkpoint.save: step is {target.step}, expected 0 or more")
+        raise ValueError(f"checkpoint.save: step must be at least 0, got {target.step}")
     if target.keep < 1:
-        raise ValueError(f"checkpoint.save: keep is {target.keep}, expected at least 1")
+        raise ValueError(f"checkpoint.save: keep must be at least 1, got {target.keep}")
     if target.is_file and form != "full":
-        raise ValueError(f"checkpoint.save: {target.path} is one file, which only form='full' writes; got {form!r}")
+        raise ValueError(f"checkpoint.save: {target.path} is one file, so form must be 'full', got {form!r}")
 
 
 def _make_way(saver: Saver, target: SaveTarget, root: Path, is_refused: bool) -> None:
-    """On rank 0: nobody else writes to this folder when it returns."""
+    """Makes sure, on rank 0, that no other model writes to this folder."""
     others = saver.others_writing(root)
     if is_refused:
         if ahead := [one.writing_step for one in others if one.writing_step >= target.step]:
             name = target.path.name if target.is_file else directory.step_name(ahead[0])
             raise CheckpointError(
                 f"{target.path}: another model's {name} is being written there. Save to another folder, or pass "
-                "overwrite=True"
+                "overwrite=True."
             )
         target.refuse_former_run()
     for other in others:
@@ -334,9 +334,9 @@ def _make_way(saver: Saver, target: SaveTarget, root: Path, is_refused: bool) ->
 
 
 def _agree(saver: Saver, work: Callable[[], State], what: str) -> tuple[State, Plan, dict[str, torch.Tensor]]:
-    """State and data of this rank, and the plan: that of the last save where nothing changed on any rank.
+    """Returns state and data of this rank and the plan, which is the last save's if nothing changed on any rank.
 
-    One meeting of the ranks in that case, since training waits for it.
+    The ranks then synchronize only once, because training waits for it.
     """
     collected: list[State] = []
     sources: dict[str, torch.Tensor] = {}
@@ -361,7 +361,7 @@ def _agree(saver: Saver, work: Callable[[], State], what: str) -> tuple[State, P
 
 
 def _mesh_of(tensors: Mapping[str, Any]) -> list[list[Any]]:
-    """Axis names and sizes of the mesh that shards the model; empty when nothing is sharded."""
+    """Returns axis names and sizes of the mesh that shards the model. Empty if nothing is sharded."""
     for tensor in tensors.values():
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh

@@ -1,7 +1,7 @@
-"""Reading the three forms: what a checkpoint holds as one tree, and its tensors into memory that is there.
+"""Reads the three forms: the contents of a checkpoint as one tree, and its tensors into existing memory.
 
-Every rank reads for itself, only what it needs; nothing here is a collective. A leaf of the tree is a `Leaf` where a
-tensor is stored, else the value itself. `prepare` looks at everything that will be read, and changes nothing.
+Every rank reads only what it needs. Nothing here is collective. A leaf of the tree is a `Leaf` for a stored tensor,
+else the value itself. `prepare` checks everything that will be read and changes nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TOPS = ("model", "optimizer")
 
 @dataclass(frozen=True)
 class Leaf:
-    """A stored tensor; `name` is its dotted name."""
+    """A stored tensor. `name` is its dotted name."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class Leaf:
 
 
 class CheckpointSource:
-    """A checkpoint of one form: its `tree`, and `entries`, what the manifest is to say of it."""
+    """A checkpoint of one form: its `tree`, and the `entries` that its manifest should list."""
 
     entries: Entries
     tree: dict[str, Any]
@@ -49,7 +49,7 @@ class CheckpointSource:
     _trusted: bool
 
     def prepare(self, targets: Mapping[Leaf, torch.Tensor]) -> list[Callable[[], None]]:
-        """What reads the bytes of this rank's chunks into ``targets``, one call for each."""
+        """Returns calls that each read the bytes of one of this rank's chunks into ``targets``."""
         by_name = {leaf.name: target for leaf, target in targets.items()}
         reads = []
         for chunk in chunks_of(by_name):
@@ -60,19 +60,19 @@ class CheckpointSource:
         return reads
 
     def _place(self, chunk: Chunk) -> tuple[tensors.Source, tuple[int, ...]]:
-        """What holds a chunk of this rank, and where in it the chunk begins."""
+        """Returns what holds a chunk of this rank, and where in it the chunk begins."""
         raise NotImplementedError
 
     def parts(self) -> dict[str, Any]:
         return read_parts(self._folder, self._trusted)
 
     def tile(self, name: str) -> tensors.Tile:
-        """All that it holds of a tensor, and where in the tensor that lies."""
+        """Returns everything that it holds of a tensor, and its position in the tensor."""
         raise NotImplementedError
 
 
 class ShardedSource(CheckpointSource):
-    """A directory of torch DCP, written by us or, without a manifest, by anybody."""
+    """A directory of torch DCP that fsdp2x wrote, or without a manifest, any program."""
 
     def __init__(self, folder: Path, files: OpenFiles, trusted: bool, manifest: Mapping[str, Any] | None):
         self._folder, self._files, self._trusted = folder, files, trusted
@@ -92,7 +92,7 @@ class ShardedSource(CheckpointSource):
 
 
 class FullSource(CheckpointSource):
-    """One file with everything, whole."""
+    """One file with full tensors."""
 
     def __init__(self, path: Path, files: OpenFiles, trusted: bool):
         values, records = open_archive(files, path, trusted)
@@ -139,9 +139,9 @@ class PerRankSource(CheckpointSource):
         saved = self._chunks[chunk.name]
         if (saved["offsets"], saved["sizes"]) != (list(chunk.offsets), list(chunk.sizes)):
             raise CheckpointError(
-                f"{self._path}: {chunk.name} was cut otherwise: this rank had {saved['sizes']} at "
-                f"{saved['offsets']}, it has {list(chunk.sizes)} at {list(chunk.offsets)}; per-rank files load "
-                "into the same sharding only"
+                f"{self._path}: {chunk.name} was cut differently: this rank had {saved['sizes']} at "
+                f"{saved['offsets']}, it now has {list(chunk.sizes)} at {list(chunk.offsets)}. Per-rank files load "
+                "into the same sharding only."
             )
         return self._sources[chunk.name], (0,) * len(chunk.sizes)
 
@@ -152,12 +152,12 @@ class PerRankSource(CheckpointSource):
 def open_source(
     path: Path, form: FormName, files: OpenFiles, rank: int, trusted: bool, manifest: Mapping[str, Any] | None
 ) -> CheckpointSource:
-    """The reader for a checkpoint of that form; `path` may be the one file of a full one."""
+    """Returns the reader for a checkpoint of that form. `path` may be the single file of a full one."""
     match form:
         case "full":
             return FullSource(path if path.is_file() else path / FULL_FILE, files, trusted)
         case "per_rank":
-            assert manifest is not None, "a lone file is a full one"
+            assert manifest is not None, "a single file is a full checkpoint"
             return PerRankSource(path, files, trusted, manifest, rank)
         case "sharded":
             return ShardedSource(path, files, trusted, manifest)
@@ -167,7 +167,15 @@ def open_source(
 
 @checked
 def read_parts(folder: str | Path, trusted: bool = False) -> dict[str, Any]:
-    """The small parts beside the tensors: step, scheduler, scaler, data, extra; empty where a checkpoint has none."""
+    """Reads the small parts of a checkpoint, not its tensors, in one process.
+
+    Args:
+        folder: a checkpoint.
+        trusted: whether the parts may execute code while they are read.
+
+    Returns:
+        step, scheduler, scaler, data, and extra, as far as they were saved.
+    """
     path = Path(folder).expanduser() / PARTS_FILE
     if not path.is_file():
         return {}
@@ -176,7 +184,7 @@ def read_parts(folder: str | Path, trusted: bool = False) -> dict[str, Any]:
 
 
 def verify_archive(path: Path, rank: int, world_size: int) -> None:
-    """Compares this rank's part of a file of `torch.save` with the checksums in it."""
+    """Compares this rank's part of a `torch.save` file with the checksums in it."""
     try:
         with open(open_regular(path), "rb") as opened, zipfile.ZipFile(opened) as archive:
             for record in archive.infolist()[rank::world_size]:
@@ -192,7 +200,7 @@ def verify_archive(path: Path, rank: int, world_size: int) -> None:
 def _matched(
     path: Path, values: Mapping[str, Any], records: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Entries, dict[str, tensors.Source]]:
-    """Model and optimizer of a file as a tree, its entries, and a source for each tensor."""
+    """Returns model and optimizer of a file as a tree, its entries, and a source for each tensor."""
     flat, paths = flatten({name: values[name] for name in _TOPS if name in values})
     found, _ = flatten({name: records[name] for name in _TOPS if name in records})
     leaves, entries, sources = {}, {}, {}
@@ -202,7 +210,7 @@ def _matched(
             continue
         source = found.get(name)
         if isinstance(source, Shard) or isinstance(value, DTensor):
-            raise CheckpointError(f"{path}: {name} is a DTensor, one rank's part of a tensor; save whole tensors")
+            raise CheckpointError(f"{path}: {name} is a DTensor, one rank's part of a tensor. Save full tensors.")
         if not isinstance(source, tensors.Source) or (source.shape, source.dtype) != (tuple(value.shape), value.dtype):
             raise CorruptFile(f"{path}: damaged, {name} is {list(value.shape)} of {value.dtype}, its record is another")
         sources[name] = source
@@ -211,19 +219,19 @@ def _matched(
 
 
 def _check_records(path: Path, sources: Mapping[str, tensors.Source], tied: Collection[Collection[str]]) -> None:
-    """Raises `CorruptFile` unless every tensor of a file of ours is all of a record of its own; tied ones share it."""
+    """Raises `CorruptFile` unless every tensor of fsdp2x's file fills one record. Tied tensors share theirs."""
     kept = {name: min(names) for names in tied for name in names}
     owners: dict[int, str] = {}
     for name, source in sources.items():
         if not isinstance(source, tensors.FileTensor) or not source.is_whole:
-            raise CorruptFile(f"{path}: damaged, {name} is not all of its record")
+            raise CorruptFile(f"{path}: damaged, {name} does not fill its record")
         owner = owners.setdefault(source.offset, name)
         if kept.get(owner, owner) != kept.get(name, name):
-            raise CorruptFile(f"{path}: damaged, {owner} and {name} have one record")
+            raise CorruptFile(f"{path}: damaged, {owner} and {name} share one record")
 
 
 def _whole_shape(what: str, chunk: Any, held: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the tensor that a chunk of per-rank files belongs to."""
+    """Returns the shape of the tensor that a chunk of per-rank files belongs to."""
     numbers: list[Any] = (
         [chunk.get(key) for key in ("shape", "offsets", "sizes")] if isinstance(chunk, dict) else [None] * 3
     )
@@ -231,5 +239,5 @@ def _whole_shape(what: str, chunk: Any, held: tuple[int, ...]) -> tuple[int, ...
     fits = all(isinstance(one, list) and tensors.is_shape(one) for one in numbers)
     fits = fits and sizes == list(held) and len(shape) == len(offsets) == len(held)
     if not fits or any(a + n > whole for a, n, whole in zip(offsets, sizes, shape, strict=True)):
-        raise CorruptFile(f"{what} has shape {list(held)} and is said to be the chunk {str(chunk)[:200]}")
+        raise CorruptFile(f"{what} has shape {list(held)}, but its entry says it is the chunk {str(chunk)[:200]}")
     return tuple(shape)

@@ -1,4 +1,4 @@
-"""Trees of plain values and tensors: flattened and nested again, compared, and checked to be loadable."""
+"""Flattens, nests and compares trees of plain values and tensors, and checks that they can be loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp2x.io.formats.tensors import Source
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equality of plain values and tensors, containers of them too."""
+    """Returns whether plain values, tensors, or containers of them are equal."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
         return both and one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
@@ -28,17 +28,17 @@ def same(one: Any, other: Any) -> bool:
 
 
 def check_loadable(values: Mapping[str, Any]) -> None:
-    """Raises `CheckpointError` naming the first value that `torch.load(weights_only=True)` would refuse."""
+    """Raises `CheckpointError` for the first value that `torch.load(weights_only=True)` would reject."""
     for name, value in values.items():
         if not _is_plain(value) and not _loads(value):
             raise CheckpointError(
                 f"{name} ({type(value).__name__}) holds more than tensors, numbers, strings and containers of them, so "
-                "that reading it would execute code; save its plain values, or pass trusted=True here and when loading"
+                "reading it would execute code. Save its plain values, or pass trusted=True here and when loading."
             )
 
 
 def _is_plain(value: Any) -> bool:
-    """Certainly loadable; tried first, because `torch.save` takes its time."""
+    """Returns whether a value is certainly loadable. Tried first, because `torch.save` is slow."""
     if type(value) is dict:
         return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
     if type(value) in (list, tuple):
@@ -55,29 +55,29 @@ def _loads(value: Any) -> bool:
 
 
 def to_bytes(value: Any) -> bytes:
-    """As `torch.save` writes it."""
+    """Returns the value as `torch.save` writes it."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def mismatch(there: Any, here: Any, where: str) -> str | None:
-    """Where saved values are not of the kind that is here, as a sentence; None where they are.
+    """Returns a sentence if saved values are not of the same kind as those in this process, else None.
 
-    Numbers of any type are one kind, lists and tuples another. A key may be new; one that is gone is told, unless it
-    begins with an underscore. None goes with everything but a number.
+    Numbers of any type are one kind, lists and tuples another. A key may be new. A missing key is reported unless it
+    begins with an underscore. None matches everything except a number.
     """
     if here is None or (there is None and (isinstance(here, bool) or _kind(here) != "number")):
         return None
     kinds = [_kind(there), _kind(here)]
     if kinds[0] != kinds[1]:
-        return f"{where} is {str(there)[:80]!r} ({type(there).__name__}) there, {type(here).__name__} here"
+        return f"{where}: expected {type(here).__name__}, got {str(there)[:80]!r} ({type(there).__name__})"
     if isinstance(here, Mapping):
         for key, value in here.items():
             if key in there and (found := mismatch(there[key], value, f"{where}.{key}")):
                 return found
             if key not in there and not str(key).startswith("_"):
-                return f"{where} has no {key} there"
+                return f"{where}: the checkpoint has no {key}"
     if isinstance(here, list | tuple) and len(here) == len(there):
         pairs = enumerate(zip(there, here, strict=True))
         return next((found for index, pair in pairs if (found := mismatch(*pair, f"{where}[{index}]"))), None)
@@ -93,7 +93,7 @@ def _kind(value: Any) -> Any:
 
 
 def flatten(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-    """Leaves and their paths by dotted name. Lists are opened where they hold mappings or tensors, as DCP does."""
+    """Returns leaves and their paths by dotted name. Opens lists that hold mappings or tensors, as DCP does."""
     flat: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
 
@@ -107,7 +107,7 @@ def flatten(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]
         else:
             name = ".".join(map(str, path))
             if name in flat:
-                raise CheckpointError(f"two entries are named {name}: by {paths[name]} and by {path}")
+                raise CheckpointError(f"two entries are named {name}: at the paths {paths[name]} and {path}")
             flat[name] = value
             paths[name] = path
 
@@ -121,7 +121,7 @@ def _opens(value: Any) -> bool:
 
 
 def nest(paths: Mapping[str, KeyPath], leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree again; what was a list becomes one. Raises `CorruptFile` for paths that no tree has together."""
+    """Rebuilds the tree, including lists. Raises `CorruptFile` for paths that cannot be in one tree."""
     tree = _Node()
     for name, value in leaves.items():
         *outer, last = paths[name]
@@ -129,15 +129,15 @@ def nest(paths: Mapping[str, KeyPath], leaves: Mapping[str, Any]) -> dict[str, A
         for key in outer:
             node = node.setdefault(key, _Node())
             if type(node) is not _Node:
-                raise CorruptFile(f"the path of {name} leads through another entry")
+                raise CorruptFile(f"the path of {name} passes through another entry")
         if last in node:
-            raise CorruptFile(f"the path of {name} is that of another entry, too")
+            raise CorruptFile(f"the path of {name} is also that of another entry")
         node[last] = value
     return _with_lists(tree, "")
 
 
 class _Node(dict):
-    """Of the tree, and not of a leaf that happens to be a mapping."""
+    """A node of the tree, in contrast to a leaf that is a mapping."""
 
 
 def _with_lists(node: Any, where: str) -> Any:

@@ -1,1 +1,1 @@
-"""Checkpoints to HuggingFace folders and back, offline: one process, no process group, a few MiB of buffers."""
+"""Converts checkpoints to HuggingFace folders and back, offline, in one process with a few MiB of buffers."""

@@ -1,4 +1,4 @@
-"""The LoRA adapters in a checkpoint of a training run: alone, or merged into the weights of their base."""
+"""Extracts LoRA adapters from a training checkpoint: separately, or merged into the weights of their base."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from fsdp2x.io.hf.lora import add_lora
 from fsdp2x.io.names import ForeignModel, TensorSpec, hf_base, is_adapter
 from fsdp2x.sharding.wrap import clean_name
 
-# Below the folder of config and tokenizer of a checkpoint, so that no folder with whole weights gets it.
+# Inside a checkpoint's folder of config and tokenizer, so that no folder with full weights gets it.
 ADAPTER_FOLDER = "adapter"
 
 
 def holds_adapters(keys: Mapping[str, Source]) -> bool:
-    """Whether these are the weights of a model with LoRA adapters."""
+    """Returns whether these are the weights of a model with LoRA adapters."""
     return any(".lora_" in key for key in keys)
 
 
 class StoredAdapters:
-    """The adapters among a checkpoint's ``tensors``. ``assets``: its folder of config and tokenizer."""
+    """The adapters among a checkpoint's ``tensors``. ``assets`` is its folder of config and tokenizer."""
 
     def __init__(self, tensors: Mapping[str, Source], assets: Path, where: str) -> None:
         self.folder = assets / ADAPTER_FOLDER
         if not (self.folder / "adapter_config.json").is_file():
-            raise CheckpointError(f"{where}: holds LoRA adapters, but no {self.folder / 'adapter_config.json'}")
+            raise CheckpointError(f"{where}: holds LoRA adapters, but {self.folder / 'adapter_config.json'} is missing")
         try:
             self._model: ForeignModel = add_lora(empty_model(assets), self.folder)
         except (ValueError, ImportError) as error:
@@ -48,19 +48,19 @@ class StoredAdapters:
                 self._stored[fqn] = tensors[f"model.{fqn}"]
 
     def base_name(self, fqn: str) -> str:
-        """The name of a weight in the base model."""
+        """Returns the name of a weight in the base model."""
         return self._names.get(fqn, fqn)
 
     def alone(self) -> tuple[dict[str, Source], list[TensorSpec]]:
-        """The adapter as PEFT's files have it."""
+        """Returns the adapter in the form of PEFT's files."""
         values = {name: self._source(fqn) for fqn, name in self._names.items() if is_adapter(name)}
         return values, [TensorSpec(name, torch.Size(one.shape), one.dtype) for name, one in values.items()]
 
     def merged(self) -> dict[str, Source]:
-        """Weights of the base by name, with the adapters merged by PEFT, one layer at a time when they are read.
+        """Returns weights of the base by name. PEFT merges the adapters when they are read, one layer at a time.
 
         Raises:
-            CheckpointError: adapters of fused experts, and an adapted weight that is tied to another.
+            CheckpointError: adapters of fused experts, or an adapted weight that is tied to another.
         """
         from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -75,12 +75,14 @@ class StoredAdapters:
             if isinstance(module.base_layer, BaseTunerLayer) or not hasattr(base, "weight"):
                 raise CheckpointError(
                     f"{self._where}: the adapter of {path} is on parameters of a {type(base).__name__} and cannot be "
-                    "merged offline. Export it by lora='adapter' (--adapter), and merge it by PEFT's merge_and_unload"
+                    "merged offline. Export it with lora='adapter' (--adapter), and merge it with PEFT's "
+                    "merge_and_unload."
                 )
             names = [fqn for fqn, one in self._model.named_parameters(remove_duplicate=False) if one is base.weight]
             if len(names) > 1:
                 raise CheckpointError(
-                    f"{self._where}: {' and '.join(names)} are tied, so that no adapter can be merged"
+                    f"{self._where}: {' and '.join(names)} are tied, so the adapter cannot be merged. Export it with "
+                    "lora='adapter' (--adapter)."
                 )
             source = self._source(f"{path}.base_layer.weight")
             take = lambda path=path, module=module: self._merge(path, module)  # noqa: E731

@@ -1,4 +1,4 @@
-"""Rewrites a checkpoint of fsdp2x in another form, offline: one process, one tensor of memory at a time."""
+"""Rewrites a checkpoint of fsdp2x in another form, offline, in one process with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fsdp2x.io.hf.folder import refuse_existing, refuse_inside, written
 
 @dataclass
 class Whole:
-    """A checkpoint of any form: whole tensors and other values by name. Tied weights occur once."""
+    """A checkpoint of any form as full tensors and other values by name. Tied weights occur once."""
 
     tensors: dict[str, Source]
     objects: dict[str, Any]
@@ -83,22 +83,22 @@ def open_whole(folder: Path, files: OpenFiles, manifest: Mapping[str, Any]) -> W
 def convert_checkpoint(
     input_dir: str | Path, output_dir: str | Path, *, form: Literal["sharded", "full"], force: bool = False
 ) -> Path:
-    """Writes a checkpoint that fsdp2x saved again in another form, with all that a resumed run needs.
+    """Rewrites a checkpoint of fsdp2x in another form, with everything that a resumed run needs.
 
-    So a checkpoint of one file per rank (``per_rank``) becomes one that any number of ranks loads. Needs no process
-    group. Memory: one tensor at a time.
+    Use it to load a ``per_rank`` checkpoint on another number of ranks. It needs no process group and holds one tensor
+    in memory at a time.
 
     Args:
-        input_dir: a checkpoint of any form, or a folder of them, whose latest is taken.
-        output_dir: appears when it is complete.
-        form: as of ``fsdp2x.checkpoint.save``.
-        force: replace ``output_dir``.
+        input_dir: a checkpoint of any form, or a folder of them, whose latest is used.
+        output_dir: a new folder, which appears when it is complete.
+        form: the new form. See ``fsdp2x.checkpoint.save``.
+        force: whether to replace ``output_dir``.
 
     Returns:
-        The folder.
+        The path of the new folder.
 
     Raises:
-        FileExistsError: ``output_dir`` exists and not ``force``.
+        FileExistsError: ``output_dir`` exists and ``force`` is False.
         CheckpointError: the checkpoint is missing, damaged, or was not saved by fsdp2x.
     """
     out = Path(output_dir).expanduser()
@@ -106,7 +106,7 @@ def convert_checkpoint(
     source = resolve(input_dir)
     refuse_inside(out, source)
     if not (source / MANIFEST).is_file():
-        raise CheckpointError(f"{source}: fsdp2x did not save this checkpoint, it has no {MANIFEST}")
+        raise CheckpointError(f"{source}: fsdp2x did not save this checkpoint, {MANIFEST} is missing")
     manifest = read_manifest(source)
     verify_files(source, manifest)
     step, ranks = manifest["step"], range(manifest["world_size"])

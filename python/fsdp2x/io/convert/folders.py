@@ -1,6 +1,6 @@
-"""Converts checkpoints to HuggingFace folders and back, offline: one process, a few rows at a time from file to file.
+"""Converts checkpoints to HuggingFace folders and back, offline, a few rows at a time from file to file.
 
-The origin's files say which tensors there are, in which file and of which dtype; the checkpoint has their values. So
+The origin's files define which tensors there are, in which file and of which dtype. The checkpoint has their values. So
 memory does not grow with the model.
 """
 
@@ -49,27 +49,27 @@ def dcp_to_hf(
     prefix: str | None = None,
     force: bool = False,
 ) -> Path:
-    """Writes the model of a DCP directory, by whomever, as the HuggingFace folder that ``origin_hf_dir`` would be.
+    """Converts a DCP directory of any program to a HuggingFace folder like ``origin_hf_dir``.
 
-    Names, files, index, dtypes and fused or separate experts are the origin's; its other files are copied. Keys may be
-    names of the model or of the origin's files behind any prefix (``model.``, ``model_state.model.``). Weights of the
-    origin that the model's class does not have are copied from there. Needs no process group and no accelerator;
-    besides metadata, memory is a few MiB (where transformers has to convert whole weights, two of those).
+    Names, files, index, dtypes, and fused or separate experts are the origin's, and its other files are copied. Keys
+    may be names of the model or of the origin's files after any prefix (``model.``, ``model_state.model.``). Weights of
+    the origin that the model's class does not have are copied. It needs no process group and a few MiB of memory, or
+    two full weights if transformers must convert them.
 
     Args:
-        input_dir: a folder with .metadata, one with it in ``model/`` or ``dcp/``, or a folder of checkpoints.
-        output_dir: appears when it is whole.
-        origin_hf_dir: config and weights of the same architecture, safetensors or ``.bin``.
-        dtype: of floating-point weights instead of the origin's.
-        prefix: of the model's keys; default the one that fits most weights.
-        force: replace ``output_dir``.
+        input_dir: a folder with .metadata, directly or in ``model/`` or ``dcp/``, or a folder of checkpoints.
+        output_dir: a new folder, which appears when it is complete.
+        origin_hf_dir: a folder with config and weights of the same architecture, safetensors or ``.bin``.
+        dtype: dtype of floating-point weights. Default: the origin's.
+        prefix: prefix of the model's keys. Default: the one that matches most weights.
+        force: whether to replace ``output_dir``.
 
     Returns:
-        The folder.
+        The path of the new folder.
 
     Raises:
-        FileExistsError: ``output_dir`` exists and not ``force``.
-        CheckpointError: what is missing, damaged, of another model, or ambiguous; nothing is left behind.
+        FileExistsError: ``output_dir`` exists and ``force`` is False.
+        CheckpointError: something is missing, damaged, of another model, or ambiguous. No output is left.
     """
     source, origin = Path(input_dir).expanduser(), Path(origin_hf_dir).expanduser()
     with OpenFiles() as files, _Output(output_dir, origin, [source, origin], dtype, force) as output:
@@ -90,20 +90,24 @@ def ranks_to_hf(
     prefix: str | None = None,
     force: bool = False,
 ) -> Path:
-    """Writes the model of the files ``ckpt_dir/iteration/model_world_size_W_rank_R.pt`` as ``dcp_to_hf`` does.
+    """Converts the files ``ckpt_dir/iteration/model_world_size_W_rank_R.pt`` as ``dcp_to_hf`` does.
 
     Each file is a state dict of DTensors (any mesh of sharded and replicated axes) and plain tensors. The files are
     never unpickled into objects, whichever version of torch wrote them.
 
     Args:
-        hf_dir: the origin; also a single file without an index, and tied weights.
-        ckpt_dir, iteration: the folder and the name of the folder in it.
-        save_dir: the output.
-        groupgemm: experts were trained as ``group_mlp`` weights, all experts of a layer stacked row-wise.
-        dtype, prefix, force: as for ``dcp_to_hf``.
+        hf_dir: a HuggingFace folder of the same architecture. Single files without an index and tied weights work too.
+        ckpt_dir: the folder of checkpoints.
+        save_dir: a new folder, which appears when it is complete.
+        iteration: the name of the checkpoint's folder in ``ckpt_dir``.
+        groupgemm: whether experts were trained as ``group_mlp`` weights, all experts of a layer stacked row-wise.
+        dtype, prefix, force: see ``dcp_to_hf``.
+
+    Returns:
+        The path of the new folder.
 
     Raises:
-        FileExistsError, CheckpointError: as for ``dcp_to_hf``.
+        FileExistsError, CheckpointError: see ``dcp_to_hf``.
     """
     source, origin = Path(ckpt_dir).expanduser() / str(iteration), Path(hf_dir).expanduser()
     with OpenFiles() as files, _Output(save_dir, origin, [source, origin], dtype, force) as output:
@@ -115,7 +119,7 @@ def ranks_to_hf(
 
 
 class _Output:
-    """One conversion: the origin, open, and what is known of the values of its tensors. A context manager."""
+    """One conversion: the open origin, and the values of its tensors. A context manager."""
 
     def __init__(
         self, out: str | Path, origin: Path, inputs: list[Path], dtype: torch.dtype | None, force: bool
@@ -142,7 +146,7 @@ class _Output:
         return found if type(found) is int and found > 0 else None
 
     def take(self, tensors: Mapping[str, Source], aliases: Mapping[str, str], prefix: str | None, where: str) -> None:
-        """Finds the values of all tensors of the origin in those of a checkpoint."""
+        """Finds the values of all tensors of the origin among those of a checkpoint."""
         model = empty_model(self.origin)
         targets = find_targets(model)
         stored_in = self.files.tensors
@@ -153,7 +157,7 @@ class _Output:
         undone = undo_loading(model, stored_in, _shapes(targets), held)
         self.values = undone.values
         for name in stored_in:
-            # Also keys that are names of the files, such as those of single experts that the class fuses today.
+            # Also accept keys that are names in the files, such as single experts that the class fuses today.
             if name not in self.values and name in stored:
                 self.values[name] = stored[name]
         missing = sorted(undone.used - set(self.values))
@@ -177,12 +181,12 @@ class _Output:
         for name, value in self.values.items():
             if tuple(value.shape) != tuple(self.files.tensors[name].shape):
                 raise CheckpointError(
-                    f"{where}: {name} would have shape {list(value.shape)}, the origin's has "
+                    f"{where}: {name} would have shape {list(value.shape)}, but the origin's has "
                     f"{list(self.files.tensors[name].shape)}"
                 )
 
     def _add_extra(self, targets: list[Target], held: Mapping[str, Source], undone: Undone, where: str) -> None:
-        """Weights of the model that no file of the origin holds: what was trained is not lost."""
+        """Adds weights of the model that no file of the origin holds, so that trained weights are not lost."""
         for target in targets:
             name = target.names[0]
             if name in held and not undone.weights & set(target.names):
@@ -192,7 +196,7 @@ class _Output:
             logger.warning("%s: not in the origin, added: %s", where, ", ".join(spec.name for spec in self.extra))
 
     def write(self) -> Path:
-        """Writes everything under a temporary name and gives it its own; returns the folder."""
+        """Writes everything to a temporary folder, renames it, and returns its path."""
         layout, specs = self._layout()
         return _write(self.out, self.force, layout, specs, self.values, self.origin, self.dtype)
 
@@ -222,7 +226,7 @@ def _write(
     assets: Path,
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Writes a folder that appears when it is complete. ``dtype``: what its config.json names instead of its own."""
+    """Writes a folder that appears when it is complete. ``dtype`` replaces the one in its config.json."""
     with written(out, "convert", force) as folder:
         make_files(folder, layout)
         with Writer(folder, layout) as writer:
@@ -238,7 +242,7 @@ def _write(
 
 
 def copy_assets(origin: Path, folder: Path) -> None:
-    """Config, tokenizer and every other file of a folder but weights and hidden ones."""
+    """Copies config, tokenizer and all other files of a folder except weights and hidden ones."""
     for file in origin.iterdir():
         is_weights = file.suffix in _WEIGHT_SUFFIXES or file.name.endswith(".index.json")
         if file.is_file() and not is_weights and not file.name.startswith("."):
@@ -254,20 +258,23 @@ def export_checkpoint(
     max_shard_size: int | str = "5GB",
     force: bool = False,
 ) -> Path:
-    """Writes a checkpoint of `fsdp2x train` in HuggingFace form, in one process and without a process group.
+    """Exports a checkpoint of `fsdp2x train` as a HuggingFace folder, in one process without a process group.
 
-    Memory: a few MiB; where transformers has to convert whole weights to write them, two of those.
+    It needs a few MiB of memory, or two full weights if transformers must convert them.
 
     Args:
-        checkpoint: of any form, or a folder of checkpoints, whose latest is taken.
-        out: appears when it is complete.
-        lora: of a run with LoRA adapters, which needs a choice. "merge": the whole model with its adapters merged, one
-            layer in memory at a time. "adapter": the adapter alone, as PEFT reads it.
-        max_shard_size: bytes of a file, or a size such as ``"5GB"``.
-        force: replace ``out``.
+        checkpoint: a checkpoint of any form, or a folder of checkpoints, whose latest is used.
+        out: a new folder, which appears when it is complete.
+        lora: what to export of a run with LoRA adapters, which needs a choice. "merge": the full model with merged
+            adapters, one layer in memory at a time. "adapter": only the adapter, for PEFT.
+        max_shard_size: bytes per file, or a size such as ``"5GB"``.
+        force: whether to replace ``out``.
+
+    Returns:
+        The path of the new folder.
 
     Raises:
-        FileExistsError: ``out`` exists and not ``force``.
+        FileExistsError: ``out`` exists and ``force`` is False.
         CheckpointError: the checkpoint cannot be read, or ``lora`` does not fit it.
     """
     out = Path(out).expanduser()
@@ -276,7 +283,7 @@ def export_checkpoint(
     refuse_inside(out, source)
     assets = source / ASSETS_FOLDER
     if not (assets / "config.json").is_file():
-        raise CheckpointError(f"{assets / 'config.json'}: missing, without the model's config nothing can be exported")
+        raise CheckpointError(f"{assets / 'config.json'}: missing, but an export needs the model's config")
     with OpenFiles() as files:
         tensors, aliases = open_dcp(source, files)
         adapters = _adapters(tensors, assets, lora, str(source))
@@ -307,8 +314,8 @@ def _adapters(tensors: Mapping[str, Source], assets: Path, lora: str | None, whe
         return None
     if lora is None:
         raise CheckpointError(
-            f"{where}: holds LoRA adapters. Choose lora='merge' (--merge) for the whole model with its adapters "
-            "merged, or lora='adapter' (--adapter) for the adapter alone"
+            f"{where}: holds LoRA adapters. Choose lora='merge' (--merge) for the full model with merged adapters, "
+            "or lora='adapter' (--adapter) for only the adapter."
         )
     return StoredAdapters(tensors, assets, where)
 
@@ -316,7 +323,7 @@ def _adapters(tensors: Mapping[str, Source], assets: Path, lora: str | None, whe
 def _tensors(
     model: torch.nn.Module, targets: list[Target], held: Mapping[str, Source]
 ) -> tuple[dict[str, Source], list[TensorSpec]]:
-    """What the files will hold: values by name, and the tensors in the order of the model's weights."""
+    """Returns values by name, and the tensors of the files in the order of the model's weights."""
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     kept = [target for target in targets if not set(target.names) & ignored]
     described = {
@@ -343,7 +350,7 @@ def _shapes(targets: list[Target]) -> dict[str, tuple[int, ...]]:
 def _values_of(
     targets: list[Target], stored: Mapping[str, Source], aliases: Mapping[str, str], where: str
 ) -> dict[str, Source]:
-    """Each name of a target -> its values, from ``stored`` under any of its names."""
+    """Returns name of a target -> its values, from ``stored`` under any of its names."""
     stored = {**{alias: stored[kept] for alias, kept in aliases.items() if kept in stored}, **stored}
     found: dict[str, Source] = {}
     for target in targets:
@@ -354,13 +361,14 @@ def _values_of(
         for name in held:
             if stored[name].shape != target.shape:
                 raise CheckpointError(
-                    f"{where}: {name} has shape {list(stored[name].shape)}, the origin's model {list(target.shape)}"
+                    f"{where}: {name} has shape {list(stored[name].shape)}, but {list(target.shape)} in the origin's "
+                    "model"
                 )
             is_other = stored[name] is not first
             if is_other and differ(first, stored[name], [0] * len(target.shape), target.shape):
                 raise CheckpointError(
-                    f"{where}: {held[0]} and {name} are tied in the origin's model, but differ; set "
-                    "tie_word_embeddings to false in its config.json to keep both"
+                    f"{where}: {held[0]} and {name} are tied in the origin's model, but differ. Set "
+                    "tie_word_embeddings to false in its config.json to keep both."
                 )
         found.update(dict.fromkeys(target.names, first))
     return found
@@ -370,21 +378,24 @@ def _values_of(
 def hf_to_dcp(
     hf_dir: str | Path, output_dir: str | Path, *, dtype: torch.dtype | None = None, force: bool = False
 ) -> Path:
-    """Writes the weights of a HuggingFace folder as a DCP directory with the keys ``model.<name in the model>``.
+    """Converts the weights of a HuggingFace folder to a DCP directory with keys ``model.<name in the model>``.
 
-    ``dcp.load({"model": model.state_dict()}, checkpoint_id=output_dir)`` fills a model that was sharded by stock
-    FSDP2 or by fsdp2x. Experts are fused as the model's class has them; tied weights have all their keys and are stored
-    once. Config and tokenizer go to ``hf/`` in it. Memory: 16 MiB and one weight at a time.
+    ``dcp.load({"model": model.state_dict()}, checkpoint_id=output_dir)`` then fills a model that FSDP2 or fsdp2x
+    sharded. Experts are fused as in the model's class. Tied weights are stored once under all their keys. Config and
+    tokenizer go to ``hf/`` inside the directory. It needs 16 MiB of memory and one weight at a time.
 
     Args:
-        hf_dir: config and weights, safetensors or ``.bin``.
-        output_dir: appears when it is whole.
-        dtype: of floating-point weights instead of that of the files.
-        force: replace ``output_dir``.
+        hf_dir: a folder with config and weights, safetensors or ``.bin``.
+        output_dir: a new folder, which appears when it is complete.
+        dtype: dtype of floating-point weights. Default: that of the files.
+        force: whether to replace ``output_dir``.
+
+    Returns:
+        The path of the new folder.
 
     Raises:
-        FileExistsError: ``output_dir`` exists and not ``force``.
-        CheckpointError: files that are missing, damaged, or lack weights of the model.
+        FileExistsError: ``output_dir`` exists and ``force`` is False.
+        CheckpointError: files are missing, damaged, or lack weights of the model.
     """
     out, origin = Path(output_dir).expanduser(), Path(hf_dir).expanduser()
     refuse_existing(out, force)
@@ -407,7 +418,7 @@ def hf_to_dcp(
 
 
 def _sources(origin: Path, files: Checkpoint) -> tuple[dict[str, Source], dict[str, str]]:
-    """Weights of the model by name, ties once, and the names left out: alias -> the name that is kept."""
+    """Returns weights of the model by name, ties once, and alias -> kept name for the others."""
     model = empty_model(origin)
     targets = find_targets(model)
     recipes = make_recipes(model, files.tensors, {name: target.shape for target in targets for name in target.names})

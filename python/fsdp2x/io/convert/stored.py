@@ -1,7 +1,7 @@
-"""Opens checkpoints: ``open_dcp`` directories of torch's distributed checkpoint, ``open_ranks`` one file per rank.
+"""Opens checkpoints: ``open_dcp`` for directories of torch's distributed checkpoint, ``open_ranks`` for rank files.
 
-Both give a source for each tensor by its key, made of shards wherever they lie. ``match`` finds the weights of a model
-among the keys: prefixes of wrappers and frameworks are stripped by best match.
+Both return a source for each tensor by its key, made of shards from any file. ``match`` finds the weights of a model
+among the keys, and strips the prefix of wrappers and frameworks that fits best.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from fsdp2x.io.formats.tensors import Piece, Source, Tile, tiled
 from fsdp2x.sharding.wrap import clean_name
 
 _RANK_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
-# Where frameworks put the DCP directory of the model inside a checkpoint.
+# Folders of a checkpoint where frameworks put the model's DCP directory.
 _BELOW = ("", "model", "dcp", "pytorch_model_fsdp_0")
 
 
 def dcp_folder(path: Path) -> Path:
-    """The folder with .metadata that ``path`` means: itself, below it, or of the newest checkpoint in it."""
+    """Returns the folder with .metadata for ``path``: itself, inside it, or in its newest checkpoint."""
     pointer = path / "latest_checkpointed_iteration.txt"
     roots = [path]
     if pointer.is_file():
@@ -42,12 +42,12 @@ def dcp_folder(path: Path) -> Path:
         return resolve(path)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{error}; nor is there a DCP directory ({METADATA}) in {', '.join(one or '.' for one in _BELOW)}"
+            f"{error} There is no DCP directory ({METADATA}) in {', '.join(one or '.' for one in _BELOW)} either."
         ) from None
 
 
 def open_dcp(path: Path, files: OpenFiles, *, verify: bool = True) -> tuple[Mapping[str, Source], dict[str, str]]:
-    """Tensors by key, and the aliases (name -> the name that is kept) where the checkpoint was written by fsdp2x."""
+    """Returns tensors by key, and aliases (name -> kept name) if fsdp2x wrote the checkpoint."""
     folder = dcp_folder(path)
     if not (folder / MANIFEST).is_file():
         return DcpTensors(folder, files), {}
@@ -62,7 +62,7 @@ def open_dcp(path: Path, files: OpenFiles, *, verify: bool = True) -> tuple[Mapp
 
 
 def open_ranks(folder: Path, files: OpenFiles) -> dict[str, Source]:
-    """Tensors by key from files ``model_world_size_{W}_rank_{r}.pt``, each a state dict of DTensors and tensors."""
+    """Returns tensors by key from files ``model_world_size_{W}_rank_{r}.pt``, state dicts of DTensors and tensors."""
     paths = _rank_files(folder)
     states: list[dict[str, Source | Shard]] = []
     for path in paths:
@@ -82,12 +82,12 @@ def open_ranks(folder: Path, files: OpenFiles) -> dict[str, Source]:
 
 def _rank_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder")
+        raise CheckpointError(f"{folder}: no such folder. Pass the folder of a checkpoint.")
     found = {path: match for path in folder.iterdir() if (match := _RANK_FILE.fullmatch(path.name))}
     worlds = sorted({int(match[1]) for match in found.values()})
     if len(worlds) != 1:
         several = f"files of world sizes {worlds}" if worlds else "no file model_world_size_W_rank_R.pt"
-        raise CheckpointError(f"{folder}: holds {several}; one checkpoint is needed")
+        raise CheckpointError(f"{folder}: expected the files of one checkpoint, got {several}")
     by_rank = {int(match[2]): path for path, match in found.items()}
     missing = sorted(set(range(worlds[0])) - set(by_rank))
     if missing:
@@ -98,7 +98,7 @@ def _rank_files(folder: Path) -> list[Path]:
 def _joined(name: str, ranks: list[Source | Shard]) -> Source:
     kinds = {(type(one) is Shard, one.shape, one.dtype) for one in ranks}
     if len(kinds) > 1:
-        raise CorruptFile(f"{name}: some ranks hold another tensor than others: {sorted(map(str, kinds))}")
+        raise CorruptFile(f"{name}: the tensor differs between ranks: {sorted(map(str, kinds))}")
     if isinstance(ranks[0], Source):
         return ranks[0]
     shards = [one for one in ranks if isinstance(one, Shard)]
@@ -109,14 +109,14 @@ def _joined(name: str, ranks: list[Source | Shard]) -> Source:
         start, shape = box_of(shard.shape, sizes, shard.coordinate, shard.placements)
         if shard.local.shape != shape:
             raise CorruptFile(
-                f"{name}: rank {rank} holds {list(shard.local.shape)}, but {list(shape)} follows from its placements"
+                f"{name}: rank {rank} holds {list(shard.local.shape)}, but its placements give {list(shape)}"
             )
         tiles.append(Tile(start, shard.local))
     return tiled(name, ranks[0].shape, ranks[0].dtype, tiles)
 
 
 def _check_shards(name: str, shards: list[Shard]) -> None:
-    """Raises `CorruptFile` for what no DTensor can be."""
+    """Raises `CorruptFile` for shards that no DTensor can have."""
     placements = [(one.kind, one.dim) for one in shards[0].placements]
     for rank, shard in enumerate(shards):
         fits = all(type(size) is int and size >= 0 for size in shard.shape)
@@ -125,7 +125,7 @@ def _check_shards(name: str, shards: list[Shard]) -> None:
         fits = fits and all(type(place) is int and 0 <= place < len(shards) for place in shard.coordinate)
         dims = [one.dim for one in shard.placements if one.kind in ("Shard", "_StridedShard")]
         if not fits or not all(type(dim) is int and 0 <= dim < len(shard.shape) for dim in dims):
-            raise CorruptFile(f"{name}: rank {rank} holds a DTensor that contradicts itself or those of the others")
+            raise CorruptFile(f"{name}: rank {rank} holds a DTensor that contradicts itself or other ranks'")
 
 
 logger = logging.getLogger("fsdp2x")
@@ -134,21 +134,21 @@ GROUPED = ".group_mlp."
 
 
 def match(keys: Iterable[str], names: Collection[str], prefix: str | None, where: str) -> dict[str, str]:
-    """Name -> key, for keys that are ``prefix`` and one of ``names``; None takes the prefix that fits most names."""
+    """Returns name -> key for keys of ``prefix`` and one of ``names``. None takes the prefix that matches most."""
     cleaned = {clean_name(key): key for key in keys}
     if prefix is None:
         prefix = _best_prefix(cleaned, names, where)
     found = {name: cleaned[prefix + name] for name in names if prefix + name in cleaned}
     if not found:
         raise CheckpointError(
-            f"{where}: no key is {prefix!r} and the name of a weight; there are {', '.join(sorted(cleaned)[:4])}, ..."
+            f"{where}: no key is {prefix!r} and the name of a weight. There are {', '.join(sorted(cleaned)[:4])}, ..."
         )
     taken = set(found.values())
     rest = sorted(key for name, key in cleaned.items() if name.startswith(prefix) and key not in taken)
     rest = [key for key in rest if prefix or not key.startswith(("optim", "scheduler", "rng", "trainer"))]
     if rest:
         logger.warning(
-            "%s: %d tensors are no weights of the origin's model and are left out: %s",
+            "%s: %d tensors are not weights of the origin's model and are omitted: %s",
             where,
             len(rest),
             ", ".join(rest[:5]) + (", ..." if len(rest) > 5 else ""),
@@ -168,18 +168,18 @@ def _best_prefix(keys: Collection[str], names: Collection[str], where: str) -> s
                 break
     if not hits:
         some = ", ".join(sorted(keys)[:4])
-        raise CheckpointError(f"{where}: no key ends with the name of a weight of the origin; there are {some}, ...")
+        raise CheckpointError(f"{where}: no key ends with the name of a weight of the origin. There are {some}, ...")
     (best, most), *others = hits.most_common(2)
     if others and others[0][1] == most:
         both = f"{best!r} and {others[0][0]!r}"
-        raise CheckpointError(f"{where}: the prefixes {both} fit {most} weights each; choose with --prefix (prefix=)")
+        raise CheckpointError(f"{where}: the prefixes {both} match {most} weights each. Choose one with --prefix.")
     return best
 
 
 def without_groups(tensors: Mapping[str, Source], num_experts: int | None, where: str) -> dict[str, Source]:
-    """Weights of grouped experts, stacked row-wise as (experts x rows, columns), become one weight per expert."""
+    """Splits weights of grouped experts, stacked row-wise as (experts x rows, columns), into one weight per expert."""
     if not num_experts:
-        raise CheckpointError(f"{where}: --groupgemm, but the origin's config.json has no num_experts")
+        raise CheckpointError(f"{where}: --groupgemm needs num_experts, but the origin's config.json does not have it")
     result: dict[str, Source] = {}
     for key in tensors:
         source = tensors[key]
@@ -187,10 +187,10 @@ def without_groups(tensors: Mapping[str, Source], num_experts: int | None, where
             result[key] = source
             continue
         if source.shape[0] % num_experts:
-            raise CheckpointError(f"{where}: {key} has {source.shape[0]} rows, no multiple of {num_experts} experts")
+            raise CheckpointError(f"{where}: {key} has {source.shape[0]} rows, not a multiple of {num_experts} experts")
         rows = source.shape[0] // num_experts
         for index in range(num_experts):
             result[key.replace(GROUPED, f".experts.{index}.")] = Piece(source, 0, index * rows, rows)
     if len(result) == len(tensors):
-        raise CheckpointError(f"{where}: --groupgemm, but no tensor is named *{GROUPED}*")
+        raise CheckpointError(f"{where}: --groupgemm was passed, but no tensor is named *{GROUPED}*")
     return result

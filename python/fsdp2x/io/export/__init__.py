@@ -1,1 +1,1 @@
-"""Whole tensors out of a sharded model: ``stream`` gathers them a bucket at a time."""
+"""Streams full tensors out of a sharded model: ``stream`` gathers them one bucket at a time."""

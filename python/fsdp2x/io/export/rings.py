@@ -1,22 +1,22 @@
-"""Memory that buckets are gathered into in turn: shared between the ranks of a host, or each rank's own.
+"""Ring memory that buckets are gathered into alternately: shared between the ranks of a host, or separate for each.
 
-A bucket lies there parameter by parameter, each whole and contiguous. Two buckets are there at a time, one behind the
-other in the order of gathers; they begin and end at the ring's two ends, so that a large one takes no room twice:
+A bucket holds its parameters one after another, each complete and contiguous. Two consecutive buckets are there at a
+time. They begin and end at the two ends of the ring, so a large one does not need its room twice:
 
     bucket  | p0: rows of r0 r1 .. |pad| p1: rows of r0 r1 .. |pad| ...       bytes; every parameter starts aligned
     ring    | 0, 2, 4, .. from here on ->             <- 1, 3, 5, .. up to here |
 
-``SharedRing``: one mapping for all ranks of the group. Each rank writes its rows into it, cast on the way, so a bucket
-is one copy per host. Tensors look through a second, copy-on-write mapping: what a rank writes to them stays its own.
-``GroupRing``: the next bucket comes through the process group. Large parameters that are cut along dim 0 go straight
-from the shard (or its cast copy) to their place: on the CPU from rank to rank, which takes no other memory there, else
-by a collective, where they are cut evenly and all ranks want them. All others are packed into one collective, and
-sorted into their places when it is done.
+``SharedRing``: one mapping for all ranks of the group. Each rank casts its rows and writes them into it, so a host has
+one copy of a bucket. Tensors use a second, copy-on-write mapping, so writes to them stay private to the rank.
+``GroupRing``: the process group delivers the next bucket. Large parameters that are cut along dim 0 go directly from
+the shard (or its cast copy) to their place. On the CPU they go from rank to rank, without extra memory. Elsewhere a
+collective moves them if they are cut evenly and all ranks want them. All others are packed into one collective and
+sorted into their places afterwards.
 
-For bucket k of a ring every rank does, in this order: ``fill(k)``, ``finish(k)``, use it, ``fill(k+1)`` may come before
-the use ends. ``finish(k)`` is the only meeting: every rank has filled k, and is done with k-1, so that k+1 may go
-where k-1 was. There the ranks also compare: all of them are at the k-th meeting of this ring, and no parameter has
-changed since the pass began."""
+For bucket k of a ring every rank does, in this order: ``fill(k)``, ``finish(k)``, use it. ``fill(k+1)`` may come before
+the use ends. ``finish(k)`` is the only synchronization: every rank has filled k and no longer uses k-1, so k+1 may
+overwrite k-1. There the ranks also check that all of them are at the k-th bucket of this ring, and that no parameter
+has changed since the pass began."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from fsdp2x.sharding.transport import TransportKind
 
 @dataclass
 class Entry:
-    """A parameter of a bucket. ``group`` is None where it is not gathered with others."""
+    """A parameter of a bucket. ``group`` is None if it is not gathered with others."""
 
     name: str
     param: nn.Parameter
@@ -57,7 +57,7 @@ class Entry:
         target = dtype if dtype is not None and param.is_floating_point() else param.dtype
         if isinstance(param, DTensor):
             axes = [axis for axis, placement in enumerate(param.placements) if placement != Replicate()]
-            # Exactly Shard: a strided or ragged shard, or one over two axes, is left to DTensor's own redistribution.
+            # Exactly Shard: DTensor itself redistributes strided or ragged shards, and those over two axes.
             placement = param.placements[axes[0]] if len(axes) == 1 else None
             is_plain = type(placement) is Shard and type(torch_private.local_tensor(param)) is torch.Tensor
             if is_plain and isinstance(placement, Shard):
@@ -70,14 +70,14 @@ class Entry:
 
     @property
     def local(self) -> torch.Tensor:
-        """What this rank has of it."""
+        """This rank's part of the parameter."""
         param = self.param
-        # The detour by a detached DTensor costs more than a small copy.
+        # Detaching the DTensor first would cost more than a small copy.
         return (torch_private.local_tensor(param) if isinstance(param, DTensor) else param).detach()
 
     @property
     def version(self) -> int:
-        """Changes with each in-place change of the values, by DTensor's operations or of the shard itself."""
+        """A number that changes with each in-place change of the values, by DTensor's operations or of the shard."""
         both = (
             (self.param, torch_private.local_tensor(self.param)) if isinstance(self.param, DTensor) else (self.param,)
         )
@@ -85,13 +85,13 @@ class Entry:
 
     @property
     def layout(self) -> tuple:
-        """Equal for parameters that are gathered alike."""
+        """A key that is equal for parameters that are gathered alike."""
         placements = self.param.placements if isinstance(self.param, DTensor) else None
         return self.param.shape, self.param.dtype, self.device, placements, self.dtype, self.group, self.shard_dim
 
     @property
     def wire_device(self) -> torch.device:
-        """Where the group communicates: not where the parameter is when it is offloaded."""
+        """The device where the group communicates, which is not the parameter's if that is offloaded."""
         assert isinstance(self.param, DTensor), "a group gathers sharded parameters"
         kind = self.param.device_mesh.device_type
         return self.device if self.device.type == kind else torch.device(kind)
@@ -101,7 +101,7 @@ class Entry:
         return self.param.numel() * self.dtype.itemsize
 
     def rows(self, rank: int, world: int) -> tuple[int, int]:
-        """First row and number of rows of ``rank``: chunks of ceil(d/W), the last short or empty."""
+        """Returns first row and number of rows of ``rank``: chunks of ceil(d/W), the last short or empty."""
         begin, end = _C.shard_rows(self.param.shape[self.shard_dim], world, rank)
         return begin, end - begin
 
@@ -112,15 +112,15 @@ class Entry:
         return math.prod(self.shape(num_rows)) * self.dtype.itemsize
 
     def whole(self, buffer: torch.Tensor, start: int) -> torch.Tensor:
-        """The whole tensor in a buffer of bytes."""
+        """Returns the full tensor in a buffer of bytes."""
         return tensor_at(buffer, start, self.param.shape, self.dtype)
 
     def part(self, buffer: torch.Tensor, start: int, num_rows: int) -> torch.Tensor:
-        """A shard of ``num_rows`` rows in a buffer of bytes."""
+        """Returns a shard of ``num_rows`` rows in a buffer of bytes."""
         return tensor_at(buffer, start, self.shape(num_rows), self.dtype)
 
     def alone(self) -> torch.Tensor:
-        """The whole tensor in memory of its own; collective for a parameter that is sharded over several axes."""
+        """Returns the full tensor in separate memory. Collective if the parameter is sharded over several axes."""
         if not isinstance(self.param, DTensor):
             return self.param.detach().clone().to(self.dtype)
         whole = self.param.detach().full_tensor()
@@ -129,7 +129,7 @@ class Entry:
 
 
 class Meetings:
-    """Synchronizes the ranks of one ring over a process group. ``token``: equal on all ranks, unique to the ring."""
+    """Synchronizes the ranks of one ring over a process group. ``token`` is equal on all ranks, unique to the ring."""
 
     def __init__(self, group: dist.ProcessGroup, token: bytes) -> None:
         self.call: Call = current_call("export of weights")
@@ -150,7 +150,7 @@ class Meetings:
         self.require([(token, num) == (self._token, self.num) for token, num, _ in said], [one for *_, one in said])
 
     def require(self, arrived: Sequence[bool], changed: Sequence[str | bool]) -> None:
-        """Checks what the ranks of the group have said."""
+        """Checks what the ranks of the group reported."""
         ranks = dist.get_process_group_ranks(self._group)
         for rank, is_here in zip(ranks, arrived, strict=True):
             if not is_here:
@@ -171,16 +171,16 @@ def raise_changed(call: Call, name: str | bool) -> None:
     )
 
 
-# What is given each shard.
+# A function that is called with each shard.
 Seen = Callable[[Entry, torch.Tensor], None]
-# Of each rank, behind the buckets: its last meeting, and the one that found a parameter changed.
+# Words of each rank, after the buckets: its last synchronization, and the one that found a changed parameter.
 _NUM_WORDS = 2
-# From here on two passes over the bytes cost more than one more exchange.
+# From this size on, two passes over the bytes cost more than one more exchange.
 _DIRECT_BYTES = 1 << 20
 
 
 def copy_past_caches(target: torch.Tensor, source: torch.Tensor) -> None:
-    """For targets that others read, or nobody soon: half of the time of a copy that reads them first."""
+    """Copies without reading the target into caches, in half the time, if this rank does not read it soon."""
     is_plain = target.dtype == source.dtype and target.is_cpu and source.is_cpu
     if is_plain and target.is_contiguous() and source.is_contiguous():
         _C.stream_copies([target], [source])
@@ -189,19 +189,19 @@ def copy_past_caches(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def place(entries: Sequence[Entry]) -> tuple[list[int], int]:
-    """Where each whole parameter starts in a slot, and where the last one ends."""
+    """Returns where each full parameter starts in its buffer, and where the last one ends."""
     return aligned_starts(entry.whole_bytes for entry in entries)
 
 
 def ring_bytes(sizes: Sequence[int], in_order: bool) -> int:
-    """Of a ring for buckets of these sizes, which come in this order, or in any and perhaps not all."""
+    """Returns the bytes of a ring for buckets of these sizes, which come in this order or in any order."""
     if not in_order:
         return 2 * max(sizes)
     return max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)))
 
 
 def _place_in_ring(index: int, num_bytes: int, ring: int) -> slice:
-    """Of the ``index``-th bucket in a ring of so many bytes."""
+    """Returns the place of the ``index``-th bucket in a ring of this size."""
     return slice(ring - num_bytes, ring) if index % 2 else slice(num_bytes)
 
 
@@ -214,10 +214,10 @@ def make_ring(
     keep_file: bool = False,
     in_order: bool = True,
 ):
-    """The ring of one process group for these buckets; collective over it.
+    """Makes the ring of one process group for these buckets. Collective over it.
 
-    ``receivers``: by rank of the group, who wants the tensors. ``keep_file``: on the CPU it has a ``file``, where this
-    rank wants them. ``in_order``: all buckets are gathered, one after the other.
+    ``receivers`` says, by rank of the group, who wants the tensors. With ``keep_file`` a ring on the CPU has a ``file``
+    if this rank receives. ``in_order``: all buckets are gathered, one after another.
     """
     sizes = [place(bucket)[1] for bucket in buckets]
     facts = []
@@ -234,13 +234,13 @@ def make_ring(
         if ring is not None:
             return ring
     if transport == TransportKind.SHM:
-        raise ValueError(f'transport="shm" is not possible: {reason}; use transport="process_group"')
+        raise ValueError(f'transport="shm" is not possible: {reason}. Use transport="process_group".')
     token = b"" if known is None else known.peers[0].token
     return GroupRing(group, device, ring_bytes(sizes, in_order), receivers, keep_file, token)
 
 
 def _shared_ring(known: GroupInfo, num_bytes: int, transport: str, keep_file: bool) -> tuple[SharedRing | None, str]:
-    """(a ring in shared memory, "") or (None, why not); the same on every rank."""
+    """Returns (a ring in shared memory, "") or (None, the reason). The same on every rank."""
     if transport == "auto" and known.is_observed:
         return None, "a dispatch mode watches the collectives"
     if known.why_not_shared is not None:
@@ -258,9 +258,9 @@ def _gather_of(entries: Sequence[Entry]) -> str:
 
 
 class GroupRing:
-    """Memory of this rank, and for what is packed one send and one receive buffer, reused by every bucket.
+    """Memory of this rank, with one send and one receive buffer for packed parameters that every bucket reuses.
 
-    With ``keep_file`` it is an anonymous memory file, as a ``SharedRing`` has one, on a rank of the CPU that receives.
+    With ``keep_file`` it is an anonymous memory file, as in a ``SharedRing``, on a receiving rank of the CPU.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ class GroupRing:
 
     @torch.no_grad()
     def fill(self, entries: Sequence[Entry], seen: Seen | None = None) -> None:
-        """Starts the gather of a bucket; at most one runs at a time. ``seen`` is given this rank's shards."""
+        """Starts the gather of a bucket. At most one runs at a time. ``seen`` is called with this rank's shards."""
         if self.world > 1:
             with explained(self.group, _gather_of(entries)):
                 self._start(entries)
@@ -319,7 +319,7 @@ class GroupRing:
                 if self.device.type == "cpu":
                     self._exchange(index, entry, mine, whole)
                     continue
-                assert whole is not None, "every rank receives where a collective gathers"
+                assert whole is not None, "every rank receives if a collective gathers"
                 self._work.append(
                     dist.all_gather_into_tensor(whole.view(-1), mine.view(-1), group=self.group, async_op=True)
                 )
@@ -327,7 +327,7 @@ class GroupRing:
             self._gather_packed(self._sent[: self._end])
 
     def _exchange(self, index: int, entry: Entry, mine: torch.Tensor, whole: torch.Tensor | None) -> None:
-        """From each rank to each that receives; ``whole``: where it goes on this rank."""
+        """Sends from each rank to each receiver. ``whole`` is the target on this rank."""
         for step in range(1, self.world):
             sender, receiver = (self.rank - step) % self.world, (self.rank + step) % self.world
             begin, num_rows = entry.rows(sender, self.world)
@@ -342,7 +342,7 @@ class GroupRing:
             whole.narrow(0, begin, num_rows).copy_(mine)
 
     def _is_direct(self, entry: Entry) -> bool:
-        """Whether the ranks' parts, one after the other, are the whole; worth an exchange of its own."""
+        """Returns whether the ranks' parts, concatenated, are the full tensor and are worth a separate exchange."""
         if not entry.param.dim() or entry.shard_dim != 0 or entry.whole_bytes < _DIRECT_BYTES:
             return False
         return self.device.type == "cpu" or all(self.receivers) and entry.param.shape[0] % self.world == 0
@@ -365,14 +365,14 @@ class GroupRing:
                 self._work.append(dist.gather(mine, parts, dst=destination, group=self.group, async_op=True))
 
     def _slot(self, entries: Sequence[Entry]) -> torch.Tensor:
-        """Where the bucket in work goes; the one before is at the other end."""
+        """Returns the place of the current bucket. The previous one is at the other end."""
         if self._memory is None:
             self._memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
         return self._memory[_place_in_ring(self._index, place(entries)[1], self.num_bytes)]
 
     @torch.no_grad()
     def finish(self, entries: Sequence[Entry], changed: str = "") -> list[torch.Tensor] | None:
-        """The whole tensors, in the order of ``entries``; None where this rank does not receive."""
+        """Returns the full tensors in the order of ``entries``, or None if this rank does not receive."""
         works, self._work = self._work, []
         with explained(self.group, _gather_of(entries)):
             for work in works:
@@ -398,10 +398,10 @@ class GroupRing:
 
 
 class SharedRing:
-    """One anonymous memory file, mapped by all ranks of the group; gone with the last of them.
+    """One anonymous memory file that all ranks of the group map. It is freed with the last of them.
 
-    ``num_bytes`` are whole pages, as is the place of a bucket. With ``keep_file`` the ring has a descriptor of its
-    ``file``, for processes that are not ranks; a tensor's place in it is its storage offset.
+    ``num_bytes`` and the place of a bucket are whole pages. With ``keep_file`` the ring has a descriptor of its
+    ``file`` for processes that are not ranks. A tensor's position in it is its storage offset.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int, file: int, keep_file: bool = False) -> None:
@@ -416,11 +416,11 @@ class SharedRing:
         if self.file is not None:
             weakref.finalize(self, os.close, self.file)
         self._num_filled = self._num_finished = 0
-        self._given: list[tuple[slice, list[tuple[torch.Tensor, int]]]] = []  # the last two, with versions
+        self._given: list[tuple[slice, list[tuple[torch.Tensor, int]]]] = []  # the last two buckets, with versions
 
     @torch.no_grad()
     def fill(self, entries: Sequence[Entry], seen: Seen | None = None) -> None:
-        """Writes this rank's rows of a bucket; ``seen`` is given each shard while it is in the caches."""
+        """Writes this rank's rows of a bucket. ``seen`` is called with each shard while it is in the caches."""
         slot = self._next_slot(place(entries)[1])
         for entry, start in zip(entries, place(entries)[0], strict=True):
             first, num_rows = entry.rows(self.rank, self.world)
@@ -432,7 +432,7 @@ class SharedRing:
                 seen(entry, local)
 
     def finish(self, entries: Sequence[Entry], changed: str = "") -> list[torch.Tensor]:
-        """Waits until every rank has written, and returns the whole tensors in the order of ``entries``."""
+        """Waits until every rank has written. Returns the full tensors in the order of ``entries``."""
         starts, num_bytes = place(entries)
         slot = self._meet(num_bytes, _gather_of(entries), changed)
         with torch.inference_mode(False):
@@ -440,14 +440,14 @@ class SharedRing:
         self._given[-1][1].extend((tensor, tensor._version) for tensor in tensors)
         return tensors
 
-    # In place of a bucket: bytes of each rank, behind each other.
+    # Bytes of each rank, one after another, in place of a bucket.
 
     def part(self, num_bytes: int) -> torch.Tensor:
-        """Memory for this rank's, to be written before ``finish_parts``; all ranks have as much."""
+        """Returns memory for this rank's bytes, to be written before ``finish_parts``. All ranks have the same size."""
         return self._next_slot(self.world * num_bytes)[self.rank * num_bytes : (self.rank + 1) * num_bytes]
 
     def finish_parts(self, num_bytes: int, what: str) -> torch.Tensor:
-        """Waits until every rank has written; those of all."""
+        """Waits until every rank has written. Returns the bytes of all ranks."""
         parts = self._meet(self.world * num_bytes, what)[: self.world * num_bytes]
         self._given[-1][1].append((parts, parts._version))
         return parts
@@ -459,7 +459,7 @@ class SharedRing:
         return torch.frombuffer(self._written, dtype=torch.uint8)[part]
 
     def _meet(self, num_bytes: int, what: str, changed: str = "") -> torch.Tensor:
-        """The place that every rank has written to."""
+        """Returns the place that every rank has written to."""
         require_own_process("export a sharded model")
         part = _place_in_ring(self._num_finished, whole_pages(num_bytes), self.num_bytes)
         self._num_finished += 1
@@ -468,13 +468,13 @@ class SharedRing:
         self._words[_NUM_WORDS * self.rank] = self._num_finished
         with explained(self.group, what):
             dist.barrier(group=self.group)
-        # Others may be at the next meeting already: what they found there is not for this one.
+        # Other ranks may already be at the next synchronization, whose findings do not belong to this one.
         found: list[str | bool] = [0 < number <= self._num_finished for number in self._words[1::_NUM_WORDS]]
         found[self.rank] = changed or found[self.rank]
         self._meetings.require([number >= self._num_finished for number in self._words[::_NUM_WORDS]], found)
         for before, tensors in self._given:
             if any(tensor._version != version for tensor, version in tensors):
-                # Somebody wrote to the tensors that were here: his pages would hide what the ranks write.
+                # The user wrote to the tensors that were here. The private pages would hide what the ranks write.
                 begin = before.start or 0
                 self._private.madvise(mmap.MADV_DONTNEED, begin, before.stop - begin)
         self._given = [*self._given[-1:], (part, [])]

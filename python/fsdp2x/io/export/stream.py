@@ -1,8 +1,8 @@
-"""Whole tensors of a sharded model, a bucket at a time (``stream``) or each in its own memory (``full_tensors``).
+"""Yields full tensors of a sharded model, in buckets (``stream``) or each in separate memory (``full_tensors``).
 
-Plan first, then bytes: families of parameters (see ``io/names.py``) are packed into buckets before anything is
-gathered, so that ranks agree without communication. Each bucket is one gather into the ring of its process group. The
-gather of the next bucket is started before a bucket is handed out.
+It plans before it gathers: families of parameters (see ``io/names.py``) are packed into buckets in advance, so ranks
+agree without communication. Each bucket is one gather into the ring of its process group. The gather of the next bucket
+starts before a bucket is handed out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ Choice = Callable[[str, nn.Parameter], bool]
 class BucketPlan:
     """One bucket: its families, and which of their parameters are gathered together over ``group``.
 
-    ``device``: where those parameters are. ``versions``: of the entries, when the pass began; empty: not compared.
+    ``device`` is that of those parameters. ``versions`` are those of the entries at the start of the pass. Empty:
+    versions are not compared.
     """
 
     index: int
@@ -48,7 +49,7 @@ class BucketPlan:
 
     @property
     def alone_groups(self) -> list[dist.ProcessGroup]:
-        """The process groups over which parameters are redistributed one by one."""
+        """Process groups over which parameters are redistributed one by one."""
         sharded = [entry.param for entry in self.alone if isinstance(entry.param, DTensor)]
         axes = [
             param.device_mesh.get_group(axis)
@@ -59,12 +60,12 @@ class BucketPlan:
         return list({id(group): group for group in axes}.values())
 
     def begin(self) -> None:
-        """A pass begins: from here on the parameters stay as they are."""
+        """Begins a pass. From here on the parameters must not change."""
         self.versions = [entry.version for entry in self.entries]
 
     @property
     def changed(self) -> str:
-        """A parameter that is not what it was when the pass began; empty: none."""
+        """Returns the name of a parameter that changed since the pass began, or an empty string."""
         now = zip(self.entries, self.versions, strict=False)
         return next((entry.name for entry, version in now if entry.version != version), "")
 
@@ -74,11 +75,11 @@ class BucketPlan:
 
 
 def chosen_params(caller: str, model: nn.Module, params: Choice | None) -> dict[str, nn.Parameter]:
-    """The parameters that ``params`` chooses, by FQN, in the order of ``named_parameters()``, ties once."""
+    """Returns the parameters that ``params`` selects by FQN, in the order of ``named_parameters()``, ties once."""
     chosen = {name: p for name, p, _ in named_params(model) if params is None or params(name, p)}
     meta = [name for name, param in chosen.items() if param.is_meta]
     if meta:
-        raise RuntimeError(f"{caller}: parameters on the meta device have no values yet: {meta}")
+        raise RuntimeError(f"{caller}: parameters on the meta device have no values yet: {meta}. Load the model first.")
     return chosen
 
 
@@ -91,9 +92,9 @@ def plan_buckets(
     arrange: Callable[[list[Family]], list[Family]] = list,
     unnamed: Collection[str] = (),
 ) -> list[BucketPlan]:
-    """The buckets of these parameters of ``model``. ``dtypes``: by FQN; None or absent: as it is.
+    """Returns the buckets of these parameters of ``model``. ``dtypes`` is by FQN. None or absent keeps the dtype.
 
-    ``arrange``: makes other families of them, or another order. ``unnamed``: FQNs that only ``arrange`` brings in.
+    ``arrange`` makes other families of them, or another order. ``unnamed`` are FQNs that only ``arrange`` adds.
     """
     entries = {name: Entry.of(name, param, dtypes.get(name)) for name, param in chosen.items()}
     described = {name: (entry.param.shape, entry.dtype) for name, entry in entries.items() if name not in unnamed}
@@ -107,7 +108,7 @@ def pack(families: list[Family], entries: dict[str, Entry], bucket_bytes: int) -
     for family in families:
         members = [entries[name] for name in family.params]
         groups = {(id(e.group), e.device): e for e in members if e.group is not None}
-        # Members over several groups are gathered one by one: each by DTensor itself.
+        # DTensor itself gathers members over several groups one by one.
         first = next(iter(groups.values())) if len(groups) == 1 else None
         size_bytes = sum(entry.whole_bytes for entry in members)
         plan = plans[-1] if plans else None
@@ -142,7 +143,7 @@ def ring_of(rings: dict, plan: BucketPlan) -> GroupRing | SharedRing:
 def make_rings(
     plans: list[BucketPlan], receive: bool, transport: str, keep_files: bool = False, in_order: bool = True
 ) -> dict:
-    """The rings of these buckets, for ``ring_of``. Collective. ``keep_files``, ``in_order``: as for ``make_ring``."""
+    """Makes the rings of these buckets, for ``ring_of``. Collective. See ``make_ring`` for the flags."""
     require_own_process("export a sharded model")
     buckets: dict = {}
     for plan in plans:
@@ -157,7 +158,7 @@ def make_rings(
             told = exchange((receive, problem), group, "export of weights")
             receivers[id(group)] = [receives for receives, _ in told]
             problem = problem or next((text for _, text in told if text), "")
-        except ValueError as error:  # of this group alone: those of the next one are to hear of it
+        except ValueError as error:  # of this group only; the ranks of the next group must learn of it
             problem = problem or str(error)
     if problem:
         raise ValueError(problem)
@@ -171,7 +172,7 @@ def make_rings(
 
 @torch.no_grad()
 def finish(plan: BucketPlan, rings: dict, receive: bool) -> tuple[torch.Tensor, ...] | None:
-    """The whole tensors of a bucket that was filled, in the order of ``plan.specs``; None without ``receive``."""
+    """Returns the full tensors of a filled bucket in the order of ``plan.specs``, or None without ``receive``."""
     whole: dict[str, torch.Tensor] = {}
     changed = plan.changed
     for group in plan.alone_groups:
@@ -193,15 +194,15 @@ def finish(plan: BucketPlan, rings: dict, receive: bool) -> tuple[torch.Tensor, 
     )
 
 
-# Two of these stay in the caches of a CPU and cost few page faults; collectives of this size reach full bandwidth.
+# Two of these fit in the caches of a CPU and cost few page faults. Collectives of this size reach full bandwidth.
 BUCKET_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some whole tensors. ``tensors`` is None on a rank that does not receive; names, shapes and order are the same.
+    """Some full tensors. ``tensors`` is None on a rank that does not receive. Names, shapes and order are the same.
 
-    The tensors are valid until the next bucket is taken: their memory is used again. Clone what must stay.
+    The tensors are valid until you take the next bucket, which reuses their memory. Clone what you keep.
     """
 
     index: int
@@ -217,7 +218,7 @@ class Bucket:
         return sum(spec.num_bytes for spec in self.specs)
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor); nothing on a rank that does not receive."""
+        """Yields (name, full tensor). Yields nothing on a rank that does not receive."""
         return iter(() if self.tensors is None else zip(self.names, self.tensors, strict=True))
 
 
@@ -232,36 +233,38 @@ def stream(
     receive: bool = True,
     transport: str = "auto",
 ) -> Iterator[Bucket]:
-    """Yields the parameters as whole tensors in buckets, in the order of ``named_parameters()``, ties once.
+    """Yields the parameters as full tensors in buckets, in the order of ``named_parameters()``, ties once.
 
-    The values are those of the sharded parameters, at any time between two steps. Ranks of one host share memory: each
-    writes its rows to where all read them. Otherwise the process group gathers them: large parameters one by one and
-    without copies, the small ones of a bucket together. Extra memory: two buckets (over a process group also the small
-    parameters of one, and this rank's part of what is cast), and what names="hf" un-fuses.
+    Use it between two steps to send weights elsewhere without holding the full model. Values are those of the sharded
+    parameters. It needs memory for two buckets, and for what ``names="hf"`` un-fuses. Over a process group it also
+    needs the small parameters of one bucket and this rank's part of cast ones.
 
-    Collective: every rank must run the iterator to its end, with the same arguments but ``receive``.
+    Collective: every rank must run the iterator to its end, with the same arguments except ``receive``.
 
     Args:
-        model: a module that ``fully_shard`` was applied to, or a part of one; unsharded ones work too.
-        bucket_bytes: limit of a bucket, in bytes of whole tensors; what must be converted together, or one larger
-            parameter, exceeds it.
-        dtype: floating-point parameters are converted to it before they are gathered.
-        names: ``"hf"``: names and layout of the model's original files (experts un-fused where they were), names of
-            PEFT's adapter files for adapter weights. ``"model"``: one tensor per parameter, under its FQN.
-        params: which parameters, by FQN and sharded parameter; the same choice on every rank. Default all.
-        receive: False: this rank takes part, but gets no tensors.
-        transport: as for ``fully_shard``.
+        model: a module that ``fully_shard`` sharded, or a part of one. Unsharded ones work too.
+        bucket_bytes: limit of a bucket in bytes of full tensors. One larger parameter, or parameters that must be
+            converted together, may exceed it.
+        dtype: dtype of floating-point parameters, converted before gathering. Default: unchanged.
+        names: ``"hf"`` for names and layout of the model's original files (experts un-fused if they were) and of PEFT's
+            adapter files. ``"model"`` for one tensor per parameter under its FQN.
+        params: predicate over FQN and sharded parameter, with the same result on every rank. Default: all parameters.
+        receive: whether this rank gets tensors. With False it only takes part.
+        transport: see ``fully_shard``.
+
+    Yields:
+        Buckets of names and full tensors, valid until the next one.
 
     Raises:
-        ValueError: ``bucket_bytes`` is not positive, ``names`` or ``transport`` is unknown or not possible; on every
-            rank: a rank streams another model or other parameters, or is in another call.
-        RuntimeError: a parameter is on the meta device; on every rank: a parameter changed between two buckets.
+        ValueError: ``bucket_bytes`` is not positive, or ``names`` or ``transport`` is unknown or impossible. On every
+            rank if a rank streams another model or other parameters, or is in another call.
+        RuntimeError: a parameter is on the meta device. On every rank if a parameter changed between two buckets.
     """
     return stream_as("fsdp2x.export.stream", model, bucket_bytes, dtype, names, params, receive, transport)
 
 
 def stream_as(caller, model, bucket_bytes, dtype, names, params, receive, transport) -> Iterator[Bucket]:
-    """``stream`` whose errors start with ``caller``; ``dtype`` may be one dtype, or one for each FQN."""
+    """Runs ``stream`` with errors that start with ``caller``. ``dtype`` may be one dtype, or one for each FQN."""
     check_bucket_bytes(caller, bucket_bytes)
     transport = check_transport(transport)
     chosen = chosen_params(caller, model, params)
@@ -271,7 +274,7 @@ def stream_as(caller, model, bucket_bytes, dtype, names, params, receive, transp
 
 
 def run_plans(plans: list[BucketPlan], receive: bool, transport: str, call: Call) -> Iterator[Bucket]:
-    """The buckets of ``plans``, gathered into rings of this pass alone. Collective."""
+    """Yields the buckets of ``plans``, gathered into rings of this pass. Collective."""
     with calling(call):
         rings = make_rings(plans, receive, transport)
     for plan in plans:
@@ -296,26 +299,30 @@ def full_tensors(
     device: torch.device | str | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (FQN, whole tensor) for every parameter, in the order of ``named_parameters()``, ties once.
+    """Yields (FQN, full tensor) for every parameter, in the order of ``named_parameters()``, ties once.
 
-    What is yielded is the value of the sharded parameter in its original dtype, as in a full state dict, in memory of
-    its own; it works at any time between two steps and changes no unit. Parameters that are not sharded are copied.
+    Use it between two steps. Values are those of the sharded parameters in their original dtype, as in a full state
+    dict, and each tensor has separate memory. Parameters that are not sharded are copied.
 
-    Collective: every rank must run the iterator to its end, with the same arguments. Two buckets of ``bucket_bytes`` of
-    whole tensors (or of one larger parameter) are in memory at a time; what the caller keeps comes on top.
+    Collective: every rank must run the iterator to its end, with the same arguments. It holds two buckets of
+    ``bucket_bytes`` (or one larger parameter) at a time. Tensors that you keep are not included.
 
     Args:
-        model: a module that ``fully_shard`` was applied to, or a part of one.
-        params: which parameters, by name and sharded parameter, for instance
-            ``lambda name, param: "lora_" in name``; the same choice on every rank. Default all.
-        dtype: convert floating-point parameters before they are gathered, which also saves traffic.
-        device: where the yielded tensors are, such as ``"cpu"``; default where the parameters are.
-        bucket_bytes: limit of a gather, in bytes of whole tensors.
+        model: a module that ``fully_shard`` sharded, or a part of one.
+        params: predicate over name and sharded parameter, such as ``lambda name, param: "lora_" in name``, with the
+            same result on every rank. Default: all parameters.
+        dtype: dtype of floating-point parameters, converted before gathering, which also saves traffic. Default:
+            unchanged.
+        device: device of the tensors, such as ``"cpu"``. Default: that of the parameters.
+        bucket_bytes: limit of a gather in bytes of full tensors.
+
+    Yields:
+        (FQN, full tensor).
 
     Raises:
-        ValueError: ``bucket_bytes`` is not positive; on every rank: the ranks are in different calls, or pass different
-            models.
-        RuntimeError: a parameter is on the meta device; on every rank: a parameter changed between two buckets.
+        ValueError: ``bucket_bytes`` is not positive. On every rank if the ranks are in different calls or pass
+            different models.
+        RuntimeError: a parameter is on the meta device. On every rank if a parameter changed between two buckets.
     """
     buckets = stream_as("fsdp2x.full_tensors", model, bucket_bytes, dtype, "model", params, True, "auto")
     items = (item for bucket in buckets for item in bucket.items())

@@ -1,1 +1,1 @@
-"""What files hold, checked before any of it is used; README.md says which module reads what."""
+"""Reads files and checks their contents before use. README.md says which module reads what."""

@@ -1,8 +1,8 @@
-"""The entries of a directory of torch's distributed checkpoint (DCP). Its ``.metadata`` is checked as a whole.
+"""Reads a directory of torch's distributed checkpoint (DCP) and checks its ``.metadata`` completely.
 
-torch unpickles ``.metadata`` with plain pickle: whoever can write a checkpoint could run code in whoever loads it. Here
-no class is looked up, and what comes out is compared: chunks lie inside their tensor and cover it, each has a run of
-bytes inside a file, runs do not overlap, and names, paths and entries belong together.
+torch unpickles ``.metadata`` with plain pickle, so a checkpoint could run code in every process that loads it. This
+module looks up no class and checks the result: chunks cover their tensor, each has a run of bytes inside a file, runs
+do not overlap, and names, paths and entries match.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Run:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """``chunks``: (offsets, sizes, where) of blocks that make up the tensor; empty ones are left out."""
+    """``chunks`` are (offsets, sizes, place) of blocks that make up the tensor. Empty ones are omitted."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Table:
-    """``paths``: where in the tree an entry was; a table that does not say has each at the top, under its name."""
+    """``paths`` gives each entry's place in the tree. Without it, each entry is at the top under its name."""
 
     tensors: dict[str, StoredTensor]
     objects: dict[str, Run]
@@ -69,13 +69,13 @@ class Table:
 
     @property
     def entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype] | None]:
-        """Shape and dtype of each entry; None for one that is no tensor."""
+        """Shape and dtype of each entry, or None for one that is not a tensor."""
         found = {name: (one.shape, one.dtype) for name, one in self.tensors.items()}
         return {**found, **dict.fromkeys(self.objects)}
 
 
 def read_table(folder: Path, tied: Collection[Collection[str]] | None = None) -> Table:
-    """The table of a directory, checked against its files; `tied`: names that may share their bytes, None for any."""
+    """Reads a directory's table and checks it against the files. `tied` names may share bytes, with None any may."""
     path = folder / METADATA
     with open(open_regular(path), "rb") as file:
         table = _unpickled(path, file)
@@ -97,7 +97,7 @@ def _unpickled(path: Path, file: IO[bytes]) -> Table:
 
 
 class _Kind:
-    """An object of one of torch's classes, or what looks like one: its arguments and its state."""
+    """An object of one of torch's classes, or a look-alike: its arguments and its state."""
 
     args: tuple = ()
     state: Any = None
@@ -118,7 +118,7 @@ class _Kind:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Resolves only the names that DCP itself writes, and none of them to what it means elsewhere."""
+    """Resolves only the names that DCP writes, and never to their usual objects."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _KINDS:
@@ -128,7 +128,7 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if module in ("pathlib", "pathlib._local") and name in _PATHS:
-            return type(name, (_Kind,), {})  # the folder it was written to: never used, and of any system
+            return type(name, (_Kind,), {})  # the folder it was written to, for any system; never used
         raise CorruptFile(f"it refers to {module}.{name}, which no checkpoint needs")
 
     def persistent_load(self, pid: Any) -> Any:
@@ -153,7 +153,7 @@ def _table(found: Any) -> Table:
     runs: dict[tuple[str, tuple[int, ...] | None], Run] = {}
     for index, info in stored.items():
         key = _index(index)
-        _require(key not in runs, f"it says twice where {key[0]} at {key[1]} is")
+        _require(key not in runs, f"it gives two places for {key[0]} at {key[1]}")
         runs[key] = _run(info, key[0])
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, Run] = {}
@@ -161,7 +161,7 @@ def _table(found: Any) -> Table:
     for name, entry in described.items():
         _require(isinstance(name, str), f"an entry is named {name!r}"[:200])
         if _is(entry, "BytesStorageMetadata"):
-            _require((name, None) in runs, f"it does not say where {name} is")
+            _require((name, None) in runs, f"it gives no place for {name}")
             objects[name] = runs[name, None]
             used.add((name, None))
         elif _is(entry, "TensorStorageMetadata"):
@@ -169,14 +169,14 @@ def _table(found: Any) -> Table:
         else:
             raise CorruptFile(f"{name} is a {type(entry).__name__}, neither a tensor nor a value")
     lost = sorted(f"{name} at {offsets}" for name, offsets in runs.keys() - used)
-    _require(not lost, f"it says where {lost[:1]} is, but not what" if lost else "")
+    _require(not lost, f"it gives a place for {lost[:1]}, but does not describe it" if lost else "")
     return Table(tensors, objects, _paths(found.get("planner_data"), {*tensors, *objects}))
 
 
 def _index(index: Any) -> tuple[str, tuple[int, ...] | None]:
     name, offset = (index.get("fqn"), index.get("offset")) if _is(index, "MetadataIndex") else (None, None)
     if not isinstance(name, str):
-        raise CorruptFile("a place belongs to no entry")
+        raise CorruptFile("a place does not belong to any entry")
     return name, None if offset is None else _sizes(offset, f"the place of {name}")
 
 
@@ -203,10 +203,10 @@ def _tensor(name: str, entry: _Kind, runs: Mapping, used: set) -> StoredTensor:
     for chunk in entry.get("chunks"):
         _require(_is(chunk, "ChunkStorageMetadata"), f"a chunk of {name} is a {type(chunk).__name__}")
         offsets, sizes = (_sizes(chunk.get(key), f"a chunk of {name}") for key in ("offsets", "sizes"))
-        _require((name, offsets) in runs, f"it does not say where {name} at {offsets} is")
+        _require((name, offsets) in runs, f"it gives no place for {name} at {offsets}")
         used.add((name, offsets))
         if 0 not in sizes:
-            chunks[offsets, sizes] = (offsets, sizes, runs[name, offsets])  # one that is there twice is a replica
+            chunks[offsets, sizes] = (offsets, sizes, runs[name, offsets])  # a repeated chunk is a replica
     if wrong := covers(shape, [(offsets, sizes) for offsets, sizes, _ in chunks.values()]):
         raise CorruptFile(f"the chunks of {name} {wrong}")
     return StoredTensor(dtype, shape, tuple(chunks.values()))
@@ -233,7 +233,7 @@ def _paths(paths: Any, names: Collection[str]) -> dict[str, KeyPath]:
 
 
 def _check_runs(folder: Path, table: Table, tied: Collection[Collection[str]] | None) -> None:
-    """Every run lies inside its file; two share bytes only when they are the same, of names that may."""
+    """Checks that every run is inside its file, and that two share bytes only if their names may."""
     kept = {name: min(names) for names in tied or () for name in names}
     by_file: dict[str, dict[Run, set[str]]] = {}
     runs = [(run, name) for name, tensor in table.tensors.items() for _, _, run in tensor.chunks]
@@ -249,8 +249,8 @@ def _check_runs(folder: Path, table: Table, tied: Collection[Collection[str]] | 
             first, reach = min(names), run.offset + run.num_bytes
             if run.offset < end or run.num_bytes <= 0 or reach > size:
                 raise CorruptFile(
-                    f"{folder / METADATA}: damaged, {first} would lie at {run.offset} to {reach} of {file}, which has "
-                    f"{size} bytes; before it lies {before or 'nothing'}, up to {end}"
+                    f"{folder / METADATA}: damaged, {first} would have bytes {run.offset} to {reach} of {file}, which "
+                    f"has {size} bytes; {before or 'nothing'} before it ends at {end}"
                 )
             if tied is not None and len(names) > 1:
                 raise CorruptFile(f"{folder / METADATA}: damaged, {first} and {max(names)} have one place in {file}")
@@ -259,24 +259,24 @@ def _check_runs(folder: Path, table: Table, tied: Collection[Collection[str]] | 
 
 @dataclass(frozen=True)
 class Ours:
-    """What is known of a directory that we wrote: its step, and the names that share their bytes."""
+    """Facts of a directory that fsdp2x wrote: its step, and the names that share their bytes."""
 
     step: int
     tied: Collection[Collection[str]]
 
     def labels(self, name: str, offsets: Sequence[int] | None) -> set[bytes]:
-        """What the archive of an entry may be labelled as."""
+        """Returns the labels that the archive of an entry may have."""
         names = next((names for names in self.tied if name in names), {name})
         return {label(one, offsets, self.step) for one in names}
 
 
 def label(name: str, offsets: Sequence[int] | None, step: int) -> bytes:
-    """What an archive of ours says that it holds, so that one in another's place is found out; as long for any step."""
+    """Returns the label of an archive, which detects one in another's place. It has the same length at any step."""
     return f"{step:020d} {name} {'' if offsets is None else list(offsets)}".encode()
 
 
 class DcpTensors(Mapping):
-    """Key -> source of every tensor in the directory. Its files are looked at when a source is asked for."""
+    """Maps each key to the source of its tensor. Opens a file when a source is requested."""
 
     def __init__(self, folder: Path, files: OpenFiles, ours: Ours | None = None) -> None:
         self.folder, self._files, self._ours = folder, files, ours
@@ -292,7 +292,7 @@ class DcpTensors(Mapping):
         return self.part(key)
 
     def part(self, key: str, box: tuple | None = None) -> Source:
-        """The source of a tensor; with a box (start, sizes), only what is inside of it is looked at and can be read."""
+        """Returns the source of a tensor. With a box (start, sizes), only its inside is checked and can be read."""
         entry = self.table.tensors[key]
         tiles = []
         for offsets, sizes, run in entry.chunks:
@@ -300,22 +300,21 @@ class DcpTensors(Mapping):
                 continue
             path = self.folder / run.file
             labels = None if self._ours is None else self._ours.labels(key, offsets)
-            # What stands for an object in an archive of ours is no tensor: damaged, whatever it is.
+            # In fsdp2x's archives an object in place of a tensor means damage.
             opaque = self._ours is not None
             found = read_records(self._files, path, run.offset, run.num_bytes, opaque=opaque, labels=labels)
             if not isinstance(found, Source) or (found.shape, found.dtype) != (sizes, entry.dtype):
                 got = f"{list(found.shape)} of {found.dtype}" if isinstance(found, Source) else type(found).__name__
                 raise CorruptFile(
-                    f"{path}: damaged, it holds {got} where {METADATA} describes a part of {key}, {list(sizes)} of "
-                    f"{entry.dtype}"
+                    f"{path}: damaged, {METADATA} describes a part of {key}, {list(sizes)} of {entry.dtype}, got {got}"
                 )
             if self._ours is not None and not (isinstance(found, FileTensor) and found.is_whole):
-                raise CorruptFile(f"{path}: damaged, {key} at {list(offsets)} is not all of its record")
+                raise CorruptFile(f"{path}: damaged, {key} at {list(offsets)} does not fill its record")
             tiles.append(Tile(offsets, found))
         return Tiled(entry.shape, entry.dtype, tiles)
 
     def value(self, key: str, trusted: bool = False) -> Any:
-        """An entry that is no tensor."""
+        """Returns an entry that is not a tensor."""
         run = self.table.objects[key]
         labels = None if self._ours is None else self._ours.labels(key, None)
         return load_run(self._files, self.folder / run.file, run.offset, run.num_bytes, key, trusted, labels)

@@ -1,13 +1,13 @@
-"""What a file of ``torch.save`` holds, without its bytes: tensors become sources that point into the file.
+"""Reads a file of ``torch.save`` without its bytes: tensors become sources that point into the file.
 
     a file, or a run of bytes in one | zip: data.pkl, data/0, data/1, ... , directory |
 
-Nothing of the file is executed and none of its classes is looked up: ``data.pkl`` goes through an unpickler that turns
-tensors into sources, DTensors into `Shard` records and everything else of torch.distributed into bare attributes, which
-also reads what other versions of torch wrote. Any other name is refused, or stands for an `OpaqueObject` object.
+It executes no code of the file and looks up none of its classes. The unpickler turns tensors in ``data.pkl`` into
+sources, DTensors into `Shard` records, and everything else of torch.distributed into bare attributes. So it also reads
+files of other torch versions. Any other name raises, or becomes an `OpaqueObject`.
 
-What the directory, the headers and the pickle say is compared: a record lies where the file ends or another begins, a
-tensor inside its record."""
+It compares directory, headers and pickle: a record ends where the file ends or another begins, and a tensor is inside
+its record."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fsdp2x.base.failures import CheckpointError, CorruptFile, first_line
 from fsdp2x.io.formats.safe_files import OpenFiles, check_plain
 from fsdp2x.io.formats.tensors import FileTensor, LoadedTensor, Source, is_shape
 
-STORAGES = {  # by the name of torch's class
+STORAGES = {  # by name of torch's class
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -45,14 +45,14 @@ STORAGES = {  # by the name of torch's class
     "ComplexDoubleStorage": torch.complex128,
     "UntypedStorage": torch.uint8,
 }
-LABEL = "label"  # of archives that we write into a DCP directory
+LABEL = "label"  # of archives that fsdp2x writes into a DCP directory
 _LOCAL_HEADER_BYTES = 30
 _ENCRYPTED, _HAS_TAIL = 1, 8
 
 
 @dataclass
 class Placement:
-    """``kind`` is the name of torch's class; ``dim`` and ``split_factor`` where it has them."""
+    """``kind`` is the name of torch's class. ``dim`` and ``split_factor`` are set if it has them."""
 
     kind: str
     dim: int = 0
@@ -61,7 +61,7 @@ class Placement:
 
 @dataclass
 class Shard:
-    """A DTensor of one rank: its local part, the global shape, and where the rank is on each axis of the mesh."""
+    """A DTensor of one rank: its local part, the global shape, and the rank's position on each axis of the mesh."""
 
     local: Source
     shape: tuple[int, ...]
@@ -76,10 +76,10 @@ class Shard:
 
 
 class OpaqueObject:
-    """An object of a class that was not looked up: its arguments and attributes. Anything else done to it is lost."""
+    """An object whose class was not looked up: its arguments and attributes. Other operations on it are lost."""
 
     args: tuple
-    shape: tuple[int, ...]  # of a tensor's
+    shape: tuple[int, ...]  # if it is a tensor
 
     def __new__(cls, *args: Any, **keywords: Any) -> OpaqueObject:
         self = super().__new__(cls)
@@ -112,11 +112,11 @@ def read_records(
     opaque: bool = False,
     labels: Collection[bytes] | None = None,
 ) -> Any:
-    """The object saved in ``length`` bytes at ``offset`` of a file, with records in place of its tensors.
+    """Returns the object saved in ``length`` bytes at ``offset`` of a file, with records in place of its tensors.
 
     Args:
-        opaque: objects of classes that a state dict does not need become `OpaqueObject` instead of an error.
-        labels: one of which the record `LABEL` has to be.
+        opaque: whether objects of classes that a state dict does not need become `OpaqueObject` instead of raising.
+        labels: allowed contents of the record `LABEL`.
     """
     if length is None:
         length = files.num_bytes(path) - offset
@@ -128,7 +128,7 @@ def read_records(
                 raise CheckpointError(f"byte order {order!r} is not supported")
             said = archive.read(members[LABEL]) if LABEL in members else b""
             if labels is not None and said not in labels:
-                raise CorruptFile(f"it is labelled {said[:200]!r}, expected {min(labels)[:200]!r}")
+                raise CorruptFile(f"expected the label {min(labels)[:200]!r}, got {said[:200]!r}")
             pickled = archive.read(members["data.pkl"])
         found = _Records(io.BytesIO(pickled), files, path, places, opaque).load()
     except CorruptFile as error:
@@ -147,24 +147,24 @@ def read_records(
 def _places(
     files: OpenFiles, path: Path, base: int, archive: zipfile.ZipFile
 ) -> tuple[dict[str, zipfile.ZipInfo], dict]:
-    """Records of an archive: by name without the folder, and (offset in the file, bytes) of each.
+    """Returns records of an archive by name without the folder, and (offset in the file, bytes) of each.
 
-    Raises `CorruptFile` when they are not what torch writes: plain, of one folder, each in a place of its own.
+    Raises `CorruptFile` if they are not as torch writes them: plain, in one folder, each in a separate place.
     """
     infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
     members = {info.filename.partition("/")[2]: info for info in infos}
     if len(members) != len(infos) or len({info.filename.partition("/")[0] for info in infos}) > 1:
-        raise CorruptFile("its records are not those of one archive")
+        raise CorruptFile("it mixes records of several archives")
     data = {}
     followers = [info.header_offset for info in infos[1:]] + [archive.start_dir]
     if infos and infos[0].header_offset != 0:
-        raise CorruptFile("its first record does not begin it")
+        raise CorruptFile("it does not begin with its first record")
     for name, info, follower in zip(members, infos, followers, strict=True):
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & _ENCRYPTED:
             raise CorruptFile(f"{info.filename} is compressed or encrypted")
         header = files.read(path, base + info.header_offset, _LOCAL_HEADER_BYTES + len(info.filename.encode()))
         if header[:4] != b"PK\x03\x04" or header[_LOCAL_HEADER_BYTES:] != info.filename.encode():
-            raise CorruptFile(f"{info.filename} does not lie where the directory says")
+            raise CorruptFile(f"{info.filename} is not where the directory says")
         skip = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         start = info.header_offset + _LOCAL_HEADER_BYTES + skip
         end = start + info.file_size
@@ -176,7 +176,7 @@ def _places(
 
 
 def _tails(info: zipfile.ZipInfo) -> list[bytes]:
-    """What may follow the data of a record: its checksum and sizes once more, where it says so."""
+    """Returns what may follow the data of a record: its checksum and sizes, if its flags say so."""
     if not info.flag_bits & _HAS_TAIL:
         return [b""]
     sizes = [struct.pack("<QQ", info.file_size, info.file_size)]
@@ -212,7 +212,7 @@ class _Run(io.RawIOBase):
 
 
 class _Strided(Source):
-    """A tensor whose elements do not lie in row-major order: its storage is read whole."""
+    """A tensor whose elements are not in row-major order. Its storage is read completely."""
 
     is_whole = False
 
@@ -258,13 +258,13 @@ class _Records(pickle.Unpickler):
         raise CheckpointError(f"it refers to {module}.{name}, which a model's state dict does not need")
 
     def persistent_load(self, pid: Any) -> tuple[torch.dtype, int, int]:
-        """Dtype of a storage, offset in the file and bytes."""
+        """Returns dtype of a storage, offset in the file, and bytes."""
         kind, dtype, key, _, numel = pid
         if kind != "storage" or not isinstance(dtype, torch.dtype):
             raise CorruptFile(f"it holds a persistent reference of kind {kind!r}")
         offset, num_bytes = self._places.get(f"data/{key}", (0, -1))
         if type(numel) is not int or numel * dtype.itemsize != num_bytes:
-            raise CorruptFile(f"its storage {key} has {num_bytes} bytes, {numel} elements of {dtype} are said")
+            raise CorruptFile(f"its storage {key} has {num_bytes} bytes, but should have {numel} elements of {dtype}")
         return dtype, offset, num_bytes
 
     def _tensor(
@@ -300,18 +300,18 @@ class _Records(pickle.Unpickler):
     def _of_type(self, function, cls: type, args: tuple, state: Any) -> Any:
         made = function(*args)
         if not isinstance(made, OpaqueObject):
-            return made  # attributes that somebody put on a plain tensor
+            return made  # attributes that users set on a plain tensor
         if cls.__name__ != "DTensor":
             if self._opaque:
                 return made
             raise CheckpointError(f"it holds a {cls.__name__}, which is not supported")
-        # A tuple where the class has slots.
+        # A tuple if the class has slots.
         parts = [part for part in (state if isinstance(state, tuple) else (state,)) if part]
         state = {name: value for part in parts for name, value in part.items()}
         spec = state["_spec"]
         coordinate = spec.mesh.__dict__.get("_coordinate_on_dim")
         if coordinate is None:
-            raise CheckpointError("it holds a DTensor that does not say where its rank is on the mesh")
+            raise CheckpointError("it holds a DTensor without its rank's position on the mesh")
         return Shard(state["_local_tensor"], made.shape, [_placement(one) for one in spec.placements], list(coordinate))
 
 
@@ -327,12 +327,12 @@ def is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def open_archive(files: OpenFiles, path: Path, trusted: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The mapping in a file, twice: as torch loads it, mapped from the file, and with sources for tensors."""
+    """Returns the mapping in a file twice: as torch loads it, mapped from the file, and with sources for tensors."""
     records = read_records(files, path, opaque=True)
     values = _load(path, str(path), trusted, mmap=True)
     for one in (values, records):
         if not isinstance(one, dict):
-            raise CorruptFile(f"{path}: got {type(one).__name__}, expected a mapping of parts")
+            raise CorruptFile(f"{path}: expected a mapping of parts, got {type(one).__name__}")
     return values, records
 
 
@@ -345,13 +345,13 @@ def load_run(
     trusted: bool,
     labels: Collection[bytes] | None = None,
 ) -> Any:
-    """The value in a run of bytes of a file; ``name``: of the entry, for errors. Raises as `open_archive`."""
+    """Returns the value in a run of bytes of a file. Errors name the entry ``name``. Raises as `open_archive`."""
     read_records(files, path, offset, num_bytes, opaque=True, labels=labels)
     return _load(io.BytesIO(files.read(path, offset, num_bytes)), f"{path}: {name}", trusted)
 
 
 def detached(tree: Any) -> Any:
-    """The tree with tensors of their own memory in place of those that are mapped from a file."""
+    """Copies the tree, with tensors in separate memory in place of those that are mapped from a file."""
     if isinstance(tree, torch.Tensor):
         return tree.clone()
     if type(tree) in (list, tuple):
@@ -365,7 +365,7 @@ def _load(source: Any, where: str, trusted: bool, **options: Any) -> Any:
     except Exception as error:
         if (call := _why_refused(error)) is not None:
             raise CheckpointError(
-                f"{where}: reading it would execute {call}; pass trusted=True if you know who wrote it"
+                f"{where}: reading it would execute {call}. Pass trusted=True only if you trust its author."
             ) from None
         raise CorruptFile(f"{where}: damaged, its contents cannot be read: {first_line(error)}") from None
     check_plain(loaded, where)
@@ -373,7 +373,7 @@ def _load(source: Any, where: str, trusted: bool, **options: Any) -> Any:
 
 
 def _why_refused(error: Exception) -> str | None:
-    """What `torch.load(weights_only=True)` would have had to call; None for an error of another kind."""
+    """Returns what `torch.load(weights_only=True)` would have to call, or None for another kind of error."""
     text = str(error)
     if "weights_only" not in text and "weights only" not in text.lower():
         return None
@@ -384,9 +384,9 @@ def _why_refused(error: Exception) -> str | None:
 def box_of(
     shape: Sequence[int], sizes: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Start and shape of the part that the rank at ``coordinate`` of a mesh of ``sizes`` has.
+    """Returns start and shape of the part that the rank at ``coordinate`` of a mesh of ``sizes`` has.
 
-    A dim is cut into chunks of ceil(d/W), axis after axis. A strided shard was cut by a later axis before: FSDP over
+    A dim is cut into chunks of ceil(d/W), axis after axis. A later axis cut a strided shard first, as with FSDP over
     tensor parallelism.
     """
     start, box = [0] * len(shape), list(shape)

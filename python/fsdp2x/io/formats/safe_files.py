@@ -1,4 +1,4 @@
-"""Opens and reads what others may have written, within limits: regular files, JSON, trees of plain values."""
+"""Opens and reads untrusted files within limits: regular files, JSON, trees of plain values."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ MOST_VALUES = 20_000_000
 
 
 def check_plain(tree: Any, where: str) -> None:
-    """Raises `CorruptFile` for mappings and sequences that hold themselves, are nested too deep, or become too many.
+    """Raises `CorruptFile` for values that contain themselves, are nested too deep, or become too many.
 
-    A file names what it has said before, so that a few bytes may stand for a tree that no memory holds.
+    A file can refer to earlier values, so a few bytes may stand for a tree that fits in no memory.
     """
     known: dict[int, tuple[int, int]] = {}
     open_: set[int] = set()
 
     def measure(node: Any, depth: int) -> tuple[int, int]:
-        """Values below a node, and levels."""
+        """Returns the number of values below a node, and of levels."""
         if isinstance(node, Mapping):
             children = node.values()
         elif isinstance(node, list | tuple | set | frozenset):
@@ -33,7 +33,7 @@ def check_plain(tree: Any, where: str) -> None:
         else:
             return 1, 0
         if id(node) in open_:
-            raise CorruptFile(f"{where}: damaged, a value in it holds itself")
+            raise CorruptFile(f"{where}: damaged, a value in it contains itself")
         if id(node) not in known:
             if depth == DEEPEST:
                 raise CorruptFile(f"{where}: damaged, its values are nested deeper than {DEEPEST} levels")
@@ -48,7 +48,7 @@ def check_plain(tree: Any, where: str) -> None:
         if depth + levels > DEEPEST:
             raise CorruptFile(f"{where}: damaged, its values are nested deeper than {DEEPEST} levels")
         if num > MOST_VALUES:
-            raise CorruptFile(f"{where}: damaged, references make more than {MOST_VALUES} values of it")
+            raise CorruptFile(f"{where}: damaged, references expand it to more than {MOST_VALUES} values")
         return num, levels
 
     measure(tree, 0)
@@ -58,7 +58,7 @@ _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.E
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor of a regular file, for reading; raises `CheckpointError` naming it."""
+    """Returns a descriptor for reading a regular file. Raises `CheckpointError` that names it."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -71,7 +71,7 @@ def open_regular(path: Path) -> int:
 
 
 class OpenFiles:
-    """Files that stay open while sources point into them, the last `most` of them; a context manager.
+    """Files that stay open while sources point into them, the last `most` of them. A context manager.
 
     A checkpoint of many ranks has more files than a process may open at once.
     """
@@ -93,11 +93,11 @@ class OpenFiles:
         self._fds = {}
 
     def read(self, path: Path, offset: int, num_bytes: int) -> bytes:
-        """So many bytes of a file, fewer at its end."""
+        """Returns ``num_bytes`` bytes of a file, or fewer at its end."""
         return os.pread(self._fd(path), num_bytes, offset)
 
     def fill(self, path: Path, offset: int, target: memoryview) -> None:
-        """Reads into memory until it is full; raises `CorruptFile` when the file ends before."""
+        """Reads until the memory is full. Raises `CorruptFile` if the file ends first."""
         self.read_bytes += len(target)
         while len(target):
             count = os.preadv(self._fd(path), [target], offset)
@@ -114,7 +114,7 @@ class OpenFiles:
             if len(self._fds) >= self._most:
                 os.close(self._fds.pop(next(iter(self._fds))))
             fd = open_regular(path)
-        self._fds[path] = fd  # at the end: the least recently used comes first
+        self._fds[path] = fd  # last, because the least recently used comes first
         return fd
 
 
@@ -122,7 +122,7 @@ MOST_BYTES = 1 << 30
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES, *, may_be_pipe: bool = False) -> str:
-    """A UTF-8 file of at most so many bytes; raises `CheckpointError`, or `CorruptFile` for what is no such text."""
+    """Returns a UTF-8 file of at most ``most_bytes``. Raises `CheckpointError`, or `CorruptFile` for other contents."""
     try:
         with open(path if may_be_pipe else open_regular(path), "rb") as file:
             content = file.read(most_bytes + 1)
@@ -137,12 +137,12 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES, *, may_be_pipe: bool = F
 
 
 def read_json(path: Path, *, unique: bool = True) -> dict[str, Any]:
-    """The mapping in a JSON file; `unique`: a key that occurs twice is an error."""
+    """Returns the mapping in a JSON file. With `unique`, a repeated key raises."""
     return parse_json(read_text(path), str(path), unique=unique)
 
 
 def parse_json(text: str | bytes, where: str, *, unique: bool = True) -> dict[str, Any]:
-    """The same for text; `where` names it in errors."""
+    """Does the same for text. Errors name `where`."""
     try:
         value = json.loads(text, object_pairs_hook=_unique if unique else None)
     except RecursionError:
@@ -150,7 +150,7 @@ def parse_json(text: str | bytes, where: str, *, unique: bool = True) -> dict[st
     except ValueError as error:
         raise CorruptFile(f"{where}: damaged, not valid JSON: {first_line(error)}") from None
     if not isinstance(value, dict):
-        raise CorruptFile(f"{where}: got {type(value).__name__}, expected a mapping")
+        raise CorruptFile(f"{where}: expected a mapping, got {type(value).__name__}")
     check_plain(value, where)
     return value
 

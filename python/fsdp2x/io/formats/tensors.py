@@ -1,7 +1,7 @@
-"""Tensors that are not in memory, of which any box can be read: from files, or made of other such tensors.
+"""Tensors that are not in memory but readable by boxes: from files, or made of other such tensors.
 
-A source has a shape and a dtype, and ``read(start, out)`` fills ``out`` with the box of ``out.shape`` that begins at
-``start``, converted to ``out.dtype``. Only the bytes of the box are read, straight into ``out`` where dtype and layout
+A source has a shape and a dtype. ``read(start, out)`` fills ``out`` with the box of ``out.shape`` that begins at
+``start``, converted to ``out.dtype``. It reads only the bytes of the box, directly into ``out`` if dtype and layout
 allow it, otherwise through a small buffer. Stacking, joining, cutting, and transposing are arithmetic on boxes.
 """
 
@@ -19,20 +19,20 @@ from fsdp2x.base.failures import CorruptFile
 from fsdp2x.base.memory_file import memory_of
 from fsdp2x.io.formats.safe_files import OpenFiles
 
-# Large enough for full disk bandwidth, small enough to stay in the cache while it is converted.
+# Large enough for full disk bandwidth, small enough to stay in the cache during conversion.
 BUFFER_BYTES = 4 << 20
 _MOST_DIMS = 64
 
 
 def is_shape(sizes: object) -> bool:
-    """Whether a tensor can have these sizes; torch itself counts elements in 64 bits."""
+    """Returns whether a tensor can have these sizes. torch itself counts elements in 64 bits."""
     if not isinstance(sizes, list | tuple) or len(sizes) > _MOST_DIMS:
         return False
     return all(type(size) is int and size >= 0 for size in sizes) and math.prod(max(n, 1) for n in sizes) < 2**59
 
 
 class Source:
-    """Base of all: ``shape``, ``dtype``, ``read``."""
+    """Base class: ``shape``, ``dtype``, ``read``."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -41,14 +41,14 @@ class Source:
         raise NotImplementedError
 
     def undo(self, held: Source) -> list[tuple[Source, Source, tuple[int, int] | None]] | None:
-        """What ``held``, which has this source's values, says about its inputs; None: nothing, it was computed.
+        """Returns what ``held``, which has this source's values, says about its inputs. None if it was computed.
 
-        Each: the input, its values in ``held``, and None for all of it, or the (dim, first index) of a part.
+        Each item has the input, its values in ``held``, and None for all of it or (dim, first index) of a part.
         """
         return []
 
     def __setstate__(self, state: object) -> None:
-        """A pickle could give the source that stands for its tensor another place to read from."""
+        """Raises, because a pickle could make the source of a tensor read from another place."""
         raise TypeError("a tensor's attributes are set by the file that holds it")
 
     def whole(self, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -60,13 +60,13 @@ class Source:
 def runs_of_box(
     shape: Sequence[int], start: Sequence[int], box: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], int]]:
-    """The runs of elements of a box in a row-major tensor: the index in the box, and the first element in the tensor.
+    """Yields the runs of a box in a row-major tensor: index in the box, and first element in the tensor.
 
     All runs are equally long. An empty box has none.
     """
     if 0 in box:
         return
-    # Rows below `outer` are one run: every later dim is complete.
+    # Rows below `outer` are one run, because every later dim is complete.
     outer = max((dim for dim in range(len(box)) if box[dim] != shape[dim]), default=0)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     base = sum(first * stride for first, stride in zip(start, strides, strict=True))
@@ -75,9 +75,9 @@ def runs_of_box(
 
 
 class FileTensor(Source):
-    """A row-major tensor at a byte offset of a file. Whoever makes it has checked that the file is long enough.
+    """A row-major tensor at a byte offset of a file. Its maker has checked that the file is long enough.
 
-    ``is_whole``: it is all that was saved in its place, and not a part of something larger.
+    ``is_whole`` says that it is everything saved in its place, not a part of something larger.
     """
 
     def __init__(
@@ -111,12 +111,12 @@ class FileTensor(Source):
             part.copy_(buffer[: part.shape[0]])
 
     def _fill(self, offset: int, out: torch.Tensor) -> None:
-        flat = out.as_strided((out.numel(),), (1,))  # also where a dim of size 1 has another stride
+        flat = out.as_strided((out.numel(),), (1,))  # also works if a dim of size 1 has another stride
         self._files.fill(self._path, offset, memory_of(flat))
 
 
 class LoadedTensor(Source):
-    """A tensor that is in memory, or mapped from a file."""
+    """A tensor that is in memory or mapped from a file."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype, self._tensor = tuple(tensor.shape), tensor.dtype, tensor
@@ -137,7 +137,7 @@ class Tile:
 
 
 class Tiled(Source):
-    """A tensor of ``shape`` of which ``tiles`` hold what is read; whoever makes it has checked that they do."""
+    """A tensor of ``shape`` whose ``tiles`` hold what is read. Its maker has checked that they do."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, tiles: Sequence[Tile]) -> None:
         self.shape, self.dtype, self._tiles = tuple(shape), dtype, tiles
@@ -156,18 +156,18 @@ class Tiled(Source):
 
 
 def tiled(name: str, shape: Sequence[int], dtype: torch.dtype, tiles: Sequence[Tile]) -> Tiled:
-    """The tensor that ``tiles`` make up; those at one place are replicas, of which the first counts."""
+    """Returns the tensor that ``tiles`` make up. Tiles at one place are replicas, and the first counts."""
     boxes = {(tile.start, tile.source.shape): tile for tile in reversed(tiles) if 0 not in tile.source.shape}
     for tile in boxes.values():
         if tile.source.dtype != dtype:
-            raise CorruptFile(f"{name}: a shard has dtype {tile.source.dtype}, the tensor {dtype}")
+            raise CorruptFile(f"{name}: a shard has dtype {tile.source.dtype}, but the tensor {dtype}")
     if wrong := covers(shape, list(boxes)):
         raise CorruptFile(f"{name}: the shards {wrong}")
     return Tiled(shape, dtype, list(boxes.values()))
 
 
 def covers(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str:
-    """What is wrong with boxes (start, sizes) that are to make up ``shape``, none of them empty; "" where they do."""
+    """Returns why nonempty boxes (start, sizes) do not make up ``shape``, or "" if they do."""
     for start, sizes in boxes:
         fits = len(start) == len(sizes) == len(shape)
         if not fits or any(a < 0 or a + n > whole for a, n, whole in zip(start, sizes, shape, strict=True)):
@@ -175,11 +175,11 @@ def covers(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[i
     held, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
     if held != whole:
         return f"hold {held} elements of {whole}"
-    return "overlap, and leave a part out" if _overlap(shape, boxes) else ""
+    return "overlap and leave gaps" if _overlap(shape, boxes) else ""
 
 
 def _overlap(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Sweeps along the dim that is cut into most parts: few boxes are side by side there."""
+    """Sweeps along the dim with most parts, where few boxes are at the same position."""
     if not shape:
         return len(boxes) > 1
     sweep = max(range(len(shape)), key=lambda dim: len({start[dim] for start, _ in boxes}))
@@ -303,7 +303,7 @@ class Turned(Source):
 
 
 class Computed(Source):
-    """One result of a conversion that needs whole tensors; results are kept until each has been read once."""
+    """One result of a conversion that needs full tensors. Results are kept until each has been read once."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, take: Callable[[], torch.Tensor]) -> None:
         self.shape, self.dtype, self._take = shape, dtype, take
@@ -316,7 +316,7 @@ class Computed(Source):
 
 
 def differ(first: Source, second: Source, start: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether a box of two sources of one shape holds different values; reads a few rows of both at a time."""
+    """Returns whether a box of two sources of one shape has different values. Reads a few rows at a time."""
     if 0 in shape:
         return False
     limit_numel = max(1, BUFFER_BYTES // max(first.dtype.itemsize, second.dtype.itemsize))
@@ -324,14 +324,14 @@ def differ(first: Source, second: Source, start: Sequence[int], shape: Sequence[
         boxes = [torch.empty(sizes, dtype=first.dtype) for _ in range(2)]
         for source, box in zip((first, second), boxes, strict=True):
             source.read([a + b for a, b in zip(start, offset, strict=True)], box)
-        # Bits, of which those of a NaN are equal, too.
+        # Compare bits, because those of a NaN are equal too.
         if not torch.equal(*(box.view(-1).view(torch.uint8) for box in boxes)):
             return True
     return False
 
 
 def row_boxes(shape: Sequence[int], limit_numel: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Boxes (start, shape) of at most ``limit_numel`` elements that follow each other in row-major order."""
+    """Yields boxes (start, shape) of at most ``limit_numel`` elements, in row-major order."""
     if not shape or math.prod(shape) <= limit_numel:
         yield [0] * len(shape), list(shape)
         return

@@ -1,1 +1,1 @@
-"""The way to and from HuggingFace files; README.md says which module does what."""
+"""Reads and writes HuggingFace files. README.md lists the modules."""

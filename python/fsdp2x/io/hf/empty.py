@@ -1,6 +1,6 @@
-"""Models of HuggingFace configs on the meta device: the class that a config names, without weights.
+"""Builds models of HuggingFace configs on the meta device, without weights.
 
-A config is checked before transformers follows it.
+It checks a config before transformers reads it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fsdp2x.io.hf.files import Checkpoint
 from fsdp2x.io.names import ForeignModel
 from fsdp2x.sharding.wrap import unsharded_class
 
-# Of what is made one by one, more than any model has.
+# Config keys that count things which are made one by one. The limit is more than any model has.
 _COUNTED = re.compile(r"(?:^|_)(layers?|depths?|blocks?|experts|heads|labels|codebooks)(?:_|$)")
 _MOST = 100_000
 _MOST_LAYERS = 10_000
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """The mapping in a config.json whose counts are plausible, so that transformers may be given the file."""
+    """Reads a config.json and checks that its counts are plausible, so that transformers can read the file safely."""
     settings = read_json(file, unique=False)
     _check_counts(settings, str(file))
     return settings
@@ -42,11 +42,11 @@ def _check_counts(settings: dict[str, Any], where: str) -> None:
             most = _MOST_LAYERS if found[1].startswith(("layer", "depth", "block")) else _MOST
             for number in value if isinstance(value, list) else [value]:
                 if isinstance(number, int | float) and not number <= most:
-                    raise CheckpointError(f"{where}: {key} is {number:g}, expected at most {most}")
+                    raise CheckpointError(f"{where}: expected {key} of at most {most}, got {number:g}")
 
 
 def plain_config(model: ForeignModel) -> Any:
-    """A copy of the model's config that names the unsharded class and the dtype, as `save_pretrained` does."""
+    """Copies the model's config and sets the unsharded class and the dtype, as `save_pretrained` does."""
     config = copy.deepcopy(model.config)
     config.architectures = [unsharded_class(model).__name__]
     config.dtype = next(p.dtype for p in model.parameters())
@@ -54,7 +54,7 @@ def plain_config(model: ForeignModel) -> Any:
 
 
 def empty_model(folder: Path) -> nn.Module:
-    """The model of a folder's config on the meta device, in the dtype of the config or else of the files."""
+    """Builds the model of a folder's config on the meta device, in the dtype of the config or else of the files."""
     with told_of(folder):
         config = read_hf_config(folder)
         if getattr(config, "quantization_config", None) is not None:
@@ -64,7 +64,7 @@ def empty_model(folder: Path) -> nn.Module:
 
 @contextlib.contextmanager
 def told_of(path: Path) -> Iterator[None]:
-    """Whatever transformers raises about what a config.json says, or the one in a folder, is one `CheckpointError`."""
+    """Turns any exception of transformers about a config.json, or the one in a folder, into a `CheckpointError`."""
     try:
         yield
     except CheckpointError:
@@ -79,7 +79,7 @@ def told_of(path: Path) -> Iterator[None]:
 
 
 def read_hf_config(path: Path) -> Any:
-    """transformers' config of a config.json, or of a folder with one. Code that it names is not run."""
+    """Returns transformers' config of a config.json, or of a folder with one. Runs no code that it names."""
     from transformers import AutoConfig
 
     file = _file_of(path)
@@ -101,7 +101,7 @@ def build_empty(
     *,
     keeps_float32: bool = True,
 ) -> nn.Module:
-    """A model on the meta device; `keeps_float32`: weights that its class wants in float32 stay so."""
+    """Builds a model on the meta device. `keeps_float32`: weights that its class wants in float32 keep that dtype."""
     import transformers
 
     if model_class is None:
@@ -124,14 +124,14 @@ def build_empty(
 
 
 def dtype_of_files(folder: Path) -> torch.dtype:
-    """Of the first weight of real numbers."""
+    """Returns the dtype of the first floating-point weight."""
     with Checkpoint([folder]) as files:
         floating = (source.dtype for source in files.tensors.values() if source.dtype.is_floating_point)
         return next(floating, torch.float32)
 
 
 def _keep_in_float32(model: ForeignModel, dtype: torch.dtype) -> None:
-    """Weights that the model's class wants in float32 whatever the dtype."""
+    """Converts weights that the model's class always wants in float32."""
     plan = model._get_dtype_plan(dtype)
     if not plan:
         return

@@ -1,7 +1,7 @@
 """Finds and opens the weight files of a HuggingFace folder: safetensors or torch's pickles, one or several.
 
-``Checkpoint`` owns the open files. Nothing that is read is executed, and what an index or a header says is compared
-with the files. Every byte of a safetensors file belongs to exactly one tensor:
+``Checkpoint`` owns the open files. Reading executes no code, and entries of an index or header are compared with the
+files. Every byte of a safetensors file belongs to exactly one tensor:
 
     header bytes (8) | header (JSON) | tensors, without gaps
 """
@@ -25,7 +25,7 @@ from fsdp2x.io.formats.tensors import FileTensor, LoadedTensor, Source, is_shape
 
 logger = logging.getLogger("fsdp2x")
 
-# In the order in which they are looked for; an index names its files.
+# File names in search order. An index names its files.
 _WEIGHTS = (
     "model.safetensors.index.json",
     "model.safetensors",
@@ -37,20 +37,20 @@ _WEIGHTS = (
 
 
 def weight_files(path: str | Path) -> list[Path]:
-    """The weight files of a folder, or ``path`` itself when it is one."""
+    """Returns the weight files of a folder, or ``path`` itself if it is one."""
     path = Path(path).expanduser()
     if path.is_file():
         if not path.name.endswith(".index.json"):
             return [path]
         files = list(dict.fromkeys(path.parent / name for name in _weight_map(path).values()))
-        missing = [file.name[:200] for file in files if not os.path.isfile(file)]  # also one that no file could have
+        missing = [file.name[:200] for file in files if not os.path.isfile(file)]  # also for impossible names
         if missing:
             raise CheckpointError(f"{path}: names files that are missing: {', '.join(missing)}")
         return files
     if not path.is_dir():
         raise CheckpointError(
-            f"{path}: no such folder or file; download a model of the hub first, for instance with "
-            "huggingface_hub.snapshot_download"
+            f"{path}: no such folder or file. Download a model of the hub first, for example with "
+            "huggingface_hub.snapshot_download."
         )
     for name in _WEIGHTS:
         if (path / name).is_file():
@@ -59,21 +59,21 @@ def weight_files(path: str | Path) -> list[Path]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Name of a tensor -> name of its file."""
+    """Returns name of a tensor -> name of its file."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptFile(f"{index}: not an index of weight files: no weight_map")
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file:
-            raise CorruptFile(f"{index}: {name} would be in {str(file)[:200]!r}, which is no file of the folder")
+            raise CorruptFile(f"{index}: {name} would be in {str(file)[:200]!r}, which is not a file of the folder")
     return weight_map
 
 
 class Checkpoint:
-    """The tensors of some folders, by name; a context manager that closes the files.
+    """The tensors of some folders by name. A context manager that closes the files.
 
-    ``folders``: those of the files, in the order given. Raises as ``weight_files``, and for files that are damaged,
-    hold a name twice, or lack what their index says.
+    ``folders`` are those of the files, in the given order. Raises as ``weight_files`` does, and for files that are
+    damaged, contain a name twice, or lack tensors of their index.
     """
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
@@ -87,7 +87,7 @@ class Checkpoint:
                 found = read_safetensors(self._open, file) if file.suffix == ".safetensors" else self._pickle(file)
                 twice = next((name for name in found if name in self.tensors), None)
                 if twice is not None:
-                    raise CheckpointError(f"{file}: holds {twice!r}, which another of the files holds too")
+                    raise CheckpointError(f"{file}: holds {twice!r}, which another file also holds")
                 self.tensors.update(found)
                 self.names_in[file] = list(found)
             for path in paths:
@@ -106,7 +106,7 @@ class Checkpoint:
         return self._open.read_bytes
 
     def close(self) -> None:
-        """Closes the files; sources must not be read any more."""
+        """Closes the files. Sources must not be read afterwards."""
         self._open.close()
         self.tensors = {}
 
@@ -117,7 +117,7 @@ class Checkpoint:
         self.close()
 
     def _compare_with_index(self, path: Path) -> None:
-        """Raises `CorruptFile` where files lack what their index says."""
+        """Raises `CorruptFile` if files lack tensors of their index."""
         index = path if path.is_file() else index_of(path)
         if index is None or not index.name.endswith(".index.json"):
             return
@@ -145,14 +145,14 @@ class Checkpoint:
 
 
 def index_of(folder: Path) -> Path | None:
-    """The index that names the weight files of a folder, where there is one."""
+    """Returns the index that names the weight files of a folder, if there is one."""
     first = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
     return first if first is not None and first.name.endswith(".index.json") else None
 
 
 def _load_old(file: Path) -> object:
-    """What torch wrote before it wrote archives: read whole, with sources for the tensors."""
-    logger.warning("fsdp2x: %s has torch's old format, of which no part can be read: it is read whole", file)
+    """Reads torch's format from before archives completely, and returns sources for its tensors."""
+    logger.warning("fsdp2x: %s has torch's old format, which cannot be read in parts. It is read completely.", file)
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except OSError:
@@ -188,11 +188,11 @@ MOST_HEADER_BYTES = 100_000_000
 
 
 def read_safetensors(files: OpenFiles, path: Path) -> dict[str, FileTensor]:
-    """The tensors of a file by name."""
+    """Returns the tensors of a file by name."""
     num_bytes = files.num_bytes(path)
     header_bytes = int.from_bytes(files.read(path, 0, 8), "little")
     if num_bytes < 8 or header_bytes > min(num_bytes - 8, MOST_HEADER_BYTES):
-        raise CorruptFile(f"{path}: not a whole safetensors file: {num_bytes} bytes, a header of {header_bytes}")
+        raise CorruptFile(f"{path}: not a complete safetensors file: {num_bytes} bytes, a header of {header_bytes}")
     header = parse_json(files.read(path, 8, header_bytes), f"{path}: the header")
     header.pop("__metadata__", None)
     begin = 8 + header_bytes
@@ -205,24 +205,24 @@ def read_safetensors(files: OpenFiles, path: Path) -> dict[str, FileTensor]:
     reached = 0
     for start, end, name in sorted(ends):
         if start != reached:
-            raise CorruptFile(f"{path}: damaged, {name} begins at {start}, the tensor before it ends at {reached}")
+            raise CorruptFile(f"{path}: damaged, {name} begins at {start}, but the tensor before it ends at {reached}")
         reached = end
     if begin + reached != num_bytes:
         raise CorruptFile(
-            f"{path}: not a whole safetensors file: {num_bytes} bytes, its tensors end at {begin + reached}"
+            f"{path}: not a complete safetensors file: {num_bytes} bytes, its tensors end at {begin + reached}"
         )
     return found
 
 
 def _entry(entry: Any, what: str) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    """Dtype, shape, first and last byte of a tensor."""
+    """Returns dtype, shape, first and last byte of a tensor."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise CorruptFile(f"{what} is not described by dtype, shape and data_offsets")
     kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not is_shape(shape) or not isinstance(offsets, list) or not all(type(n) is int and n >= 0 for n in offsets):
         raise CorruptFile(f"{what} has the shape {shape} and the place {offsets}"[:1000])
     if not isinstance(kind, str) or kind not in DTYPES:
-        raise CheckpointError(f"{what} is of type {kind}, which cannot be loaded; known are {', '.join(DTYPES)}")
+        raise CheckpointError(f"{what} has type {kind}, which cannot be loaded. Known types are {', '.join(DTYPES)}.")
     num_bytes = math.prod(shape) * DTYPES[kind].itemsize
     if len(offsets) != 2 or offsets[1] - offsets[0] != num_bytes:
         raise CorruptFile(f"{what} of shape {shape} and type {kind} has {num_bytes} bytes, its place is {offsets}")

@@ -1,4 +1,4 @@
-"""An output folder that appears whole or not at all: written under a temporary name, synced, renamed."""
+"""Writes an output folder that appears complete or not at all: under a temporary name, synced, then renamed."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from fsdp2x.io.checkpoint.directory import remove, sync_file, sync_folder
 
 
 def refuse_existing(out: Path, force: bool) -> None:
-    """Raises `FileExistsError` when `out` exists and may not be replaced."""
+    """Raises `FileExistsError` if `out` exists and may not be replaced."""
     if out.exists() and not force:
         raise FileExistsError(f"{out}: exists already; choose another folder, or replace it with force=True")
 
 
 def refuse_inside(out: Path, source: Path) -> None:
-    """Raises `FileExistsError` when replacing `out` would delete `source`."""
+    """Raises `FileExistsError` if replacing `out` would delete `source`."""
     if source.resolve().is_relative_to(out.resolve()):
-        raise FileExistsError(f"{out}: is or holds {source}, which is read; choose another folder")
+        raise FileExistsError(f"{out}: is or contains {source}, which is read. Choose another folder.")
 
 
 def temporary(out: Path, purpose: str) -> Path:
-    """The name of a folder beside `out`, the same for every rank."""
+    """Returns the name of a folder next to `out`, the same for every rank."""
     return out.parent / f".tmp-{purpose}-{out.name}"
 
 
 def make_temporary(out: Path, purpose: str) -> Path:
-    """An empty folder of that name; what a killed writer left there goes."""
+    """Makes an empty folder of that name. Removes what a killed writer left there."""
     folder = temporary(out, purpose)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -39,7 +39,7 @@ def make_temporary(out: Path, purpose: str) -> Path:
 
 @contextlib.contextmanager
 def written(out: Path, purpose: str, force: bool) -> Iterator[Path]:
-    """An empty folder that becomes `out` when the block ends; nothing of it stays when the block raises."""
+    """Makes an empty folder that becomes `out` at the end of the block. If the block raises, nothing is left."""
     folder = temporary(out, purpose)
     try:
         yield make_temporary(out, purpose)
@@ -51,7 +51,7 @@ def written(out: Path, purpose: str, force: bool) -> Iterator[Path]:
 
 
 def publish(out: Path, folder: Path, force: bool) -> None:
-    """Makes `folder` durable and gives it the name `out`, in place of what is there when `force`."""
+    """Syncs `folder` to disk and renames it to `out`. Replaces an existing `out` if `force`."""
     for path in folder.rglob("*"):
         sync_folder(path) if path.is_dir() else sync_file(path)
     sync_folder(folder)

@@ -1,6 +1,6 @@
-"""Where each tensor lies in which safetensors file, before any byte of it is there, and writing to these places.
+"""Plans where each tensor goes in which safetensors file before it is written, and writes to these places.
 
-All ranks compute the same layout from names, shapes and dtypes, so that each can write its part at its place:
+All ranks compute the same layout from names, shapes and dtypes, so each can write its part at its place:
 
     file | header bytes (8) | header (JSON, padded to 8) | tensors, widest elements first, without gaps
 """
@@ -28,7 +28,7 @@ from fsdp2x.io.names import TensorSpec
 
 
 class ProgressBar:
-    """Shown while it is open and standard error is a terminal; gone when it is closed."""
+    """A progress bar, shown while open if standard error is a terminal, and removed when closed."""
 
     def __init__(self, total_bytes: int, what: str, wanted: bool = True) -> None:
         self._bar = None
@@ -37,7 +37,7 @@ class ProgressBar:
                 from tqdm.auto import tqdm
             except ImportError:
                 return
-            # disable=None: none where nobody looks.
+            # disable=None hides the bar if standard error is not a terminal.
             self._bar = tqdm(total=total_bytes, desc=what, unit="B", unit_scale=True, leave=False, disable=None)
 
     def add(self, num_bytes: int) -> None:
@@ -51,7 +51,7 @@ class ProgressBar:
 
 @contextlib.contextmanager
 def bars_of_rank_0() -> Iterator[None]:
-    """Inside the block transformers shows its bars on rank 0 alone, and only on a terminal."""
+    """Shows transformers' progress bars inside the block on rank 0 only, and only on a terminal."""
     from transformers.utils import logging
 
     shows = logging.is_progress_bar_enabled()
@@ -72,7 +72,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 
 @dataclass(frozen=True)
 class WeightFile:
-    """One file: its header with padding, its whole size, and the byte offset of each tensor in it."""
+    """One file: its header with padding, its total size, and the byte offset of each tensor in it."""
 
     name: str
     header: bytes
@@ -82,7 +82,7 @@ class WeightFile:
 
 @dataclass(frozen=True)
 class Layout:
-    """``place[name]`` is (index of the file, byte offset)."""
+    """Files and places of all tensors. ``place[name]`` is (index of the file, byte offset)."""
 
     files: list[WeightFile]
     place: dict[str, tuple[int, int]]
@@ -90,7 +90,7 @@ class Layout:
 
 
 def plan_layout(specs: Sequence[TensorSpec], max_shard_size: int | str, stem: str) -> Layout:
-    """Distributes tensors over files of at most ``max_shard_size`` bytes (or one larger tensor), in their order."""
+    """Distributes tensors in order over files of at most ``max_shard_size`` bytes (or one larger tensor)."""
     limit = parse_size(max_shard_size)
     names = [spec.name for spec in specs]
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
@@ -98,7 +98,7 @@ def plan_layout(specs: Sequence[TensorSpec], max_shard_size: int | str, stem: st
         raise ValueError(f"fsdp2x.save_hf: several weights would be written as {', '.join(twice)}")
     unknown = [f"{spec.name} ({spec.dtype})" for spec in specs if spec.dtype not in _NAMES]
     if unknown:
-        raise ValueError(f"fsdp2x.save_hf: safetensors cannot hold {', '.join(unknown)}; pass dtype or params")
+        raise ValueError(f"fsdp2x.save_hf: safetensors cannot hold {', '.join(unknown)}. Pass dtype or params.")
     parts = in_runs(specs, lambda spec: spec.num_bytes, limit)
     if len(parts) < 2:
         return layout_of({f"{stem}.safetensors": specs}, is_indexed=False)
@@ -107,7 +107,7 @@ def plan_layout(specs: Sequence[TensorSpec], max_shard_size: int | str, stem: st
 
 
 def in_runs(items: Iterable[T], bytes_of: Callable[[T], int], limit: int) -> list[list[T]]:
-    """Items that follow each other, in lists of at most so many bytes, or of one larger item."""
+    """Splits consecutive items into lists of at most ``limit`` bytes, or of one larger item."""
     runs: list[list[T]] = []
     filled_bytes = 0
     for item in items:
@@ -121,7 +121,7 @@ def in_runs(items: Iterable[T], bytes_of: Callable[[T], int], limit: int) -> lis
 
 
 def layout_of(parts: Mapping[str, Sequence[TensorSpec]], *, is_indexed: bool) -> Layout:
-    """The layout of given files: name of the file to its tensors."""
+    """Returns the layout of given files: file name -> its tensors."""
     files = [_file(name, part) for name, part in parts.items()]
     index = None
     if is_indexed:
@@ -137,7 +137,7 @@ def layout_of(parts: Mapping[str, Sequence[TensorSpec]], *, is_indexed: bool) ->
 
 
 def _file(name: str, specs: Sequence[TensorSpec]) -> WeightFile:
-    # Wide elements first: every tensor is aligned to its element size, as the library itself writes them.
+    # Wide elements first, so every tensor is aligned to its element size, as in the safetensors library.
     ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
     header: dict = {"__metadata__": {"format": "pt"}}
     offsets, end = {}, 0
@@ -156,7 +156,7 @@ def _file(name: str, specs: Sequence[TensorSpec]) -> WeightFile:
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of 5000, "5GB" (10^9), "1.5 GiB" (2^30)."""
+    """Returns the bytes of 5000, "5GB" (10^9), or "1.5 GiB" (2^30)."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B|)\s*", str(size).upper())
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
         raise ValueError(f'fsdp2x.save_hf: max_shard_size must be bytes or a size such as "5GB", got {size!r}')
@@ -167,7 +167,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def make_files(folder: Path, layout: Layout) -> None:
-    """The files of a layout with their headers and sizes, and the index; the tensors are holes."""
+    """Makes the files of a layout with their headers and sizes, and the index. Tensors are holes in the files."""
     for file in layout.files:
         with open(folder / file.name, "wb") as opened:
             opened.write(file.header)
@@ -177,10 +177,10 @@ def make_files(folder: Path, layout: Layout) -> None:
 
 
 class Writer:
-    """The weight files of a folder, opened when this rank first writes to them; a bar shows how far it is."""
+    """The weight files of a folder, opened at this rank's first write to them. Shows a progress bar."""
 
     def __init__(self, folder: Path, layout: Layout, *, num_writers: int = 1) -> None:
-        """``num_writers``: ranks that write about as much each, which is all that the bar is told of them."""
+        """``num_writers`` is the number of ranks that write about as much each. The bar uses it."""
         self._folder, self._layout = folder, layout
         self._fds: dict[int, int] = {}
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -199,7 +199,7 @@ class Writer:
             os.fsync(fd)
 
     def write(self, name: str, rows: torch.Tensor, *, dtype: torch.dtype | None = None, skip_bytes: int = 0) -> None:
-        """Writes ``rows``, converted, ``skip_bytes`` after the start of tensor ``name``; a few rows at a time."""
+        """Converts ``rows`` and writes them ``skip_bytes`` after the start of tensor ``name``, a few rows at a time."""
         if rows.numel() == 0:
             return
         dtype = dtype or rows.dtype
@@ -218,7 +218,7 @@ class Writer:
                 self._bar.add(count)
 
     def copy(self, name: str, source: Source, dtype: torch.dtype) -> None:
-        """Writes a source, converted, as tensor ``name``, through a buffer of a few MiB."""
+        """Converts a source and writes it as tensor ``name``, through a buffer of a few MiB."""
         if isinstance(source, Computed):
             self.write(name, source.whole(), dtype=dtype)
             return

@@ -1,12 +1,12 @@
-"""``load_hf``: the weights of HuggingFace files into a model; ``from_pretrained``: a folder as a sharded model.
+"""``load_hf`` fills a model from HuggingFace files. ``from_pretrained`` builds a sharded model from a folder.
 
-Every rank plans alike from names and shapes; then either each rank reads its own rows, or rank 0 reads and sends each
-rank its rows, a bucket of parameters at a time. Between two meetings of the ranks nothing is collective, so an error
-anywhere is raised everywhere. What rank r is sent for a bucket; the same length for every rank, all starts aligned:
+All ranks make the same plan from names and shapes. Then each rank reads its own rows, or rank 0 reads and sends each
+rank its rows, one bucket of parameters at a time. Between two synchronizations nothing is collective, so an error on
+any rank is raised on all. For a bucket, rank r gets these bytes, of equal length on every rank and with aligned starts:
 
     | flag |pad| rows of r of p0 |pad| rows of r of p1 |pad| ...        flag 1: rank 0 failed, nothing follows
 
-Rank 0 holds one bucket (or one larger parameter) at a time, the others their part of it.
+Rank 0 holds one bucket (or one larger parameter) at a time, and the other ranks their part of it.
 """
 
 from __future__ import annotations
@@ -94,11 +94,11 @@ def send_from_rank_0(steps: list[tuple[Target, list[Source]]], bar: Any, what: s
 def _scatter(sent: list[torch.Tensor] | None, num_bytes: int) -> torch.Tensor:
     if sent is not None and len(sent) == 1:
         return sent[0]
-    # Without a CPU backend the bytes travel through the accelerator.
+    # Without a CPU backend the bytes go through the accelerator.
     device = torch.device("cpu")
     if "cpu" not in dist.get_backend_config():
         accelerator = torch.accelerator.current_accelerator()
-        assert accelerator is not None, "the process group communicates on one"
+        assert accelerator is not None, "the process group communicates on an accelerator"
         device = torch.device(accelerator.type, torch.accelerator.current_device_index())
         sent = None if sent is None else [part.to(device) for part in sent]
     received = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -133,7 +133,7 @@ Mode = Literal["auto", "each", "broadcast"]
 
 @dataclass
 class LoadReport:
-    """What ``load_hf`` did. Names and meaning of the first three are transformers'; ``read_bytes`` is of this rank."""
+    """Result of ``load_hf``. The first three fields are named as in transformers. ``read_bytes`` is this rank's."""
 
     missing_keys: set[str] = field(default_factory=set)
     unexpected_keys: set[str] = field(default_factory=set)
@@ -152,34 +152,33 @@ def load_hf(
     ignore_mismatched_sizes: bool = False,
     progress: bool = True,
 ) -> LoadReport:
-    """Fills ``model`` in place from safetensors or ``.bin`` files, each rank its own rows, cast on the way.
+    """Fills ``model`` in place from safetensors or ``.bin`` files. Each rank reads its own rows.
 
-    The model may be on the meta device, sharded there (``with torch.device("meta")``, ``fully_shard``, ``load_hf``):
-    its shards then get their memory here, once. Dtypes are the model's: a float32 model keeps float32 masters of
-    bfloat16 files. Renamed and fused weights are mapped by transformers' tables for the model's class. Weights that the
-    files need not hold, such as the head of another class or a new adapter, are reported and initialised as the class
-    does it, the same on all ranks; so are non-persistent buffers on the meta device. All buffers are compared between
-    ranks. The model's train or eval mode stays. Nothing is changed before all files have been found to fit.
+    The model may be on the meta device and sharded there: its shards then get memory here. The model's dtypes stay, so
+    a float32 model keeps float32 masters of bfloat16 files. transformers' tables map renamed and fused weights. Weights
+    that the files may lack, such as another head or a new adapter, are reported and initialized by the model's class,
+    equal on all ranks. Nothing changes before all files fit. Buffers are compared between ranks.
 
     Collective over the default process group, with the same arguments on every rank.
 
     Args:
-        model: a transformers model, a PEFT model around one, or any module whose state dict has the files' names.
-        path: a folder, a weight file, an index; or several of them, such as a base model and an adapter.
-        mode: ``"each"``: every rank reads its rows from the files. ``"broadcast"``: rank 0 reads and sends, for files
-            that only it sees. ``"auto"``: each, but broadcast for ``.bin``, of which no part can be read alone.
-        strict: None: a weight that the files lack is an error where they must hold it: the config.json beside them
-            names the model's class, or the model is not transformers'; or they hold a part of its adapter. True:
-            missing and unexpected names are an error. False: missing weights are reported and initialised.
-        ignore_mismatched_sizes: initialise weights whose shape differs, instead of raising.
-        progress: a bar on rank 0 where standard error is a terminal and tqdm is installed.
+        model: a transformers model, a PEFT model around one, or any module with the files' names in its state dict.
+        path: a folder, a weight file, or an index, or several of them, such as a base model and an adapter.
+        mode: ``"each"``: every rank reads its rows. ``"broadcast"``: rank 0 reads and sends, for files that only rank 0
+            sees. ``"auto"``: ``"each"``, but ``"broadcast"`` for ``.bin`` files.
+        strict: True raises for missing and unexpected names. False reports and initializes missing weights. None raises
+            only for weights that the files must have: they belong to the model's class or to its adapter.
+        ignore_mismatched_sizes: whether to initialize weights whose shape differs instead of raising.
+        progress: whether rank 0 shows a bar if standard error is a terminal and tqdm is installed.
+
+    Returns:
+        Missing, unexpected and mismatched names, and the bytes that this rank read.
 
     Raises:
-        CheckpointError: on every rank: files that are missing, damaged or do not fit; a weight of another kind of
-            dtype (integers for floating point); tied weights that differ in the files; a weight that is neither in a
-            file nor initialised by the model's class.
+        CheckpointError: on every rank if files are missing, damaged or do not fit, tied weights differ in the files,
+            integers would become floating-point weights, or the class does not initialize a missing weight.
         NotImplementedError: the model is quantized, and the files hold more than its adapter.
-        ValueError: an unknown mode.
+        ValueError: ``mode`` is unknown.
     """
     paths = [path] if isinstance(path, (str, Path)) else list(path)
     what = f"loading {', '.join(map(str, paths))}"
@@ -189,8 +188,8 @@ def load_hf(
     try:
         if is_quantized(base) and not all(map(is_adapter, tensors)):
             raise NotImplementedError(
-                "fsdp2x.load_hf: the model's config asks for quantized weights, which are not supported; load them "
-                "with transformers and shard the result"
+                "fsdp2x.load_hf: the model's config asks for quantized weights, which are not supported. Load them "
+                "with transformers and shard the result."
             )
         plan = run_on_all_ranks(lambda: _plan(model, base, targets, tensors), what=what)
         report = _report(base, plan, what, strict, ignore_mismatched_sizes, classes)
@@ -221,20 +220,21 @@ def load_hf(
 
 @contextlib.contextmanager
 def _partly_filled() -> Iterator[None]:
-    """What fails after all was found to fit, such as a disk, leaves the model between two states."""
+    """Adds to errors that come after all checks, such as those of a disk, that the model is partly filled."""
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; a part of the weights is filled: load again before the model is used") from (
+        raise CheckpointError(f"{error}. A part of the weights is filled, so load again before you use the model.") from
+        (
             error.__cause__
         )
 
 
 def _open(paths: list, mode: Mode, what: str) -> tuple[Checkpoint | None, dict[str, Source], Mode, int, set[str]]:
-    """Opens the files on the ranks that read; the others get the names and shapes from rank 0.
+    """Opens the files on the ranks that read. The others get names and shapes from rank 0.
 
-    Returns the files, their tensors, the mode ("auto" decided), rank 0's seed of the moment, and the classes that
-    configs beside the files name.
+    Returns the files, their tensors, the mode ("auto" resolved), rank 0's current seed, and the classes that configs
+    next to the files name.
     """
     rank, _ = rank_and_size()
     opened: Checkpoint | None = None
@@ -258,7 +258,7 @@ def _open(paths: list, mode: Mode, what: str) -> tuple[Checkpoint | None, dict[s
             opened = opened or Checkpoint(paths)
             if {name: (source.shape, source.dtype) for name, source in opened.tensors.items()} != described:
                 raise CheckpointError(
-                    f"rank {rank} sees other files than rank 0; use mode='broadcast' where only rank 0 has the files"
+                    f"rank {rank} sees other files than rank 0. Use mode='broadcast' if only rank 0 has the files."
                 )
 
         run_on_all_ranks(on_each, what=what)
@@ -271,7 +271,7 @@ def _open(paths: list, mode: Mode, what: str) -> tuple[Checkpoint | None, dict[s
 
 
 def _classes(folders: list[Path]) -> set[str]:
-    """The classes whose weights the folders are said to hold; empty where no config says it."""
+    """Returns the classes of the folders' weights. Empty if no config names one."""
     named: set[str] = set()
     for folder in folders:
         if (folder / "config.json").is_file():
@@ -283,7 +283,7 @@ def _classes(folders: list[Path]) -> set[str]:
 @dataclass
 class _Plan:
     recipes: Recipes
-    steps: list[tuple[Target, list[Source]]] = field(default_factory=list)  # several sources: tied weights stored apart
+    steps: list[tuple[Target, list[Source]]] = field(default_factory=list)  # several sources: tied weights stored twice
     missing: list[Target] = field(default_factory=list)
 
 
@@ -292,7 +292,7 @@ def _plan(model: nn.Module, base: nn.Module, targets: list[Target], tensors: Map
         raise CheckpointError(why)
     shapes = {name: target.shape for target in targets for name in target.names}
     plan = _Plan(make_recipes(base, tensors, shapes))
-    # An adapter alone goes into a model whose base has its weights, and the other way round.
+    # An adapter without a base goes into a model whose base already has its weights, and the other way round.
     holds_base = any(not is_adapter(name) for name in plan.recipes.sources)
     holds_adapter = any(is_adapter(name) for name in plan.recipes.sources)
     for target in targets:
@@ -301,8 +301,8 @@ def _plan(model: nn.Module, base: nn.Module, targets: list[Target], tensors: Map
             kinds = {kind_of(one.dtype) for one in (target, *sources)}
             if len(kinds) > 1:
                 raise CheckpointError(
-                    f"{target.names[0]} has dtype {sources[0].dtype} in the files and {target.dtype} here: another "
-                    "kind of number is not converted"
+                    f"{target.names[0]} has dtype {sources[0].dtype} in the files, but {target.dtype} in the model. "
+                    "Integers are not converted to floating point, nor back."
                 )
             plan.steps.append((target, sources))
         elif target.tensor.is_meta or (holds_adapter if is_adapter(target.names[0]) else holds_base):
@@ -313,7 +313,7 @@ def _plan(model: nn.Module, base: nn.Module, targets: list[Target], tensors: Map
 def _report(
     base: nn.Module, plan: _Plan, what: str, strict: bool | None, ignore_mismatched_sizes: bool, classes: set[str]
 ) -> LoadReport:
-    """Says what does not fit, on rank 0 and in transformers' form; raises alike on every rank."""
+    """Reports mismatches on rank 0 in transformers' form. Raises alike on every rank."""
     recipes = plan.recipes
     mismatched = {(name, *shapes) for name, shapes in recipes.mismatched.items()}
     missing = {target.names[0] for target in plan.missing} - set(recipes.mismatched)
@@ -322,7 +322,7 @@ def _report(
         report = _as_transformers(base, report, what)
     if mismatched and not ignore_mismatched_sizes:
         told = "; ".join(f"{name} has {there} in the files and {here} here" for name, there, here in sorted(mismatched))
-        raise CheckpointError(f"{what}: shapes differ: {told}; pass ignore_mismatched_sizes=True to initialise them")
+        raise CheckpointError(f"{what}: shapes differ: {told}. Pass ignore_mismatched_sizes=True to initialize them.")
     if strict and (report.missing_keys or report.unexpected_keys):
         raise CheckpointError(
             f"{what}: missing: {sorted(report.missing_keys)}; "
@@ -334,13 +334,13 @@ def _report(
             f"{what}: the files lack {len(lost)} weights of the model: {', '.join(lost[:5])}"
             f"{', ...' if len(lost) > 5 else ''}"
             + (f"; unexpected: {', '.join(sorted(report.unexpected_keys)[:5])}" if report.unexpected_keys else "")
-            + "; pass strict=False to initialise them"
+            + ". Pass strict=False to initialize them."
         )
     return report
 
 
 def _must_hold(name: str, base: nn.Module, plan: _Plan, classes: set[str]) -> bool:
-    """Whether files that lack a weight are not whole."""
+    """Returns whether files that lack this weight are incomplete."""
     if is_adapter(name):
         return any(is_adapter(one) for one in plan.recipes.sources)
     return not is_transformers(base) or not classes or unsharded_class(base).__name__ in classes
@@ -358,7 +358,7 @@ def _as_transformers(base: ForeignModel, report: LoadReport, what: str) -> LoadR
         skipped_pp_keys=set(),
     )
     with original_classes(base):
-        # The class knows names that may be missing, or left over from older versions.
+        # The class knows names that may be missing or left over from older versions.
         base._adjust_missing_and_unexpected_keys(info)
         if rank_and_size()[0] == 0:
             log_state_dict_report(base, what.removeprefix("loading "), True, info, logger)
@@ -366,7 +366,7 @@ def _as_transformers(base: ForeignModel, report: LoadReport, what: str) -> LoadR
 
 
 def _check(steps: list[tuple[Target, list[Source]]], mode: str) -> None:
-    """Raises when tied weights that are stored several times differ, in the part that this rank reads."""
+    """Raises if tied weights that are stored several times differ in the part that this rank reads."""
     for target, sources in steps:
         box = target.box() if mode == "each" else None
         start, shape = box if box is not None else ([0] * len(target.shape), target.shape)
@@ -399,36 +399,41 @@ def from_pretrained(
     progress: bool = True,
     **sharding: Any,
 ) -> nn.Module:
-    """Builds the model on the meta device, shards it there and loads each rank's rows: see :func:`load_hf`.
+    """Builds the model on the meta device, shards it there, and loads each rank's rows with :func:`load_hf`.
 
     ``from_pretrained(folder)`` takes the class from the folder's config, ``from_pretrained(Class, folder)`` that class.
-    The model is in eval mode, as with transformers. Nothing is downloaded and no code of the folder is run.
+    The model is in eval mode, as with transformers. It downloads nothing and runs no code of the folder. Collective.
 
     Args:
         path_or_model_class: a local folder with config.json, or a transformers model class.
-        path: the folder, when a class was given.
-        config: a config to use instead of the folder's.
-        dtype: of parameters; ``"auto"`` as in transformers: the config's, else that of the files. ``torch.float32``
-            keeps float32 masters of lower-precision files.
-        attn_implementation: as in transformers.
-        prepare: called with the model on the meta device before it is sharded; returns the model to shard, such as a
-            PEFT model around it (adapters are initialised after loading).
-        mode, strict, ignore_mismatched_sizes, progress: as for :func:`load_hf`.
-        **sharding: arguments of :func:`fully_shard`: mesh, mp_policy, reshard_after_forward, auto_wrap and others.
+        path: the folder, if the first argument is a class.
+        config: a config that replaces the folder's.
+        dtype: dtype of parameters. ``"auto"`` takes the config's, else that of the files, as in transformers.
+            ``torch.float32`` keeps float32 masters of lower-precision files.
+        attn_implementation: the attention of transformers, such as ``"sdpa"``.
+        prepare: a function that gets the model on the meta device and returns the model to shard, such as a PEFT model
+            around it (adapters are initialized after loading).
+        mode, strict, ignore_mismatched_sizes, progress: see :func:`load_hf`.
+        **sharding: arguments of :func:`fully_shard`, such as mesh, mp_policy, reshard_after_forward, and auto_wrap.
+
+    Returns:
+        The sharded model with its weights.
 
     Raises:
-        TypeError: a class was given without a path, or a path with a path.
-        CheckpointError: on every rank: the folder, its config or its weights are missing or do not fit.
+        TypeError: a class without a path, or two paths.
+        CheckpointError: on every rank if the folder, its config or its weights are missing or do not fit.
     """
     if isinstance(path_or_model_class, type):
         if path is None:
-            raise TypeError(f"fsdp2x.from_pretrained: {path_or_model_class.__name__} was given, but no path")
+            raise TypeError(
+                f"fsdp2x.from_pretrained: got the class {path_or_model_class.__name__} without a path. Pass a folder."
+            )
         model_class, folder = path_or_model_class, Path(path).expanduser()
     else:
         if path is not None:
             raise TypeError(
-                f"fsdp2x.from_pretrained: got two paths, {path_or_model_class!r} and {path!r}; the first argument may "
-                "be a model class instead"
+                f"fsdp2x.from_pretrained: got two paths, {path_or_model_class!r} and {path!r}. Pass one folder, or a "
+                "model class and a folder."
             )
         model_class, folder = None, Path(path_or_model_class).expanduser()
     what = f"loading {folder}"
@@ -448,7 +453,7 @@ def from_pretrained(
         with told_of(folder):
             return build_empty(model_class, *described[:2], attn_implementation)
 
-    # Rank 0 alone may see the folder.
+    # Only rank 0 may see the folder.
     described = on_rank_0(describe, what=what)
     generation = described[2]
     model: ForeignModel = run_on_all_ranks(build, what=what)

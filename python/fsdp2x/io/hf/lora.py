@@ -1,4 +1,4 @@
-"""LoRA through PEFT: adapters from plain settings, and adapter-only save and load of sharded models."""
+"""LoRA through PEFT: makes adapters from plain settings, and saves and loads adapters of sharded models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fsdp2x.io.formats.safe_files import read_json
 from fsdp2x.io.hf.load import LoadReport, load_hf
 from fsdp2x.io.hf.save import save_hf
 
-# What training frameworks call PEFT's settings.
+# Names that training frameworks give to PEFT's settings.
 _ALIASES = {
     "rank": "r",
     "lora_rank": "r",
@@ -28,31 +28,34 @@ _ALIASES = {
     "additional_target": "modules_to_save",
 }
 _LISTS = ("target_modules", "modules_to_save", "target_parameters", "exclude_modules")
-# What an adapter's numbers depend on besides its tensors' shapes.
+# Settings that change an adapter's values in addition to its tensors.
 _SCALING = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
 
 
 @checked
 def add_lora(model: nn.Module, settings: Any) -> nn.Module:
-    """Freezes ``model`` and adds LoRA adapters; returns the PEFT model. Call it on every rank, before ``fully_shard``.
+    """Freezes ``model``, adds LoRA adapters, and returns the PEFT model. Call it before ``fully_shard`` on every rank.
 
-    The base may be float32, bfloat16 or of 8-bit-typed weights (frozen ``int8`` or ``uint8`` parameters of a layer that
-    knows how to use them): base and adapters share units, whatever their dtypes. Adapters over bfloat16 and float16
-    weights are float32, so that optimizers work in float32; ``MixedPrecisionPolicy(param_dtype=...)`` chooses the
-    compute dtype of both, 8-bit weights excepted. Seed torch alike on every rank before: adapters start at random.
+    Seed torch alike on every rank first, because adapters start at random. The base may be float32, bfloat16, or have
+    8-bit weights (frozen ``int8`` or ``uint8`` parameters). Adapters over bfloat16 and float16 weights are float32.
+    ``MixedPrecisionPolicy(param_dtype=...)`` sets the compute dtype of base and adapters, except for 8-bit weights.
 
     Args:
-        model: a transformers model, or any module; not sharded yet. May be on the meta device.
-        settings: a ``peft.LoraConfig``; a mapping of its arguments, in which ``rank``, ``lora_rank``, ``alpha``,
-            ``dropout``, ``lora_target`` and ``additional_target`` are also known; or a folder with an
-            ``adapter_config.json``. Lists may be strings with commas. Among ``target_modules`` "all-linear" means
-            every linear layer but the head, "all-embedding" every embedding, "all-router" every router that is a
-            linear layer.
+        model: a transformers model, or any module, not sharded yet. May be on the meta device.
+        settings: a ``peft.LoraConfig``, a mapping of its arguments, or a folder with an ``adapter_config.json``. A
+            mapping may also use ``rank``, ``lora_rank``, ``alpha``, ``dropout``, ``lora_target`` and
+            ``additional_target``, and strings with commas for lists. In ``target_modules``, "all-linear" means every
+            linear layer except the head, "all-embedding" every embedding, and "all-router" every linear router.
+
+    Returns:
+        The PEFT model around ``model``.
 
     Raises:
-        ValueError: an unknown setting (the nearest known one is named); nothing to adapt; a folder of no LoRA adapter.
+        ValueError: a setting is unknown (the message names the nearest), no module matches, or the folder has no LoRA
+            adapter.
+        TypeError: ``settings`` has another type.
         CheckpointError: the folder's adapter_config.json is damaged.
-        RuntimeError: the model is sharded already.
+        RuntimeError: the model is already sharded.
         ImportError: PEFT is not installed.
     """
     from peft import LoraConfig, get_peft_model
@@ -60,7 +63,7 @@ def add_lora(model: nn.Module, settings: Any) -> nn.Module:
     sharded = next((name for name, module in model.named_modules() if isinstance(module, FSDPModule)), None)
     if sharded is not None:
         raise RuntimeError(
-            f"fsdp2x.add_lora: {sharded or 'the model'} is sharded already; add adapters first, then call fully_shard"
+            f"fsdp2x.add_lora: {sharded or 'the model'} is sharded already. Add adapters before fully_shard."
         )
     if isinstance(settings, (str, Path)):
         settings = _read_config(Path(settings))
@@ -87,7 +90,7 @@ def _arguments(model: nn.Module, settings: Mapping[str, Any]) -> dict[str, Any]:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(f"fsdp2x.add_lora: unknown setting {key!r}{hint}")
         if name in arguments:
-            raise ValueError(f"fsdp2x.add_lora: {key!r} and another setting both say {name}")
+            raise ValueError(f"fsdp2x.add_lora: {key!r} and another setting both set {name}. Pass only one of them.")
         if name in _LISTS and isinstance(value, str) and value != "all-linear":
             value = [part.strip() for part in value.split(",") if part.strip()]
         arguments[name] = value
@@ -97,9 +100,9 @@ def _arguments(model: nn.Module, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resolve_targets(model: nn.Module, targets: list[str]) -> list[str] | str:
-    """Replaces the names of kinds by the modules of that kind."""
+    """Replaces names of kinds by the modules of that kind."""
     if targets == ["all-linear"]:
-        return "all-linear"  # PEFT knows it
+        return "all-linear"  # PEFT knows this name
     head = getattr(model, "get_output_embeddings", lambda: None)()
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
     resolved: list[str] = []
@@ -114,8 +117,8 @@ def _resolve_targets(model: nn.Module, targets: list[str]) -> list[str] | str:
             found = [target]
         if not found:
             raise ValueError(
-                f"fsdp2x.add_lora: {target!r} matches nothing in {type(model).__name__}; routers and experts that are "
-                "no linear layers are adapted by target_parameters"
+                f"fsdp2x.add_lora: {target!r} matches nothing in {type(model).__name__}. For routers and experts that "
+                "are not linear layers, use target_parameters."
             )
         resolved += found
     return list(dict.fromkeys(resolved))
@@ -123,42 +126,55 @@ def _resolve_targets(model: nn.Module, targets: list[str]) -> list[str] | str:
 
 @checked
 def save_adapter(model: nn.Module, folder: str | Path, *, force: bool = False) -> Path:
-    """Writes the adapter of a PEFT model alone: what ``peft.PeftModel.from_pretrained(base, folder)`` loads.
+    """Saves only the adapter of a PEFT model, for ``peft.PeftModel.from_pretrained(base, folder)``. Collective.
 
-    All ranks write their rows at once where they share a file system; the base is not gathered. The folder appears
-    when it is whole. Collective, between two steps, sharded or not. Returns the folder.
+    Call it between two steps, for a sharded or unsharded model. Ranks that share a file system write their rows at
+    once, and the base is not gathered. The folder appears when it is complete.
 
     Args:
-        force: replace what is at ``folder``.
+        model: a PEFT model.
+        folder: the folder to write.
+        force: whether to replace an existing ``folder``.
+
+    Returns:
+        The path of the folder.
 
     Raises:
         ValueError: the model has no adapter.
-        NotImplementedError: it has several.
-        CheckpointError: on every rank: the folder exists, or cannot be written.
+        NotImplementedError: the model has several adapters.
+        CheckpointError: on every rank if the folder exists or cannot be written.
     """
     return save_hf(model, folder, weights="adapter", force=force)
 
 
 @checked
 def load_adapter(model: nn.Module, folder: str | Path) -> LoadReport:
-    """Fills the adapter of a PEFT model, sharded or not, from a folder that PEFT or ``save_adapter`` wrote.
+    """Fills the adapter of a PEFT model from a folder that PEFT or ``save_adapter`` wrote. Collective.
 
-    Each rank reads its own rows; the base stays as it is. Collective, with the same arguments on every rank.
+    Each rank reads its own rows. The base does not change. Pass the same arguments on every rank.
+
+    Args:
+        model: a PEFT model, sharded or not.
+        folder: the folder of the adapter.
+
+    Returns:
+        The same report as :func:`load_hf`.
 
     Raises:
-        ValueError: the model has no adapter, or one whose scaling differs from the folder's.
-        CheckpointError: on every rank: the folder is damaged, or its weights are not those of the adapter.
+        ValueError: the model has no adapter, or its scaling differs from the folder's.
+        NotImplementedError: the model has several adapters.
+        CheckpointError: on every rank if the folder is damaged or its weights do not fit the adapter.
     """
     folder = Path(folder)
     configs = getattr(model, "peft_config", None)
     if not configs:
         raise ValueError(
-            f"fsdp2x.load_adapter: {type(model).__name__} has no adapter; fsdp2x.add_lora(model, "
-            f"{str(folder)!r}), called before fully_shard, makes the one that the folder describes"
+            f"fsdp2x.load_adapter: {type(model).__name__} has no adapter. Call fsdp2x.add_lora(model, "
+            f"{str(folder)!r}) before fully_shard to make the one that the folder describes."
         )
     (name, config), *others = configs.items()
     if others:
-        raise NotImplementedError(f"fsdp2x.load_adapter: the model has the adapters {', '.join(configs)}; expected one")
+        raise NotImplementedError(f"fsdp2x.load_adapter: expected one adapter, the model has {', '.join(configs)}")
 
     def read() -> dict[str, Any]:
         try:
@@ -171,8 +187,8 @@ def load_adapter(model: nn.Module, folder: str | Path) -> LoadReport:
         here, there = getattr(config, key, None), stored.get(key)
         if (here or None) != (there or None):
             raise ValueError(
-                f"fsdp2x.load_adapter: {key} is {there!r} in {folder} and {here!r} in the model's adapter {name!r}; "
-                "make the model's adapter from the folder with fsdp2x.add_lora(model, folder)"
+                f"fsdp2x.load_adapter: {key} is {there!r} in {folder}, but {here!r} in the model's adapter {name!r}. "
+                "Make the model's adapter from the folder with fsdp2x.add_lora(model, folder)."
             )
     return load_hf(model, folder, strict=True, progress=False)
 
@@ -182,10 +198,10 @@ def _read_config(folder: Path) -> Any:
 
     path = folder / "adapter_config.json"
     if not path.is_file():
-        raise ValueError(f"{folder} has no adapter_config.json: no folder of an adapter")
+        raise ValueError(f"{folder} is not the folder of an adapter: adapter_config.json is missing")
     written = read_json(path, unique=False)
     if written.get("peft_type") != "LORA":
-        raise ValueError(f"{path}: peft_type is {written.get('peft_type')!r}, expected 'LORA'")
+        raise ValueError(f"{path}: expected the peft_type 'LORA', got {written.get('peft_type')!r}")
     try:
         return LoraConfig.from_pretrained(str(folder))
     except Exception as error:

@@ -1,12 +1,12 @@
-"""Which tensors of the files make up which weights of a model, by transformers' tables of conversions, and back.
+"""Maps tensors of files to weights of a model by transformers' conversion tables, and back.
 
-Reads names and shapes only. What transformers fuses while loading is described by sources, so that a rank can read its
-rows of the fused weight; a conversion that is not made of stacking, joining, cutting and turning is run on whole
-tensors by transformers itself.
+It reads names and shapes only. Sources describe what transformers fuses while loading, so a rank can read its rows of
+the fused weight. If a conversion is more than stacking, joining, cutting and transposing, transformers runs it on full
+tensors.
 
-``undo_loading`` goes back along the same recipes: they say which part of a weight is which tensor of the files. It is
-not ``source_families`` of ``io/names.py``, which asks transformers what the files of a model would be named: files that
-exist may be named otherwise, such as GPT-2's without ``transformer.``, and what is written has their names.
+``undo_loading`` follows the same recipes backwards: they say which part of a weight is which tensor of the files.
+``source_families`` of ``io/names.py`` is different: it asks transformers what the files of a model would be named.
+Existing files may have other names, such as GPT-2's without ``transformer.``, and the output keeps them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from fsdp2x.io.names import Family, is_transformers, original_classes, run_conve
 
 @dataclass
 class Recipes:
-    """``sources``: by name of the weight in the model. Names of the report are as in transformers'."""
+    """``sources`` by name of the weight in the model. Names in the report are those of transformers."""
 
     sources: dict[str, Source] = field(default_factory=dict)
     unexpected: set[str] = field(default_factory=set)
     mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)  # file, model
-    conversions: list | None = None  # those that were used, which saving undoes
+    conversions: list | None = None  # used conversions, which saving undoes
 
 
 def make_recipes(base: nn.Module, stored: Mapping[str, Source], shapes: Mapping[str, tuple[int, ...]]) -> Recipes:
-    """Recipes for the weights named in ``shapes`` (names in ``base``, and PEFT's names of adapter weights)."""
+    """Makes recipes for the weights in ``shapes`` (names in ``base``, and PEFT's names of adapter weights)."""
     recipes = Recipes()
     found = _converted(base, stored, shapes, recipes) if is_transformers(base) else dict(stored)
     for name, source in found.items():
@@ -63,7 +63,7 @@ def _converted(base, stored: Mapping[str, Source], shapes: Mapping, recipes: Rec
     for key in sorted(stored, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, known)
         if name not in shapes and key in shapes:
-            # An original name that the table would have changed without need.
+            # An original name that the table would have changed unnecessarily.
             name, pattern = rename_source_key(key, [], [], prefix, known)
         if pattern is None:
             found[name] = stored[key]
@@ -79,7 +79,7 @@ def _converted(base, stored: Mapping[str, Source], shapes: Mapping, recipes: Rec
 
 
 class _Conversion:
-    """One converter applied to the tensors that make up one weight, or several."""
+    """One converter applied to the tensors of one or several weights."""
 
     def __init__(self, model, name: str, converter, members: list[tuple[str, str]], stored: Mapping[str, Source]):
         self._model, self._name, self._converter = model, name, converter
@@ -91,7 +91,7 @@ class _Conversion:
         odd = [key for _, key in self._members if kind_of(self._stored[key].dtype) != kind_of(dtype)]
         if odd:
             raise self._unfit(f"{odd[0]} has dtype {self._stored[odd[0]].dtype}")
-        # On the meta device, for the names and shapes of the results; transformers decides both.
+        # On the meta device, where transformers decides names and shapes of the results.
         try:
             made = self._run(lambda key: torch.empty(self._stored[key].shape, dtype=dtype, device="meta"))
         except Exception as error:
@@ -110,8 +110,8 @@ class _Conversion:
     def _unfit(self, reason: str) -> CheckpointError:
         one = self._members[0][1]
         return CheckpointError(
-            f"{self._name} is made of {len(self._members)} tensors that do not fit together in the files: {reason}; "
-            f"{one} is {list(self._stored[one].shape)} of {self._stored[one].dtype}"
+            f"{self._name} is made of {len(self._members)} tensors that do not fit together in the files: {reason}. "
+            f"{one} has shape {list(self._stored[one].shape)} and dtype {self._stored[one].dtype}."
         )
 
     def _run(self, tensor_of) -> dict[str, torch.Tensor]:
@@ -124,7 +124,7 @@ class _Conversion:
         return self._made.pop(name)
 
     def _describe(self) -> list[Source]:
-        """The results as sources, in the converter's order."""
+        """Returns the results as sources, in the converter's order."""
         from transformers import core_model_loading as loading
 
         values: dict[str, list[Source]] = {}
@@ -155,11 +155,11 @@ class _Conversion:
 
 
 class _NotDescribable(Exception):
-    """An operation needs whole tensors."""
+    """An operation needs full tensors."""
 
 
 def kind_of(dtype: torch.dtype) -> str:
-    """Numbers of one kind are converted into each other."""
+    """Returns the kind of a dtype. Numbers of one kind are converted into each other."""
     return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"
 
 
@@ -171,7 +171,7 @@ def _only(values: dict[str, list[Source]]) -> Source:
 
 @dataclass
 class Undone:
-    """``values``: of the files' tensors by name. ``used``: those that loading uses, for the model's ``weights``."""
+    """``values`` of the files' tensors by name. ``used`` are those that loading uses, for the model's ``weights``."""
 
     values: dict[str, Source] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
@@ -181,18 +181,20 @@ class Undone:
 def undo_loading(
     model: Any, files: Mapping[str, Source], shapes: Mapping[str, tuple[int, ...]], held: Mapping[str, Source]
 ) -> Undone:
-    """What tensors the files of a model have whose weights are ``held``.
+    """Returns the tensors that the files of a model with the weights ``held`` would have.
 
     Args:
-        model: on the meta device.
-        files: the tensors of the folder to write; only names, shapes and dtypes are looked at.
-        shapes: of the weights, by each of their names.
-        held: by every name of each weight.
+        model: a model on the meta device.
+        files: tensors of the folder to write. Only their names, shapes and dtypes are used.
+        shapes: shapes of the weights, by each of their names.
+        held: weights, by each of their names.
     """
     recipes = make_recipes(model, files, shapes)
     if recipes.mismatched:
         name, (there, here) = next(iter(recipes.mismatched.items()))
-        raise CheckpointError(f"the origin's config.json and files disagree: {name} is {there} there and {here} here")
+        raise CheckpointError(
+            f"the origin's config.json and files disagree: {name} is {there} in the files, but {here} by the config"
+        )
     names = {id(source): name for name, source in files.items()}
     undone = Undone(weights=set(recipes.sources))
     values, used = undone.values, undone.used
@@ -233,7 +235,7 @@ def undo_loading(
 
 
 def _convert_back(model: Any, weights: list[str], shapes: Mapping, held: Mapping[str, Source]) -> dict[str, Source]:
-    """Conversions that need whole tensors, run backwards by transformers; results are made when they are read."""
+    """Has transformers run conversions that need full tensors backwards. Results are made when they are read."""
     described = {name: (torch.Size(shapes[name]), held[name].dtype) for name in weights if name in held}
     values: dict[str, Source] = {}
     for family in source_families(model, described):

@@ -1,8 +1,8 @@
-"""``save_hf``: a sharded model as a HuggingFace folder, written by all ranks at once where they share a file system.
+"""``save_hf`` writes a sharded model as a HuggingFace folder, with all ranks at once if they share a file system.
 
-The layout of the files is known before the bytes: a rank writes its rows of each weight at their place, without any
-communication. What is not a matter of rows (un-fused experts, other shard dims, tensor parallel weights) is gathered
-through ``export.stream`` and written by rank 0; without a shared file system all of it is.
+The layout of the files is known before the bytes, so each rank writes its rows of each weight without communication.
+Weights that are not stored by rows (un-fused experts, other shard dims, tensor parallelism) are gathered through
+``export.stream`` and written by rank 0. Without a shared file system, all weights are.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from fsdp2x.lifecycle.api import method_makers
 from fsdp2x.lifecycle.module import FSDPModule
 from fsdp2x.lifecycle.tree import named_params
 
-# A folder has a tokenizer when it has one of these.
+# A folder with one of these has a tokenizer.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model",
 )  # fmt: skip
-# What it or a processor consists of besides; copied from the folder the model was loaded from.
+# Other files of a tokenizer or processor, copied from the folder the model was loaded from.
 _BESIDES = (
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "merges.txt", "preprocessor_config.json",
     "video_preprocessor_config.json", "processor_config.json",
@@ -61,30 +61,31 @@ def save_hf(
 ) -> Path:
     """Writes safetensors, index, config, generation config and tokenizer, with the names and layout of the source.
 
-    The folder appears under its name when it is whole and synced. Memory: two buckets and 4 MiB. Works at any time
-    between two steps, also for models that are not sharded.
+    Call it between two steps, also for models that are not sharded. The folder appears when it is complete and synced.
+    It needs memory for two buckets and 4 MiB.
 
     Collective over the default process group, with the same arguments on every rank.
 
     Args:
-        model: a transformers model, a PEFT model around one, or any module (which has no config to write).
-        dtype: of floating-point weights. Default the dtype that ``load_hf`` found in the files, else the parameter's.
-        max_shard_size: bytes of a file, or a size such as ``"5GB"``.
-        tokenizer: anything with ``save_pretrained``; default the files of the folder the model was loaded from.
-        weights: of a PEFT model: its ``"adapter"`` (``"auto"``; with adapter_config.json), or its ``"base"``.
-        writers: ``"all"`` ranks write their rows, ``"one"``: rank 0 writes everything. ``"auto"``: all, if every rank
-            sees the folder of rank 0.
-        force: replace what is at ``path``.
+        model: a transformers model, a PEFT model around one, or any module (for which no config is written).
+        path: the folder to write.
+        dtype: dtype of floating-point weights. Default: the one that ``load_hf`` found in the files, else the
+            parameter's.
+        max_shard_size: bytes per file, or a size such as ``"5GB"``.
+        tokenizer: an object with ``save_pretrained``. Default: the files of the folder the model was loaded from.
+        weights: part of a PEFT model to save: ``"adapter"`` (also ``"auto"``) with adapter_config.json, or ``"base"``.
+        writers: ``"all"``: every rank writes its rows. ``"one"``: rank 0 writes everything. ``"auto"``: all if every
+            rank sees rank 0's folder.
+        force: whether to replace an existing ``path``.
 
     Returns:
-        The folder.
+        The path of the folder.
 
     Raises:
-        CheckpointError: on every rank: the folder exists, or cannot be written (disk full, not allowed); nothing is
-            left behind, and what was at ``path`` is still there.
-        ValueError: an unknown choice or size; ``writers="all"`` without a shared file system.
+        CheckpointError: on every rank if the folder exists or cannot be written. An existing ``path`` stays intact.
+        ValueError: a choice or size is unknown, or ``writers="all"`` without a shared file system.
         RuntimeError: a parameter is on the meta device.
-        NotImplementedError: a PEFT model with several adapters; weights of a quantized model.
+        NotImplementedError: a PEFT model with several adapters, or weights of a quantized model.
     """
     out = Path(path).expanduser()
     what = f"saving to {out}"
@@ -104,12 +105,12 @@ def save_hf(
         if writers == "all" and not all(everyone):
             blind = [rank for rank, one in enumerate(everyone) if not one]
             raise ValueError(
-                f'fsdp2x.save_hf: writers="all", but ranks {blind} do not see {folder} of rank 0; use writers="one"'
+                f'fsdp2x.save_hf: writers="all", but ranks {blind} do not see {folder} of rank 0. Use writers="one".'
             )
         job.write(folder, by_rows=writers != "one" and all(everyone), what=what)
         on_rank_0(lambda: publish(out, folder, force), what=what)
     except CheckpointError:
-        # Raised on every rank, and on none before the folder is gone.
+        # Raised on every rank, after the folder is gone.
         on_rank_0(lambda: shutil.rmtree(folder, ignore_errors=True), what=what)
         raise
     finally:
@@ -127,7 +128,7 @@ def save_adapter_config(model: ForeignModel, folder: Path) -> None:
 
 
 class _Job:
-    """What is to be written where; equal on all ranks."""
+    """What to write and where. Equal on all ranks."""
 
     def __init__(self, model: ForeignModel, dtype: torch.dtype | None, max_shard_size: int | str, weights: str) -> None:
         self.model = model
@@ -136,13 +137,15 @@ class _Job:
         self.adapter = is_peft and weights != "base"
         if self.adapter and len(model.peft_config) > 1:
             raise NotImplementedError(
-                f"fsdp2x.save_hf: the model has the adapters {', '.join(model.peft_config)}; one at a time can be saved"
+                f"fsdp2x.save_hf: only one adapter can be saved, the model has {', '.join(model.peft_config)}"
             )
         if weights == "adapter" and not is_peft:
-            raise ValueError(f'fsdp2x.save_hf: weights="adapter", but {type(model).__name__} is no PEFT model')
+            raise ValueError(f'fsdp2x.save_hf: weights="adapter", but {type(model).__name__} is not a PEFT model')
         meta = [name for name, param, _ in named_params(model) if param.is_meta]
         if meta:
-            raise RuntimeError(f"fsdp2x.save_hf: parameters on the meta device have no values yet: {meta}")
+            raise RuntimeError(
+                f"fsdp2x.save_hf: parameters on the meta device have no values yet: {meta}. Load the model first."
+            )
         ignored = set(getattr(self.base, "_keys_to_ignore_on_save", None) or ())
         source_dtypes = getattr(self.base, "_fsdp2x_source_dtypes", {})
         self.dtypes: dict[str, torch.dtype] = {}
@@ -161,7 +164,7 @@ class _Job:
         specs = [spec for family in self.families for spec in family.outputs]
         specs += [TensorSpec(name, buffer.shape, buffer.dtype) for name, buffer in self.buffers.items()]
         parse_size(max_shard_size)
-        # PEFT reads adapters from one file only.
+        # PEFT reads adapters from a single file.
         self.layout: Layout = (
             plan_layout(specs, sys.maxsize, "adapter_model")
             if self.adapter
@@ -179,7 +182,7 @@ class _Job:
         return found
 
     def write_assets(self, folder: Path, tokenizer: Any) -> None:
-        """Config and tokenizer. On rank 0."""
+        """Writes config and tokenizer on rank 0."""
         if self.adapter:
             save_adapter_config(self.model, folder)
         elif hasattr(self.base, "config"):
@@ -197,7 +200,7 @@ class _Job:
                     shutil.copyfile(source / name, folder / name)
 
     def write(self, folder: Path, *, by_rows: bool, what: str) -> None:
-        """All tensors. Collective; raises on every rank."""
+        """Writes all tensors. Collective. Raises on every rank."""
         rows = [family for family in self.families if by_rows and self._is_rows(family)]
         done = {name for family in rows for name in family.params}
         rank, world = rank_and_size()
@@ -222,7 +225,7 @@ class _Job:
                         try:
                             writer.write(name, tensor)
                         except OSError as error:
-                            failed = error  # the others are in the next gather already
+                            failed = error  # the other ranks already are in the next gather
 
             def finish() -> None:
                 if failed is not None:
@@ -235,7 +238,7 @@ class _Job:
             run_on_all_ranks(finish, what=what)
 
     def _is_rows(self, family: Family) -> bool:
-        """Whether the weight is written as it is, and a rank's shard is a run of its bytes."""
+        """Returns whether the weight is written unchanged and a rank's shard is a run of its bytes."""
         if not family.is_renamed_only:
             return False
         entry = self.entries[family.params[0]]
@@ -251,7 +254,7 @@ class _Job:
                 continue
             mesh = entry.param.device_mesh
             coordinate = mesh.get_coordinate()
-            assert coordinate is not None, "this rank is one of the mesh"
+            assert coordinate is not None, "this rank is in the mesh"
             replicas = (
                 here for here, one in zip(coordinate, entry.param.placements, strict=True) if one == Replicate()
             )
@@ -265,7 +268,7 @@ class _Job:
 
 # ---- save_pretrained of a sharded transformers or PEFT model
 
-# Arguments that say nothing which a sharded save would have to do differently.
+# Arguments for which a sharded save needs no other behavior.
 _HARMLESS = {"save_directory", "is_main_process", "max_shard_size", "token", "selected_adapters"}
 
 
@@ -281,12 +284,12 @@ def _save_of_shards(original: Callable, class_name: str) -> Callable:
 
     @functools.wraps(original)
     def save_pretrained(self: ForeignModel, *args: Any, **kwargs: Any) -> Any:
-        """Saves whole weights as the unsharded model would, by ``fsdp2x.save_hf``; collective.
+        """Saves full weights with ``fsdp2x.save_hf``, as the unsharded model would. Collective.
 
-        The class's own method acts if the call brings a state dict, or if transformers itself sharded the model.
+        The class's own method runs if you pass a state dict, or if transformers itself sharded the model.
 
         Raises:
-            NotImplementedError: an argument that changes the files, such as ``push_to_hub=True``.
+            NotImplementedError: an argument changes the files, such as ``push_to_hub=True``.
         """
         given = signature.bind(self, *args, **kwargs).arguments
         given |= given.pop("kwargs", {})
@@ -297,12 +300,12 @@ def _save_of_shards(original: Callable, class_name: str) -> Callable:
             if name not in _HARMLESS and given[name] != defaults.get(name):
                 raise NotImplementedError(
                     f"{class_name}.save_pretrained: {name}={given[name]!r} is not supported for a sharded model. "
-                    "Call fsdp2x.save_hf(model, folder) on every rank, then work with the folder"
+                    "Call fsdp2x.save_hf(model, folder) on every rank, then use the folder."
                 )
         chosen = given.get("selected_adapters") or list(getattr(self, "peft_config", ()))
         out = Path(given["save_directory"]).expanduser()
         if hasattr(self, "get_base_model") and len(chosen) == 1 and chosen != ["default"]:
-            out /= chosen[0]  # as PEFT does
+            out /= chosen[0]  # like PEFT
         size = given.get("max_shard_size", defaults.get("max_shard_size", "5GB"))
         folder = save_hf(self, out / ".new", max_shard_size=size, force=True)
         on_rank_0(lambda: _move_into(folder, out), what=f"saving to {out}")
@@ -346,7 +349,7 @@ def _push_to_hub_of(cls: type) -> Callable | None:
     def push_to_hub(self: ForeignModel, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(
             f"{cls.__name__}.push_to_hub: a sharded model cannot be uploaded. Call model.save_pretrained(folder) on "
-            "every rank, then upload the folder by `hf upload REPOSITORY FOLDER`"
+            "every rank, then upload the folder by `hf upload REPOSITORY FOLDER`."
         )
 
     return push_to_hub if hasattr(cls, "push_to_hub") else None

@@ -1,8 +1,8 @@
-"""The weights of a model that files can fill, by the names that files use, and initial values for what no file holds.
+"""Finds the weights of a model that files can fill, by the files' names, and initializes weights that no file holds.
 
-A target knows which box of the whole tensor this rank keeps, and the local tensor that the box goes into. What no file
-holds gets the values of transformers' ``_init_weights``. It runs once over the model, with whole plain tensors in the
-places of the missing weights and everything else marked as initialized. Ranks draw from one seed and keep their parts.
+A target knows which box of the full tensor this rank keeps, and the local tensor of that box. transformers'
+``_init_weights`` gives missing weights their values. It runs once over the model, with full plain tensors in place of
+the missing weights and everything else marked as initialized. Ranks draw from one seed and keep their parts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fsdp2x.sharding.sharded_param import ShardedParam
 
 @dataclass
 class Target:
-    """One tensor of the model, with every place where it is registered; tied weights have several names."""
+    """One tensor of the model with every place that registers it. Tied weights have several names."""
 
     names: list[str]
     fqn: str
@@ -60,7 +60,7 @@ class Target:
         return torch_private.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
     def box(self) -> tuple[list[int], list[int]] | None:
-        """Start and shape of this rank's part; None where it is no box (tensor parallel, or several axes)."""
+        """Start and shape of this rank's part. None if it is not a box (tensor parallelism, or several axes)."""
         tensor = self.tensor
         if not isinstance(tensor, DTensor):
             return [0] * len(self.shape), list(self.shape)
@@ -70,7 +70,7 @@ class Target:
         return None
 
     def fill_from_whole(self, whole: torch.Tensor) -> None:
-        """Keeps this rank's part of the whole tensor. Local: no communication."""
+        """Keeps this rank's part of the full tensor. Not collective."""
         tensor, local = self.tensor, self.local
         if not isinstance(tensor, DTensor):
             local.copy_(whole)
@@ -97,7 +97,7 @@ class Target:
 
 
 def find_targets(model: nn.Module) -> list[Target]:
-    """The targets of ``model`` in the order of its parameters and buffers, ties once."""
+    """Returns the targets of ``model`` in the order of its parameters and buffers, ties once."""
     _, to_source = hf_base(model)
     records = {
         (id(module), name): (record, group.ranks)
@@ -125,7 +125,7 @@ def find_targets(model: nn.Module) -> list[Target]:
 
 
 def materialize(model: nn.Module, targets: list[Target]) -> None:
-    """Gives everything that is still on the meta device memory; values are undefined."""
+    """Allocates memory with undefined values for everything that is still on the meta device."""
     for state in unit_states(model):
         state.reshard()
         for group in state.groups:
@@ -143,12 +143,12 @@ def materialize(model: nn.Module, targets: list[Target]) -> None:
 
 
 def check_ties(target: Target, sources: list[Source], start: Sequence[int], shape: Sequence[int]) -> None:
-    """Raises when a tied weight is stored under several names with different values."""
+    """Raises if a tied weight is stored under several names with different values."""
     for other in sources[1:]:
         if differ(sources[0], other, start, shape):
             raise CheckpointError(
-                f"{' and '.join(target.names)} are tied in the model, but differ in the files; build the model with "
-                "tie_word_embeddings=False in its config to keep both"
+                f"{' and '.join(target.names)} are tied in the model, but differ in the files. Build the model with "
+                "tie_word_embeddings=False in its config to keep both."
             )
 
 
@@ -157,7 +157,7 @@ _MARK = "_is_hf_initialized"
 
 @torch.no_grad()
 def initial_values(model: nn.Module, targets: list[Target], missing: list[Target], seed: int) -> Callable[[], None]:
-    """Values for ``missing`` and all buffers that are on the meta device; the result puts them in their places."""
+    """Makes values for ``missing`` and all buffers on the meta device. The returned call puts them in place."""
     buffers = [
         (module, name, buffer)
         for module in model.modules()
@@ -187,8 +187,8 @@ def initial_values(model: nn.Module, targets: list[Target], missing: list[Target
     unset += [f"{paths[module]}.{name}".lstrip(".") for module, name, value in made if _is_undefined(value)]
     if unset:
         raise CheckpointError(
-            f"no file holds {', '.join(unset)}, and {type(model).__name__} does not initialise them; give them values "
-            "before loading (a model whose buffers are not on the meta device keeps them)"
+            f"no file holds {', '.join(unset)}, and {type(model).__name__} does not initialize them. Give them values "
+            "before loading (a model whose buffers are not on the meta device keeps them)."
         )
 
     @torch.no_grad()
@@ -203,7 +203,7 @@ def initial_values(model: nn.Module, targets: list[Target], missing: list[Target
 
 def _run(model: ForeignModel) -> None:
     base, _ = hf_base(model)
-    inside: set[nn.Module] = set()  # of transformers models, which may be a part of the model alone
+    inside: set[nn.Module] = set()  # of transformers models, which may be only a part of the model
     for module in base.modules():
         own = list(module._parameters.values())
         if module in inside:
@@ -224,7 +224,7 @@ def _run(model: ForeignModel) -> None:
 
 
 def _undefined(shape, dtype: torch.dtype) -> torch.Tensor:
-    """Filled with what no initialisation leaves everywhere: NaN, or the smallest integer."""
+    """Returns a tensor of a value that no initialization leaves everywhere: NaN, or the smallest integer."""
     tensor = torch.empty(shape, dtype=dtype)
     return tensor.fill_(_sentinel(dtype))
 
@@ -255,7 +255,7 @@ def _replaced(registry: dict, name: str, value: torch.Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _marked(model: nn.Module, unmarked: set[int]) -> Iterator[None]:
-    """Everything but the tensors with these ids counts as initialised, and no module does."""
+    """Marks everything except the tensors with these ids as initialized, but no module."""
     marked: list[torch.Tensor] = []
     for module in model.modules():
         module.__dict__.pop(_MARK, None)
@@ -271,9 +271,9 @@ def _marked(model: nn.Module, unmarked: set[int]) -> Iterator[None]:
 
 
 def check_buffers(model: nn.Module) -> None:
-    """Raises on every rank when a buffer differs between ranks. Collective."""
+    """Raises on every rank if a buffer differs between ranks. Collective."""
     if rank_and_size()[1] == 1:
-        return  # nobody to compare with
+        return  # no other ranks to compare with
     mine = {name: checksum(buffer.detach()) for name, buffer in model.named_buffers() if not buffer.is_meta}
     everyone = exchange(mine)
     wrong = {

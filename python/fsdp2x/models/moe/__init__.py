@@ -1,1 +1,1 @@
-"""Mixtures of experts: experts as units of their own, grouped GEMM, and expert parallelism. See README.md."""
+"""Shards mixtures of experts: one unit per expert group, grouped GEMM, and expert parallelism. See README.md."""

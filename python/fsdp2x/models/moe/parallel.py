@@ -1,10 +1,10 @@
-"""``expert_parallel``: each rank of a mesh axis owns some experts of every block, sharded once more over the others.
+"""``expert_parallel``: gives each rank of a mesh axis some experts of every block and shards them over the other axes.
 
     mesh (efsdp 2, ep 2), 8 experts             ep 0                ep 1
                                      efsdp 0    rows 0..1 of 0..3   rows 4..5 of 4..7
                                      efsdp 1    rows 2..3 of 0..3   rows 6..7 of 4..7
 
-Tokens of the ranks in a row (one ep group) go to their experts' owners and back; the ranks in a column hold the same
+Tokens of the ranks in a row (one ep group) go to their experts' owners and back. The ranks in a column hold the same
 experts and reduce their gradients. Each expert unit divides by the number of all ranks, like every other unit.
 """
 
@@ -36,34 +36,37 @@ def _exchange(rows: torch.Tensor, sends: list[int], receives: list[int], group: 
 
 @checked
 def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, ep: str = "ep", **options: Any) -> int:
-    """Spreads fused experts over the axis ``ep`` of ``mesh`` and shards them over the rest; returns how many blocks.
+    """Spreads fused experts over the axis ``ep`` of ``mesh`` and shards them over the other axes.
 
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
         fsdp2x.moe.expert_parallel(model, mesh)
         fsdp2x.fully_shard(model, auto_wrap=True)          # everything else, over all ranks
 
-    Every rank trains on tokens of its own. The experts' parameters become DTensors of their whole shape, ``Shard(0)``
-    on ``ep`` and sharded over the other axes as well (along dim 1 where the experts of a rank cannot be shared evenly
-    and the columns can), units of their own. Gradients are the mean over all ranks of the mesh, as those of the other
-    units; ``fsdp2x.clip_grad_norm_`` and ``fsdp2x.optim`` see both. How experts multiply (``use_grouped_gemm``) stays.
+    Every rank trains on different tokens. The experts' parameters become DTensors of their full shape in separate
+    units: ``Shard(0)`` on ``ep``, and sharded over the other axes along dim 0, or along dim 1 if only that divides
+    evenly. Gradients are the mean over all ranks of the mesh, and ``fsdp2x.clip_grad_norm_`` and ``fsdp2x.optim``
+    include them. The choice of ``use_grouped_gemm`` stays.
 
     Args:
-        model: not sharded yet, with the same weights on every rank; may be on the meta device.
-        mesh: named axes (efsdp, ep), or (replicate, efsdp, ep); all ranks that train the model.
+        model: a model that is not sharded yet, with the same weights on every rank. May be on the meta device.
+        mesh: a mesh of all training ranks with the named axes (efsdp, ep), or (replicate, efsdp, ep).
         ep: name of the axis whose ranks share the experts of a block.
         options: arguments of ``fully_shard`` for the expert units: ``mp_policy`` (the same as elsewhere),
             ``reshard_after_forward``, ``transport``, ``timeout``.
 
+    Returns:
+        The number of blocks.
+
     Raises:
-        ValueError: the mesh has no such axis, or not two or three; no fused experts; their number is not divisible.
-        NotImplementedError: a parameter that is not one row per expert.
-        RuntimeError: experts are sharded already.
+        ValueError: the mesh does not have these axes, the model has no fused experts, or their number is not divisible.
+        NotImplementedError: a parameter does not have one row per expert.
+        RuntimeError: experts are already sharded.
     """
     names = mesh.mesh_dim_names or ()
     if ep not in names or mesh.ndim not in (2, 3):
         raise ValueError(
             f"fsdp2x.expert_parallel: the mesh must have two or three named axes, one of them {ep!r}, such as "
-            f"init_device_mesh(device, (2, 2), mesh_dim_names=('efsdp', {ep!r})); got {mesh}"
+            f"init_device_mesh(device, (2, 2), mesh_dim_names=('efsdp', {ep!r})), got {mesh}"
         )
     groups = spreadable(model, mesh[ep].size())
     others = tuple(name for name in names if name != ep)
@@ -83,12 +86,12 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, ep: str = "ep", **opt
 
 
 def spreadable(model: nn.Module, world: int) -> list[ExpertGroup]:
-    """The experts of ``model``, which ``world`` ranks can share; errors as of ``expert_parallel``."""
+    """Returns the experts of ``model`` that ``world`` ranks can share. Raises as ``expert_parallel`` does."""
     groups = experts_of(model, "expert_parallel")
     if not all(group.is_fused for group in groups):
         raise ValueError(
-            f"fsdp2x.expert_parallel: {type(model).__name__} keeps the experts {groups[0].name} in a list of modules; "
-            "fused experts are needed (transformers 5), whose weights have one row per expert"
+            f"fsdp2x.expert_parallel: {type(model).__name__} keeps the experts {groups[0].name} in a list of modules. "
+            "It needs fused experts (transformers 5), whose weights have one row per expert."
         )
     for group in groups:
         _check(group, world)
@@ -96,24 +99,24 @@ def spreadable(model: nn.Module, world: int) -> list[ExpertGroup]:
 
 
 def cuts_columns(group: ExpertGroup, ep: int, world: int) -> bool:
-    """Whether ``world`` ranks share the columns of a part of the experts: rows do not divide over them, columns do."""
+    """Returns whether ``world`` ranks share the columns of some experts, because rows do not divide evenly."""
     params = list(group.experts.parameters())
     return bool(group.num_experts // ep % world) and all(p.dim() > 1 and p.shape[1] % world == 0 for p in params)
 
 
 def _check(group: ExpertGroup, world: int) -> None:
     if isinstance(group.experts, FSDPModule) or any(isinstance(p, DTensor) for p in group.experts.parameters()):
-        raise RuntimeError(f"fsdp2x.expert_parallel: {group.name} is sharded already; call it before fully_shard")
+        raise RuntimeError(f"fsdp2x.expert_parallel: {group.name} is sharded already. Call it before fully_shard.")
     if group.num_experts % world:
         raise ValueError(
             f"fsdp2x.expert_parallel: {group.name} has {group.num_experts} experts, which {world} ranks cannot share "
-            "evenly; choose a size of the axis that divides it"
+            "evenly. Choose a size of the axis that divides it."
         )
     for name, param in group.experts.named_parameters():
         if "." in name or param.shape[0] != group.num_experts:
             raise NotImplementedError(
                 f"fsdp2x.expert_parallel: {group.name}.{name} of shape {tuple(param.shape)} is not one row per expert "
-                f"({group.num_experts}); such models can be sharded by fully_shard or shard_experts"
+                f"({group.num_experts}). Shard such a model with fully_shard or shard_experts."
             )
 
 
@@ -125,7 +128,7 @@ class _State:
 
 
 def _own_part(group: ExpertGroup, mesh: DeviceMesh) -> None:
-    """Parameters become DTensors of which this rank keeps its experts; forward sends the tokens around."""
+    """Makes parameters DTensors of which this rank keeps its experts. Their forward exchanges the tokens."""
     experts, world = group.experts, mesh.size()
     num_local = group.num_experts // world
     first = mesh.get_local_rank() * num_local
@@ -145,7 +148,7 @@ def _forward(
 
     def run(rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         if rows.shape[0] == 0:
-            # Backward must still come by here: the peers wait in its all-to-all, and the unit in its reduction.
+            # Backward must still pass here, because other ranks wait in its all-to-all and the unit in its reduction.
             zero = touch(params)
             return rows if zero is None else rows + zero.to(rows.dtype)
         ones = rows.new_ones(rows.shape[0], 1)
@@ -165,7 +168,7 @@ def _forward(
 
 
 def _local_experts(experts: nn.Module, state: _State) -> tuple[nn.Module, Callable, list[torch.Tensor]]:
-    """The local experts as a module of plain tensors, the forward of their class, and those tensors."""
+    """Returns the local experts as a module of plain tensors, the forward of their class, and those tensors."""
     cls = unsharded_class(experts)
     twin = object.__new__(cls)
     twin.__dict__.update(experts.__dict__)
@@ -179,7 +182,7 @@ def _local_experts(experts: nn.Module, state: _State) -> tuple[nn.Module, Callab
     return twin, cls.forward, list(params.values())
 
 
-# ---- tokens to the ranks that own their experts, and back
+# ---- sends tokens to the ranks that own their experts, and back
 
 Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -192,7 +195,7 @@ def dispatch(
     group: dist.ProcessGroup,
     experts: Experts,
 ) -> torch.Tensor:
-    """The weighted sum over each token's chosen experts. Collective over ``group``, forward and backward.
+    """Returns the weighted sum over each token's chosen experts. Collective over ``group``, forward and backward.
 
         rank r    tokens x top-k choices, sorted by expert  | to rank 0 | to rank 1 | ...  (rows of the hidden width)
                   --- all-to-all --->                       | from 0: my e0, my e1 | from 1: my e0, my e1 | ...
@@ -204,9 +207,9 @@ def dispatch(
     Args:
         hidden: (T, H) tokens of this rank.
         index: (T, K) numbers of the chosen experts, 0 to ``num_experts - 1``.
-        weights: (T, K) of the choices.
-        num_experts: of all ranks; rank r of the group owns the r-th part of them.
-        experts: called with (N, H) rows and (N,) local expert numbers; returns (N, H') rows, also for N = 0, and its
+        weights: (T, K) weights of the choices.
+        num_experts: the number of experts of all ranks. Rank r of the group owns the r-th part of them.
+        experts: a function of (N, H) rows and (N,) local expert numbers that returns (N, H') rows, also for N = 0. Its
             output depends on the rows.
     """
     world = dist.get_world_size(group)
@@ -216,7 +219,7 @@ def dispatch(
     counts = torch.bincount(chosen, minlength=num_experts).view(world, num_experts // world)
     received = torch.empty_like(counts)
     dist.all_to_all_single(received, counts, group=group)
-    # One copy to the host for both directions.
+    # One copy to the CPU for both directions.
     sends, receives = torch.stack([counts.sum(1), received.sum(1)]).tolist()
     rows = _AllToAll.apply(hidden[order // top_k], sends, receives, group)
     local = torch.arange(num_experts // world, device=hidden.device).repeat(world)
@@ -229,7 +232,7 @@ def dispatch(
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows (sum of sends, H) to (sum of receives, H); gradients take the way back."""
+    """Maps rows (sum of sends, H) to (sum of receives, H). Gradients go the opposite way."""
 
     @staticmethod
     def forward(ctx, rows, sends, receives, group):

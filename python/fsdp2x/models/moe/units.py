@@ -1,16 +1,16 @@
-"""Experts as units of their own and how they multiply, with the same collectives on every rank whatever the routing.
+"""Makes units of experts and chooses how they multiply. Every rank runs the same collectives whatever the routing.
 
 Gathers and reductions must come in the same order on all ranks, but a rank runs only the experts that its tokens chose.
 
-* Fused experts are one module that every rank runs: one unit. Without any token it would leave no trace in the graph,
-  so a rank with no token gets an output that depends on the weights and is empty.
-* Experts in a list are called one by one, those with tokens only, in ascending order. The block as one unit needs
-  nothing but that trace. With a unit for each expert, an expert that is passed over runs on no rows at its turn:
+* Fused experts are one module that every rank runs, so they are one unit. Without tokens they would leave no trace in
+  the graph, so a rank without tokens gets an empty output that depends on the weights.
+* Experts in a list are called one by one, only those with tokens, in ascending order. A block that is one unit needs
+  only that trace. If each expert is a unit, a skipped expert runs on no rows at its turn:
 
       rank 0    e0(5 rows)  e1(0 rows)  e2(9 rows)  e3(0 rows)
       rank 1    e0(0 rows)  e1(2 rows)  e2(0 rows)  e3(7 rows)      gathers, backwards and reductions in one order
 
-  No rows mean gradients of exactly zero, and no value that could be infinite."""
+  Without rows, gradients are exactly zero, and no value can be infinite."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fsdp2x.base.arguments import checked
 from fsdp2x.lifecycle.api import fully_shard
 from fsdp2x.sharding.wrap import unsharded_class
 
-# On fused experts that expert_parallel spread: their forward is a collective, which no rank may skip.
+# Set on fused experts that expert_parallel spread. Their forward is a collective, which no rank may skip.
 PARALLEL_STATE = "_fsdp2x_expert_parallel"
 
 
@@ -38,8 +38,8 @@ PARALLEL_STATE = "_fsdp2x_expert_parallel"
 class ExpertGroup:
     """The experts of one block.
 
-    ``experts``: the fused module (``is_fused``; transformers 5), whose parameters have ``num_experts`` rows, or the
-    ``ModuleList`` (transformers 4 and remote code). ``block``: the innermost module with a forward around them.
+    ``experts`` is the fused module (``is_fused``; transformers 5), whose parameters have ``num_experts`` rows, or the
+    ``ModuleList`` (transformers 4 and remote code). ``block`` is the innermost module with a forward around them.
     """
 
     name: str
@@ -50,13 +50,13 @@ class ExpertGroup:
 
     @property
     def members(self) -> list[nn.Module]:
-        """The experts of a list."""
+        """Returns the experts of a list."""
         return list(cast("nn.ModuleList", self.experts))
 
 
 @checked
 def find_experts(model: nn.Module) -> list[ExpertGroup]:
-    """All experts of ``model`` in the order of its modules; empty for a model without any."""
+    """Returns all experts of ``model`` in the order of its modules. Empty if there are none."""
     modules = dict(model.named_modules())
     found = []
     for name, module in modules.items():
@@ -69,7 +69,7 @@ def find_experts(model: nn.Module) -> list[ExpertGroup]:
 
 
 def experts_of(model: nn.Module, caller: str) -> list[ExpertGroup]:
-    """The same; raises ValueError, which begins with ``caller``, where there are none."""
+    """Does the same, but raises ValueError that begins with ``caller`` if there are none."""
     groups = find_experts(model)
     if not groups:
         raise ValueError(
@@ -80,11 +80,11 @@ def experts_of(model: nn.Module, caller: str) -> list[ExpertGroup]:
 
 
 def _fused_count(module: nn.Module) -> int | None:
-    """The number of experts, when two tensors or more have three dims, the first of them the same size."""
+    """Returns the number of experts if at least two tensors have three dims and equal first dims."""
     stacked = [param for param in module._parameters.values() if param is not None and param.dim() == 3]
     if len(stacked) < 2 or len({param.shape[0] for param in stacked}) != 1:
         return None
-    # hidden states, which experts, their weights: the interface of transformers' experts, whatever the names.
+    # hidden states, expert indices, their weights: the interface of transformers' experts, whatever the names.
     parameters = list(inspect.signature(unsharded_class(module).forward).parameters)
     return stacked[0].shape[0] if len(parameters) >= 4 else None
 
@@ -103,29 +103,30 @@ _ALLOWS_NO_TOKENS = "_fsdp2x_allows_no_tokens"
 
 @checked
 def shard_experts(model: nn.Module, *, per: Literal["block", "expert"] = "block", **options: Any) -> int:
-    """Makes units of the experts; returns how many. ``fully_shard(model, auto_wrap=True)`` then makes the others.
+    """Makes units of the experts. ``fully_shard(model, auto_wrap=True)`` then makes the others.
 
-    Without this call experts belong to their layer's unit, which is right on every transport and fastest where the
-    layer fits. Units of their own bound the memory of a gather.
+    Use it to limit the memory of a gather. Without it, experts belong to their layer's unit, which is fastest if the
+    layer fits.
 
     Args:
-        model: not sharded yet.
-        per: ``"block"``: one unit for the experts of a block: the fused experts, or the block around a list (router and
-            shared expert included). ``"expert"``: one unit for each expert of a list; experts that got no token run on
-            no rows at their turn.
+        model: a model that is not sharded yet.
+        per: ``"block"`` for one unit of the fused experts, or of the block around a list (with router and shared
+            expert). ``"expert"`` for one unit of each expert of a list. Experts without tokens then run on no rows.
         options: arguments of ``fully_shard``, such as ``mesh``, ``mp_policy``, ``reshard_after_forward``.
 
+    Returns:
+        The number of units.
+
     Raises:
-        ValueError: no experts in the model, or an unknown ``per``.
-        NotImplementedError: ``per="expert"`` for fused experts, whose tensors hold all of them; or for experts that
-            take more than one tensor.
+        ValueError: the model has no experts, or ``per`` is unknown.
+        NotImplementedError: ``per="expert"`` with fused experts, or with experts that take more than one tensor.
     """
     groups = experts_of(model, "shard_experts")
     fused = [group for group in groups if group.is_fused]
     if per == "expert" and fused:
         raise NotImplementedError(
-            f"fsdp2x.shard_experts: {fused[0].name} holds {fused[0].num_experts} experts in each of its tensors; "
-            'they cannot be units one by one, use per="block" or expert_parallel'
+            f"fsdp2x.shard_experts: {fused[0].name} holds {fused[0].num_experts} experts in each of its tensors, so "
+            'they cannot be separate units. Use per="block" or expert_parallel.'
         )
     count = 0
     for group in groups:
@@ -146,16 +147,17 @@ def shard_experts(model: nn.Module, *, per: Literal["block", "expert"] = "block"
 
 @checked
 def apply_expert_patch(model: nn.Module) -> int:
-    """Makes any routing safe where experts are units one by one; returns the number of blocks that needed it.
+    """Makes any routing safe if each expert is a unit. Call it before or after ``fully_shard``; it may repeat.
 
-    Other frameworks replace the forward of MoE blocks by one that runs idle experts on a token times zero. Here
+    Only lists whose experts are each a unit, by ``fully_shard(expert)`` or by class name, need it. Their experts then
+    run on no rows if they have no tokens, through hooks, and no value is multiplied by zero. Every rank runs fused
+    experts (transformers 5), and experts inside another unit belong to that unit.
 
-    * fused experts (transformers 5) are one module that every rank runs: nothing to patch, 0 is returned;
-    * a list of experts that are not units of their own belongs to the unit around it: nothing to patch either;
-    * a list whose experts are each a unit, by ``fully_shard(expert)`` or by class name: experts without tokens run on
-      no rows at their turn, through hooks; the model's code stays, and no value is multiplied by zero.
+    Returns:
+        The number of blocks that needed it.
 
-    Before or after ``fully_shard``, once or twice. A model without experts: ValueError.
+    Raises:
+        ValueError: the model has no experts.
     """
     count = 0
     for group in experts_of(model, "apply_expert_patch"):
@@ -166,7 +168,7 @@ def apply_expert_patch(model: nn.Module) -> int:
             count += 1
     if count == 0:
         logger.info(
-            "apply_expert_patch: the experts of %s are fused, every rank runs them: nothing to patch",
+            "apply_expert_patch: nothing to patch, because the experts of %s are fused and every rank runs them",
             type(model).__name__,
         )
     return count
@@ -176,7 +178,7 @@ def apply_expert_patch(model: nn.Module) -> int:
 
 
 def allow_no_tokens(experts: nn.Module) -> None:
-    """On no tokens, fused experts return no rows that depend on their weights, instead of running."""
+    """Makes fused experts without tokens return no rows that depend on their weights, instead of running."""
     if hasattr(experts, _ALLOWS_NO_TOKENS) or hasattr(experts, PARALLEL_STATE):
         return
     setattr(experts, _ALLOWS_NO_TOKENS, (experts.__dict__.get("forward"),))
@@ -192,7 +194,7 @@ def _forward(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs:
 
 
 def touch(tensors: Any) -> torch.Tensor | None:
-    """A zero that depends on those of ``tensors`` that need gradients, which then exist and are zero; or None."""
+    """Returns a zero that depends on ``tensors`` that need gradients, which then exist and are zero. Else None."""
     total: torch.Tensor | None = None
     for tensor in tensors:
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
@@ -207,10 +209,10 @@ def _joined(output: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
 
 
 class _Joined(torch.autograd.Function):
-    """``output`` plus a zero that depends on weights which no token used.
+    """Returns ``output`` plus a zero that depends on weights which no token used.
 
-    It saves a tensor and reads it in backward, so that a checkpoint around the block recomputes all of it before the
-    first expert's backward, and on every rank alike; else that would depend on which operations the routing caused.
+    It saves a tensor and reads it in backward. So a checkpoint around the block recomputes all of it before the first
+    expert's backward, and on every rank alike. Otherwise that would depend on the operations that the routing caused.
     """
 
     @staticmethod
@@ -228,9 +230,10 @@ class _Joined(torch.autograd.Function):
 
 
 def _connect(block: nn.Module, args: tuple, output: Any) -> Any:
-    """Before the unit's own hook: an output without graph (no tokens, no expert ran) depends on the block's weights.
+    """Makes an output without graph (no tokens, no expert ran) depend on the block's weights.
 
-    Otherwise backward would pass the unit by on this rank, and the others would gather it alone.
+    Runs before the unit's hook. Otherwise backward would skip the unit on this rank, and the others would gather it
+    alone.
     """
     first, *rest = output if isinstance(output, tuple) else (output,)
     if first.requires_grad or not torch.is_grad_enabled():
@@ -240,7 +243,7 @@ def _connect(block: nn.Module, args: tuple, output: Any) -> Any:
 
 
 def take_turns(group: ExpertGroup) -> None:
-    """Experts of a list that are units run in ascending order on every rank, without rows where they have no tokens."""
+    """Makes experts that are units run in ascending order on every rank, on no rows if they have no tokens."""
     if not hasattr(group.block, _TURNS):
         for expert in group.members:
             _check_signature(expert, group.name)
@@ -252,14 +255,14 @@ def _check_signature(expert: nn.Module, name: str) -> None:
     required = [p for p in list(parameters)[1:] if p.default is inspect.Parameter.empty and p.kind < p.VAR_POSITIONAL]
     if len(required) != 1:
         raise NotImplementedError(
-            f"fsdp2x.moe: experts of {name} are {unsharded_class(expert).__name__}, whose forward takes "
-            f"{', '.join(p.name for p in required)}; only experts that take one tensor of tokens can be units one by "
-            'one. Use shard_experts(model, per="block")'
+            f"fsdp2x.moe: the forward of experts of {name} ({unsharded_class(expert).__name__}) takes "
+            f"{', '.join(p.name for p in required)}, but only experts that take one tensor can be separate units. "
+            'Use shard_experts(model, per="block").'
         )
 
 
 class _Turns:
-    """Hooks on one block and its experts. State lives from the block's pre-forward to its post-forward."""
+    """Hooks on one block and its experts. Their state lives from the block's pre-forward to its post-forward."""
 
     def __init__(self, group: ExpertGroup) -> None:
         self._experts, self._name = group.members, group.name
@@ -276,7 +279,7 @@ class _Turns:
             self._no_rows = None
             return
         if not self._hooked:
-            # Now, when all sharding is done: before the hooks that gather, so that earlier experts come first.
+            # Registered now, after all sharding and before the hooks that gather, so that earlier experts come first.
             for index, expert in enumerate(self._experts):
                 expert.register_forward_pre_hook(lambda *_, index=index: self._turn(index), prepend=True)
             self._hooked = True
@@ -289,8 +292,8 @@ class _Turns:
             return
         if index < self._next:
             raise RuntimeError(
-                f"fsdp2x.moe: expert {index} of {self._name} was called after expert {self._next - 1}; experts that "
-                'are units must be called once each, in ascending order. Use shard_experts(model, per="block")'
+                f"fsdp2x.moe: expert {index} of {self._name} was called after expert {self._next - 1}, but experts "
+                'that are units must be called once each, in ascending order. Use shard_experts(model, per="block").'
             )
         self._pass_over(index)
         self._next = index + 1
@@ -320,47 +323,49 @@ class _Turns:
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ALIGNMENT_BYTES = 16  # torch's grouped product demands rows of whole multiples
+_ALIGNMENT_BYTES = 16  # torch's grouped product needs rows of a multiple of this
 
 
 @checked
 def use_grouped_gemm(model: nn.Module, enabled: bool = True, *, compute_dtype: torch.dtype | None = None) -> str:
-    """Chooses how fused experts multiply: ``"grouped_mm"`` or ``"eager"``, a loop over them; returns the choice.
+    """Chooses how fused experts multiply: ``"grouped_mm"``, or ``"eager"`` for a loop over them.
 
-    Sets the experts implementation of transformers 5, which acts at every later forward and may be called again at any
-    time. Where torch's grouped product does not fit, the loop is chosen and the reason logged: float64, widths whose
-    rows are no multiples of 16 bytes, a CUDA device before compute capability 8.0. Experts of other libraries, and
-    lists of expert modules, keep their own loop and are refused.
+    It sets the experts implementation of transformers 5, acts at every later forward, and may be called again at any
+    time. If torch's grouped product does not fit, it chooses the loop and logs the reason: float64, rows that are not
+    multiples of 16 bytes, or a CUDA device before compute capability 8.0.
 
     Args:
         model: a transformers model, or a wrapper around one, sharded or not.
-        enabled: False chooses the loop.
-        compute_dtype: dtype of the weights in forward, where a mixed precision policy changes it.
+        enabled: whether to try the grouped product. False chooses the loop.
+        compute_dtype: dtype of the weights in forward, if a mixed precision policy changes it.
+
+    Returns:
+        The choice.
 
     Raises:
-        ValueError: no experts, or experts that transformers' interface does not reach.
+        ValueError: the model has no experts, or only lists or experts of other libraries, which keep their loop.
     """
     groups = experts_of(model, "use_grouped_gemm")
     outer: Any = next((module for module in model.modules() if hasattr(module, "set_experts_implementation")), None)
     foreign = [group for group in groups if not (group.is_fused and hasattr(group.experts, "is_concatenated"))]
     if outer is None or foreign:
         raise ValueError(
-            f"fsdp2x.use_grouped_gemm: the experts {(foreign or groups)[0].name} are not those of transformers 5, "
-            "which are fused and have an experts implementation; load the model with a class of transformers "
-            "5, or leave the loop over its experts"
+            f"fsdp2x.use_grouped_gemm: the experts {(foreign or groups)[0].name} are not fused experts of transformers "
+            "5 with an experts implementation. Load the model with a class of transformers 5, or keep the loop over "
+            "its experts."
         )
     choice = "grouped_mm"
     if not enabled:
         choice = "eager"
     elif reason := next((why for group in groups if (why := _unfit(group, compute_dtype))), None):
         choice = "eager"
-        logger.warning("use_grouped_gemm: a loop over the experts instead: %s", reason)
+        logger.warning("use_grouped_gemm: using a loop over the experts instead: %s", reason)
     outer.set_experts_implementation(choice)
     return choice
 
 
 def _unfit(group: ExpertGroup, compute_dtype: torch.dtype | None) -> str | None:
-    """Why torch's grouped product cannot be used, or None."""
+    """Returns why torch's grouped product cannot be used, or None."""
     if not hasattr(torch.nn.functional, "grouped_mm") and not hasattr(torch, "_grouped_mm"):
         return f"torch {torch.__version__} has no grouped_mm"
     for name, param in group.experts.named_parameters(recurse=False):
@@ -368,12 +373,12 @@ def _unfit(group: ExpertGroup, compute_dtype: torch.dtype | None) -> str | None:
             continue
         dtype = compute_dtype or param.dtype
         if dtype not in _DTYPES:
-            return f"{group.name}.{name} is computed in {dtype}, grouped_mm knows {', '.join(map(str, _DTYPES))}"
+            return f"{group.name}.{name} is computed in {dtype}, grouped_mm supports {', '.join(map(str, _DTYPES))}"
         odd = [size for size in param.shape[1:] if size * dtype.itemsize % _ALIGNMENT_BYTES]
         if odd:
             return (
-                f"{group.name}.{name} has the shape {tuple(param.shape)}: rows of {odd[0]} x {dtype} are no multiple "
-                f"of {_ALIGNMENT_BYTES} bytes"
+                f"{group.name}.{name} has the shape {tuple(param.shape)}, but rows of {odd[0]} x {dtype} are not a "
+                f"multiple of {_ALIGNMENT_BYTES} bytes"
             )
         if param.device.type == "cuda" and torch.cuda.get_device_capability(param.device) < (8, 0):
             return f"compute capability {torch.cuda.get_device_capability(param.device)}, grouped_mm needs 8.0"
