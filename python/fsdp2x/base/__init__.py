@@ -1,1 +1,1 @@
-"""The ground: the compiled engine, torch's private names, argument checks, and how ranks agree on what they do."""
+"""Foundation of the package: the compiled engine, torch's private names, argument checks, and agreement of ranks."""

@@ -7,7 +7,7 @@ all ranks did before. The ranks then compare through the group's store, under ke
     K/count    how many agree; the last one writes K/go, and all post. A rank that waits too long writes it instead,
                and all raise
     K/left     the rank whose forward or backward raised, how many collectives it had posted, and why
-    K/alarm    something of the above needs ranks that wait in a collective: they look
+    K/alarm    one of the above needs ranks that wait in a collective, so they look
     failed     the message that every rank raises
     again/...  after a failure: how many collectives each rank has posted
 
@@ -15,8 +15,8 @@ A rank that posts what is expected writes nothing. If its peers ask at that mome
 has come back after its forward raised. The rank answers when it has waited for ``_LOOK_S``. A steady step neither
 writes nor reads the store.
 
-After a failure, the ranks meet at their next collective. Each rank repeats the collectives that only its peers have
-posted, with zeros. Then collectives match again.
+After a failure, the ranks synchronize at their next collective. Each rank repeats the collectives that only its peers
+have posted, with zeros. Then collectives match again.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from fsdp2x.base.collectives import Diverged, all_gather, all_to_all, explained,
 from fsdp2x.base.native import _C
 from fsdp2x.base.processes import introduced, name_ended
 
-_LOOK_S = 0.1  # how often a rank that waits for a collective looks at the store
+_LOOK_S = 0.1  # interval at which a rank that waits for a collective reads the store
 _ALARM_S = 0.05  # a rank that asks for longer raises the alarm
-_POLL_S = 0.0003  # the first pause; the next ones are a third of what this rank has waited
+_POLL_S = 0.0003  # the first pause; later ones are a third of the time that this rank has waited
 _LOOK_FOR_DEATHS_S = 1.0
 _VERBS = {"all_gather": "gathers", "reduce_scatter": "reduces", "all_to_all": "reduces", "all_reduce": "all-reduces"}
 _DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -48,14 +48,14 @@ _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = weakref.W
 
 
 def agreement_of(group: dist.ProcessGroup | None) -> Agreement | None:
-    """The agreement of the ranks of ``group``; None where they have none."""
+    """Returns the agreement of the ranks of ``group``, or None if they have none."""
     return None if group is None else _agreements.get(group)
 
 
 def make_agreement(group: dist.ProcessGroup, token: str) -> Agreement | None:
-    """The agreement of the ranks of ``group``, made at the first call; None where the group has no store.
+    """Returns the agreement of the ranks of ``group``, made at the first call. None if the group has no store.
 
-    ``token``: the same on all ranks, and never used before.
+    ``token`` is the same on all ranks and was never used before.
     """
     store = torch_private.store_of(group)
     if store is None:
@@ -66,10 +66,10 @@ def make_agreement(group: dist.ProcessGroup, token: str) -> Agreement | None:
 
 
 def all_reduce_agreed(group: dist.ProcessGroup, values: torch.Tensor, op: Any, what: str) -> None:
-    """An all-reduce of ``values`` that belongs to no unit; ``what`` follows the rank in messages: "clips gradients".
+    """All-reduces ``values`` outside of any unit. ``what`` follows the rank in messages: "clips gradients".
 
     Raises:
-        Diverged: a peer does something else.
+        Diverged: another rank does something else.
     """
     agreement = agreement_of(group)
     if agreement is not None:
@@ -83,8 +83,8 @@ def all_reduce_agreed(group: dist.ProcessGroup, values: torch.Tensor, op: Any, w
 class Agreement:
     """Compares this rank's collectives over one process group with those of its peers.
 
-    ``engine`` is the engine's part. ``group``: what the collectives of a CPU run over, None on a device. ``timeout``:
-    how many seconds to wait for a peer.
+    ``engine`` is the engine's part. ``group`` runs collectives on a CPU and is None on a device. ``timeout`` is how
+    many seconds to wait for a peer.
     """
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store, token: str) -> None:
@@ -94,25 +94,25 @@ class Agreement:
         self._rank = dist.get_rank(group)
         self._ranks = dist.get_process_group_ranks(group)
         self.timeout = torch_private.group_timeout(group, torch.device("cpu")).total_seconds()
-        weak: Any = weakref.ref(self)  # which the engine's part does not outlive
+        weak: Any = weakref.ref(self)  # the engine's part does not outlive it
         self.engine = _C.Agreement(lambda mine: weak()._ask(mine), lambda *left: weak()._leave(*left))
         self._generation = 0
         self._num_asked = 0
-        self._has_answered = False  # a peer that came back
+        self._has_answered = False  # to a peer that came back
         self._has_left = False
         self._failed = ""  # the message, once a failure is known
-        self._must_raise = False  # that message, from this rank's own thread
+        self._must_raise = False  # whether this rank's own thread must raise that message
         self._lock = threading.Lock()
         self._watcher: threading.Thread | None = None
 
     # --- calls before a collective, and while it runs ---
 
     def post(self, what: str, values: torch.Tensor) -> None:
-        """Before ``values`` are all-reduced. ``what`` follows the rank in messages: "clips gradients"."""
+        """Announces an all-reduce of ``values``. ``what`` follows the rank in messages: "clips gradients"."""
         self.engine.post(what, what, values.nbytes, values.dtype)
 
     def meet(self, call: str) -> None:
-        """Returns when all ranks are about to exchange objects. ``call``: what this rank is in, for messages.
+        """Waits until all ranks are about to exchange objects. Messages name ``call``, which this rank is in.
 
         Raises:
             Diverged: a peer does something else.
@@ -121,23 +121,23 @@ class Agreement:
         self.engine.post("exchange of objects", f"is in the {call}")
 
     def wait(self, work: Any, timeout: timedelta | None = None) -> bool:
-        """Waits for what a collective returned, and looks at the peers meanwhile.
+        """Waits for the work of a collective, and checks the peers meanwhile.
 
         Raises:
             Diverged: a peer has left, or posts something else.
         """
-        if not hasattr(work, "is_completed"):  # of a synchronous collective, or the user's
+        if not hasattr(work, "is_completed"):  # of a synchronous or a custom collective
             return wait(work, timeout)
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
         while not _is_done(work, _LOOK_S):
             with self._lock:
                 self._look()
             if deadline is not None and time.monotonic() > deadline:
-                work.wait(timedelta(milliseconds=1))  # raises what the backend raises
+                work.wait(timedelta(milliseconds=1))  # raises the backend's error
         return True
 
     def watch(self) -> None:
-        """Answers peers from a thread: with a device, the host does not wait for collectives."""
+        """Answers peers from a thread, because on a device the host does not wait for collectives."""
         if self._watcher is None:
             self._watcher = threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True)
             self._watcher.start()
@@ -161,11 +161,11 @@ class Agreement:
             self._end_wait(f"{name}/go", "all came")
 
     def _end_wait(self, name: str, how: str) -> str:
-        """How the wait for ``name`` ends: as the first rank says."""
+        """Returns how the wait for ``name`` ends, which the first rank decides."""
         return json.loads(self._store.compare_set(self._key(name), "", json.dumps(how)))
 
     def _ask(self, mine: dict) -> bool:
-        """Returns when all ranks are about to post ``mine``. Raises Diverged."""
+        """Waits until all ranks are about to post ``mine``. Raises Diverged."""
         mine["rank"] = self._ranks[self._rank]
         with self._lock, explained(self._users_group(), _operation(mine)):
             if self._must_raise:
@@ -177,7 +177,7 @@ class Agreement:
         return True
 
     def _compare(self, mine: dict) -> bool:
-        """False: the peers have failed because this rank left, or all have failed before. They begin again."""
+        """Returns False if the peers failed because this rank left, or all failed before. They begin again."""
         if self._failed or (self._has_left and self._has("failed")):
             return False
         try:
@@ -199,7 +199,7 @@ class Agreement:
 
     def _finish_asking(self) -> None:
         if self._rank == 0 and self._num_asked > 0:
-            # All ranks have finished the last exchange, or they could not have come to this one.
+            # All ranks have finished the last exchange, because they came to this one.
             for name in ("", "/count", "/go", "/left", "/alarm"):
                 self._store.delete_key(self._key(f"{self._num_asked - 1}{name}"))
         self._num_asked += 1
@@ -217,7 +217,7 @@ class Agreement:
         return True
 
     def _look(self) -> None:
-        """While this rank waits for a collective that it has posted. Raises Diverged."""
+        """Checks the peers while this rank waits for a collective that it has posted. Raises Diverged."""
         if self._failed:
             raise Diverged(self._failed)
         num = self._num_asked
@@ -245,11 +245,11 @@ class Agreement:
         if not self._has_left and self._has(f"{self._num_asked}/left"):
             left = self._read(f"{self._num_asked}/left")
             if number >= left["number"] and num_passes <= left["num_passes"]:
-                _raise_if_ended()  # then that is why the peer has left
+                _raise_if_ended()  # which then is why the peer left
                 self._fail(f"rank {left['rank']} {left['why']}")
 
     def _wait_for(self, name: str, mine: dict | None = None) -> None:
-        """Waits until a peer writes ``name``. ``mine``: the collective that this rank asks for, if it asks.
+        """Waits until a peer writes ``name``. ``mine`` is the collective that this rank asks for, if any.
 
         Raises:
             Diverged: a peer has failed, has ended, or does not come within the group's timeout.
@@ -267,7 +267,7 @@ class Agreement:
             if now > look_for_deaths:
                 look_for_deaths = now + _LOOK_FOR_DEATHS_S
                 _raise_if_ended()
-            # Ranks that come back may try again.
+            # Ranks that came back may try again.
             if now - began > self.timeout and (mine is None or self._end_wait(name, "too late") == "too late"):
                 what = "came back after a failure" if mine is None else _told(mine)
                 self._fail(f"rank {self._ranks[self._rank]} {what}, and some peers did not in {self.timeout:.0f} s")
@@ -276,7 +276,7 @@ class Agreement:
             self._fail("")
 
     def _fail(self, difference: str) -> None:
-        """Raises Diverged with the message of the first rank that fails. ``difference``: empty if that was a peer."""
+        """Raises Diverged with the message of the first failing rank. ``difference`` is empty if that is a peer."""
         if difference:
             if self._has(f"{self._num_asked}/left"):
                 left = self._read(f"{self._num_asked}/left")
@@ -290,13 +290,13 @@ class Agreement:
         raise Diverged(self._failed)
 
     def _restart(self) -> None:
-        """Meets all ranks after a failure, and posts what is missing here. Raises Diverged when that is impossible."""
+        """Synchronizes all ranks after a failure and posts missing collectives. Raises Diverged if it cannot."""
         why = self._failed or self._read("failed")
         if self._watcher is not None:
             raise Diverged(f"{why} The process group cannot be used again: a device may still wait. Restart all ranks.")
         num = self.engine.num_posted
         recent = [self.engine.describe_posted(number) for number in range(max(num - 256, 0), num)]
-        if not self._has(f"again/{self._rank}"):  # else it has waited in vain before
+        if not self._has(f"again/{self._rank}"):  # otherwise it has already waited in vain
             self._write(f"again/{self._rank}", {"number": num, "recent": recent})
             self._count("again")
         self._wait_for("again/go")
@@ -353,7 +353,7 @@ def _operation(collective: dict) -> str:
 
 
 def _difference(first: dict, second: dict) -> str:
-    """How two ranks' collectives differ; empty if they fit together."""
+    """Returns how two ranks' collectives differ, or an empty string if they match."""
     if (first["tag"], first["num_passes"]) == (second["tag"], second["num_passes"]):
         return ""
     ranks = f"rank {first['rank']}", f"rank {second['rank']}"
@@ -381,7 +381,7 @@ def _difference(first: dict, second: dict) -> str:
 
 
 def _repeat(group: dist.ProcessGroup, posted: dict) -> None:
-    """Posts a collective that the peers wait for, with zeros."""
+    """Posts a collective of zeros that the peers wait for."""
     dtype = _DTYPES.get(posted["dtype"], torch.uint8)
     part = torch.zeros(posted["segment_bytes"] // dtype.itemsize, dtype=dtype)
     whole = part.new_zeros(part.numel() * dist.get_world_size(group))

@@ -1,9 +1,9 @@
-"""Parameters that the package spmd_types annotates: plain tensors that say for each axis of a mesh how they lie on it.
+"""Supports parameters that the package spmd_types annotates: plain tensors with a placement for each axis of a mesh.
 
-With ``dp_mesh_dims`` such a parameter is stored as a DTensor on the whole mesh, like one that was a DTensor before.
-Modules go on seeing a plain tensor with its annotation, and what is pending on the axes that are not data-parallel (the
-sum over tensor-parallel ranks) is done to its gradients before they are reduced. Owns no state; the package is imported
-only by who annotates.
+With ``dp_mesh_dims`` such a parameter is stored as a DTensor on the full mesh, like one that already was a DTensor.
+Modules still see a plain tensor with its annotation. Before gradients are reduced, pending operations on other axes
+than the data-parallel ones are done (the sum over tensor-parallel ranks). This module owns no state and imports
+spmd_types only if the user has.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from torch.distributed.tensor import DTensor, Placement
 
 from fsdp2x.base import torch_private
 
-# What the package keeps on its tensors.
+# Attributes that the package sets on its tensors.
 ATTRIBUTES = ("_local_type", "_partition_spec")
 
 
 @dataclass(frozen=True)
 class Annotation:
-    """Of one parameter: what modules see of it, and how it and its gradients lie on the whole mesh."""
+    """Annotation of one parameter: its type for modules, and the placement of it and its gradients on the full mesh."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     gradient_placements: tuple[Placement, ...]  # of a gradient as autograd makes it
-    data_axes: frozenset[int]  # the engine reduces over these
+    data_axes: frozenset[int]  # axes over which the engine reduces
     types: dict  # axis -> type on the mesh of the computation
     partition: Any  # None, or which dims are cut along which axes
 
     def dtensor(self, param: nn.Parameter) -> DTensor:
-        """``param`` as the DTensor that it is a part of."""
+        """Returns the DTensor that ``param`` is a part of."""
         return DTensor.from_local(param.detach(), self.mesh, self.placements, run_check=False)
 
     def apply(self, unsharded: nn.Parameter) -> None:
-        """Annotates what modules see; its gradients have no sum pending but the engine's."""
+        """Annotates the tensor that modules see. Its gradients need no sum except the engine's."""
         with unchecked():
             imported_package().assert_type(unsharded, self.types, partition_spec=self.partition)
             if self._target() == self.gradient_placements:
@@ -62,13 +62,13 @@ class Annotation:
 
 
 def annotation_of(param: nn.Parameter, where: str, mesh: DeviceMesh | None, dp_mesh_dims: Any) -> Annotation | None:
-    """What spmd_types says of ``param``; None without an annotation, or if it is a DTensor.
+    """Returns the annotation of ``param``, or None without one or if it is a DTensor.
 
-    ``mesh``: the whole mesh, with the data-parallel axes ``dp_mesh_dims``. None: ``fully_shard`` was not given them.
+    ``mesh`` is the full mesh with the data-parallel axes ``dp_mesh_dims``. None: ``fully_shard`` did not get them.
 
     Raises:
-        ValueError: there is no ``dp_mesh_dims``; the annotation leaves out an axis that is not data-parallel, names one
-            that the mesh has not, or is not replicated on a data-parallel one.
+        ValueError: there is no ``dp_mesh_dims``, or the annotation omits an axis that is not data-parallel, names one
+            that the mesh lacks, or is not replicated on a data-parallel one.
     """
     package = imported_package()
     if package is None or isinstance(param, DTensor) or not package.get_local_type(param):
@@ -76,8 +76,8 @@ def annotation_of(param: nn.Parameter, where: str, mesh: DeviceMesh | None, dp_m
     names = None if mesh is None else mesh.mesh_dim_names
     if mesh is None or names is None:
         raise ValueError(
-            f"fsdp2x.fully_shard: {where} is annotated by spmd_types; pass the whole named mesh as mesh=, and which of "
-            "its axes are data-parallel as dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)"
+            f"fsdp2x.fully_shard: {where} is annotated by spmd_types. Pass the full named mesh as mesh=, and its "
+            "data-parallel axes as dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)."
         )
     axes = [package.MeshAxis.of(mesh.get_group(name)) for name in names]
     data = (*dp_mesh_dims.shard_names, *dp_mesh_dims.replicate_names)
@@ -96,13 +96,13 @@ def annotation_of(param: nn.Parameter, where: str, mesh: DeviceMesh | None, dp_m
 
 
 def unchecked() -> AbstractContextManager:
-    """Context: spmd_types does not look at what runs inside."""
+    """Returns a context in which spmd_types does not check operations."""
     package = imported_package()
     return nullcontext() if package is None else package.no_typecheck()
 
 
 def skips_checks(function: Callable) -> Callable:
-    """``function``, which the engine calls, unseen by spmd_types."""
+    """Wraps ``function``, which the engine calls, so that spmd_types does not check it."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -115,13 +115,13 @@ def skips_checks(function: Callable) -> Callable:
 
 
 def is_checking() -> bool:
-    """Whether spmd_types checks what runs now on this thread."""
+    """Returns whether spmd_types checks the current operations of this thread."""
     package = imported_package()
     return package is not None and package.is_type_checking()
 
 
 def follow_inputs(pre_forward: Callable) -> Callable:
-    """The hook ``pre_forward``, whose new inputs keep the annotations of those they replace."""
+    """Wraps the hook ``pre_forward`` so that its new inputs keep the annotations of those they replace."""
 
     def call(module: nn.Module, args: tuple, kwargs: dict):
         changed = pre_forward(module, args, kwargs)
@@ -139,12 +139,12 @@ def _carry_over(before: Any, after: Any) -> None:
 
 
 def imported_package() -> Any:
-    """spmd_types, where it is imported: only then anybody may annotate."""
+    """Returns spmd_types if it is imported, because otherwise nothing can be annotated."""
     return sys.modules.get("spmd_types")
 
 
 def _cut_axes(package: Any, partition: Any) -> dict:
-    """Axis -> the type of a dim that is cut along it."""
+    """Returns axis -> the type of a dim that is cut along it."""
     if partition is None:
         return {}
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in partition]
@@ -152,31 +152,31 @@ def _cut_axes(package: Any, partition: Any) -> dict:
 
 
 def _span(package: Any, axes: Iterable) -> Any:
-    """One axis over the ranks that ``axes`` span; None for a single rank."""
+    """Returns one axis over the ranks that ``axes`` span, or None for a single rank."""
     wide = tuple(axis for axis in axes if axis.size() > 1)
     return package._mesh_axis.flatten_axes(wide) if wide else None
 
 
 def _compute_axes(package: Any, types: dict, axes: list, where: str) -> tuple:
-    """The axes that the computation is annotated on: the parameter's own, or those of the current mesh."""
+    """Returns the axes of the computation's annotations: the parameter's, or those of the current mesh."""
     if _span(package, types) == _span(package, axes):
         return tuple(types)
     current = package.current_mesh()
     if current is None:
         raise ValueError(
-            f"fsdp2x.fully_shard: {where} is annotated by spmd_types on {tuple(types)} only, expected all axes of "
-            f"{axes}: annotate it on the whole mesh, or call fully_shard inside spmd_types.set_current_mesh()"
+            f"fsdp2x.fully_shard: expected spmd_types annotations of {where} on all axes of {axes}, got "
+            f"{tuple(types)}. Annotate it on the full mesh, or call fully_shard inside spmd_types.set_current_mesh()."
         )
     if _span(package, current) != _span(package, axes) or not set(types) <= set(current):
         raise ValueError(
-            f"fsdp2x.fully_shard: {where} is annotated by spmd_types on {tuple(types)}, inside the mesh "
-            f"{tuple(current)}; expected a mesh that has these axes and the ranks of {axes}"
+            f"fsdp2x.fully_shard: {where} is annotated by spmd_types on {tuple(types)}, expected a current mesh with "
+            f"these axes and the ranks of {axes}, got {tuple(current)}"
         )
     return tuple(current)
 
 
 def _types_on_mesh(package: Any, types: dict, axes: list, data_axes: frozenset, names: tuple, where: str) -> list:
-    """The type on each axis of the storage mesh: replicated on the data-parallel ones, which the engine cuts."""
+    """Returns the type on each axis of the storage mesh, replicated on the data-parallel ones that the engine cuts."""
     data = _span(package, [axes[i] for i in data_axes])
     others = {axes[i]: None for i in range(len(axes)) if i not in data_axes and axes[i].size() > 1}
     for axis, kind in types.items():
@@ -189,10 +189,10 @@ def _types_on_mesh(package: Any, types: dict, axes: list, data_axes: frozenset, 
             )
         elif kind is not package.R:
             raise ValueError(
-                f"fsdp2x.fully_shard: {where} is {kind} on the data-parallel axis {axis}, expected R: fully_shard cuts "
-                "parameters along these axes, and sums their gradients, by itself"
+                f"fsdp2x.fully_shard: {where} must be R on the data-parallel axis {axis}, got {kind}. fully_shard "
+                "itself cuts parameters along these axes and sums their gradients."
             )
     missing = [names[axes.index(axis)] for axis, kind in others.items() if kind is None]
     if missing:
-        raise ValueError(f"fsdp2x.fully_shard: {where} has no spmd_types annotation on {missing}; annotate all axes")
+        raise ValueError(f"fsdp2x.fully_shard: {where} has no spmd_types annotation on {missing}. Annotate all axes.")
     return [package.R if i in data_axes else others.get(axis, package.R) for i, axis in enumerate(axes)]

@@ -1,9 +1,9 @@
-"""``checked``: what a public function is given must be of the kinds its annotations say, or one sentence names it.
+"""``checked``: checks arguments of public functions against their annotations and raises an error that names them.
 
-The annotations are the only home of that fact, and of the values of a ``Literal``. Other values that cannot be used
-are the function's own business. Costs some microseconds a call: for functions that are not called per tensor.
+Only the annotations define these types and the values of a ``Literal``. The function itself checks other conditions. A
+call costs some microseconds more, so do not use it for functions that are called per tensor.
 
-A dtype may go by its name: ``"bf16"``, ``"bfloat16"``, and ``"torch.bfloat16"`` become ``torch.bfloat16``.
+A dtype may be given by its name: ``"bf16"``, ``"bfloat16"``, and ``"torch.bfloat16"`` become ``torch.bfloat16``.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32":
 
 
 def dtype_name(name: str) -> str:
-    """Torch's name of a dtype that goes by several: `bf16`, `bfloat16` and `torch.bfloat16` are one."""
+    """Returns torch's name of a dtype: `bf16`, `bfloat16` and `torch.bfloat16` are the same."""
     name = name.removeprefix("torch.")
     return DTYPE_NAMES.get(name, name)
 
 
 def dtype_of(value: Any) -> Any:
-    """The floating-point dtype of a name. Any other value comes back as it is."""
+    """Returns the floating-point dtype of a name, and any other value unchanged."""
     found = getattr(torch, dtype_name(value), None) if isinstance(value, str) else None
     return found if isinstance(found, torch.dtype) and found.is_floating_point else value
 
@@ -42,24 +42,24 @@ def dtype_of(value: Any) -> Any:
 F = TypeVar("F", bound=Callable)
 Accepts = Callable[[Any], bool]
 
-# What is meant, where people often pass something near.
+# Examples for arguments where users often pass something similar.
 _EXAMPLES = {
     "DeviceMesh": 'such as torch.distributed.device_mesh.init_device_mesh("cpu", (world_size,))',
     "MixedPrecisionPolicy": "such as fsdp2x.MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
     "OffloadPolicy": "such as fsdp2x.HostOffloadPolicy(mode='gradients')",
     "ProcessGroup": "such as torch.distributed.new_group(ranks)",
-    "FSDPModule": "that is, one that fsdp2x.fully_shard was called on",
+    "FSDPModule": "that is, one that fsdp2x.fully_shard sharded",
     "dtype": "such as torch.bfloat16",
     "timedelta": "such as datetime.timedelta(minutes=5)",
 }
 
 
 def checked(function: F | None = None, *, own: Collection[str] = ()) -> F:
-    """Decorates a function, a method, or a dataclass. Arguments named in ``own`` it checks by itself.
+    """Decorates a function, a method, or a dataclass. It checks arguments named in ``own`` itself.
 
     Raises:
-        TypeError: at a call: an argument is not of the kind that its annotation says.
-        ValueError: it is, but is none of the values of a ``Literal``.
+        TypeError: at a call, if an argument does not have the annotated type.
+        ValueError: at a call, if an argument is not one of the values of a ``Literal``.
     """
     if function is None:
         return functools.partial(checked, own=own)  # type: ignore[return-value]
@@ -82,7 +82,7 @@ def checked(function: F | None = None, *, own: Collection[str] = ()) -> F:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         kinds = accepted()
-        # Too many, too few and unknown ones are Python's own sentence.
+        # Python itself reports missing, extra and unknown arguments.
         given = itertools.chain(zip(positional, args, strict=False), tuple(kwargs.items()))
         for place, (name, value) in enumerate(given):
             if name in kinds:
@@ -102,7 +102,7 @@ def checked(function: F | None = None, *, own: Collection[str] = ()) -> F:
 
 
 def _converter(hint: Any) -> Callable[[Any], Any] | None:
-    """What replaces names of dtypes in a value of this kind; None if it holds no dtype."""
+    """Returns the function that replaces names of dtypes in a value of this type. None if it contains no dtype."""
     options = (hint, *typing.get_args(hint))
     if torch.dtype in options:
         return dtype_of
@@ -125,7 +125,7 @@ def _with_dtypes(policy: Any) -> Any:
 
 
 def _name_of(function: Callable) -> str:
-    """As a user calls it: by its name in the package that exports it, the outermost one first."""
+    """Returns the name that users call: in the outermost package that exports it."""
     name = function.__qualname__.removesuffix(".__init__")
     first = name.partition(".")[0]
     for home, module in sorted(sys.modules.items()):
@@ -135,7 +135,7 @@ def _name_of(function: Callable) -> str:
     return f"fsdp2x.{name}"
 
 
-# ---- kinds
+# ---- types
 
 
 def _accepts(hint: Any) -> Accepts:
@@ -158,7 +158,7 @@ def _accepts(hint: Any) -> Accepts:
 
 
 def _kinds_of_values(hint: Any) -> set[type]:
-    """The kinds of the values of each ``Literal`` in ``hint``."""
+    """Returns the types of the values of each ``Literal`` in ``hint``."""
     args = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
         return {type(arg) for arg in args}
@@ -184,25 +184,25 @@ def _plain(kind: Any) -> Accepts:
 def _container(origin: type, items: list[Accepts]) -> Accepts:
     if issubclass(origin, Mapping):
         return lambda value: isinstance(value, Mapping)
-    # A string is a sequence of strings, and never meant as one.
+    # A string is a sequence of strings, but never meant as one.
     base = {list: Sequence, set: Collection, tuple: Sequence}.get(origin, origin)
 
     def accepts(value: Any) -> bool:
         if isinstance(value, str | bytes | Mapping):
             return False
         if base is Sequence and not isinstance(value, Sequence):
-            # Tensors and arrays are no Sequences by name.
+            # Tensors and arrays are not registered as Sequences.
             return hasattr(value, "__len__") and hasattr(value, "__getitem__")
         if not isinstance(value, base):
             return False
         if not items or not isinstance(value, list | tuple | set | frozenset):
-            return True  # what is only iterable may be read once
+            return True  # an iterator may be read only once
         return all(any(item(one) for item in items) for one in value)
 
     return accepts
 
 
-# ---- words
+# ---- descriptions
 
 
 def _told(hint: Any) -> str:

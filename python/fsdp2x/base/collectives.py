@@ -1,6 +1,6 @@
-"""Collectives of the CPU's process groups: started under the names that upstream's FSDP2 uses, packed, waited for.
+"""Collectives of CPU process groups: starts them under FSDP2's names, packs them, and waits for them.
 
-``explained`` adds rank, operation and unit to what a failed collective raises.
+``explained`` adds rank, operation and unit to the error of a failed collective.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fsdp2x.base.processes import introduced, name_ended, own_host
 
 @skips_checks
 def all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
-    """Starts an all-gather of ``source`` into ``output``; returns the work."""
+    """Starts an all-gather of ``source`` into ``output`` and returns the work."""
     gather = _gather()
     if source.nbytes < _LARGE_BYTES or gather is not _GATHER or not _is_unobserved_gloo(group):
         return gather(output, source, group=group, async_op=True)
-    # gloo's own gathers into memory that it allocates each time, and copies it.
+    # gloo's own all-gather allocates memory each time and copies it.
     parts = output.view(dist.get_world_size(group), -1).view(torch.uint8)
     own = parts[dist.get_rank(group)]
     if own.data_ptr() != source.data_ptr():
@@ -34,17 +34,17 @@ def all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Ten
 
 
 def _is_unobserved_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether other collectives may stand for those that a dispatch mode would see."""
+    """Returns whether other collectives may replace those that a dispatch mode would see."""
     return torch_private.is_gloo(group) and not torch_private.is_observed()
 
 
-# Upstream's FSDP2 of this torch uses one of two names. Looked up at each call: patches and counters must see it.
+# FSDP2 uses one of two names, depending on torch. Looked up at each call, because patches and counters must see it.
 def _gather() -> Callable[..., Any]:
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class _Parts:
-    """The work of the broadcasts that stand for an all-gather."""
+    """Work of the broadcasts that replace an all-gather."""
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works
@@ -60,12 +60,12 @@ class _Parts:
 
 @skips_checks
 def reduce_scatter(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, average: bool):
-    """Starts a reduce-scatter of ``source``, which it may overwrite, into ``output``; returns the work."""
+    """Starts a reduce-scatter of ``source``, which it may overwrite, into ``output``. Returns the work."""
     scatter = _scatter()
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     if scatter is not _SCATTER or not _is_unobserved_gloo(group):
         return scatter(output, source, op=op, group=group, async_op=True)
-    # gloo's own is an all-reduce of a copy, whose work waits without a limit.
+    # gloo's own reduce-scatter is an all-reduce of a copy, whose work waits without a limit.
     return _PartOfSum(dist.all_reduce(source, group=group, async_op=True), output, source, group, average)
 
 
@@ -73,12 +73,12 @@ def _scatter() -> Callable[..., Any]:
     return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-_GATHER, _SCATTER = _gather(), _scatter()  # as long as nobody patches them
-_LARGE_BYTES = 1 << 20  # below, one operation is faster than several
+_GATHER, _SCATTER = _gather(), _scatter()  # valid unless patched
+_LARGE_BYTES = 1 << 20  # below this size, one operation is faster than several
 
 
 class _PartOfSum:
-    """The work of an all-reduce that stands for a reduce-scatter: this rank's part goes into ``output`` at its end."""
+    """Work of an all-reduce that replaces a reduce-scatter. At its end, this rank's part goes into ``output``."""
 
     def __init__(
         self, work: dist.Work, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, average: bool
@@ -98,13 +98,13 @@ class _PartOfSum:
 
 @skips_checks
 def all_to_all(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
-    """Starts an all-to-all of equal parts of ``source``, one for each rank, into ``output``; returns the work."""
+    """Starts an all-to-all of equal parts of ``source``, one per rank, into ``output``. Returns the work."""
     return dist.all_to_all_single(output, source, group=group, async_op=True)
 
 
 @skips_checks
 def wait(work, timeout: timedelta | None = None) -> bool:
-    """Waits for what a collective returned; ``timeout``: as long as this, in place of its process group's."""
+    """Waits for the result of a collective call. ``timeout`` replaces that of its process group."""
     # Synchronous process groups (fake, threaded) return nothing to wait for.
     if work is not None and hasattr(work, "wait"):
         work.wait() if timeout is None else work.wait(timeout)
@@ -113,7 +113,7 @@ def wait(work, timeout: timedelta | None = None) -> bool:
 
 # --- several gathers in one ---
 
-# What every backend transports by name; inputs of several dtypes, and of any other (float8, int16), travel as bytes.
+# Dtypes that every backend supports. Inputs of several dtypes, or of others (float8, int16), travel as bytes.
 _TRANSPORTED = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.uint8, torch.int8, torch.int32, torch.int64),
@@ -122,11 +122,13 @@ Gather = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 def gather_packed(gather: Gather, world: int, rank: int, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """Starts ``gather(output, source)`` for all (output, source) at once; returns the work to ``wait`` for, or None.
+    """Starts ``gather(output, source)`` for all pairs at once. Returns the work to ``wait`` for, or None.
 
     Args:
         gather: the collective, asynchronous or not.
-        pairs: contiguous tensors; an output holds ``world`` sources one after the other and has their dtype.
+        world: number of ranks.
+        rank: this rank.
+        pairs: contiguous (output, source) tensors. An output holds ``world`` sources in sequence, in their dtype.
     """
     dtypes = {source.dtype for _, source in pairs}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
@@ -144,7 +146,7 @@ def gather_packed(gather: Gather, world: int, rank: int, pairs: list[tuple[torch
 
 
 class _Unpack:
-    """A work whose end distributes what was gathered."""
+    """A work whose end distributes the gathered bytes."""
 
     def __init__(self, work: Any, staging: torch.Tensor, starts: list[int], columns: list) -> None:
         self._work, self._staging, self._starts, self._columns = work, staging, starts, columns
@@ -159,7 +161,7 @@ class _Unpack:
         return True
 
 
-# --- what a failure means ---
+# --- explanation of failures ---
 
 
 class Diverged(RuntimeError):
@@ -168,7 +170,7 @@ class Diverged(RuntimeError):
 
 @contextlib.contextmanager
 def explained(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
-    """A collective of the block over ``group`` that fails is told as by ``explain_collective``."""
+    """Explains a failed collective over ``group`` inside the block, as ``explain_collective`` does."""
     try:
         yield
     except Exception as error:
@@ -179,10 +181,10 @@ def explained(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
 
 
 def explain_collective(group: dist.ProcessGroup | None, error: BaseException, what: str) -> BaseException:
-    """The exception to raise in place of ``error``, which a collective of ``group`` raised on this rank.
+    """Returns the exception to raise in place of ``error``, which a collective of ``group`` raised on this rank.
 
-    ``what``: the operation, and its unit where it has one. Errors that are not the backend's get a note and stay
-    themselves. Ranks are those of the default group.
+    ``what`` is the operation, with its unit if it has one. Errors that do not come from the backend get a note and are
+    returned. Ranks are those of the default group.
     """
     if isinstance(error, Diverged):
         return error
@@ -192,7 +194,7 @@ def explain_collective(group: dist.ProcessGroup | None, error: BaseException, wh
         return error
     known = introduced()
     if ended := name_ended(known):
-        said = f"{ended} ended meanwhile: its own output says why; restart all ranks"
+        said = f"{ended} ended meanwhile. Its own output says why. Restart all ranks."
     else:
         here = own_host()
         said = "no rank of this host has ended"
@@ -200,7 +202,7 @@ def explain_collective(group: dist.ProcessGroup | None, error: BaseException, wh
             said = f"none of the {len(known)} ranks that this one has met has ended"
         if any(process.host != here for process in known.values()):
             said += ", one of another host may have"
-        said += "; where none has, one hangs, has raised and lives, or runs other modules: look at the stacks of all"
+        said += ". Otherwise one hangs, has raised and lives, or runs other modules: look at the stacks of all ranks."
     explained = RuntimeError(f"process group: {where}, when it failed: {said} (the backend says: {error})")
     explained.__cause__ = error
     return explained

@@ -39,7 +39,7 @@ class CorruptFile(CheckpointError):
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used. The message names its dotted path, what was got and what is expected."""
+    """A setting that cannot be used. The message names its dotted path, and what was expected and got."""
 
 
 def first_line(error: BaseException) -> str:
@@ -48,7 +48,7 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0][:200] if text else type(error).__name__
 
 
-# --- the public calls that ranks are in ---
+# --- public calls that ranks are in ---
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -59,9 +59,9 @@ _NUM_SHOWN = 4
 
 @dataclass(frozen=True)
 class Call:
-    """``ranks`` hold a part of ``model`` each; both are empty for one that is not sharded.
+    """A public call. ``ranks`` each hold a part of ``model``. Both are empty for a model that is not sharded.
 
-    ``shapes``: models of other shapes are not compared here, since an exchange that follows names the parameter.
+    ``shapes``: models of other shapes are not compared here, because a later exchange names the parameter.
     """
 
     name: str
@@ -79,7 +79,7 @@ _current: ContextVar[Call | None] = ContextVar("fsdp2x_call", default=None)
 
 @dataclass(frozen=True)
 class UnitNumber:
-    """``number``: of the units of this kind and these shapes over these ranks, in the order of their making."""
+    """``number`` counts units of this kind and these shapes over these ranks, in the order of their making."""
 
     ranks: tuple[int, ...] = ()
     kind: str = ""
@@ -88,7 +88,7 @@ class UnitNumber:
 
 
 def number_unit(state: Any, ranks: Iterable[int]) -> UnitNumber:
-    """The number of a new unit, by which later calls know it."""
+    """Returns the number of a new unit, by which later calls identify it."""
     kind = ", ".join(_kind(module) for module in state.modules)
     like = UnitNumber(tuple(sorted(ranks)), kind, tuple(tuple(record.param.shape) for record in state.params))
     # Ranks may be threads of one process, as in torch's tests.
@@ -103,7 +103,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def call_of(name: str, model: nn.Module, params: Iterable[nn.Parameter], *, names_shapes: bool = False) -> Call:
-    """The call ``name`` on ``params``, which belong to ``model``. ``names_shapes``: it compares shapes itself."""
+    """Returns the call ``name`` on ``params`` of ``model``. ``names_shapes``: it compares shapes itself."""
     places: dict = {}
     for state in all_units:
         for index, record in enumerate(state.params):
@@ -129,13 +129,13 @@ def call_of(name: str, model: nn.Module, params: Iterable[nn.Parameter], *, name
 
 
 def digest(facts: Sequence) -> bytes:
-    """Equal for equal facts, such as ``UnitParams``."""
+    """Returns bytes that are equal for equal facts, such as ``UnitParams``."""
     return hashlib.sha256(repr(facts).encode()).digest()
 
 
 @contextlib.contextmanager
 def calling(call: Call) -> Iterator[None]:
-    """What the block exchanges belongs to ``call``."""
+    """Assigns the exchanges of the block to ``call``."""
     token = _current.set(call)
     try:
         yield
@@ -144,9 +144,9 @@ def calling(call: Call) -> Iterator[None]:
 
 
 def named_call(name: str, *compared: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorator: what the function exchanges belongs to the call ``name`` on its argument ``model``.
+    """Decorator that assigns the function's exchanges to the call ``name`` on its argument ``model``.
 
-    ``compared``: other arguments that decide what is exchanged.
+    ``compared`` are other arguments that decide what is exchanged.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -158,7 +158,7 @@ def named_call(name: str, *compared: str) -> Callable[[Callable[P, T]], Callable
             try:
                 given = signature.bind(*args, **kwargs).arguments
             except TypeError:
-                return function(*args, **kwargs)  # Python's own sentence has the function's name
+                return function(*args, **kwargs)  # raises Python's own error, which has the function's name
             told = [f"{key}={given[key]!r}" for key in compared if given.get(key, defaults[key]) != defaults[key]]
             call = call_of(f"{name}({', '.join(told)})" if told else name, given["model"], given["model"].parameters())
             with calling(call):
@@ -170,15 +170,15 @@ def named_call(name: str, *compared: str) -> Callable[[Callable[P, T]], Callable
 
 
 def current_call(what: str) -> Call:
-    """The call that this thread is in; ``what`` it does otherwise."""
+    """Returns the call that this thread is in, or else ``what``."""
     return _current.get() or Call(what)
 
 
 def require_same_call(calls: Mapping[int, Call]) -> None:
-    """Checks what the ranks are in, by rank. Ranks of other parts of a pipeline may have other models.
+    """Checks the calls of the ranks. Ranks of other parts of a pipeline may have other models.
 
     Raises:
-        ValueError: two of them differ.
+        ValueError: two calls differ.
     """
     seen: dict[tuple, tuple[int, Call]] = {}
     first = next(iter(calls.items()))
@@ -201,7 +201,7 @@ def rank_and_size(group: Group = None) -> tuple[int, int]:
     return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
 
 
-def exchange(mine: T, group: Group = None, what: str = "meeting of the ranks") -> list[T]:
+def exchange(mine: T, group: Group = None, what: str = "synchronization of the ranks") -> list[T]:
     """Returns the objects of all ranks, in rank order.
 
     Errors name the public call that this rank is in, or ``what`` outside of any.
@@ -264,7 +264,7 @@ def gather_on_rank_0(work: Callable[[], T], *, what: str = "", group: Group = No
     return found
 
 
-def problems_of_all(problem: str | None, group: Group = None, what: str = "meeting of the ranks") -> str:
+def problems_of_all(problem: str | None, group: Group = None, what: str = "synchronization of the ranks") -> str:
     """Returns the problems of all ranks in one sentence, the same on each. Empty if no rank has one."""
     said = exchange(problem, group, what)
     ranks = [0] if len(said) == 1 else dist.get_process_group_ranks(group)
@@ -291,7 +291,7 @@ def _raise_failures(messages: list[str | None], mine: Exception | None, what: st
 
 
 def join_failures(failures: Mapping[int, str], num_ranks: int, what: str) -> str:
-    """Joins the messages of the ranks. A sentence that several ranks share stands there once."""
+    """Joins the messages of the ranks. A sentence that several ranks share appears once."""
     by_text: dict[str, list[str]] = {}
     for rank, text in sorted(failures.items()):
         by_text.setdefault(text, []).append(str(rank))
@@ -328,7 +328,7 @@ class LostRanks:
 
     @property
     def local_pids(self) -> list[int]:
-        """Those of this host's ranks."""
+        """Process ids of this host's ranks."""
         here = own_host()
         return [process.pid for process in self.processes if process.host == here]
 

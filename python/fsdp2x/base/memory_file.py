@@ -1,9 +1,9 @@
-"""Memory in whole pages that others can map by its descriptor, and several tensors packed into one buffer of bytes.
+"""Allocates whole pages that others can map by descriptor, and packs several tensors into one buffer of bytes.
 
     buffer | tensor 0 |pad| tensor 1 |pad| ...        so that one collective or one copy moves them all
 
-The segments of the engine (``csrc/core/layout.cpp``) are laid out apart from this: they hold rows of all ranks in one
-dtype, by rules that gathers, reductions and resting shards share.
+The engine's segments (``csrc/core/layout.cpp``) have another layout: they hold rows of all ranks in one dtype, by rules
+that gathers, reductions and shards in gather buffers share.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fsdp2x.base.native import _C
 
 
 def whole_pages(num_bytes: int) -> int:
-    """At least one page: nothing maps none."""
+    """Rounds up to whole pages, at least one, because zero bytes cannot be mapped."""
     return -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def aligned_starts(sizes: Iterable[int], begin: int = 0) -> tuple[list[int], int]:
-    """Where each of some tensors of so many bytes, or elements, starts, from ``begin`` on, and where the last ends."""
+    """Returns where each of tensors of these sizes starts, from ``begin`` on, and where the last one ends."""
     starts, end = [], begin
     for size in sizes:
         starts.append(end)
@@ -40,15 +40,15 @@ def tensor_at(buffer: torch.Tensor, start: int, shape: Sequence[int], dtype: tor
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, without a copy."""
-    array: Any = tensor.view(-1).view(torch.uint8).numpy()  # not a Buffer to numpy's annotations
+    """Returns the bytes of a contiguous tensor on the CPU without a copy."""
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()  # numpy's annotations do not call it a Buffer
     return memoryview(array)
 
 
 class MemoryFile:
-    """``num_bytes`` of whole pages, which are there where somebody writes; ``file`` is closed with this object.
+    """``num_bytes`` of whole pages, allocated when they are written. ``file`` is closed with this object.
 
-    ``bytes``, uint8 of shape (num_bytes,), is mapped by itself and may live longer.
+    ``bytes``, uint8 of shape (num_bytes,), has a separate mapping and may live longer.
     """
 
     def __init__(self, name: str, num_bytes: int) -> None:
@@ -62,7 +62,7 @@ class MemoryFile:
 def collect_handed() -> None:
     """Returns GPU memory to torch's allocator that was handed to other processes and dropped since.
 
-    Without this, torch looks again only when it next hands memory out. Memory stays taken while a reader maps it. If a
+    Otherwise torch only checks when it next hands memory out. Memory stays allocated while a reader maps it. If a
     reader died, it stays until this process ends.
     """
     if torch.cuda.is_initialized():

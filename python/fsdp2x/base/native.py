@@ -1,4 +1,4 @@
-"""The only importer of `fsdp2x._C`: checks that the extension fits the installed torch before the loader meets it."""
+"""Imports `fsdp2x._C`, after checking that the extension fits the installed torch. No other module imports it."""
 
 import re
 
@@ -6,9 +6,9 @@ import torch
 
 
 def check_torch(built_for: str, installed: str) -> None:
-    """Raises ImportError unless major and minor agree: torch's C++ interface changes from one minor to the next.
+    """Raises ImportError unless major and minor agree, because torch's C++ interface changes between minor versions.
 
-    Without this check the dynamic loader would end the import with the mangled name of a missing symbol.
+    Without this check the dynamic loader would fail with the mangled name of a missing symbol.
     """
     built, found = (re.match(r"(\d+)\.(\d+)", version) for version in (built_for, installed))
     if built is not None and found is not None and built.groups() == found.groups():
@@ -25,7 +25,7 @@ try:
     import fsdp2x._build_info as build_info
 except ImportError as error:
     raise ImportError(
-        "fsdp2x has not been built: its files are here, but not the compiled part. Run `make build` in a checkout, or "
+        "fsdp2x has not been built: the compiled part is missing. Run `make build` in a checkout, or "
         "`pip install .`, and import it from outside the source folder."
     ) from error
 

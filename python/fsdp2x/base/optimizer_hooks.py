@@ -1,13 +1,13 @@
-"""Hooks on torch's optimizers and on ``zero_grad``, which cannot know of sharding. They are process-wide.
+"""Hooks torch's optimizers and ``zero_grad``, which know nothing of sharding. The hooks are process-wide.
 
-- *Stale parameters*: originals that sharding has replaced, and gathered ones. An optimizer that was built before
+- *Stale parameters* are originals that sharding replaced, and gathered parameters. An optimizer that was built before
   ``fully_shard``, or while parameters were gathered, would silently train nothing. Each optimizer is checked at its
   first step, and again after it got parameters or a model was sharded.
-- *Swapped values*: parameters that hold other values for a while, so that calls which keep, move, or change them raise.
-- *Shards in slots*: peers may read a shard in its unit's slot during forward and backward. A step comes after all ranks
-  have read, so that it writes in place, without a copy.
-- *Waiting gradients* are no ``.grad`` yet. ``zero_grad`` of a module clears those of its parameters. That of an
-  optimizer leaves them, as FSDP2 does, and the next forward or backward warns.
+- *Swapped values* are temporary values of parameters. Calls that keep, move, or change them raise.
+- *Shards in gather buffers*: other ranks may read a shard there during forward and backward. A step comes after all
+  ranks have read, so it writes in place, without a copy.
+- *Waiting gradients* are not in ``.grad`` yet. ``zero_grad`` of a module clears those of its parameters. That of an
+  optimizer keeps them, as FSDP2 does, and the next forward or backward warns.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fsdp2x.base.native import _C
 
-_NUMBER = "_fsdp2x_number"  # on originals and gathered parameters: of the original
+_NUMBER = "_fsdp2x_number"  # on originals and gathered parameters: number of the original
 _GATHERED = "_fsdp2x_gathered"  # on gathered ones: their name
-_CHECKED = "_fsdp2x_checked"  # on optimizers: what they were like
+_CHECKED = "_fsdp2x_checked"  # on optimizers: their state at the last check
 MARKS = (_NUMBER, _GATHERED)
 _last_number = 0
 
@@ -37,14 +37,14 @@ def _watch_for_stale() -> None:
 
 
 def mark_original(param: nn.Parameter) -> int:
-    """Remembers that a sharded parameter takes the place of ``param``; returns a number that no other one ever had."""
+    """Records that a sharded parameter replaces ``param``. Returns a unique number."""
     if _NUMBER not in param.__dict__:
         param.__dict__[_NUMBER] = new_number()
     return param.__dict__[_NUMBER]
 
 
 def new_number() -> int:
-    """A number that no parameter ever had; optimizers are looked at again in their next step."""
+    """Returns a unique number. Optimizers are checked again at their next step."""
     global _last_number
     _watch_for_stale()
     _last_number += 1
@@ -52,17 +52,17 @@ def new_number() -> int:
 
 
 def mark_gathered(param: nn.Parameter, number: int, name: str) -> None:
-    """Remembers that ``param`` is the gathered form of the parameter whose original has ``number``."""
+    """Records that ``param`` is the gathered form of the parameter whose original has ``number``."""
     param.__dict__.update({_NUMBER: number, _GATHERED: name})
 
 
 def original_number(param: nn.Parameter) -> int | None:
-    """The number under which ``fully_shard`` knows ``param``, from before sharding or gathered; None: it does not."""
+    """Returns the number of ``param``, an original or gathered parameter. None if ``fully_shard`` does not know it."""
     return param.__dict__.get(_NUMBER)
 
 
 def refuse_stale(caller: str, params: Iterable[nn.Parameter]) -> None:
-    """For an optimizer's new parameters; ``caller``: its name.
+    """Checks an optimizer's new parameters. ``caller`` is its name.
 
     Raises:
         ValueError: some of them are stale.
@@ -73,7 +73,7 @@ def refuse_stale(caller: str, params: Iterable[nn.Parameter]) -> None:
 
 def _stale(params: Iterable[nn.Parameter], *, steps: bool) -> list[nn.Parameter]:
     stale = [param for param in params if original_number(param) is not None]
-    if steps:  # who gave a gathered parameter a gradient wants it stepped
+    if steps:  # a user who set a gradient on a gathered parameter wants it stepped
         stale = [param for param in stale if _GATHERED not in param.__dict__ or param.grad is None]
     return stale
 
@@ -87,7 +87,7 @@ def _describe(stale: list[nn.Parameter]) -> str:
         shape = next(tuple(param.shape) for param in stale if _GATHERED not in param.__dict__)
         kinds.append(
             f"{len(stale) - len(gathered)} parameter(s) from before fully_shard (the first has shape {shape}), which "
-            "the model does not use any more"
+            "the model no longer uses"
         )
     if gathered:
         kinds.append(
@@ -95,9 +95,9 @@ def _describe(stale: list[nn.Parameter]) -> str:
             "register after unshard(), in fsdp2x.unsharded and from a forward to the end of its backward"
         )
     return (
-        f"the optimizer holds {' and '.join(kinds)}: stepping them does not change the model. Build the optimizer "
+        f"the optimizer holds {' and '.join(kinds)}. Stepping them does not change the model. Build the optimizer "
         "after fully_shard while the model is sharded (model.reshard()), or call "
-        "fsdp2x.rebind_optimizer(optimizer, model)"
+        "fsdp2x.rebind_optimizer(optimizer, model)."
     )
 
 
@@ -124,7 +124,7 @@ _swapped: list[set[int]] = []
 
 @contextlib.contextmanager
 def swapped_values(params: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Lists ``params`` during the block, in which the caller keeps other values in them."""
+    """Lists ``params`` during the block, in which the caller stores other values in them."""
     ids = {id(param) for param in params}
     _swapped.append(ids)
     hook = register_optimizer_step_pre_hook(_before_step)
@@ -136,14 +136,14 @@ def swapped_values(params: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def why_swapped(params: Iterable[torch.Tensor]) -> str:
-    """Returns what is wrong if one of ``params`` holds other values, else an empty string."""
+    """Returns the problem if one of ``params`` holds other values, else an empty string."""
     if not _swapped or not any(id(param) in ids for param in params for ids in _swapped):
         return ""
     return "the parameters hold averages inside of EMA.swapped(), whose end gives them their own values. Leave it first"
 
 
 def refuse_swapped(caller: str, params: Iterable[torch.Tensor]) -> None:
-    """Raises RuntimeError if one of ``params`` holds other values; ``caller`` begins the message."""
+    """Raises RuntimeError if one of ``params`` holds other values. ``caller`` begins the message."""
     if why := why_swapped(params):
         raise RuntimeError(f"{caller}: {why}.")
 
@@ -153,14 +153,14 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     refuse_swapped(f"{type(optimizer).__name__}.step", params)
 
 
-# --- shards in slots ---
+# --- shards in gather buffers ---
 
 _OPEN = "_fsdp2x_open"  # on optimizers, while they step: what they may write to
 
 
 @functools.cache
 def watch_steps() -> None:
-    """From now on, for every optimizer of the process."""
+    """Hooks the steps of every optimizer of the process from now on."""
     register_optimizer_step_pre_hook(_open)
     register_optimizer_step_post_hook(_close)
 
@@ -180,7 +180,7 @@ def _close(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 @functools.cache
 def watch_zero_grad() -> None:
-    """From now on, for every module and every optimizer of the process."""
+    """Hooks ``zero_grad`` of every module and every optimizer of the process from now on."""
     of_module, of_optimizer = nn.Module.zero_grad, torch.optim.Optimizer.zero_grad
 
     @functools.wraps(of_module)

@@ -1,9 +1,9 @@
-"""The processes behind the ranks: which of them have ended, and forked children, which must not act for their parent.
+"""Identifies the processes of ranks, to find those that ended and forked children that must not act for their parent.
 
-A process is identified by its host, its number and its start time; no handle is held. A forked child inherits the
+A process is identified by its host, its number and its start time, without a handle. A forked child inherits the
 connections and the model of its rank. A collective in the child would wait for threads that it does not have, and a
-forward would write into the memory of its parent. The engine refuses the second by itself; ``require_own_process`` is
-for what Python does.
+forward would write into its parent's memory. The engine itself raises for the second. ``require_own_process`` protects
+Python code.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch.distributed as dist
 from fsdp2x.base.native import _C
 
 _LOOK_S = 0.05
-# Of each default process group: the processes of the ranks that have introduced themselves, by rank.
+# For each default process group, the processes of the ranks that have introduced themselves, by rank.
 _introduced: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process of some host. ``start`` is the kernel's start time, which tells a reused number apart."""
+    """A process of some host. ``start`` is the kernel's start time, which distinguishes reused numbers."""
 
     host: tuple[str, str]
     pid: int
@@ -38,17 +38,17 @@ class Process:
 
 
 def remember(processes: dict[int, Process]) -> None:
-    """These ranks have introduced themselves, to this one or to one that tells of them."""
+    """Records ranks that introduced themselves to this one or to another one that reports them."""
     _introduced.setdefault(dist.group.WORLD, {}).update(processes)
 
 
 def introduced() -> dict[int, Process]:
-    """The processes that this one knows of, by rank of the default group."""
+    """Returns the processes that this one knows, by rank of the default group."""
     return dict(sorted(_introduced.get(dist.group.WORLD, {}).items()))
 
 
 def own_host() -> tuple[str, str]:
-    """Name of the host, and which boot of it this is; the second is empty where it cannot be read."""
+    """Returns the host's name and an id of its boot, which is empty if it cannot be read."""
     try:
         return socket.gethostname(), boot_id()
     except OSError:
@@ -56,15 +56,16 @@ def own_host() -> tuple[str, str]:
 
 
 def boot_id() -> str:
-    """The kernel's number for this boot of the host. Raises OSError where it is hidden."""
+    """Returns the kernel's number for this boot of the host. Raises OSError if it is hidden."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
 
 
 def name_ended(processes: Mapping[int, Process], wait_s: float = 1.0) -> str:
-    """The ranks of this host, of these, whose process has ended: "rank 1 (pid 7), rank 3 (pid 9)", or nothing.
+    """Returns this host's ranks whose process has ended: "rank 1 (pid 7), rank 3 (pid 9)", or an empty string.
 
-    Those elsewhere are never reported. Sockets close before processes end: it looks for ``wait_s`` until it finds one.
+    Ranks on other hosts are never reported. Sockets close before processes end, so it looks for ``wait_s`` until it
+    finds one.
     """
     here = own_host()
     deadline = time.monotonic() + wait_s
@@ -80,10 +81,10 @@ def name_ended(processes: Mapping[int, Process], wait_s: float = 1.0) -> str:
 
 
 def start_time(pid: int) -> str | None:
-    """Kernel's start time of a process; None when it has ended."""
+    """Returns the kernel's start time of a process, or None after its end."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()  # the name, in parentheses, may hold anything
+            fields = file.read().rpartition(")")[2].split()  # the name, in parentheses, may contain anything
     except OSError:
         return None
     return None if fields[0] in "ZX" else fields[19]
@@ -94,11 +95,11 @@ _world, _guard = _no_world, _C.ProcessGuard()
 
 
 def require_own_process(what: str) -> None:
-    """Before a collective.
+    """Checks, before a collective, that this process is not a forked child.
 
     Raises:
-        RuntimeError: this is a forked child of the process that made the default process group; names the way out.
-            ``what`` ends the sentence "a forked child cannot ...".
+        RuntimeError: this is a forked child of the process that made the default process group. ``what`` ends the
+            sentence "a forked child cannot ...".
     """
     if dist.is_initialized():
         _remember()
@@ -106,7 +107,7 @@ def require_own_process(what: str) -> None:
 
 
 def _remember() -> None:
-    """Notes which process the default process group belongs to; also before each fork."""
+    """Records which process the default process group belongs to. Also runs before each fork."""
     global _world, _guard
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is not _world():

@@ -1,11 +1,11 @@
-"""The ranks of a group introduce themselves, and share memory where they can.
+"""Introduces the ranks of a group to each other, and shares memory between them if possible.
 
-    rendezvous     every rank says who it is and where it runs            one exchange
-    why_not_shared what follows from that: several hosts, users, threads  the same on every rank
-    shm_group      the engine's group, or why a rank could not enter it   the same on every rank
-    memory_file    a file of the same memory for every rank, or why not   the same on every rank
+    rendezvous     every rank sends its identity and location              one exchange
+    why_not_shared the conclusion: several hosts, users, threads           the same on every rank
+    shm_group      the engine's group, or why a rank could not enter it    the same on every rank
+    memory_file    a file of the same memory for every rank, or why not    the same on every rank
 
-Nothing here waits for a rank that failed: after each step that can fail the ranks exchange how it ended.
+Nothing here waits for a rank that failed: after each step that can fail the ranks exchange its result.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ Facts = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class UnitParams:
-    """What of one unit, or of its part over one mesh, decides about the sizes of collectives."""
+    """Properties of one unit, or of its part over one mesh, that decide the sizes of collectives."""
 
     name: str
     params: tuple[tuple[str, Facts], ...]  # (name, facts) in order
 
 
 def disagreement(of_rank: Mapping[int, Sequence[UnitParams]]) -> str:
-    """The first difference between the units of the first rank and of another one; "" when there is none."""
+    """Returns the first difference between the units of the first rank and another one, or ""."""
     first = next(iter(of_rank))
     for rank, units in of_rank.items():
-        for is_unit in (True, False):  # a unit that differs tells more than the number of the model
+        for is_unit in (True, False):  # a different unit says more than the number of the model
             sides = ([one for one in side if bool(one.params) is is_unit] for side in (of_rank[first], units))
             for here, there in zip_longest(*sides):
                 if here != there:
@@ -63,20 +63,20 @@ def _text(unit: UnitParams | None, beside: UnitParams | None) -> str:
 
 @dataclass(frozen=True)
 class PeerInfo:
-    """What a rank says of itself."""
+    """The data that a rank reports about itself."""
 
     process: Process
     uid: int
-    host: str  # equal for processes that can hand each other file descriptors; empty when it cannot be told
-    fault: str  # why it cannot
-    socket: str  # rank 0's count, as does its token
+    host: str  # equal for processes that can send each other file descriptors; empty if unknown
+    fault: str  # why it is unknown
+    socket: str  # from rank 0, like its token
     token: bytes
-    group_name: str  # how torch would name its next group over these ranks
-    checks_ranks: bool  # its collectives are compared with the others'
-    is_observed: bool  # a dispatch mode watches this rank's collectives
+    group_name: str  # the name that torch would give its next group over these ranks
+    checks_ranks: bool  # whether its collectives are compared with the others'
+    is_observed: bool  # whether a dispatch mode watches this rank's collectives
     shapes: bytes  # digest of the units' parameters
-    training: bytes  # and of which of them are trained
-    others: dict[int, Process]  # whom it knows outside of this group
+    training: bytes  # digest of which of them are trained
+    others: dict[int, Process]  # processes that it knows outside of this group
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class GroupInfo:
 
     @property
     def ranks(self) -> list[int]:
-        """What messages call the ranks: their numbers in the whole job."""
+        """The ranks' numbers in the whole job, as messages use them."""
         return dist.get_process_group_ranks(self.group)
 
     @property
@@ -103,7 +103,7 @@ class GroupInfo:
 
     @property
     def fault(self) -> str | None:
-        """Why a rank cannot tell where it runs."""
+        """Why a rank does not know where it runs, or None."""
         for rank, peer in zip(self.ranks, self.peers, strict=True):
             if peer.fault:
                 return f"rank {rank} cannot tell which host it runs on ({peer.fault})"
@@ -111,7 +111,7 @@ class GroupInfo:
 
     @property
     def why_not_shared(self) -> str | None:
-        """Why the ranks cannot share memory, None when they can."""
+        """Why the ranks cannot share memory, or None if they can."""
         if len({peer.host for peer in self.peers if not peer.fault}) > 1:
             return "the ranks run on several hosts"
         if self.fault is not None:
@@ -126,20 +126,20 @@ class GroupInfo:
         return exchange(mine, self.group)
 
     def shm_group(self, timeout: timedelta):
-        """(the engine's group, "") or (None, why a rank could not enter it). Collective."""
+        """Returns (the engine's group, "") or (None, why a rank could not enter it). Collective."""
         return _C.shm_group(*self._place, timeout.total_seconds(), self._exchange)
 
     def memory_file(self, num_bytes: int, use: Callable[[int], None]) -> str:
         """Calls ``use`` with the descriptor of a file of the same anonymous memory on every rank. Collective.
 
-        Returns "", or why a rank could not have the file or use it. The descriptor is closed afterwards.
+        Returns "", or why a rank could not get the file or use it. The descriptor is closed afterwards.
         """
         return _C.share_memory_file(*self._place, self._exchange, num_bytes, use)
 
     def twin_of_group(self) -> dist.ProcessGroup:
-        """Another gloo group of the same ranks, or ``group`` itself where there can be none. Collective.
+        """Makes another gloo group of the same ranks. Returns ``group`` itself if that is impossible. Collective.
 
-        What a failed step leaves in the twin does not meet the collectives of the user.
+        Messages that a failed step leaves in the new group do not disturb the user's collectives.
         """
         cpu = torch.device("cpu")
         if not torch_private.is_gloo(self.group):
@@ -152,12 +152,12 @@ class GroupInfo:
         return made
 
     def require_same_units(self, caller: str = "fully_shard") -> None:
-        """Raises ValueError, the same on every rank, when the ranks do not have the same parameters."""
+        """Raises ValueError, the same on every rank, if the ranks do not have the same parameters."""
         self._require_same("shapes", self.units, caller, "every rank must have the same modules, shapes and dtypes")
 
     def require_same_training(self) -> None:
-        """Raises ValueError, the same on every rank, when they do not train the same parameters: over a process group
-        gradients would be of different sizes."""
+        """Raises ValueError, the same on every rank, if the ranks do not train the same parameters. Over a process
+        group their gradients would have different sizes."""
         demand = "over a process group every rank must train the same parameters"
         self._require_same("training", self.trained, "fully_shard", demand)
 
@@ -178,10 +178,10 @@ def rendezvous(
     trained: Sequence[UnitParams] = (),
     checks_ranks: bool = False,
 ) -> GroupInfo | None:
-    """Collective over ``group``. None where the process group is fake: nobody is there to answer.
+    """Exchanges identities. Collective over ``group``. Returns None if the process group is fake and cannot answer.
 
-    ``units`` and ``trained``: what the ranks are about to shard, and to train of it. ``checks_ranks``: whether this
-    rank wants each collective compared with its peers'.
+    ``units`` and ``trained`` are what the ranks are about to shard, and to train of it. ``checks_ranks``: whether this
+    rank compares each collective with its peers'.
     """
     require_own_process("talk to the other ranks")
     if dist.get_backend(group) == "fake":
@@ -213,5 +213,5 @@ def rendezvous(
 
 
 def _host_identity() -> str:
-    """Equal for processes that can hand each other file descriptors: same boot, same network namespace."""
+    """Returns a string that is equal for processes that can send file descriptors: same boot and network namespace."""
     return f"{boot_id()}/{os.stat('/proc/self/ns/net').st_ino}"

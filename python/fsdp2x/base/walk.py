@@ -1,6 +1,6 @@
-"""Tensors inside containers that the engine does not walk itself: dataclasses, named tuples, ModelOutput, subclasses.
+"""Finds tensors in containers that the engine does not walk: dataclasses, named tuples, ModelOutput, subclasses.
 
-Called by the engine for objects that are neither tensors nor plain tuples, lists and dicts. Anything else is a leaf.
+The engine calls it for objects that are neither tensors nor plain tuples, lists and dicts. Anything else is a leaf.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def tensors_in(tree: Any, _unused: None = None) -> Iterator[torch.Tensor]:
-    """All tensors in ``tree``, depth first, in the order :func:`map_tensors` replaces them."""
+    """Yields all tensors in ``tree``, depth first, in the order :func:`map_tensors` replaces them."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, dict):
@@ -30,7 +30,7 @@ def tensors_in(tree: Any, _unused: None = None) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(tree: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A copy of ``tree`` with tensors replaced, or ``tree`` itself when none was."""
+    """Returns a copy of ``tree`` with replaced tensors, or ``tree`` itself if none changed."""
     if isinstance(tree, torch.Tensor):
         return replace(tree)
     if isinstance(tree, PackedSequence):
@@ -68,8 +68,8 @@ def _with_items(tree: dict, items: dict) -> dict:
 
 
 def _with_attributes(tree: Any, changed: dict[str, Any]) -> Any:
-    # copy, not dataclasses.replace: fields with init=False and __post_init__ must survive. Frozen ones need object's
-    # setter.
+    # copy, not dataclasses.replace, because fields with init=False and __post_init__ must survive. Frozen ones need
+    # object's setter.
     result = copy.copy(tree)
     for name, value in changed.items():
         object.__setattr__(result, name, value)

@@ -167,5 +167,5 @@ def test_an_address_space_ends(transport, megabytes, first_step, world):
         if outcome.rank != 1:
             losses, told, seconds = outcome.value
             # Ranks that have not met yet do not know each other's processes.
-            is_told = "rank 1" in told or "was in the meeting of the ranks" in told
+            is_told = "rank 1" in told or "was in the synchronization of the ranks" in told
             assert (losses is not None) if code == 8 else (is_told and seconds < 40), outcome.value

@@ -41,7 +41,7 @@ SAID = re.compile(
     r"process group: rank (\d+)(?: of \d+|, which is \d of the 2 of its group,) was in the "
     r"(?:(?:all-gather|reduction|all-reduce) of unit '(?:|blocks\.\d)[^'.]*'"
     r"|norm of gradients|export of '[\w.]+' to '[\w.]+'|fsdp2x\.export\.stream of [^:]+"
-    r"|meeting of the ranks(?: for an export)?)"
+    r"|synchronization of the ranks(?: for an export)?)"
     r", when it failed: rank (\d+) \(pid \d+\) ended meanwhile"
 )
 
