@@ -75,7 +75,8 @@ class ValueModel(nn.Module):
                 ``modules_to_save=["head"]``.
 
         Raises:
-            TypeError: not a transformers model, or one that PEFT wraps. RuntimeError: it is sharded already.
+            TypeError: ``model`` is not a transformers model, or PEFT wraps it.
+            RuntimeError: ``model`` is already sharded.
         """
         super().__init__()
         source: Any = model
@@ -119,14 +120,14 @@ class ValueModel(nn.Module):
         return self.head
 
     def forward(self, **inputs: Any) -> torch.Tensor:
-        """Returns a value for each position: what the model expects to earn from the next token on.
+        """Returns a value for each position: the expected reward from the next token on.
 
         Args:
             inputs: keyword arguments of the wrapped model, such as ``row.inputs`` or Ulysses' ``shard.inputs``.
 
         Returns:
-            fp32 (fp64 for an fp64 model) of the shape of ``input_ids``. The value at a position belongs to the token
-            that is predicted there, as ``score`` has it.
+            fp32 (fp64 for an fp64 model) tensor of the shape of ``input_ids``. The value at a position belongs to the
+            token that is predicted there, as in ``score``.
         """
         return self.head(self.base_model(**{"use_cache": False, **inputs, "return_dict": True}).last_hidden_state)
 
@@ -143,34 +144,34 @@ def gae(
     whiten: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Advantages and returns of all label tokens of a step, by generalized advantage estimation (arXiv 1506.02438).
+    """Computes advantages and returns of all label tokens of a step by generalized advantage estimation. Collective.
 
         with torch.no_grad():
             values = [critic(**row.inputs) for row in packed]
-        rewards = [row.on_last(scores) for row in rows]                                    # of whole responses
+        rewards = [row.on_last(scores) for row in rows]                                    # of complete responses
         rewards = [r - 0.05 * (o - f) for r, o, f in zip(rewards, old, reference)]         # a KL penalty by tokens
         advantages, returns = rl.gae(rewards, values, rows, whiten=True)
 
-    The recurrence is in this module's head. It runs over the label tokens of each sample and skips the others, such as
-    a tool's answer between two turns. It is computed in fp64. Collective.
+    This module's docstring has the recurrence (arXiv 1506.02438). It runs over the label tokens of each sample and
+    skips the others, such as a tool's answer between two turns. It is computed in fp64.
 
     Args:
         rewards: one tensor for each row, [1, positions], with rewards where tokens are predicted.
-        values: the critic's, likewise. Positions without a label are not read.
-        rows: all rows of this rank's step; under Ulysses its slices.
+        values: the critic's values in the same form. Positions without a label are not read.
+        rows: all rows of this rank's step, or its slices with Ulysses.
         gamma: discount of later rewards, 0 to 1.
-        lam: 0 trusts the values, with one-step TD errors as advantages. 1 trusts the rewards.
-        whiten: subtract the mean of the advantages over all label tokens of all ranks, and divide by
-            ``sqrt(variance + 1e-8)``, with the unbiased variance. Returns stay as they are.
-        group: ranks over which to whiten, default all, as for ``count_step``.
+        lam: weight of rewards over values, 0 to 1. With 0 advantages are one-step TD errors.
+        whiten: whether to subtract the mean of the advantages of all ranks and divide by ``sqrt(variance + 1e-8)``,
+            with the unbiased variance. Returns do not change.
+        group: ranks over which to whiten, as for ``count_step``. Default: all.
 
     Returns:
-        (advantages, returns): for each row an fp32 tensor [1, positions], zero where there is no label.
-        ``policy_loss`` takes the advantages, ``value_loss`` the returns.
+        (advantages, returns): for each row an fp32 tensor [1, positions], zero without a label. ``policy_loss`` takes
+        the advantages, ``value_loss`` the returns.
 
     Raises:
-        ValueError: on every rank, whichever had it: shapes that are not the rows', a reward or value that is not
-            finite, ``gamma`` or ``lam`` outside of 0 to 1.
+        ValueError: on every rank if shapes do not match the rows, a reward or value is not finite, or ``gamma`` or
+            ``lam`` is not in 0 to 1.
     """
     said = problems_of_all(_find_problem(rewards, values, rows, gamma, lam), group, "gae")
     if said:
@@ -186,7 +187,7 @@ def gae(
 
 
 def _find_problem(rewards: Sequence, values: Sequence, rows: Sequence, gamma: float, lam: float) -> str | None:
-    """Says why this rank's arguments cannot be used."""
+    """Returns why this rank's arguments cannot be used, or None."""
     if not (0 <= gamma <= 1 and 0 <= lam <= 1):
         return f"gamma and lam must be between 0 and 1, got {gamma} and {lam}"
     if not len(rewards) == len(values) == len(rows):
@@ -203,12 +204,12 @@ def _find_problem(rewards: Sequence, values: Sequence, rows: Sequence, gamma: fl
 
 
 def _estimate(rewards: torch.Tensor, values: torch.Tensor, row: RowTokens, gamma: float, lam: float) -> torch.Tensor:
-    """Advantages of one row, fp64."""
+    """Returns the advantages of one row in fp64."""
     (reward, value), sample = row.labels_of_samples(torch.stack((rewards[0].to(values), values[0])).double())
     goes_on = torch.zeros_like(value)
     goes_on[:-1] = (sample[1:] == sample[:-1]).double()
     advantage = reward + gamma * goes_on * value.roll(-1) - value
-    # Each round doubles the reach of the sum: a token adds what its 2^k-th successor has summed, decayed by the way.
+    # Each round doubles the reach of the sum: a token adds the decayed sum of its 2^k-th successor.
     decay, reach = gamma * lam * goes_on, 1
     while reach < len(advantage):
         later, decay_later = F.pad(advantage[reach:], (0, reach)), F.pad(decay[reach:], (0, reach))
@@ -218,7 +219,7 @@ def _estimate(rewards: torch.Tensor, values: torch.Tensor, row: RowTokens, gamma
 
 
 def _whitening(advantages: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> tuple[float, float]:
-    """The mean of the advantages of all ranks, and 1 / their standard deviation."""
+    """Returns the mean of the advantages of all ranks, and 1 / their standard deviation."""
     mine = torch.cat([one.cpu() for one in advantages])
     mean = mine.mean() if len(mine) else mine.sum()
     parts = exchange((len(mine), float(mean), float((mine - mean).square().sum())), group, "gae")
@@ -230,11 +231,11 @@ def _whitening(advantages: Sequence[torch.Tensor], group: dist.ProcessGroup | No
 
 
 class ValueLoss(NamedTuple):
-    """Shares of this rank and row, as those of ``PolicyLoss``.
+    """Shares of this rank and row, as in ``PolicyLoss``.
 
     Attributes:
-        loss: to call ``backward`` on.
-        clipped: part of the label tokens whose loss has no gradient because of the clip. Detached.
+        loss: scalar for ``backward``.
+        clipped: fraction of the label tokens whose loss has no gradient because of the clip. Detached.
     """
 
     loss: torch.Tensor
@@ -261,22 +262,23 @@ def value_loss(
                 now = critic(**packed[i].inputs)
                 rl.value_loss(now, row, returns[i], count, old=values[i], clip=0.2).loss.backward()
 
-    The formula is in this module's head, the means in that of ``rl.losses``. Neither the cut over ranks nor that into
-    rows changes the gradients. A row without labels has a loss of zero that reaches every parameter.
+    This module's docstring has the formula, that of ``rl.losses`` the means. Gradients do not depend on how samples are
+    distributed over ranks and rows. A row without labels has a loss of zero that reaches every parameter.
 
     Args:
-        values: of the critic now, [1, positions].
-        row: the tokens of this row.
-        returns: by ``gae``, [1, positions].
-        count: of the step, by ``count_step``.
-        old: the values that the returns were made from; needed for ``clip``.
-        clip: how far a value may move from the old one before its gradient stops, in units of the reward. None: no
-            bound.
-        mean: as in ``PolicySettings``. max_tokens: for the constant mean.
+        values: current values of the critic, [1, positions].
+        row: tokens of this row.
+        returns: result of ``gae``, [1, positions].
+        count: result of ``count_step`` for the step.
+        old: values from which the returns were made, needed for ``clip``.
+        clip: distance that a value may move from the old one before its gradient stops, in units of the reward. None:
+            no bound.
+        mean: see ``PolicySettings``.
+        max_tokens: length for the constant mean.
 
     Raises:
-        ValueError: shapes that are not the row's; a clip that is not positive or without ``old``; a constant mean
-            without ``max_tokens``.
+        ValueError: shapes do not match the row, ``clip`` is not positive or lacks ``old``, or a constant mean lacks
+            ``max_tokens``.
     """
     for name, given in (("values", values), ("returns", returns), ("old", old)):
         if given is not None:

@@ -1,11 +1,11 @@
-"""Log-probabilities and entropies from hidden states and the head's weight; logits never exist as a whole.
+"""Computes log-probabilities and entropies from hidden states and the head's weight, without all logits at once.
 
-Forward keeps three numbers a row; backward computes each tile again and adds its products to both gradients:
+Forward keeps three numbers per row. Backward computes each tile again and adds its products to both gradients:
 
     forward     for each block of the vocabulary, for each part of the rows:  z = h W^T  ->  max, sum e^z, sum e^z z
     backward    z = h W^T  ->  G = dloss/dz (models/sequence/loss.py)  ->  dh += G W,  dW += G^T h, both summed in fp32
 
-Rows without a label are dropped before all products, rows whose gradients are zero before those of backward.
+Rows without a label are dropped before all products, and rows whose gradients are zero before those of backward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fsdp2x.models.sequence.packing import IGNORE
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What a model does to its head's output: ``z -> scale * z``, then ``z -> soft_cap * tanh(z / soft_cap)``."""
+    """The model's change of its head's output: ``z -> scale * z``, then ``z -> soft_cap * tanh(z / soft_cap)``."""
 
     scale: float = 1.0
     soft_cap: float | None = None
@@ -31,7 +31,7 @@ class LogitTransform:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows ``first`` and on of a head's weight, in the dtype of the products, and their bias."""
+    """Rows of a head's weight from ``first`` on, in the dtype of the products, and their bias."""
 
     first: int
     weight: torch.Tensor
@@ -43,7 +43,7 @@ class Block:
 
 
 class TiledProducts:
-    """Scores (logits over temperatures) of ``hidden`` [rows, width] tile by tile; owns the memory of the tiles.
+    """Computes scores (logits over temperatures) of ``hidden`` [rows, width] tile by tile, and owns the tiles' memory.
 
     ::
 
@@ -52,8 +52,8 @@ class TiledProducts:
                 tile = products.scores(block, part)
 
     A tile is a few rows of hidden states times a block of the weight, in fp32 (fp64 for fp64 operands), in memory that
-    the next tile uses again. A CPU multiplies bf16 and fp16 operands as fp32. A device multiplies them as they are into
-    fp32, so gradients of tiles are rounded to their dtype before the product, and no sum ever is.
+    the next tile reuses. A CPU multiplies bf16 and fp16 operands as fp32. A device multiplies them unchanged into fp32,
+    so gradients of tiles are rounded to their dtype before the product, but sums never are.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class TiledProducts:
         cap = transform.soft_cap
         self._is_capped = cap is not None
         inner, outer = (transform.scale, 1.0) if cap is None else (transform.scale / cap, cap)
-        # A factor that is the same everywhere costs nothing inside the product, but a soft cap lies in between.
+        # A constant factor costs nothing inside the product, but a soft cap lies in between.
         after = outer / temperature
         self._alpha = inner if self._is_capped or isinstance(after, torch.Tensor) else inner * after
         self._after = after.to(self.dtype).unsqueeze(1) if isinstance(after, torch.Tensor) else after
@@ -91,7 +91,7 @@ class TiledProducts:
             yield Block(first, self._weight[rows].to(self._rounded).to(self._operand), bias)
 
     def scores(self, block: Block, part: slice, *, tanh_into: torch.Tensor | None = None) -> torch.Tensor:
-        """The tile, valid until the next call. ``tanh_into``: where the soft cap's tanh is copied for backward."""
+        """Returns the tile, valid until the next call. Copies the soft cap's tanh to ``tanh_into`` for backward."""
         tile = self.spare(-1, block, part)
         if block.bias is not None:
             tile.copy_(block.bias)
@@ -106,35 +106,35 @@ class TiledProducts:
         return tile
 
     def spare(self, index: int, block: Block, part: slice) -> torch.Tensor:
-        """A further tile of the same shape, not initialised: ``index`` from 0."""
+        """Returns another uninitialized tile of the same shape. ``index`` starts at 0."""
         shape = part.stop - part.start, block.weight.shape[0]
         return self._memory[1 + index][: shape[0] * shape[1]].view(shape)
 
     def add_to_hidden(self, grad_hidden: torch.Tensor, gradient: torch.Tensor, block: Block, part: slice) -> None:
-        """``grad_hidden[part] += gradient @ block.weight``, for the gradient of a tile."""
+        """Adds ``gradient @ block.weight`` to ``grad_hidden[part]``, for the gradient of a tile."""
         _add_product(grad_hidden[part], gradient.to(self._operand), block.weight)
 
     def add_to_weight(self, grad_weight: torch.Tensor, gradient: torch.Tensor, part: slice) -> None:
-        """``grad_weight += gradient.T @ hidden[part]``, for the gradient of a tile of that block."""
+        """Adds ``gradient.T @ hidden[part]`` to ``grad_weight``, for the gradient of a tile of that block."""
         _add_product(grad_weight, gradient.to(self._operand).t(), self.hidden[part])
 
 
 def _add_product(
     total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, alpha: float = 1.0, beta: float = 1.0
 ) -> None:
-    """``total = beta * total + alpha * left @ right`` in the dtype of ``total``, which may be the wider one."""
+    """Sets ``total = beta * total + alpha * left @ right`` in the dtype of ``total``, which may be the wider one."""
     if left.dtype == total.dtype:
         torch.addmm(total, left, right, beta=beta, alpha=alpha, out=total)
     else:
         torch.addmm(total, left, right, total.dtype, beta=beta, alpha=alpha, out=total)
 
 
-# Tokens and vocabulary rows of a tile: products of this size are as fast as whole ones.
+# Tokens and vocabulary rows of a tile. Products of this size are as fast as the full one.
 _CPU_TILE, _DEVICE_TILE = (1024, 4096), (2048, 8192)
 
 
 class HeadScores(NamedTuple):
-    """What :func:`head_scores` returns: tensors of the labels' shape, zero where the label is -100."""
+    """Result of :func:`head_scores`: tensors of the labels' shape, zero where the label is -100."""
 
     log_probs: torch.Tensor
     entropy: torch.Tensor | None
@@ -151,25 +151,29 @@ def head_scores(
     entropy: bool = False,
     tile: tuple[int, int] | None = None,
 ) -> HeadScores:
-    """``log_softmax(logits / temperature)`` at the labels, and its entropy, for the logits of a linear head.
+    """Computes ``log_softmax(logits / temperature)`` at the labels, and its entropy, for the logits of a linear head.
 
-    ``logits = transform(hidden @ weight.T + bias)`` are never made: a tile of them exists at a time, in fp32 (fp64 for
-    fp64 operands), forward and backward, and so are the results. Both gradients are summed in that dtype over all
-    tiles and rounded once. Without gradients nothing is kept.
+    Use it if you have hidden states; :func:`score` runs a model. ``logits = transform(hidden @ weight.T + bias)`` are
+    never stored: only one tile exists at a time, in fp32 (fp64 for fp64 operands), like the results. Both gradients are
+    summed in that dtype over all tiles and rounded once. Without gradients nothing is kept.
 
     Args:
-        hidden: [..., width]. weight: [vocabulary, width]. bias: [vocabulary] or None. Of one floating dtype, or
-            under autocast, to whose dtype the operands are rounded.
-        next_labels: [...], int64, already shifted: the token that each position predicts, -100 where there is none;
-            such positions cost nothing.
-        transform: what the model does to its head's output before the softmax.
-        temperature: a positive number, or one for each token, of the labels' shape.
-        entropy: return entropies as well, in nats. They have gradients, too.
-        tile: tokens and vocabulary rows of a tile; None: chosen for the device.
+        hidden: hidden states, [..., width]. All three operands have one floating dtype, or autocast rounds them.
+        weight: [vocabulary, width].
+        next_labels: [...], int64, already shifted: the token that each position predicts, or -100. Positions with -100
+            cost nothing.
+        bias: [vocabulary], or None.
+        transform: the model's change of its head's output before the softmax.
+        temperature: a positive number, or a tensor of the labels' shape.
+        entropy: whether to return entropies in nats. They have gradients as well.
+        tile: tokens and vocabulary rows of a tile. None: chosen for the device.
+
+    Returns:
+        Log-probabilities and entropies.
 
     Raises:
-        ValueError: shapes that do not belong together, a label outside of the vocabulary, a temperature that is not
-            positive. TypeError: operands of different dtypes.
+        ValueError: shapes do not match, a label is outside of the vocabulary, or a temperature is not positive.
+        TypeError: operands have different dtypes.
     """
     _check_shapes(hidden, weight, bias, next_labels)
     temperature = check_temperature(temperature, next_labels.shape)
@@ -189,28 +193,30 @@ def head_scores(
 def _check_shapes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor) -> None:
     if weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or hidden.shape[:-1] != labels.shape:
         raise ValueError(
-            f"hidden states of shape {list(hidden.shape)}, a head of {list(weight.shape)} and labels of "
-            f"{list(labels.shape)} do not belong together; expected [..., width], [vocabulary, width] and [...]"
+            f"fsdp2x.rl.head_scores: expected shapes [..., width], [vocabulary, width] and [...] of hidden states, "
+            f"head and labels, got {list(hidden.shape)}, {list(weight.shape)} and {list(labels.shape)}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"a bias of shape {list(bias.shape)} for a head of {list(weight.shape)}")
+        raise ValueError(
+            f"fsdp2x.rl.head_scores: the head of shape {list(weight.shape)} has a bias of shape {list(bias.shape)}"
+        )
 
 
 def _as_operand(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The hidden states in the dtype of the products: autocast's, else their own."""
+    """Returns the hidden states in the dtype of the products: autocast's, else their own."""
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
         return hidden.to(torch.get_autocast_dtype(kind))
     if hidden.dtype != weight.dtype:
         raise TypeError(
-            f"hidden states are {hidden.dtype} and the head's weight is {weight.dtype}; cast one of them, or compute "
-            "under autocast"
+            f"fsdp2x.rl.head_scores: hidden states are {hidden.dtype}, but the head's weight is {weight.dtype}. Cast "
+            "one of them, or compute under autocast."
         )
     return hidden
 
 
 def _labelled(labels: torch.Tensor, num_tokens: int) -> torch.Tensor | None:
-    """Indices of the labelled rows, None where all are."""
+    """Returns indices of the labeled rows, or None if all are."""
     if check_labels(labels, num_tokens) == labels.numel():
         return None
     return (labels != IGNORE).nonzero().squeeze(1)
@@ -221,7 +227,7 @@ def _select(values: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
 
 
 def _spread(values: torch.Tensor, rows: torch.Tensor | None, num_rows: int) -> torch.Tensor:
-    """``values`` at their ``rows`` of ``num_rows``, zeros elsewhere."""
+    """Returns ``values`` at their ``rows`` of ``num_rows``, with zeros elsewhere."""
     if rows is None:
         return values
     return values.new_zeros(num_rows, *values.shape[1:]).index_copy_(0, rows, values)
@@ -230,7 +236,7 @@ def _spread(values: torch.Tensor, rows: torch.Tensor | None, num_rows: int) -> t
 @dataclass(frozen=True)
 class _Settings:
     transform: LogitTransform
-    temperature: float | torch.Tensor  # a tensor has one value a labelled row
+    temperature: float | torch.Tensor  # a tensor has one value per labeled row
     entropy: bool
     tile: tuple[int, int]
 
@@ -244,7 +250,7 @@ class _Settings:
 
 
 class _HeadScores(torch.autograd.Function):
-    """The two loops of this file's head over the labelled rows ``kept`` (None: all)."""
+    """The two loops of this module's docstring over the labeled rows ``kept`` (None: all)."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, kept, settings: _Settings):
@@ -284,7 +290,7 @@ class _HeadScores(torch.autograd.Function):
 
 
 def _sums(settings: _Settings, operands: tuple[torch.Tensor, ...], targets: torch.Tensor) -> RowSums:
-    """The statistics of all rows over the whole vocabulary."""
+    """Returns the statistics of all rows over the full vocabulary."""
     products = settings.products(*operands, num_spares=int(settings.entropy))
     sums = RowSums.start(targets.shape[0], targets, products.dtype, entropy=settings.entropy)
     for block in products.blocks():
@@ -295,7 +301,7 @@ def _sums(settings: _Settings, operands: tuple[torch.Tensor, ...], targets: torc
 
 
 def _live(gradients: list[torch.Tensor | None], rows: torch.Tensor) -> torch.Tensor | None:
-    """Rows with a gradient that is not zero, None where all have one. Clipped tokens have none."""
+    """Returns rows with a nonzero gradient, or None if all have one. Clipped tokens have none."""
     has_gradient = torch.zeros(rows.shape[0], dtype=torch.bool, device=rows.device)
     for gradient in gradients:
         if gradient is not None:
@@ -311,7 +317,7 @@ def _add_up(
     targets: torch.Tensor,
     wanted: tuple[bool, ...],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of the rows (in the dtype of the sums), the weight and the bias; None for what is not wanted."""
+    """Returns gradients of the rows (in the dtype of the sums), the weight and the bias. None for unwanted ones."""
     rows, weight, bias = operands
     is_capped = settings.transform.soft_cap is not None
     products = settings.products(rows, weight, bias, num_spares=2 if is_capped else 1)
@@ -339,7 +345,7 @@ def _add_up(
 
 
 class _Total:
-    """A sum in the wide dtype over all tiles of a block, for some rows of a gradient; nothing where there is none."""
+    """A sum in the wide dtype over all tiles of a block, for some rows of a gradient, if there is one."""
 
     def __init__(self, gradient: torch.Tensor | None, rows: slice, dtype: torch.dtype) -> None:
         self._place = None if gradient is None else gradient[rows]

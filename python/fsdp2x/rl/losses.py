@@ -1,7 +1,7 @@
-"""Policy losses over the label tokens of packed rows, with means that are right over ranks and micro-batches.
+"""Computes policy losses over the label tokens of packed rows, with correct means over ranks and micro-batches.
 
-Per token, with l the policy's log-probability, o that of the policy that was sampled from, f the reference's, A the
-advantage, r = exp(l - o), sg() without gradient:
+Per token, l is the policy's log-probability, o that of the policy that sampled, f the reference's, A the advantage,
+r = exp(l - o), and sg() stops gradients:
 
     clip        -min(r A, clip(r, 1 - low, 1 + high) A); with dual_clip c, for A < 0, at most -c A
                     GRPO arXiv 2402.03300, DAPO 2503.14476 (token mean, high 0.28), Dr. GRPO 2503.20783 (constant),
@@ -19,7 +19,7 @@ and the loss is the sum over all tokens times
     samples     1 / label tokens of the token's sample / samples of the step
     constant    1 / max_tokens / samples of the step
 
-times the number of ranks, which the mean over ranks that ``fully_shard`` makes of the gradients cancels.
+times the number of ranks, which cancels the mean over ranks that ``fully_shard`` makes of the gradients.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ from fsdp2x.rl.score import Scores
 @checked
 @dataclass(frozen=True)
 class PolicySettings:
-    """Which loss; ``dataclasses.replace(rl.GRPO, kl="k3+", kl_weight=1e-3)`` changes one.
+    """Choice of a loss. ``dataclasses.replace(rl.GRPO, kl="k3+", kl_weight=1e-3)`` changes one.
 
     Attributes:
         kind: ``"clip"``, ``"cispo"`` or ``"reinforce"``.
-        ratio: of which probabilities: ``"token"`` or ``"sequence"``.
-        clip: how far the ratio may fall below and rise above 1. A fall of 1 is no bound.
-        dual_clip: c > 1, bounds the loss of tokens with a negative advantage; None: no bound.
+        ratio: level of the probability ratio: ``"token"`` or ``"sequence"``.
+        clip: distances that the ratio may fall below and rise above 1. A fall of 1 is no bound.
+        dual_clip: c > 1, the bound of the loss of tokens with a negative advantage. None: no bound.
         mean: ``"tokens"``, ``"samples"`` or ``"constant"``.
-        max_tokens: for the constant mean: how long a response may be; 1 gives the mean over samples of sums.
-        kl: ``"k1"``, ``"k2"``, ``"k3"``, ``"k3+"`` or None. kl_weight: what it is multiplied by.
-        entropy_weight: what the entropy is multiplied by, before it is subtracted.
+        max_tokens: longest response, for the constant mean. 1 gives the mean over samples of sums.
+        kl: ``"k1"``, ``"k2"``, ``"k3"``, ``"k3+"`` or None.
+        kl_weight: factor of the KL.
+        entropy_weight: factor of the entropy, which is subtracted.
     """
 
     kind: Literal["clip", "cispo", "reinforce"] = "clip"
@@ -64,10 +65,10 @@ class PolicySettings:
     entropy_weight: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuses settings that mean nothing.
+        """Checks the settings.
 
         Raises:
-            ValueError: a number outside of its range.
+            ValueError: a number is outside of its range.
         """
         low, high = self.clip
         if not (0 <= low <= 1 and high >= 0):
@@ -77,7 +78,9 @@ class PolicySettings:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"PolicySettings: max_tokens must be at least 1, got {self.max_tokens}")
         if (self.kl is None) != (self.kl_weight == 0.0):
-            raise ValueError(f"PolicySettings: kl={self.kl!r} with kl_weight={self.kl_weight}; give both or neither")
+            raise ValueError(
+                f"PolicySettings: kl and kl_weight belong together, got kl={self.kl!r} with kl_weight={self.kl_weight}"
+            )
 
 
 GRPO = PolicySettings(mean="samples")
@@ -89,14 +92,15 @@ REINFORCE = PolicySettings(kind="reinforce")
 
 
 class PolicyLoss(NamedTuple):
-    """Shares of this rank and row: ``mean_over_ranks`` of their sums over the rows of a step is the value of the step.
+    """Shares of this rank and row. ``mean_over_ranks`` of their sums over the rows gives the values of the step.
 
     Attributes:
-        loss: to call ``backward`` on.
-        clipped: part of the label tokens whose policy loss has no gradient because of a clip. Detached, as the others.
-        policy_kl: k3 between the policy and the one that was sampled from, mean over label tokens.
-        reference_kl: the settings' estimate, mean over label tokens; None without a reference.
-        entropy: mean over label tokens; None when the scores have none.
+        loss: scalar for ``backward``.
+        clipped: fraction of the label tokens whose policy loss has no gradient because of a clip. Detached, like the
+            next ones.
+        policy_kl: k3 between the policy and the one that sampled, mean over label tokens.
+        reference_kl: the settings' estimate, mean over label tokens. None without a reference.
+        entropy: mean over label tokens. None if the scores have none.
     """
 
     loss: torch.Tensor
@@ -117,7 +121,7 @@ def policy_loss(
     reference: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
 ) -> PolicyLoss:
-    """This rank's share of the loss of a step, for gradients that are averaged over ranks and added over rows.
+    """Computes this rank's share of a step's loss, for gradients averaged over ranks and added over rows.
 
         count = rl.count_step(rows)
         for i, row in enumerate(rows):
@@ -125,24 +129,24 @@ def policy_loss(
                 scores = rl.score(model, packed[i].inputs, packed[i].next_labels, entropy=True)
                 rl.policy_loss(scores, row, advantages, count, rl.DAPO, old=old[i]).loss.backward()
 
-    The formulas are in this module's head. Neither the cut over ranks nor that into rows changes the gradients. A row
-    without labels has a loss of zero that reaches every parameter. Under Ulysses the sequence ratio is collective over
-    the sequence-parallel ranks, in forward only.
+    This module's docstring has the formulas. Gradients do not depend on how samples are distributed over ranks and
+    rows. A row without labels has a loss of zero that reaches every parameter. With Ulysses the sequence ratio is
+    collective over the sequence-parallel ranks, in forward only.
 
     Args:
-        scores: of this row, by ``score``; with entropies if they are weighted.
-        row: its tokens.
+        scores: result of ``score`` for this row, with entropies if they are weighted.
+        row: tokens of the row.
         advantages: one for each packed sample of the rank, [samples], or one for each token, [1, positions].
-        count: of the step, by ``count_step``.
-        settings: which loss: ``rl.GRPO``, ``DAPO``, ``DR_GRPO`` (needs ``max_tokens``), ``GSPO``, ``CISPO``,
-            ``REINFORCE``, or one's own.
-        old: log-probabilities under the policy that was sampled from, [1, positions]; None: the policy itself, r = 1.
-        reference: those under the reference model, for a KL.
-        weights: what the policy loss of each token is multiplied by (``importance_weights``); not the KL.
+        count: result of ``count_step`` for the step.
+        settings: the loss: ``rl.GRPO``, ``DAPO``, ``DR_GRPO`` (needs ``max_tokens``), ``GSPO``, ``CISPO``,
+            ``REINFORCE``, or your own.
+        old: log-probabilities under the policy that sampled, [1, positions]. None: the policy itself, r = 1.
+        reference: log-probabilities under the reference model, for a KL, [1, positions].
+        weights: factors of each token's policy loss (``importance_weights``), [1, positions]. They do not scale the KL.
 
     Raises:
-        ValueError: shapes that do not belong to the row; a KL without reference, an entropy weight without entropies,
-            a constant mean without ``max_tokens``.
+        ValueError: shapes do not match the row, or a KL, an entropy weight, or a constant mean lacks its reference,
+            entropies, or ``max_tokens``.
     """
     logp = scores.log_probs
     for name, values in (("scores", logp), ("old", old), ("reference", reference), ("weights", weights)):
@@ -161,13 +165,13 @@ def policy_loss(
     if settings.kl is not None:
         if reference is None:
             raise ValueError(
-                f"policy_loss: kl={settings.kl!r} needs the reference model's log-probabilities: reference="
+                f"policy_loss: kl={settings.kl!r} needs the reference model's log-probabilities. Pass reference=."
             )
         kl = _kl(settings.kl, (logp - reference.detach().to(logp)).where(row.has_label, 0.0))
         of_token = of_token + settings.kl_weight * kl
     if settings.entropy_weight:
         if scores.entropy is None:
-            raise ValueError("policy_loss: an entropy_weight needs entropies: score(..., entropy=True)")
+            raise ValueError("policy_loss: an entropy_weight needs entropies. Call score(..., entropy=True).")
         of_token = of_token - settings.entropy_weight * scores.entropy
     by_token = mean_factors("tokens", None, row, count, logp.dtype)
     loss = (of_token * mean_factors(settings.mean, settings.max_tokens, row, count, logp.dtype)).sum()
@@ -185,7 +189,7 @@ def _surrogate(
     difference: torch.Tensor,
     advantages: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The policy loss of each token, and which tokens are clipped."""
+    """Returns the policy loss of each token, and which tokens are clipped."""
     if settings.kind == "reinforce":
         return -advantages * logp, torch.zeros_like(row.has_label)
     if settings.ratio == "sequence":
@@ -205,7 +209,7 @@ def _surrogate(
 
 
 def _kl(kind: str, difference: torch.Tensor) -> torch.Tensor:
-    """An estimate of the KL of each token from ``difference``, the policy's log-probability less the other's."""
+    """Estimates the KL of each token from ``difference``, the policy's log-probability minus the other's."""
     if kind == "k1":
         return difference
     if kind == "k2":
@@ -220,10 +224,10 @@ def _kl(kind: str, difference: torch.Tensor) -> torch.Tensor:
 def mean_factors(
     mean: str, max_tokens: int | None, row: RowTokens, count: StepCount, dtype: torch.dtype
 ) -> torch.Tensor:
-    """What each token's loss is multiplied by before the sum, [1, positions] of ``dtype``; 0 where there is no label.
+    """Returns each token's factor before the sum, [1, positions] of ``dtype``. Zero without a label.
 
     Raises:
-        ValueError: a constant mean without ``max_tokens``.
+        ValueError: a constant mean lacks ``max_tokens``.
     """
     labels = row.has_label.to(dtype)
     if mean == "tokens":
@@ -233,8 +237,8 @@ def mean_factors(
         return row.shares().to(dtype) * by_sample
     if max_tokens is None:
         raise ValueError(
-            'mean="constant" needs max_tokens, the same in all steps: policies by dataclasses.replace(settings, '
-            "max_tokens=...), critics by value_loss(..., max_tokens=...)"
+            'mean="constant" needs max_tokens, the same in all steps. For policies use dataclasses.replace(settings, '
+            "max_tokens=...), for critics value_loss(..., max_tokens=...)."
         )
     return labels * (by_sample / max_tokens)
 
@@ -257,9 +261,9 @@ def importance_weights(
     low: float | None = None,
     high: float | None = 2.0,
 ) -> torch.Tensor:
-    """Importance weights that each token's loss is multiplied by, [1, positions], detached; 0 where there is no label.
+    """Returns detached importance weights for each token's loss, [1, positions]. Zero without a label.
 
-    An engine samples from other numbers than the trainer computes (kernels, dtypes, an older version of the weights).
+    Use them because an engine samples with other numbers than the trainer computes (kernels, dtypes, older weights).
     With o the trainer's log-probabilities before the update and b the engine's, the ratio is
 
         token       exp(o - b)
@@ -271,19 +275,19 @@ def importance_weights(
 
         weights = rl.importance_weights(old, row.align(engine_log_probs), row, level="token", high=2.0)
 
-    Products of two make the combinations in use: weights by tokens, masks by sequences. Under Ulysses collective over
-    the sequence-parallel ranks, unless by tokens.
+    Multiply two results to combine them, such as weights by tokens and masks by sequences. With Ulysses it is
+    collective over the sequence-parallel ranks, unless by tokens.
 
     Args:
-        old: the trainer's log-probabilities, of the policy that sampled. behaviour: the engine's. Both [1, positions];
-            a token whose engine's is NaN (not reported) has the ratio 1.
-        row: the tokens of this row.
+        old: the trainer's log-probabilities of the policy that sampled, [1, positions].
+        behaviour: the engine's, [1, positions]. A token with NaN (not reported) has the ratio 1.
+        row: tokens of this row.
         level: ``"token"``, ``"sequence"`` or ``"geometric"``.
         kind: ``"truncate"`` or ``"mask"``.
-        low, high: bounds of the ratio; None: none on this side.
+        low, high: bounds of the ratio. None: no bound.
 
     Raises:
-        ValueError: unknown level or kind, bounds that are not ``0 <= low < high``, or other shapes.
+        ValueError: ``level`` or ``kind`` is unknown, the bounds are not ``0 <= low < high``, or shapes do not match.
     """
     if not (0.0 if low is None else low) < (float("inf") if high is None else high) or (low is not None and low < 0):
         raise ValueError(f"importance_weights: bounds must be 0 <= low < high, got low={low}, high={high}")
@@ -307,7 +311,7 @@ def importance_weights(
     return ratio.where(row.has_label, 0.0)
 
 
-# ---- advantages: statistics over all ranks, whichever rank has which sample
+# ---- advantages: statistics over all ranks, however samples are distributed
 
 
 @checked(own=("rewards", "group_ids"))
@@ -320,23 +324,22 @@ def group_advantages(
     is_whole: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """How much better each sample is than its group: ``(R - mean of the group) / (standard deviation + epsilon)``.
+    """Returns how much better each sample is than its group: ``(R - mean) / (standard deviation + epsilon)``.
 
-    fp32 of the rewards' shape, on their device. A group whose rewards are all equal, or of one sample, has advantages
-    of exactly zero. Statistics are made in fp64. GRPO: arXiv 2402.03300, section 4.1.2; without a scale: Dr. GRPO,
-    arXiv 2503.20783. Collective, unless ``is_whole``.
+    The result is fp32 of the rewards' shape, on their device. A group of equal rewards, or of one sample, has
+    advantages of exactly zero. Statistics use fp64. Formulas: GRPO, arXiv 2402.03300, section 4.1.2; without a scale
+    Dr. GRPO, arXiv 2503.20783. Collective, unless ``is_whole``.
 
     Args:
-        rewards: [samples of this rank]; a rank may have none.
-        group_ids: int64, the group (prompt) of each; equal ids are one group, on whichever ranks they are.
-        scale: ``"std"``: the unbiased deviation of the group; ``"batch"``: that of all rewards; ``"none"``: 1.
-        epsilon: added to the deviation.
-        is_whole: the rewards are those of all ranks already: nothing is communicated.
-        group: ranks whose samples differ, default all; under Ulysses the data-parallel ones (``mesh.data``).
+        rewards: [samples of this rank]. A rank may have none.
+        group_ids: int64, [samples of this rank], the group (prompt) of each sample on any rank.
+        scale: ``"std"`` for the unbiased deviation of the group, ``"batch"`` for that of all rewards, ``"none"`` for 1.
+        epsilon: number added to the deviation.
+        is_whole: whether the rewards already are those of all ranks, so nothing is communicated.
+        group: ranks with different samples, with Ulysses the data-parallel ones (``mesh.data``). Default: all.
 
     Raises:
-        ValueError: on every rank, whichever had it: rewards and ids of different lengths, or not finite rewards; an
-            unknown ``scale``.
+        ValueError: on every rank if lengths differ, a reward is not finite, or ``scale`` is unknown.
     """
     rewards = torch.as_tensor(rewards)
     ids = torch.as_tensor(group_ids, dtype=torch.int64)
@@ -358,8 +361,8 @@ def group_advantages(
 def _find_problem(rewards: torch.Tensor, ids: torch.Tensor) -> str | None:
     if rewards.ndim != 1 or rewards.shape != ids.shape:
         return (
-            f"rewards of shape {list(rewards.shape)} and group_ids of shape {list(ids.shape)}; expected one of each "
-            "for every sample"
+            f"expected one reward and one group id for every sample, got shapes {list(rewards.shape)} and "
+            f"{list(ids.shape)}"
         )
     wrong = (~rewards.isfinite()).nonzero().flatten().tolist()
     return f"the reward of sample {wrong[0]} is {float(rewards[wrong[0]])}" if wrong else None
@@ -371,7 +374,7 @@ def _advantages(rewards: torch.Tensor, ids: torch.Tensor, scale: str, epsilon: f
     sizes = torch.zeros(num_groups, dtype=torch.float64).index_add_(0, places, torch.ones_like(rewards))
     means = torch.zeros_like(sizes).index_add_(0, places, rewards) / sizes
     centred = rewards - means[places]
-    # The mean of equal numbers need not be that number.
+    # The computed mean of equal numbers may differ from that number.
     lowest, highest = (
         torch.zeros_like(sizes).scatter_reduce(0, places, rewards, how, include_self=False) for how in ("amin", "amax")
     )

@@ -1,14 +1,13 @@
-"""Which sample each label token of a packed row belongs to: values of samples on tokens, sums of tokens over samples.
+"""Maps label tokens of a packed row to their samples: spreads values of samples on tokens, and sums tokens by sample.
 
-Everything per token has the shape of the row's ``next_labels``, [1, positions], and lies where its token is
-*predicted*, as the results of ``score`` do. A sample of 3 prompt and 2 response tokens, then one of 2 and 1:
+Everything per token has the shape of the row's ``next_labels``, [1, positions], and is stored where its token is
+*predicted*, as the results of ``score`` are. A sample of 3 prompt and 2 response tokens, then one of 2 and 1:
 
     token         p0   p1   p2   a0   a1 |  q0   q1   b0
     next_labels -100 -100   a0   a1 -100 |-100   b0 -100
     sample                   0    0      |       1            (elsewhere none)
 
-Under sequence parallelism a rank has a part of the positions, and sums over samples are made over the ranks that share
-them.
+With sequence parallelism a rank has a part of the positions, and sums over samples run over the ranks of the sequence.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ class RowTokens:
         count = rl.count_step(tokens)
 
     Attributes:
-        has_label: bool [1, positions].
-        sample_ids: the samples' indices in what was packed.
-        lengths: label tokens of each sample in the whole row, int64 [samples].
+        has_label: bool, [1, positions].
+        sample_ids: indices of the samples among those that were packed.
+        lengths: label tokens of each sample in the full row, int64, [samples].
     """
 
     def __init__(self, row: PackedBatch, shard: SequenceShard | None = None) -> None:
-        """Of ``row``, or of the ``shard`` that ``context.shard_inputs(row)`` made of it."""
+        """Makes them for ``row``, or for the ``shard`` that ``context.shard_inputs(row)`` made of it."""
         device = row.input_ids.device
         self.sample_ids = row.sample_ids
         self._ends = row.cu_seqlens.tolist()
@@ -57,43 +56,44 @@ class RowTokens:
         return zip(self._ends, self._ends[1:], strict=False)
 
     def _cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """The positions of this rank."""
+        """Returns the positions of this rank."""
         if self._layout is None:
             return whole
         return self._layout.take(F.pad(whole, (0, self._layout.length - whole.shape[1])))
 
     def counts_samples(self) -> bool:
-        """Whether this rank counts the row's samples: the first of those that share them."""
+        """Whether this rank counts the row's samples: it is the first of those that share them."""
         return self._group is None or self._group.rank == 0
 
     def check(self, values: torch.Tensor, name: str) -> None:
-        """
+        """Checks that ``values`` are per token of this row.
+
         Raises:
-            ValueError: ``values`` are not per token of this row; the message starts with ``name``.
+            ValueError: they are not. The message starts with ``name``.
         """
         if values.shape != self.has_label.shape:
             raise ValueError(
-                f"{name} has shape {list(values.shape)}, expected one value for each position of this row, "
-                f"{list(self.has_label.shape)}"
+                f"{name}: expected one value for each position of this row, {list(self.has_label.shape)}, got shape "
+                f"{list(values.shape)}"
             )
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """One value for each sample that was packed, in the order of ``samples``, on its tokens: [1, positions].
+        """Puts one value for each packed sample, in the order of ``samples``, on its tokens: [1, positions].
 
-        Zero where there is no label.
+        Positions without a label get zero.
         """
         if values.ndim != 1 or any(index >= values.shape[0] for index in self.sample_ids):
             raise ValueError(
-                f"spread: values of shape {list(values.shape)}, expected one for each packed sample; this row has the "
-                f"samples {list(self.sample_ids)}"
+                f"spread: expected one value for each packed sample, got shape {list(values.shape)}. This row has the "
+                f"samples {list(self.sample_ids)}."
             )
         values = values.to(self.has_label.device)
         return self._on_tokens(values[list(self.sample_ids)])
 
     def on_last(self, values: torch.Tensor | Sequence[float]) -> torch.Tensor:
-        """One value for each sample that was packed, on its last label token: [1, positions], zero elsewhere.
+        """Puts one value for each packed sample on its last label token: [1, positions], zero elsewhere.
 
-        Rewards of whole responses, as ``gae`` takes them. The value of a sample without labels is dropped.
+        Use it for rewards of complete responses, for ``gae``. A sample without labels loses its value.
         """
         positions = self._labelled[0].nonzero().flatten()
         samples = self._whole_place[0, positions]
@@ -102,7 +102,7 @@ class RowTokens:
         return self.spread(torch.as_tensor(values)).where(self._cut(is_last), 0.0)
 
     def labels_of_samples(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(values, samples) of the label tokens of the whole row, in its order: [..., labels] and int64 [labels].
+        """Returns (values, samples) of the full row's label tokens, in order: [..., labels] and int64 [labels].
 
         Collective over the sequence-parallel ranks, if there are any.
 
@@ -117,21 +117,20 @@ class RowTokens:
         return values[..., positions], self._whole_place[0, positions]
 
     def put_labels(self, values: torch.Tensor) -> torch.Tensor:
-        """What belongs to the label tokens of the whole row, [labels], at those of this rank: [1, positions]."""
+        """Puts values of the full row's label tokens, [labels], at those of this rank: [1, positions]."""
         whole = torch.zeros(self._labelled.shape, dtype=values.dtype, device=values.device)
         whole[self._labelled] = values
         return self._cut(whole)
 
     def align(self, values: Sequence[torch.Tensor | Sequence[float]]) -> torch.Tensor:
-        """What is known of each token of each sample, where that token is predicted: fp32 [1, positions].
+        """Puts values of each sample's tokens where those tokens are predicted: fp32, [1, positions].
 
         Args:
-            values: for each packed sample, in the order of ``samples``, numbers of its tokens (an engine's
-                log-probabilities): one for each token of ``input_ids``, or one for each of its labels. Only those of
-                the samples in this row are read.
+            values: for each packed sample, in the order of ``samples``, one number for each token of ``input_ids`` or
+                for each of its labels, such as an engine's log-probabilities. Only samples of this row are read.
 
         Raises:
-            ValueError: neither as many as the sample's tokens nor as its labels.
+            ValueError: a sample has neither as many values as tokens nor as labels.
         """
         whole = torch.zeros(self._labelled.shape, dtype=torch.float32, device=self._labelled.device)
         for index, (start, stop), num_labels in zip(self.sample_ids, self._spans(), self.lengths.tolist(), strict=True):
@@ -148,12 +147,12 @@ class RowTokens:
         return self._cut(whole.where(self._labelled, 0.0))
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
-        """[1, positions] -> [samples of this row]: sums over the label tokens of each, detached.
+        """Sums [1, positions] over the label tokens of each sample: [samples of this row], detached.
 
         Collective over the sequence-parallel ranks, if there are any.
         """
         values = values.detach().where(self.has_label, 0.0).flatten()
-        found = values.new_zeros(len(self.sample_ids) + 1)  # the last one: rows of padding have no sample
+        found = values.new_zeros(len(self.sample_ids) + 1)  # the last one is for padding, which has no sample
         found.index_add_(0, self._place.flatten(), values)
         found = found[: len(self.sample_ids)]
         if self._group is not None and self._group.size > 1:
@@ -161,15 +160,15 @@ class RowTokens:
         return found
 
     def sums_on_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """:meth:`sums`, each on the tokens of its sample."""
+        """Returns :meth:`sums`, each on the tokens of its sample."""
         return self._on_tokens(self.sums(values))
 
     def means_on_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """As :meth:`sums_on_tokens`, over the number of the sample's label tokens."""
+        """Returns :meth:`sums_on_tokens` divided by the number of the sample's label tokens."""
         return self._on_tokens(self.sums(values) / self.lengths.clamp(min=1))
 
     def shares(self) -> torch.Tensor:
-        """What a token is of its sample: 1 / label tokens of the sample, fp64 [1, positions]; 0 without a label."""
+        """Returns 1 / label tokens of the token's sample, fp64, [1, positions]. Zero without a label."""
         return self._on_tokens(1.0 / self.lengths.clamp(min=1).double())
 
     def _on_tokens(self, of_row: torch.Tensor) -> torch.Tensor:
@@ -179,11 +178,11 @@ class RowTokens:
 
 @dataclass(frozen=True)
 class StepCount:
-    """What the means of a step divide by, over all ranks and micro-batches.
+    """Divisors of a step's means, over all ranks and micro-batches.
 
     Attributes:
-        tokens, samples: float64 scalars, at least 1. Every packed sample counts, also one without labels.
-        ranks: over which gradients are averaged.
+        tokens, samples: float64 scalars, at least 1. Every packed sample counts, even one without labels.
+        ranks: number of ranks over which gradients are averaged.
     """
 
     tokens: torch.Tensor
@@ -192,16 +191,19 @@ class StepCount:
 
 
 def count_step(rows: Iterable[RowTokens], *, group: dist.ProcessGroup | None = None) -> StepCount:
-    """Label tokens and samples of one optimizer step over all ranks. Collective.
+    """Counts label tokens and samples of one optimizer step over all ranks. Collective.
 
     Args:
-        rows: all micro-batches of this rank; sequence-parallel ranks pass their slices.
-        group: the ranks over which gradients are averaged; default all.
+        rows: all micro-batches of this rank. Sequence-parallel ranks pass their slices.
+        group: ranks over which gradients are averaged. Default: all.
+
+    Raises:
+        ValueError: there are no rows.
     """
     rows = list(rows)
     if not rows:
         raise ValueError(
-            "fsdp2x.rl.count_step: no rows; a rank without samples passes those of micro_batches, which pads"
+            "fsdp2x.rl.count_step: no rows. A rank without samples passes the padding row of micro_batches."
         )
     tokens = torch.stack([row.has_label.sum() for row in rows]).sum()
     samples = sum(len(row.sample_ids) for row in rows if row.counts_samples())

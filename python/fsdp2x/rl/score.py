@@ -1,14 +1,14 @@
 """``score``: log-probabilities and entropies of a HuggingFace model's own tokens, without logits.
 
-The model runs as always, but its head (the output embedding) computes scores instead of logits. What the model then
-goes on to compute with is a probe, a handful of fp32 numbers in the place of logits:
+The model runs as usual, but its head (the output embedding) computes scores instead of logits. The model continues with
+a probe, a few fp32 numbers in place of logits:
 
     decoder -> hidden -> head: head_scores(hidden, weight) --> log-probs, entropies ------------> Join -> results
                                |-> Anchor -> probe -> the model's own scaling, soft cap -> output -^
 
-The probe's path carries no values, but the graph: hooks of every unit around the head, the root's included, see an
-output whose backward comes before the head's. Its values tell what the model does to logits, whatever names its config
-has for it: scaling and soft cap are found by it, and anything else is refused.
+The probe's path carries the graph instead of values: hooks of every unit around the head, including the root's, see an
+output whose backward comes before the head's. Its values show what the model does to logits, whatever its config calls
+it. They reveal scaling and soft cap, and anything else raises an error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fsdp2x.lifecycle.tree import units_of
 from fsdp2x.models.sequence.attention import base_model
 from fsdp2x.rl.head import HeadScores, LogitTransform, head_scores
 
-# What the model is shown in place of logits: small numbers tell its scale, the last one its soft cap.
+# Values that replace logits: small numbers show the model's scale, the last one its soft cap.
 # All are exact in bf16 and fp16.
 _PROBE = (-20.0, -3.0, -0.5, 0.0, 0.25, 1.0, 7.0, 57344.0)
 _NOT_RETURNED = {"logits", "loss", "past_key_values", "cache"}
@@ -42,13 +42,14 @@ _transforms: weakref.WeakKeyDictionary[nn.Module, LogitTransform] = weakref.Weak
 
 @dataclass(frozen=True)
 class Scores:
-    """What a policy thinks of the tokens of a row.
+    """Scores of a row's tokens under a policy.
 
     Attributes:
-        log_probs: of the label at each position, of the labels' shape, fp32 (fp64 for an fp64 model); 0 where the
-            label is -100.
-        entropy: of the distribution at each position with a label, in nats, likewise; None unless asked for.
-        output: what else the model returned, by name (``aux_loss``, ``router_logits``), without logits and caches.
+        log_probs: log-probability of the label at each position, of the labels' shape, fp32 (fp64 for an fp64 model).
+            Zero where the label is -100.
+        entropy: entropy of the distribution at each labeled position, in nats, of the same shape. None unless
+        requested.
+        output: other outputs of the model by name (``aux_loss``, ``router_logits``), without logits and caches.
     """
 
     log_probs: torch.Tensor
@@ -64,34 +65,35 @@ def score(
     temperature: float | torch.Tensor = 1.0,
     entropy: bool = False,
 ) -> Scores:
-    """``log_softmax(logits / temperature)`` at the labels and its entropy, without logits. Runs the model's forward.
+    """Runs the model's forward and returns ``log_softmax(logits / temperature)`` at the labels, without logits.
 
         row = next(sequence.micro_batches(samples, 4096))
         scores = rl.score(model, row.inputs, row.next_labels, entropy=True)
 
-    A tile of logits exists at a time, see :func:`head_scores`. Everything else is the model's forward: units are
-    gathered and reduced as always, ties, mixed precision, Ulysses (``shard.inputs``, ``shard.next_labels``), gradient
-    checkpointing, PEFT adapters and autocast work as they do there. Without gradients nothing is kept.
-
-    The model's scaling of logits and soft cap are found at the first call by a probe. A model that has one runs its
-    first forward twice.
+    Only one tile of logits exists at a time, see :func:`head_scores`. Ties, mixed precision, Ulysses (``shard.inputs``,
+    ``shard.next_labels``), gradient checkpointing, PEFT adapters and autocast work as in a normal forward. Without
+    gradients nothing is kept. The first call finds the model's scaling of logits and soft cap with a probe. If the
+    model has one, its first forward runs twice.
 
     Args:
-        model: a transformers model with a linear head (with or without bias), plain, sharded, or in PEFT.
+        model: a transformers model with a linear head, plain, sharded, or in PEFT.
         inputs: keyword arguments of its forward, without ``labels``.
-        next_labels: [rows, positions] of the inputs, int64, already shifted; -100 where there is none.
-        temperature: of the sampler: a positive number, or one for each token, of the labels' shape.
-        entropy: compute entropies, too.
+        next_labels: [rows, positions] of the inputs, int64, already shifted, -100 for no label.
+        temperature: the sampler's temperature, a positive number or a tensor of the labels' shape.
+        entropy: whether to compute entropies.
+
+    Returns:
+        Log-probabilities, entropies, and other outputs.
 
     Raises:
-        ValueError: labels among the inputs, of another shape than the head's rows, or outside of the vocabulary.
-        TypeError: not a transformers model. NotImplementedError: a head that is not one plain linear layer, or a model
-            that does to its logits what is not known here; the message says what to do.
+        ValueError: the inputs contain labels, or ``next_labels`` does not match the head's rows or the vocabulary.
+        TypeError: ``model`` is not a transformers model.
+        NotImplementedError: the head is not one plain linear layer, or the model changes its logits in an unknown way.
     """
     outer = base_model(model)
     heads = _find_heads(outer)
     if inputs.get("labels") is not None:
-        raise ValueError("fsdp2x.rl.score: leave labels out of the inputs; the model's own loss needs logits")
+        raise ValueError("fsdp2x.rl.score: the inputs contain labels, for which the model needs logits. Remove them.")
     known = _transforms.get(outer)
     call = _Call(outer, heads, next_labels, temperature, entropy)
     output = call.run(model, inputs, known or LogitTransform())
@@ -104,12 +106,12 @@ def score(
 
 
 def _find_heads(outer: Any) -> list[nn.Linear]:
-    """The linear layers one of which is the model's head: several where PEFT keeps trained copies."""
+    """Returns the linear layers that may be the model's head. PEFT's trained copies make several."""
     name = _name_of(outer)
     if not hasattr(outer, "get_output_embeddings") or not hasattr(outer, "config"):
         raise TypeError(
-            f"fsdp2x.rl.score: {name} is not a transformers model; pass the PreTrainedModel (or its PEFT wrapper) "
-            "itself, or call fsdp2x.rl.head_scores(hidden, weight, next_labels) on its hidden states"
+            f"fsdp2x.rl.score: {name} is not a transformers model. Pass the PreTrainedModel (or its PEFT wrapper) "
+            "itself, or call fsdp2x.rl.head_scores(hidden, weight, next_labels) on its hidden states."
         )
     head = outer.get_output_embeddings()
     if head is None:
@@ -124,13 +126,13 @@ def _find_heads(outer: Any) -> list[nn.Linear]:
                 reason = "an adapter changes it; leave it out of target_modules or put it into modules_to_save"
             raise NotImplementedError(
                 f"fsdp2x.rl.score: the head of {name} is a {_name_of(layer)}: {reason}. Compute logits and use "
-                "fsdp2x.sequence.token_log_probs, or call fsdp2x.rl.head_scores on its hidden states and weight"
+                "fsdp2x.sequence.token_log_probs, or call fsdp2x.rl.head_scores on its hidden states and weight."
             )
     return found
 
 
 class _Call:
-    """One call of :func:`score`: what replaces the head, and what was seen of it."""
+    """One call of :func:`score`: the head's replacement, and what it observed."""
 
     def __init__(
         self,
@@ -145,10 +147,10 @@ class _Call:
         self._name = f"fsdp2x.rl.score: {_name_of(outer)}"
         self._probe = torch.empty(0)
         self._scores: HeadScores | None = None
-        self._shown: torch.Tensor | None = None  # what the model made of the probe, before any cast of its output
+        self._shown: torch.Tensor | None = None  # the model's result for the probe, before any cast of its output
 
     def run(self, model: nn.Module, inputs: Mapping[str, Any], transform: LogitTransform) -> Any:
-        """The model's output, with the probe in the place of logits."""
+        """Returns the model's output, with the probe in place of logits."""
         self._scores = self._shown = None
         with self._replaced_heads(transform):
             try:
@@ -181,9 +183,9 @@ class _Call:
 
                 head.forward = forward
                 stack.callback(delattr, head, "forward")
-                # Behind the hooks of its unit, which may have cast the probe.
+                # Runs after the hooks of its unit, which may have cast the probe.
                 stack.callback(head.register_forward_hook(self._restore).remove)
-            # Before the hooks of its unit, which may cast the output.
+            # Runs before the hooks of its unit, which may cast the output.
             stack.callback(self._outer.register_forward_hook(self._watch, prepend=True).remove)
             yield
 
@@ -197,8 +199,9 @@ class _Call:
             )
         if hidden.shape[:-1] != self._labels.shape:
             raise ValueError(
-                f"{self._name}: next_labels of shape {list(self._labels.shape)} for hidden states of "
-                f"{list(hidden.shape)} at the head; leave logits_to_keep out, and pass the labels of these inputs"
+                f"{self._name}: expected labels for hidden states of shape {list(hidden.shape)} at the head, got "
+                f"next_labels of shape {list(self._labels.shape)}. Omit logits_to_keep, and pass the labels of these "
+                "inputs."
             )
         found = head_scores(
             hidden,
@@ -222,10 +225,10 @@ class _Call:
         self._shown = None if logits is None else logits.detach()
 
     def find_transform(self) -> LogitTransform:
-        """What the model did to the probe.
+        """Returns what the model did to the probe.
 
         Raises:
-            NotImplementedError: something else than a scaling, then a soft cap.
+            NotImplementedError: it is not a scaling followed by a soft cap.
         """
         shown = self._shown
         probe = torch.tensor(_PROBE, dtype=torch.float64)
@@ -233,22 +236,22 @@ class _Call:
             raise NotImplementedError(f"{self._name} changes the shape of its logits")
         made = shown.double().cpu().flatten()
         found = _fit(probe, made)
-        # A model that rounds its logits to a narrower dtype is followed without the rounding.
+        # If a model rounds its logits to a narrower dtype, the result does not round.
         error = 16 * max(torch.finfo(shown.dtype).eps, torch.finfo(torch.float32).eps)
         if found is None or not torch.allclose(_transformed(probe, found), made, rtol=error, atol=error):
             pairs = ", ".join(f"{a:g} -> {b:g}" for a, b in zip(probe.tolist(), made.tolist(), strict=True))
             raise NotImplementedError(
-                f"{self._name} does to its logits what is neither a scaling nor a soft cap: {pairs}. Compute logits "
-                "and use fsdp2x.sequence.token_log_probs"
+                f"{self._name} changes its logits by neither a scaling nor a soft cap: {pairs}. Compute logits "
+                "and use fsdp2x.sequence.token_log_probs."
             )
         if found != LogitTransform() and torch.finfo(shown.dtype).bits < 32:
             raise NotImplementedError(
-                f"{self._name} scales its logits in {shown.dtype}, from which {found} is not found exactly"
+                f"{self._name} scales its logits in {shown.dtype}, from which {found} cannot be determined exactly"
             )
         return found
 
     def join(self, output: Any) -> Scores:
-        """The results, in a graph that goes through the model's output."""
+        """Returns the results, in a graph that passes through the model's output."""
         assert self._scores is not None, "the head was called"
         logits = _logits_of(output)
         log_probs, entropy = self._scores
@@ -270,7 +273,7 @@ def _logits_of(output: Any) -> torch.Tensor | None:
 
 
 def _fit(probe: torch.Tensor, made: torch.Tensor) -> LogitTransform | None:
-    """The scaling and soft cap that would make ``made`` of ``probe``; whether they do, the caller checks."""
+    """Returns the scaling and soft cap that would make ``made`` of ``probe``. The caller checks them."""
     at = {value: float(number) for value, number in zip(probe.tolist(), made.tolist(), strict=True)}
     highest = max(at)
     if abs(at[0.25] / 0.25 - at[highest] / highest) <= 1e-2 * abs(at[0.25] / 0.25):
@@ -288,7 +291,7 @@ def _transformed(probe: torch.Tensor, transform: LogitTransform) -> torch.Tensor
 
 
 class _Anchor(torch.autograd.Function):
-    """Hands everything on; the probe's gradient arrives before the scores go on to the head."""
+    """Passes everything on. The probe's gradient arrives before the scores go on to the head."""
 
     @staticmethod
     def forward(ctx, probe: torch.Tensor, log_probs: torch.Tensor, entropy: torch.Tensor | None):
@@ -302,7 +305,7 @@ class _Anchor(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """The scores; backward sends zeros along the model's logits, so that all hooks on the way run."""
+    """Returns the scores. Backward sends zeros along the model's logits, so that all hooks on the path run."""
 
     @staticmethod
     def forward(ctx, logits: torch.Tensor, log_probs: torch.Tensor, entropy: torch.Tensor | None):
@@ -317,23 +320,27 @@ class _Join(torch.autograd.Function):
         return torch.zeros_like(logits), grad_log_probs, grad_entropy
 
 
-# ---- a model beside the policy
+# ---- a second model next to the policy
 
 
 class Reference:
-    """A sharded model that is only asked: frozen, in evaluation mode, all units freed after each forward.
+    """Computes log-probabilities with a frozen, sharded model, which frees all units after each forward.
 
         reference = rl.Reference(fsdp2x.fully_shard(model))
         with reference:
             logs = [reference.score(row.inputs, row.next_labels) for row in rows]
 
-    Outside of the block its shards are all that it holds; with ``offload`` they wait in host memory, see
-    ``fsdp2x.sleep``. Entering and leaving are collective, as is each ``score``. Where the policy is a base model with
-    adapters, no second model is needed: ``with torch.no_grad(), policy.disable_adapter(): rl.score(policy, ...)``.
+    Outside of the block it holds only its shards, with ``offload`` in CPU memory (see ``fsdp2x.sleep``). Entering,
+    leaving, and each ``score`` are collective. If the policy is a base model with adapters, you need no second model:
+    ``with torch.no_grad(), policy.disable_adapter(): rl.score(policy, ...)``.
     """
 
     def __init__(self, model: nn.Module, *, offload: bool = False) -> None:
-        """Freezes ``model``, sharded by ``fully_shard``, for good.
+        """Freezes ``model`` permanently and puts it into evaluation mode.
+
+        Args:
+            model: a model sharded by ``fully_shard``.
+            offload: whether its shards wait in CPU memory outside of the block.
 
         Raises:
             ValueError: nothing in ``model`` is sharded.
@@ -353,7 +360,7 @@ class Reference:
 
     def __enter__(self) -> Reference:
         if self._is_open:
-            raise RuntimeError("fsdp2x.rl.Reference: entered already; one block holds all the rows of a step")
+            raise RuntimeError("fsdp2x.rl.Reference: it was already entered. Score all rows of a step in one block.")
         if self._is_asleep:
             wake(self._model)
             self._is_asleep = False
@@ -363,7 +370,7 @@ class Reference:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._is_open = False
         if kind is not None:
-            return  # the other ranks may be elsewhere
+            return  # the other ranks may be in another call
         for state in self._states:
             if isinstance(state, UnitState) and state.is_root:
                 state.release_memory()
@@ -373,11 +380,11 @@ class Reference:
     def score(
         self, inputs: Mapping[str, Any], next_labels: torch.Tensor, *, temperature: float | torch.Tensor = 1.0
     ) -> torch.Tensor:
-        """Log-probabilities of the labels, of their shape, as :func:`score` computes them.
+        """Returns log-probabilities of the labels, of their shape, as :func:`score` does. Collective.
 
         Raises:
-            RuntimeError: outside of the block.
+            RuntimeError: called outside of the block.
         """
         if not self._is_open:
-            raise RuntimeError("fsdp2x.rl.Reference.score: call it inside `with reference:`, which gives memory back")
+            raise RuntimeError("fsdp2x.rl.Reference.score: call it inside `with reference:`, which frees memory")
         return score(self._model, inputs, next_labels, temperature=temperature).log_probs

@@ -70,7 +70,7 @@ def test_an_engine_computes_what_the_trainer_does(ctx, over):
         if served:
             same(logits(engine), logits(copy.deepcopy(twin).merge_and_unload()))
         with fsdp2x.sync.connect(model, target, weights="adapter") as sync:
-            with pytest.raises(SyncError, match="have an adapter merged in: push the base alone"):
+            with pytest.raises(SyncError, match="have an adapter merged in. Push the base alone"):
                 sync.push(version=8)
         base = {"params": lambda name, param: "lora_" not in name}
         with fsdp2x.sync.connect(model, target, **base) as sync:
@@ -157,7 +157,7 @@ def test_a_failed_push_leaves_the_adapter_of_before(ctx):
                     sync.push(version=version)
                 assert caught.value.phase == phase and sync.is_torn == (phase == "commit")
                 if phase != "commit":
-                    assert "goes on with the adapter of version 0" in str(caught.value) and sync.version == 0
+                    assert "continues with the adapter of version 0" in str(caught.value) and sync.version == 0
                 for engine, one in zip(engines, served or (), strict=False):
                     has_new = phase == "commit" and engine is engines[0]
                     same(logits(engine), logits(twin) if has_new else before)
@@ -318,7 +318,7 @@ def test_what_cannot_be_connected(ctx):
     with pytest.raises(NotImplementedError, match="this InProcess takes no adapters. Give InProcess a load_adapter"):
         fsdp2x.sync.connect(model, InProcess(list if ctx.rank else None), **PLAIN)
     for wrong in ({"names": "model"}, {"deltas": True}, {"merge_adapters": True}, {"params": lambda name, param: True}):
-        with pytest.raises(ValueError, match="Leave out merge_adapters, deltas, names, and params"):
+        with pytest.raises(ValueError, match="Omit merge_adapters, deltas, names, and params"):
             fsdp2x.sync.connect(model, InProcess(None), **PLAIN, **wrong)
     with pytest.raises(ValueError, match="adapter_name='policy' needs weights=\"adapter\""):
         fsdp2x.sync.connect(model, InProcess(list), adapter_name="policy")

@@ -114,9 +114,9 @@ def test_what_cannot_be_merged(ctx):
     with pytest.raises(ValueError, match="merge_adapters=True, but .*Linear has no adapter"):
         connect(fsdp2x.fully_shard(nn.Linear(2, 2)))
     model = fsdp2x.fully_shard(make_model("plain"))
-    with pytest.raises(ValueError, match='names what it sends as files do; leave names="hf"'):
+    with pytest.raises(ValueError, match='uses the names of files. Keep names="hf"'):
         connect(model, names="model")
-    with pytest.raises(ValueError, match="params leaves out '.*lora_A.*', without which '.*q_proj' cannot be merged"):
+    with pytest.raises(ValueError, match="params omits '.*lora_A.*', which the merge of '.*q_proj' needs"):
         connect(model, params=lambda name, param: "lora_" not in name)
     with pytest.raises(NotImplementedError, match="merges LoRA, not LOHA"):
         connect(fsdp2x.fully_shard(get_peft_model(build("llama"), LoHaConfig(target_modules=["q_proj"]))))

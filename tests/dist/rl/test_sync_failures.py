@@ -79,9 +79,9 @@ def same_error_everywhere(ctx, sync, failing_rank, phase, bucket, match, **push)
     assert everywhere == [fields] * ctx.world
     assert (error.phase, error.bucket, error.rank) == (phase, bucket, failing_rank)
     assert sync.is_torn and sync.version is None
-    with pytest.raises(RuntimeError, match="weights are torn.*nothing may be generated"):
+    with pytest.raises(RuntimeError, match="weights are torn.*Do not generate"):
         sync.require_clean()
-    with pytest.raises(ValueError, match='the last push failed: engines are torn; push mode="full" first'):
+    with pytest.raises(ValueError, match='the last push failed, so engines are torn. Push mode="full" first'):
         sync.push(version=99, mode="delta")
 
 

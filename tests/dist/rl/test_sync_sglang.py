@@ -137,7 +137,7 @@ def test_buckets_in_memory_of_the_gpu(ctx):
         addresses = [stack.enter_context(serving(Server(shapes)))] if ctx.rank == 0 else [None]
         dist.broadcast_object_list(addresses)
         with fsdp2x.sync.connect(model, Sglang(addresses[0])) as sync:
-            with pytest.raises(SyncError, match='this rank gathers weights on the CPU; .*group="gloo" of Sglang'):
+            with pytest.raises(SyncError, match='this rank gathers weights on the CPU. Use .*group="gloo" of Sglang'):
                 sync.push(version=0)
 
 
@@ -153,7 +153,7 @@ def test_the_order_of_a_push_to_one_that_sleeps(ctx):
         target.sleep()
         if servers:
             assert servers[0].asleep == {"weights", "kv_cache"}
-            with pytest.raises(RuntimeError, match="it is asleep already"):
+            with pytest.raises(RuntimeError, match="it is already asleep"):
                 target.sleep()
         sync.push(version=1)
         holds(servers, wire(model))
@@ -217,7 +217,7 @@ def test_what_is_refused(ctx):
         Sglang("http://x", pause="in_place")
     with pytest.raises(ValueError, match="group must be 'gloo', 'nccl' or None, got 'mpi'"):
         Sglang("http://x", group="mpi")
-    with pytest.raises(NotImplementedError, match="SGLang loads whole tensors"):
+    with pytest.raises(NotImplementedError, match="SGLang loads full tensors"):
         fsdp2x.sync.connect(model, Sglang("http://x"), deltas=True)
     with engines(ctx, shapes, num_replicas=2) as (target, servers), fsdp2x.sync.connect(model, target) as sync:
         with pytest.raises(SyncError, match="has 2 data-parallel replicas") as caught:

@@ -166,7 +166,7 @@ def told(server, route, how):
     is_paused = route in ("fsdp2x_receive", "wake_up") or phase == "commit" or (route, how) == ("pause", "heard")
     if route == "fsdp2x_receive":  # lasts as long as a push: what tells is that nobody takes it, or that it has no end
         phase, text = (
-            ("commit", "committed, and does not return in 1 s") if how == "heard" else (phase, "cannot receive in t")
+            ("commit", "committed, but did not return within 1 s") if how == "heard" else (phase, "cannot receive in t")
         )
     return phase, text, is_paused, is_labelled
 
@@ -190,7 +190,7 @@ def test_a_route_that_fails(ctx, server, route, how):
             assert one.version == ("1" if is_labelled else "0")
         if route == "fsdp2x_receive":
             sync._timeout_s = TIMEOUT_S
-            with pytest.raises(SyncError, match="has not ended the push before; start it again"):
+            with pytest.raises(SyncError, match="has not ended the previous push. Start it again"):
                 sync.push(version=1)
             sync._timeout_s = 20.0
         if silence:

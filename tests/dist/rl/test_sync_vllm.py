@@ -156,7 +156,7 @@ def test_the_order_of_a_push_to_one_that_sleeps(ctx, way, level):
 def test_sleep_and_wake_without_a_push(ctx):
     model = make_model(ctx)
     with engine(ctx, "server") as (target, core):
-        with pytest.raises(RuntimeError, match="connect first"):
+        with pytest.raises(RuntimeError, match="Connect first"):
             target.sleep()
         with fsdp2x.sync.connect(model, target) as sync:
             sync.push(version=0)
@@ -164,7 +164,7 @@ def test_sleep_and_wake_without_a_push(ctx):
                 target.sleep(3)
             target.sleep(1)
             if core is not None:
-                with pytest.raises(RuntimeError, match="it is asleep already"):
+                with pytest.raises(RuntimeError, match="it is already asleep"):
                     target.sleep(1)
             target.wake()
             if core is not None:
@@ -329,10 +329,13 @@ def test_engines_that_are_refused(ctx):
     cases = [
         (
             core_with(extension=""),
-            "has no worker extension: start it with --worker-extension-cls fsdp2x.sync.vllm_worker",
+            "has no worker extension. Start it with --worker-extension-cls fsdp2x.sync.vllm_worker",
         ),
-        (core_with(world_size=4), "has 4 workers, of which 1 answer: a data-parallel server.*a server for each"),
-        (core_with(mode="keep"), "paused or asleep, by somebody else"),
+        (
+            core_with(world_size=4),
+            "has 4 workers, of which 1 answer, because a data-parallel server.*a server for each",
+        ),
+        (core_with(mode="keep"), "paused or put to sleep by another client"),
     ]
     for change, match in cases:
         with engine(ctx, "server") as (target, core):
@@ -351,7 +354,7 @@ def test_engines_that_are_refused(ctx):
 @distributed(world_sizes=(1,))
 def test_what_vllm_does_not_take(ctx):
     model = make_model(ctx)
-    with pytest.raises(NotImplementedError, match="it takes no deltas; connect with deltas=False"):
+    with pytest.raises(NotImplementedError, match="it takes no deltas. Connect with deltas=False"):
         fsdp2x.sync.connect(model, Vllm(None), deltas=True)
     with pytest.raises(ValueError, match="pause must be 'keep', 'wait' or 'abort', got 'freeze'"):
         Vllm(None, pause="freeze")
@@ -359,7 +362,7 @@ def test_what_vllm_does_not_take(ctx):
         Vllm(8000)
     with pytest.raises(ValueError, match="addresses such as"):
         Vllm(["localhost:8000"])
-    with pytest.raises(ValueError, match='a group is for servers, and takes the place of memory="device"'):
+    with pytest.raises(ValueError, match='a group is for servers and replaces memory="device"'):
         Vllm(None, group="gloo")
     with pytest.raises(ValueError, match="group must be 'gloo', 'nccl' or None, got 'mpi'"):
         Vllm("http://127.0.0.1:8000", group="mpi")
@@ -431,7 +434,7 @@ def test_an_llm_whose_workers_are_elsewhere(ctx):
     with engine(ctx, "llm") as (target, _), pytest.MonkeyPatch.context() as patch:
         patch.setattr("fsdp2x.sync.vllm_worker.place_of_process", lambda: ["elsewhere", ""])
         with fsdp2x.sync.connect(model, target, timeout_s=5) as sync:
-            with pytest.raises(SyncError, match="runs on another host.*start a server there, and give Vllm its addr"):
+            with pytest.raises(SyncError, match="runs on another host.*Start a server there, and give Vllm its addr"):
                 sync.push(version=0)
 
 

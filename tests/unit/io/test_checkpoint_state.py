@@ -169,6 +169,8 @@ def test_only_the_same_rule_takes_a_state_over(saved, here):
         restore.check(found)
         return
     before = {key: value for key, value in restore.groups[0].settings.items() if key != "params"}
-    with pytest.raises(CheckpointError, match="another optimizer was saved: its groups have .*Build the optimizer that was"):
+    with pytest.raises(
+        CheckpointError, match="another optimizer was saved: its groups have .*Build the optimizer that was"
+    ):
         restore.check(found)
     assert {key: value for key, value in restore.groups[0].settings.items() if key != "params"} == before

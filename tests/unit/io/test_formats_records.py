@@ -356,7 +356,10 @@ def _move_beside(metadata):
         (_place(offset=0.5), "the place of model.w is 0.5"),
         (_place(relative_path="../secret"), r"points to the file '\.\./secret', which is not inside the checkpoint"),
         (_place(relative_path="gone.distcp"), "gone.distcp: No such file"),
-        (lambda m: m.state_dict_metadata.pop("model.w"), "it gives a place for .'model.w at .*, but does not describe it"),
+        (
+            lambda m: m.state_dict_metadata.pop("model.w"),
+            "it gives a place for .'model.w at .*, but does not describe it",
+        ),
         (lambda m: m.storage_data.pop(MetadataIndex("note.step")), "it gives no place for note.step"),
         (lambda m: m.planner_data.update({"model.w": ("model", "x")}), "the path of model.w is"),
         (lambda m: m.planner_data.update({"model.z": ("model", "z")}), "it has a path, but no entry, for"),

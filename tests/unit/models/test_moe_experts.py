@@ -90,9 +90,7 @@ def test_refusals(caplog):
 
     model = ListMoe()
     model.layers[1].mlp.experts = nn.ModuleList(Two() for _ in range(4))
-    with pytest.raises(
-        NotImplementedError, match="experts of layers.1.mlp.experts \\(Two\\) takes hidden_states, we"
-    ):
+    with pytest.raises(NotImplementedError, match="experts of layers.1.mlp.experts \\(Two\\) takes hidden_states, we"):
         moe.apply_expert_patch(model)
 
 

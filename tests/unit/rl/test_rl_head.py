@@ -216,11 +216,15 @@ def test_nothing_is_kept_without_gradients():
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        ({"labels": torch.zeros(2, 6, dtype=torch.int64)}, ValueError, r"labels of \[2, 6\] do not belong together"),
+        (
+            {"labels": torch.zeros(2, 6, dtype=torch.int64)},
+            ValueError,
+            r"expected shapes .* and labels, got .* and \[2, 6\]",
+        ),
         ({"labels": torch.full((2, 7), 11)}, ValueError, "14 labels are outside of the vocabulary of 11 tokens"),
         ({"labels": torch.full((2, 7), -1)}, ValueError, "the first is -1"),
-        ({"bias": torch.zeros(10, dtype=torch.float64)}, ValueError, r"a bias of shape \[10\]"),
-        ({"weight": torch.zeros(11, 5)}, TypeError, "hidden states are torch.float64 and the head's weight is"),
+        ({"bias": torch.zeros(10, dtype=torch.float64)}, ValueError, r"has a bias of shape \[10\]"),
+        ({"weight": torch.zeros(11, 5)}, TypeError, "hidden states are torch.float64, but the head's weight is"),
         ({"temperature": 0.0}, ValueError, "temperature must be positive, got 0"),
         ({"temperature": torch.ones(7)}, ValueError, r"of shape \[2, 7\]; got \[7\]"),
         ({"temperature": torch.zeros(2, 7)}, ValueError, "the smallest of the tokens is 0"),

@@ -263,8 +263,8 @@ def test_gspo_by_hand(first, second, loss, clipped):
         ({"mean": "mean"}, "mean must be 'tokens', 'samples' or 'constant'"),
         ({"clip": (1.2, 0.2)}, "clip must be"),
         ({"dual_clip": 1.0}, "dual_clip must be above 1, got 1.0"),
-        ({"kl": "k3"}, "give both or neither"),
-        ({"kl_weight": 0.1}, "give both or neither"),
+        ({"kl": "k3"}, "belong together"),
+        ({"kl_weight": 0.1}, "belong together"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
     ],
 )
@@ -278,8 +278,8 @@ def test_settings_that_mean_nothing(change, said):
     [
         (rl.DR_GRPO, {}, "needs max_tokens"),
         (SETTINGS["grpo"], {"reference": None}, "kl='k3' needs the reference model's log-probabilities"),
-        (rl.GRPO, {"old": torch.zeros(1, 3)}, r"policy_loss: old has shape \[1, 3\], expected one value for each"),
-        (rl.GRPO, {"weights": torch.zeros(3)}, "policy_loss: weights has shape"),
+        (rl.GRPO, {"old": torch.zeros(1, 3)}, r"policy_loss: old: expected one value for each .* got shape \[1, 3\]"),
+        (rl.GRPO, {"weights": torch.zeros(3)}, "policy_loss: weights: expected one value for each"),
     ],
 )
 def test_wrong_arguments(which, change, said):
@@ -293,7 +293,7 @@ def test_an_entropy_weight_needs_entropies():
     with pytest.raises(ValueError, match=r"score\(..., entropy=True\)"):
         which = rl.PolicySettings(entropy_weight=0.1)
         rl.policy_loss(scores, part, torch.zeros(1), rl.count_step([part]), which)
-    with pytest.raises(ValueError, match=r"spread: values of shape \[0\].*samples \[0\]"):
+    with pytest.raises(ValueError, match=r"spread: .* got shape \[0\].*samples \[0\]"):
         rl.policy_loss(scores, part, torch.zeros(0), rl.count_step([part]))
 
 

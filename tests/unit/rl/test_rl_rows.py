@@ -152,7 +152,7 @@ def test_equal_rewards_whose_mean_is_another_number():
 @pytest.mark.parametrize(
     ("rewards", "ids", "said"),
     [
-        ([1.0, 2.0], [1], r"rewards of shape \[2\] and group_ids of shape \[1\]"),
+        ([1.0, 2.0], [1], r"one group id for every sample, got shapes \[2\] and \[1\]"),
         ([1.0, math.nan], [1, 1], "the reward of sample 1 is nan"),
         ([math.inf], [1], "the reward of sample 0 is inf"),
     ],

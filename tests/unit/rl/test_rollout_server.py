@@ -142,7 +142,7 @@ def test_nothing_is_sampled_from_torn_weights():
         assert asked(trainer, "hello", {"wire": "fsdp2x-1", "session": "a"})["ok"]
         assert asked(trainer, "abort", {"reason": "a trainer failed"})["state"] == "torn"
         client.ask([[3]], Sampling(2))
-        with pytest.raises(RolloutError, match="the weights are torn .a trainer failed.: nothing may be generated"):
+        with pytest.raises(RolloutError, match="the weights are torn .a trainer failed.. Do not generate"):
             client.collect()
 
 

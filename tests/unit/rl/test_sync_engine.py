@@ -167,12 +167,12 @@ def test_layouts_that_cannot_be():
     address = new_address()
     with Served(address, Parameters(held)), Client(address) as client:
         assert (
-            "'w9' of shape [2], this engine has no tensor"
+            "'w9' of shape [2], but this engine has no tensor"
             in client.introduce(tensors=[["w9", "float32", [2]]])["error"]
         )
         assert "this engine has one of shape [2]" in client.introduce(tensors=[["w0", "float32", [3]]])["error"]
         assert "knows no dtype 'nonsense'" in client.introduce(tensors=[["w0", "nonsense", [2]]])["error"]
-        assert "a memory file of 4096 bytes, the layout says 8192" in client.introduce(files=[8192])["error"]
+        assert "the layout says 8192 bytes, got a memory file of 4096" in client.introduce(files=[8192])["error"]
         assert "1 memory files, the layout names 2" in client.introduce(files=[4096, 4096])["error"]
         assert "a push before a layout" in client.ask("begin", mode="full", version=1, base=None)["error"]
         assert client.introduce()["ok"] and client.push(1, 1, 2, 3, 4, 5) == [True] * 4
@@ -253,7 +253,7 @@ def test_what_is_written_is_read():
 
 
 def test_a_gpu_that_is_not_seen():
-    with pytest.raises(ValueError, match="hand out memory of GPU of-nobody, and this engine sees"):
+    with pytest.raises(ValueError, match="share memory of GPU of-nobody, but this engine sees"):
         device_of("of-nobody")
 
 

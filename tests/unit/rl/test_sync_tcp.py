@@ -67,7 +67,7 @@ def a_replayed_greeting(connection):
 
 
 def another_secret(connection):
-    with pytest.raises(OSError, match="its secret is another one"):
+    with pytest.raises(OSError, match="its secret differs"):
         greet_engine(connection, "the secret of somebody else", 60)
 
 
@@ -226,7 +226,7 @@ def test_addresses_and_secrets():
         ("tcp://host:7000", {"secret": "short"}, "the same secret, of 16 characters or more"),
         ("tcp://host:7000", {"secret": SECRET, "group": "mpi"}, "group must be 'gloo', 'nccl' or None, got 'mpi'"),
         ("tcp://host:7000", {"secret": SECRET, "memory": "device"}, 'memory="device" is for engines on this host'),
-        (["tcp://host:7000", "@engine"], {"secret": SECRET}, "take one kind for all receivers"),
+        (["tcp://host:7000", "@engine"], {"secret": SECRET}, "Use one kind for all receivers"),
         ("@engine", {"secret": SECRET}, "a secret is for addresses such as tcp://host:port"),
         ("@engine", {"group": "gloo"}, "a group is for addresses such as tcp://host:port"),
     ):

@@ -224,10 +224,9 @@ def _partly_filled() -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(f"{error}. A part of the weights is filled, so load again before you use the model.") from
-        (
-            error.__cause__
-        )
+        raise CheckpointError(
+            f"{error}. A part of the weights is filled, so load again before you use the model."
+        ) from error.__cause__
 
 
 def _open(paths: list, mode: Mode, what: str) -> tuple[Checkpoint | None, dict[str, Source], Mode, int, set[str]]:

@@ -1,1 +1,1 @@
-"""Weights of a sharded model into running inference engines: ``connect`` once, then ``push`` a version at a time."""
+"""Pushes weights of a sharded model into running inference engines: ``connect`` once, ``push`` for each version."""

@@ -1,6 +1,6 @@
-"""A LoRA adapter pushed without its base: which parameters it has, and what engines must know about it.
+"""Describes a LoRA adapter that is pushed without its base: its parameters, and what engines must know.
 
-Names are those of PEFT's own files: ``base_model.model.`` + module + ``.lora_A.weight`` or ``.lora_B.weight``.
+Names are those of PEFT's files: ``base_model.model.`` + module + ``.lora_A.weight`` or ``.lora_B.weight``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp2x.io.names import ForeignModel, has_adapters, hf_base
 
-# Initial values that PEFT makes by changing the base, which engines do not have changed.
+# Initializations with which PEFT changes the base. Engines have the unchanged base.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 _INSTEAD = 'Use merge_adapters=True with weights="all", which pushes the adapter merged into its base.'
 
@@ -20,15 +20,15 @@ _INSTEAD = 'Use merge_adapters=True with weights="all", which pushes the adapter
 def describe_adapter(
     caller: str, model: ForeignModel, chosen: Mapping[str, nn.Parameter], name: str | None
 ) -> dict[str, Any]:
-    """Returns what engines are told, in JSON's types; the adapter's parameters are those with "lora_" in ``chosen``.
+    """Returns the adapter's description for engines in JSON types. Its parameters in ``chosen`` contain "lora_".
 
-    ``name``: by which requests ask for the adapter. ``r``, ``lora_alpha``, ``target_modules``, ``use_rslora``,
-    ``rank_pattern``, ``alpha_pattern``: as in PEFT's adapter_config.json. ``layers``: what each product of the two
-    factors is multiplied by, by module.
+    ``name`` identifies the adapter in requests. ``r``, ``lora_alpha``, ``target_modules``, ``use_rslora``,
+    ``rank_pattern``, ``alpha_pattern`` are those of PEFT's adapter_config.json. ``layers`` is the factor of each
+    product, by module.
 
     Raises:
         ValueError: the model has no adapter, or the name is empty.
-        NotImplementedError: the adapter is more than two factors of linear layers; the message names what else it has.
+        NotImplementedError: the adapter is more than two factors of linear layers. The message names what else it has.
     """
     if not has_adapters(model):
         raise ValueError(
@@ -37,11 +37,11 @@ def describe_adapter(
         )
     configs = model.peft_config
     if len(configs) > 1:
-        raise NotImplementedError(f"{caller}: the model has the adapters {', '.join(configs)}. Keep one of them.")
+        raise NotImplementedError(f"{caller}: expected one adapter, the model has {', '.join(configs)}. Keep one.")
     (own_name, config), *_ = configs.items()
     name = own_name if name is None else name
     if not name:
-        raise ValueError(f"{caller}: adapter_name is empty. Pass the name that requests ask for.")
+        raise ValueError(f"{caller}: adapter_name is empty. Pass the name that requests use.")
     problem = _find_problem(config)
     layers: dict[str, float] = {}
     _, to_source = hf_base(model)
@@ -76,7 +76,7 @@ def describe_adapter(
 
 
 def _find_problem(config: Any) -> str | None:
-    """Says what the adapter has besides the factors of linear layers."""
+    """Returns what the adapter has in addition to factors of linear layers, or None."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
         return f"the adapter is {kind}"

@@ -1,15 +1,15 @@
-"""Deltas: which elements of this rank's shards differ from what the engines committed last, and their new values.
+"""Deltas: finds elements of this rank's shards that differ from the engines' last commit, and sends their new values.
 
-A snapshot holds the shards in the dtypes of the wire, at their ranks, on their devices. Bits are compared, so NaNs with
-other payloads and zeros of the other sign are changes. It takes what differs in the pass that finds it, and what goes
-out whole bucket by bucket; a push that fails leaves it useless, and is followed by a full one, which fills it anew.
-The ranks exchange one count for each parameter, agree what is sent how, and gather positions and values, those of as
-many buckets at once as have room where one of them would lie, in the ranks' shared ring or by the process group:
+A snapshot holds the shards in the dtypes of the wire, on their ranks and devices. It compares bits, so NaNs with other
+payloads and zeros of the other sign are changes. A push updates the snapshot while it finds changes or sends complete
+buckets. A failed push invalidates it, and the full push that must follow fills it again. The ranks exchange one count
+per parameter and agree how each is sent. They gather positions and values of as many buckets as fit into the room of
+one, in the shared ring or over the process group:
 
     unchanged   nothing is sent
-    sparse      positions in the whole tensor (int64) and values: at most half of the tensor's bytes
-    dense       gathered whole, as in a full push: what changed more, what is converted (un-fused experts, merged
-                adapters), and what is not gathered with others (replicated, or cut over several axes)
+    sparse      positions in the full tensor (int64) and values: at most half of the tensor's bytes
+    dense       gathered completely, as in a full push: more changes, converted weights (un-fused experts, merged
+                adapters), and weights that are not gathered with others (replicated, or cut over several axes)
 """
 
 from __future__ import annotations
@@ -33,31 +33,32 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat tensor viewed as integers; complex numbers of 16 bytes as two each."""
+    """Views a flat tensor as integers. A complex number of 16 bytes becomes two."""
     if tensor.itemsize not in _BITS:
         tensor = torch.view_as_real(tensor)
     return tensor.view(_BITS[tensor.itemsize])
 
 
 class Snapshot:
-    """What the engines hold of this rank's shards, by FQN, after a push that was committed."""
+    """The engines' values of this rank's shards, by FQN, after a committed push."""
 
     def __init__(self, plans: list[BucketPlan]) -> None:
-        """
+        """Allocates the snapshot.
+
         Raises:
-            NotImplementedError: a shard is a tensor subclass, whose bits are not its own.
+            NotImplementedError: a shard is a tensor subclass, whose bits it cannot compare.
         """
         for entry in [entry for plan in plans for entry in plan.entries]:
             if type(local := entry.local) not in (torch.Tensor, nn.Parameter):
                 raise NotImplementedError(
                     f"fsdp2x.sync.connect: deltas of {entry.name!r}, which is a {type(local).__name__}, are not "
-                    "supported; connect with deltas=False"
+                    "supported. Connect with deltas=False."
                 )
         self._held: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
     def hold(self, entry: Entry, values: torch.Tensor) -> None:
-        """This shard, which is ``values``, goes out as it is now."""
+        """Records that this shard, ``values``, is sent as it is now."""
         held = self._held.get(entry.name)
         if held is None:
             self._held[entry.name] = values.to(entry.dtype, copy=True, memory_format=torch.contiguous_format)
@@ -66,12 +67,12 @@ class Snapshot:
 
     @torch.no_grad()
     def take_changes(self, entry: Entry) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(positions, values) of what differs, both flat, positions in the local shard, which are held from here on.
+        """Returns (positions, values) of changes in the local shard, both flat, and records them as sent.
 
-        None: more than is worth it; then some may be held, and the shard must go out whole.
+        None: there are too many. Some may be recorded, and the shard must be sent completely.
         """
         now, held = entry.local.detach().contiguous().view(-1), self._held[entry.name].view(-1)
-        # Positions and values of so many take half of the bytes of all.
+        # Positions and values of this many elements take half of the bytes of all.
         most = held.nbytes // (2 * (POSITION_BYTES + held.itemsize))
         if now.device.type == "cpu" or _C.can_run_kernels(now.device):
             return _C.take_changes(now, held, most)
@@ -84,15 +85,15 @@ class Snapshot:
         return positions, values
 
 
-_MANY = -1  # in place of a count: more than is worth to be told one by one
+_MANY = -1  # in place of a count: too many to send separately
 
 
 @dataclass
 class BucketDelta:
-    """What changed in one bucket: its dense part as a plan, and the sparse families; those of later buckets may follow.
+    """Changes in one bucket: its dense part as a plan, and its sparse families, perhaps with those of later buckets.
 
-    ``sparse``: (family, its only parameter, positions, values), the last two of this rank, positions in its shard.
-    ``counts``: of each sparse family, the changes of each rank of the ring. ``rank_bytes``: of all of them, by rank.
+    ``sparse`` has (family, its only parameter, positions, values) with this rank's values and positions in its shard.
+    ``counts`` has, for each sparse family, the changes of each rank of the ring. ``rank_bytes`` is their size by rank.
     """
 
     dense: BucketPlan
@@ -102,12 +103,12 @@ class BucketDelta:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes where it is gathered, each rank's part as long as the longest, and where it is handed over."""
+        """Bytes to gather, with each rank's part as long as the longest, and to hand over."""
         handed_bytes = _C.ALIGN_BYTES * len(self.sparse) + sum(self.rank_bytes)
         return max(len(self.rank_bytes) * max(self.rank_bytes), handed_bytes)
 
     def can_take(self, other: BucketDelta, limit_bytes: int) -> bool:
-        """Whether the sparse parts of both can be gathered at once."""
+        """Returns whether the sparse parts of both can be gathered at once."""
         if self.dense.families or other.dense.families or self.dense.group is not other.dense.group:
             return False
         return self.dense.device == other.dense.device and 2 * (self.num_bytes + other.num_bytes) <= limit_bytes
@@ -119,10 +120,10 @@ class BucketDelta:
 
 
 class Changes:
-    """What differs in all buckets of a push; takes at most half of the bytes of a snapshot."""
+    """Changes in all buckets of a push. Takes at most half of the bytes of a snapshot."""
 
     def __init__(self, plans: list[BucketPlan], snapshot: Snapshot, group: dist.ProcessGroup | None) -> None:
-        """Collective over ``group``, which exchanges one count for each parameter."""
+        """Exchanges one count for each parameter. Collective over ``group``."""
         entries = [entry for plan in plans for entry in plan.entries]
         self._column = {entry.name: index for index, entry in enumerate(entries)}
         self._found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -147,7 +148,7 @@ class Changes:
     def of_buckets(
         self, plans: Sequence[BucketPlan], first_rings: Sequence[list[int]], own_rings: Sequence[list[int]]
     ) -> Iterator[BucketDelta]:
-        """What is to be sent, in the buckets' order; the arguments are those of ``_of_bucket`` for each."""
+        """Yields what to send, in the buckets' order. The arguments are those of ``_of_bucket`` for each."""
         before: BucketDelta | None = None
         for plan, first_ring, own_ring in zip(plans, first_rings, own_rings, strict=True):
             changes = self._of_bucket(plan, first_ring, own_ring)
@@ -163,11 +164,12 @@ class Changes:
             yield before
 
     def _of_bucket(self, plan: BucketPlan, first_ring: list[int], own_ring: list[int]) -> BucketDelta:
-        """Its part of the changes, which are forgotten here.
+        """Returns the bucket's changes and forgets them.
 
         Args:
-            first_ring: ranks of the group that gather this bucket on rank 0: their counts decide, so that replicas do
-                not decide differently.
+            plan: the bucket.
+            first_ring: ranks of the group that gather this bucket on rank 0. Their counts decide, so that replicas
+                decide alike.
             own_ring: those of this rank's ring.
         """
         gathered = {entry.name: entry for entry in plan.gathered}
@@ -183,7 +185,7 @@ class Changes:
             entry = gathered.get(name)
             if family.is_renamed_only and entry is not None and _MANY not in of_family[0]:
                 sizes = [delta_bytes(of_family[0][rank], entry.dtype)[1] for rank in first_ring]
-                # The ranks' parts are padded to the longest when they are gathered.
+                # The gather pads the ranks' parts to the longest.
                 longest_bytes = max(a + b for a, b in zip(changes.rank_bytes, sizes, strict=True))
                 if 2 * len(first_ring) * longest_bytes <= slot_bytes and 2 * sum(sizes) <= entry.whole_bytes:
                     mine = [of_family[0][rank] for rank in own_ring]
@@ -196,7 +198,7 @@ class Changes:
 
 
 def ring_for(changes: BucketDelta, rings: Mapping) -> SharedRing | None:
-    """The ring in whose next slot all of ``changes`` have room; None: they are gathered by the process group."""
+    """Returns the ring whose next bucket place fits ``changes``. None: the process group gathers them."""
     ring = rings.get((id(changes.dense.group), changes.dense.device))
     if not isinstance(ring, SharedRing) or changes.dense.families or not changes.sparse:
         return None
@@ -204,7 +206,7 @@ def ring_for(changes: BucketDelta, rings: Mapping) -> SharedRing | None:
 
 
 def _sizes(changes: BucketDelta) -> list[list[int]]:
-    """Bytes of each rank of the ring, of each sparse family."""
+    """Returns the bytes of each rank of the ring, for each sparse family."""
     pairs = list(zip(changes.counts, changes.sparse, strict=True))
     return [
         [delta_bytes(of[peer], entry.dtype)[1] for of, (_, entry, _, _) in pairs]
@@ -214,7 +216,7 @@ def _sizes(changes: BucketDelta) -> list[list[int]]:
 
 @torch.no_grad()
 def _pack(changes: BucketDelta, packed: torch.Tensor, rank: int, world: int) -> None:
-    """This rank's part, with positions in the whole tensors."""
+    """Packs this rank's part, with positions in the full tensors."""
     end = 0
     for _, entry, positions, values in changes.sparse:
         where, what = _parts(packed, end, positions.numel(), entry.dtype)
@@ -224,12 +226,12 @@ def _pack(changes: BucketDelta, packed: torch.Tensor, rank: int, world: int) -> 
 
 
 def fill_changes(changes: BucketDelta, ring: SharedRing) -> None:
-    """Writes this rank's to the ring."""
+    """Writes this rank's changes to the ring."""
     _pack(changes, ring.part(max(map(sum, _sizes(changes)))), ring.rank, ring.world)
 
 
 def finish_changes(changes: BucketDelta, ring: SharedRing) -> tuple[Delta, ...]:
-    """Those of all ranks where they lie in the ring's file: of a tensor a delta for each rank. Collective over it."""
+    """Returns the changes of all ranks in the ring's file, a delta per tensor and rank. Collective over the ring."""
     sizes = _sizes(changes)
     largest = max(map(sum, sizes))
     received = ring.finish_parts(largest, f"gather of the changes in bucket {changes.dense.index}")
@@ -245,7 +247,7 @@ def finish_changes(changes: BucketDelta, ring: SharedRing) -> tuple[Delta, ...]:
 
 @torch.no_grad()
 def gather_changes(changes: BucketDelta, receive: bool) -> tuple[Delta, ...]:
-    """The sparse part, by the process group. Collective over the bucket's ring."""
+    """Gathers the sparse part over the process group. Collective over the bucket's ring."""
     if not changes.sparse:
         return ()
     group = changes.dense.group
@@ -276,11 +278,11 @@ def _parts(memory: torch.Tensor, begin: int, count: int, dtype: torch.dtype) -> 
 
 
 def _whole_positions(entry: Entry, positions: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    """Positions in the flattened whole of positions in the flattened shard."""
+    """Converts positions in the flattened shard to positions in the flattened full tensor."""
     begin, num_rows = entry.rows(rank, world)
     inner = entry.param.shape[entry.shard_dim + 1 :].numel()
     if entry.shard_dim == 0:
-        return positions + begin * inner  # the shard is one piece of the whole
+        return positions + begin * inner  # the shard is one piece of the full tensor
     if num_rows == 0:
         return positions
     block = num_rows * inner

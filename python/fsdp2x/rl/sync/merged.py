@@ -1,7 +1,7 @@
-"""Adapters merged into the weights of their base, layer by layer, by PEFT's own ``merge`` on whole tensors.
+"""Merges adapters into the weights of their base, layer by layer, with PEFT's ``merge`` on full tensors.
 
-The model itself is not touched: a stand-in of each layer, with the gathered tensors as its parameters, is merged. What
-comes out has the names of the base, and its dtype on the wire: it is rounded once, at the end.
+It does not change the model, but merges a stand-in of each layer that has the gathered tensors as parameters. The
+results have the names of the base and its dtype on the wire. They are rounded once, at the end.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from fsdp2x.sharding.wrap import unsharded_class
 
 
 class AdapterMerge:
-    """Which parameters of a PEFT model are merged, and the families that come of it."""
+    """The parameters of a PEFT model that are merged, and the resulting families."""
 
     def __init__(self, caller: str, model: nn.Module, chosen: Mapping[str, nn.Parameter]) -> None:
-        """
+        """Collects the adapted layers.
+
         Raises:
-            ValueError: the model has no adapter, or ``chosen`` leaves out a part of an adapted layer.
-            NotImplementedError: adapters that are not LoRA, or adapted layers of a kind that cannot be merged alone.
+            ValueError: the model has no adapter, or ``chosen`` omits a part of an adapted layer.
+            NotImplementedError: adapters are not LoRA, or an adapted layer cannot be merged separately.
         """
         self._caller = caller
         fqns = {id(param): name for name, param, _ in named_params(model)}
         self._layers: list[tuple[Any, dict[str, nn.Parameter]]] = []
-        self._replaced: dict[str, tuple[str, torch.dtype]] = {}  # FQN -> FQN and dtype of the trained one in its place
-        self._copies: set[str] = set()  # FQNs of all that were trained whole
+        self._replaced: dict[str, tuple[str, torch.dtype]] = {}  # FQN -> FQN and dtype of the trained replacement
+        self._copies: set[str] = set()  # FQNs of parameters in fully trained modules
         for path, module in _adapted(caller, model):
             params = {fqns[id(param)]: param for param in module.parameters()}
             missing = next((name for name in params if name not in chosen), None)
             if missing is not None:
-                raise ValueError(f"{caller}: params leaves out {missing!r}, without which {path!r} cannot be merged")
+                raise ValueError(f"{caller}: params omits {missing!r}, which the merge of {path!r} needs")
             if hasattr(module, "modules_to_save"):
                 self._replace(module, path, fqns)
             else:
@@ -46,7 +47,7 @@ class AdapterMerge:
         claimed = [name for _, params in self._layers for name in params]
         twice = next((name for name in claimed if claimed.count(name) > 1), None)
         if twice is not None:
-            raise NotImplementedError(f"{caller}: {twice!r} is the base of two adapted layers; untie them")
+            raise NotImplementedError(f"{caller}: {twice!r} is the base of two adapted layers. Untie them.")
         self._touched = {*claimed, *self._replaced}
 
     def _replace(self, wrapper: Any, path: str, fqns: Mapping[int, str]) -> None:
@@ -61,23 +62,23 @@ class AdapterMerge:
 
     @property
     def uncast(self) -> set[str]:
-        """FQNs of what is gathered as it is, and cast when it is merged."""
+        """FQNs of parameters that are gathered unchanged and cast when merged."""
         return {name for _, params in self._layers for name in params}
 
     @property
     def adapters(self) -> set[str]:
-        """FQNs of what has no name in the base's files."""
+        """FQNs of parameters without a name in the base's files."""
         bases = {id(param) for module, _ in self._layers for param in module.get_base_layer().parameters()}
         parts = (params.items() for _, params in self._layers)
         return self._copies | {name for part in parts for name, param in part if id(param) not in bases}
 
     def arrange(self, families: list[Family], dtypes: Mapping[str, torch.dtype | None]) -> list[Family]:
-        """``families`` (without ``adapters``) with those of each adapted layer merged. ``dtypes``: on the wire."""
+        """Returns ``families`` (without ``adapters``) with merged layers. ``dtypes`` are those on the wire."""
         together = next((f for f in families if len(f.params) > 1 and not self._touched.isdisjoint(f.params)), None)
         if together is not None:
             raise NotImplementedError(
-                f"{self._caller}: {together.params[0]!r} is stored together with other weights; merge the adapter "
-                "before, with merge_and_unload"
+                f"{self._caller}: {together.params[0]!r} is stored together with other weights. Merge the adapter "
+                "first, with merge_and_unload."
             )
         by_param = {name: family for family in families for name in family.params}
         made = {name: _replaced(by_param[name], trained, dtypes) for name, trained in self._replaced.items()}
@@ -90,7 +91,7 @@ class AdapterMerge:
 
 
 def _adapted(caller: str, model: Any) -> list[tuple[str, Any]]:
-    """Adapted layers and wrappers of modules that were trained whole, the outermost ones. PEFT has no types."""
+    """Returns the outermost adapted layers and wrappers of fully trained modules. PEFT has no types."""
     if not hasattr(model, "peft_config"):
         return []
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -129,7 +130,7 @@ def _merged(
     bases: list[Family],
     dtypes: Mapping[str, torch.dtype | None],
 ) -> Family:
-    """One family of all parameters of an adapted layer; those of its base come first, and come out."""
+    """Returns one family of all parameters of an adapted layer. Those of its base come first and are the result."""
     first = [family.params[0] for family in bases]
     names = (*first, *(name for name in params if name not in first))
     ids = [id(params[name]) for name in names]
@@ -140,7 +141,7 @@ def _merged(
 
     @torch.no_grad()
     def convert(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        # Merging writes past version counters, which would tell that gathered memory was written to: it gets copies.
+        # Merging bypasses version counters, which detect writes to gathered memory, so it gets copies.
         twin = _stand_in(module, {key: tensor.clone() for key, tensor in zip(ids, tensors, strict=True)})
         twin.merge()
         before, after = module.get_base_layer().parameters(), twin.get_base_layer().parameters()
@@ -151,7 +152,7 @@ def _merged(
 
 
 def _stand_in(module: nn.Module, tensors: Mapping[int, torch.Tensor]) -> Any:
-    """The module with these tensors as its parameters (by their ids), without hooks, and with state of its own."""
+    """Copies the module with these tensors as parameters (by their ids), without hooks and with separate state."""
     twin = object.__new__(unsharded_class(module))
     for name, value in vars(module).items():
         value = type(value)() if name.endswith("_hooks") else value

@@ -1,15 +1,15 @@
-"""``connect`` and ``Session``: weights of a sharded model into running engines, a version at a time.
+"""``connect`` and ``Session``: push weights of a sharded model into running engines, one version at a time.
 
-    fresh --push--> open --commit--> clean          what a delta needs
+    fresh --push--> open --commit--> clean          a delta needs a clean session
                      |                 |
-                     +----> torn <-----+            only a full push, which heals
+                     +----> torn <-----+            only a full push repairs it
 
-A push of an adapter that fails before its commit leaves the session, as the engines, in the state of before.
+If a push of an adapter fails before its commit, session and engines keep their previous state.
 
-A push: the ranks agree (version, mode, nothing runs); engines begin; per bucket: gather, hand over, fill the next one
-while engines load, wait for their answers. Then engines finish, and commit. The ranks exchange how each phase ended
-before the next begins: no engine commits before all have finished. What a target raises is kept as a value until the
-buckets have come to their end, so that no rank leaves the others alone in a collective.
+In a push, the ranks first agree (version, mode, nothing runs), and engines begin. For each bucket, the ranks gather it,
+hand it over, fill the next one while engines load, and wait for their answers. Then engines finish, and commit. The
+ranks exchange the result of each phase before the next begins, so no engine commits before all have finished. An error
+of a target is kept as a value until all buckets are done, so no rank leaves the others alone in a collective.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from fsdp2x.rl.sync.targets.base import EngineTarget, Failure, PushBucket, PushR
 from fsdp2x.rl.sync.wire import describe_wire, layout_digest, lies_in_ring, plan_wire
 from fsdp2x.sharding.transport import check_transport
 
-_numbers = itertools.count()  # of sessions; those of the first rank count
+_numbers = itertools.count()  # numbers of sessions; those of the first rank count
 
 
 @checked
@@ -68,45 +68,43 @@ def connect(
     timeout_s: float = 300.0,
     group: dist.ProcessGroup | None = None,
 ) -> Session:
-    """Plans how the weights of ``model`` get into engines; the result's ``push`` sends them.
+    """Plans how the weights of ``model`` get into engines. The session's ``push`` sends them. Collective.
 
-    Collective over ``group``, with the same arguments on every rank, the target's excepted where its
-    class says so. Nothing is sent yet, and no engine has to run. Memory: two buckets that follow one another, of whole
-    tensors, per host (over a process group: per rank that has an engine), with ``deltas`` twice the largest one, and
-    what the target adds. Over a process group also the small parameters of a bucket, and this rank's part of what is
-    cast.
+    Pass the same arguments on every rank of ``group``, except the target if its class says so. It sends nothing, and no
+    engine has to run. It needs memory for two buckets of full tensors per host (over a process group, per rank with an
+    engine), twice the largest one with ``deltas``, and what the target adds. Over a process group it also needs the
+    small parameters of a bucket and this rank's part of cast ones.
 
     Args:
-        model: sharded by ``fully_shard``, or a part of one.
+        model: a module sharded by ``fully_shard``, or a part of one.
         target: ``fsdp2x.sync.InProcess``, ``Peer``, ``Vllm`` or ``Sglang``.
-        dtype: of floating-point weights on the wire, cast at the shard; default that of the parameters.
-        keep: dtypes by pattern, such as ``{"*.mlp.gate.weight": torch.float32}`` for routers, matched against the
-            parameters' names and the names in files; ``*`` also matches dots.
-        names: ``"hf"``: names and layout of the model's original files, as engines load them. ``"model"``: FQNs.
-        params: which parameters, by FQN and sharded parameter; the same choice on every rank. Default all.
-        merge_adapters: the model is PEFT's with LoRA: what goes out is its base with the active adapters merged, equal
-            to ``merge_and_unload`` bit by bit and then cast.
-        weights: ``"adapter"``: push the LoRA adapter of a PEFT model without its base, about 1 % of the bytes. The
-            engine runs the same base already, from its own files or from an earlier session. A push that fails leaves
-            the adapter of before in use; a later full push drops it. Engines are told the adapter's name, rank, alpha,
-            target modules and scales, and the version. For ``Peer``, ``Vllm``, ``Sglang``, our rollouts, and
-            ``InProcess(load_adapter=...)``.
-        adapter_name: by which requests to vLLM and SGLang ask for the adapter; default its name in the model.
-        deltas: keep a snapshot of what engines hold, so that ``push(mode="delta")`` can send what changed. Takes the
-            bytes of the wire's weights, divided by the ranks, on the parameters' device; and half of it while a delta
-            is sent.
-        bucket_bytes: limit of a bucket; what must be converted together, or one larger parameter, exceeds it.
-        transport: as for ``fully_shard``.
-        timeout_s: seconds to wait for an engine's answer. Less than the process group's own timeout, so that it is
-            the push that fails, and not the group.
-        group: all ranks that have a part of ``model``; default the default process group.
+        dtype: dtype of floating-point weights on the wire, cast at the shard. Default: that of the parameters.
+        keep: dtypes by pattern, such as ``{"*.mlp.gate.weight": torch.float32}`` for routers. Patterns match parameter
+            names and names in files, and ``*`` also matches dots.
+        names: ``"hf"`` for names and layout of the model's original files, as engines load them. ``"model"`` for FQNs.
+        params: predicate over FQN and sharded parameter, with the same result on every rank. Default: all parameters.
+        merge_adapters: whether to push the base of a PEFT model with its LoRA adapters merged, bit for bit as
+            ``merge_and_unload`` does, and then cast.
+        weights: ``"all"``, or ``"adapter"`` for only the LoRA adapter of a PEFT model, about 1 % of the bytes. The
+            engine must already run the same base. If such a push fails, the previous adapter stays in use. A later full
+            push drops it. Targets: ``Peer``, ``Vllm``, ``Sglang``, rollouts, and ``InProcess(load_adapter=...)``.
+        adapter_name: name of the adapter in requests to vLLM and SGLang. Default: its name in the model.
+        deltas: whether to keep a snapshot of the engines' weights, so that ``push(mode="delta")`` can send changes. It
+            takes this rank's share of the weights' bytes on the wire, and half more during a delta.
+        bucket_bytes: limit of a bucket. One larger parameter, or parameters converted together, may exceed it.
+        transport: see ``fully_shard``.
+        timeout_s: seconds to wait for an engine's answer. Use less than the process group's timeout, so that the push
+            fails and not the group.
+        group: all ranks that have a part of ``model``. Default: the default process group.
+
+    Returns:
+        A session.
 
     Raises:
-        ValueError: an argument that cannot be; a pattern of ``keep`` that matches nothing; ranks disagree.
-        NotImplementedError: a PEFT model whose adapters are pushed with its base, unmerged: engines know one or the
-            other; adapters that cannot be merged layer by layer; weights of a quantized model under ``names="hf"``;
-            with ``weights="adapter"``: several adapters, modules trained whole, DoRA, biases, embeddings, another
-            method than LoRA, or a target that takes none.
+        ValueError: an argument is impossible, a pattern of ``keep`` matches nothing, or ranks disagree.
+        NotImplementedError: a PEFT model would push adapters and base unmerged, adapters cannot be merged layer by
+            layer, a quantized model uses ``names="hf"``, or ``weights="adapter"`` is used with more than one plain LoRA
+            adapter of linear layers or with a target that takes none.
         RuntimeError: a parameter is on the meta device.
     """
     caller = "fsdp2x.sync.connect"
@@ -116,12 +114,12 @@ def connect(
     transport = check_transport(transport)
     chosen = chosen_params(caller, model, params)
     if not chosen:
-        raise ValueError(f"{caller}: no parameter is chosen")
+        raise ValueError(f"{caller}: params selects no parameter")
     merge = adapter = None
     if weights == "adapter":
         if merge_adapters or deltas or names != "hf" or params is not None:
             raise ValueError(
-                f'{caller}: weights="adapter" pushes a whole adapter under its own names. Leave out merge_adapters, '
+                f'{caller}: weights="adapter" pushes a complete adapter under its own names. Omit merge_adapters, '
                 "deltas, names, and params."
             )
         adapter = describe_adapter(caller, model, chosen, adapter_name)
@@ -130,7 +128,7 @@ def connect(
         raise ValueError(f'{caller}: adapter_name={adapter_name!r} needs weights="adapter"')
     elif merge_adapters:
         if names != "hf":
-            raise ValueError(f'{caller}: merge_adapters=True names what it sends as files do; leave names="hf"')
+            raise ValueError(f'{caller}: merge_adapters=True uses the names of files. Keep names="hf".')
         merge = AdapterMerge(caller, model, chosen)
     else:
         _check_adapters(caller, model, chosen, names)
@@ -142,15 +140,14 @@ def _check_adapters(caller: str, model: nn.Module, chosen: Mapping[str, Any], na
     adapters = [name for name in chosen if "lora_" in name]
     if names == "hf" and adapters and len(adapters) < len(chosen):
         raise NotImplementedError(
-            f"{caller}: base weights and adapters ({adapters[0]!r}) under the names of files: an engine's loader takes "
-            'one of them; choose by params=lambda name, param: "lora_" in name (or not in name), or push all of them '
-            'under their own names with names="model"; merge_adapters=True pushes the base with the adapters in it, '
-            'weights="adapter" an adapter for engines that run the base'
+            f"{caller}: base weights and adapters ({adapters[0]!r}) under the names of files, but an engine's loader "
+            'takes only one of them. Use merge_adapters=True to push the base with merged adapters, weights="adapter" '
+            'for engines that run the base, or names="model" for all under their own names.'
         )
 
 
 def _refusal_of(target: EngineTarget, deltas: bool, adapter: dict[str, Any] | None) -> Exception | None:
-    """What the target of this rank refuses, for all ranks to raise."""
+    """Returns the exception with which this rank's target rejects the arguments, for all ranks to raise."""
     if adapter is not None and not target.takes_adapters:
         return NotImplementedError(
             f"fsdp2x.sync.connect: this {type(target).__name__} takes no adapters. Give InProcess a load_adapter, or "
@@ -164,7 +161,7 @@ def _refusal_of(target: EngineTarget, deltas: bool, adapter: dict[str, Any] | No
 
 
 class Session:
-    """What ``connect`` returns; a context manager that closes itself."""
+    """Result of ``connect``. As a context manager it closes itself."""
 
     def __init__(
         self,
@@ -195,19 +192,19 @@ class Session:
         if any(digest != digests[0] for digest in digests):
             odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
             raise ValueError(
-                f"fsdp2x.sync.connect: rank {odd} has other names, shapes or dtypes than rank 0; every rank must have "
-                "the same model and pass the same arguments"
+                f"fsdp2x.sync.connect: rank {odd} has other names, shapes or dtypes than rank 0. Use the same model "
+                "and arguments on every rank."
             )
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         outside = sorted({rank for of_rank in everywhere for ring in of_rank for rank in ring} - set(ranks))
         if outside:
             raise ValueError(
-                f"fsdp2x.sync.connect: ranks {outside} have parts of the model, but are not in group; pass all of them"
+                f"fsdp2x.sync.connect: ranks {outside} have parts of the model, but are not in group. Pass all of them."
             )
         if not any(receivers):
             raise ValueError(
-                "fsdp2x.sync.connect: no rank has an engine: Peer(rank=...) names none of the ranks, or every rank has "
-                "InProcess(None)"
+                "fsdp2x.sync.connect: no rank has an engine. Peer(rank=...) names none of the ranks, or every rank has "
+                "InProcess(None)."
             )
         self._own_rings, self._first_rings = (
             [[ranks.index(rank) for rank in ring] for ring in of_rank] for of_rank in (rings, everywhere[0])
@@ -231,43 +228,42 @@ class Session:
 
     @property
     def version(self) -> int | str | None:
-        """What was committed last; None before, and while engines are torn."""
+        """The last committed version. None before the first commit and while engines are torn."""
         return self._version if self._state == "clean" else None
 
     @property
     def is_torn(self) -> bool:
-        """Whether a push failed in between, so that engines may hold weights of two versions."""
+        """Whether a push failed midway, so that engines may hold weights of two versions."""
         return self._state == "torn"
 
     def require_clean(self) -> None:
-        """For loops that generate in this process: raises unless engines hold the weights of one version.
+        """Raises unless engines hold the weights of one version. Use it before generating in this process.
 
         Raises:
-            RuntimeError: a push failed, or runs, and no full one was committed since.
+            RuntimeError: a push failed or is running, and no full one was committed since.
         """
         if self._state in ("open", "torn"):
             raise RuntimeError(
-                f"fsdp2x.sync: the engine's weights are {self._state}: a push was not committed; nothing may be "
-                'generated before push(version=..., mode="full") succeeds'
+                f"fsdp2x.sync: the engine's weights are {self._state}, because a push was not committed. Do not "
+                'generate before push(version=..., mode="full") succeeds.'
             )
 
-    @checked(own=("mode",))  # all ranks raise what one of them passes
+    @checked(own=("mode",))  # so that all ranks raise for a wrong mode of one
     def push(self, *, version: int | str, mode: Literal["full", "delta"] = "full") -> PushReport:
-        """Sends the weights as they are now; when it returns, all engines have committed ``version``. Collective.
+        """Sends the current weights. When it returns, all engines have committed ``version``. Collective.
 
         Args:
             version: a name for these weights, such as the number of optimizer steps.
-            mode: ``"full"``: everything. ``"delta"``: what differs, bit by bit, from what was committed last.
+            mode: ``"full"`` sends everything, ``"delta"`` what differs, bit by bit, from the last commit.
 
         Raises:
-            SyncError: on every rank: an engine or its loader failed, or said nothing in time. Engines are torn then,
-                and generate nothing until a full push succeeds; that is all it takes. One whose answer to the commit
-                was lost may have committed, and goes on with the new version. With ``weights="adapter"`` engines go on
-                with the adapter of before; after a failed commit some may have the new one.
-            ValueError: an unknown mode; ranks disagree on version or mode, or push other sessions; a delta without
-                ``deltas=True``, before the first full push, or while engines are torn.
-            RuntimeError: on every rank: a forward or backward runs, the session is closed, or a parameter was replaced
-                by another kind of one. A rank that dies: as for any collective; engines are torn.
+            SyncError: on every rank if an engine or its loader failed or did not answer in time. Engines are then torn
+                and generate nothing until a full push succeeds. An engine whose answer to the commit was lost may use
+                the new version. With ``weights="adapter"`` engines keep the previous adapter; after a failed commit
+                some may have the new one.
+            ValueError: ``mode`` is unknown, ranks disagree, or a delta lacks ``deltas=True`` or a committed full push.
+            RuntimeError: on every rank if a forward or backward is running, the session is closed, or a parameter was
+                replaced by another kind.
         """
         began = time.perf_counter()
         self._agree(version, mode)
@@ -294,14 +290,14 @@ class Session:
             self._give_up(error)
             raise
         finally:
-            self._gather_error = failure = None  # their tracebacks lead to this frame, and to the memory of buckets
+            self._gather_error = failure = None  # their tracebacks refer to this frame and to the memory of buckets
         self._move("clean")
         self._version = version
         self._report.seconds = time.perf_counter() - began
         return self._report
 
     def close(self) -> None:
-        """Lets go of the engines, which keep what they hold, and of the memory. Not collective."""
+        """Releases the engines, which keep their weights, and the memory. Not collective."""
         self._target.close()
         self._rings, self._has_rings, self._snapshot = {}, False, None
         self._state = "closed"
@@ -316,7 +312,7 @@ class Session:
         with calling(self._call):
             return exchange(mine, self._group)
 
-    # ---- what must be so before a push
+    # ---- conditions of a push
 
     def _agree(self, version: int | str, mode: str) -> None:
         """Raises the same on every rank, before anything has changed."""
@@ -330,27 +326,27 @@ class Session:
         different = next((rank for rank, other in enumerate(said) if other[:2] != said[0][:2]), None)
         if different is not None:
             raise ValueError(
-                f"fsdp2x.sync.push: rank 0 pushes version {said[0][0]!r} as {said[0][1]!r}, rank {different} version "
-                f"{said[different][0]!r} as {said[different][1]!r}; pass the same on every rank"
+                f"fsdp2x.sync.push: rank 0 pushes version {said[0][0]!r} as {said[0][1]!r}, but rank {different} "
+                f"{said[different][0]!r} as {said[different][1]!r}. Pass the same on every rank."
             )
         if any(other[3] for other in said):
             self._make_rings()
 
     def _why_not(self, mode: str) -> tuple[str, str] | None:
-        """(kind of error, sentence) where this rank cannot push, else None."""
+        """Returns (kind of error, sentence) if this rank cannot push, else None."""
         if self._state == "closed":
-            return "runtime", "the session is closed; connect again"
+            return "runtime", "the session is closed. Connect again."
         if self._state == "open":
             return "runtime", "a push of this session is running in another thread"
         if mode not in ("full", "delta"):
             return "value", f'mode must be "full" or "delta", got {mode!r}'
         if mode == "delta" and self._snapshot is None:
-            return "value", "this session keeps no snapshot to compare with; connect with deltas=True"
+            return "value", "this session keeps no snapshot to compare with. Connect with deltas=True."
         if mode == "delta" and self._state != "clean":
-            why = "nothing was committed yet" if self._state == "fresh" else "the last push failed: engines are torn"
-            return "value", f'{why}; push mode="full" first'
+            why = "nothing was committed yet" if self._state == "fresh" else "the last push failed, so engines are torn"
+            return "value", f'{why}. Push mode="full" first.'
         if (step := running_step(self._model)) is not None:
-            return "runtime", f"a {step} of the model is running; push between two steps"
+            return "runtime", f"a {step} of the model is running. Push between two steps."
         return self._why_not_params()
 
     def _why_not_params(self) -> tuple[str, str] | None:
@@ -361,7 +357,7 @@ class Session:
                 if param is entry.param:
                     continue
                 if param is None or Entry.of(entry.name, param, entry.dtype).layout != entry.layout:
-                    return "runtime", f"parameter {entry.name!r} is not what it was when connecting; connect again"
+                    return "runtime", f"parameter {entry.name!r} was replaced since connecting. Connect again."
                 entry.param = param
         entry = next(entry for plan in self._plans for entry in plan.entries)
         try:
@@ -377,7 +373,7 @@ class Session:
         self._target.begin(version, mode, self._version)
 
     def _guarded(self, phase: str, call: Callable[[], None]) -> tuple[Failure, BaseException] | None:
-        """What ``call`` raises on a rank that has an engine, as a value."""
+        """Returns the exception of ``call`` as a value, on a rank that has an engine."""
         if not self._receives:
             return None
         try:
@@ -389,7 +385,7 @@ class Session:
         return None
 
     def _settle(self, version: int | str, mine: tuple[Failure, BaseException] | None) -> None:
-        """Every rank learns how a phase ended; raises on all of them where it failed on one."""
+        """Exchanges the result of a phase. If it failed on one rank, raises on all."""
         failures = self._exchange(None if mine is None else mine[0])
         rank, failure = next(((r, f) for r, f in enumerate(failures) if f is not None), (0, None))
         if failure is None:
@@ -397,27 +393,27 @@ class Session:
         reason = f"version {version!r} failed on rank {rank} in {failure.place}: {failure.reason}"
         self._tear(reason, has_changed=self._adapter is None or failure.phase == "commit")
         if self._adapter is not None:
-            kept = f"the adapter of version {self.version!r}" if self.version is not None else "what they had"
+            kept = f"the adapter of version {self.version!r}" if self.version is not None else "its previous weights"
             if failure.phase == "commit":
                 kept = "one of the two adapters"
             raise SyncError(
-                f"fsdp2x.sync.push: {reason}. Each engine goes on with {kept}: fix the cause, then push again",
+                f"fsdp2x.sync.push: {reason}. Each engine continues with {kept}. Fix the cause, then push again.",
                 failure,
                 rank,
             ) from (None if mine is None else mine[1])
-        # The commit is the last that an engine waits for: nobody can tell it any more that another one has failed.
+        # The commit is the last thing an engine waits for. It cannot be notified that another engine failed.
         but = (
             " (an engine whose answer was lost may have committed, and generates)" if failure.phase == "commit" else ""
         )
         raise SyncError(
-            f"fsdp2x.sync.push: {reason}. Engines are torn and generate nothing{but} until a full push succeeds: mend "
-            'the cause, then push(version=..., mode="full")',
+            f"fsdp2x.sync.push: {reason}. Engines are torn and generate nothing{but} until a full push succeeds. Fix "
+            'the cause, then push(version=..., mode="full").',
             failure,
             rank,
         ) from (None if mine is None else mine[1])
 
     def _tear(self, reason: str, has_changed: bool) -> None:
-        """Ends a push that failed. ``has_changed``: engines may hold two versions."""
+        """Ends a failed push. ``has_changed``: engines may hold two versions."""
         self._move("torn" if has_changed else self._state_before)
         try:
             if self._receives:
@@ -426,7 +422,7 @@ class Session:
             warnings.warn(f"fsdp2x.sync: abort raised {type(error).__name__}: {error}; {reason}", stacklevel=3)
 
     def _give_up(self, error: BaseException) -> None:
-        """A gather failed, so that ranks may be at different places: memory and connections are made again."""
+        """Makes memory and connections again after a failed gather, because ranks may be at different places."""
         if self._state == "open":
             self._tear(f"a trainer failed: {type(error).__name__}: {error}", has_changed=self._adapter is None)
         self._target.close()
@@ -489,7 +485,7 @@ class Session:
                 hold(entry, entry.local)
 
     def _gathered(self, plan: BucketPlan, before: PushBucket | None) -> PushBucket:
-        """A bucket that was filled, complete; only then is the memory of ``before`` free."""
+        """Returns a complete bucket that was filled. Only then is the memory of ``before`` free."""
         self._await_answer(before)
         with calling(self._call):
             tensors = finish(plan, self._rings, self._receives)
@@ -501,10 +497,10 @@ class Session:
         file = ring_of(self._rings, plan).file if lies_in_ring(plan, self._rings) else None
         return PushBucket(plan.index, plan.specs, tensors, file=file)
 
-    # ---- what a push has sent so far, the same on every rank but ``waited_s``
+    # ---- what a push has sent so far, the same on every rank except ``waited_s``
 
     def _await_answer(self, before: PushBucket | None) -> None:
-        """Returns when engines are done with the bucket before."""
+        """Waits until engines are done with the previous bucket."""
         if before is not None:
             began = time.perf_counter()
             before.wait()

@@ -1,9 +1,8 @@
-"""``WeightSource``: a sharded model as what vLLM's own trainer classes send from, in their words, not in their types.
+"""``WeightSource``: presents a sharded model to vLLM's trainer classes, by their protocol but without their types.
 
 A trainer class of vLLM (``WeightTransferTrainerFactory.trainer_init(init_info, client=, source=)``) asks for
-``metadata``, iterates, and may ask for groups. It keeps tensors until a chunk of its own is full, whatever bucket they
-came from, and it iterates inside of its own transfers: each tensor has memory of its own, and is complete when it is
-handed out.
+``metadata``, iterates, and may ask for groups. It keeps tensors of several buckets until its own chunk is full, and
+iterates inside its own transfers. So each tensor has separate memory and is complete when it is handed out.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from fsdp2x.sharding.transport import check_transport
 
 @dataclass(frozen=True)
 class SourceParam:
-    """What one step of the iteration gives: ``dtype`` on the wire, ``shape`` of the whole tensor."""
+    """One item of the iteration: ``dtype`` on the wire, ``shape`` of the full tensor."""
 
     name: str
     dtype: torch.dtype
@@ -33,16 +32,16 @@ class SourceParam:
 
 
 class WeightSource:
-    """Whole weights of a model, in the order that vLLM's trainer classes expect: before, layer by layer, after.
+    """Yields full weights in the order that vLLM's trainer classes expect: before the layers, each layer, after them.
 
         trainer = WeightTransferTrainerFactory.trainer_init(
             NCCLTrainerInitInfo(..., rank=rank), client=client, source=fsdp2x.sync.WeightSource(model, torch.bfloat16)
         )
         trainer.send_weights()                            on every rank
 
-    Each iteration is a pass of its own over the weights as they are then. It is collective: every rank runs it to its
-    end, and none has a step of the model under way. A pass that ends early leaves the other ranks in a gather, until
-    their process group gives up.
+    Each iteration is a separate pass over the current weights. It is collective: every rank runs it to its end, between
+    two steps of the model. If a rank ends a pass early, the others wait in a gather until their process group times
+    out.
     """
 
     @checked
@@ -58,19 +57,20 @@ class WeightSource:
         receive: bool = True,
         transport: str = "auto",
     ) -> None:
-        """
+        """Plans the iteration.
+
         Args:
-            model: sharded by ``fully_shard``, or a part of one.
-            dtype: of floating-point weights, cast at the shard; default that of the parameters.
+            model: a module sharded by ``fully_shard``, or a part of one.
+            dtype: dtype of floating-point weights, cast at the shard. Default: that of the parameters.
             keep: dtypes by pattern, as for ``connect``.
-            params: which parameters, by FQN and sharded parameter; the same choice on every rank. Default all.
-            merge_adapters: as for ``connect``.
-            bucket_bytes: of a gather; two of them are in memory, and what the trainer class keeps comes on top.
-            receive: False: this rank takes part, and yields None for each tensor, such as where only rank 0 sends.
-            transport: as for ``fully_shard``.
+            params: predicate over FQN and sharded parameter, with the same result on every rank. Default: all.
+            merge_adapters: see ``connect``.
+            bucket_bytes: size of a gather. Two are in memory; what the trainer class keeps is not included.
+            receive: whether this rank gets tensors. With False it takes part and yields None for each tensor.
+            transport: see ``fully_shard``.
 
         Raises:
-            ValueError: an argument that cannot be; a pattern of ``keep`` that matches nothing.
+            ValueError: an argument is impossible, or a pattern of ``keep`` matches nothing.
         """
         caller = "fsdp2x.sync.WeightSource"
         check_bucket_bytes(caller, bucket_bytes)
@@ -84,7 +84,7 @@ class WeightSource:
         self._plans()
 
     def _plans(self) -> list[BucketPlan]:
-        """Made anew, because parameters may be others by now."""
+        """Makes the plans again, because parameters may have been replaced."""
         chosen = chosen_params(self._caller, self._model, self._params)
         merge = AdapterMerge(self._caller, self._model, chosen) if self._merges else None
         return plan_wire(
@@ -92,22 +92,22 @@ class WeightSource:
         )
 
     def metadata(self) -> list[SourceParam]:
-        """Name, dtype and shape of what an iteration yields, in its order. Gathers nothing."""
+        """Returns name, dtype and shape of each item of an iteration, in order. Gathers nothing."""
         return [SourceParam(s.name, s.dtype, tuple(s.shape)) for plan in self._plans() for s in plan.specs]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Yields (name, whole tensor); collective.
+        """Yields (name, full tensor). Collective.
 
         Raises:
-            RuntimeError: a forward or backward of the model runs.
+            RuntimeError: a forward or backward of the model is running.
         """
         if (step := running_step(self._model)) is not None:
-            raise RuntimeError(f"{self._caller}: a {step} of the model is running; send between two steps")
+            raise RuntimeError(f"{self._caller}: a {step} of the model is running. Send between two steps.")
         plans = self._plans()
         params = [entry.param for plan in plans for entry in plan.entries]
         call = call_of(self._caller, self._model, params, names_shapes=True)
         for bucket in run_plans(plans, self._receive, self._transport, call):
-            # Copies of all, before the first is handed out: whoever takes it may be on another stream.
+            # Copy all before handing out the first, because the receiver may use another stream.
             copies = [None] * len(bucket.names) if bucket.tensors is None else [t.clone() for t in bucket.tensors]
             for device in {copy.device for copy in copies if copy is not None and copy.device.type != "cpu"}:
                 torch.get_device_module(device).current_stream(device).synchronize()
@@ -116,10 +116,10 @@ class WeightSource:
                 yield name, copies.pop()
 
     def held_names(self) -> None:
-        """Every rank holds all of them."""
+        """Returns None: every rank holds all weights."""
 
     def groups(self) -> list[list[str]]:
-        """Names of ``metadata``, in its order: what stands before the layers, each layer, what stands after them."""
+        """Returns the names of ``metadata`` in order: those before the layers, each layer, those after them."""
         groups: list[list[str]] = []
         before: object = None
         for param in self.metadata():
@@ -131,9 +131,9 @@ class WeightSource:
         return groups
 
     def iter_groups(self) -> Iterator[tuple[list[str], list[torch.Tensor | None]]]:
-        """The iteration, a group of ``groups`` at a time."""
+        """Yields the items of the iteration, one group of ``groups`` at a time."""
         items = iter(self)
         for group in self.groups():
             yield group, [next(items)[1] for _ in group]
         for _ in items:
-            pass  # the end of the pass is collective, too
+            pass  # the end of the pass is collective as well

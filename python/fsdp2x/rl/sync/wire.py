@@ -1,4 +1,4 @@
-"""What a push sends: the dtypes of the parameters, their buckets, and the layout that engines are told once."""
+"""Plans what a push sends: dtypes of parameters, their buckets, and the layout that engines get once."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def plan_wire(
     arrange: Callable[[list[Family]], list[Family]] = list,
     merge: AdapterMerge | None = None,
 ) -> list[BucketPlan]:
-    """The buckets of a push. A pattern of ``keep`` is matched against FQNs, and against names in the files.
+    """Returns the buckets of a push. Patterns of ``keep`` match FQNs and names in the files.
 
-    ``arrange``: another order of the families. ``merge``: adapters that go out in the weights of their base.
+    ``arrange`` makes another order of the families. ``merge`` holds adapters to merge into the weights of their base.
 
     Raises:
-        ValueError: a pattern matches nothing, or two of them one parameter with different dtypes.
+        ValueError: a pattern matches nothing, or two of them give one parameter different dtypes.
     """
     dtypes: dict[str, torch.dtype | None] = dict.fromkeys(chosen, dtype)
     uncast, unnamed = (merge.uncast, merge.adapters) if merge is not None else (set(), set())
@@ -56,13 +56,13 @@ def plan_wire(
 
 
 def layer_of(name: str) -> tuple[str, int] | None:
-    """What stands before the first number in ``name``, and the number; None without one."""
+    """Returns the text before the first number in ``name``, and the number. None if there is no number."""
     parts = name.split(".")
     return next(((".".join(parts[:i]), int(part)) for i, part in enumerate(parts) if part.isdigit()), None)
 
 
 def by_layers(families: list[Family]) -> list[Family]:
-    """What belongs to no layer and comes before the first, layers in rising order, stack by stack, and the others."""
+    """Sorts families: those before the first layer, layers in ascending order, stack by stack, and the others."""
     stacks: dict[str, int] = {}
 
     def place(family: Family) -> tuple[int, int, int]:
@@ -81,28 +81,28 @@ def _kept(caller: str, keep: Mapping[str, torch.dtype], spellings: Mapping[str, 
         found = [name for name, known in spellings.items() if any(fnmatch.fnmatchcase(one, pattern) for one in known)]
         if not found:
             some = ", ".join(sorted(min(known) for known in list(spellings.values())[:3]))
-            raise ValueError(f"{caller}: keep: no parameter matches {pattern!r}; names are such as {some}")
+            raise ValueError(f"{caller}: keep: no parameter matches {pattern!r}. Names look like {some}.")
         for name in found:
             before = kept.setdefault(name, (pattern, dtype))
             if before[1] != dtype:
                 raise ValueError(
-                    f"{caller}: keep: {name!r} is {before[1]} by {before[0]!r} and {dtype} by {pattern!r}; make the "
-                    "patterns exclude each other"
+                    f"{caller}: keep: {name!r} is {before[1]} by {before[0]!r}, but {dtype} by {pattern!r}. Make the "
+                    "patterns exclude each other."
                 )
     return {name: dtype for name, (_, dtype) in kept.items()}
 
 
 def layout_digest(plans: list[BucketPlan]) -> str:
-    """Equal where names, shapes, dtypes and buckets are."""
+    """Returns a digest that is equal if names, shapes, dtypes and buckets are."""
     text = repr([[(spec.name, tuple(spec.shape), str(spec.dtype)) for spec in plan.specs] for plan in plans])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def describe_wire(plans: list[BucketPlan], rings: dict, deltas: bool) -> WireLayout:
-    """The layout of ``plans``, whose rings are made with ``keep_files``."""
+    """Returns the layout of ``plans``, whose rings are made with ``keep_files``."""
     with_file = {id(ring): ring for ring in rings.values() if ring.file is not None}
     files = tuple((ring.file, ring.num_bytes) for ring in with_file.values())
-    # Deltas take at most half of their tensors' bytes, besides what aligns them.
+    # Deltas take at most half of their tensors' bytes, plus alignment.
     spare = [
         sum(_C.align_up(spec.num_bytes) + _C.ALIGN_BYTES for spec in plan.specs)
         for plan in plans
@@ -112,7 +112,7 @@ def describe_wire(plans: list[BucketPlan], rings: dict, deltas: bool) -> WireLay
 
 
 def lies_in_ring(plan: BucketPlan, rings: dict) -> bool:
-    """Whether what is handed out is the very memory that the ranks wrote to, and other processes can map it."""
+    """Returns whether a bucket is handed out in the memory that the ranks wrote to, mappable by other processes."""
     if plan.alone or not all(family.is_renamed_only for family in plan.families):
         return False
     return bool(plan.gathered) and ring_of(rings, plan).file is not None

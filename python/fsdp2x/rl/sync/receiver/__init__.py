@@ -1,1 +1,1 @@
-"""The side of an engine: files that need torch and the standard library only, so that they can be copied there."""
+"""The engine's side: files that need only torch and the standard library, so that they can be copied there."""

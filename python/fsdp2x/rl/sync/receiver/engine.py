@@ -1,23 +1,24 @@
 """The engine's side of ``Peer``: a ``Receiver`` takes weights from trainers on this host.
 
-This file needs torch 2.6 or newer and the standard library: copy it into any engine. The dialogue is requests, each
-with one answer, over a Unix socket; tensors lie in memory files, whose descriptors come with the layout:
+This file needs torch 2.6 or newer and the standard library, so you can copy it into any engine. Trainers send requests,
+each with one answer, over a Unix socket. Tensors are in memory files, whose descriptors come with the layout:
 
-    hello   {wire, session}              who comes; the answer says what is held
+    hello   {wire, session}              identifies the trainer; the answer says what the engine holds
     layout  {tensors, files} + files     names, dtypes, shapes once; bytes of each memory file, or a GPU's {device};
-                                         {adapter} where they are a LoRA adapter: its name, rank, alpha, scales;
-                                         {merged} where they have one in them
-    begin   {mode, version, base}        from here on nothing is generated
+                                         {adapter} for a LoRA adapter: its name, rank, alpha, scales;
+                                         {merged} if an adapter is merged into the tensors
+    begin   {mode, version, base}        the engine stops generating
     bucket  {bucket, tensors, deltas}    tensors: [index, file, offset]; deltas: [index, file, offset, count]
-    finish  {}                           all weights are there: what an engine does once per push
+    finish  {}                           all weights are there: work that an engine does once per push
     commit  {version}                    all engines have finished: the new version is published
     abort   {reason}                     the weights are torn
 
 A frame is a head (magic, kind, number of descriptors, bytes) and JSON. A delta is ``count`` positions (int64, in the
-flattened tensor), then as many values. Each part begins at a multiple of 8 bytes. Nothing is unpickled. An answer says
-``ok`` or holds an error's text. An engine in state ``initial`` or ``clean`` (a committed version) generates. It does
-not while a push is ``open``, nor while it is ``torn`` (a push ended early), until a full push. A push of an adapter
-(mode "adapter") changes nothing before its commit: one that ends early leaves the state and the adapter of before.
+flattened tensor), then as many values. Each part begins at a multiple of 8 bytes. Nothing is unpickled. An answer has
+``ok`` or an error's text. An engine generates in state ``initial`` or ``clean`` (a committed version). It does not
+while a push is ``open``, or while it is ``torn`` (a push ended early) until a full push. A push of an adapter (mode
+"adapter")
+changes nothing before its commit: if it ends early, state and adapter stay as they were.
 """
 
 from __future__ import annotations
@@ -47,28 +48,28 @@ POSITION_BYTES = _ALIGN_BYTES = 8
 
 
 class WireError(RuntimeError):
-    """The other side is gone, came too late, or speaks another protocol."""
+    """The other side is gone, is too late, or uses another protocol."""
 
 
 class TornWeights(RuntimeError):
-    """The engine holds some weights of one version and some of another: it must not generate."""
+    """The engine holds some weights of one version and some of another, so it must not generate."""
 
 
 # ---- frames
 
 
 def bind_address(address: str) -> str:
-    """What ``socket`` takes for ``address``: a path, or "@name" for a name that needs no file."""
+    """Returns what ``socket`` takes for ``address``: a path, or "@name" for a name without a file."""
     return "\0" + address[1:] if address.startswith("@") else address
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """The user of the process at the other end."""
+    """Returns the user of the process at the other end."""
     return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[1]
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the other side has ended, between two requests."""
+    """Returns whether the other side has ended, between two requests."""
     connection.settimeout(0)
     try:
         return not connection.recv(1, socket.MSG_PEEK)
@@ -79,7 +80,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def send_frame(connection: socket.socket, kind: str, body: Mapping[str, Any], deadline: float, files=()) -> None:
-    """Sends one frame; ``deadline`` in seconds of ``time.monotonic``.
+    """Sends one frame. ``deadline`` is in seconds of ``time.monotonic``.
 
     Raises:
         WireError: the other side is gone or does not read in time.
@@ -94,10 +95,10 @@ def send_frame(connection: socket.socket, kind: str, body: Mapping[str, Any], de
 
 
 def receive_frame(connection: socket.socket, deadline: float) -> tuple[str, dict[str, Any], list[int]]:
-    """(kind, body, descriptors that came along, which are the caller's to close).
+    """Returns (kind, body, received descriptors, which the caller closes).
 
     Raises:
-        WireError: the other side is gone, sends nothing in time, or sends something else than frames.
+        WireError: the other side is gone, sends nothing in time, or does not send frames.
     """
     files: list[int] = []
     try:
@@ -105,7 +106,7 @@ def receive_frame(connection: socket.socket, deadline: float) -> tuple[str, dict
             head = _receive(connection, _HEAD.size, deadline, files)
             magic, kind, num_files, num_bytes = _HEAD.unpack(head)
             if magic != WIRE.encode() or num_bytes > _MAX_BODY_BYTES:
-                raise WireError(f"the other side does not speak {WIRE}: a frame begins with {head!r}")
+                raise WireError(f"the other side does not use {WIRE}: a frame begins with {head!r}")
             body = json.loads(_receive(connection, num_bytes, deadline, files))
             if len(files) != num_files or not isinstance(body, dict):
                 raise WireError(f"a frame with {len(files)} of {num_files} descriptors and a {type(body).__name__}")
@@ -149,7 +150,7 @@ def _told_as(what: str) -> Iterator[None]:
         yield
     except TimeoutError as error:
         raise WireError(f"cannot {what} in time: the other side hangs or is busy") from error
-    except (OSError, ValueError, RecursionError) as error:  # the last one: of nested JSON
+    except (OSError, ValueError, RecursionError) as error:  # RecursionError comes from nested JSON
         raise WireError(f"cannot {what}: {error or type(error).__name__}") from error
 
 
@@ -157,11 +158,11 @@ def _told_as(what: str) -> Iterator[None]:
 
 
 class ReceiveBuffer:
-    """Flat bytes that buckets lie in. ``mapping``: those of a file, whose pages here are private once written to."""
+    """Flat bytes that hold buckets. ``mapping`` is that of a file, whose written pages are private here."""
 
     def __init__(self, memory: torch.Tensor, mapping: mmap.mmap | None = None) -> None:
         self._bytes, self._mapping = memory, mapping
-        self._num_writes = memory._version  # views count for it
+        self._num_writes = memory._version  # writes to views count too
 
     def view(self, offset: int, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
@@ -170,7 +171,7 @@ class ReceiveBuffer:
         return self._bytes[offset : offset + num_bytes].view(dtype).view(shape)
 
     def release(self) -> None:
-        """A bucket was read: the trainers overwrite it after the answer, and what was written to it here is dropped."""
+        """Drops local writes after a bucket was read. The trainers overwrite it after the answer."""
         if self._bytes.is_cuda:
             for index in {self._bytes.device.index, torch.cuda.current_device()}:
                 torch.cuda.synchronize(index)
@@ -180,24 +181,24 @@ class ReceiveBuffer:
 
 
 def mapped_file(file: int, num_bytes: int) -> ReceiveBuffer:
-    """A memory file of the trainers, mapped so that what is written here stays here."""
+    """Maps a memory file of the trainers. Writes stay private to this process."""
     if os.fstat(file).st_size < num_bytes:
-        raise ValueError(f"a memory file of {os.fstat(file).st_size} bytes, the layout says {num_bytes}")
+        raise ValueError(f"the layout says {num_bytes} bytes, got a memory file of {os.fstat(file).st_size}")
     mapping = mmap.mmap(file, num_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
     return ReceiveBuffer(torch.frombuffer(mapping, dtype=torch.uint8), mapping)
 
 
 def delta_bytes(count: int, dtype: torch.dtype) -> tuple[int, int]:
-    """(where the values of a delta of ``count`` begin, its bytes in all)."""
+    """Returns (where the values of a delta of ``count`` begin, its total bytes)."""
     values = count * POSITION_BYTES
     return values, -(-(values + count * dtype.itemsize) // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 class Parameters:
-    """What a ``Receiver`` hands weights to: tensors by name, each overwritten in place.
+    """Sink of a ``Receiver`` that overwrites tensors by name, in place.
 
-    For engines that are plain torch modules: ``Parameters(dict(model.named_parameters()))``, with trainers that
-    ``connect(..., names="model")``. Tensors may be on any device and of another dtype than what comes.
+    Use it for engines that are plain torch modules: ``Parameters(dict(model.named_parameters()))``, with trainers that
+    ``connect(..., names="model")``. Tensors may be on any device and have another dtype than the received ones.
     """
 
     keeps_tensors = False
@@ -211,7 +212,7 @@ class Parameters:
             held = self._tensors.get(name)
             if held is None or list(held.shape) != shape:
                 has = "no tensor of this name" if held is None else f"one of shape {list(held.shape)}"
-                raise ValueError(f"the trainers send {name!r} of shape {shape}, this engine has {has}")
+                raise ValueError(f"the trainers send {name!r} of shape {shape}, but this engine has {has}")
 
     def load(self, items: list[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in items:
@@ -221,37 +222,40 @@ class Parameters:
         held = self._tensors[name].view(-1)
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(held.itemsize, held.dtype)
         values = values.to(held.device, held.dtype).view(bits)
-        held.view(bits).scatter_(0, positions.to(held.device), values)  # faster than by index; NaNs stay
+        held.view(bits).scatter_(0, positions.to(held.device), values)  # faster than by index; keeps NaNs
 
 
 # ---- the receiver
 
 
 class Receiver:
-    """Listens for trainers of the same user on this host, and hands what they push to ``sink``.
+    """Listens for trainers of the same user on this host, and passes pushed weights to ``sink``.
 
-    ``poll`` does all the work, between two batches of the engine or in a thread; ``with receiver.reading() as version``
-    is where the engine generates. Several workers of one engine have a receiver each, all of which a trainer is given.
+    ``poll`` does all the work, between two batches of the engine or in a thread. The engine generates inside
+    ``with receiver.reading() as version``. Several workers of one engine have a receiver each, and a trainer gets all
+    of their addresses.
 
-    ``sink``: a function like a vLLM model's ``load_weights``, called with a list of (name, tensor) for each bucket; or
-    an object with ``load`` that does so and, where it has them,
+    ``sink`` is a function like a vLLM model's ``load_weights``, called with a list of (name, tensor) for each bucket.
+    Or it is an object with such a ``load`` and any of
 
-        check(layout)        list of (name, dtype, shape) when a trainer connects; raises what does not fit
+        check(layout)        gets a list of (name, dtype, shape) when a trainer connects; raises for what does not fit
         start(mode)          before the first bucket of a push
-        apply_delta(name, positions, values)    int64 positions in the flattened tensor; without it deltas are refused
-        abort(reason)        a push failed: what the sink keeps of it must go, so that the next one begins afresh
-        finish()             after the last bucket, before the version is published: what is done once per push
+        apply_delta(name, positions, values)    int64 positions in the flattened tensor; without it deltas are rejected
+        abort(reason)        a push failed: the sink must drop what it keeps of it
+        finish()             after the last bucket, before the version is published: work that is done once per push
         prepare_adapter(adapter, tensors)       checks an adapter, a dict and its tensors by name, and returns the
-                             function that puts it in place, which the commit calls; without it adapters are refused
+                             function that installs it at the commit; without it adapters are rejected
         drop_adapter()       other weights were committed: the base runs alone
-        keeps_tensors        False: ``load`` copies what it needs. Default True: it is given copies of its own
+        keeps_tensors        False: ``load`` copies what it needs. Default True: it gets copies
     """
 
     def __init__(self, address: str, sink: Any, *, timeout_s: float = 300.0) -> None:
-        """
+        """Listens at ``address``.
+
         Args:
             address: "@name", which leaves no file behind, or the path of a socket, which must not exist.
-            timeout_s: how long a trainer may be silent in the middle of a push.
+            sink: function or object that takes the weights.
+            timeout_s: seconds that a trainer may be silent in the middle of a push.
 
         Raises:
             OSError: the address is taken.
@@ -261,18 +265,18 @@ class Receiver:
         self._sink = sink
         self._copies = getattr(sink, "keeps_tensors", True)
         self._state, self._version, self._reason = "initial", None, ""
-        self._weights = threading.RLock()  # held by who generates, and from begin to commit or abort
+        self._weights = threading.RLock()  # held while generating, and from begin to commit or abort
         self._layout: list[tuple[str, torch.dtype, list[int]]] = []
         self._buffers: list[ReceiveBuffer] = []
         self._next, self._is_finished = None, False
         self._adapter: dict[str, Any] | None = None  # what the trainer pushes in place of weights
-        self._is_merged = self._will_be_merged = False  # whether the weights have an adapter in them
-        self._staged: dict[str, torch.Tensor] = {}  # of the adapter that comes
-        self._install: Any = None  # puts it in place
+        self._is_merged = self._will_be_merged = False  # whether the weights include an adapter
+        self._staged: dict[str, torch.Tensor] = {}  # tensors of the incoming adapter
+        self._install: Any = None  # installs it
         self._before: tuple[str, Any, str] = ("initial", None, "")  # state, version and session before this push
-        self._session, self._version_of = "", ""  # of the trainers that are connected, and of those that committed
+        self._session, self._version_of = "", ""  # of the connected trainers, and of those that committed
         self._num_ends = 0  # of pushes, and of trainers' visits
-        self._heard_at = 0.0  # when the last request was answered
+        self._heard_at = 0.0  # time of the last answer
         self._connection: socket.socket | None = None
         self._listener = self._listen()
 
@@ -283,26 +287,25 @@ class Receiver:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[int | str | None]:
-        """The block uses the weights; no push begins meanwhile. Gives their version, None for those of the start.
+        """Protects a block that uses the weights: no push begins meanwhile. Yields their version, None at the start.
 
         Raises:
-            TornWeights: there are none of one version.
+            TornWeights: the weights are not of one version.
         """
         with self._weights:
             if self._state not in ("initial", "clean"):
                 raise TornWeights(
-                    f"the weights are {self._state} ({self._reason}): nothing may be generated until a full push is "
-                    "committed"
+                    f"the weights are {self._state} ({self._reason}). Do not generate until a full push is committed."
                 )
             yield self._version
 
     @property
     def sockets(self) -> list[socket.socket]:
-        """``poll`` has something to do when one can be read: for engines that wait for others besides."""
+        """Sockets that are readable when ``poll`` has work, for engines that also wait for others."""
         return [self._listener] + ([self._connection] if self._connection is not None else [])
 
     def poll(self, timeout_s: float = 0.0) -> int | str | None:
-        """Answers what has come, waiting up to ``timeout_s`` for it; once a push begins, stays to its end.
+        """Answers requests, waiting up to ``timeout_s`` for the first. Once a push begins, stays to its end.
 
         Returns:
             The version that was committed, if any.
@@ -320,11 +323,11 @@ class Receiver:
                 self._accept()
 
     def receive(self, contact_s: float) -> dict[str, Any]:
-        """One push from its beginning to its end, for engines that are told when one comes.
+        """Takes one push from beginning to end, for engines that are notified of it.
 
         Returns:
-            ``status``: "clean" with the version that was committed, or "torn". What failed here has ended when the
-            trainer has said so, or has left.
+            ``status``: "clean" with the committed version, or "torn". A failed push ends when the trainer reports it or
+            leaves.
 
         Raises:
             WireError: no push begins in ``contact_s`` seconds.
@@ -339,14 +342,14 @@ class Receiver:
         return self.status
 
     def close(self) -> None:
-        """Lets go of the socket and the trainers' memory."""
+        """Closes the socket and releases the trainers' memory."""
         self.release("the engine was closed")
         self._listener.close()
         if not self.address.startswith("@"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.address)
 
-    # what `engine_tcp.py` does otherwise
+    # methods that `engine_tcp.py` overrides
 
     def _listen(self) -> socket.socket:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -355,7 +358,7 @@ class Receiver:
             return listener.dup()
 
     def _admit(self) -> socket.socket | None:
-        """The trainer who has come, None for somebody else."""
+        """Returns the connecting trainer, or None for another process."""
         connection, _ = self._listener.accept()
         if peer_uid(connection) == os.getuid():
             return connection
@@ -376,7 +379,7 @@ class Receiver:
             self._connection = connection
 
     def _answer_one(self, connection: socket.socket) -> int | str | None:
-        """Answers a request; from begin on, all to the end of the push."""
+        """Answers a request. From begin on, answers all to the end of the push."""
         with contextlib.ExitStack() as held:
             while True:
                 try:
@@ -404,7 +407,7 @@ class Receiver:
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             if self._state == "open":
-                # After a bad bucket the trainers finish their gathers, and then abort: until then nobody generates.
+                # After a bad bucket the trainers finish their gathers and then abort. Until then, do not generate.
                 self._reason = self._reason or text
                 if kind != "bucket":
                     self.tear(text)
@@ -415,13 +418,13 @@ class Receiver:
 
     @property
     def _trainer(self) -> socket.socket:
-        """The connection that a request came by."""
-        assert self._connection is not None, "requests come by a connection"
+        """Returns the connection of the current request."""
+        assert self._connection is not None, "requests come over a connection"
         return self._connection
 
     def _on_hello(self, body: dict[str, Any], files: list[int]) -> None:
         if body["wire"] != WIRE:
-            raise WireError(f"the trainer speaks {body['wire']}, this engine {WIRE}")
+            raise WireError(f"the trainer uses {body['wire']}, but this engine {WIRE}")
         self._session = body["session"]
 
     def _on_layout(self, body: dict[str, Any], files: list[int]) -> None:
@@ -430,7 +433,7 @@ class Receiver:
         if self._adapter is None:
             getattr(self._sink, "check", lambda layout: None)(layout)
         elif not hasattr(self._sink, "prepare_adapter"):
-            raise NotImplementedError("this engine takes no adapters: its sink has no prepare_adapter")
+            raise NotImplementedError("this engine takes no adapters, because its sink has no prepare_adapter")
         self._buffers = self._map(body["files"], files)
         if "device" in body:
             self._buffers = [ReceiveBuffer(opened_memory(body["device"]))]
@@ -443,20 +446,22 @@ class Receiver:
             raise WireError("a push before a layout, or of an unknown mode or version")
         if mode == "delta":
             if not hasattr(self._sink, "apply_delta"):
-                raise NotImplementedError('this engine takes no deltas (its sink has no apply_delta); push mode="full"')
+                raise NotImplementedError(
+                    'this engine takes no deltas, because its sink has no apply_delta. Push mode="full".'
+                )
             if self._state != "clean" or (self._version, self._version_of) != (body["base"], self._session):
                 held = f"{self._version!r}{'' if self._version_of == self._session else ' of another session'}"
                 raise ValueError(
-                    f"a delta to version {body['base']!r}, but this engine holds {held} and is {self._state}; push "
-                    'mode="full"'
+                    f"a delta to version {body['base']!r}, but this engine holds {held} and is {self._state}. Push "
+                    'mode="full".'
                 )
         if mode == "adapter":
             if self._state == "torn":
-                raise TornWeights(f"the base is torn ({self._reason}): push all weights before an adapter")
+                raise TornWeights(f"the base is torn ({self._reason}). Push all weights before an adapter.")
             if self._is_merged:
                 raise ValueError(
-                    "the weights that were pushed last have an adapter merged in: push the base alone before an "
-                    'adapter (connect(params=lambda name, param: "lora_" not in name))'
+                    "the weights that were pushed last have an adapter merged in. Push the base alone before an "
+                    'adapter (connect(params=lambda name, param: "lora_" not in name)).'
                 )
             if hasattr(self._sink, "start"):
                 self._sink.start(mode)
@@ -470,7 +475,7 @@ class Receiver:
         if self._state != "open":
             raise WireError(f"a bucket while the weights are {self._state}")
         if self._reason:
-            return  # an earlier bucket failed: the trainers know, and this push will be aborted
+            return  # an earlier bucket failed; the trainers know it and will abort
         items = []
         for index, file, offset in body["tensors"]:
             name, dtype, shape = self._layout[index]
@@ -517,7 +522,7 @@ class Receiver:
         self._num_ends += 1
 
     def tear(self, reason: str) -> None:
-        """The push that is under way, or has been committed, has failed: the weights are not those of one version.
+        """Records that the current or committed push failed, so the weights are not of one version.
 
         A failed push of an adapter changed nothing.
         """
@@ -534,7 +539,7 @@ class Receiver:
         self._state, self._reason = "torn", self._reason or reason
 
     def release(self, reason: str) -> None:
-        """Lets go of the trainer, and of its memory; a push that is under way is torn."""
+        """Releases the trainer and its memory. A running push is torn."""
         if self._state == "open":
             self.tear(f"the trainer is gone in the middle of a push: {reason}")
         self._layout, self._buffers, self._adapter = [], [], None
@@ -547,11 +552,11 @@ class Receiver:
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch {torch.__version__} of this engine knows no dtype {name!r}")
+        raise ValueError(f"torch {torch.__version__} of this engine has no dtype {name!r}")
     return dtype
 
 
-# ---- memory of a GPU that trainers hand out
+# ---- GPU memory that trainers share
 
 # Positions among the arguments of `rebuild_cuda_tensor`.
 _DEVICE = 6
@@ -559,9 +564,9 @@ _SIZE, _STORAGE, _BYTES, _COUNTER, _COUNTER_OFFSET, _EVENT, _EVENT_SYNC = 1, 7, 
 
 
 def describe_handle(arguments: tuple) -> dict[str, Any]:
-    """JSON of the arguments that torch rebuilds a flat CUDA tensor of bytes from, with the GPU's UUID for its number.
+    """Returns the arguments from which torch rebuilds a flat CUDA byte tensor, as JSON with the GPU's UUID.
 
-    The number may be another one in another process.
+    The GPU's number may differ in another process.
     """
     return {
         "uuid": arguments[_DEVICE],
@@ -575,7 +580,7 @@ def describe_handle(arguments: tuple) -> dict[str, Any]:
 
 
 def device_of(uuid: str) -> int:
-    """The number of a GPU here.
+    """Returns the number of a GPU in this process.
 
     Raises:
         ValueError: this process does not see it.
@@ -583,14 +588,14 @@ def device_of(uuid: str) -> int:
     seen = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
     if uuid not in seen:
         raise ValueError(
-            f"the trainers hand out memory of GPU {uuid}, and this engine sees {seen}: start it where it sees that, "
-            'or leave memory at "host"'
+            f"the trainers share memory of GPU {uuid}, but this engine sees {seen}. Start it where it sees that GPU, "
+            'or leave memory at "host".'
         )
     return seen.index(uuid)
 
 
 def opened_memory(handle: Mapping[str, Any]) -> torch.Tensor:
-    """The flat bytes that a handle names, whose readers and writers see the same memory."""
+    """Returns the flat bytes of a handle. All its readers and writers see the same memory."""
     head = (torch.Tensor, torch.Size([handle["bytes"]]), (1,), handle["offset"], torch.UntypedStorage, torch.uint8)
     tail = (bytes.fromhex(handle["storage"]), *handle["storage_bytes"], False)
     counter, event = handle["counter"], handle["event"]

@@ -1,8 +1,8 @@
-"""LoRA adapters for engines that are plain torch modules, beside the weights that ``Parameters`` takes.
+"""LoRA adapters for engines that are plain torch modules, in addition to the weights that ``Parameters`` takes.
 
-This file needs torch, the standard library, and ``engine.py`` next to it. The two factors of each layer are added to
-its output, so the base stays as it is: nothing accumulates over pushes, no copy of the base is needed, and the numbers
-are those of PEFT's unmerged layers. Each adapted layer runs two more small products.
+This file needs torch, the standard library, and ``engine.py`` in the same folder. It adds the two factors of each layer
+to its output, so the base does not change: nothing accumulates over pushes, no copy of the base is needed, and the
+numbers are those of PEFT's unmerged layers. Each adapted layer runs two more small products.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ PREFIX = "base_model.model."  # of names in PEFT's files
 
 
 class LoraParameters(Parameters):
-    """The parameters of ``model`` by name, and one adapter. The sink of a ``Receiver``.
+    """The parameters of ``model`` by name, and one adapter. A sink for a ``Receiver``.
 
-    ``has_weights``: False: the base means nothing before a full push, and adapters are refused.
+    ``has_weights=False``: the base has no values before a full push, so adapters are rejected.
     """
 
     def __init__(self, model: nn.Module, *, has_weights: bool = True) -> None:
@@ -36,20 +36,20 @@ class LoraParameters(Parameters):
     def start(self, mode: str) -> None:
         """Raises RuntimeError for an adapter without a base."""
         if mode == "adapter" and not self._has_weights:
-            raise RuntimeError('this engine was started without weights: push weights="all" before an adapter')
+            raise RuntimeError('this engine was started without weights. Push weights="all" before an adapter.')
 
     def finish(self) -> None:
         self._has_weights = True
 
     def prepare_adapter(self, adapter: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-        """Checks an adapter, and returns the function that puts it in the place of the last one.
+        """Checks an adapter and returns the function that replaces the last one by it.
 
         Args:
-            adapter: ``layers`` has the scale of each module, by its name in PEFT's files.
+            adapter: a description whose ``layers`` has the scale of each module, by its name in PEFT's files.
             tensors: ``lora_A.weight`` [rank, in] and ``lora_B.weight`` [out, rank] of each module.
 
         Raises:
-            ValueError: a module is not here, is not a linear layer, or has other sizes.
+            ValueError: a module is missing, is not a linear layer, or has other sizes.
         """
         known = dict(self._model.named_modules())
         parts = []
@@ -57,11 +57,11 @@ class LoraParameters(Parameters):
             module = known.get(name.removeprefix(PREFIX))
             if not isinstance(module, nn.Linear):
                 what = "no such module" if module is None else f"a {type(module).__name__}"
-                raise ValueError(f"the adapter changes the linear layer {name!r}, this engine has {what}")
+                raise ValueError(f"the adapter changes the linear layer {name!r}, but this engine has {what}")
             down, up = (tensors[f"{name}.lora_{part}.weight"].to(module.weight.device) for part in "AB")
             if (up.shape[0], down.shape[1]) != tuple(module.weight.shape) or up.shape[1] != down.shape[0]:
                 raise ValueError(
-                    f"the adapter's factors of {name!r} are {list(up.shape)} and {list(down.shape)}, this engine's "
+                    f"the adapter's factors of {name!r} are {list(up.shape)} and {list(down.shape)}, but this engine's "
                     f"weight is {list(module.weight.shape)}"
                 )
             parts.append((module, _added(down, up, scale)))
@@ -73,7 +73,7 @@ class LoraParameters(Parameters):
         return install
 
     def drop_adapter(self) -> None:
-        """Lets the base run alone."""
+        """Removes the adapter, so that the base runs alone."""
         while self._hooks:
             self._hooks.pop().remove()
 

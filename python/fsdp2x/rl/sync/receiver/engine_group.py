@@ -1,10 +1,10 @@
-"""The process group of ``Peer("tcp://...", group=...)``: a trainer's rank and engines, in which buckets are broadcast.
+"""The process group of ``Peer("tcp://...", group=...)``: broadcasts buckets from a trainer's rank to engines.
 
-Needs torch and ``engine.py`` beside it. The group stands by itself: neither side needs a default group, and one that it
-has is not touched. Rank 0 is the trainer's and keeps the store where all meet; engines take ranks as they come. A
-member that is lost ends the group for all: they leave, and the next push makes another one. Like torch's own groups it
-asks nobody for a secret, and what goes through it is not encrypted: it is for the network of a cluster. Both sides of
-NCCL need releases of it that speak to each other.
+Needs torch and ``engine.py`` in the same folder. The group is independent: neither side needs a default group, and an
+existing one is not touched. Rank 0 is the trainer's and keeps the store where all connect. Engines get ranks in the
+order in which they connect. If a member is lost, all leave, and the next push makes a new group. Like torch's groups it
+needs no secret and encrypts nothing, so use it inside the network of a cluster. With NCCL, both sides need compatible
+releases.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ if __package__:
 else:
     from engine import WireError
 
-_GLANCE_S, _LOOK_S = 5e-5, 0.05  # between two looks at a broadcast; at those who take part
+_GLANCE_S, _LOOK_S = 5e-5, 0.05  # intervals between checks of a broadcast and of its members
 
 
 class BroadcastGroup:
-    """The group as a member sees it: first it knows the store, then all join at the same time."""
+    """A member's view of the group: it first knows the store, then all join at the same time."""
 
     def __init__(
         self, invitation: Mapping[str, Any], store: dist.TCPStore, host: str, device_index: int | None = None
     ) -> None:
-        """
+        """Prepares a member.
+
         Args:
-            invitation: ``backend``, "gloo" for memory of the CPU or "nccl" for that of a GPU; ``size``, how many
-                members there are; ``name`` of the group.
-            host: an address of this host that the others reach; gloo listens there.
+            invitation: ``backend``, "gloo" for CPU memory or "nccl" for a GPU's; ``size``, the number of members; and
+                ``name`` of the group.
+            store: the store of the group.
+            host: address of this host that the others reach; gloo listens there.
             device_index: the GPU. None: the current one.
 
         Raises:
@@ -49,7 +51,7 @@ class BroadcastGroup:
         """
         self._backend, self._size, self._host = invitation["backend"], invitation["size"], host
         self._name = invitation["name"]
-        self._store: Any = store  # None when the group was left
+        self._store: Any = store  # None after leaving the group
         self._group: Any = None
         self._has_met = False
         if self._backend == "gloo" and dist.is_gloo_available():
@@ -57,17 +59,20 @@ class BroadcastGroup:
         elif self._backend == "nccl" and dist.is_nccl_available() and torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device() if device_index is None else device_index)
         else:
-            raise WireError(f"no process group of {self._backend!r} is possible here, for want of its library or a GPU")
+            raise WireError(f"no process group of {self._backend!r} is possible here: its library or a GPU is missing")
 
     @classmethod
     def opened(cls, backend: str, num_engines: int, host: str, timeout_s: float) -> tuple[BroadcastGroup, dict]:
-        """The trainer's, with the invitation for engines. ``timeout_s``: of the store's operations.
+        """Makes the trainer's member and the invitation for engines. ``timeout_s`` limits operations of the store.
 
         Args:
-            host: where the store listens, and gloo; "" for the store: at all addresses of this host.
+            backend: "gloo" or "nccl".
+            num_engines: number of engines.
+            host: address where the store and gloo listen. "" lets the store listen at all addresses of this host.
+            timeout_s: limit of the store's operations in seconds.
 
         Raises:
-            WireError: as above, or no store at ``host``.
+            WireError: this process cannot be a member, or there is no store at ``host``.
         """
         try:
             door = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -84,24 +89,24 @@ class BroadcastGroup:
     def invited(
         cls, invitation: Mapping[str, Any], trainer: str, host: str, timeout_s: float, device_index: int | None
     ) -> BroadcastGroup:
-        """An engine's; ``trainer`` is the address of the trainer's host.
+        """Makes an engine's member. ``trainer`` is the address of the trainer's host.
 
         Raises:
-            WireError: as above, or the trainer's store is out of reach.
+            WireError: this process cannot be a member, or the trainer's store is out of reach.
         """
         try:
             limit = datetime.timedelta(seconds=timeout_s)
             store = dist.TCPStore(trainer, invitation["port"], is_master=False, timeout=limit)
         except RuntimeError as error:
-            raise WireError(f"no way to the trainer's store, {trainer}:{invitation['port']}: {error}") from error
+            raise WireError(f"cannot reach the trainer's store, {trainer}:{invitation['port']}: {error}") from error
         return cls(invitation, store, host, device_index)
 
     def join(self, is_trainer: bool, deadline: float, is_lost: Callable[[], bool]) -> None:
-        """Becomes a member; NCCL's meet in their first broadcast alone.
+        """Becomes a member. NCCL's members only connect in their first broadcast.
 
         Raises:
-            WireError: they did not come by ``deadline``, in seconds of ``time.monotonic``, or ``is_lost`` says that one
-                will not. The group was left then.
+            WireError: they did not come by ``deadline``, in seconds of ``time.monotonic``, or ``is_lost`` reports that
+                one will not. This process has then left the group.
         """
         self._group, reason = self._within(lambda: self._made(self._store, is_trainer, deadline), deadline, is_lost)
         if reason:
@@ -110,7 +115,7 @@ class BroadcastGroup:
 
     def _made(self, store: dist.TCPStore, is_trainer: bool, deadline: float) -> Any:
         limit, places = _until(deadline), store
-        # Where torch's own functions put a group of this name: engines that make theirs so meet this one.
+        # The prefix of torch's own functions for a group of this name, so that engines that use them can join.
         for prefix in (self._name, f"{self._name}/", f"{self.device.type}/"):
             places = dist.PrefixStore(prefix, places)
         store.set_timeout(limit)
@@ -127,24 +132,25 @@ class BroadcastGroup:
             return dist.ProcessGroupNCCL(places, rank, self._size, options)
 
     def meet(self, deadline: float, is_lost: Callable[[], bool]) -> None:
-        """A broadcast of nothing, so that a group that cannot work is known before weights are at stake.
+        """Broadcasts nothing, so that a group that cannot work is known before weights are at stake.
 
         Raises:
-            WireError: as ``broadcast``.
+            WireError: see ``broadcast``.
         """
         self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device), deadline, is_lost)
 
     def broadcast(self, data: torch.Tensor, deadline: float, is_lost: Callable[[], bool]) -> None:
-        """The trainer's ``data``, contiguous bytes on ``device``, into that of all others; the current stream waits.
+        """Broadcasts the trainer's ``data``, contiguous bytes on ``device``, to all others. The current stream waits.
 
         Raises:
-            WireError: it failed, came too late, or ``is_lost`` says that a member is gone. The group was left then.
+            WireError: it failed, was too late, or ``is_lost`` reports a lost member. This process has then left the
+                group.
         """
         work, reason = self._launched(data, deadline, is_lost)
         if not reason:
             reason = _wait_until(work.is_completed, deadline, is_lost) or _said(work.wait)[1]
         if reason:
-            del work  # the error keeps this frame, and the group ends with its last user
+            del work  # the error keeps this frame, and the group ends with its last reference
             self.close()
             raise WireError(f"a broadcast of {len(data)} bytes failed: {reason}")
 
@@ -154,7 +160,7 @@ class BroadcastGroup:
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
         def launch() -> Any:
-            with torch.cuda.stream(stream):  # of None: as it is
+            with torch.cuda.stream(stream):  # None changes nothing
                 return self._group.broadcast([data], options)
 
         if self._has_met:
@@ -163,13 +169,13 @@ class BroadcastGroup:
         return self._within(launch, deadline, is_lost)  # in the first one NCCL waits until all have come
 
     def end(self, deadline: float) -> None:
-        """Leaves the group when what was sent has arrived; all members do so at the same time."""
+        """Leaves the group after everything sent has arrived. All members do so at the same time."""
         if self._group is not None:
             self._within(self._group.shutdown, deadline, lambda: False)
         self.close()
 
     def close(self) -> None:
-        """Leaves the group, without a wait; an operation of gloo's that others keep waiting lasts to its own limit."""
+        """Leaves the group without waiting. A pending operation of gloo lasts until its own limit."""
         held = [self._group]
         self._group = self._store = None
         if held[0] is not None:
@@ -177,9 +183,9 @@ class BroadcastGroup:
             threading.Thread(target=held.clear, name="fsdp2x-group", daemon=True).start()
 
     def _within(self, act: Callable[[], Any], deadline: float, is_lost: Callable[[], bool]) -> tuple[Any, str]:
-        """What a call gives that may wait for members without a limit, or why it failed.
+        """Returns the result of a call that may wait for members without a limit, or why it failed.
 
-        It is made in a thread, which it is left to when it comes too late.
+        A thread makes the call, and is abandoned if the call is too late.
         """
         done, found = threading.Event(), []
 
@@ -195,22 +201,22 @@ class BroadcastGroup:
 
 
 def common_host(hosts: Sequence[str]) -> str:
-    """Where the trainer of a group listens, whom its engines know by ``hosts``; "" when that is at several addresses.
+    """Returns where the trainer of a group listens, whom engines know by ``hosts``. "" for several addresses.
 
     Raises:
-        WireError: one of them is this host's alone, and another is not: engines would not reach each other.
+        WireError: one address is local to this host and another is not, so engines could not reach each other.
     """
     names = sorted(set(hosts))
     if len(names) > 1 and any(ipaddress.ip_address(name).is_loopback for name in names):
         raise WireError(
-            f"engines that know this host as {names} cannot reach each other in a group: take addresses of the network "
-            "for all of them"
+            f"engines that know this host as {names} cannot reach each other in a group. Use addresses of the network "
+            "for all of them."
         )
     return names[0] if len(names) == 1 else ""
 
 
 def _said(act: Callable[[], Any]) -> tuple[Any, str]:
-    """What a call gives, or why it failed; no frame of it is kept."""
+    """Returns the result of a call, or why it failed. Keeps no frame of it."""
     try:
         return act(), ""
     except Exception as error:
@@ -218,7 +224,7 @@ def _said(act: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def _wait_until(is_done: Callable[[], bool], deadline: float, is_lost: Callable[[], bool]) -> str:
-    """Why the wait was given up; nothing when it is done."""
+    """Waits, and returns why it gave up, or an empty string."""
     look = time.monotonic() + _LOOK_S
     while not is_done():
         now = time.monotonic()
@@ -234,7 +240,7 @@ def _wait_until(is_done: Callable[[], bool], deadline: float, is_lost: Callable[
 
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """NCCL's would end this process when another member is lost; a group that says it blocks has none."""
+    """Turns off NCCL's watchdog, which would end this process if a member is lost. Groups that block have none."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
     os.environ[name] = "1"

@@ -1,10 +1,10 @@
 """The engine's side of ``Peer("tcp://...")``: a ``TcpReceiver`` takes weights from trainers on any host.
 
-This file needs torch, the standard library, and ``engine.py`` and ``engine_group.py`` beside it. The dialogue is that
-of ``engine.py``. Before the first bucket, the receiver joins a process group with the trainer, in which buckets are
-broadcast:
+This file needs torch, the standard library, and ``engine.py`` and ``engine_group.py`` in the same folder. The protocol
+is that of ``engine.py``. Before the first bucket, the receiver joins a process group with the trainer that broadcasts
+buckets:
 
-    invite  {backend, port, size, name}  the store at the trainer's address where members meet
+    invite  {backend, port, size, name}  the store at the trainer's address where members connect
     join    {}                           all members join, at the same time
 
 Before the first request, both sides prove that they know the same secret, in three messages of fixed size:
@@ -13,8 +13,8 @@ Before the first request, both sides prove that they know the same secret, in th
     trainer -> receiver    its nonce, HMAC-SHA256(secret, "trainer" + receiver's nonce + its own)
     receiver -> trainer    HMAC-SHA256(secret, "engine" + trainer's nonce + its own)
 
-A stranger can thus neither request nor send anything here. The process group asks for no secret: whoever finds its
-store, a port of the trainer's, can join. Nothing is encrypted. Use it inside the network of a cluster.
+So other processes can neither request nor send anything here. The process group needs no secret: any process that finds
+its store, a port of the trainer, can join. Nothing is encrypted. Use it inside the network of a cluster.
 """
 
 from __future__ import annotations
@@ -42,40 +42,41 @@ SCHEME = "tcp://"
 _NONCE_BYTES = _PROOF_BYTES = 32
 _NAME = WIRE.encode()
 _LEAST_SECRET = 16
-_GREETING_S = 10.0  # for a whole greeting
-_MOST_VISITORS = 16  # that are greeted at a time; more wait
+_GREETING_S = 10.0  # limit of a greeting
+_MOST_VISITORS = 16  # greeted at a time; more wait
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of "tcp://host:port"; an IPv6 host stands in brackets.
+    """Returns host and port of "tcp://host:port". An IPv6 host is in brackets.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not such an address.
     """
     parts = urllib.parse.urlsplit(address)
     if not address.startswith(SCHEME) or not parts.hostname or parts.port is None:
-        raise ValueError(f'an address such as "tcp://10.0.0.7:7000", got {address!r}')
+        raise ValueError(f'expected an address such as "tcp://10.0.0.7:7000", got {address!r}')
     return parts.hostname, parts.port
 
 
 def check_secret(secret: str | None) -> str:
-    """
+    """Returns the secret if it is long enough.
+
     Raises:
-        ValueError: it is shorter than 16 characters, or not there.
+        ValueError: it is missing or shorter than 16 characters.
     """
     if not isinstance(secret, str) or len(secret) < _LEAST_SECRET:
         raise ValueError(
-            f"over TCP trainers and engines need the same secret, of {_LEAST_SECRET} characters or more, such as one "
-            "of secrets.token_hex()"
+            f"over TCP trainers and engines need the same secret of at least {_LEAST_SECRET} characters. Make one with "
+            "secrets.token_hex()."
         )
     return secret
 
 
 def own_host(toward: str) -> str:
-    """The address of this host as ``toward``, another one, reaches it."""
+    """Returns the address of this host as the host ``toward`` reaches it."""
     family, kind, _, _, place = socket.getaddrinfo(toward, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(place)  # of a datagram socket: nothing is sent
+        probe.connect(place)  # a datagram socket, so nothing is sent
         host = probe.getsockname()[0]
     return f"[{host}]" if ":" in host else host
 
@@ -84,30 +85,30 @@ def own_host(toward: str) -> str:
 
 
 def greet_engine(connection: socket.socket, secret: str, timeout_s: float) -> None:
-    """The trainer's part.
+    """Runs the trainer's part.
 
     Raises:
-        OSError: the other side knows another secret, speaks another protocol or says nothing in time.
+        OSError: the other side has another secret, uses another protocol, or does not answer in time.
     """
     deadline = time.monotonic() + timeout_s
     said = _receive_exactly(connection, len(_NAME) + _NONCE_BYTES, deadline)
     if not said.startswith(_NAME):
-        raise OSError(f"it does not speak {WIRE}")
+        raise OSError(f"it does not use {WIRE}")
     theirs, mine = said[len(_NAME) :], secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(mine + _proof(secret, b"trainer", theirs, mine))
     try:
         proof = _receive_exactly(connection, _PROOF_BYTES, deadline)
     except ConnectionError as error:
-        raise OSError("it closed the connection: its secret is another one") from error
+        raise OSError("it closed the connection, because its secret differs") from error
     if not hmac.compare_digest(proof, _proof(secret, b"engine", mine, theirs)):
         raise OSError("it does not know the secret")
 
 
 def greet_trainer(connection: socket.socket, secret: str, timeout_s: float) -> bool:
-    """The receiver's part; whether the other side knows the secret.
+    """Runs the receiver's part. Returns whether the other side knows the secret.
 
     Raises:
-        OSError: it has gone, or says nothing in time.
+        OSError: it is gone, or does not answer in time.
     """
     deadline = time.monotonic() + timeout_s
     connection.settimeout(timeout_s)
@@ -126,7 +127,7 @@ def _proof(secret: str, role: bytes, first: bytes, second: bytes) -> bytes:
 
 
 def _receive_exactly(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    """Every byte counts against one deadline: a visitor who sends them one by one gets no more time."""
+    """Receives bytes with one deadline for all, so that a visitor who sends them one by one gets no more time."""
     received = b""
     while len(received) < num_bytes:
         connection.settimeout(max(deadline - time.monotonic(), 1e-3))
@@ -138,7 +139,7 @@ def _receive_exactly(connection: socket.socket, num_bytes: int, deadline: float)
 
 
 def set_options(connection: socket.socket) -> None:
-    """Small requests go at once; a host that is gone is found in two minutes."""
+    """Sends small requests at once, and detects a host that is gone within two minutes."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6)):
@@ -146,10 +147,10 @@ def set_options(connection: socket.socket) -> None:
 
 
 class TcpReceiver(Receiver):
-    """``Receiver`` for trainers on any host: ``Peer("tcp://host:port", secret=...)``.
+    """A ``Receiver`` for trainers on any host: ``Peer("tcp://host:port", secret=...)``.
 
-    Strangers are greeted by a thread and cost the engine no time; a trainer is handed to ``poll`` when it has proven
-    that it knows the secret. Besides the weights it holds memory for the largest bucket, on the device of the group.
+    A thread greets connecting processes, which costs the engine no time. A trainer reaches ``poll`` after it has proven
+    that it knows the secret. In addition to the weights it needs memory for the largest bucket, on the group's device.
     """
 
     def __init__(
@@ -161,23 +162,25 @@ class TcpReceiver(Receiver):
         timeout_s: float = 300.0,
         held: dict[str, Any] | None = None,
     ) -> None:
-        """
+        """Listens at ``address``.
+
         Args:
-            address: "tcp://host:port" of an interface of this host; port 0 is one that is free. ``self.address`` says
-                which it is.
-            secret: what trainers must know, of 16 characters or more.
-            timeout_s: how long a trainer may be silent in the middle of a push.
+            address: "tcp://host:port" of an interface of this host. Port 0 takes a free one, shown in
+                ``self.address``.
+            sink: function or object that takes the weights.
+            secret: secret of at least 16 characters that trainers must know.
+            timeout_s: seconds that a trainer may be silent in the middle of a push.
             held: ``status`` of a receiver of the same sink, which this one replaces.
 
         Raises:
             ValueError: another kind of address, or a secret that is too short.
-            OSError: the address is taken, or none of this host.
+            OSError: the address is taken, or is not one of this host.
         """
         self._host, self._port = split_address(address)
         self._secret = check_secret(secret)
         self._group: BroadcastGroup | None = None
-        self._num_bytes = 0  # of a bucket, at most
-        # Of who makes it: the thread that polls may have another one.
+        self._num_bytes = 0  # of the largest bucket
+        # That of this thread, because the thread that polls may use another one.
         self._device_index = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         super().__init__(address, sink, timeout_s=timeout_s)
         if held is not None:
@@ -238,7 +241,7 @@ class TcpReceiver(Receiver):
         self._buffers = [ReceiveBuffer(self._memory)]
 
     def release(self, reason: str) -> None:
-        """Lets go of the trainer, its memory, and its group; a push that is under way is torn."""
+        """Releases the trainer, its memory, and its group. A running push is torn."""
         super().release(reason)
         if self._group is not None:
             self._group.close()
@@ -249,12 +252,12 @@ class TcpReceiver(Receiver):
             raise WireError("a bucket before the group was joined")
         num_bytes, deadline, connection = body["bytes"], time.monotonic() + self._timeout_s, self._trainer
         if not 0 <= num_bytes <= self._num_bytes:
-            raise WireError(f"a bucket of {num_bytes} bytes, the layout made room for {self._num_bytes}")
+            raise WireError(f"a bucket of {num_bytes} bytes, but the layout made room for {self._num_bytes}")
         self._group.broadcast(self._memory[:num_bytes], deadline, lambda: is_closed(connection))
         super()._on_bucket(body, files)
 
     def close(self) -> None:
-        """Lets go of the port, the trainers, and their bytes."""
+        """Closes the port and the trainers' connections, and frees their bytes."""
         self.release("the engine was closed")
         with contextlib.suppress(OSError):
             self._door.shutdown(socket.SHUT_RDWR)  # ends the wait of its thread

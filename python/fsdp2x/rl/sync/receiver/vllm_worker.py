@@ -1,10 +1,10 @@
-"""What ``fsdp2x.sync.Vllm`` talks to in vLLM: a worker extension that takes weights by vLLM's own reload.
+"""vLLM's side of ``fsdp2x.sync.Vllm``: a worker extension that takes weights by vLLM's own reload.
 
     vllm serve MODEL --worker-extension-cls fsdp2x.sync.vllm_worker.Fsdp2xWorker      with VLLM_SERVER_DEV_MODE=1
     LLM(MODEL, worker_extension_cls="fsdp2x.sync.vllm_worker.Fsdp2xWorker")
 
-This file, ``engine.py``, ``engine_tcp.py`` and ``engine_group.py`` need torch, the standard library, and vLLM. Where
-fsdp2x is not installed, copy them into a folder on the engine's PYTHONPATH, and say ``vllm_worker.Fsdp2xWorker``. It
+This file, ``engine.py``, ``engine_tcp.py`` and ``engine_group.py`` need torch, the standard library, and vLLM. If
+fsdp2x is not installed, copy them to a folder on the engine's PYTHONPATH, and use ``vllm_worker.Fsdp2xWorker``. It
 follows the code of vLLM 0.32.0. `tests/servers` runs it in that release, on CPUs.
 """
 
@@ -31,18 +31,18 @@ ADAPTER_SCHEME = "fsdp2x://"  # of paths of adapters that workers hold
 
 
 def adapter_path(name: str, version: int | str) -> str:
-    """The path by which vLLM knows a version of an adapter: its prefix cache tells adapters apart by it."""
+    """Returns the path by which vLLM knows a version of an adapter. Its prefix cache distinguishes adapters by it."""
     return f"{ADAPTER_SCHEME}{name}/{version}"
 
 
 def place_of_process() -> list[str]:
-    """The same for processes that reach each other's sockets: the host's boot, and the network's namespace."""
+    """Returns values that are equal for processes that can connect: the host's boot and the network namespace."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return [file.read().strip(), os.readlink("/proc/self/ns/net")]
 
 
 def _as_value(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Errors become answers: with several workers vLLM would hand the others' answers to whoever calls next."""
+    """Turns errors into answers. With several workers vLLM would give the others' answers to the next caller."""
 
     @functools.wraps(method)
     def answer(self: Any, *args: Any) -> dict[str, Any]:
@@ -55,13 +55,13 @@ def _as_value(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, 
 
 
 class Fsdp2xWorker:
-    """Methods that vLLM adds to its workers, for ``collective_rpc``; none of them raises."""
+    """Methods that vLLM adds to its workers, for ``collective_rpc``. None of them raises."""
 
     device: Any  # of the worker that they are added to
 
     @_as_value
     def fsdp2x_listen(self) -> dict[str, Any]:
-        """Opens this worker's receiver, once; where it listens, and what it holds."""
+        """Opens this worker's receiver once. Returns where it listens, and what it holds."""
         if not hasattr(self, "fsdp2x_receiver"):
             self.fsdp2x_reload = LayerwiseReload(self)
             address = f"@fsdp2x-vllm-{os.getpid()}-{secrets.token_hex(8)}"
@@ -70,7 +70,7 @@ class Fsdp2xWorker:
 
     @_as_value
     def fsdp2x_listen_tcp(self, secret: str, trainer: str) -> dict[str, Any]:
-        """Listens to trainers on other hosts in its place; ``trainer``: an address of theirs, which tells ours."""
+        """Listens for trainers on other hosts instead. ``trainer`` is one of their addresses, which selects ours."""
         held = self.fsdp2x_receiver
         if getattr(self, "fsdp2x_secret", None) != secret:
             if any(not is_closed(connection) for connection in held.sockets[1:]):
@@ -87,32 +87,32 @@ class Fsdp2xWorker:
 
     @_as_value
     def fsdp2x_receive(self, covers_all: bool, contact_s: float) -> dict[str, Any]:
-        """Takes one push, to its commit or its end; ``covers_all``: parameters that it leaves out are an error."""
+        """Takes one push, to its commit or its end. ``covers_all``: missing parameters are an error."""
         _use_device(self.device)
         self.fsdp2x_reload.covers_all = covers_all
         return self.fsdp2x_receiver.receive(contact_s)
 
     @_as_value
     def fsdp2x_revert(self) -> dict[str, Any]:
-        """Holds the adapter of before again, after a commit that failed elsewhere."""
+        """Restores the previous adapter after a commit that failed elsewhere."""
         self.fsdp2x_reload.revert_adapter()
         return self.fsdp2x_receiver.status
 
     @_as_value
     def fsdp2x_tear(self, reason: str) -> dict[str, Any]:
-        """What followed a push has failed."""
+        """Marks the weights as torn, because a step after a push failed."""
         self.fsdp2x_receiver.tear(reason)
         return self.fsdp2x_receiver.status
 
     @_as_value
     def fsdp2x_release(self) -> dict[str, Any]:
-        """Lets go of the trainers' memory."""
+        """Releases the trainers' memory."""
         self.fsdp2x_receiver.release("the trainer's session was closed")
         return self.fsdp2x_receiver.status
 
 
 def _use_device(name: Any) -> None:
-    """The worker's, in this thread, which may not be its own."""
+    """Selects the worker's device in this thread, which may not be the worker's."""
     device = torch.device(name)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
@@ -121,9 +121,9 @@ def _use_device(name: Any) -> None:
 class LayerwiseReload:
     """The sink of a worker's receiver: vLLM's reload by layers, which repacks each layer once per push.
 
-    vLLM keeps what it is given until a layer is complete, and padded layers until the end, so that the receiver hands
-    out copies. A push that fails leaves layers without memory, and tensors that the next one would stumble over:
-    ``abort`` empties these layers and lets vLLM put its old tensors back.
+    vLLM keeps tensors until a layer is complete, and padded layers until the end, so the receiver passes copies. A
+    failed push leaves layers without memory, and tensors that the next one would trip over. ``abort`` empties these
+    layers and lets vLLM restore its old tensors.
     """
 
     keeps_tensors = True
@@ -132,8 +132,8 @@ class LayerwiseReload:
         self._worker = worker
         self.covers_all = True
         self._is_open = False
-        self._kernels: list[tuple[Any, Any]] = []  # of experts on the CPU: (method, the kernel that it had)
-        self._adapters: dict[str, Any] = {}  # by name: what vLLM made of the tensors
+        self._kernels: list[tuple[Any, Any]] = []  # of experts on the CPU: (method, its kernel)
+        self._adapters: dict[str, Any] = {}  # by name: vLLM's object made from the tensors
         self._adapters_before: dict[str, Any] = {}
 
     def start(self, mode: str) -> None:
@@ -156,7 +156,8 @@ class LayerwiseReload:
             except AssertionError as error:  # vLLM's loaders compare shapes by assertions without a text
                 said = f" ({error})" if str(error) else ""
                 raise ValueError(
-                    f"a tensor of {items[0][0]!r} to {items[-1][0]!r} has not the shape that this engine loads{said}"
+                    f"a tensor of {items[0][0]!r} to {items[-1][0]!r} does not have the shape that this engine "
+                    f"loads{said}"
                 ) from error
 
     def finish(self) -> None:
@@ -166,18 +167,18 @@ class LayerwiseReload:
             missing = _left_out(model) if self.covers_all else []
             if missing:
                 raise ValueError(
-                    f"the push has nothing for {len(missing)} of this engine's layers, such as {missing[0]!r}: they "
-                    "would keep what they hold. Push all parameters, or say Vllm(..., partial=True)"
+                    f"the push has nothing for {len(missing)} of this engine's layers, such as {missing[0]!r}, which "
+                    "would keep their values. Push all parameters, or use Vllm(..., partial=True)."
                 )
             finalize_layerwise_reload(model, self._worker.model_config)
             self._recall_kernels()
             if torch.device(self._worker.device).type != "cpu":
                 torch.accelerator.synchronize()
         self._is_open = False
-        self._worker.model_runner.reset_lora_state()  # as vLLM's own finish_weight_update does
+        self._worker.model_runner.reset_lora_state()  # as vLLM's finish_weight_update does
 
-    # vLLM's own loader of adapters is given a path that no disk has, and this worker answers for it, also after the
-    # adapter has left vLLM's cache.
+    # vLLM's loader of adapters gets a path that no disk has, and this worker answers for it, even after the adapter has
+    # left vLLM's cache.
 
     def _serve_adapters(self) -> None:
         manager = self._lora_manager()
@@ -188,11 +189,11 @@ class LayerwiseReload:
     def _lora_manager(self) -> Any:
         manager = getattr(self._worker.model_runner, "lora_manager", None)
         if manager is None:
-            raise RuntimeError("this engine serves no adapters: start it with --enable-lora (LLM(enable_lora=True))")
+            raise RuntimeError("this engine serves no adapters. Start it with --enable-lora (LLM(enable_lora=True)).")
         return manager
 
     def _held_adapter(self, request: Any) -> Any:
-        """The adapter of a request, None for one on disk."""
+        """Returns the adapter of a request, or None for one on disk."""
         if not request.lora_path.startswith(ADAPTER_SCHEME):
             return None
         held = self._adapters.get(request.lora_name)
@@ -211,8 +212,10 @@ class LayerwiseReload:
         packed = own.packed_modules_mapping
         known = {part for module in own.supported_lora_modules for part in packed.get(module, [module])}
         unknown = sorted(set(adapter["target_modules"]) - known)
-        if unknown:  # vLLM leaves them out without a word
-            raise ValueError(f"the adapter changes {', '.join(unknown)}; this engine adapts {', '.join(sorted(known))}")
+        if unknown:  # vLLM would silently omit them
+            raise ValueError(
+                f"the adapter changes {', '.join(unknown)}, but this engine adapts {', '.join(sorted(known))}"
+            )
         mapper = getattr(own.model, "hf_to_vllm_mapper", None)
         lora = manager._lora_model_cls.from_lora_tensors(
             lora_model_id=1,
@@ -235,7 +238,7 @@ class LayerwiseReload:
         self._adapters = self._adapters_before
 
     def drop_adapter(self) -> None:
-        """All weights were committed, and vLLM has dropped its adapters: names stand for these weights alone."""
+        """Drops adapters. All weights were committed, so names stand for these weights alone."""
         for lora in self._adapters.values():
             for layer in lora.loras.values():
                 layer.lora_b = torch.zeros_like(layer.lora_b)
@@ -258,8 +261,8 @@ class LayerwiseReload:
             finally:
                 self._recall_kernels()
 
-    # Experts on the CPU are prepacked where a layer has no kernel, and silently not again: without a kernel the path of
-    # the first load is taken.
+    # Experts on the CPU are prepacked if a layer has no kernel, and silently not a second time. Without a kernel the
+    # path of the first load is taken.
 
     def _forget_kernels(self, model: torch.nn.Module) -> None:
         methods: dict[int, Any] = {}
@@ -272,7 +275,7 @@ class LayerwiseReload:
                 method.moe_kernel = None
 
     def _recall_kernels(self) -> None:
-        """Layers that were not loaded hold what they held, and need the kernel that they had."""
+        """Restores the kernels of layers that were not loaded, which keep their values."""
         while self._kernels:
             method, kernel = self._kernels.pop()
             if method.moe_kernel is None:
@@ -288,7 +291,7 @@ class LayerwiseReload:
 
 
 def _left_out(model: torch.nn.Module) -> list[str]:
-    """Layers that hold parameters, none of which came, nor belongs to a layer that got its own."""
+    """Returns layers with parameters of which none came, and which are in no layer that got its own."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -296,7 +299,7 @@ def _left_out(model: torch.nn.Module) -> list[str]:
     waiting: list[tuple[str, set[int]]] = []
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
-        if not info.can_load():  # complete: vLLM has put the tensors that it runs with back
+        if not info.can_load():  # complete: vLLM has restored the tensors that it runs with
             loaded.update(id(param) for param in layer.parameters(recurse=False))
             continue
         held = {id(param) for param in info.kernel_tensors[0].values()}

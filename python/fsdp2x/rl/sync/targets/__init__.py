@@ -1,1 +1,1 @@
-"""Where weights go: one file for each kind of engine."""
+"""Targets of pushes, with one file for each kind of engine."""

@@ -1,4 +1,4 @@
-"""What a target is given, what it has to do, and what becomes of a push."""
+"""Defines targets: what they get, what they must do, and the result of a push."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from fsdp2x.io.names import TensorSpec
 class SyncError(RuntimeError):
     """A push that was not committed. Every rank raises it, with the same fields.
 
-    ``phase``: "begin", "load", "finish" or "commit". ``bucket``: number of the bucket that failed, None outside of one;
-    ``names``: first and last tensor in it. ``rank``: of the session's group, where it failed. ``reason``: what the
-    engine or its loader says.
+    Attributes:
+        phase: "begin", "load", "finish" or "commit".
+        bucket: number of the failed bucket, or None outside of one.
+        names: first and last tensor of the bucket.
+        rank: the rank of the session's group where it failed.
+        reason: the message of the engine or its loader.
     """
 
     def __init__(self, message: str, failure: Failure, rank: int) -> None:
@@ -32,7 +35,7 @@ class SyncError(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong on one rank."""
+    """A failure of one rank."""
 
     phase: str
     reason: str
@@ -50,9 +53,11 @@ class Failure:
 class PushReport:
     """A committed push.
 
-    ``seconds``: from call to commit. ``num_tensors``, ``bytes_sent``: of whole tensors and of deltas (positions and
-    values) that each engine was given. ``num_changed``: elements that deltas changed, 0 for a full push.
-    ``waited_s``: seconds this rank waited for engines.
+    Attributes:
+        seconds: time from the call to the commit.
+        num_tensors, bytes_sent: full tensors and deltas (positions and values) that each engine got.
+        num_changed: elements that deltas changed, 0 for a full push.
+        waited_s: seconds that this rank waited for engines.
     """
 
     version: int | str
@@ -67,9 +72,9 @@ class PushReport:
 
 @dataclass(frozen=True)
 class Delta:
-    """New values of some elements: ``positions`` are int64, into the flattened tensor, each once.
+    """New values of some elements. ``positions`` are int64 indices into the flattened tensor, each once.
 
-    A tensor may have several in a bucket, of other elements each.
+    A bucket may have several deltas of a tensor, each with different elements.
     """
 
     spec: TensorSpec
@@ -78,16 +83,16 @@ class Delta:
 
 
 def _nothing_pending() -> None:
-    """Nobody reads the bucket any more."""
+    """Returns at once, because no engine still reads the bucket."""
 
 
 @dataclass
 class PushBucket:
-    """One bucket of a push. On a rank that does not receive, there is nothing in it.
+    """One bucket of a push. It is empty on a rank that does not receive.
 
-    The memory of ``tensors`` is used again when the next bucket but one is made, and then ``wait`` has returned: a
-    target that goes on reading after it was given the next bucket sets it. ``file``: the memory file in which the
-    tensors lie, at their storage offsets, where all do; without tensors, the deltas, values behind their positions.
+    The memory of ``tensors`` is reused for the next bucket but one, after ``wait`` has returned. A target that still
+    reads after it got the next bucket sets ``wait``. ``file`` is the memory file with all tensors, at their storage
+    offsets, if there is one. Without tensors, it has the deltas, with values after their positions.
     """
 
     index: int
@@ -98,18 +103,18 @@ class PushBucket:
     wait: Callable[[], None] = field(default=_nothing_pending)
 
     def failure(self, phase: str, reason: str) -> Failure:
-        """A failure at this bucket, with its first and last name."""
+        """Returns a failure at this bucket, with its first and last name."""
         names = [spec.name for spec in self.specs] + [delta.spec.name for delta in self.deltas]
         return Failure(phase, reason, self.index, tuple(names) if len(names) < 3 else (names[0], names[-1]))
 
 
 @dataclass(frozen=True)
 class WireLayout:
-    """The tensors of each bucket in the order in which they come, and the memory files that buckets may lie in.
+    """The tensors of each bucket in order, and the memory files that buckets may be in.
 
-    ``files``: descriptor and bytes of each. ``spare_bytes``: what a bucket takes that is in none of them, at most.
-    ``adapter``: what the tensors are, where they are a LoRA adapter (``describe_adapter``). ``is_merged``: they have an
-    adapter in them, so that engines must not add one to them.
+    ``files`` has the descriptor and bytes of each. ``spare_bytes`` is the most that a bucket takes outside of them.
+    ``adapter`` describes the tensors if they are a LoRA adapter (``describe_adapter``). ``is_merged``: an adapter is
+    merged into them, so engines must not add one.
     """
 
     buckets: tuple[tuple[TensorSpec, ...], ...]
@@ -124,7 +129,7 @@ class WireLayout:
 
 
 class BackgroundCall(threading.Thread):
-    """A call of an engine that lasts as long as a push, in a thread. ``result`` or ``error`` is known at its end."""
+    """A thread for an engine call that lasts as long as a push. ``result`` or ``error`` is set at its end."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         super().__init__(name="fsdp2x-call", daemon=True)
@@ -140,10 +145,10 @@ class BackgroundCall(threading.Thread):
             self.error = error
 
 
-# What engines say to an adapter for weights that have one in them already.
+# Engines reject an adapter with this message if their weights already include one.
 MERGED_BASE = (
-    "the weights that were pushed last have an adapter merged in: push the base alone before an adapter "
-    '(connect(params=lambda name, param: "lora_" not in name))'
+    "the weights that were pushed last have an adapter merged in. Push the base alone before an adapter "
+    '(connect(params=lambda name, param: "lora_" not in name)).'
 )
 
 
@@ -160,47 +165,47 @@ class TargetError(RuntimeError):
 
 
 def refuse_adapters(layout: WireLayout, why: str) -> None:
-    """Raises TargetError for engines that take the tensors of adapters as an adapter only."""
+    """Raises TargetError for engines that take an adapter's tensors only as an adapter."""
     if layout.adapter is not None:
         return
     adapter = next((spec.name for spec in layout.specs if "lora_" in spec.name), None)
     if adapter is not None:
-        raise TargetError.at("begin", f'{why}, and not as weights: {adapter!r}; connect with weights="adapter"')
+        raise TargetError.at("begin", f'{why}, and not as weights: {adapter!r}. Connect with weights="adapter".')
 
 
 class EngineTarget:
-    """An engine, as this rank sees it. Whatever it raises is told to all ranks; the gathers go on to their end."""
+    """An engine from the view of this rank. All ranks learn what it raises, and the gathers continue to their end."""
 
     whole_only = ""  # why an engine takes no deltas
     takes_adapters = False  # whether it takes a LoRA adapter without its base (mode "adapter")
 
     def receives(self, rank: int) -> bool:
-        """Whether ``rank`` of the session's group wants the tensors; asked once."""
+        """Returns whether ``rank`` of the session's group wants the tensors. Called once."""
         raise NotImplementedError
 
     def check(self, caller: str, deltas: bool) -> None:
-        """Raises ValueError or NotImplementedError for what can be known before anything is gathered."""
+        """Raises ValueError or NotImplementedError for problems that are known before gathering."""
         if deltas and self.whole_only:
-            raise NotImplementedError(f"{caller}: {self.whole_only}, it takes no deltas; connect with deltas=False")
+            raise NotImplementedError(f"{caller}: {self.whole_only}, it takes no deltas. Connect with deltas=False.")
 
     def open(self, layout: WireLayout, timeout_s: float) -> None:
-        """Called on ranks that receive before each push; connects where there is no connection."""
+        """Connects if there is no connection. Called before each push on ranks that receive."""
 
     def begin(self, version: int | str, mode: str, base: int | str | None) -> None:
-        """From here on the engine generates nothing. ``base``: the version that a delta changes."""
+        """Begins a push. The engine must not generate from here on. ``base`` is the version that a delta changes."""
 
     def take(self, buckets: Iterator[PushBucket]) -> None:
         """Takes all buckets of a push."""
         raise NotImplementedError
 
     def finish(self, version: int | str) -> None:
-        """All ranks have handed over everything: what an engine does once per push, and may fail at."""
+        """Does what an engine does once per push and may fail at. All ranks have handed over everything."""
 
     def commit(self, version: int | str) -> None:
-        """All engines have finished: they may generate, with this version."""
+        """Lets the engine generate with this version. All engines have finished."""
 
     def abort(self, reason: str) -> None:
-        """The push has failed, here or elsewhere."""
+        """Ends a push that failed, here or elsewhere."""
 
     def close(self) -> None:
-        """Lets go of the engine."""
+        """Releases the engine."""

@@ -1,4 +1,4 @@
-"""``InProcess``: an engine in the trainer's own process, given as a function."""
+"""``InProcess``: an engine in the trainer's process, given as a function."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
 
 class InProcess(EngineTarget):
-    """Hands (name, whole tensor) to ``load_weights`` on every rank that has an engine.
+    """Passes (name, full tensor) to ``load_weights`` on every rank that has an engine.
 
         InProcess(llm_model.load_weights)                     a list for each bucket
         InProcess(rollout.update_weights, calls="push")       one generator for the whole push
         InProcess(None)                                       this rank has no engine
 
-    What ``load_weights`` is given it may keep: engines such as vLLM hold tensors until a layer is complete. With
-    ``copies=False`` it is given the gathered memory itself, which is used again after the next bucket was taken.
+    ``load_weights`` may keep the tensors, as vLLM does until a layer is complete. With ``copies=False`` it gets the
+    gathered memory itself, which is reused after the next bucket.
     """
 
     @checked
@@ -37,24 +37,26 @@ class InProcess(EngineTarget):
         abort: Callable | None = None,
         load_adapter: Callable | None = None,
     ) -> None:
-        """
+        """Makes a target of functions.
+
         Args:
-            load_weights: called with an iterable of (name, tensor), on the parameters' device.
-            calls: how often: once a bucket, or once a push. Then it must take the iterable to its end.
-            copies: False: ``load_weights`` copies what it needs before it returns, or takes the next one.
-            start: ``start(mode)`` before the first bucket, such as an engine's ``start_weight_update``.
-            apply_delta: ``apply_delta(name, positions, values)``, int64 positions in the flattened tensor; without it
-                delta pushes are refused.
-            finish: ``finish(version)`` once after all ranks have loaded everything: what follows an update, such as
+            load_weights: function of an iterable of (name, tensor), on the parameters' device.
+            calls: how often to call it: once per ``"bucket"``, or once per ``"push"``, where it must exhaust the
+                iterable.
+            copies: whether it gets copies. With False it must copy what it needs before it returns or takes the next
+                one.
+            start: ``start(mode)``, called before the first bucket, such as an engine's ``start_weight_update``.
+            apply_delta: ``apply_delta(name, positions, values)``, with int64 positions in the flattened tensor. Without
+                it delta pushes raise.
+            finish: ``finish(version)``, called once after all ranks have loaded everything, such as
                 ``finish_weight_update`` or a reset of the prefix cache.
-            abort: ``abort(reason)`` when a push failed, on this rank or another: the engine must not generate.
-            load_adapter: ``load_adapter(adapter, tensors)`` for ``connect(weights="adapter")``, with what
-                ``connect`` documents and the tensors by name. It changes nothing, and returns the function that puts
-                the adapter in place, which the commit calls. Of the others, ``start("adapter")`` is called before,
-                and ``finish`` behind it.
+            abort: ``abort(reason)``, called when a push failed on any rank. The engine must not generate.
+            load_adapter: ``load_adapter(adapter, tensors)`` for ``connect(weights="adapter")``, with the tensors by
+                name. It changes nothing and returns a function that installs the adapter at the commit.
+                ``start("adapter")`` comes before it and ``finish`` after it.
         """
         self._has_engine, self._calls, self._copies = load_weights is not None, calls, copies
-        # An engine that is an empty container is false, and still an engine.
+        # An engine that is an empty container is false, but still an engine.
         self._load, self._start, self._finish, self._abort = (
             _ignore if call is None else call for call in (load_weights, start, finish, abort)
         )
@@ -63,7 +65,7 @@ class InProcess(EngineTarget):
         self._adapter: dict[str, Any] | None = None
         self._staged: dict[str, torch.Tensor] = {}
         self._install: Callable = _ignore
-        self._is_merged = self._will_be_merged = False  # the weights of the engine
+        self._is_merged = self._will_be_merged = False  # whether the engine's weights include an adapter
         self.takes_adapters = load_adapter is not None or load_weights is None
 
     def receives(self, rank: int) -> bool:
@@ -72,8 +74,8 @@ class InProcess(EngineTarget):
     def check(self, caller: str, deltas: bool) -> None:
         if deltas and self._has_engine and self._apply is None:
             raise NotImplementedError(
-                f"{caller}: engines load whole tensors, so deltas need InProcess(load_weights, apply_delta=...); "
-                "without it connect with deltas=False and push whole weights"
+                f"{caller}: engines load full tensors, so deltas need InProcess(load_weights, apply_delta=...). "
+                "Without it connect with deltas=False and push full weights."
             )
 
     def open(self, layout: WireLayout, timeout_s: float) -> None:
@@ -147,7 +149,7 @@ class InProcess(EngineTarget):
 
 
 def _ignore(*_: object) -> None:
-    """An engine that needs no such call."""
+    """Does nothing, for engines that need no such call."""
 
 
 def _told(error: Exception, bucket: PushBucket | None) -> TargetError:

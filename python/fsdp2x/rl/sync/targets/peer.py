@@ -1,7 +1,7 @@
-"""``Peer``: engines in other processes, which run a ``Receiver`` of ``fsdp2x.sync.engine`` or a ``TcpReceiver``.
+"""``Peer``: engines in other processes that run a ``Receiver`` of ``fsdp2x.sync.engine`` or a ``TcpReceiver``.
 
-One rank sends requests to them, over one connection each. Engines on its host map the memory that the ranks write to.
-To engines on any host, buckets are broadcast in a process group.
+One rank sends them requests, over one connection each. Engines on its host map the memory that the ranks write to. To
+engines on other hosts, a process group broadcasts buckets.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fsdp2x.rl.sync.receiver import engine, engine_tcp
 from fsdp2x.rl.sync.targets.base import EngineTarget, Failure, PushBucket, TargetError, WireLayout
 from fsdp2x.rl.sync.targets.transports import BroadcastTransport, BucketTransport, FileTransport, IpcTransport
 
-_NAMED_S = 1.0  # after a broadcast failed, for a word of the engine that is the cause
-_RETURN_S = 10.0  # for the first answer of an engine that missed a push, so that one that hangs costs no timeout again
+_NAMED_S = 1.0  # after a failed broadcast, wait this long for a message of the engine that caused it
+_RETURN_S = 10.0  # for the first answer of an engine that missed a push, so that a hanging one costs no full timeout
 
 
 class Peer(EngineTarget):
@@ -30,9 +30,9 @@ class Peer(EngineTarget):
         Peer("@engine")                                    on the host of the rank that talks to it; also a list of them
         Peer("tcp://10.0.0.7:7000", secret=secret)         on any host, where a ``TcpReceiver`` knows the same secret
 
-    Every rank makes it with the same arguments. An engine that dies, hangs, or is started again is found at the next
-    push, which connects anew and must be a full one. By default it fails a push. With ``min_engines`` a push goes on
-    without it, warns, and tries it again next time.
+    Make it with the same arguments on every rank. If an engine dies, hangs, or restarts, the next push notices and
+    connects again, and must be a full one. By default that engine makes the push fail. With ``min_engines`` the push
+    continues without it, warns, and tries it again next time.
     """
 
     takes_adapters = True
@@ -48,52 +48,51 @@ class Peer(EngineTarget):
         group: Literal["gloo", "nccl"] | None = None,
         min_engines: int | None = None,
     ) -> None:
-        """
+        """Describes the receivers. The first push connects to them.
+
         Args:
-            address: of one receiver, or of those of all workers of an engine: "@name" or the path of a socket; or
-                "tcp://host:port", all of them or none.
-            rank: of the session's group, that talks to them; but over TCP it runs on the engines' host.
-            secret: for TCP, and needed there: what both sides must know, of 16 characters or more.
-            memory: which one carries buckets on this host. ``"device"``: that of the rank's current GPU, by CUDA IPC:
-                engines see that GPU, and do not write to what they are
-                given without a copy. Takes one bucket there.
-            group: over TCP: backend of the process group in which each bucket is broadcast to all engines at once. The
-                talking rank makes it, and engines join by a port of that rank's host. Takes memory for one bucket on
-                the rank and on each engine. ``"nccl"``: on its current GPU, which no other member may share. None:
-                ``"gloo"``.
-            min_engines: how many receivers must take a push. For independent engines on this host, not for the workers
-                of one. None: all of them.
+            address: one receiver, or those of all workers of an engine: "@name" or the path of a socket, or
+                "tcp://host:port", all of one kind.
+            rank: rank of the session's group that talks to them. Except over TCP it runs on the engines' host.
+            secret: for TCP, where it is required: a secret of at least 16 characters that both sides know.
+            memory: memory that carries buckets on this host. ``"device"`` is that of the rank's current GPU, by CUDA
+                IPC, with room for one bucket. Engines must see that GPU and not write to tensors they do not copy.
+            group: for TCP, backend of the process group that broadcasts each bucket to all engines. It needs memory for
+                one bucket on the rank and on each engine. ``"nccl"`` uses the current GPU, which no other member may
+                share. None: ``"gloo"``.
+            min_engines: number of receivers that must take a push. Use it for independent engines on this host, not for
+                the workers of one. None: all.
 
         Raises:
-            ValueError: no address, addresses of both kinds, no secret where it is needed or one where it is not, a
-                group where nothing goes over TCP, or ``min_engines`` beyond the addresses or over TCP.
+            ValueError: addresses are missing or of both kinds, ``secret`` or ``group`` does not fit them, or
+                ``min_engines`` is impossible.
         """
         self._addresses = [address] if isinstance(address, str) else list(address)
         if not self._addresses:
-            raise ValueError("fsdp2x.sync.Peer: no address of a receiver")
+            raise ValueError("fsdp2x.sync.Peer: there is no address. Pass that of a receiver.")
         self._transport = _transport_for(self._addresses, secret, memory, group)
         self._min_engines = len(self._addresses) if min_engines is None else min_engines
         if not 0 < self._min_engines <= len(self._addresses) or min_engines is not None and self._transport.is_group:
             raise ValueError(
                 f"fsdp2x.sync.Peer: min_engines must be from 1 to {len(self._addresses)}, the number of addresses, and "
-                f"unset over TCP; got {min_engines}"
+                f"unset over TCP, got {min_engines}"
             )
-        self._missing: dict[str, str] = {}  # receivers that have missed this push or the last one, and why
+        self._missing: dict[str, str] = {}  # receivers that missed this push or the last one, and why
         self._rank = rank
-        self._told: WireLayout | None = None  # what the connections know
+        self._told: WireLayout | None = None  # the layout that the connections got
         self._session, self._has_begun = "", False
         self._connections: dict[str, socket.socket] = {}
         self._timeout_s = 0.0
         self._failure: Failure | None = None
-        self._early: dict[str, dict] = {}  # answers that came while others were in the group
-        self._taken: PushBucket | None = None  # sent, not answered for yet
+        self._early: dict[str, dict] = {}  # answers that came while other engines were in the group
+        self._taken: PushBucket | None = None  # sent, but not answered yet
 
     def receives(self, rank: int) -> bool:
         return rank == self._rank
 
     @property
     def missing(self) -> dict[str, str]:
-        """The receivers that the last push went on without, and why. Known on the rank that talks to them."""
+        """Receivers that missed the last push, and why. Known on the rank that talks to them."""
         return dict(self._missing)
 
     @property
@@ -101,7 +100,7 @@ class Peer(EngineTarget):
         return [address for address in self._addresses if address not in self._missing]
 
     def _go_on_without(self, phase: str, failed: dict[str, str]) -> None:
-        """Leaves receivers out of this push.
+        """Excludes receivers from this push.
 
         Raises:
             TargetError: too few remain.
@@ -111,7 +110,7 @@ class Peer(EngineTarget):
         if len(set(self._present) - set(failed)) < self._min_engines:
             raise TargetError.at(phase, "; ".join({**self._missing, **failed}.values()))
         for address, reason in failed.items():
-            self._disconnect(address)  # which tells an engine that goes on that its weights are torn
+            self._disconnect(address)  # which shows a surviving engine that its weights are torn
             self._missing[address] = reason
 
     # ---- requests
@@ -119,7 +118,7 @@ class Peer(EngineTarget):
     def open(self, layout: WireLayout, timeout_s: float) -> None:
         require_own_process("push weights")
         self._timeout_s, self._has_begun = timeout_s, False
-        if layout is not self._told:  # another session, or one whose memory was made again
+        if layout is not self._told:  # another session, or one with new memory
             self.close()
             self._told, self._session = layout, secrets.token_hex(8)
         self._transport.prepare(layout)
@@ -130,7 +129,7 @@ class Peer(EngineTarget):
             lost = self._addresses
             self._transport.close()
         for address in lost:
-            self._disconnect(address)  # that engine ended; there may be another one at its address
+            self._disconnect(address)  # that engine ended, and another one may use its address
         before, self._missing = self._missing, {}
         for address in lost:
             try:
@@ -162,7 +161,7 @@ class Peer(EngineTarget):
             self._timeout_s = own
 
     def _gather_group(self) -> None:
-        """Makes engines and this rank join the transport's group, if it has one that they are not in."""
+        """Makes engines and this rank join the transport's group, unless they have."""
         try:
             invitation = self._transport.invite(self._connections.values(), self._timeout_s)
             if invitation is None:
@@ -172,17 +171,17 @@ class Peer(EngineTarget):
             self._together("begin", self._transport.join)
             self._hear("begin")
         except TargetError:
-            self.close()  # whoever waits in the group hears of it
+            self.close()  # notifies those that wait in the group
             raise
         except engine.WireError as error:
             self.close()
             raise TargetError.at("begin", str(error)) from error
 
     def _together(self, phase: str, act: Callable[[float, Callable[[], bool]], None]) -> None:
-        """Runs what the transport does with all engines at once. If it fails, nobody knows what each engine got.
+        """Runs an operation of the transport with all engines. If it fails, it is unknown what each engine got.
 
         Raises:
-            TargetError: with what engines said or did meanwhile, and then what failed.
+            TargetError: with messages and ends of engines meanwhile, and then the failure.
         """
         self._early = {}
         try:
@@ -198,7 +197,7 @@ class Peer(EngineTarget):
             raise TargetError.at(phase, "; ".join([*reasons, str(error)])) from error
 
     def _has_one_failed(self, wait_s: float = 0.0) -> bool:
-        """Looks at what came from engines: answers that are errors, connections that ended."""
+        """Returns whether an engine sent an error or its connection ended."""
         rest = {self._connections[address]: address for address in self._addresses if address not in self._early}
         for connection in select.select(list(rest), [], [], wait_s)[0]:
             try:
@@ -232,7 +231,7 @@ class Peer(EngineTarget):
             self._failure = bucket.failure("load", str(error))
 
     def _answered(self) -> None:
-        """All engines are done with the bucket that was sent last, or it is known why not."""
+        """Waits until all engines are done with the last bucket, or it is known why not."""
         bucket, self._taken = self._taken, None
         if bucket is None:
             return
@@ -260,7 +259,7 @@ class Peer(EngineTarget):
             try:
                 self._ask_one(address, "abort", "abort", {"reason": reason})
             except TargetError:
-                pass  # the connection is closed by then, which tells the engine as well
+                pass  # the connection is already closed, which notifies the engine as well
 
     def close(self) -> None:
         self._early = {}
@@ -268,7 +267,7 @@ class Peer(EngineTarget):
             self._disconnect(address)
         self._transport.close()
 
-    # ---- the dialogue
+    # ---- the protocol
 
     def _ask(self, phase: str, kind: str, body: dict) -> None:
         self._tell(phase, kind, body)
@@ -280,7 +279,7 @@ class Peer(EngineTarget):
             raise TargetError.at(phase, reason)
 
     def _tell(self, phase: str, kind: str, body: dict) -> None:
-        """Raises what failed first, after all were told: an engine that was told owes an answer."""
+        """Sends to all engines, then raises the first failure, because an engine that got a request must answer."""
         told = self._present
         reasons = {address: self._sent(address, kind, body) for address in told}
         failed = {address: reason for address, reason in reasons.items() if reason is not None}
@@ -290,14 +289,14 @@ class Peer(EngineTarget):
         try:
             self._go_on_without(phase, failed)
         except TargetError:
-            # The others' answers are taken now, so that none is mistaken for that of a later request.
+            # Take the others' answers now, so that none is mistaken for that of a later request.
             self._hear(phase, failed)
 
     def _hear(self, phase: str, failed: Mapping[str, str] | None = None) -> None:
-        """Takes one answer of each that was told.
+        """Takes one answer from each engine that got a request.
 
         Raises:
-            TargetError: of too many of them, one says that it failed, or says nothing in time.
+            TargetError: too many of them report a failure or do not answer in time.
         """
         found = dict(failed or {})
         deadline = time.monotonic() + self._timeout_s
@@ -307,10 +306,10 @@ class Peer(EngineTarget):
         self._go_on_without(phase, found)
 
     def _sent(self, address: str, kind: str, body: dict, files: Sequence[int] = ()) -> str | None:
-        """What is wrong with an engine that cannot be sent to."""
+        """Sends a request. Returns the problem of an engine that cannot be sent to."""
         try:
             if address not in self._connections:
-                raise engine.WireError("there is no connection any more")
+                raise engine.WireError("the connection is gone")
             engine.send_frame(self._connections[address], kind, body, time.monotonic() + self._timeout_s, files)
             return None
         except engine.WireError as error:
@@ -318,10 +317,10 @@ class Peer(EngineTarget):
             return f"the engine at {address!r}: {error}"
 
     def _heard(self, address: str, deadline: float) -> str | None:
-        """What is wrong with an engine, by its answer or for want of one."""
+        """Takes an answer. Returns the problem of an engine that reports one or does not answer."""
         try:
             if address not in self._connections:
-                raise engine.WireError("there is no connection any more")
+                raise engine.WireError("the connection is gone")
             answer = self._early.pop(address, None)
             if answer is None:
                 _, answer, files = engine.receive_frame(self._connections[address], deadline)
@@ -342,14 +341,14 @@ def _transport_for(addresses: Sequence[str], secret: str | None, memory: str, gr
     if not any(over_tcp):
         if secret is not None or group is not None:
             raise ValueError(
-                f"fsdp2x.sync.Peer: a {'group' if secret is None else 'secret'} is for addresses such as "
-                "tcp://host:port; leave it out"
+                f"fsdp2x.sync.Peer: a {'group' if secret is None else 'secret'} is only for addresses such as "
+                "tcp://host:port. Leave it out."
             )
         return FileTransport() if memory == "host" else IpcTransport()
     if memory != "host":
         raise ValueError('fsdp2x.sync.Peer: memory="device" is for engines on this host, not for addresses of TCP')
     if not all(over_tcp):
-        raise ValueError("fsdp2x.sync.Peer: addresses of TCP and of this host; take one kind for all receivers")
+        raise ValueError("fsdp2x.sync.Peer: got addresses of TCP and of this host. Use one kind for all receivers.")
     try:
         for address in addresses:
             engine_tcp.split_address(address)

@@ -1,4 +1,4 @@
-"""Requests to an engine's HTTP server."""
+"""Sends requests to an engine's HTTP server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp2x.rl.sync.targets.base import TargetError
 
 
 class ControlError(RuntimeError):
-    """The engine refused, or did not answer. ``status``: of HTTP, None where nothing was answered."""
+    """The engine rejected a request, or did not answer. ``status`` is that of HTTP, or None without an answer."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -24,7 +24,7 @@ class ControlError(RuntimeError):
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """What an engine refuses is a failure of this phase."""
+    """Turns an engine's rejection inside the block into a failure of this phase."""
     try:
         yield
     except ControlError as error:
@@ -32,31 +32,31 @@ def phase(name: str) -> Iterator[None]:
 
 
 def server_addresses(caller: str, address: str | Sequence[str], port: int) -> list[str]:
-    """The addresses of one or several servers. ``port``: that of the example in the error.
+    """Returns the addresses of one or several servers. ``port`` is for the example in the error.
 
     Raises:
-        ValueError: there is none, or one is not that of HTTP.
+        ValueError: there is none, or one is not an HTTP address.
     """
     addresses = [address] if isinstance(address, str) else list(address)
     if not addresses or not all(isinstance(one, str) and one.startswith("http") for one in addresses):
-        raise ValueError(f'{caller}: addresses such as "http://127.0.0.1:{port}", got {address!r}')
+        raise ValueError(f'{caller}: expected addresses such as "http://127.0.0.1:{port}", got {address!r}')
     return addresses
 
 
 class Routes:
-    """The routes of one server. ``timeout_s`` is how long it may take to answer; ``missing``: why it may lack one."""
+    """The routes of one server. It must answer within ``timeout_s``. ``missing`` says why it may lack a route."""
 
     def __init__(self, url: str, missing: str) -> None:
         self.name, self.timeout_s, self._missing = url.rstrip("/"), 300.0, missing
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # engines are near
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # engines need no proxy
 
     def ask(self, *args: Any, **options: Any) -> dict[str, Any]:
-        """``send`` to a route that answers in JSON; ``{}`` for an empty answer."""
+        """Calls ``send`` for a route that answers in JSON. Returns ``{}`` for an empty answer."""
         text = self.send(*args, **options)
         try:
             return json.loads(text) if text else {}
         except (ValueError, RecursionError) as error:
-            raise ControlError(f"{self.name} answers {args[1]} with {text[:200]!r}, which is no JSON") from error
+            raise ControlError(f"{self.name} answers {args[1]} with {text[:200]!r}, which is not JSON") from error
 
     def send(
         self,
@@ -66,10 +66,10 @@ class Routes:
         body: dict[str, Any] | None = None,
         patient: bool = False,
     ) -> bytes:
-        """What is answered. ``patient``: however long it takes.
+        """Returns the answer. ``patient`` waits for it without a limit.
 
         Raises:
-            ControlError: nothing is, or with a status of failure.
+            ControlError: there is no answer, or its status is a failure.
         """
         url = f"{self.name}{path}" + (f"?{urllib.parse.urlencode(query, doseq=True)}" if query else "")
         data = None if body is None else json.dumps(body).encode()

@@ -1,12 +1,12 @@
-"""``Sglang``: SGLang servers, steered by HTTP.
+"""``Sglang``: SGLang servers, controlled by HTTP.
 
     pause, wake weights, begin session | buckets | end session | wake the KV cache, flush, label, continue
                  begin                 |   load  |   finish    |                 commit
 
 A request for each bucket says where its bytes are: in memory of a GPU that the server's workers share with this rank,
 or in a broadcast. Servers answer when their workers have loaded it, and the next bucket is gathered meanwhile. No such
-request flushes or labels: a flush that is refused would fail a bucket that was loaded, and a label would be out before
-all servers have ended their sessions.
+request flushes or labels: a rejected flush would fail a loaded bucket, and a label would be visible before all servers
+have ended their sessions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fsdp2x.rl.sync.targets.routes import ControlError, Routes, phase, server_ad
 from fsdp2x.rl.sync.targets.transports import HandedMemory
 
 _MISSING = "start SGLang 0.5.10 or newer"
-_IDLE_S = 60  # until what was aborted has left the scheduler
+_IDLE_S = 60  # until aborted requests have left the scheduler
 
 
 class Sglang(EngineTarget):
@@ -51,21 +51,19 @@ class Sglang(EngineTarget):
         Sglang("http://127.0.0.1:30000")                   whose workers see the GPU of this rank; also a list of them
         Sglang("http://10.0.0.7:30000", group="nccl")      on any host
 
-    Each worker is given whole tensors, of which it takes its part. A commit is labelled ``str(version)``. A push that
-    fails leaves servers paused until a full push succeeds. SGLang ignores tensors whose names it does not know, with a
-    line in its log and an answer of success.
+    Each worker gets full tensors and takes its part. A commit is labeled ``str(version)``. A failed push leaves servers
+    paused until a full push succeeds. SGLang ignores tensors with unknown names: it logs a line and reports success.
 
-    With ``connect(weights="adapter")`` requests ask for the adapter by its name (``lora_path``, or ``model`` as
-    ``BASE:NAME``) of servers that run with ``--enable-lora``, ``--max-lora-rank`` and ``--lora-target-modules``. Its
-    tensors go with the request, to any host, and replace those of this name at the commit. SGLang first lets requests
-    end that use the old one, so that servers are not paused, unless ``pause="abort"`` ends them. If a server refuses
-    the new adapter, all servers get the old one again.
+    With ``connect(weights="adapter")`` requests name the adapter (``lora_path``, or ``model`` as ``BASE:NAME``).
+    Servers must run with ``--enable-lora``, ``--max-lora-rank`` and ``--lora-target-modules``. SGLang replaces the
+    adapter at the commit, after requests with the old one end. If a server rejects the new adapter, all servers keep
+    the old one.
 
-    Tested against a stand-in with the routes, orders and traps of SGLang 0.5.23, not against SGLang itself: compare the
-    log-probabilities of a few fixed tokens, trainer and engine, after the first push of a run.
+    Tested against a stand-in for SGLang 0.5.23, not against SGLang itself. After the first push of a run, compare the
+    log-probabilities of a few fixed tokens in trainer and engine.
     """
 
-    whole_only = "SGLang loads whole tensors"
+    whole_only = "SGLang loads full tensors"
     takes_adapters = True
 
     @checked
@@ -77,28 +75,26 @@ class Sglang(EngineTarget):
         pause: Literal["retract", "abort"] = "retract",
         group: Literal["gloo", "nccl"] | None = None,
     ) -> None:
-        """
+        """Describes the servers. The first push connects to them.
+
         Args:
-            address: of servers, the same on every rank.
-            rank: of the session's group, that talks to them.
-            pause: what becomes of their requests. ``"retract"``: they go on with the new weights, what is cached of
-                them is computed again. ``"abort"``: they end. Requests that SGLang pauses in place would keep the
-                cache of the old weights.
-            group: None: servers are sent handles of memory of this rank's GPU, by CUDA IPC. It holds all buckets until
-                the push ends, because SGLang answers before its copies ran: the bytes of all weights on the wire. A
-                worker that cannot load ends its server. Otherwise buckets are broadcast to all workers of all servers
-                at once, in SGLang's weights-update group of this backend, which lasts as long as a push. ``"nccl"``: no
-                worker shares a GPU with this rank, whose current GPU a bucket is copied to. SGLang's side of a
-                broadcast that failed has no limit of ours: start such servers again. SGLang answers for the first
-                tensor-parallel worker: another one that could not load is a line in its log.
+            address: one server or several, the same on every rank.
+            rank: rank of the session's group that talks to them.
+            pause: treatment of running requests. ``"retract"``: they continue with the new weights, and their cache is
+                computed again. ``"abort"``: they end. SGLang's pause in place would keep the cache of old weights.
+            group: None sends handles of this rank's GPU memory by CUDA IPC. The GPU then holds all weights on the wire
+                until the push ends, because SGLang answers before it has copied. A backend broadcasts buckets to all
+                workers instead. With ``"nccl"`` no worker may share the current GPU of this rank. If a broadcast fails,
+                restart the servers, because SGLang's side has no timeout. SGLang answers for its first tensor-parallel
+                worker only: failures of others appear in its log.
         """
         self._servers = [Routes(one, _MISSING) for one in server_addresses("fsdp2x.sync.Sglang", address, 30000)]
         self._rank, self._pause, self._acts = rank, pause, False
         self._num_workers: dict[str, int] = {}
         self._backend = group
-        self._group: UpdateGroup | None = None  # of the push that is under way
-        self._handed: list[HandedMemory] = []  # what workers may still read
-        self._open: set[str] = set()  # servers with a session of ours
+        self._group: UpdateGroup | None = None  # of the current push
+        self._handed: list[HandedMemory] = []  # memory that workers may still read
+        self._open: set[str] = set()  # servers with an open session of this target
         self._has_begun = False
         self._asleep: set[str] = set()
         self._pool = self._make_pool()
@@ -106,36 +102,36 @@ class Sglang(EngineTarget):
         self._failure: Failure | None = None
         self._adapter: dict[str, Any] | None = None
         self._staged: dict[str, torch.Tensor] = {}
-        self._is_merged = self._will_be_merged = False  # the weights of the servers
-        self._held: dict[str, dict[str, Any]] = {}  # by server: the request that loads the adapter that it has
-        self._swapped: list[Routes] = []  # servers with another adapter than before this push
+        self._is_merged = self._will_be_merged = False  # whether the servers' weights include an adapter
+        self._held: dict[str, dict[str, Any]] = {}  # by server: the request that loads its current adapter
+        self._swapped: list[Routes] = []  # servers whose adapter this push has changed
 
     def receives(self, rank: int) -> bool:
         self._acts = rank == self._rank
         return self._acts
 
     def sleep(self) -> None:
-        """Servers give the memory of weights and KV cache back until the next push, which wakes them.
+        """Frees the servers' memory of weights and KV cache until the next push, which wakes them.
 
-        Requests are aborted. On a rank that talks to no server nothing happens. SGLang keeps no weights meanwhile.
+        It aborts requests. SGLang keeps no weights meanwhile. On a rank that talks to no server nothing happens.
 
         Raises:
-            RuntimeError: a server refuses; it sleeps already.
+            RuntimeError: a server rejects it, or sleeps already.
         """
         if self._asleep:
-            raise RuntimeError("fsdp2x.sync.Sglang.sleep: it is asleep already; push")
+            raise RuntimeError("fsdp2x.sync.Sglang.sleep: it is already asleep. Push to wake it.")
         if not self._acts:
             return
         for server in self._servers:
             server.ask("POST", "/pause_generation", body={"mode": "abort"})
-            self._flush(server)  # memory is released by idle servers alone: others end
+            self._flush(server)  # a busy server that frees memory would end
             server.ask("POST", "/release_memory_occupation", body={"tags": ["kv_cache", "weights"]})
         self._asleep = {"weights", "kv_cache"}
 
     # ---- a push
 
     def open(self, layout: WireLayout, timeout_s: float) -> None:
-        refuse_adapters(layout, "SGLang loads adapters by requests of their own")
+        refuse_adapters(layout, "SGLang loads adapters by separate requests")
         self._adapter, self._staged, self._swapped = layout.adapter, {}, []
         self._will_be_merged = layout.is_merged
         self._failure, self._sent, self._has_begun = None, None, False
@@ -145,13 +141,13 @@ class Sglang(EngineTarget):
                 about = server.ask("GET", "/server_info")
                 if about.get("dp_size", 1) > 1:
                     raise ControlError(
-                        f"{server.name} has {about['dp_size']} data-parallel replicas, and passes weights on to none "
-                        "of them; start a server for each, and give Sglang all their addresses"
+                        f"{server.name} has {about['dp_size']} data-parallel replicas, and passes weights to none "
+                        "of them. Start a server for each, and give Sglang all their addresses."
                     )
                 if self._backend is not None and about.get("pp_size", 1) > 1:
                     raise ControlError(
-                        f"{server.name} has {about['pp_size']} pipeline stages, and numbers the workers of a group by "
-                        "their tensor-parallel rank alone; leave group out"
+                        f"{server.name} has {about['pp_size']} pipeline stages, but numbers the workers of a group by "
+                        "their tensor-parallel rank only. Omit group."
                     )
                 if layout.adapter is not None:
                     _require_adapters(server.name, about, layout.adapter)
@@ -164,7 +160,7 @@ class Sglang(EngineTarget):
                 if self._is_merged:
                     raise ControlError(MERGED_BASE)
                 if self._asleep:
-                    raise ControlError("servers sleep, and keep no weights: push all weights before an adapter")
+                    raise ControlError("servers sleep and keep no weights. Push all weights before an adapter.")
                 for server in self._servers if self._pause == "abort" else ():
                     server.ask("POST", "/pause_generation", body={"mode": "abort"})
                 return
@@ -181,11 +177,11 @@ class Sglang(EngineTarget):
         try:
             server.ask("POST", "/begin_weight_update", body={})
         except ControlError as error:
-            if error.status == 404:  # of a release before sessions, which takes buckets without
+            if error.status == 404:  # of a release before sessions, which takes buckets without one
                 return
             if error.status != 400 or "already open" not in str(error):
                 raise
-            # Of a push that did not come to its end, perhaps of a trainer that is gone.
+            # Ends the session of an unfinished push, perhaps of another trainer that is gone.
             server.ask("POST", "/end_weight_update", body={})
             server.ask("POST", "/begin_weight_update", body={})
         self._open.add(server.name)
@@ -218,7 +214,7 @@ class Sglang(EngineTarget):
         _ask(server, "/update_weights_from_tensor", {"serialized_named_tensors": payloads, **_BUCKET})
 
     def _answered(self) -> None:
-        """All servers have loaded the bucket that was sent last, or it is known why not."""
+        """Waits until all servers have loaded the last bucket, or it is known why not."""
         if self._sent is None:
             return
         (bucket, answers), self._sent = self._sent, None
@@ -239,16 +235,16 @@ class Sglang(EngineTarget):
                     self._open.discard(server.name)
 
     def _swap(self, adapter: dict[str, Any], version: int | str) -> None:
-        """Puts the new adapter in the place of the old one, which SGLang does not do at once."""
+        """Replaces the old adapter by the new one, which SGLang does not do at once."""
         data = base64.b64encode(pickle.dumps(self._staged, protocol=4)).decode()
-        scale = next(iter(adapter["layers"].values()))  # SGLang multiplies by alpha / r, whatever the settings say
+        scale = next(iter(adapter["layers"].values()))  # SGLang multiplies by alpha / r, whatever the settings are
         config = {name: adapter[name] for name in ("peft_type", "r", "target_modules")}
         config["lora_alpha"] = scale * adapter["r"]
         for server in self._servers:
             body = {"lora_name": adapter["name"], "config_dict": config}
             body["serialized_named_tensors"] = [data] * self._num_workers[server.name]
             self._swapped.append(server)
-            # It may have none, such as after it was started again; what else is wrong the load says.
+            # It may have none, such as after a restart. The load reports any other problem.
             self._quietly(server, "/unload_lora_adapter", {"lora_name": adapter["name"]})
             _ask(server, "/load_lora_adapter_from_tensors", body)
         self._held = {server.name: body for server in self._servers}
@@ -259,7 +255,7 @@ class Sglang(EngineTarget):
                 server.ask("POST", "/continue_generation", body={})
 
     def _restore(self, adapter: dict[str, Any]) -> None:
-        """Gives servers the adapter of before, and lets them go on."""
+        """Gives servers the previous adapter and lets them continue."""
         for server in self._swapped:
             self._quietly(server, "/unload_lora_adapter", {"lora_name": adapter["name"]})
             if server.name in self._held:
@@ -289,7 +285,7 @@ class Sglang(EngineTarget):
         self._abandon_group()
         self._answered()
         for server in self._servers if self._has_begun else ():
-            # Some may have gone on already, when another one failed at its commit.
+            # Some may already run again if another one failed at its commit.
             self._quietly(server, "/pause_generation", {"mode": self._pause})
             if server.name in self._open:
                 self._open.discard(server.name)
@@ -300,7 +296,7 @@ class Sglang(EngineTarget):
         self._abandon_group()
         self._drop_handed()
         self._pool.shutdown()
-        self._pool = self._make_pool()  # threads begin with the first request
+        self._pool = self._make_pool()  # threads start with the first request
 
     # ---- parts
 
@@ -323,45 +319,46 @@ class Sglang(EngineTarget):
             self._asleep.discard(tag)
 
     def _quietly(self, server: Routes, path: str, body: dict[str, Any]) -> None:
-        """What cannot be told any more: the server is gone, or takes no requests."""
+        """Sends a request and ignores failures: the server is gone, or takes no requests."""
         with contextlib.suppress(ControlError):
             server.ask("POST", path, body=body)
 
     def _flush(self, server: Routes) -> None:
-        """Refused while requests run, with a status of failure; aborted ones may take a moment to leave."""
+        """Flushes the cache. The server rejects it while requests run, and aborted ones take a moment to leave."""
         server.send("POST", "/flush_cache", {"timeout": min(_IDLE_S, server.timeout_s / 2)})
 
 
 def _require_adapters(name: str, about: dict[str, Any], adapter: dict[str, Any]) -> None:
-    """
+    """Checks that the server supports the adapter.
+
     Raises:
-        ControlError: the server serves no adapters, or none like this one.
+        ControlError: it serves no adapters, or none like this one.
     """
     if not about.get("enable_lora"):
         raise ControlError(
-            f"{name} serves no adapters: start it with --enable-lora --max-lora-rank {adapter['r']} "
-            f"--lora-target-modules {' '.join(adapter['target_modules'])}"
+            f"{name} serves no adapters. Start it with --enable-lora --max-lora-rank {adapter['r']} "
+            f"--lora-target-modules {' '.join(adapter['target_modules'])}."
         )
     if adapter["rank_pattern"] or len(set(adapter["layers"].values())) > 1:
         raise ControlError(
-            "SGLang has one rank and one scale for an adapter, and this one has several: leave rank_pattern and "
-            'alpha_pattern out, or push weights="all" with merge_adapters=True'
+            "SGLang supports one rank and one scale per adapter, and this one has several. Omit rank_pattern and "
+            'alpha_pattern, or push weights="all" with merge_adapters=True.'
         )
 
 
 # ---- buckets in memory of a GPU
 
-# How a bucket is laid out, and that loading it does nothing else.
+# Layout of a bucket; loading it has no other effects.
 _BUCKET = {"load_format": "flattened_bucket", "flush_cache": False, "abort_all_requests": False}
 
 
 def handed_bucket(bucket: PushBucket, num_workers: int) -> tuple[HandedMemory, list[str]]:
-    """The bucket in memory of its GPU, and a payload in base64 for each worker. The memory must outlive their reads.
+    """Returns the bucket in GPU memory, and a base64 payload for each worker. The memory must outlive their reads.
 
         | t0 |gap| t1 |gap| t2 ...       a tensor begins at a multiple of 64 bytes, as views of its dtype must
 
-    SGLang unpickles a payload by an exact list of globals, and this one needs nothing of SGLang's own. The number of
-    the GPU in the handle is its UUID, as SGLang writes it itself and reads it in place of torch's.
+    SGLang unpickles a payload with an exact list of globals, and this one needs nothing of SGLang. The GPU's number in
+    the handle is its UUID, as SGLang writes and reads it in place of torch's.
 
     Raises:
         ValueError: the tensors are not on a GPU.
@@ -395,18 +392,18 @@ class _Handle:
 class UpdateGroup:
     """SGLang's weights-update group, with this rank as its rank 0.
 
-    It lives as long as a push: a server that was started again knows no group, and would end at a bucket of one. A
-    bucket is one broadcast of tensors without gaps, which both sides lay out in the order of the request. That order is
-    by itemsize, largest first, so that each tensor begins where views of its dtype may.
+    It lives as long as a push, because a restarted server knows no group and would end at a bucket of one. A bucket is
+    one broadcast of tensors without gaps, which both sides lay out in the order of the request: by itemsize, largest
+    first, so that each tensor is aligned for its dtype.
     """
 
     def __init__(
         self, servers: Sequence[Routes], counts: Sequence[int], backend: str, pool: ThreadPoolExecutor
     ) -> None:
-        """All workers join. ``counts``: of each server's workers; ``pool``: a thread for each server.
+        """Makes all workers join. ``counts`` has each server's workers, ``pool`` a thread for each server.
 
         Raises:
-            ControlError: a server refuses, or they did not meet in time.
+            ControlError: a server rejects it, or they did not connect in time.
         """
         self._servers, self._pool = servers, pool
         timeout_s = min(server.timeout_s for server in servers)
@@ -434,7 +431,7 @@ class UpdateGroup:
             raise ControlError("; ".join(reasons))
 
     def send(self, bucket: PushBucket) -> list[Future]:
-        """Broadcasts the tensors; the answers of all servers, whose workers load them, and what failed besides."""
+        """Broadcasts the tensors. Returns the answers of all servers, whose workers load them, and other failures."""
         deadline = time.monotonic() + min(server.timeout_s for server in self._servers)
         tensors = sorted(zip(bucket.specs, bucket.tensors, strict=True), key=lambda pair: -pair[0].dtype.itemsize)
         body: dict[str, Any] = {
@@ -454,7 +451,7 @@ class UpdateGroup:
         return answers
 
     def leave(self) -> None:
-        """Ends the group everywhere at the same time, when what was sent has arrived.
+        """Ends the group everywhere at the same time, after everything sent has arrived.
 
         Raises:
             ControlError: a server does not.
@@ -465,7 +462,7 @@ class UpdateGroup:
             end.result()
 
     def abandon(self) -> None:
-        """Ends the group here, which ends what servers wait for over gloo, and there, where they still can."""
+        """Ends the group here, which ends the servers' waits over gloo, and on servers that still can."""
         self._group.close()
         for end in self._end():
             with contextlib.suppress(ControlError):
@@ -480,10 +477,10 @@ class UpdateGroup:
 
 
 def _ask(server: Routes, path: str, body: dict[str, Any]) -> None:
-    """Some releases say in a value, with a status of success, that they failed.
+    """Sends a request. Some releases report a failure in a value, with a status of success.
 
     Raises:
-        ControlError: the server refuses, or does not answer.
+        ControlError: the server rejects it, or does not answer.
     """
     answer = server.ask("POST", path, body=body)
     if answer and not answer.get("success", True):

@@ -1,4 +1,4 @@
-"""How buckets reach receivers: in memory that receivers on this host map, or by a broadcast to any host."""
+"""Delivers buckets to receivers: in memory that receivers on this host map, or by a broadcast to any host."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ DEVICE_ARGUMENT = 6  # of `rebuild_cuda_tensor`: the device's number, which need
 
 
 class BucketTransport:
-    """What ``Peer`` needs from each transport. One bucket is on its way at a time."""
+    """The interface of transports for ``Peer``. One bucket is in transit at a time."""
 
-    is_group = False  # receivers are members of a process group: when one is lost, all of them connect again
+    is_group = False  # receivers are members of a process group; if one is lost, all connect again
     files: Mapping[int, int] = {}  # descriptors of the layout's files that receivers map, and their numbers
-    memory: torch.Tensor  # flat bytes with room for a bucket that lies in no file; receivers number it after the files
+    memory: torch.Tensor  # flat bytes for a bucket that is in no file; receivers number it after the files
 
     def prepare(self, layout: WireLayout) -> None:
-        """Called before each push."""
+        """Prepares the next push."""
         raise NotImplementedError
 
     def connect(self, address: str, timeout_s: float) -> socket.socket:
@@ -39,7 +39,7 @@ class BucketTransport:
         return connected(address, timeout_s)
 
     def invite(self, receivers: Collection[socket.socket], timeout_s: float) -> dict[str, Any] | None:
-        """What all receivers are sent before they ``join`` a group. None if there is no group, or they are in it.
+        """Returns what all receivers get before they ``join`` a group. None if there is no group, or they joined.
 
         Raises:
             engine.WireError: no group is possible.
@@ -47,20 +47,20 @@ class BucketTransport:
         return None
 
     def join(self, deadline: float, is_lost: Callable[[], bool]) -> None:
-        """Meets the receivers in the group. ``is_lost`` returns True if one of them cannot come.
+        """Joins the group with the receivers. ``is_lost`` returns True if one of them cannot come.
 
         Raises:
             engine.WireError: they did not come in time.
         """
 
     def describe_memory(self) -> tuple[dict[str, Any], list[int]]:
-        """What one receiver is sent about the memory that buckets lie in, and the descriptors to send along."""
+        """Returns a receiver's description of the memory of buckets, and the descriptors to send with it."""
         raise NotImplementedError
 
     def place(self, bucket: PushBucket, indices: Mapping[str, int]) -> dict[str, Any]:
-        """Copies what lies in no file of the layout into ``memory``. Returns the body of the bucket's request.
+        """Copies tensors that are in no file of the layout to ``memory``. Returns the body of the bucket's request.
 
-        ``indices``: positions of the names in the layout.
+        ``indices`` are positions of the names in the layout.
         """
         shared, number = None if bucket.file is None else self.files.get(bucket.file), len(self.files)
         tensors: list[list[int]] = []
@@ -89,7 +89,7 @@ class BucketTransport:
         return end
 
     def deliver(self, deadline: float, is_lost: Callable[[], bool]) -> None:
-        """Sends what was placed, after all receivers were sent the request.
+        """Sends the placed bucket, after all receivers got the request.
 
         Raises:
             engine.WireError: it did not reach all of them.
@@ -102,8 +102,8 @@ class BucketTransport:
 class FileTransport(BucketTransport):
     """Receivers map the ring that buckets are gathered into.
 
-    Some tensors do not lie in it: un-fused experts, merged adapters, parameters over several axes, weights on a device,
-    and deltas that a process group has gathered. They are copied into a file of this rank.
+    Some tensors are not in it: un-fused experts, merged adapters, parameters over several axes, weights on a device,
+    and deltas that a process group has gathered. They are copied to a file of this rank.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class IpcTransport(BucketTransport):
 
 
 class BroadcastTransport(BucketTransport):
-    """Each bucket is broadcast to all receivers at once, in a process group with them. Requests go over TCP."""
+    """Broadcasts each bucket to all receivers at once, in a process group with them. Requests use TCP."""
 
     is_group = True
 
@@ -207,13 +207,13 @@ class BroadcastTransport(BucketTransport):
 
 
 def room_for(layout: WireLayout) -> int:
-    """Bytes that any bucket takes, copied. Deltas take at most half of their tensors' bytes, and what aligns them."""
+    """Returns the bytes that any copied bucket takes. Deltas take at most half of their tensors' bytes, plus gaps."""
     buckets = (sum(_C.align_up(spec.num_bytes) for spec in bucket) for bucket in layout.buckets)
     return max([_C.ALIGN_BYTES, *buckets]) + _C.ALIGN_BYTES * len(layout.specs)
 
 
 def connected(address: str, timeout_s: float) -> socket.socket:
-    """A connection to a receiver of the same user on this host."""
+    """Returns a connection to a receiver of the same user on this host."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout_s)
@@ -232,15 +232,15 @@ def connected(address: str, timeout_s: float) -> socket.socket:
 class HandedMemory:
     """``num_bytes`` of ``device`` in ``bytes``, a flat tensor that other processes of this host map by a handle.
 
-    Memory of an accelerator is handed out by CUDA IPC, that of the host as a file. torch counts the readers of memory
-    of a device, one for each handle, so every reader needs its own handle. Readers must unmap it before it is freed, or
-    it stays taken.
+    CUDA IPC shares an accelerator's memory, and a file that of the CPU. torch counts readers of device memory by
+    handle, so every reader needs a separate handle. Readers must unmap it before it is freed, or it stays allocated.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
-        """
+        """Allocates the memory.
+
         Raises:
-            NotImplementedError: neither CUDA nor the CPU.
+            NotImplementedError: the device is neither CUDA nor the CPU.
         """
         self.device = device
         self._file: MemoryFile | None = None
@@ -250,33 +250,33 @@ class HandedMemory:
             return
         if device.type != "cpu":
             raise NotImplementedError(
-                f"fsdp2x.sync: memory of {device} cannot be handed to another process; CUDA's and the CPU's can"
+                f"fsdp2x.sync: memory of {device} cannot be handed to another process. Use CUDA or the CPU."
             )
         self._file = MemoryFile("fsdp2x-handed", num_bytes)
         self.bytes = self._file.bytes[:num_bytes]
 
     def device_handle(self) -> tuple:
-        """The arguments of ``rebuild_cuda_tensor`` for one reader, with the GPU's UUID for its number.
+        """Returns the arguments of ``rebuild_cuda_tensor`` for one reader, with the GPU's UUID as its number.
 
         Raises:
             ValueError: the memory is not that of a GPU.
         """
         if self._file is not None:
             raise ValueError(
-                "fsdp2x.sync: engines are handed memory of a GPU, and this rank gathers weights on the CPU; "
-                'use memory="host" of Peer and Vllm, group="gloo" of Sglang'
+                "fsdp2x.sync: engines need memory of a GPU, but this rank gathers weights on the CPU. Use "
+                'memory="host" of Peer and Vllm, or group="gloo" of Sglang.'
             )
         arguments = reductions.reduce_tensor(self.bytes)[1]
         return (*arguments[:DEVICE_ARGUMENT], device_uuid(self.device), *arguments[DEVICE_ARGUMENT + 1 :])
 
     def synchronize(self) -> None:
-        """Waits until what was written is visible to other processes."""
+        """Waits until written data is visible to other processes."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
 
 def accelerator_or_cpu() -> torch.device:
-    """The current accelerator of this process, the CPU where there is none."""
+    """Returns the current accelerator of this process, or the CPU if there is none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
@@ -284,5 +284,5 @@ def accelerator_or_cpu() -> torch.device:
 
 
 def device_uuid(device: torch.device) -> str:
-    """A GPU's own name, which it has in every process."""
+    """Returns a GPU's UUID, which is the same in every process."""
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -4,8 +4,8 @@
          control        |   sockets and memory files     |                  control
 
 Weights go to the receiver of each worker, as with ``Peer``: in memory files on this host, by broadcasts to others. A
-worker has no loop of ours: one call of all workers (``fsdp2x_receive``) lasts as long as a push. vLLM hears nothing
-else meanwhile, so control comes before and after.
+worker has no receive loop: one call of all workers (``fsdp2x_receive``) lasts as long as a push. vLLM accepts no other
+calls meanwhile, so control comes before and after.
 """
 
 from __future__ import annotations
@@ -33,26 +33,24 @@ class Vllm(EngineTarget):
         Vllm("http://127.0.0.1:8000")                     a server; VLLM_SERVER_DEV_MODE=1; also a list of them
         Vllm(llm)                                         an LLM of this rank's process; Vllm(None) on ranks without one
 
-    If a worker of a server does not run beside the rank that talks to it, all workers get weights by broadcasts in a
-    process group, and requests on a port that each opens. The secret for the port is made here and goes by the server's
-    own HTTP. An ``LLM`` has its workers on its own host. Each
-    worker is given whole tensors, of which it takes its part (tensor and pipeline parallel). A commit is labelled
-    ``str(version)``.
+    Each worker gets full tensors and takes its part (tensor and pipeline parallel). If a server's worker runs on
+    another host, all workers get weights by broadcasts, and requests on a port with a secret that the server's HTTP
+    carries. A commit is labeled ``str(version)``.
 
-    With ``connect(weights="adapter")`` requests ask for the adapter by its name: ``"model": NAME`` to a server, which
-    runs with ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``; ``generate(...,
-    lora_request=target.lora_request())`` to an ``LLM`` with ``enable_lora=True``. A push of an adapter that fails
-    leaves the old one in use. A push of all weights drops it, and its name then stands for these weights.
+    With ``connect(weights="adapter")`` requests name the adapter. A server takes ``"model": NAME`` and must run with
+    ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``. An ``LLM`` with ``enable_lora=True`` takes
+    ``generate(..., lora_request=target.lora_request())``. A failed push of an adapter keeps the old one. A push of all
+    weights drops it, and its name then stands for these weights.
 
-    A push of all weights that fails leaves servers paused, with layers of two versions, until a full push succeeds. An
-    ``LLM`` cannot be paused: ask ``Session.require_clean()`` before ``generate``. Drafters of speculative decoding keep
-    their weights.
+    A failed push of all weights leaves servers paused, with layers of two versions, until a full push succeeds. An
+    ``LLM`` cannot be paused, so call ``Session.require_clean()`` before ``generate``. Drafters of speculative decoding
+    keep their weights.
 
-    Tested with vLLM 0.32.0 on CPUs, whose sleep gives no memory back; accelerators and quantised weights against
-    stand-ins alone: compare the log-probabilities of a few fixed tokens, trainer and engine, after the first push.
+    Tested with vLLM 0.32.0 on CPUs; accelerators and quantized weights only against stand-ins. After the first push,
+    compare the log-probabilities of a few fixed tokens in trainer and engine.
     """
 
-    whole_only = "vLLM loads whole tensors and repacks them"
+    whole_only = "vLLM loads full tensors and repacks them"
     takes_adapters = True
 
     @checked
@@ -66,17 +64,22 @@ class Vllm(EngineTarget):
         memory: Literal["host", "device"] = "host",
         group: Literal["gloo", "nccl"] | None = None,
     ) -> None:
-        """
+        """Describes the engines. The first push connects to them.
+
         Args:
-            engine: address or addresses of servers, the same on every rank; or what this rank has: an LLM or None.
-            rank: of the session's group, that talks to servers.
-            pause: what becomes of a server's requests. ``"keep"``: they go on with the new weights, what is cached of
-                them is computed again. ``"wait"``: the push waits for their end. ``"abort"``: they end.
-            partial: parameters that a push leaves out (``connect(params=...)``) keep what the engine holds. False: an
-                error. After ``sleep(2)`` they are one in any case.
-            memory: as for ``Peer``: ``"device"`` hands workers that see this rank's GPU a buffer there, by CUDA IPC.
-            group: as for ``Peer``, also for workers on this host. None: memory files where all workers run beside the
-                rank that talks to them, else ``"gloo"``.
+            engine: address or addresses of servers, the same on every rank, or this rank's LLM or None.
+            rank: rank of the session's group that talks to servers.
+            pause: treatment of a server's requests. ``"keep"``: they continue with the new weights, and their cache is
+                computed again. ``"wait"``: the push waits for their end. ``"abort"``: they end.
+            partial: whether parameters that a push omits (``connect(params=...)``) keep the engine's values. Otherwise,
+                and always after ``sleep(2)``, a missing parameter is an error.
+            memory: see ``Peer``. ``"device"`` shares a buffer on this rank's GPU, which workers must see, by CUDA IPC.
+            group: see ``Peer``; it also serves workers on this host. None: memory files if all workers run on the host
+                of the rank that talks to them, else ``"gloo"``.
+
+        Raises:
+            TypeError: ``engine`` is of another type.
+            ValueError: ``group`` does not fit the other arguments.
         """
         self._controls: Sequence[ServerControl | LocalControl]
         if isinstance(engine, Sequence):
@@ -85,11 +88,11 @@ class Vllm(EngineTarget):
         elif engine is None or hasattr(engine, "collective_rpc"):
             self._controls, self._rank = ([] if engine is None else [LocalControl(engine)]), None
         else:
-            raise TypeError(f"fsdp2x.sync.Vllm: an address, a vllm.LLM or None, got a {type(engine).__name__}")
+            raise TypeError(f"fsdp2x.sync.Vllm: expected an address, a vllm.LLM or None, got a {type(engine).__name__}")
         if group is not None and (self._rank is None or memory == "device"):
-            raise ValueError('fsdp2x.sync.Vllm: a group is for servers, and takes the place of memory="device"')
+            raise ValueError('fsdp2x.sync.Vllm: a group is for servers and replaces memory="device". Pass one of them.')
         self._pause, self._partial, self._memory, self._group = pause, partial, memory, group
-        self._asleep: set[str] = set()  # what `sleep` took, and nobody brought back
+        self._asleep: set[str] = set()  # what `sleep` freed and is still free
         self._dropped = self._stopped = self._torn = False  # weights; requests; by a push that failed
         self._acts: bool | None = None  # whether this rank talks to engines, known when a session begins
         self._layout: WireLayout | None = None
@@ -97,8 +100,8 @@ class Vllm(EngineTarget):
         self._committed: int | str | None = None  # version of the adapter
         self._peer: Peer | None = None
         self._addresses: list[str] = []
-        self._secret = secrets.token_hex()  # of workers on other hosts
-        self._calls: dict[str, BackgroundCall] = {}  # of each engine's workers, while a push is under way
+        self._secret = secrets.token_hex()  # for workers on other hosts
+        self._calls: dict[str, BackgroundCall] = {}  # of each engine's workers, during a push
         self._timeout_s, self._is_committing = 0.0, False
 
     def receives(self, rank: int) -> bool:
@@ -109,19 +112,22 @@ class Vllm(EngineTarget):
 
     @checked
     def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """Engines give their accelerator's memory back until the next push, which wakes them; requests are aborted.
+        """Frees the engines' accelerator memory until the next push, which wakes them, and aborts requests.
 
-        On a rank without an engine nothing happens. Level 1 keeps the weights in host memory; level 2 drops them, and
-        what the model holds besides parameters and registered buffers is lost for good: vLLM keeps those two.
+        On a rank without an engine nothing happens.
+
+        Args:
+            level: 1 keeps the weights in CPU memory. 2 drops them; vLLM then restores only parameters and registered
+                buffers.
 
         Raises:
-            ValueError: another level.
-            RuntimeError: an engine refuses; it is asleep; there is no session yet.
+            ValueError: ``level`` is unknown.
+            RuntimeError: an engine rejects it or is asleep, or there is no session yet.
         """
         if self._acts is None:
-            raise RuntimeError("fsdp2x.sync.Vllm.sleep: connect first, which says which rank talks to engines")
+            raise RuntimeError("fsdp2x.sync.Vllm.sleep: there is no session, which selects the rank. Connect first.")
         if self._asleep:
-            raise RuntimeError("fsdp2x.sync.Vllm.sleep: it is asleep already; push, or wake it")
+            raise RuntimeError("fsdp2x.sync.Vllm.sleep: it is already asleep. Push, or wake it.")
         if not self._acts:
             return
         for control in self._controls:
@@ -129,14 +135,14 @@ class Vllm(EngineTarget):
         self._asleep, self._dropped = {"weights", "kv_cache"}, level == 2
 
     def wake(self) -> None:
-        """Engines run again with the weights that they had.
+        """Wakes engines with the weights that they had.
 
         Raises:
-            RuntimeError: they have none of one version: after level 2, or a push that failed; or an engine refuses.
+            RuntimeError: they have no consistent weights, after level 2 or a failed push, or an engine rejects it.
         """
         if self._dropped or self._torn:
             why = "level 2 dropped the weights" if self._dropped else "the last push failed"
-            raise RuntimeError(f"fsdp2x.sync.Vllm.wake: {why}; push, which wakes the engine")
+            raise RuntimeError(f"fsdp2x.sync.Vllm.wake: {why}. Push, which wakes the engine.")
         if not self._acts:
             return
         self._wake("weights", "kv_cache")
@@ -161,22 +167,22 @@ class Vllm(EngineTarget):
         with phase("begin"):
             self._require_idle()
             if self._adapter is not None and (self._dropped or self._torn):
-                raise ControlError("the engine's base is gone or torn: push all weights before an adapter")
+                raise ControlError("the engine's base is gone or torn. Push all weights before an adapter.")
             states = self._find_receivers()
             for control in self._controls:
                 is_ours = self._asleep or self._stopped or states[control.name] & {"open", "torn"}
                 if control.is_sleeping() and not is_ours:
                     raise ControlError(
-                        f"{control.name} is paused or asleep, by somebody else: resume or wake it before a push, or "
-                        "let this target's sleep() do it"
+                        f"{control.name} was paused or put to sleep by another client. Resume or wake it before a "
+                        "push, or use this target's sleep()."
                     )
-            # Waking may resume requests: the pause comes after it.
+            # Waking may resume requests, so the pause comes after it.
             self._wake("weights")
             self._stopped = True
             for control in self._controls:
                 control.pause(self._pause)
             self._calls = {control.name: _call_workers(control, covers_all) for control in self._controls}
-        assert self._layout is not None, "open comes first"
+        assert self._layout is not None, "open runs before this"
         self._workers.open(self._layout, self._timeout_s)
         self._workers.begin(version, mode, base)
 
@@ -207,17 +213,19 @@ class Vllm(EngineTarget):
         self._dropped = self._stopped = self._torn = False
 
     def lora_request(self) -> Any:
-        """Returns what ``LLM.generate`` takes to use the adapter that was pushed last.
+        """Returns the argument with which ``LLM.generate`` uses the last pushed adapter.
 
         Raises:
             RuntimeError: no adapter was committed.
         """
         if self._adapter is None or self._committed is None:
-            raise RuntimeError('fsdp2x.sync.Vllm.lora_request: no adapter was pushed; connect with weights="adapter"')
+            raise RuntimeError(
+                'fsdp2x.sync.Vllm.lora_request: no adapter was pushed. Connect with weights="adapter" and push.'
+            )
         return _lora_request(self._adapter["name"], self._committed)
 
     def _restore_adapter(self, name: str) -> None:
-        """Lets engines go on with the adapter of before."""
+        """Lets engines continue with the previous adapter."""
         if self._is_committing:
             self._each_quietly(lambda control: control.call("fsdp2x_revert"))
             if (version := self._committed) is not None:
@@ -236,7 +244,7 @@ class Vllm(EngineTarget):
         if self._calls and not self._is_committing:
             self._workers.abort(reason)
         elif self._calls:
-            self._workers.close()  # those that have committed listen no more, and others see the connection end
+            self._workers.close()  # those that committed no longer listen, and others see the connection end
         for call in self._calls.values():
             call.join(self._timeout_s)
         self._calls = {name: call for name, call in self._calls.items() if call.is_alive()}
@@ -244,10 +252,10 @@ class Vllm(EngineTarget):
             return self._restore_adapter(self._adapter["name"])
         if self._peer is not None and not self._calls:
             if self._is_committing:
-                # Some may have gone on already: another one failed at its commit, or one did and its answer is lost.
+                # Some may already run again: another one failed at its commit, or its answer was lost.
                 self._each_quietly(lambda control: control.pause(self._pause))
-            # Also those that no connection told, such as workers that another trainer holds: the server is paused, and
-            # only workers that are torn let another target take it over.
+            # Also workers without a connection, such as those that another trainer holds: the server is paused, and
+            # only torn workers let another target take over.
             self._each_quietly(lambda control: control.call("fsdp2x_tear", reason))
 
     def close(self) -> None:
@@ -273,7 +281,7 @@ class Vllm(EngineTarget):
                 self._asleep.discard(tag)
 
     def _find_receivers(self) -> dict[str, set[str]]:
-        """What the workers of each engine hold; they are asked each time, as they may be others."""
+        """Returns what the workers of each engine hold. Asks each time, because they may change."""
         answers = {c.name: _values(c.name, c.call("fsdp2x_listen")) for c in self._controls}
         states = {name: {answer["state"] for answer in said} for name, said in answers.items()}
         here = place_of_process()
@@ -282,7 +290,9 @@ class Vllm(EngineTarget):
             answer["place"] != here or answer["address"].startswith(SCHEME) for answer in everyone
         )
         if by_tcp and self._memory == "device":
-            raise ControlError('a worker runs on another host, which reaches no memory of this GPU; say memory="host"')
+            raise ControlError(
+                'a worker runs on another host, which does not see this GPU\'s memory. Use memory="host".'
+            )
         if by_tcp:
             everyone = [answer for control in self._controls for answer in self._listen_tcp(control)]
         addresses = [answer["address"] for answer in everyone]
@@ -299,7 +309,7 @@ class Vllm(EngineTarget):
         if control.host is None:
             raise ControlError(
                 f"a worker of {control.name} runs on another host or in another network namespace, and reaches no "
-                "memory of this one: start a server there, and give Vllm its address"
+                "memory of this one. Start a server there, and give Vllm its address."
             )
         try:
             trainer = own_host(control.host)
@@ -310,13 +320,13 @@ class Vllm(EngineTarget):
     def _require_idle(self) -> None:
         self._calls = {name: call for name, call in self._calls.items() if call.is_alive()}
         for name in self._calls:
-            raise ControlError(f"{name} has not ended the push before; start it again")
+            raise ControlError(f"{name} has not ended the previous push. Start it again.")
 
     def _require_committed(self, name: str, call: BackgroundCall, version: int | str) -> None:
-        """Raises ControlError unless every worker says in time that it holds ``version``."""
+        """Raises ControlError unless every worker reports in time that it holds ``version``."""
         call.join(self._timeout_s)
         if call.is_alive():
-            raise ControlError(f"{name} committed, and does not return in {self._timeout_s:.0f} s")
+            raise ControlError(f"{name} committed, but did not return within {self._timeout_s:.0f} s")
         if call.error is not None:
             raise call.error
         for answer in _values(name, call.result):
@@ -324,19 +334,19 @@ class Vllm(EngineTarget):
                 raise ControlError(f"a worker of {name} is {answer['state']} ({answer['reason']})")
 
     def _each_quietly(self, act: Callable[[ServerControl | LocalControl], object]) -> None:
-        """What cannot be told any more: the engine is gone, or takes no calls."""
+        """Acts on each engine and ignores failures: the engine is gone, or takes no calls."""
         for control in self._controls:
             with contextlib.suppress(ControlError):
                 act(control)
 
 
 def _call_workers(control: ServerControl | LocalControl, covers_all: bool) -> BackgroundCall:
-    """The call that makes an engine's workers take a push. It returns at the end of the push."""
+    """Calls an engine's workers to take a push, and returns the call, which ends with the push."""
     return BackgroundCall(lambda: control.call("fsdp2x_receive", covers_all, CONTACT_S, patient=True))
 
 
 def _values(name: str, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Answers of all workers.
+    """Returns the answers of all workers.
 
     Raises:
         ControlError: one of them is an error.
@@ -347,7 +357,7 @@ def _values(name: str, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return answers
 
 
-# ---- how an engine is steered
+# ---- control of engines
 
 EXTENSION = "fsdp2x.sync.vllm_worker.Fsdp2xWorker"
 
@@ -355,7 +365,7 @@ EXTENSION = "fsdp2x.sync.vllm_worker.Fsdp2xWorker"
 class ServerControl:
     """A vLLM server that runs with ``VLLM_SERVER_DEV_MODE=1``. Every method raises ``ControlError``.
 
-    ``timeout_s``: how long it may take to answer. ``host``: by which it is spoken to, None in this process.
+    It must answer within ``timeout_s``. ``host`` is its host in the address, or None in this process.
     """
 
     timeout_s = 300.0
@@ -370,7 +380,7 @@ class ServerControl:
         return self._routes.ask(*args, **options)
 
     def require_ready(self) -> None:
-        """Raises unless the engine answers, and its workers have the extension."""
+        """Raises unless the engine answers and its workers have the extension."""
         config = self._ask("GET", "/server_info", {"config_format": "json"})["vllm_config"]
         _require_extension(self.name, config["parallel_config"]["worker_extension_cls"])
 
@@ -381,35 +391,35 @@ class ServerControl:
         except ControlError as error:
             if error.status == 404:
                 raise ControlError(
-                    f"{self.name} registers no adapters: start it with --enable-lora and "
-                    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+                    f"{self.name} registers no adapters. Start it with --enable-lora and "
+                    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
                 ) from error
-            if error.status != 400:  # the route is there, and misses a name
+            if error.status != 400:  # the route exists, but needs a name
                 raise
 
     def load_adapter(self, name: str, version: int | str) -> None:
-        """Puts the adapter that the workers hold in the place of the last one of this name."""
+        """Replaces the last adapter of this name by the one that the workers hold."""
         body = {"lora_name": name, "lora_path": adapter_path(name, version), "load_inplace": True}
         self._routes.send("POST", "/v1/load_lora_adapter", body=body)
 
     def unload_adapter(self, name: str) -> None:
-        """Forgets the name."""
+        """Removes the name."""
         self._routes.send("POST", "/v1/unload_lora_adapter", body={"lora_name": name})
 
     def call(self, method: str, *args: Any, patient: bool = False) -> list[dict[str, Any]]:
-        """What each worker's ``method`` returns. ``patient``: however long it takes."""
+        """Returns the result of each worker's ``method``. ``patient`` waits without a limit."""
         body = {"method": method, "args": list(args)}
         results = self._ask("POST", "/collective_rpc", body=body, patient=patient)["results"]
         num_workers = self._ask("GET", "/get_world_size")["world_size"]
         if num_workers != len(results):
             raise ControlError(
-                f"{self.name} has {num_workers} workers, of which {len(results)} answer: a data-parallel server passes "
-                "calls on to one of its replicas; start a server for each, and give Vllm all their addresses"
+                f"{self.name} has {num_workers} workers, of which {len(results)} answer, because a data-parallel "
+                "server passes calls to one of its replicas. Start a server for each, and give Vllm all their addresses."
             )
         return results
 
     def is_sleeping(self) -> bool:
-        """Whether it is paused or asleep. vLLM does not tell one from the other."""
+        """Returns whether it is paused or asleep. vLLM does not distinguish them."""
         return self._ask("GET", "/is_sleeping")["is_sleeping"]
 
     def sleep(self, level: int) -> None:
@@ -425,7 +435,7 @@ class ServerControl:
         self._ask("POST", "/resume")
 
     def reset_caches(self) -> None:
-        # While requests hold blocks the cache is kept, which older servers do not even say: they are preempted first.
+        # While requests hold blocks, vLLM keeps the cache; older servers do not even report it. So preempt them first.
         answer = self._ask("POST", "/reset_prefix_cache", {"reset_running_requests": "true"})
         _require_reset(self.name, answer.get("success", True))
         self._ask("POST", "/reset_encoder_cache")
@@ -437,7 +447,7 @@ class ServerControl:
 class LocalControl:
     """A ``vllm.LLM`` of this process, with the methods of ``ServerControl``.
 
-    It does nothing between two calls of ``generate`` and so needs no pause.
+    It does nothing between two calls of ``generate``, so it needs no pause.
     """
 
     name, host, timeout_s = "the LLM of this process", None, 300.0
@@ -451,7 +461,7 @@ class LocalControl:
 
     def require_adapters(self) -> None:
         if self._llm.llm_engine.vllm_config.lora_config is None:
-            raise ControlError(f"{self.name} serves no adapters: make it with LLM(..., enable_lora=True)")
+            raise ControlError(f"{self.name} serves no adapters. Make it with LLM(..., enable_lora=True).")
 
     def load_adapter(self, name: str, version: int | str) -> None:
         request = _lora_request(name, version)
@@ -459,7 +469,7 @@ class LocalControl:
         self._told(self._llm.llm_engine.add_lora, request)
 
     def unload_adapter(self, name: str) -> None:
-        """An ``LLM`` keeps no names."""
+        """Does nothing, because an ``LLM`` keeps no names."""
 
     def call(self, method: str, *args: Any, patient: bool = False) -> list[dict[str, Any]]:
         return self._told(self._llm.collective_rpc, method, None if patient else self.timeout_s, args)
@@ -474,10 +484,10 @@ class LocalControl:
         self._told(self._llm.wake_up, tags)
 
     def pause(self, mode: str) -> None:
-        """Nothing is generated meanwhile."""
+        """Does nothing, because an ``LLM`` does not generate between calls."""
 
     def resume(self) -> None:
-        """Nothing was paused."""
+        """Does nothing, because nothing was paused."""
 
     def reset_caches(self) -> None:
         _require_reset(self.name, self._told(self._llm.reset_prefix_cache))
@@ -494,21 +504,21 @@ class LocalControl:
 
 
 def _lora_request(name: str, version: int | str) -> Any:
-    """vLLM's, with a number that an ``LLM`` has for nothing else."""
+    """Returns vLLM's request object, with a number that an ``LLM`` uses for nothing else."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(name, 1 + zlib.crc32(name.encode()) % (1 << 30), adapter_path(name, version))
 
 
 def _require_extension(name: str, extension: str | None) -> None:
-    # Asking a worker for a method that it has not would leave the other workers' answers in vLLM's queues.
+    # A call of a missing method on one worker would leave the other workers' answers in vLLM's queues.
     if not extension:
         raise ControlError(
-            f"{name} has no worker extension: start it with --worker-extension-cls {EXTENSION} (LLM(..., "
-            f'worker_extension_cls="{EXTENSION}")), or with the copy that lies on its PYTHONPATH'
+            f"{name} has no worker extension. Start it with --worker-extension-cls {EXTENSION} (LLM(..., "
+            f'worker_extension_cls="{EXTENSION}")), or with the copy on its PYTHONPATH.'
         )
 
 
 def _require_reset(name: str, success: bool) -> None:
     if not success:
-        raise ControlError(f"{name} did not reset its prefix cache: it would go on with what old weights computed")
+        raise ControlError(f"{name} did not reset its prefix cache, so it would use results of old weights")
