@@ -1,4 +1,4 @@
-"""Training of HuggingFace causal language models: typed config, data, trainer."""
+"""Trains HuggingFace causal language models: typed config, data, trainer."""
 
 from fsdp2x.train.config import ConfigError, TrainConfig, TrainingError
 from fsdp2x.train.load_config import load_config

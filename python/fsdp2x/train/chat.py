@@ -1,11 +1,11 @@
-"""Renders chat messages into tokens by the tokenizer's chat template, and labels what the assistant says.
+"""Renders chat messages into tokens by the tokenizer's chat template, and labels the assistant's tokens.
 
-Which characters of the rendered text are the assistant's is found in one of two ways:
+It finds the assistant's characters in the rendered text in one of two ways:
 
     {% generation %} in the template   the template marks them itself
     otherwise                          from render(turns before, add_generation_prompt) to render(turns so far)
 
-The second way needs a template that only appends: what it renders for the first turns must stay when more turns follow.
+The second way needs a template that only appends: its output for the first turns must stay when more turns follow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsdp2x.rl.rollout.text import chat_ids, chat_template_of, render_chat
 from fsdp2x.train.rows import Row
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# What a row may hold -> the name of its column.
+# Contents of a row -> the name of its column.
 COLUMNS = {name: name for name in ("messages", "prompt", "completion", "text", "tools")}
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -53,16 +53,19 @@ def check_messages(messages: Any, where: str) -> list[dict[str, Any]]:
 def render_prompt(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, tools: list | None = None, where: str = "prompt"
 ) -> list[int]:
-    """Renders messages up to where the assistant's answer begins.
+    """Renders messages up to the beginning of the assistant's answer.
 
     Args:
         tokenizer: a transformers tokenizer.
         messages: mappings with role and content.
-        tools: what the template gets as its tools.
-        where: what errors start with, such as `Row.where`.
+        tools: tools for the template.
+        where: beginning of errors, such as `Row.where`.
+
+    Returns:
+        Token ids.
 
     Raises:
-        ConfigError: no chat template, wrong messages, or messages that the template refuses.
+        ConfigError: there is no chat template, messages are wrong, or the template rejects them.
     """
     return chat_ids(tokenizer, check_messages(list(messages), where), where, tools=tools)
 
@@ -114,7 +117,7 @@ def _require_text(value: Any, column: str, where: str) -> None:
 
 def _render_plain(tokenizer: Any, prompt: str, completion: str) -> Tokens:
     ids, offsets = _tokenize(tokenizer, prompt + completion, add_special_tokens=True)
-    # Special tokens that the tokenizer adds have the offsets (0, 0): the first one is never predicted.
+    # Special tokens that the tokenizer adds have the offsets (0, 0). The first token is never predicted.
     labels = _label(ids, offsets, [(len(prompt), len(prompt) + len(completion))])
     end = tokenizer.eos_token_id
     if end is not None and ids[-1:] != [end]:
@@ -125,7 +128,7 @@ def _render_plain(tokenizer: Any, prompt: str, completion: str) -> Tokens:
 
 
 def _render_chat(tokenizer: Any, before: Any, trained: Any, tools: Any, where: str) -> Tokens:
-    """`before`: messages that are not trained."""
+    """Renders a conversation. `before` are messages that are not trained."""
     messages = (check_messages(before, where) if before else []) + check_messages(trained, where)
     turns = [i for i, message in enumerate(messages) if i >= len(before) and message["role"] == "assistant"]
     if not turns:
@@ -158,7 +161,7 @@ def _require_prefix(prefix: str, text: str, turn: int, where: str) -> None:
 
 
 def _render_marked(tokenizer: Any, messages: list, tools: Any, where: str, first: int) -> Tokens:
-    """By the marks of the template, from the character `first` on."""
+    """Renders by the marks of the template, from the character `first` on."""
     try:
         found = tokenizer.apply_chat_template(
             messages,
@@ -178,7 +181,7 @@ def _render_marked(tokenizer: Any, messages: list, tools: Any, where: str, first
 
 
 def _tokenize(tokenizer: Any, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
-    """Token ids, and the characters that each one stands for."""
+    """Returns token ids, and the character range of each one."""
     try:
         found = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False)
     except NotImplementedError:
@@ -190,7 +193,7 @@ def _tokenize(tokenizer: Any, text: str, *, add_special_tokens: bool) -> tuple[l
 
 
 def _label(ids: list[int], offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[int]:
-    """The tokens that begin in one of the spans, which are in ascending order; -100 elsewhere."""
+    """Returns the tokens that begin in one of the ascending spans, and -100 elsewhere."""
     labels, place = [], 0
     for token, (start, _) in zip(ids, offsets, strict=True):
         while place < len(spans) and start >= spans[place][1]:

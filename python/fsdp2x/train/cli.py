@@ -1,4 +1,4 @@
-"""The command line: `fsdp2x COMMAND ...`; each command is a module of `train/commands`."""
+"""The command line `fsdp2x COMMAND ...`. Each command is a module of `train/commands`."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from fsdp2x.train.commands.shared import mistake
 COMMANDS = (train, grpo, plan, convert, rollout, selftest, doctor)
 EXAMPLES = """\
 examples:
-  torchrun --nproc_per_node=2 -m fsdp2x.train run.yaml    train on two processes; `fsdp2x train run.yaml`: on one
+  torchrun --nproc_per_node=2 -m fsdp2x.train run.yaml    train on two processes (`fsdp2x train run.yaml`: on one)
   fsdp2x train run.yaml optimizer.lr=1e-4 --resume_from out/run
-  fsdp2x config explain run.yaml --world-size 8           what each key means, before anything is run
-  fsdp2x plan config.json --world-size 32 --memory 80GiB  whether it fits
-  fsdp2x export out/run folder                            a checkpoint for from_pretrained
-  fsdp2x doctor                                           what this machine would use, and why
+  fsdp2x config explain run.yaml --world-size 8           show what each key means, without running anything
+  fsdp2x plan config.json --world-size 32 --memory 80GiB  predict whether it fits
+  fsdp2x export out/run folder                            write a checkpoint for from_pretrained
+  fsdp2x doctor                                           show what this machine would use, and why
 
-`fsdp2x COMMAND --help` has the options of a command."""
+`fsdp2x COMMAND --help` lists the options of a command."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Options with dashes may be spelt with underscores, too, as torchrun's may; those of subcommands likewise."""
+    """Accepts options with underscores in place of dashes, as torchrun does, also in subcommands."""
 
     def add_argument(self, *names: str, **more: Any) -> argparse.Action:
         both = [spelt for name in names for spelt in (name, "--" + name[2:].replace("-", "_")) if name[:2] == "--"]
@@ -37,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Makes the parser of all commands."""
     parser = _Parser(
         prog="fsdp2x",
         description="Sharded training of HuggingFace models.",
@@ -52,13 +52,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 0 done, 1 failed, 2 a mistake in what was asked for.
+    """Runs one command and returns its exit status: 0 done, 1 failed, 2 a mistake in the arguments.
 
-    As in a shell, 130 after Ctrl-C, 143 after SIGTERM, and 141 when nobody reads the output any more.
+    As in a shell, it is 130 after Ctrl-C, 143 after SIGTERM, and 141 if the output is closed.
     """
     parser = make_parser()
     args, rest = parser.parse_known_args(argv)
-    # argparse does not take up a list again after an option: `train c.yaml a=1 --resume_from p b=2`.
+    # argparse does not continue a list after an option: `train c.yaml a=1 --resume_from p b=2`.
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
@@ -80,6 +80,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"fsdp2x: {stop or 'interrupted'}\n")
         return 128 + getattr(stop, "number", signal.SIGINT)
     except BrokenPipeError:
-        # What is left in the buffer has nowhere to go, at exit either.
+        # The rest of the buffer cannot be written, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE

@@ -1,7 +1,7 @@
-"""The typed training configuration: one frozen dataclass per section, each field with its help text.
+"""Defines the typed training configuration: one frozen dataclass per section, each field with its help text.
 
-`parse.py` reads YAML and overrides, `dialects.py` has the keys of other trainers, and `resolve.py` works out what
-depends on the number of ranks when the run begins.
+`parse.py` reads YAML and overrides, `dialects.py` has the keys of other trainers, and `strategy.py` resolves settings
+that depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fsdp2x.plan.optimizers import may_be_on_host
 
 
 class TrainingError(RuntimeError):
-    """A run that cannot go on; the message names the step, and what may help."""
+    """A run that cannot continue. The message names the step, and what may help."""
 
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -26,7 +26,7 @@ Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "H
 
 @contextlib.contextmanager
 def as_config_error(setting: str) -> Iterator[None]:
-    """Turns what the model refuses inside the block into a `ConfigError` that names the setting."""
+    """Turns an error of the model inside the block into a `ConfigError` that names the setting."""
     try:
         yield
     except ConfigError:
@@ -36,7 +36,7 @@ def as_config_error(setting: str) -> Iterator[None]:
 
 
 class Check(NamedTuple):
-    """What one value must be, in words and as a test; null passes where a setting may be null."""
+    """A condition of one value, in words and as a test. null passes if a setting may be null."""
 
     expected: str
     passes: Callable[[Any], bool]
@@ -48,7 +48,7 @@ COUNT = Check("at least 1", lambda value: value >= 1)
 FRACTION = Check("a fraction in [0, 1]", lambda value: 0 <= value <= 1)
 BELOW_1 = Check("a fraction in [0, 1)", lambda value: 0 <= value < 1)
 RATES = Check("two numbers in [0, 1)", lambda values: all(0 <= value < 1 for value in values))
-# An empty one would mean the folder that the command runs in.
+# An empty path would mean the folder that the command runs in.
 PATH = Check("a path", lambda value: value != "")
 GROWTH = Check("more than 1", lambda value: value > 1)
 PAIRS = Check("at least 2", lambda value: value >= 2)
@@ -81,7 +81,7 @@ SEQUENCE_RANKS = Check("at least 1, or such numbers by name: {ulysses: 2, contex
 
 
 def setting(default: Any, help: str, check: Check | None = None) -> Any:
-    """A dataclass field with a help text; mutable defaults are copied per instance."""
+    """Makes a dataclass field with a help text. Mutable defaults are copied per instance."""
     metadata = {"help": help, "check": check}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -89,7 +89,7 @@ def setting(default: Any, help: str, check: Check | None = None) -> Any:
 
 
 class Section:
-    """One section of the configuration: each setting passes its own check, then `check` compares settings."""
+    """One section of the configuration. Each setting passes its own check, then `check` compares settings."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ class Section:
         self.check()
 
     def check(self) -> None:
-        """Raises `ConfigError` for settings that do not go together."""
+        """Raises `ConfigError` for settings that do not fit together."""
 
     def require(self, name: str, condition: bool, expected: str) -> None:
         section = type(self).__name__.removesuffix("Config").removesuffix("Section").lower()
@@ -110,29 +110,29 @@ class Section:
 
 @dataclass(frozen=True)
 class ModelConfig(Section):
-    """Exactly one of `config` and `path` says which model is trained."""
+    """The model to train, from exactly one of `config` and `path`."""
 
     config: dict | None = setting(
-        None, "HuggingFace config as a mapping: model_type and its fields; weights are initialised from train.seed"
+        None, "HuggingFace config as a mapping: model_type and its fields; weights are initialized from train.seed"
     )
     path: str | None = setting(
         None, "local HuggingFace directory with config.json and weights; nothing is ever downloaded", PATH
     )
     dtype: DType = setting("float32", "dtype of the parameters that the optimizer updates")
     attn_implementation: str | None = setting(
-        None, "attention of transformers: eager, sdpa, ...; unset takes the model's own choice"
+        None, "attention of transformers: eager, sdpa, ...; unset: the model's default"
     )
     load: Literal["whole", "rows"] = setting(
-        "whole", "with model.path: every rank reads the whole model, or only the rows of its shards"
+        "whole", "with model.path: every rank reads the full model, or only the rows of its shards"
     )
     freeze: list[str] = setting(
         [], "prefixes of parameter names that are not trained; one that matches none is an error"
     )
     tiled_mlp: int = setting(
-        0, "compute gated MLPs in so many pieces of the sequence, to save memory; 0 does not", NOT_NEGATIVE
+        0, "number of pieces of the sequence in which gated MLPs run, to save memory; 0: off", NOT_NEGATIVE
     )
     expert_patch: bool = setting(
-        False, "keep collectives independent of routing when each expert is a unit of its own (module-list experts)"
+        False, "run the same collectives on every rank whatever the routing (needed if each expert is its own unit)"
     )
     grouped_gemm: bool = setting(False, "compute all experts of a layer in grouped matrix products")
 
@@ -165,23 +165,23 @@ class DataConfig(Section):
     )
     chat_template: str | None = setting(None, "path of a jinja file that replaces the tokenizer's chat template", PATH)
     truncation: Literal["error", "cut", "drop"] = setting(
-        "error", "rows of more than block_size tokens: an error, cut at the end, or left out"
+        "error", "rows of more than block_size tokens: an error, cut at the end, or dropped"
     )
     streaming: bool = setting(False, "keep rows on disk and render them when a step needs them, for large files")
     validation_files: list[str] = setting([], "files for evaluation, as data.files; they replace held_out")
     pattern: list[str] = setting(
         [], "name patterns such as '*.py' that a file must match one of; applies to folders and globs"
     )
-    exclude: list[str] = setting([], "name patterns; a file is left out when one of its path's parts matches")
+    exclude: list[str] = setting([], "name patterns; a file is skipped if a part of its path matches one")
     max_bytes: int | None = setting(
-        None, "stop reading after so many bytes of text (files in order of a seeded shuffle)", POSITIVE
+        None, "stop reading after this many bytes of text (files in order of a seeded shuffle)", POSITIVE
     )
     tokenizer: str | None = setting(
         None,
         "'bytes' or a local directory with a HuggingFace tokenizer; unset: that of model.path, else bytes",
         PATH,
     )
-    block_size: int = setting(512, "tokens per training example; of rows, the most tokens of one", PAIRS)
+    block_size: int = setting(512, "tokens per training example; for rows, the most tokens of one", PAIRS)
     held_out: float = setting(
         0.05, "fraction of the blocks or rows kept for evaluation; whole text files as far as possible", BELOW_1
     )
@@ -227,10 +227,10 @@ class DataConfig(Section):
 @dataclass(frozen=True)
 class OptimizerConfig(Section):
     name: Literal["adamw", "lion", "muon", "sgd"] = setting(
-        "adamw", "optimizer; muon: of matrices, and AdamW of embeddings, the output head and what has fewer dims"
+        "adamw", "optimizer; muon: for matrices, with AdamW for embeddings, the output head and fewer dims"
     )
     lr: float = setting(3e-4, "peak learning rate", POSITIVE)
-    adamw_lr: float | None = setting(None, "peak learning rate of what AdamW steps beside muon; unset: lr", POSITIVE)
+    adamw_lr: float | None = setting(None, "with muon, peak learning rate of AdamW's parameters; unset: lr", POSITIVE)
     betas: tuple[float, float] = setting(
         (0.9, 0.95), "decay rates of AdamW's two moments, or of Lion's two averages", RATES
     )
@@ -240,7 +240,7 @@ class OptimizerConfig(Section):
     )
     momentum: float | None = setting(None, "momentum of sgd (unset: 0) and of muon (unset: 0.95)", BELOW_1)
     muon_lr_scale: Literal["original", "match_rms_adamw", "spectral_unclamped"] = setting(
-        "match_rms_adamw", "what muon multiplies lr with, by the sizes of a matrix: match_rms_adamw takes AdamW's rates"
+        "match_rms_adamw", "muon's factor of lr, by the sizes of a matrix: match_rms_adamw fits AdamW's rates"
     )
     muon_split: Literal["blocks", "heads", "none"] = setting(
         "blocks", "what muon orthogonalizes alone: each matrix that a parameter fuses, also each head, or the parameter"
@@ -250,10 +250,10 @@ class OptimizerConfig(Section):
     )
     moments_dtype: Literal["float32", "bfloat16", "int8"] | None = setting(
         None,
-        "dtype of AdamW's moments, beside muon, too: int8 takes a quarter of float32; unset: that of the parameters",
+        "dtype of AdamW's moments, also with muon: int8 takes a quarter of float32; unset: that of the parameters",
     )
     stochastic_rounding: bool = setting(
-        False, "with moments_dtype: what is stored in fewer bits is rounded up or down at random, right on average"
+        False, "with moments_dtype: round values that are stored in fewer bits up or down at random, unbiased"
     )
     implementation: Literal["auto", "fsdp2x", "foreach", "fused", "for_loop"] = setting(
         "auto", "auto and fsdp2x: one call over the local shards; the others are torch's loops"
@@ -261,12 +261,12 @@ class OptimizerConfig(Section):
 
     @property
     def is_ours(self) -> bool:
-        """Of `fsdp2x.optim`."""
+        """Whether the optimizer is from `fsdp2x.optim`."""
         return self.implementation in ("auto", "fsdp2x")
 
     @property
     def planned_name(self) -> str:
-        """What `plan_memory` calls it."""
+        """The name for `plan_memory`."""
         if self.name == "sgd":
             return "sgd_momentum" if self.momentum else "sgd"
         return self.name if self.moments_dtype is None else f"{self.name}_{self.moments_dtype}"
@@ -286,7 +286,7 @@ class OptimizerConfig(Section):
 
 @dataclass(frozen=True)
 class ScheduleConfig(Section):
-    """The formulas are in `schedule.lr_factor`."""
+    """The learning rate over time. `schedule.lr_factor` has the formulas."""
 
     kind: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"] = setting(
         "cosine", "shape of the learning rate after the warm-up; wsd: stable, then a decay over wsd_decay_steps"
@@ -296,19 +296,17 @@ class ScheduleConfig(Section):
         0.0, "the same as a fraction of the run's steps; used when warmup_steps is 0", FRACTION
     )
     warmup_start_ratio: float = setting(0.0, "rate at the start of the warm-up, as a fraction of the peak", FRACTION)
-    decay_steps: int | None = setting(
-        None, "step at which the lowest rate is reached; unset means the run's last", POSITIVE
-    )
+    decay_steps: int | None = setting(None, "step at which the lowest rate is reached; unset: the run's last", POSITIVE)
     min_lr_ratio: float = setting(0.1, "lowest rate as a fraction of the peak", FRACTION)
     min_lr: float | None = setting(None, "lowest rate itself; replaces min_lr_ratio", NOT_NEGATIVE)
-    wsd_decay_steps: int | None = setting(None, "length of wsd's decay; unset means a tenth of decay_steps", POSITIVE)
+    wsd_decay_steps: int | None = setting(None, "length of wsd's decay; unset: a tenth of decay_steps", POSITIVE)
     wsd_decay: Literal["linear", "cosine", "exponential", "minus_sqrt"] = setting("linear", "shape of wsd's decay")
 
 
 @dataclass(frozen=True)
 class ParallelConfig(Section):
     strategy: Strategy | None = setting(
-        None, "mesh and resharding by name; unset follows fsdp_size and reshard_after_forward (see strategy.py)"
+        None, "mesh and resharding by name; unset: from fsdp_size and reshard_after_forward (see strategy.py)"
     )
     fsdp_size: int | None = setting(
         None,
@@ -325,39 +323,39 @@ class ParallelConfig(Section):
         None, "ranks over which each expert is sharded; unset: the rest of the world", COUNT
     )
     world_size: int | None = setting(
-        None, "ranks this config was written for; another number is told, not refused", COUNT
+        None, "number of ranks this config was written for; a different number only prints a note", COUNT
     )
     reshard_after_forward: bool | int | None = setting(
-        None, "free the gathered parameters after forward; unset is fully_shard's own rule"
+        None, "free the gathered parameters after forward; unset: the default of fully_shard"
     )
     param_dtype: DType | Literal["auto"] | None = setting(
         None,
-        "dtype of computation; unset computes in model.dtype; auto: bfloat16 on GPUs that have it, float16 on others, "
+        "compute dtype; unset: model.dtype; auto: bfloat16 on GPUs that have it, float16 on others, "
         "model.dtype on CPUs",
     )
     reduce_dtype: DType | None = setting(
-        None, "dtype in which gradients are summed; unset takes that of the parameters, param_dtype before torch 2.15"
+        None, "dtype in which gradients are summed; unset: that of the parameters, or param_dtype before torch 2.15"
     )
     auto_wrap: bool | list[str] | None = setting(
-        None, "which modules form units: null by the model's own plan, or class names, or false"
+        None, "modules that form units: null for the model's own plan, or class names, or false"
     )
-    expert_units: list[str] = setting([], "class names of modules that become units of their own inside their layer")
+    expert_units: list[str] = setting([], "class names of modules that become separate units inside their layer")
     offload: bool | Literal["none", "optimizer", "gradients", "all"] = setting(
         False,
-        "what a GPU's rank keeps in host memory: optimizer: AdamW's moments; gradients: these, and gradients; all, "
-        "or true: shards, too",
+        "state that a GPU's rank keeps in CPU memory: optimizer: AdamW's moments; gradients: moments and gradients; "
+        "all or true: shards as well",
     )
     accumulate: Literal["nothing", "reduce_scatter"] = setting(
-        "nothing", "what backwards before a step's last one communicate; reduce_scatter takes less memory"
+        "nothing", "communication of backwards before a step's last one; reduce_scatter takes less memory"
     )
     transport: Literal["auto", "shm", "process_group"] = setting(
         "auto", "how shards and gradients travel between ranks"
     )
     wire_weights: Literal["int8", "fp8"] | None = setting(
-        None, "in how few bits weights are gathered over a process group; unset: as they are computed"
+        None, "dtype in which weights are gathered over a process group; unset: the compute dtype"
     )
     wire_gradients: Literal["int8", "bfloat16"] | None = setting(
-        None, "the same of gradients, summed in float32; int8 keeps what it rounds away, a byte for each parameter"
+        None, "the same for gradients, summed in float32; int8 keeps rounding errors, a byte for each parameter"
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where to train; auto takes CUDA when there is a GPU")
     timeout_s: float = setting(600.0, "seconds after which a rank that waits for another gives up", POSITIVE)
@@ -370,7 +368,7 @@ class ParallelConfig(Section):
 
 @dataclass(frozen=True)
 class ScalerConfig(Section):
-    """Scaling of the loss for float16 gradients; a step whose gradients overflow on any rank is skipped on all."""
+    """Scaling of the loss for float16 gradients. A step whose gradients overflow on any rank is skipped on all."""
 
     enabled: bool | None = setting(None, "unset: when parallel.param_dtype is float16")
     init_scale: float = setting(65536.0, "first scale", POSITIVE)
@@ -389,26 +387,26 @@ class TrainSection(Section):
     )
     epochs: int | None = setting(None, "passes over the training text; with steps, the shorter run counts", POSITIVE)
     batch_size: int | None = setting(
-        None, "blocks per rank and micro-batch; unset: 8, or what global_batch_size leaves", POSITIVE
+        None, "blocks per rank and micro-batch; unset: 8, or from global_batch_size", POSITIVE
     )
     accumulation: int | None = setting(
-        None, "micro-batches per optimizer step; unset: 1, or what global_batch_size and batch_size leave", POSITIVE
+        None, "micro-batches per optimizer step; unset: 1, or from global_batch_size and batch_size", POSITIVE
     )
     global_batch_size: int | None = setting(
         None, "blocks per optimizer step over all ranks; must divide evenly", POSITIVE
     )
     eval_batch_size: int | None = setting(None, "blocks per rank in evaluation; unset: as in training", POSITIVE)
     global_eval_batch_size: int | None = setting(None, "the same over all ranks; must divide evenly", POSITIVE)
-    clip: float | None = setting(1.0, "largest norm of the whole gradient; null does not clip", POSITIVE)
+    clip: float | None = setting(1.0, "largest norm of the full gradient; null: no clipping", POSITIVE)
     seed: int = setting(0, "seed of the weights, of the data order and of each rank's generators")
-    eval_every: int = setting(0, "evaluate on held-out text every so many steps and at the end; 0 never", NOT_NEGATIVE)
-    eval_blocks: int | None = setting(None, "evaluate on at most so many held-out blocks; unset takes all", POSITIVE)
+    eval_every: int = setting(0, "steps between evaluations on held-out text, also at the end; 0: never", NOT_NEGATIVE)
+    eval_blocks: int | None = setting(None, "most held-out blocks of an evaluation; unset: all", POSITIVE)
     patience: int | None = setting(
         None,
-        "end the run after so many evaluations in a row without a lower held-out loss; the best checkpoint is kept",
+        "end the run after this many evaluations in a row without a lower held-out loss; the best checkpoint is kept",
         POSITIVE,
     )
-    min_delta: float = setting(0.0, "by how much the held-out loss must fall to count as lower", NOT_NEGATIVE)
+    min_delta: float = setting(0.0, "decrease of the held-out loss that counts as lower", NOT_NEGATIVE)
     activation_checkpointing: bool = setting(False, "recompute the activations of each block in backward")
     compile: bool = setting(False, "torch.compile of each block")
     compile_backend: str = setting("inductor", "backend of torch.compile")
@@ -421,15 +419,15 @@ class TrainSection(Section):
 
 @dataclass(frozen=True)
 class CheckpointConfig(Section):
-    save_every: int = setting(0, "save every so many steps; 0 saves only at the end", NOT_NEGATIVE)
+    save_every: int = setting(0, "steps between saves; 0: save only at the end", NOT_NEGATIVE)
     save_last: bool = setting(True, "save after the last step")
     form: Literal["sharded", "full", "per_rank"] = setting(
-        "sharded", "a DCP directory or one file, both for any number of ranks, or a file of each rank for as many"
+        "sharded", "a DCP directory or one file, both for any number of ranks, or a file per rank for the same number"
     )
-    async_save: bool = setting(False, "copy the shards and train on while a thread writes them")
-    keep: int = setting(2, "how many checkpoints stay on disk beside those of keep_every", COUNT)
-    keep_every: int = setting(0, "checkpoints of every so many steps are never deleted; 0 none", NOT_NEGATIVE)
-    resume_from: str | None = setting(None, "a checkpoint, or a folder of checkpoints whose latest one is taken", PATH)
+    async_save: bool = setting(False, "copy the shards and continue training while a thread writes them")
+    keep: int = setting(2, "number of checkpoints that stay on disk in addition to those of keep_every", COUNT)
+    keep_every: int = setting(0, "checkpoints at multiples of this many steps are never deleted; 0: none", NOT_NEGATIVE)
+    resume_from: str | None = setting(None, "a checkpoint, or a folder of checkpoints, whose latest is used", PATH)
     folder: str | None = setting(None, "folder of the checkpoints; unset: checkpoints/ in logging.output", PATH)
 
 
@@ -439,7 +437,7 @@ class LoggingConfig(Section):
     overwrite: bool = setting(
         False, "delete an earlier run in output and in checkpoint.folder when this one begins; otherwise it is kept"
     )
-    every: int = setting(1, "log every so many steps", COUNT)
+    every: int = setting(1, "steps between log lines", COUNT)
     tensorboard: bool = setting(False, "also write TensorBoard events")
     tensorboard_dir: str | None = setting(None, "folder of the events; unset: tensorboard/ in output", PATH)
     wandb: bool = setting(False, "also log to Weights & Biases; needs the package wandb")
@@ -448,7 +446,7 @@ class LoggingConfig(Section):
     report: bool = setting(False, "list every parameter with its placement, global and local shape")
     memory_snapshot: int | None = setting(
         None,
-        "after so many steps write memory/: on GPUs torch's snapshot of allocations, on CPUs planned and real bytes",
+        "step after which to write memory/: on GPUs torch's snapshot of allocations, on CPUs planned and real bytes",
         COUNT,
     )
     profile_start: int | None = setting(None, "first step of the window that torch.profiler records", COUNT)
@@ -465,9 +463,9 @@ class LoggingConfig(Section):
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything `fsdp2x train` reads, section by section."""
+    """All settings of `fsdp2x train`, by section."""
 
-    # Lists that may not be empty, beside the model, and what is missing without them. Not a section: it has no type.
+    # Lists that may not be empty, in addition to the model, and what is missing without them. Not a section: no type.
     NEEDS = {"data.files": "data.files=FILES: the text"}
 
     model: ModelConfig

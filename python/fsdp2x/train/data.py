@@ -33,13 +33,13 @@ class SampleSet(Protocol):
     def __getitem__(self, part: slice) -> Self: ...
 
     def sample(self, index: int) -> dict[str, torch.Tensor]:
-        """One sample: `input_ids` and, where not every token is trained, `labels`; int64 `[length]` each."""
+        """Returns one sample: `input_ids` and, unless every token is trained, `labels`; int64 `[length]` each."""
         ...
 
 
 class Samples:
-    """Samples in memory, end to end in one int32 tensor. `trained`, of the same length, says which tokens have labels;
-    None: all."""
+    """Samples in memory, concatenated in one int32 tensor. `trained`, of the same length, says which tokens have
+    labels. None: all."""
 
     def __init__(self, tokens: torch.Tensor, ends: list[int], trained: torch.Tensor | None = None):
         self.tokens, self.ends, self.trained = tokens, ends, trained
@@ -56,7 +56,7 @@ class Samples:
         return len(self.ends) - 1
 
     def __getitem__(self, part: slice) -> Samples:
-        """Consecutive samples, which share the memory."""
+        """Returns consecutive samples, which share the memory."""
         first, last, _ = part.indices(len(self))
         return Samples(self.tokens, self.ends[first : max(last, first) + 1], self.trained)
 
@@ -70,9 +70,9 @@ class Samples:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows of `block_size` tokens for training and for evaluation, or samples of up to as many.
+    """Rows of `block_size` tokens, or samples of up to as many, for training and for evaluation.
 
-    int32, the same on every rank; in memory, except with `data.streaming`.
+    int32, the same on every rank. In memory, except with `data.streaming`.
     """
 
     train: torch.Tensor | SampleSet
@@ -83,11 +83,11 @@ class Blocks:
 
 
 def read_blocks(config: DataConfig, tokenizer: Tokenizer, seed: int) -> Blocks:
-    """Reads the files in a seeded order, joins them with end marks and cuts blocks; the last ones are held out.
+    """Reads the files in a seeded order, joins them with end marks, cuts blocks, and holds out the last ones.
 
-    The tail that fills no block is dropped. With `data.packing` each line that is not empty is a sample, with an end
-    mark; longer ones than `block_size` are cut, a last piece of one token is dropped. Held-out blocks come from the end
-    of the seeded order: a random sample of the files, or the end of the text when there is one file.
+    The tail that fills no block is dropped. With `data.packing` each nonempty line is a sample with an end mark. Longer
+    ones than `block_size` are cut, and a last piece of one token is dropped. Held-out blocks come from the end of the
+    seeded order: a random sample of the files, or the end of the text if there is one file.
     """
     digest = hashlib.sha256()
     read = _read_text(config, config.files, tokenizer, seed, digest)
@@ -95,8 +95,8 @@ def read_blocks(config: DataConfig, tokenizer: Tokenizer, seed: int) -> Blocks:
     num_held_out = 0 if config.validation_files else count_held_out(num_blocks, config.held_out)
     if num_blocks - num_held_out < 1:
         raise ConfigError(
-            f"data: {read.num_files} files give {read.num_tokens} tokens, not one block of "
-            f"data.block_size={config.block_size}"
+            f"data.files: {read.num_tokens} tokens in {read.num_files} files are fewer than one sequence "
+            f"(data.block_size={config.block_size}). Add text or lower block_size."
         )
     packing = " packed" if config.packing else ""
     digest.update(f"{config.block_size} {num_held_out} {seed} {config.shuffle}{packing}".encode())
@@ -105,7 +105,10 @@ def read_blocks(config: DataConfig, tokenizer: Tokenizer, seed: int) -> Blocks:
     if config.validation_files:
         held_out = _read_text(config, config.validation_files, tokenizer, seed, digest, "data.validation_files").blocks
         if len(held_out) == 0:
-            raise ConfigError(f"data.validation_files: not one block of data.block_size={config.block_size}")
+            raise ConfigError(
+                f"data.validation_files: the text is shorter than one sequence (data.block_size={config.block_size}). "
+                "Add text or lower block_size."
+            )
     if rank_and_size()[0] == 0:  # all ranks read the same
         logger.info(
             "%d files, %d bytes of text, %d tokens: %d blocks of %d for training, %d held out",
@@ -115,14 +118,14 @@ def read_blocks(config: DataConfig, tokenizer: Tokenizer, seed: int) -> Blocks:
 
 
 def count_held_out(num_examples: int, fraction: float) -> int:
-    """At least one of several, and never all."""
+    """Returns the number of held-out examples: at least one of several, and never all."""
     if not fraction or num_examples < 2:
         return round(num_examples * fraction)
     return min(max(round(num_examples * fraction), 1), num_examples - 1)
 
 
 def split_held_out(num_rows: int, fraction: float, seed: int) -> tuple[torch.Tensor, int]:
-    """Indices of the rows for training in their order, behind them those that are held out, and how many these are."""
+    """Returns indices of the training rows in order, then those that are held out, and the number of the latter."""
     num_held_out = count_held_out(num_rows, fraction)
     chosen = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))[:num_held_out]
     is_held_out = torch.zeros(num_rows, dtype=torch.bool)
@@ -172,12 +175,12 @@ def _cut_blocks(pieces: list[torch.Tensor], size: int) -> torch.Tensor:
 
 
 def _cut_samples(pieces: list[torch.Tensor], size: int) -> Samples:
-    """A sample of one token predicts nothing."""
+    """Cuts samples. Drops a sample of one token, which predicts nothing."""
     return Samples.joined([part for piece in pieces for part in piece.split(size) if len(part) > 1])
 
 
 class BlockStream:
-    """Hands each rank its blocks of the training order; state is the global position alone."""
+    """Gives each rank its blocks of the training order. Its only state is the global position."""
 
     def __init__(self, blocks: Blocks, *, batch_size: int, rank: int, world_size: int, seed: int, shuffle: bool):
         self.blocks = blocks
@@ -194,17 +197,17 @@ class BlockStream:
         return self.position // len(self.blocks.train)
 
     def next_batch(self) -> torch.Tensor:
-        """The next micro-batch of this rank, int64 `[batch_size, block_size]`; advances by all ranks' batches."""
+        """Returns this rank's next micro-batch, int64 `[batch_size, block_size]`. Advances by all ranks' batches."""
         assert isinstance(self.blocks.train, torch.Tensor), "samples differ in length"
         return self.blocks.train[self._advance()].to(torch.int64)
 
     def next_samples(self) -> list[dict[str, torch.Tensor]]:
-        """The same of samples: `batch_size` of them, as `SampleSet.sample` returns them."""
+        """Returns the next `batch_size` samples, as `SampleSet.sample` does."""
         assert not isinstance(self.blocks.train, torch.Tensor), "blocks have one length"
         return [self.blocks.train.sample(row) for row in self._advance()]
 
     def _advance(self) -> list[int]:
-        """The blocks of this rank's next batch."""
+        """Returns the block indices of this rank's next batch."""
         first = self.position + self.rank * self.batch_size
         self.position += self.world_size * self.batch_size
         return [self._block_at(first + i) for i in range(self.batch_size)]
@@ -229,21 +232,21 @@ class BlockStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Continues where the state says; other text starts that epoch anew. Returns what differs, as sentences."""
+        """Continues at the state's position. Other text restarts that epoch. Returns differences as sentences."""
         if state["fingerprint"] == self.blocks.fingerprint:
             self.position = int(state["position"])
             return []
         self.position = int(state["epoch"]) * len(self.blocks.train)
-        return [f"the training text is not the one of the checkpoint: its epoch {state['epoch']} starts anew"]
+        return [f"the training text differs from that of the checkpoint, so its epoch {state['epoch']} starts again"]
 
 
 def held_out_batches(
     held_out: torch.Tensor, *, batch_size: int, rank: int, world_size: int
 ) -> list[tuple[torch.Tensor, float]]:
-    """This rank's evaluation batches with the weight of each: every rank gets equally many.
+    """Returns this rank's evaluation batches and the weight of each. Every rank gets the same number.
 
-    Rows that would repeat only to fill a rank's batches have no part: a batch is either real rows, weighted by
-    their number, or (weight 0) the first row again, which the rank computes because forward is collective.
+    No row counts twice: a batch has real rows and their number as weight, or weight 0 and the first row again, which
+    the rank computes because forward is collective.
     """
     stride = batch_size * world_size
     batches = []

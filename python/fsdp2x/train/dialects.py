@@ -1,4 +1,4 @@
-"""Keys of three other trainers, one table each: what every key becomes here, or why it has no effect.
+"""Tables of the keys of three other trainers: what every key becomes here, or why it has no effect.
 
 flat       one level, a GPT, `sharding_strategy`, and `train_batch` for all ranks together
 strategy   model_args, training_args and strategy_args, for each of several roles or once
@@ -54,7 +54,7 @@ def _strategy(value: str, given: Mapping) -> Any:
 
 
 def _betas(first: str, second: str, default: float) -> dict[str, Row]:
-    """Both rates of Adam by two keys."""
+    """Returns rows for both rates of Adam by two keys."""
 
     def by(_: float, given: Mapping) -> list[float]:
         return [given.get(first, 0.9), given.get(second, default)]
@@ -66,7 +66,7 @@ def _betas(first: str, second: str, default: float) -> dict[str, Row]:
 
 
 def one_of(values: Iterable[str]) -> Any:
-    """The type of these values."""
+    """Returns the type of these values."""
     return cast(Any, Literal)[tuple(values)]
 
 
@@ -98,7 +98,7 @@ FLAT_ROWS = table({"": {
     "test_batch": becomes("train.global_eval_batch_size", kind=int),
     "grad_clip": NO_CLIP,
     "fsdp": becomes("parallel.strategy", by=_fsdp, kind=bool, note=": NO_SHARD when False"),
-    **no_effect("torchrun says it to each process", "local_rank"),
+    **no_effect("torchrun passes it to each process", "local_rank"),
     "world_size": "parallel.world_size",
     "sharding_strategy": becomes("parallel.strategy", by=_strategy),
     "lr": "optimizer.lr",
@@ -118,7 +118,7 @@ FLAT_ROWS = table({"": {
 def _finish_flat(found: Translation, ours: Mapping[str, Any]) -> None:
     missing = [key for key in SIZES if key not in found.given]
     if len(missing) == len(SIZES):
-        # Single settings of a model that is not there would hide that it is missing.
+        # Single settings of a missing model would hide that it is missing.
         found.settings.pop("model", None)
     elif not ours.get("model"):
         found.needs = [f"{', '.join(missing)}: the model's size"] if missing else []
@@ -179,7 +179,7 @@ def _tiled_shards(value: int, given: Mapping) -> Any:
 
 
 def _num_devices(value: Any, _: Mapping) -> int:
-    """Of `[0, 1]` or of the text `list(range(a,b[,step]))`, which is read and never executed."""
+    """Counts the ids of `[0, 1]` or of the text `list(range(a,b[,step]))`, which is parsed and never executed."""
     if isinstance(value, list) and value and all(type(item) is int for item in value):
         return len(value)
     found = re.fullmatch(
@@ -191,7 +191,7 @@ def _num_devices(value: Any, _: Mapping) -> int:
     return len(ids)
 
 
-_UNREAD = "nothing reads it, also where it comes from"
+_UNREAD = "the original trainer does not read it either"
 STRATEGY_ROWS = table({
     "strategy_args": {"strategy_name": becomes("train.mode", by=MODES, kind=one_of(MODES))},
     CONFIG: {
@@ -204,7 +204,7 @@ STRATEGY_ROWS = table({
         "offload_policy": becomes("parallel.offload", kind=bool),
         "wrap_policy.transformer_layer_cls_to_wrap": becomes("parallel.auto_wrap", kind=list[str] | None),
         **no_effect(
-            "embedding and head are units of their own, or one unit when their weights are tied",
+            "embedding and head are separate units, or one unit if their weights are tied",
             "wrap_policy.wrap_embeddings", "wrap_policy.wrap_lm_output",
         ),
         "wrap_policy.moe_experts": "parallel.expert_units",

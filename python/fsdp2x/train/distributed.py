@@ -1,4 +1,4 @@
-"""This process in its run: its process group and device, determinism, and Ctrl-C."""
+"""Sets up this process for a run: its process group and device, determinism, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class World:
-    """This process's place; `close()` ends the process group if `open_world` began it."""
+    """This process's place. `close()` ends the process group if `open_world` began it."""
 
     rank: int
     size: int
@@ -47,10 +47,10 @@ class World:
 
 
 def choose_device(wanted: str, local_rank: int, local_size: int) -> tuple[torch.device, str]:
-    """Device and backend: NCCL where each rank of this host has a GPU of its own, else gloo.
+    """Returns device and backend: NCCL if each rank of this host has its own GPU, else gloo.
 
     Raises:
-        ConfigError: a GPU is asked for, and there is none.
+        ConfigError: a GPU is requested, but there is none.
     """
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("parallel.device (--device): got 'cuda', but this torch sees no GPU; choose cpu")
@@ -62,7 +62,7 @@ def choose_device(wanted: str, local_rank: int, local_size: int) -> tuple[torch.
 
 
 def open_world(device: str, timeout_s: float) -> World:
-    """Joins torchrun's ranks, uses an initialised group, or makes a group of one process without any environment."""
+    """Joins torchrun's ranks, uses an initialized group, or makes a group of one process without any environment."""
     timeout = datetime.timedelta(seconds=timeout_s)
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     local_rank = int(os.environ.get("LOCAL_RANK", 0)) if launched or dist.is_initialized() else 0
@@ -92,10 +92,10 @@ def open_world(device: str, timeout_s: float) -> World:
 
 @contextlib.contextmanager
 def deterministic_algorithms(enabled: bool) -> Iterator[None]:
-    """Deterministic kernels only, inside the block; an operation that has none raises.
+    """Allows only deterministic kernels inside the block. An operation without one raises.
 
-    Shared memory adds in rank order anyway. NCCL is held to one algorithm, for which it reads the environment when its
-    first group is made: enter before the process group begins.
+    Shared memory always adds in rank order. NCCL must use one algorithm, for which it reads the environment when its
+    first group is made, so enter the block before the process group begins.
     """
     if not enabled:
         yield
@@ -117,18 +117,18 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
 
 
 def mean_over_ranks(value_sum: float, weight: float, device: torch.device) -> float:
-    """sum(value_sum) / sum(weight) over all ranks, in double precision and rank order."""
+    """Returns sum(value_sum) / sum(weight) over all ranks, in double precision and rank order."""
     total, weights = sums_over_ranks([value_sum, weight], device)
     return total / weights
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether the flag of any rank is set, the same answer on every rank; collective."""
+    """Returns whether any rank sets the flag, the same on every rank. Collective."""
     return sums_over_ranks([float(flag)], device)[0] > 0
 
 
 def sums_over_ranks(values: list[float], device: torch.device) -> list[float]:
-    """Each value's sum, in double precision and rank order."""
+    """Returns each value's sum, in double precision and rank order."""
     sums = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(sums)
     return sums.tolist()
@@ -136,12 +136,12 @@ def sums_over_ranks(values: list[float], device: torch.device) -> list[float]:
 
 # ---- Ctrl-C, and SIGTERM of a scheduler: the run ends with a checkpoint; a second Ctrl-C ends it at once
 
-# torchrun gets the terminal's signal as well, and passes it on to its ranks, which have it already.
+# torchrun also gets the terminal's signal, and passes it to its ranks, which already have it.
 _ECHO_S = 2.0
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended the run; `number` is that of the signal."""
+    """Raised when a signal ended the run. `number` is that of the signal."""
 
     def __init__(self, message: str, number: int = signal.SIGINT) -> None:
         super().__init__(message)
@@ -149,7 +149,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interrupt:
-    """Inside the block SIGINT and SIGTERM are noted instead of acting. Only the main thread can ask for that."""
+    """Records SIGINT and SIGTERM inside the block instead of acting. Works only in the main thread."""
 
     def __init__(self, says: bool) -> None:
         self.number = 0  # of the first signal
@@ -173,7 +173,7 @@ class Interrupt:
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.noted:
-            # A scheduler that means it sends SIGKILL.
+            # A scheduler that wants to end it at once sends SIGKILL.
             if number == signal.SIGTERM or "TORCHELASTIC_RUN_ID" in os.environ and now - self._since < _ECHO_S:
                 return
             raise Interrupted("interrupted twice: this run ends without saving")
@@ -186,7 +186,7 @@ class Interrupt:
 
 
 class KillWarning:
-    """Warns once when torchrun would kill an interrupted run before its checkpoint is written."""
+    """Warns once if torchrun would kill an interrupted run before its checkpoint is complete."""
 
     def __init__(self) -> None:
         self._longest_s, self._longest_save_s = 0.0, 0.0
@@ -194,7 +194,7 @@ class KillWarning:
         self._limit_s = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")) if launched else float("inf")
 
     def measured(self, kind: str, seconds: float, save_s: float) -> str | None:
-        """Takes the duration of a step or an evaluation, and of the last save; returns the warning, once."""
+        """Takes the duration of a step or an evaluation, and of the last save. Returns the warning once."""
         self._longest_s, self._longest_save_s = max(seconds, self._longest_s), max(save_s, self._longest_save_s)
         needed_s, limit_s = self._longest_s + self._longest_save_s, self._limit_s
         if needed_s <= limit_s:

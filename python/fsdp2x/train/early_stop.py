@@ -1,4 +1,4 @@
-"""Early stopping: when the held-out loss no longer falls, and which checkpoint has the lowest one."""
+"""Early stopping: detects that the held-out loss no longer falls, and names the best checkpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class EarlyStop:
         return self.num_worse >= self.patience
 
     def update(self, step: int, loss: float) -> bool:
-        """Takes the loss of an evaluation after `step`; returns whether it is the best one so far."""
+        """Takes the loss of an evaluation after `step`. Returns whether it is the best so far."""
         if loss < self.best_loss and loss <= self.best_loss - self.min_delta:
             self.best_loss, self.best_step, self.num_worse = loss, step, 0
             return True
@@ -41,7 +41,7 @@ class EarlyStop:
         return False
 
     def report(self, step: int, metrics: Metrics, checkpoints: Path) -> None:
-        """Names the best checkpoint when the run ends after ``step``, and says why it ended."""
+        """Reports the best checkpoint when the run ends after ``step``, and why it ended."""
         if self.is_over:
             metrics.say("ended after step %d: no lower held-out loss in %d evaluations", step, self.num_worse)
         metrics.say("best: step %s, held-out loss %.4f, %s", self.best_step, self.best_loss, checkpoints / BEST)
@@ -51,15 +51,15 @@ class EarlyStop:
         return {"best_loss": self.best_loss, "best_step": self.best_step, "num_worse": self.num_worse}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on counting; the settings stay as configured."""
+        """Continues counting. The settings stay as configured."""
         self.best_loss, self.best_step = float(state["best_loss"]), state["best_step"]
         self.num_worse = int(state["num_worse"])
 
 
 def point_to_best(best: Path, keep: int, keep_every: int) -> None:
-    """Marks a checkpoint, points the link `best` to it, and lets the former one go unless `keep_every` keeps it.
+    """Marks a checkpoint, points the link `best` to it, and unmarks the former one unless `keep_every` keeps it.
 
-    One rank calls it.
+    Call it on one rank.
     """
     mark(best)
     root, link = best.parent, best.parent / BEST

@@ -1,4 +1,4 @@
-"""`fsdp2x config explain`: what a config means before it runs, without a process group and without weights."""
+"""`fsdp2x config explain`: shows what a config means before it runs, without process group and weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Explanation:
     plan: MeshPlan
     batching: str
     units: list[dict[str, Any]] = field(default_factory=list)  # of one kind: count, modules, reason, num_parameters
-    idle: list[str] = field(default_factory=list)  # settings that mean nothing for this model
+    idle: list[str] = field(default_factory=list)  # settings without effect for this model
     model: str = ""
     no_units: str = ""
 
@@ -58,7 +58,7 @@ class Explanation:
             for section, values in found.settings.items():
                 lines += [f"  {section}.{name} = {show(value)}" for name, value in (values or {}).items()]
         else:
-            # What a dialect brings along without a key stands in parentheses.
+            # Settings that a dialect adds without a key are in parentheses.
             shown = [(r.key if r.key.startswith("(") else f"{r.key}: {show(r.value)}", r) for r in found.results]
             width = min(max((len(text) for text, _ in shown), default=0), 72)
             lines += [f"  {text.ljust(width)}  {result}" for text, result in shown if result.has_effect]
@@ -83,13 +83,13 @@ def explain(
     dialects: Dialects = DIALECTS,
     flags: Mapping[str, Any] | None = None,
 ) -> Explanation:
-    """Translates and checks everything that can be without the run itself.
+    """Translates and checks everything that is possible without the run itself.
 
-    `world_size` defaults to what the config says, else to its shard group; `local_world_size` to one node of at most
-    eight.
+    `world_size` defaults to the config's, else to its shard group. `local_world_size` defaults to one node of at most
+    eight ranks.
 
     Raises:
-        ConfigError: what a run would refuse as well, except what is missing altogether, which is listed.
+        ConfigError: a run would raise it as well, except for settings that are missing, which are listed.
     """
     translation = translate_file(path, overrides, kind, dialects, flags)
     with translation.told():
@@ -119,11 +119,11 @@ def _explain(
 
 
 def parse_incomplete(translation: Translation, kind: type[Config]) -> Config:
-    """The config of settings that may lack what only a run needs."""
+    """Returns the config of settings that may lack what only a run needs."""
     return parse_config(_completed(translation), kind)
 
 
-# What stands for settings that only a run needs.
+# Placeholders for settings that only a run needs.
 _STAND_INS = {"data.files": "[text]", "reward.functions": "[exact_match]", "rollout.addresses": "['http://engine']"}
 
 
@@ -138,9 +138,9 @@ def _find_units(found: Explanation, config: TrainConfig) -> None:
     found.idle += idle_settings(config, found.translation.settings)
     path, tokenizer = config.model.path, None
     if path is not None and not (Path(path).expanduser() / "config.json").is_file():
-        found.no_units = f"model.path={path} is no local directory with a config.json"
+        found.no_units = f"model.path={path} is not a local directory with a config.json"
         return
-    if path is None:  # a vocabulary of the tokenizer's, if it is here
+    if path is None:  # use the tokenizer's vocabulary if it is here
         name = choose_tokenizer(config.data.tokenizer, None)
         tokenizer = make_tokenizer(name) if name == "bytes" or Path(name).is_dir() else None
     dtype, attention = getattr(torch, config.model.dtype), config.model.attn_implementation
@@ -153,7 +153,7 @@ def _find_units(found: Explanation, config: TrainConfig) -> None:
     found.model = f"{type(model).__name__} ({num_parameters:,} parameters)"
     counted: Counter[tuple[str, str, int]] = Counter()
     taken: set[int] = set()
-    for unit in units:  # inner before outer: what an inner unit has taken is not the outer's
+    for unit in units:  # inner before outer: parameters of an inner unit are not the outer's
         params = {id(p): p.numel() for module in unit.modules for p in module.parameters() if id(p) not in taken}
         taken |= set(params)
         names = " + ".join(type(module).__name__ for module in unit.modules)

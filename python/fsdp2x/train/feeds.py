@@ -1,7 +1,7 @@
-"""From the data to the losses of a step: blocks through the model's own loss; samples packed or padded; sequences cut.
+"""Turns data into the losses of a step: blocks through the model's loss, samples packed or padded, sequences cut.
 
-A feed hands out the micro-batches of a step as calls, each of which runs a forward and returns this rank's share of the
-loss: the mean over ranks of the sum of the shares is the mean over all tokens of the step, and so are the gradients.
+A feed yields the micro-batches of a step as calls. Each runs a forward and returns this rank's share of the loss. The
+mean over ranks of the sum of shares is the mean over all tokens of the step, and so are the gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Share = Callable[[], torch.Tensor]
 
 @dataclass
 class BlockFeed:
-    """Blocks of equal length, each rank its own."""
+    """Blocks of equal length, different on each rank."""
 
     model: torch.nn.Module
     blocks: Blocks
@@ -37,13 +37,13 @@ class BlockFeed:
     device: torch.device
 
     def step(self) -> tuple[list[Share], int]:
-        """The micro-batches of this rank's next step, and the tokens of the step over all ranks."""
+        """Returns the micro-batches of this rank's next step, and the step's tokens over all ranks."""
         batches = [self.stream.next_batch() for _ in range(self.batching.accumulation)]
         num_tokens = sum(batch.numel() for batch in batches) * self.stream.world_size
         return [partial(self._share, batch, len(batches)) for batch in batches], num_tokens
 
     def _share(self, tokens: torch.Tensor, num_batches: int) -> torch.Tensor:
-        # Every block has equally many tokens, so the mean of means is the mean over all tokens.
+        # Every block has the same number of tokens, so the mean of means is the mean over all tokens.
         return self._loss(tokens) / num_batches
 
     def _loss(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ class BlockFeed:
         return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
     def evaluate(self, blocks: torch.Tensor | SampleSet) -> float:
-        """Mean loss per predicted token, the same number on every rank. Collective."""
+        """Returns the mean loss per predicted token, the same on every rank. Collective."""
         loss_sum = weight_sum = 0.0
         for tokens, weight in self._held_out(blocks):
             loss_sum += float(self._loss(tokens)) * weight
@@ -69,10 +69,10 @@ Sample = dict[str, torch.Tensor]
 
 @dataclass
 class SequenceFeed(BlockFeed):
-    """Samples, packed or padded, parts of sequences, or both; every label weighs the same, wherever it lies.
+    """Samples, packed or padded, parts of sequences, or both. Every label has the same weight.
 
-    `context` cuts sequences over the ranks that share them; None: every rank has whole ones. A step takes `batch_size`
-    x `accumulation` samples a rank; packed, they are as many micro-batches as the fullest rank needs, else each
+    `context` cuts sequences over the ranks that share them. None: every rank has full ones. A step takes `batch_size`
+    x `accumulation` samples per rank. Packed, they form as many micro-batches as the fullest rank needs. Otherwise each
     micro-batch is padded to its longest sample.
     """
 
@@ -98,7 +98,7 @@ class SequenceFeed(BlockFeed):
         return mean_over_ranks(sum(float(share()) for share in shares), 1.0, self.device)
 
     def _held_out_samples(self, samples: SampleSet) -> list[list[Sample]]:
-        """This rank's batches, as many as every rank has; one that would be empty has a sample without labels."""
+        """Returns this rank's batches, the same number on every rank. An empty one gets a sample without labels."""
         rank, size, readers = self.stream.rank, self.batching.eval_batch_size, self.stream.world_size
         batches = []
         for start in range(rank * size, len(samples) + rank * size, readers * size):
@@ -110,7 +110,7 @@ class SequenceFeed(BlockFeed):
         return batches
 
     def _batches(self, read: Callable[[], list[list[Sample]]]) -> Iterable[Any]:
-        """Micro-batches of the samples that `read` returns. Collective if it renders rows, which may be wrong."""
+        """Returns micro-batches of the samples of `read`. Collective if it renders rows, which may be wrong."""
         batches = run_on_all_ranks(read, raising=ConfigError) if self.data.streaming else read()
         if not self.data.packing:
             return map(_pad, batches)
@@ -141,7 +141,7 @@ class SequenceFeed(BlockFeed):
 
 
 def _pad(samples: list[Sample]) -> Sample:
-    """Samples as rows of one batch, `[samples, longest]`, padded on the right without labels."""
+    """Makes rows of one batch, `[samples, longest]`, padded on the right without labels."""
 
     def rows(values: Iterable[torch.Tensor], padding: int) -> torch.Tensor:
         return torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True, padding_value=padding)
@@ -164,7 +164,7 @@ def make_feed(
     sequence_ranks: SequenceRanks,
     device: torch.device,
 ) -> BlockFeed:
-    """The feed that a config asks for; changes the sharded model's attention where it must. Collective."""
+    """Makes the feed of a config. Changes the sharded model's attention if necessary. Collective."""
     common = {"model": model, "blocks": blocks, "stream": stream, "batching": batching, "device": device}
     if sequence_ranks.total > 1:
         with as_config_error("parallel.sequence_parallel"):

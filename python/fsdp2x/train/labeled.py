@@ -1,7 +1,7 @@
-"""Rows of conversations -> samples whose labels are the assistant's tokens; `chat.py` renders them.
+"""Turns rows of conversations into samples whose labels are the assistant's tokens. `chat.py` renders them.
 
 Rows are rendered once, when the run begins, or with `data.streaming` each time a step needs them. The order in which
-ranks visit them, and with it the place at which a run resumes, is the same in both cases.
+ranks visit them, and so the place at which a run resumes, is the same in both cases.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Rendered = tuple[torch.Tensor, torch.Tensor]  # int32 tokens, and which of them 
 
 @dataclass
 class Renderer:
-    """Renders rows, applies `data.truncation`, and counts the rows that it cuts or leaves out."""
+    """Renders rows, applies `data.truncation`, and counts the rows that it cuts or drops."""
 
     tokenizer: Any
     config: DataConfig
@@ -39,7 +39,7 @@ class Renderer:
     longest: tuple[int, str] = (0, "")
 
     def __call__(self, row: Row) -> Rendered | None:
-        """The tokens of a row, or None if it is left out."""
+        """Returns the tokens of a row, or None if it is dropped."""
         ids, labels = render_example(self.tokenizer, row, {**COLUMNS, **self.config.columns})
         size = self.config.block_size
         if len(ids) > size:
@@ -48,7 +48,7 @@ class Renderer:
             if self.config.truncation != "cut":
                 return None
         ids, labels = ids[:size], labels[:size]
-        # Nothing predicts the first token.
+        # No token predicts the first one.
         if all(label == IGNORE for label in labels[1:]):
             self.counts["nothing to train"] += 1
             return None
@@ -64,7 +64,7 @@ class Renderer:
             )
 
     def report(self, say: Callable[..., None], device: torch.device) -> None:
-        """Says how many rows the ranks have cut or left out, as often as they rendered them. Collective."""
+        """Reports how many rows the ranks cut or dropped, counting each rendering. Collective."""
         names = ("cut", "too long", "nothing to train")
         counts = sums_over_ranks([float(self.counts[name]) for name in names], device)
         for name, count in zip(names, counts, strict=True):
@@ -73,7 +73,7 @@ class Renderer:
 
 
 class LazySamples:
-    """Samples that are read and rendered when they are asked for; one that is left out has no labels."""
+    """Samples that are read and rendered on request. A dropped one has no labels."""
 
     def __init__(self, rows: Rows, order: torch.Tensor, render: Renderer):
         self._rows, self._order, self.render = rows, order, render
@@ -85,7 +85,7 @@ class LazySamples:
         return LazySamples(self._rows, self._order[part], self.render)
 
     def sample(self, index: int) -> dict[str, torch.Tensor]:
-        """As `Samples.sample`. Raises `ConfigError` for a wrong row, on this rank only."""
+        """Returns a sample as `Samples.sample` does. Raises `ConfigError` for a wrong row, on this rank only."""
         rendered = self.render(self._rows[int(self._order[index])])
         self.render.check(1)
         if rendered is None:
@@ -161,7 +161,7 @@ def _told(render: Renderer) -> str:
 
 
 def _report(rows: Rows, train: Any, held_out: Any, render: Renderer) -> None:
-    """What was read, from rank 0 for all."""
+    """Logs what was read, from rank 0."""
     logger.info(
         "%d files, %d rows: %d for training, %d held out%s",
         rows.num_files, len(rows), len(train), len(held_out), _told(render),

@@ -1,6 +1,6 @@
-"""A run's config from its YAML file: fsdp2x's own sections, or the keys of another trainer (`dialects.py`).
+"""Loads a run's config from its YAML file: fsdp2x's own sections, or the keys of another trainer (`dialects.py`).
 
-Keys that have no effect are warned of: a run that did not mention them would look as if they counted.
+It warns of keys without an effect, because a run without a warning would look as if they counted.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ OWN = "sections"
 
 @checked
 def load_config(path: str | Path, overrides: Iterable[str] = (), *, resume_from: str | None = None) -> TrainConfig:
-    """Reads a YAML file of any dialect and applies overrides such as `optimizer.lr=1e-3`; raises `ConfigError`.
+    """Reads a YAML file of any dialect and applies overrides such as `optimizer.lr=1e-3`. Raises `ConfigError`.
 
-    `resume_from` replaces checkpoint.resume_from when it is given. Keys without an effect are warned of by name.
+    `resume_from` replaces checkpoint.resume_from. Warnings name keys without an effect.
     """
     return load(path, overrides, resume_from=resume_from, kind=TrainConfig, dialects=DIALECTS)
 
@@ -50,15 +50,15 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), *, resume_from:
 def load(
     path: str | Path, overrides: Iterable[str], *, resume_from: str | None, kind: type[Config], dialects: Dialects
 ) -> Config:
-    """`load_config` for a configuration of class `kind`, in its sections or in one of `dialects`."""
+    """Does the same as `load_config` for a class `kind`, in its sections or in one of `dialects`."""
     return config_of(translate_file(path, overrides, kind, dialects), kind, resume_from=resume_from)
 
 
 def config_of(translation: Translation, kind: type[Config], *, resume_from: str | None = None) -> Config:
-    """The config of a translated file; raises `ConfigError` as `load_config` does."""
+    """Returns the config of a translated file. Raises `ConfigError` as `load_config` does."""
     path = translation.path
     if translation.needs:
-        raise ConfigError(f"{path} says not enough to run; it needs {'; '.join(translation.needs)}")
+        raise ConfigError(f"{path} lacks settings. To run it needs {'; '.join(translation.needs)}.")
     with translation.told():
         config = parse_config(translation.settings, kind)
     if os.environ.get("RANK", "0") == "0":
@@ -76,9 +76,9 @@ def translate_file(
     dialects: Dialects = DIALECTS,
     flags: Mapping[str, Any] | None = None,
 ) -> Translation:
-    """Reads a YAML file of any dialect. `overrides` are `key=value` in the file's dialect, or in our sections.
+    """Reads a YAML file of any dialect. `overrides` are `key=value` in the file's dialect, or in fsdp2x's sections.
 
-    `flags` are more keys of the top level, which replace the file's. An empty `path` reads no file.
+    `flags` are more top-level keys, which replace the file's. An empty `path` reads no file.
     """
     overrides = list(overrides)
     if not (path or overrides or flags):
@@ -94,9 +94,9 @@ def translate_file(
     return dataclasses.replace(found, path=source.path, lines=source.lines, overridden=source.overridden)
 
 
-# How other trainers, and words without a section, say where a run goes on.
+# Keys of other trainers, and words without a section, that name the checkpoint to resume from.
 _RESUMES = ("resume_from", "resume-from", "resume_from_checkpoint")
-# At the top of what `accelerate config` writes.
+# Top-level keys of the file that `accelerate config` writes.
 _ACCELERATE = {"compute_environment", "fsdp_config", "num_processes", "num_machines", "deepspeed_config"}
 
 
@@ -106,11 +106,11 @@ def translate(
     kind: type[TrainConfig] = TrainConfig,
     dialects: Dialects = DIALECTS,
 ) -> Translation:
-    """The settings of `kind` from a mapping of any dialect.
+    """Returns the settings of `kind` from a mapping of any dialect.
 
     Raises:
-        ConfigError: keys of two dialects in one mapping, an unknown key (with the nearest one), a value of the wrong
-            type, or one that cannot be had here.
+        ConfigError: one mapping has keys of two dialects, a key is unknown (the message names the nearest), a value has
+            the wrong type, or a value is not supported.
     """
     ours, theirs, role = [], [], None
     for text in overrides:
@@ -146,7 +146,7 @@ def translate(
 def detect(
     settings: Mapping[str, Any], kind: type[TrainConfig] = TrainConfig, dialects: Dialects = DIALECTS
 ) -> Dialect | None:
-    """The dialect that owns the top-level keys; None: our own sections. A key of two dialects decides nothing alone."""
+    """Returns the dialect that owns the top-level keys, or None for fsdp2x's. Shared keys alone decide nothing."""
     own = sections_of(kind)
     titles = {OWN: Translation.title, **{dialect.name: dialect.title for dialect in dialects}}
 
@@ -159,7 +159,7 @@ def detect(
     sure = {names[0]: key for key, names in reversed(owners.items()) if len(names) == 1}
     if len(sure) > 1:
         mixed = " and ".join(f"{key} of {titles[name]}" for name, key in reversed(sure.items()))
-        raise ConfigError(f"the file mixes {mixed}; write it in one of them, the rest can go on the command line")
+        raise ConfigError(f"the file mixes {mixed}. Write it in one of them; the rest can go on the command line.")
     name = next(iter(sure), None) or next((names[0] for names in owners.values() if names), None)
     if name is None and settings:
         if len(_ACCELERATE & settings.keys()) > 1:
@@ -175,9 +175,9 @@ def detect(
 def list_keys(
     dialect: str = OWN, kind: type[TrainConfig] = TrainConfig, dialects: Dialects = DIALECTS
 ) -> dict[str, dict[str, Any]]:
-    """Keys of one dialect by NAME, of our own sections ("sections"), or of everything ("all").
+    """Returns keys of one dialect by name, of fsdp2x's sections ("sections"), or of everything ("all").
 
-    Each with its ``type`` and ``help``; the sections' with their ``default``.
+    Each has its ``type`` and ``help``, and the sections' keys also have their ``default``.
     """
     rows: dict[str, dict[str, Any]] = {}
     if dialect in (OWN, "all"):
@@ -189,7 +189,7 @@ def list_keys(
     return rows
 
 
-# ---- settings that have no effect next to the others: keys, or whole sections -> (when, why)
+# ---- settings that have no effect together with others: keys, or whole sections -> (when, why)
 
 IDLE: dict[tuple[str, ...], tuple[Callable[[TrainConfig], bool], str]] = {
     ("lora.alpha", "lora.dropout", "lora.target_modules"): (lambda c: c.lora.rank == 0, "lora.rank is 0"),
@@ -238,9 +238,9 @@ IDLE: dict[tuple[str, ...], tuple[Callable[[TrainConfig], bool], str]] = {
 
 
 def idle_settings(config: TrainConfig, settings: Mapping[str, Any]) -> list[str]:
-    """A sentence for each of ``settings``, a mapping of our sections, that has no part in the run of ``config``.
+    """Returns a sentence for each of ``settings``, a mapping of fsdp2x's sections, without effect on ``config``.
 
-    Only what is given counts, not what has its default.
+    It ignores default values.
     """
     given = {
         f"{section}.{name}": value

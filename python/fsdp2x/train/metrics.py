@@ -1,4 +1,4 @@
-"""What a run reports: metrics of rank 0, the shard report, windows of torch's profiler, and memory snapshots."""
+"""Reports a run: metrics of rank 0, the shard report, windows of torch's profiler, and memory snapshots."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 
 
-# `wandb.log`'s shape: called on rank 0 with numbers by name (`train/loss`) and `step=`. A method `finish`, if there is
-# one, is called when the run ends.
+# A function like `wandb.log`, called on rank 0 with numbers by name (`train/loss`) and `step=`. If it has a method
+# `finish`, that is called when the run ends.
 Logger = Callable[..., Any]
 
 
 class Metrics:
-    """Writes one JSON object a line and flushes it, so that a killed run keeps every line it reported.
+    """Writes one JSON object per line and flushes it, so that a killed run keeps every line it reported.
 
     Lines: {"event": "start" | "train" | "eval" | "best" | "save" | "resume" | "interrupt" | "end", "step": n,
     "time": seconds since 1970, ...}. `loss_hex` is the loss as an exact hexadecimal float. All methods do nothing on
@@ -51,9 +51,9 @@ class Metrics:
         first_step: int,
         loggers: Sequence[Logger] = (),
     ):
-        """`tensorboard`: whether, or the folder of its events. `loggers` are called as `wandb.log` is."""
+        """`tensorboard`: whether to write events, or their folder. `loggers` are functions like `wandb.log`."""
         self.main, self._num_steps = main, num_steps
-        self._first: tuple[int, float] | None = None  # step and time of the first one that was reported
+        self._first: tuple[int, float] | None = None  # step and time of the first reported step
         self._file = self._board = self._bar = None
         self._loggers: Sequence[Logger] = ()
         if not main:
@@ -91,7 +91,7 @@ class Metrics:
             log(numbers, step=step)
 
     def train(self, step: int, **values: Any) -> None:
-        """One optimizer step: shown on the bar, or as a log line with the time that is left."""
+        """Reports one optimizer step on the bar, or as a log line with the remaining time."""
         now = time.monotonic()
         self._first = self._first or (step, now)
         done, left = step - self._first[0], None
@@ -119,7 +119,7 @@ class Metrics:
             logger.info("step %d  %s", step, "  ".join(f"{name} {text}" for name, text in shown.items()))
 
     def say(self, message: str, *args: Any) -> None:
-        """A log line of rank 0 that does not tear the bar."""
+        """Writes a log line on rank 0 without breaking the bar."""
         if not self.main:
             return
         if self._bar is not None:
@@ -142,14 +142,14 @@ class Metrics:
 
 
 class WandbLogger:
-    """A Weights & Biases run; raises `ConfigError` when the package is missing."""
+    """A Weights & Biases run. Raises `ConfigError` if the package is missing."""
 
     def __init__(self, options: dict[str, Any], config: dict[str, Any]):
         try:
             import wandb
         except ModuleNotFoundError:
             raise ConfigError(
-                "logging.wandb: the package wandb is not installed; `pip install wandb`, or set it to false"
+                "logging.wandb: the package wandb is not installed. Run `pip install wandb`, or set it to false."
             ) from None
         self._run = wandb.init(**{"config": config, **options})
 
@@ -171,7 +171,7 @@ def _mebibytes(size: int) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Memory in use by this process: the most that was allocated on the GPU, or the resident set on a CPU."""
+    """Returns memory in use by this process: the most that was allocated on the GPU, or the resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -183,21 +183,21 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def planned_bytes(model: torch.nn.Module, optimizer: Any, batching: Batching, parallel: ParallelConfig) -> int:
-    """Bytes of this rank at the peak of a step, without activations, as `fsdp2x plan` counts them."""
+    """Returns this rank's bytes at the peak of a step, without activations, as `fsdp2x plan` counts them."""
     report = memory_report(model, optimizer, micro_batches=batching.accumulation, before_last=parallel.accumulate)
     is_on_device = any(parameter.device.type == "cuda" for parameter in model.parameters())
     return report.device_peak_bytes if is_on_device else report.peak_bytes
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; a last line that a kill cut short is left out."""
+    """Returns the lines of a metrics.jsonl, without a last line that was cut short by a kill."""
     lines = read_text(Path(path)).splitlines(keepends=True)
     numbered = enumerate(lines, 1)
     return [parse_json(line, f"{path}, line {n}") for n, line in numbered if line.endswith("\n") and line.strip()]
 
 
 def _end_last_line(path: Path) -> None:
-    """Cuts what a kill left of a line, so that the next line stays readable."""
+    """Removes a partial last line that a killed run left, so that the next line stays readable."""
     if not path.exists():
         return
     content = path.read_bytes()
@@ -206,13 +206,13 @@ def _end_last_line(path: Path) -> None:
             file.truncate(content.rfind(b"\n") + 1)
 
 
-# ---- looking at a run
+# ---- observing a run
 
 
 def shard_report(model: torch.nn.Module) -> str:
-    """A table of all parameters: name, placement, whole shape, and the shape on each rank; collective.
+    """Returns a table of all parameters: name, placement, global shape, and the shape on each rank. Collective.
 
-    Ranks with the same shape stand together: `0-2: (3, 8)  3: (1, 8)`.
+    Ranks with the same shape are grouped: `0-2: (3, 8)  3: (1, 8)`.
     """
     mine = {name: tuple(local_tensor(parameter).shape) for name, parameter in model.named_parameters()}
     shapes = exchange(mine)
@@ -226,7 +226,7 @@ def shard_report(model: torch.nn.Module) -> str:
 
 
 def _runs(shapes: list[tuple[int, ...]]) -> list[tuple[str, tuple[int, ...]]]:
-    """Neighbouring ranks with equal shapes as one entry."""
+    """Groups consecutive ranks with equal shapes."""
     runs: list[list[Any]] = []
     for rank, shape in enumerate(shapes):
         if runs and runs[-1][2] == shape:
@@ -237,7 +237,7 @@ def _runs(shapes: list[tuple[int, ...]]) -> list[tuple[str, tuple[int, ...]]]:
 
 
 class Observer:
-    """Calls of the training loop around each step; every rank writes its own files below the run's folder.
+    """Hooks of the training loop around each step. Every rank writes its own files in the run's folder.
 
     profile/rank-R-steps-A-B.json  chrome trace of the steps A to B
     memory/rank-R-step-N.pickle    torch's snapshot of CUDA allocations (for torch's memory viewer), or
@@ -254,7 +254,7 @@ class Observer:
             torch_private.start_memory_history()
 
     def before_step(self, step: int) -> None:
-        # A run that was resumed inside the window records the rest of it.
+        # A run that resumed inside the window records the rest of it.
         if self.first is not None and self.first <= step <= self.last and self._profiler is None:
             self.first = step
             self._profiler = torch.profiler.profile(record_shapes=True)
@@ -289,6 +289,6 @@ class Observer:
         (folder / f"rank-{self.rank}-step-{step}.json").write_text(json.dumps(found, indent=1))
 
     def close(self, step: int) -> None:
-        """Ends a window that the run did not reach the end of."""
+        """Ends a window whose end the run did not reach."""
         if self._profiler is not None:
             self._end_profile(step)

@@ -1,4 +1,4 @@
-"""The model of a run: built from a HuggingFace config or a local directory, changed as the config says, and sharded."""
+"""Builds the model of a run from a HuggingFace config or a local directory, changes it by the config, and shards it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fsdp2x.train.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Spellings of earlier transformers that its configs still take, but no longer list.
+# Older spellings that transformers' configs still accept, but no longer list.
 OLDER_KEYS = {
     "head_dim",
     "rope_theta",
@@ -50,7 +50,7 @@ OLDER_KEYS = {
 
 
 def build_model(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> torch.nn.Module:
-    """A causal language model on the CPU with equal weights on every rank; raises `ConfigError`."""
+    """Returns a causal language model on the CPU with equal weights on every rank. Raises `ConfigError`."""
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {"dtype": getattr(torch, config.dtype)}
@@ -59,7 +59,7 @@ def build_model(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> torch.n
     with _built_by_transformers(config), bars_of_rank_0():
         if config.path is not None:
             folder = check_folder(config)
-            torch.manual_seed(seed)  # of a head that the files need not hold
+            torch.manual_seed(seed)  # for a head that the files may lack
             model, report = AutoModelForCausalLM.from_pretrained(
                 str(folder),
                 local_files_only=True,
@@ -78,7 +78,7 @@ def build_model(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> torch.n
 
 
 def _check_whole(model: torch.nn.Module, folder: Path, missing: list[str]) -> None:
-    """transformers initialises what the files lack, also where they are of the model's very class."""
+    """Raises if weights are missing, which transformers would silently initialize."""
     named = read_config(folder / "config.json").get("architectures") or []
     if missing and type(model).__name__ in named:
         raise ConfigError(f"model.path: the files in {folder} lack {len(missing)} weights: {', '.join(missing[:5])}")
@@ -87,10 +87,10 @@ def _check_whole(model: torch.nn.Module, folder: Path, missing: list[str]) -> No
 def build_on_meta(
     config: ModelConfig, dtype: torch.dtype, tokenizer: Tokenizer | None = None, attn_implementation: str | None = None
 ) -> torch.nn.Module:
-    """The model without weights, in a moment; the vocabulary is a default where there is no tokenizer to ask.
+    """Builds the model without weights, in a moment. Without a tokenizer, the vocabulary is a default.
 
     Raises:
-        ConfigError: no model comes of the settings.
+        ConfigError: the settings make no model.
     """
     from transformers import AutoModelForCausalLM
 
@@ -105,7 +105,7 @@ def build_on_meta(
 
 @contextlib.contextmanager
 def _built_by_transformers(config: ModelConfig) -> Iterator[None]:
-    """What transformers raises, of whatever type, becomes a `ConfigError` of one sentence."""
+    """Turns any exception of transformers into a `ConfigError` of one sentence."""
     try:
         yield
     except ConfigError:
@@ -117,7 +117,7 @@ def _built_by_transformers(config: ModelConfig) -> Iterator[None]:
 
 
 def find_folder(config: ModelConfig) -> Path:
-    """The folder of `model.path`; raises `ConfigError`."""
+    """Returns the folder of `model.path`. Raises `ConfigError`."""
     folder = Path(config.path or "").expanduser()
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path: got {config.path!r}, expected a local directory with a config.json")
@@ -129,12 +129,12 @@ def find_folder(config: ModelConfig) -> Path:
 
 
 def check_folder(config: ModelConfig) -> Path:
-    """The same, with weights of a kind that is read."""
+    """Does the same, and checks that it has readable weights."""
     folder = find_folder(config)
     if config.load == "whole" and not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"model.path: {config.path} has no *.safetensors; model.load=rows reads other weights, too")
+        raise ConfigError(f"model.path: {config.path} has no *.safetensors. Use model.load=rows for other weights.")
     try:
-        Checkpoint([folder]).close()  # files that contradict themselves or their index
+        Checkpoint([folder]).close()  # raises if files contradict themselves or their index
     except CheckpointError as error:
         raise ConfigError(f"model.path: {error}") from None
     return folder
@@ -144,13 +144,13 @@ def check_vocabulary(model: Any, tokenizer: Tokenizer) -> None:
     num_rows = model.get_input_embeddings().weight.shape[0]
     if num_rows < tokenizer.vocab_size:
         raise ConfigError(
-            f"model: its vocabulary has {num_rows} entries, the tokenizer {tokenizer.vocab_size}; raise vocab_size of "
-            "a new model, or choose with data.tokenizer the tokenizer that the model was trained with"
+            f"model: its vocabulary has {num_rows} entries, but the tokenizer {tokenizer.vocab_size}. Raise vocab_size "
+            "of a new model, or set data.tokenizer to the tokenizer that the model was trained with."
         )
 
 
 def make_hf_config(config: ModelConfig, tokenizer: Tokenizer | None) -> Any:
-    """A transformers config; vocabulary and end-of-text ids follow the tokenizer, if any, unless they are given."""
+    """Returns a transformers config. Vocabulary and end-of-text ids follow the tokenizer, if any, unless given."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -158,7 +158,7 @@ def make_hf_config(config: ModelConfig, tokenizer: Tokenizer | None) -> Any:
     model_type = settings.pop("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING_NAMES:
         near = _nearest(str(model_type), CONFIG_MAPPING_NAMES)
-        raise ConfigError(f"model.config.model_type: transformers knows no {model_type!r}; the nearest is {near}")
+        raise ConfigError(f"model.config.model_type: transformers has no {model_type!r}. Did you mean {near}?")
     defaults = AutoConfig.for_model(model_type)
     known = {*defaults.to_dict(), *defaults.attribute_map, *OLDER_KEYS}
     refuse_unknown({f"model.config.{key}": key for key in settings if key not in known}, known)
@@ -171,7 +171,7 @@ def make_hf_config(config: ModelConfig, tokenizer: Tokenizer | None) -> Any:
 
 @dataclass(frozen=True)
 class RunModel:
-    """The model of a run, and what was noted before it was sharded: sizes and shapes are those of whole parameters."""
+    """The model of a run, with the sizes and shapes of its full parameters from before sharding."""
 
     model: torch.nn.Module
     num_parameters: int
@@ -187,10 +187,10 @@ def make_sharded(
     device: torch.device,
     param_dtype: torch.dtype | None,
 ) -> RunModel:
-    """Prepares and shards; collective. `model` None: it is made on meta and each rank reads its own rows of the files.
+    """Prepares and shards the model. Collective. With `model` None, it makes the model on meta and ranks read rows.
 
     Raises:
-        ConfigError: settings that do not fit the model.
+        ConfigError: settings do not fit the model.
     """
     parallel = config.parallel
     options = sharding(parallel, plan, device, param_dtype)
@@ -205,7 +205,7 @@ def make_sharded(
 
     if model is None:
         if parallel.expert_parallel > 1:
-            raise ConfigError("parallel.expert_parallel: needs whole experts to spread; set model.load=whole")
+            raise ConfigError("parallel.expert_parallel: it needs full experts to spread. Set model.load=whole.")
         empty = build_on_meta(config.model, torch.float32)
         policy = _told_policy(empty, parallel)
         with as_config_error("model"):
@@ -223,7 +223,7 @@ def make_sharded(
     policy = _told_policy(model, parallel)
     if parallel.expert_parallel > 1:
         spread_experts(model, parallel, device, options)
-        policy = True if policy is None else policy  # None would see that a part is sharded already
+        policy = True if policy is None else policy  # None would see that a part is already sharded
     with as_config_error("parallel"):
         fully_shard(model, auto_wrap=policy, **options)
     _set_wire(model, parallel)
@@ -245,7 +245,7 @@ def _told_policy(model: torch.nn.Module, parallel: ParallelConfig) -> bool | lis
 
 
 def prepare(model: torch.nn.Module, config: TrainConfig) -> torch.nn.Module:
-    """Everything that changes the model before it is sharded; returns the model to shard."""
+    """Makes all changes of the model before sharding, and returns the model to shard."""
     wanted, lora = config.model, config.lora
     if wanted.tiled_mlp:
         with as_config_error("model.tiled_mlp"):
@@ -274,26 +274,26 @@ def prepare(model: torch.nn.Module, config: TrainConfig) -> torch.nn.Module:
 
 
 def recompute_activations(model: Any) -> None:
-    """Turns on the model's own activation checkpointing, without reentrance; call before `shard`."""
+    """Turns on the model's own activation checkpointing, without reentrance. Call it before `shard`."""
     options = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-    else:  # its name in earlier transformers
+    else:  # the name in older transformers
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 def compile_blocks(model: torch.nn.Module, config: ParallelConfig, backend: str) -> int:
-    """Compiles each repeated block that will be a unit, in place; returns how many there are."""
+    """Compiles each repeated block that will be a unit, in place. Returns their number."""
     blocks = _repeated_blocks(model, unit_policy(model, config))
     if not blocks:
-        raise ConfigError("train.compile: the model has no repeated blocks among its units; set train.compile=false")
+        raise ConfigError("train.compile: the model has no repeated blocks among its units. Set train.compile=false.")
     for block in blocks:
         block.compile(backend=backend)
     return len(blocks)
 
 
 def unit_policy(model: torch.nn.Module, config: ParallelConfig) -> bool | list[str] | None:
-    """`auto_wrap` of `fully_shard`: with expert_units, the model's own blocks and these classes inside of them."""
+    """Returns `auto_wrap` for `fully_shard`: with expert_units, the model's own blocks and these classes inside."""
     idle = idle_expert_units(model, config)
     experts = [name for name in config.expert_units if name not in idle]
     if not experts:
@@ -307,7 +307,7 @@ def unit_policy(model: torch.nn.Module, config: ParallelConfig) -> bool | list[s
 
 
 def _repeated_blocks(model: torch.nn.Module, policy: AutoWrap) -> list[torch.nn.Module]:
-    """Modules of units that are one of a numbered list."""
+    """Returns the modules of units that are one of a numbered list."""
     return [
         module
         for unit in plan_units(model, policy)
@@ -317,7 +317,7 @@ def _repeated_blocks(model: torch.nn.Module, policy: AutoWrap) -> list[torch.nn.
 
 
 def idle_expert_units(model: torch.nn.Module, config: ParallelConfig) -> dict[str, str]:
-    """Classes of `parallel.expert_units` whose modules transformers 5 has fused into one, and why they mean nothing."""
+    """Returns classes of `parallel.expert_units` that transformers 5 fused, and why they have no effect."""
     if not config.expert_units:
         return {}
     present = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
@@ -326,13 +326,13 @@ def idle_expert_units(model: torch.nn.Module, config: ParallelConfig) -> dict[st
         return {}
     why = (
         f"no effect: the {fused.num_experts} experts of a layer are fused in one {type(fused.experts).__name__}, which "
-        "needs no unit of its own"
+        "needs no separate unit"
     )
     return {name: why for name in config.expert_units if name not in present}
 
 
 def spread_experts(model: torch.nn.Module, config: ParallelConfig, device: torch.device, options: dict) -> None:
-    """Expert parallelism: experts over the axis `ep`, each sharded over the rest of the ranks; collective."""
+    """Spreads experts over the axis `ep`, each sharded over the other ranks. Collective."""
     from torch.distributed.device_mesh import init_device_mesh
 
     shape, axes = plan_expert_mesh(config, dist.get_world_size())
@@ -343,7 +343,7 @@ def spread_experts(model: torch.nn.Module, config: ParallelConfig, device: torch
 
 
 def sharding(config: ParallelConfig, plan: MeshPlan, device: torch.device, param_dtype: torch.dtype | None) -> dict:
-    """Arguments of `fsdp2x.fully_shard` beside the model and `auto_wrap`; collective, for it makes the mesh."""
+    """Returns arguments of `fsdp2x.fully_shard` except the model and `auto_wrap`. Collective: it makes the mesh."""
     policy = HostOffloadPolicy(offload_mode(config.offload), pin_memory=device.type != "cpu")
     return {
         "mesh": plan.make(device.type),
@@ -353,13 +353,13 @@ def sharding(config: ParallelConfig, plan: MeshPlan, device: torch.device, param
         "offload_policy": policy,
         "reshard_after_forward": plan.reshard_after_forward,
         "transport": config.transport,
-        # On a device the process group ends what hangs, by the timeout that it was made with.
+        # On a device the process group ends what hangs, by its own timeout.
         "timeout": datetime.timedelta(seconds=config.timeout_s) if device.type == "cpu" else None,
     }
 
 
 def offload_mode(setting: bool | OffloadMode) -> OffloadMode:
-    """The mode of `HostOffloadPolicy` that `parallel.offload` asks for."""
+    """Returns the mode of `HostOffloadPolicy` for `parallel.offload`."""
     if isinstance(setting, bool):
         return "all" if setting else "none"
     return setting

@@ -1,4 +1,4 @@
-"""From YAML and `key=value` overrides to a `TrainConfig`; every mistake is one sentence with the dotted path."""
+"""Parses YAML and `key=value` overrides into a `TrainConfig`. Every mistake is one sentence with the dotted path."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fsdp2x.train.config import ConfigError, TrainConfig
 
 
 def read_config_text(path: str | Path) -> str:
-    """The text of a file, which may be a pipe; raises `ConfigError`."""
+    """Returns the text of a file, which may be a pipe. Raises `ConfigError`."""
     try:
         return read_text(Path(path), MOST_BYTES, may_be_pipe=True)
     except CheckpointError as error:
@@ -30,7 +30,7 @@ def read_config_text(path: str | Path) -> str:
 
 
 def read_yaml(path: str | Path, text: str | None = None) -> dict:
-    """The mapping of a file, or of its ``text`` if that is known; raises `ConfigError`."""
+    """Returns the mapping of a file, or of its ``text`` if that is known. Raises `ConfigError`."""
     text = read_config_text(path) if text is None else text
     settings = load_yaml(text, f"config file {path}")
     if settings is None:
@@ -41,7 +41,7 @@ def read_yaml(path: str | Path, text: str | None = None) -> dict:
 
 
 def expand_dotted(settings: Mapping[str, Any]) -> dict:
-    """`{"a.b": 1}` as `{"a": {"b": 1}}`, at the top level; raises `ConfigError` where both are given."""
+    """Returns `{"a.b": 1}` as `{"a": {"b": 1}}`, at the top level. Raises `ConfigError` if both are given."""
     result: dict = {}
 
     def put(path: list, value: Any) -> None:
@@ -57,7 +57,7 @@ def expand_dotted(settings: Mapping[str, Any]) -> dict:
 
 
 def apply_overrides(settings: Mapping[str, Any], overrides: Iterable[str]) -> dict:
-    """A copy of `settings` in which each `a.b.c=value` is set; the value is read as YAML."""
+    """Returns a copy of `settings` in which each `a.b.c=value` is set. Values are read as YAML."""
     result = _copy(settings)
     for key, value in read_overrides(overrides):
         set_path(result, key.split("."), value, "override ")
@@ -65,7 +65,7 @@ def apply_overrides(settings: Mapping[str, Any], overrides: Iterable[str]) -> di
 
 
 def read_overrides(overrides: Iterable[str]) -> list[tuple[str, Any]]:
-    """Dotted key and value of each `a.b.c=value`; the value is read as YAML."""
+    """Returns dotted key and value of each `a.b.c=value`. Values are read as YAML."""
     read = []
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -77,7 +77,7 @@ def read_overrides(overrides: Iterable[str]) -> list[tuple[str, Any]]:
 
 
 def set_path(settings: dict, path: list, value: Any, what: str, *, keep: bool = False) -> None:
-    """Sets a dotted key in place; with `keep`, a value that is there already is an error."""
+    """Sets a dotted key in place. With `keep`, an existing value is an error."""
     what += ".".join(map(str, path))
     target = settings
     for depth, part in enumerate(path[:-1], 1):
@@ -96,7 +96,7 @@ def _copy(value: Any) -> Any:
 
 
 def first_leaf(path: str, value: Any) -> str:
-    """The dotted path down the first keys of a mapping."""
+    """Returns the dotted path along the first keys of a mapping."""
     while isinstance(value, Mapping) and value:
         key, value = next(iter(value.items()))
         path = f"{path}.{key}"
@@ -116,7 +116,7 @@ class KnownKey(NamedTuple):
 
 @functools.cache
 def sections_of(kind: type[TrainConfig]) -> dict[str, type]:
-    """The class of each section of a configuration."""
+    """Returns the class of each section of a configuration."""
     return typing.get_type_hints(kind)
 
 
@@ -125,7 +125,7 @@ SECTIONS = sections_of(TrainConfig)
 
 @functools.cache
 def known_keys(kind: type[TrainConfig] = TrainConfig) -> dict[str, KnownKey]:
-    """Every setting by its dotted path."""
+    """Returns every setting by its dotted path."""
     keys: dict[str, KnownKey] = {}
     for section, cls in sections_of(kind).items():
         hints = typing.get_type_hints(cls)
@@ -137,7 +137,7 @@ def known_keys(kind: type[TrainConfig] = TrainConfig) -> dict[str, KnownKey]:
 
 @checked(own=("settings",))
 def parse_config(settings: Mapping[str, Any], kind: type[Config] = TrainConfig) -> Config:
-    """A configuration of class `kind` from a nested mapping in fsdp2x's own sections."""
+    """Returns a configuration of class `kind` from a nested mapping in fsdp2x's own sections."""
     if not isinstance(settings, Mapping):
         raise ConfigError(f"config: got {describe(settings)}, expected a mapping")
     check_sections(settings, kind)
@@ -145,7 +145,7 @@ def parse_config(settings: Mapping[str, Any], kind: type[Config] = TrainConfig) 
 
 
 def build(section: str, settings: Mapping[str, Any], kind: type[TrainConfig] = TrainConfig) -> Any:
-    """One section of `settings`, with every value checked."""
+    """Returns one section of `settings`, with every value checked."""
     values = settings.get(section)
     if not isinstance(values, Mapping | None):
         raise ConfigError(f"{section}: got {describe(values)}, expected a mapping")
@@ -157,7 +157,7 @@ def build(section: str, settings: Mapping[str, Any], kind: type[TrainConfig] = T
 
 
 def check_sections(settings: Mapping[str, Any], kind: type[TrainConfig] = TrainConfig) -> None:
-    """Raises `ConfigError` for keys that no section has; it names the nearest ones."""
+    """Raises `ConfigError` for keys that no section has, with the nearest ones."""
     sections = sections_of(kind)
     known, wrong = [*known_keys(kind), *sections], []
     for section, values in settings.items():
@@ -172,7 +172,7 @@ def check_sections(settings: Mapping[str, Any], kind: type[TrainConfig] = TrainC
 def refuse_unknown(unknown: Mapping[str, str], keys: Collection[str]) -> None:
     """Raises `ConfigError` with one line for each of the ``unknown`` keys, if there are any.
 
-    ``unknown``: a key as the user wrote it -> as ``keys`` would have it. ``keys``: what is known, or rows by key.
+    ``unknown`` maps a key as the user wrote it to the form of ``keys``. ``keys`` are the known keys, or rows by key.
     """
     said = []
     for shown, path in unknown.items():
@@ -185,7 +185,7 @@ def refuse_unknown(unknown: Mapping[str, str], keys: Collection[str]) -> None:
         raise ConfigError("\n".join(said))
 
 
-# What other trainers call a setting, without dashes and underscores. A value after "=" is part of the suggestion.
+# Names of other trainers for a setting, without dashes and underscores. A value after "=" is part of the suggestion.
 _SYNONYMS = {
     "optimizer.lr": "lr learningrate peaklr maxlr",
     "optimizer.name": "optim optimizertype",
@@ -247,9 +247,9 @@ _BY_SYNONYM = {word: key for key, words in _SYNONYMS.items() for word in words.s
 
 
 def nearest_key(path: str, keys: Collection[str]) -> str:
-    """The key that ``path`` probably means, "" if none is near.
+    """Returns the key that ``path`` probably means, or "" if none is near.
 
-    First a key of the same last name, then what other trainers call a setting, then a similar spelling.
+    It tries a key of the same last name, then other trainers' names of a setting, then a similar spelling.
     """
     section, _, last = path.rpartition(".")
     elsewhere = [key for key in keys if key.rpartition(".")[2] == last]
@@ -259,7 +259,7 @@ def nearest_key(path: str, keys: Collection[str]) -> str:
     siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
     alike = difflib.get_close_matches(last, siblings, n=1, cutoff=0.8)
     if meant and not alike:
-        # In another trainer's format, the key of the nearest section that sets the same.
+        # In another trainer's format, use the key of the nearest section that sets the same.
         same = [key for key in keys if key == meant or meant in getattr(_row(keys, key), "to", ())]
         if same:
             best = max(same, key=lambda key: difflib.SequenceMatcher(None, key, path).ratio())
@@ -273,7 +273,7 @@ def _row(keys: Collection[str], key: str) -> Any:
 
 
 def convert(kind: Any, value: Any, path: str) -> Any:
-    """`value` as `kind`, or a `ConfigError` that says what was got and what is expected."""
+    """Returns `value` as `kind`, or raises a `ConfigError` with what it got and expected."""
     try:
         return _convert(kind, value)
     except ValueError:
@@ -285,7 +285,7 @@ def convert(kind: Any, value: Any, path: str) -> Any:
 
 
 def _convert(kind: Any, value: Any) -> Any:
-    """Raises `ValueError` without a text."""
+    """Converts, or raises `ValueError` without a text."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return value
@@ -320,7 +320,7 @@ def _convert(kind: Any, value: Any) -> Any:
 
 
 def _words(kind: Any) -> list[Any]:
-    """The values of each `Literal` in `kind`."""
+    """Returns the values of each `Literal` in `kind`."""
     args = typing.get_args(kind)
     return list(args) if typing.get_origin(kind) is Literal else [word for arg in args for word in _words(arg)]
 
@@ -345,7 +345,7 @@ def describe(value: Any) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as YAML has it."""
+    """Returns a value as YAML writes it."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, Mapping):
@@ -359,7 +359,7 @@ def _short(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-# ---- YAML from untrusted files: a few lines must not make a tree without end
+# ---- YAML from untrusted files: a few lines must not make an endless tree
 
 
 MOST_BYTES = 1 << 20
@@ -369,11 +369,11 @@ _LARGEST = 2**64
 
 
 def load_yaml(text: str, what: str) -> Any:
-    """The value of a text; `what` begins the sentence of a `ConfigError`.
+    """Returns the value of a text. `what` begins the sentence of a `ConfigError`.
 
     Raises:
-        ConfigError: the text is no YAML, sets a key twice, has more than `MOST_VALUES` values (aliases count as often
-            as they occur) or `DEEPEST` levels, or a number of more than 64 bits.
+        ConfigError: the text is not YAML, sets a key twice, has more than `MOST_VALUES` values (aliases count as often
+            as they occur) or `DEEPEST` levels, or has a number of more than 64 bits.
     """
     import yaml
 
@@ -387,7 +387,7 @@ def load_yaml(text: str, what: str) -> Any:
         shown = (text.splitlines()[mark.line : mark.line + 1] or [""])[0].strip() if mark is not None else ""
         near = f", near {_short(shown)!r}" if shown else ""
         raise ConfigError(f"{what}{line}: not valid YAML: {' '.join(problem.split())}{near}") from None
-    except Exception as error:  # what PyYAML's constructors let through for tags and dates
+    except Exception as error:  # PyYAML's constructors raise various types for tags and dates
         raise ConfigError(f"{what}: a value cannot be read: {' '.join(str(error).split())}") from None
 
 
@@ -397,7 +397,7 @@ def _problem(error: Any) -> str:
 
 @functools.cache
 def _loader() -> type:
-    """PyYAML's safe loader with the limits; they act while nodes are composed, before anything is built of them."""
+    """Makes PyYAML's safe loader with limits. They act while nodes are composed, before anything is built."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -409,7 +409,7 @@ def _loader() -> type:
             if self.check_event(yaml.AliasEvent):
                 node = compose(parent, index)
                 if not hasattr(node, "num_values"):
-                    raise ConfigError(f"the alias of line {line} stands for what it is in")
+                    raise ConfigError(f"the alias of line {line} contains itself")
                 self._count(node.num_values, node.height, line)
                 return node
             before = self.num_values
@@ -443,7 +443,7 @@ def _loader() -> type:
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """The line of each key of a YAML text, by dotted path."""
+    """Returns the line of each key of a YAML text, by dotted path."""
     import yaml
 
     lines: dict[str, int] = {}
@@ -460,11 +460,11 @@ def key_lines(text: str) -> dict[str, int]:
 
 
 def _refuse_repeated_keys(node: Any) -> None:
-    """PyYAML takes the last one."""
+    """Raises for repeated keys, of which PyYAML would take the last."""
     lines: dict[str, int] = {}
     for key, _ in node.value:
         if isinstance(key.value, str):
             line = key.start_mark.line + 1
             if key.value in lines and key.value != "<<":
-                raise ConfigError(f"{key.value} is set twice, in lines {lines[key.value]} and {line}; keep one")
+                raise ConfigError(f"{key.value} is set twice, in lines {lines[key.value]} and {line}. Keep one.")
             lines[key.value] = line

@@ -1,7 +1,7 @@
-"""Finds the files of a data set and reads rows from JSONL and parquet; each row knows its file and line.
+"""Finds the files of a data set and reads rows from JSONL and parquet. Each row knows its file and line.
 
 JSONL is read line by line with Python's `json`, so that an error names the line and a row has exactly its own keys.
-Parquet is read by the `datasets` library.
+The `datasets` library reads parquet.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Literal, overload
 from fsdp2x.base.failures import ConfigError, first_line, rank_and_size
 
 RowFormat = Literal["jsonl", "parquet"]
-# What is read of a folder or a glob unless patterns say otherwise.
+# Default patterns for the files of a folder or a glob.
 PATTERNS: dict[str, list[str]] = {"jsonl": ["*.jsonl", "*.json"], "parquet": ["*.parquet"]}
 
 
@@ -34,8 +34,8 @@ def find_files(
     Args:
         entries: files, folders (read recursively) or globs.
         pattern: name patterns, one of which a file in a folder or glob must match. Empty: every file matches.
-        exclude: name patterns. A file is left out if a part of its path matches one.
-        setting: what error messages start with.
+        exclude: name patterns. A file is skipped if a part of its path matches one.
+        setting: beginning of error messages.
 
     Raises:
         ConfigError: an entry names no file.
@@ -71,14 +71,14 @@ def find_files(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: its fields by column, and `where` it is, with which error messages start ("chat.jsonl:12")."""
+    """One row: its fields by column, and `where` it is, which begins error messages ("chat.jsonl:12")."""
 
     fields: dict[str, Any]
     where: str
 
 
 class JsonLines:
-    """A JSONL file whose rows are parsed when they are asked for. It keeps 16 bytes a row in memory."""
+    """A JSONL file whose rows are parsed on request. It keeps 16 bytes per row in memory."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -118,7 +118,7 @@ class JsonLines:
 
 
 class ParquetRows:
-    """A parquet file: read into memory, or through the memory-mapped copy that `datasets` keeps in its cache."""
+    """A parquet file: read into memory, or through the memory-mapped copy in the cache of `datasets`."""
 
     def __init__(self, path: Path, *, lazy: bool):
         self.path = path
@@ -133,7 +133,7 @@ class ParquetRows:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:
-        # A parquet column of messages has every key in every message, empty ones as None.
+        # A parquet column of messages has every key in every message, with None for empty ones.
         return Row(_without_none(self._rows[index]), f"{self.path}, row {index + 1}")
 
 
@@ -148,12 +148,12 @@ def _read_parquet(path: Path, lazy: bool) -> Any:
     if quiet:
         datasets.utils.disable_progress_bars()
     try:
-        # These read local files only. `load_dataset` would look for a hub.
+        # These read local files only. `load_dataset` would access a hub.
         if lazy:
             return datasets.Dataset.from_parquet(str(path))
         with tempfile.TemporaryDirectory() as cache:  # for a lock file, which it leaves behind
             return list(datasets.Dataset.from_parquet(str(path), cache_dir=cache, streaming=True))
-    except Exception as error:  # pyarrow's, or what datasets makes of them
+    except Exception as error:  # pyarrow's, or the type that datasets makes of it
         raise ConfigError(f"{path}: cannot be read as parquet: {first_line(error.__cause__ or error)}.") from None
     finally:
         if quiet:
@@ -167,7 +167,7 @@ def _without_none(value: Any) -> Any:
 
 
 class Rows(Sequence[Row]):
-    """The rows of several files, one file after another. A row is read when it is asked for."""
+    """The rows of several files, one file after another. A row is read on request."""
 
     def __init__(self, files: Sequence[JsonLines | ParquetRows]):
         self._files, self.num_files = files, len(files)
@@ -205,19 +205,19 @@ def open_rows(
     setting: str = "data.files",
     lazy: bool = True,
 ) -> Rows:
-    """Finds the files and counts their rows; blank lines of JSONL are no rows.
+    """Finds the files and counts their rows. Blank lines of JSONL are not rows.
 
     Args:
         files: files, folders (read recursively) or globs.
         format: "jsonl" or "parquet".
-        pattern, exclude: as for `find_files`. Without a pattern, the format's usual endings.
-        setting: what errors about `files` start with.
-        lazy: keep rows on disk. Of parquet, `datasets` then writes a memory-mapped copy into its cache
-            (HF_DATASETS_CACHE); otherwise it writes nothing.
+        pattern, exclude: see `find_files`. Without a pattern, the format's usual endings.
+        setting: beginning of errors about `files`.
+        lazy: whether to keep rows on disk. For parquet, `datasets` then writes a memory-mapped copy into its cache
+            (HF_DATASETS_CACHE).
 
     Raises:
-        ConfigError: an entry names no file, a file cannot be read, or there is no row. A row that is wrong raises when
-            it is read, with its file and line. On this rank only: call it inside of `run_on_all_ranks`.
+        ConfigError: an entry names no file, a file cannot be read, or there is no row. A wrong row raises when it is
+            read, with its file and line. On this rank only, so call it inside of `run_on_all_ranks`.
     """
     opened: list[JsonLines | ParquetRows] = []
     for path in find_files(files, pattern=pattern or PATTERNS[format], exclude=exclude, setting=setting):
@@ -232,5 +232,5 @@ def open_rows(
 
 
 def read_rows(files: Sequence[str], format: RowFormat, *, setting: str = "data.files") -> list[Row]:
-    """Reads all rows of local files into memory; arguments and errors as for `open_rows`."""
+    """Reads all rows of local files into memory. Arguments and errors are those of `open_rows`."""
     return list(open_rows(files, format, setting=setting, lazy=False))

@@ -1,4 +1,4 @@
-"""Locks the folders of a run, so that one living run at a time writes there, and keeps the work of earlier runs.
+"""Locks the folders of a run, so that only one running job writes there, and protects the work of earlier runs.
 
     out/run/run.lock      JSON: the host and the pids of the run's ranks there
 
@@ -27,17 +27,17 @@ from fsdp2x.train.metrics import METRICS, read_metrics
 logger = logging.getLogger(__name__)
 
 LOCK = "run.lock"
-# What a run writes into its output folder next to its checkpoints.
+# Files that a run writes into its output folder in addition to its checkpoints.
 _WRITTEN = (METRICS, "tensorboard", "profile", "memory", "adapter", "samples.jsonl", "engine")
-# A folder of PPO's critic among the checkpoints of its policy.
+# The folder of PPO's critic among the checkpoints of its policy.
 CRITIC = "critic"
 
 
 class RunFolder:
-    """The locked output folder and folder of checkpoints of this run; `release` unlocks them."""
+    """The locked output folder and folder of checkpoints of this run. `release` unlocks them."""
 
     def __init__(self, output: Path, checkpoints: Path | None) -> None:
-        """`checkpoints` None: nothing is saved."""
+        """`checkpoints` None: the run saves nothing."""
         self.output, self.checkpoints = output, checkpoints
         self._locks: dict[Path, TextIO] = {}
         self._is_owner = False
@@ -46,7 +46,7 @@ class RunFolder:
         """Locks the folders for this run and makes missing ones. Rank 0 calls it before the other ranks join.
 
         Raises:
-            ConfigError: a folder cannot be written, or a living run has it.
+            ConfigError: a folder cannot be written, or another running job uses it.
         """
         self._is_owner = True
         for setting, folder in self._folders().items():
@@ -57,7 +57,7 @@ class RunFolder:
                 raise ConfigError(f"{setting}: cannot write to {folder}: {error.strerror or error}") from None
 
     def join(self) -> None:
-        """Holds the lock as well, if this rank sees the folders of rank 0. For the other ranks."""
+        """Holds the lock as well, if this rank sees rank 0's folders. For the other ranks."""
         for setting, folder in self._folders().items():
             if (folder / LOCK).exists() and folder / LOCK not in self._locks:
                 self._lock(setting, folder)
@@ -69,7 +69,7 @@ class RunFolder:
         return folders
 
     def _lock(self, setting: str, folder: Path, pids: Sequence[int] = ()) -> None:
-        """Takes a shared lock, with `pids` after an exclusive one."""
+        """Takes a shared lock. With `pids`, takes an exclusive one first."""
         path = folder / LOCK
         file = open(path, "a+", encoding="utf-8")
         try:
@@ -93,7 +93,7 @@ class RunFolder:
         """Lets a run that saves begin in empty folders, or continue the run that is there.
 
         Raises:
-            ConfigError: there is another run's work, and it is neither resumed nor to be overwritten.
+            ConfigError: the folders have work of another run that is neither resumed nor to be overwritten.
         """
         if self.checkpoints is None:
             return
@@ -103,16 +103,16 @@ class RunFolder:
         resumes = path is not None and (path.is_relative_to(checkpoints) or own and path == output)
         if overwrite and resumes:
             raise ConfigError(
-                f"logging.overwrite: got true with checkpoint.resume_from={resume_from}, which is in the folder that "
-                "it would empty; leave one of them out"
+                f"logging.overwrite: got true with checkpoint.resume_from={resume_from}, which is in the folder to be "
+                "emptied. Omit one of them."
             )
         found = former_work(self.output, self.checkpoints)
         if found and not resumes and not overwrite:
             other = "logging.output=FOLDER" + ("" if own else " and checkpoint.folder=FOLDER")
             raise ConfigError(
-                f"logging.output: {found} of an earlier run: to go on with it set checkpoint.resume_from="
+                f"logging.output: {found} of an earlier run. To continue it set checkpoint.resume_from="
                 f"{self.output if own else self.checkpoints} (--resume_from), to keep it choose another folder with "
-                f"{other}, to delete it set logging.overwrite=true"
+                f"{other}, to delete it set logging.overwrite=true."
             )
 
     def delete_former_run(self) -> None:
@@ -137,17 +137,17 @@ class RunFolder:
 
 
 def _living(lock: Path) -> str:
-    """Names the run that holds a lock, and says how to end it."""
+    """Names the run that holds a lock, and how to end it."""
     try:
         owner = json.loads(lock.read_text(encoding="utf-8"))
         pids, host = " ".join(map(str, owner["pids"])), owner["host"]
     except (OSError, ValueError, KeyError, TypeError):
         pids, host = "?", "an unknown host"
-    return f"another run (on {host}) uses {lock.parent} and is alive: end its processes (kill {pids})"
+    return f"another run (on {host}) uses {lock.parent} and is still running. End its processes (kill {pids})"
 
 
 def check_writable(setting: str, folder: Path) -> None:
-    """Makes a folder if it is missing; raises `ConfigError` if it cannot be written to."""
+    """Makes a folder if it is missing. Raises `ConfigError` if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -156,7 +156,7 @@ def check_writable(setting: str, folder: Path) -> None:
 
 
 def former_work(output: Path, checkpoints: Path) -> str:
-    """Names the work in these folders that another run would mix with or delete; empty if there is none."""
+    """Returns the work in these folders that another run would mix with or delete, or an empty string."""
     saved = [path.name for path in candidates(checkpoints)]
     parts = [f"{checkpoints} has {saved[0]}"] if saved else []
     path = output / METRICS

@@ -19,7 +19,7 @@ TORCH_LOOPS = {"foreach": {"foreach": True}, "fused": {"fused": True}, "for_loop
 
 
 def lr_factor(step: int, shape: ScheduleConfig) -> float:
-    """Learning rate of optimizer step `step` (the first is 1) as a fraction of the peak.
+    """Returns the learning rate of optimizer step `step` (the first is 1) as a fraction of the peak.
 
     With w = warmup_steps, d = decay_steps, low = min_lr_ratio of `make_shape` and t = (step - w) / (d - w):
 
@@ -53,7 +53,7 @@ def lr_factor(step: int, shape: ScheduleConfig) -> float:
 
 
 def _falling(kind: str, part: float) -> float:
-    """From 1 at part 0 to 0 at part 1."""
+    """Returns a value that falls from 1 at part 0 to 0 at part 1."""
     return {
         "linear": lambda: 1.0 - part,
         "cosine": lambda: 0.5 * (1.0 + math.cos(math.pi * part)),
@@ -63,10 +63,10 @@ def _falling(kind: str, part: float) -> float:
 
 
 def make_shape(config: ScheduleConfig, peak_lr: float, num_steps: int) -> ScheduleConfig:
-    """The settings for a run of `num_steps`, with steps and fractions of the peak in place of what is unset.
+    """Returns the settings for a run of `num_steps`, with steps and fractions of the peak for unset values.
 
     Raises:
-        ConfigError: its parts do not fit into each other.
+        ConfigError: the parts of the schedule do not fit together.
     """
     decay_steps = config.decay_steps or num_steps
     warmup_steps = config.warmup_steps or round(config.warmup_ratio * num_steps)
@@ -76,8 +76,8 @@ def make_shape(config: ScheduleConfig, peak_lr: float, num_steps: int) -> Schedu
     wsd_decay_steps = config.wsd_decay_steps or max(decay_steps // 10, 1)
     if config.kind == "wsd" and config.wsd_decay_steps and warmup_steps + wsd_decay_steps > decay_steps:
         raise ConfigError(
-            f"schedule.wsd_decay_steps: got {wsd_decay_steps}, expected at most {decay_steps - warmup_steps}: what "
-            f"decay_steps={decay_steps} leaves after warmup_steps={warmup_steps}"
+            f"schedule.wsd_decay_steps: got {wsd_decay_steps}, expected at most {decay_steps - warmup_steps}, the rest "
+            f"of decay_steps={decay_steps} after warmup_steps={warmup_steps}"
         )
     return dataclasses.replace(
         config,
@@ -91,7 +91,7 @@ def make_shape(config: ScheduleConfig, peak_lr: float, num_steps: int) -> Schedu
 
 
 class Schedule:
-    """Sets `lr` of every parameter group, in the proportions that the groups have when this is made.
+    """Sets `lr` of every parameter group, in the proportions that the groups have now.
 
     `step` is the number of optimizer steps already taken or skipped.
     """
@@ -104,7 +104,7 @@ class Schedule:
         self.step = 0
 
     def advance(self) -> float:
-        """Call before `optimizer.step()`; returns the rate that the step uses."""
+        """Returns the rate of the next step, and sets it. Call it before `optimizer.step()`."""
         self.step += 1
         lr = self.peak_lr * lr_factor(self.step, self.shape)
         for group, part in zip(self.optimizer.param_groups, self._parts, strict=True):
@@ -115,24 +115,24 @@ class Schedule:
         return {"step": self.step, "peak_lr": self.peak_lr, **dataclasses.asdict(self.shape)}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Takes the step, keeps the configured shape. Returns what differs from the saved shape, as sentences."""
+        """Takes the step, but keeps the configured shape. Returns differences to the saved shape as sentences."""
         self.step = int(state["step"])
         now = {"peak_lr": self.peak_lr, **dataclasses.asdict(self.shape)}
         return [f"{key} was {state[key]}, is {now[key]}" for key in now if key in state and state[key] != now[key]]
 
 
 def decay_groups(model: torch.nn.Module) -> dict[str, bool]:
-    """Parameter name -> whether it decays: two or more dims. Decided before sharding, by the whole shape."""
+    """Returns parameter name -> whether it decays (two or more dims). Uses full shapes, before sharding."""
     return {name: parameter.ndim >= 2 for name, parameter in model.named_parameters()}
 
 
 def make_optimizer(
     model: torch.nn.Module, config: OptimizerConfig, decays: dict[str, bool], max_grad_norm: float | None = None
 ) -> torch.optim.Optimizer:
-    """An optimizer over the trainable parameters in two groups: ours, or one of torch's loops.
+    """Makes an optimizer over the trainable parameters in two groups: fsdp2x's, or one of torch's loops.
 
-    Ours clips in its steps if there is a largest norm; torch's know nothing of it. Muon has its matrices in groups, by
-    their blocks, in front of those two, which are AdamW's.
+    fsdp2x's clips in its steps if there is a largest norm; torch's do not. Muon has its matrices in groups, by their
+    blocks, before those two, which are AdamW's.
     """
     named = optim.muon_param_groups(model, split=config.muon_split) if config.name == "muon" else []
     matrices = [{**group, "params": [p for _, p in group["params"]]} for group in named if group["use_muon"]]
@@ -147,7 +147,7 @@ def make_optimizer(
             groups[0 if decays[name] else 1]["params"].append(parameter)
     groups = [group for group in groups if group["params"]]
     if not groups and not matrices:
-        raise ValueError("the model has no parameter with requires_grad=True: nothing to train")
+        raise ValueError("the model has no parameter with requires_grad=True, so there is nothing to train")
     ours = config.is_ours
     options: dict[str, Any] = {"max_grad_norm": max_grad_norm} if ours else TORCH_LOOPS[config.implementation]
     if config.name == "sgd":
@@ -174,9 +174,9 @@ def make_optimizer(
 
 
 def restore_settings(optimizer: torch.optim.Optimizer, configured: list[dict[str, Any]]) -> list[str]:
-    """Lets the configured values win over those that a checkpoint brought. Returns what differed, as sentences.
+    """Replaces a checkpoint's values by the configured ones. Returns the differences as sentences.
 
-    The rate is the schedule's business: it is set anew at each step.
+    It ignores the learning rate, which the schedule sets at each step.
     """
     differing = []
     for index, (group, values) in enumerate(zip(optimizer.param_groups, configured, strict=True)):
@@ -189,16 +189,16 @@ def restore_settings(optimizer: torch.optim.Optimizer, configured: list[dict[str
 
 # ---- loss scaling for float16
 
-# Below it even gradients of 1 vanish in float16's sums; a run whose scale falls so low will not recover.
+# Below it even gradients of 1 vanish in float16's sums. A run whose scale falls so low will not recover.
 SMALLEST_SCALE = 2.0**-14
 
 
 class GradScaler:
-    """The rule of `torch.amp.GradScaler`, with one all-reduce a step instead of one per parameter.
+    """Implements the rule of `torch.amp.GradScaler` with one all-reduce per step instead of one per parameter.
 
-    A step is good when all gradients are finite on all ranks. After `growth_interval` good steps in a row the scale is
-    multiplied by `growth_factor`; after a bad one, which every rank skips, by `backoff_factor`. `state_dict` has the
-    keys of torch's.
+    A step is good if all gradients are finite on all ranks. After `growth_interval` good steps in a row the scale is
+    multiplied by `growth_factor`. After a bad one, which every rank skips, it is multiplied by `backoff_factor`.
+    `state_dict` has the keys of torch's.
     """
 
     def __init__(self, config: ScalerConfig):
@@ -210,7 +210,7 @@ class GradScaler:
 
     @torch.no_grad()
     def unscale(self, parameters: Iterable[Tensor]) -> bool:
-        """Divides all gradients by the scale, in place; returns whether the step is good. Collective."""
+        """Divides all gradients by the scale, in place. Returns whether the step is good. Collective."""
         grads = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
         grads = [grad for grad in grads if grad.numel()]
         device = grads[0].device if grads else torch.device("cpu")
@@ -228,7 +228,7 @@ class GradScaler:
         """Adapts the scale after a step that was good, or skipped.
 
         Raises:
-            RuntimeError: the scale has become so small that the gradients must be wrong.
+            RuntimeError: the scale is so small that the gradients must be wrong.
         """
         if good:
             self.num_good_steps += 1
@@ -238,8 +238,8 @@ class GradScaler:
         self.scale, self.num_good_steps = self.scale * self.backoff_factor, 0
         if self.scale < SMALLEST_SCALE:
             raise RuntimeError(
-                f"the gradients overflow float16 at every scale down to {self.scale:g}: the loss is not a number; "
-                "lower optimizer.lr, or compute in bfloat16 (parallel.param_dtype)"
+                f"the gradients overflow float16 at every scale down to {self.scale:g}: the loss is not a number. "
+                "Lower optimizer.lr, or compute in bfloat16 (parallel.param_dtype)."
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -252,6 +252,6 @@ class GradScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the scale and how long it has been good; the factors stay as configured."""
+        """Takes the scale and how long it has been good. The factors stay as configured."""
         self.scale = float(state["scale"])
         self.num_good_steps = min(int(state["_growth_tracker"]), self.growth_interval - 1)

@@ -1,6 +1,6 @@
-"""`fsdp2x selftest`: five checks of a sharded model against an unsharded twin, on whatever machine this is.
+"""`fsdp2x selftest`: checks a sharded model against an unsharded one in five ways, on any machine.
 
-Every rank runs each of them, because forward, backward and `full_tensor` are collective.
+Every rank runs each check, because forward, backward and `full_tensor` are collective.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fsdp2x.plan.report import memory_report, readable
 
 __all__ = ["run_suite", "shard_layers"]
 
-# 1003 and 250 are multiples of none of 2, 3 and 4: shards differ in size.
+# 1003 and 250 are not multiples of 2, 3 or 4 ranks, so shards differ in size.
 VOCAB, HIDDEN, LAYERS, HEADS, FEED_FORWARD = 1003, 64, 4, 8, 250
 BATCH, LENGTH = 2, 16
 
@@ -49,40 +49,40 @@ class SimpleTransformer(nn.Module):
 
 
 def build(device: torch.device) -> SimpleTransformer:
-    """The same weights on every rank and at every call; the global generator is left as it was."""
+    """Returns a model with the same weights on every rank and at every call. Keeps the global generator's state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(42)
         return SimpleTransformer().to(device)
 
 
 def batch(rank: int, step: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Inputs and labels of one rank in one step, int64 [batch, length]: any rank can make those of the others."""
+    """Returns inputs and labels of one rank in one step, int64 [batch, length]. Any rank can make any rank's."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     tokens = torch.randint(0, VOCAB, (2, BATCH, LENGTH), generator=generator).to(device)
     return tokens[0], tokens[1]
 
 
 def loss_of(model: nn.Module, rank: int, step: int, device: torch.device) -> Tensor:
-    """Mean cross-entropy of that rank's batch, in fp32."""
+    """Returns the mean cross-entropy of that rank's batch, in fp32."""
     inputs, labels = batch(rank, step, device)
     return nn.functional.cross_entropy(model(inputs).float().view(-1, VOCAB), labels.view(-1))
 
 
 STEPS = 4
 LEARNING_RATE = 1e-3
-# Larger than the rounding of a gradient that is zero (of the keys' bias), which AdamW would make a step of.
+# Larger than the rounding error of a zero gradient (of the keys' bias), from which AdamW would make a step.
 EPSILON = 1e-6
-# A step over gloo on a machine with fewer cores than ranks stays below this; one that waits for a timeout does not.
+# A step over gloo on a machine with fewer cores than ranks stays below this. One that waits for a timeout does not.
 SLOWEST_RATIO = 100.0
 
 
 class CheckFailed(AssertionError):
-    """A check found something wrong; the message says what, where, and what was expected."""
+    """A failed check. The message says what was found, where, and what was expected."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What the checks work on: ``shard(model, mp_policy=None)`` shards in place and returns the model."""
+    """The objects of the checks. ``shard(model, mp_policy=None)`` shards in place and returns the model."""
 
     shard: Callable[..., nn.Module]
     device: torch.device
@@ -94,7 +94,7 @@ class Setting:
         return loss_of(model, self.rank, step, self.device)
 
     def mean_loss(self, model: nn.Module, step: int) -> torch.Tensor:
-        """Of all ranks' batches, computed by this rank alone on an unsharded model."""
+        """Returns the mean loss of all ranks' batches, computed by this rank alone on an unsharded model."""
         losses = [loss_of(model, rank, step, self.device) for rank in range(self.world)]
         return torch.stack(losses).mean()
 
@@ -104,12 +104,12 @@ class Setting:
         return total.item() / self.world
 
     def pair(self) -> tuple[nn.Module, nn.Module]:
-        """A sharded model and its unsharded twin."""
+        """Returns a sharded model and the same model unsharded."""
         return self.shard(build(self.device)), build(self.device)
 
 
 def check_parameter_sharding(setting: Setting) -> str:
-    """Each parameter is a ``Shard(0)`` DTensor whose local rows are this rank's chunk of the original."""
+    """Checks that each parameter is a ``Shard(0)`` DTensor whose local rows are this rank's chunk of the original."""
     model, twin = setting.pair()
     originals = dict(twin.named_parameters())
     for name, param in model.named_parameters():
@@ -130,7 +130,7 @@ def check_parameter_sharding(setting: Setting) -> str:
 
 
 def check_gradient_synchronization(setting: Setting) -> str:
-    """Gathered gradients are the mean over the ranks' batches, as one process computes it on all of them."""
+    """Checks that gathered gradients are the mean over the ranks' batches, as one process computes it."""
     model, twin = setting.pair()
     for step in range(2):  # the second accumulates into the first
         setting.loss(model, step).backward()
@@ -149,7 +149,7 @@ def check_gradient_synchronization(setting: Setting) -> str:
 
 
 def check_loss_consistency(setting: Setting) -> str:
-    """Several AdamW steps: losses and final weights are those of one process; bf16 compute stays near."""
+    """Checks losses and final weights of several AdamW steps against one process, and bf16 compute roughly."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -182,7 +182,7 @@ def check_loss_consistency(setting: Setting) -> str:
 
 
 def check_memory_usage(setting: Setting) -> str:
-    """What a rank keeps is its share of the unsharded model's bytes; nothing gathered is left after a step."""
+    """Checks that a rank keeps its share of the unsharded model's bytes, and nothing gathered after a step."""
     model, twin = setting.pair()
     optimizers = [torch.optim.AdamW(each.parameters(), lr=LEARNING_RATE) for each in (model, twin)]
     plan = memory_report(model, optimizers[0])
@@ -214,7 +214,7 @@ def check_memory_usage(setting: Setting) -> str:
 
 
 def check_training_speed(setting: Setting) -> str:
-    """Steps of the sharded model against steps of one unsharded model on the same batch size; the loss falls."""
+    """Compares steps of the sharded model with those of an unsharded one at equal batch size. The loss must fall."""
     model, twin = setting.pair()
     seconds = {}
     losses: list[float] = []
@@ -256,7 +256,7 @@ CHECKS: dict[str, Callable[[Setting], str]] = {
 
 
 def print_on_first(text: str) -> None:
-    """Only printing is rank 0's affair; the checks are everybody's."""
+    """Prints on rank 0 only, while every rank runs the checks."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 
@@ -267,7 +267,7 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _whole(tensor: torch.Tensor | None) -> torch.Tensor:
-    """The gathered tensor; collective for one that is sharded."""
+    """Returns the full tensor. Collective if it is sharded."""
     assert tensor is not None, "every parameter has a gradient"
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -282,7 +282,7 @@ _LINE = "=" * 60
 
 @checked
 def shard_layers(model: nn.Module, mp_policy=None, transport: str = "auto") -> nn.Module:
-    """One unit per layer and one for the rest: what the checks shard with."""
+    """Makes one unit per layer and one for the rest, as the checks shard."""
     options = {"mp_policy": mp_policy} if mp_policy is not None else {}
     layers: Any = model.layers
     for layer in layers:
@@ -294,10 +294,10 @@ def shard_layers(model: nn.Module, mp_policy=None, transport: str = "auto") -> n
 def run_suite(
     device: torch.device, *, shard: Callable[..., nn.Module] = shard_layers, num_steps: int = 20
 ) -> list[tuple[str, str]]:
-    """Runs all checks; collective over the default process group. Prints on rank 0.
+    """Runs all checks and prints on rank 0. Collective over the default process group.
 
     Returns the failures as (name of the check, sentences of the ranks that failed), the same on every rank. After a
-    failure the remaining checks still run, unless a rank could not finish: then its error is raised everywhere.
+    failure the remaining checks still run, unless a rank could not finish. Then its error is raised everywhere.
     """
     setting = Setting(shard, device, dist.get_rank(), dist.get_world_size(), num_steps)
     print_on_first(f"{_LINE}\nFSDP2 Integration Test Suite\n{_LINE}")

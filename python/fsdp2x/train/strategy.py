@@ -1,4 +1,4 @@
-"""Settings that depend on the number of ranks, on the device or on the text: worked out once, when a run begins.
+"""Resolves settings that depend on the number of ranks, on the device or on the text, once when a run begins.
 
 Strategies by name and `fsdp_size` -> the mesh and the resharding that `fully_shard` is called with:
 
@@ -34,7 +34,7 @@ RESHARD: dict[str, bool | None] = {
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """A mesh before its process groups exist; `str()` is the line that a run prints when it starts."""
+    """A mesh before its process groups exist. `str()` is the line that a run prints when it starts."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,13 +51,13 @@ class MeshPlan:
         return self.shape[-1]
 
     def make(self, device_type: str) -> DeviceMesh:
-        """The process groups; collective."""
+        """Makes the process groups. Collective."""
         return init_device_mesh(device_type, self.shape, mesh_dim_names=self.axes)
 
     def __str__(self) -> str:
         freed = {
-            None: "all units but the last freed after forward",
-            True: "freed after forward",
+            None: "reshard after forward: all units except the last",
+            True: "reshard after forward",
             False: "gathered from forward to backward",
         }
         reshard = self.reshard_after_forward
@@ -70,10 +70,10 @@ class MeshPlan:
 
 
 def plan_mesh(config: ParallelConfig, world_size: int, local_world_size: int) -> MeshPlan:
-    """The mesh of a run of `world_size` ranks, `local_world_size` of which are on this node.
+    """Returns the mesh of a run of `world_size` ranks, `local_world_size` of which are on this node.
 
     Raises:
-        ConfigError: sizes that do not divide each other, and settings that contradict the strategy's name.
+        ConfigError: sizes do not divide each other, or settings contradict the strategy's name.
     """
     plan_expert_mesh(config, world_size)
     name, size, reshard = config.strategy, config.fsdp_size, config.reshard_after_forward
@@ -84,7 +84,7 @@ def plan_mesh(config: ParallelConfig, world_size: int, local_world_size: int) ->
     if name is not None and reshard is not None and reshard != RESHARD[name]:
         raise ConfigError(
             f"parallel.reshard_after_forward: got {reshard!r} with parallel.strategy={name}, which means "
-            f"{_yaml(RESHARD[name])}; leave one of the two out"
+            f"{_yaml(RESHARD[name])}. Omit one of them."
         )
     if size is not None and size > 1 and (size > world_size or world_size % size):
         raise ConfigError(f"parallel.fsdp_size: got {size}, expected a divisor of the {world_size} ranks")
@@ -107,10 +107,10 @@ def plan_mesh(config: ParallelConfig, world_size: int, local_world_size: int) ->
 
 
 def plan_expert_mesh(config: ParallelConfig, world_size: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Shape and axes of the experts' mesh: (efsdp, ep), with copies (replicate, efsdp, ep) when efsdp is smaller.
+    """Returns shape and axes of the experts' mesh: (efsdp, ep), or (replicate, efsdp, ep) if efsdp is smaller.
 
     Raises:
-        ConfigError: sizes that do not divide the ranks.
+        ConfigError: sizes do not divide the ranks.
     """
     ep = config.expert_parallel
     if world_size % ep:
@@ -128,7 +128,7 @@ def plan_expert_mesh(config: ParallelConfig, world_size: int) -> tuple[tuple[int
 
 
 def usual_node(world_size: int) -> int:
-    """Ranks of a node when nobody says it: 8 where there are more and 8 divides them."""
+    """Returns the default ranks of a node: 8 if there are more and 8 divides them, else all."""
     return 8 if world_size % 8 == 0 and world_size else world_size
 
 
@@ -136,22 +136,22 @@ def _check_size(name: str, size: int | None, world_size: int) -> None:
     if size is None:
         return
     if name == "NO_SHARD" and size > 1:
-        raise ConfigError(f"parallel.fsdp_size: got {size} with NO_SHARD, which shards nothing; leave fsdp_size out")
+        raise ConfigError(f"parallel.fsdp_size: got {size} with NO_SHARD, which shards nothing. Omit fsdp_size.")
     if name in ("FULL_SHARD", "SHARD_GRAD_OP") and 1 < size < world_size:
         hybrid = "HYBRID_SHARD" if name == "FULL_SHARD" else "HYBRID_SHARD_ZERO2"
         raise ConfigError(
-            f"parallel.fsdp_size: got {size} with {name}, which shards over all {world_size} ranks; for groups of "
-            f"{size} ranks use {hybrid}"
+            f"parallel.fsdp_size: got {size} with {name}, which shards over all {world_size} ranks. For groups of "
+            f"{size} ranks use {hybrid}."
         )
     if name in HYBRID and size <= 1:
         raise ConfigError(
-            f"parallel.fsdp_size: got {size} with {name}, expected the ranks of one shard group; leave it out for the "
-            "ranks of one node, or use NO_SHARD for copies only"
+            f"parallel.fsdp_size: got {size} with {name}, expected the ranks of one shard group. Omit it for the "
+            "ranks of one node, or use NO_SHARD for copies only."
         )
 
 
 def _yaml(value: bool | None) -> str:
-    return {None: "null (all units but the last)", True: "true", False: "false"}[value]
+    return {None: "null (all units except the last)", True: "true", False: "false"}[value]
 
 
 # ---- batches, steps, dtypes
@@ -162,7 +162,7 @@ DEFAULT_BATCH_SIZE = 8
 
 @dataclass(frozen=True)
 class Batching:
-    """Blocks: per rank and micro-batch, micro-batches per step, per rank in evaluation."""
+    """Blocks per rank and micro-batch, micro-batches per step, and blocks per rank in evaluation."""
 
     batch_size: int
     accumulation: int
@@ -170,10 +170,10 @@ class Batching:
 
 
 def resolve_batching(train: TrainSection, num_readers: int) -> Batching:
-    """`num_readers` ranks read different text: all of them, or one of each group that shares its sequences.
+    """Resolves batch sizes. `num_readers` ranks read different text: all, or one per group that shares sequences.
 
     Raises:
-        ConfigError: a global batch that does not come out even.
+        ConfigError: a global batch does not divide evenly.
     """
     batch_size, accumulation, total = train.batch_size, train.accumulation, train.global_batch_size
     if total is None:
@@ -186,7 +186,7 @@ def resolve_batching(train: TrainSection, num_readers: int) -> Batching:
         if accumulation is not None and accumulation != steps:
             raise ConfigError(
                 f"train.global_batch_size: got {total}, but {num_readers} ranks x batch_size {batch_size} x "
-                f"accumulation {accumulation} are {num_readers * batch_size * accumulation}; leave one of them out"
+                f"accumulation {accumulation} are {num_readers * batch_size * accumulation}. Omit one of them."
             )
         accumulation = steps
     eval_batch_size = train.eval_batch_size or batch_size
@@ -205,7 +205,7 @@ def _quotient(path: str, total: int, num_readers: int, other: int, unit: str) ->
 
 
 def resolve_steps(train: TrainSection, num_blocks: int, blocks_per_step: int) -> int:
-    """Optimizer steps of the whole run; an epoch is as many whole steps as its blocks give, at least one."""
+    """Returns the optimizer steps of the whole run. An epoch has the full steps that its blocks give."""
     if train.epochs is None:
         return train.steps or DEFAULT_STEPS
     by_epochs = max(train.epochs * num_blocks // blocks_per_step, 1)
@@ -213,7 +213,7 @@ def resolve_steps(train: TrainSection, num_blocks: int, blocks_per_step: int) ->
 
 
 def resolve_param_dtype(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> torch.dtype | None:
-    """What blocks compute in; None: in the dtype of the parameters."""
+    """Returns the compute dtype of blocks. None: the dtype of the parameters."""
     wanted = parallel.param_dtype
     if wanted is None:
         return None
@@ -225,7 +225,7 @@ def resolve_param_dtype(model: ModelConfig, parallel: ParallelConfig, device: to
 
 
 def explain_emulation(dtype: torch.dtype, device: torch.device) -> str | None:
-    """A warning for a half precision that this CPU computes without vector instructions, several times slower.
+    """Returns a warning for a half precision that this CPU emulates without vector instructions, and slowly.
 
     The rule is oneDNN's: https://uxlfoundation.github.io/oneDNN/dev_guide_data_types.html
     """
@@ -245,16 +245,16 @@ def explain_emulation(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 def resolve_scaling(scaler: ScalerConfig, model: ModelConfig, param_dtype: torch.dtype | None) -> bool:
-    """Whether the loss is scaled.
+    """Returns whether the loss is scaled.
 
     Raises:
-        ConfigError: parameters in float16, whose gradients have no range left to be unscaled in.
+        ConfigError: parameters are in float16, whose gradients have no range left to be unscaled in.
     """
     half = (param_dtype or getattr(torch, model.dtype)) == torch.float16
     enabled = half if scaler.enabled is None else scaler.enabled
     if enabled and model.dtype == "float16":
         raise ConfigError(
-            "model.dtype: got 'float16', whose gradients cannot be unscaled; set model.dtype=float32 and "
-            "parallel.param_dtype=float16"
+            "model.dtype: got 'float16', whose gradients cannot be unscaled. Set model.dtype=float32 and "
+            "parallel.param_dtype=float16."
         )
     return enabled

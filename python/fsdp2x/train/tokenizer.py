@@ -1,4 +1,4 @@
-"""Tokenizers of the training path: plain bytes, or a HuggingFace tokenizer from a directory."""
+"""Tokenizers for training: plain bytes, or a HuggingFace tokenizer from a directory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class ByteTokenizer:
-    """Token i is byte i for i < 256; 256 ends a document and also serves as bos and pad."""
+    """Token i is byte i for i < 256. 256 ends a document and is also bos and pad."""
 
     vocab_size = 257
     eos_id = 256
 
     def encode(self, text: bytes) -> torch.Tensor:
-        """UTF-8 bytes of one document -> 1-D int64 ids, without an end mark."""
+        """Converts UTF-8 bytes of one document to 1-D int64 ids, without an end mark."""
         if not text:
             return torch.empty(0, dtype=torch.int64)
         return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int64)
@@ -39,7 +39,7 @@ class ByteTokenizer:
         from tokenizers import decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
-        # A byte-level BPE without merges: the pre-tokenizer shows each byte as one character, which is one token.
+        # A byte-level BPE without merges: the pre-tokenizer maps each byte to one character, which is one token.
         vocab = {character: byte for byte, character in enumerate(byte_alphabet())}
         tokenizer = FastTokenizer(models.BPE(vocab=vocab, merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -58,14 +58,14 @@ class ByteTokenizer:
 
 
 def byte_alphabet() -> list[str]:
-    """Character that byte-level BPE shows for each byte: itself if printable Latin-1, else from U+0100 upwards."""
+    """Returns the characters of byte-level BPE for each byte: itself if printable Latin-1, else from U+0100 upwards."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     spare = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer directory on this machine; its special tokens in the text stay text."""
+    """A tokenizer directory on this machine. Its special tokens in the text stay text."""
 
     def __init__(self, folder: str):
         path = Path(folder).expanduser()
@@ -96,28 +96,28 @@ def has_tokenizer(folder: str | Path) -> bool:
 
 
 def choose_tokenizer(asked: str | None, model_path: str | None) -> str:
-    """What `data.tokenizer` means beside `model.path`: a model that was trained before has a tokenizer already."""
+    """Returns the tokenizer for `data.tokenizer` and `model.path`: a pretrained model already has one."""
     if asked is not None:
         return asked
     if model_path is None:
         return "bytes"
     if not has_tokenizer(model_path):
         raise ConfigError(
-            f"data.tokenizer: unset, and model.path={model_path} has no tokenizer of its own; say the directory of the "
-            "one that the model was trained with, or 'bytes'"
+            f"data.tokenizer: unset, but model.path={model_path} has no tokenizer. Set the directory of the one that "
+            "the model was trained with, or 'bytes'."
         )
     return model_path
 
 
 def replaces_tokenizer(asked: str | None, model_path: str | None) -> bool:
-    """Whether a model that has a tokenizer is to be trained with another one."""
+    """Returns whether a model that has a tokenizer is trained with another one."""
     if asked is None or model_path is None or not has_tokenizer(model_path):
         return False
     return asked == "bytes" or Path(asked).expanduser().resolve() != Path(model_path).expanduser().resolve()
 
 
 def make_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
-    """`chat_template`: path of a jinja file that replaces the tokenizer's template, also in what `save` writes."""
+    """Makes the tokenizer. `chat_template`, a jinja file, replaces its template, also in what `save` writes."""
     tokenizer = ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
     if chat_template is not None:
         try:

@@ -59,16 +59,16 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Builds everything that a run needs from its config; `run()` trains, `close()` ends what was begun.
+    """Builds everything that a run needs from its config. `run()` trains, `close()` ends what was begun.
 
-    `loggers` are called on rank 0 as `wandb.log` is: with numbers by name and `step=`.
+    `loggers` are functions like `wandb.log`, called on rank 0 with numbers by name and `step=`.
 
     Public state: `model` (sharded), `optimizer`, `schedule`, `scaler` (or None), `stream`, `blocks`, `world`, `plan`
     (the mesh), `num_steps` of the whole run, `step` (optimizer steps done or skipped), `skipped` (whether the last one
     was).
     """
 
-    # What a trainer of other data replaces.
+    # Trainers of other data replace these.
     _stream_class = BlockStream
     _data_are = "text"
 
@@ -78,9 +78,9 @@ class Trainer:
         self._owns_world = world is None
         self._closing = contextlib.ExitStack()
         self._interrupt: Interrupt | None = None
-        self._stops = False  # on all ranks: some rank was interrupted
+        self._stops = False  # set on all ranks when one was interrupted
         self._planned_bytes: int | None = None
-        self._saved: checkpoint.Saved | None = None  # the last one
+        self._saved: checkpoint.Saved | None = None  # the last save
         self._kill_warning = KillWarning()
         try:
             self._closing.enter_context(deterministic_algorithms(config.train.deterministic))
@@ -111,12 +111,12 @@ class Trainer:
         run_on_all_ranks(self._check_paths, raising=ConfigError)
         if config.checkpoint.resume_from is not None:
             run_on_all_ranks(lambda: find(config.checkpoint.resume_from))
-        # A mistake in the files of one host must not leave the other ranks waiting in the first collective.
+        # A mistake in one host's files must not leave the other ranks waiting in the first collective.
         self.tokenizer, self.blocks, model = run_on_all_ranks(self._read_inputs, raising=ConfigError)
         read_by_rank_0 = on_rank_0(lambda: self.blocks.fingerprint)
         run_on_all_ranks(lambda: self._check_text(read_by_rank_0), raising=ConfigError)
         self.num_steps = resolve_steps(config.train, len(self.blocks.train), self.blocks_per_step)
-        # On a CPU, what the interpreter and its libraries take is not the run's.
+        # On a CPU, subtract the memory of the interpreter and its libraries.
         self._bytes_before = 0 if world.device.type == "cuda" else memory_bytes(world.device)
         made = make_sharded(config, model, self.tokenizer, self.plan, world.device, self.param_dtype)
         self.model, self.num_parameters, self.assets_config = made.model, made.num_parameters, made.assets_config
@@ -160,7 +160,7 @@ class Trainer:
         )
 
     def _claim_folders(self) -> None:
-        """Before anything is read: nobody waits for a large model to hear that its run has nowhere to go."""
+        """Claims the folders first, so that a run without a folder fails before it reads a large model."""
         config = self.config
         if not self.world.is_main:
             return
@@ -170,7 +170,7 @@ class Trainer:
             repair(self.checkpoints)
 
     def _check_paths(self) -> None:
-        """The model, and where events go, before any text is read."""
+        """Checks the model's path and the events' folder before any text is read."""
         config = self.config
         if config.model.path is not None:
             check_folder(config.model)
@@ -183,7 +183,7 @@ class Trainer:
     def _open_metrics(self, loggers: Sequence[Logger]) -> None:
         logging_, loggers = self.config.logging, list(loggers)
         if logging_.wandb:
-            # Rank 0 alone has the run, but all must hear when it cannot begin.
+            # Only rank 0 has the run, but all must learn if it cannot begin.
             options = {"dir": str(self.output), **logging_.wandb_options}
             begin = lambda: WandbLogger(options, dataclasses.asdict(self.config)) if self.world.is_main else None  # noqa: E731
             run_of_rank_0 = run_on_all_ranks(begin, raising=ConfigError)
@@ -253,7 +253,7 @@ class Trainer:
 
     def _check_text(self, read_by_rank_0: str) -> None:
         if self.blocks.fingerprint != read_by_rank_0:
-            raise ConfigError("data.files: this rank read other text than rank 0; all ranks need the same files")
+            raise ConfigError("data.files: this rank read other text than rank 0. All ranks need the same files.")
 
     @property
     def blocks_per_step(self) -> int:
@@ -261,14 +261,14 @@ class Trainer:
 
     @property
     def tokens_per_step(self) -> int:
-        """At most so many where samples are packed."""
+        """Tokens of a step over all ranks. An upper limit if samples are packed."""
         return self.blocks_per_step * self.config.data.block_size
 
     def run(self) -> None:
-        """Trains until `num_steps`, evaluating, saving and reporting as configured; or only evaluates.
+        """Trains until `num_steps`, evaluating, saving and reporting as configured, or only evaluates.
 
         Raises:
-            Interrupted: SIGINT or SIGTERM came to any rank, and what ran then was finished and saved.
+            Interrupted: a rank got SIGINT or SIGTERM. The running step was finished and saved.
             TrainingError: the loss is not a number.
         """
         if not self.training:
@@ -282,7 +282,7 @@ class Trainer:
         config = self.config
         last_saved = self.step if config.checkpoint.resume_from is not None else None
         tokens, since = 0, time.perf_counter()
-        first = self.step + 1  # its duration says nothing of the others
+        first = self.step + 1  # its duration says nothing about the others
         while self.step < self.num_steps and not self._is_over:
             begun = time.perf_counter()
             self.observer.before_step(self.step + 1)
@@ -314,7 +314,7 @@ class Trainer:
                 )
                 tokens, since = 0, now
             pause = time.perf_counter()
-            # Ranks agree to stop by the sum of each step, and again after whatever takes long.
+            # Ranks agree to stop by the sum of each step, and again after each long operation.
             if config.train.eval_every and (self.step % config.train.eval_every == 0 or last) and not self._stops:
                 held_out = self._report_evaluation()
                 self._took("evaluation", time.perf_counter() - pause)
@@ -330,7 +330,7 @@ class Trainer:
                 self._stops = self._stops or not last and any_rank(self._is_interrupted, self.world.device)
             if self._stops:
                 self._end_early(last_saved)
-            # Throughput is that of training alone.
+            # Throughput counts training only.
             since += time.perf_counter() - pause
         self.observer.close(self.step)
         if last_saved is None and config.checkpoint.save_last:
@@ -346,7 +346,7 @@ class Trainer:
         self.metrics.write("end", self.step)
 
     def _end_early(self, last_saved: int | None) -> None:
-        """Leaves a run that can go on, and says how."""
+        """Ends a run that can be resumed, and says how."""
         saves = self.config.checkpoint.save_last or self.config.checkpoint.save_every
         if saves and last_saved != self.step:
             self.save()
@@ -356,7 +356,7 @@ class Trainer:
         self.metrics.write("interrupt", self.step)
         how = "nothing was saved: checkpoint.save_last=false and checkpoint.save_every=0"
         if last_saved is not None:
-            how = f"saved step {last_saved}; go on with --resume_from {self.checkpoints}"
+            how = f"saved step {last_saved}; resume with --resume_from {self.checkpoints}"
         number = self._interrupt.number if self._interrupt is not None else 0
         raise Interrupted(f"interrupted after step {self.step}; {how}", number or signal.SIGINT)
 
@@ -365,7 +365,7 @@ class Trainer:
         return self._interrupt is not None and self._interrupt.noted
 
     def _took(self, kind: str, seconds: float) -> None:
-        """Warns where an interrupted run would be killed before it has saved."""
+        """Warns if an interrupted run would be killed before it has saved."""
         saves = self.config.checkpoint.save_last or self.config.checkpoint.save_every
         saved_in = self._saved.seconds if self._saved is not None else None
         warning = self._kill_warning.measured(kind, seconds, saved_in or 0.0)
@@ -373,7 +373,7 @@ class Trainer:
             logger.warning("%s", warning)
 
     def _progress(self) -> dict[str, int]:
-        """How much text has been read: in tokens, or in samples where they differ in length."""
+        """Returns how much text was read, in tokens, or in samples that differ in length."""
         if self.config.data.has_samples:
             return {"samples": self.stream.position}
         return {"tokens": self.stream.position * self.config.data.block_size}
@@ -390,7 +390,7 @@ class Trainer:
         return self.early_stop is not None and self.early_stop.is_over
 
     def _save_best(self) -> None:
-        """Saves the checkpoint that `best` points to, and waits until it is written."""
+        """Saves the checkpoint for `best`, and waits until it is written."""
         path = self.save()
         checkpoint.wait(self.model)
         keep = self.config.checkpoint
@@ -398,10 +398,10 @@ class Trainer:
         self.metrics.say("best held-out loss so far: %s", path)
 
     def train_step(self) -> tuple[float, float | None, float]:
-        """One optimizer step. Returns the loss (mean over ranks and micro-batches), the gradient's norm, the rate.
+        """Runs one optimizer step. Returns the loss (mean over ranks and micro-batches), gradient norm, and rate.
 
-        With a scaled loss, a step whose gradients overflow on any rank changes no parameter on any: `skipped` is then
-        True and the norm None.
+        With a scaled loss, a step whose gradients overflow on any rank changes no parameter. `skipped` is then True and
+        the norm None.
         """
         config, optimizer, schedule = self.config, self.optimizer, self.schedule
         assert optimizer is not None and schedule is not None, "a run that only evaluates takes no steps"
@@ -427,20 +427,20 @@ class Trainer:
         return mean, grad_norm, lr
 
     def _end_step(self, loss: float) -> float:
-        """The mean loss over ranks; every rank learns whether one was interrupted. Collective.
+        """Returns the mean loss over ranks, and shares whether one was interrupted. Collective.
 
         Raises:
-            TrainingError: on every rank: the mean is not a number, and the step was not skipped.
+            TrainingError: on every rank if the mean is not a number and the step was not skipped.
         """
         sums = [loss, 1.0, float(self._is_interrupted)]
         total, ranks, num_interrupted = sums_over_ranks(sums, self.world.device)
         mean, self._stops = total / ranks, num_interrupted > 0
         if mean != mean and not self.skipped:
-            raise TrainingError(f"the loss of step {self.step} is not a number; lower optimizer.lr or set train.clip")
+            raise TrainingError(f"the loss of step {self.step} is not a number. Lower optimizer.lr or set train.clip.")
         return mean
 
     def _update(self, optimizer: Any, parameters: list[torch.nn.Parameter]) -> float | None:
-        """Steps with clipped gradients; returns their norm before, if they are clipped."""
+        """Steps with clipped gradients. Returns their norm before, if they are clipped."""
         clip, norm = self.config.train.clip, None
         clips_itself = getattr(optimizer, "max_grad_norm", None) is not None
         if clip is not None and not clips_itself:
@@ -452,9 +452,9 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss per predicted token over the held-out blocks, the same number on every rank.
+        """Returns the mean loss per predicted token over the held-out blocks, the same on every rank.
 
-        A run that only evaluates and holds no text out takes all blocks.
+        A run that only evaluates and holds no text out uses all blocks.
         """
         blocks = self.blocks.held_out if self.training or len(self.blocks.held_out) else self.blocks.train
         self.model.eval()
@@ -465,10 +465,10 @@ class Trainer:
             self.model.train(self.training)
 
     def save(self) -> Path:
-        """Writes a checkpoint of this moment, in the background where configured; collective.
+        """Writes a checkpoint of this moment, in the background if configured. Collective.
 
         Raises:
-            CheckpointError: on every rank: it cannot be written.
+            CheckpointError: on every rank if it cannot be written.
         """
         config = self.config.checkpoint
         saved = checkpoint.save(
@@ -501,12 +501,12 @@ class Trainer:
             self.optimizer,
             seed=self.config.train.seed,
         )
-        # What a rank cannot go on with must not leave the others waiting in the first collective.
+        # A rank that cannot continue must not leave the others waiting in the first collective.
         run_on_all_ranks(lambda: self._go_on_from(loaded, configured), what=f"resuming from {loaded.path}")
         return loaded.path
 
     def _go_on_from(self, loaded: checkpoint.Loaded, configured: list[dict]) -> None:
-        self.step = loaded.step if isinstance(loaded.step, int) else 0  # others do not say it
+        self.step = loaded.step if isinstance(loaded.step, int) else 0  # other programs do not save it
         if self.optimizer is None:
             return
         if loaded.scheduler is None or loaded.data is None:
@@ -533,7 +533,7 @@ class Trainer:
                 logger.warning("%s: %s", name, sentence)
 
     def _write_assets(self, folder: Path) -> None:
-        """What the export needs beside the weights."""
+        """Writes what the export needs in addition to weights."""
         self.assets_config.save_pretrained(str(folder))
         generation = getattr(self.model, "generation_config", None)
         if generation is not None:
@@ -560,7 +560,7 @@ class Trainer:
     def close(self) -> None:
         if hasattr(self, "model"):
             try:
-                # After an error: what is being written may still become a whole checkpoint.
+                # After an error, what is being written may still become a complete checkpoint.
                 checkpoint.wait(self.model)
             except RuntimeError as error:
                 logger.error("%s", error)
@@ -569,7 +569,7 @@ class Trainer:
 
 @checked
 def train(config: TrainConfig, *, loggers: Sequence[Logger] = ()) -> None:
-    """Runs a whole training from its config. `loggers` are called on rank 0 as `wandb.log` is."""
+    """Runs a complete training from its config. `loggers` are functions like `wandb.log`, called on rank 0."""
     run_to_end(Trainer(config, loggers=loggers))
 
 

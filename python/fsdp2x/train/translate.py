@@ -1,6 +1,6 @@
-"""Keys of other trainers become settings of fsdp2x's sections, by tables of rows (`dialects.py`).
+"""Translates keys of other trainers to settings of fsdp2x's sections, by tables of rows (`dialects.py`).
 
-Every key of a file becomes settings, or has no effect for a reason, or is an error that names it.
+Every key of a file becomes settings, or has no effect for a reason, or raises an error that names it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fsdp2x.train.parse import convert, describe, known_keys, refuse_unknown, se
 
 @dataclass(frozen=True)
 class KeyResult:
-    """What became of one key: settings by dotted path, a remark, or no effect at all."""
+    """The result of one key: settings by dotted path, a remark, or no effect at all."""
 
     became: Mapping[str, Any] = field(default_factory=dict)
     remark: str = ""
-    used: bool = False  # it counts although it sets nothing
+    used: bool = False  # whether it counts although it sets nothing
     key: str = ""  # as the user wrote it
     value: Any = None
 
@@ -39,18 +39,18 @@ class KeyResult:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table: the settings `to` that get the value, as it is or changed `by` something.
+    """A row of a table: the settings `to` that get the value, unchanged or changed `by` something.
 
-    `by` is a mapping (what it lacks stays as it is), or a function of the value and of the file's other keys. The
-    function returns a value or a `KeyResult`, or raises a `ConfigError` without the key's name. `kind` is the type of
-    the value; `table` fills in that of the first setting.
+    `by` is a mapping (other values stay), or a function of the value and of the file's other keys. The function returns
+    a value or a `KeyResult`, or raises a `ConfigError` without the key's name. `kind` is the type of the value, by
+    default that of the first setting.
     """
 
     to: tuple[str, ...] = ()
     by: Mapping[Any, Any] | Callable[[Any, Mapping[str, Any]], Any] | None = None
     kind: Any = None
-    note: str = ""  # in the list of keys, after what it becomes
-    remark: str = ""  # next to its settings; of a row without settings, why it has no effect
+    note: str = ""  # in the list of keys, after its settings
+    remark: str = ""  # next to its settings; for a row without settings, why it has no effect
 
     @property
     def help(self) -> str:
@@ -76,12 +76,12 @@ def becomes(*to: str, by: Any = None, kind: Any = None, note: str = "", remark: 
 
 
 def no_effect(why: str, *keys: str) -> dict[str, Row]:
-    """Rows that are accepted, ignored, and reported."""
+    """Returns rows that are accepted, ignored, and reported."""
     return dict.fromkeys(keys, Row(remark=why))
 
 
 def only(allowed: Any, why: str, otherwise: str, kind: Any = None) -> Row:
-    """What fsdp2x does anyway: any other value is an error that says what to do."""
+    """Returns a row for a fixed behavior of fsdp2x. Any other value is an error that says what to do."""
 
     def by(value: Any, _: Mapping[str, Any]) -> KeyResult:
         if value != allowed:
@@ -92,7 +92,7 @@ def only(allowed: Any, why: str, otherwise: str, kind: Any = None) -> Row:
 
 
 def table(blocks: Mapping[str, Mapping[str, str | Row]], kinds: Mapping[str, Any] | None = None) -> dict[str, Row]:
-    """Rows by dotted key from rows by block; a row that is a string is the setting that gets the value.
+    """Returns rows by dotted key from rows by block. A row that is a string is the setting that gets the value.
 
     `kinds` has the types of settings, by default those of fsdp2x's sections.
     """
@@ -108,7 +108,7 @@ def table(blocks: Mapping[str, Mapping[str, str | Row]], kinds: Mapping[str, Any
 
 @dataclass
 class Translation:
-    """A file in fsdp2x's sections, what became of each key, and what is missing before it can run."""
+    """A file in fsdp2x's sections, the result of each key, and what is missing before it can run."""
 
     dialect: str
     settings: dict = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Translation:
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
-        """A `ConfigError` from inside names the user's key instead of the setting it became, and the key's line."""
+        """Makes a `ConfigError` inside name the user's key and its line instead of the resulting setting."""
         try:
             yield
         except ConfigError as error:
@@ -144,19 +144,19 @@ class Translation:
         return sentence if line is None else f"{self.path}:{line}: {sentence}"
 
     def add(self, result: KeyResult) -> None:
-        """Sets what a key became; another key of the file that set it to something else is an error."""
+        """Adds the settings of a key. Another key of the file that set them differently is an error."""
         for path, value in result.became.items():
             other = next((other for other in self.results if path in other.became), None)
             if other is not None and other.became[path] != value:
                 raise ConfigError(
                     f"{result.key}: it means {path}={show(value)}, but {other.key} means {path}="
-                    f"{show(other.became[path])}; leave one of them out"
+                    f"{show(other.became[path])}. Omit one of them."
                 )
             set_path(self.settings, path.split("."), value, "")
         self.results.append(result)
 
     def imply(self, what: str, path: str, value: Any, why: str) -> None:
-        """Adds a setting that the dialect brings along, unless a key has set it."""
+        """Adds a default setting of the dialect, unless a key has set it."""
         if not any(path in result.became for result in self.results):
             self.add(KeyResult({path: value}, why, key=what))
 
@@ -165,7 +165,7 @@ class Translation:
         return any(result.became.get("train.mode") == "evaluate" for result in self.results)
 
     def without_effect(self) -> list[str]:
-        """One sentence per reason, with all keys that it holds for."""
+        """Returns one sentence per reason, with all keys that it applies to."""
         by_reason: dict[str, list[str]] = {}
         for result in self.results:
             if not result.has_effect:
@@ -174,7 +174,7 @@ class Translation:
 
 
 class ForeignKey(NamedTuple):
-    """One key of the file: as the table calls it, as the user wrote it, its value, and why it has no part, if so."""
+    """One key of the file: the table's name, the user's, its value, and why it has no effect, if so."""
 
     canonical: str
     shown: str
@@ -183,7 +183,7 @@ class ForeignKey(NamedTuple):
 
 
 def leaves(canonical: str, shown: str, value: Any, rows: Mapping[str, Row], inert: str = "") -> list[ForeignKey]:
-    """The keys of one branch of the file; a mapping is a leaf where the table has a row for it."""
+    """Returns the keys of one branch of the file. A mapping is a leaf if the table has a row for it."""
     if canonical in rows or not (isinstance(value, Mapping) and value):
         if canonical in rows or not any(key.startswith(canonical + ".") for key in rows):
             return [ForeignKey(canonical, shown, value, inert)]
@@ -196,8 +196,8 @@ def leaves(canonical: str, shown: str, value: Any, rows: Mapping[str, Row], iner
 
 @dataclass(frozen=True)
 class Dialect:
-    """`owns(key, value)` tells it by a key of the top level, `read(settings, role)` finds the leaves of a file, and
-    `finish(translation, ours)` adds what it implies next to the command line's settings."""
+    """A format. `owns(key, value)` recognizes a top-level key, `read(settings, role)` finds the leaves of a file, and
+    `finish(translation, ours)` adds implied settings after those of the command line."""
 
     name: str
     title: str
@@ -207,8 +207,8 @@ class Dialect:
     finish: Callable[[Translation, Mapping[str, Any]], None] = lambda *_: None
 
     def translate(self, settings: Mapping[str, Any], role: str | None, ours: Mapping[str, Any]) -> Translation:
-        """All values are checked before any row acts, so that rows may look at other keys of the file."""
-        # Misspelled keys come before the references that they break. Of a misspelled block one key is told.
+        """Translates a file. Checks all values before any row acts, because rows may read other keys of the file."""
+        # Misspelled keys come before the references that they break. A misspelled block reports one key.
         unknown: dict[str, ForeignKey] = {}
         for leaf in self.read(settings, role):
             if leaf.canonical not in self.rows:
@@ -227,12 +227,12 @@ class Dialect:
         return found
 
     def _unknown_part(self, canonical: str) -> str:
-        """The first part of a key that begins no known key."""
+        """Returns the first part of a key that begins no known key."""
         parts = itertools.accumulate(canonical.split("."), lambda one, two: f"{one}.{two}")
         return next((part for part in parts if not any(f"{key}.".startswith(f"{part}.") for key in self.rows)), "")
 
 
-# ---- references inside a file: `${models.policy_trainer.num_gpu}` stands for the value of that key
+# ---- references inside a file: `${models.policy_trainer.num_gpu}` is replaced by the value of that key
 
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 MAX_DEPTH = 20
@@ -241,11 +241,11 @@ MOST_CHARACTERS = 1 << 20
 
 
 def interpolate(settings: Mapping) -> dict:
-    """A copy without references. A value that is one reference keeps the type; inside other text it becomes text.
+    """Returns a copy without references. A value that is one reference keeps its type. Inside other text it is text.
 
     Raises:
-        ConfigError: a key that is not there, a reference to a mapping, references in a circle or more than
-            `MOST_REFERENCES`, each counted as often as it is followed, or `${name:...}`, which would be computed.
+        ConfigError: a key is missing, a reference leads to a mapping or in a circle, there are more than
+            `MOST_REFERENCES` (each counted as often as it is followed), or `${name:...}` would have to be computed.
     """
     followed = itertools.count(1)
 
@@ -263,14 +263,14 @@ def interpolate(settings: Mapping) -> dict:
             return follow(whole[1], key, depth)
         text = REFERENCE.sub(lambda found: str(follow(found[1], key, depth)), value)
         if "${" in text:
-            raise ConfigError(f"{key}: {value!r} is no reference of the form ${{section.key}}")
+            raise ConfigError(f"{key}: {value!r} is not a reference of the form ${{section.key}}")
         return text
 
     def follow(path: str, key: str, depth: int) -> Any:
         value: Any = settings
         for part in path.strip().split("."):
             if not isinstance(value, Mapping) or part not in value:
-                computed = "would have to be computed; write its value"
+                computed = "would have to be computed. Write its value."
                 why = computed if ":" in path else "refers to a key that is not in the file"
                 raise ConfigError(f"{key}: ${{{path}}} {why}")
             value = value[part]

@@ -410,7 +410,7 @@ def test_what_nobody_initialises(ctx):
     ) as folder:
         with torch.device("meta"):
             model = shard(ctx, Counted())
-        with refuses("no file holds scale, and .*Counted does not initialise them"):
+        with refuses("no file holds scale, and .*Counted does not initialize them"):
             fsdp2x.load_hf(model, folder, **QUIET)
 
 

@@ -242,8 +242,8 @@ def test_the_command_takes_tokenizer_and_stop_ids_from_the_folder(tmp_path, kind
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["model", "--address", "@x", "--stop-ids", "a"], "got 'a', expected token ids such as 2,5, or none"),
-        (["nowhere", "--address", "@x"], "no model is at 'nowhere'"),
+        (["model", "--address", "@x", "--stop-ids", "a"], "expected token ids such as 2,5, or none, got 'a'"),
+        (["nowhere", "--address", "@x"], "no model at 'nowhere'"),
         (["model", "--address", "@x", "--once", "0"], "--once must be positive"),
         (["model", "--address", "/nowhere/engine"], "No such file"),
     ],

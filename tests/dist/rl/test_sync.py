@@ -273,7 +273,7 @@ def test_refusals(ctx):
     engine = Layerwise()
     target = InProcess(engine.load, finish=engine.finish)
     connect = fsdp2x.sync.connect
-    with pytest.raises(ValueError, match="keep: no parameter matches 'gate.*names are such as 0.bias"):
+    with pytest.raises(ValueError, match="keep: no parameter matches 'gate.*Names look like 0.bias"):
         connect(model, target, keep={"gate*": torch.float32})
     with pytest.raises(ValueError, match="'0.weight' is .*float32 by '0.*' and .*bfloat16 by '.*weight'"):
         connect(model, target, keep={"0.*": torch.float32, "*weight": torch.bfloat16})

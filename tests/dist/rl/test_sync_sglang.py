@@ -227,7 +227,7 @@ def test_what_is_refused(ctx):
     with engines(ctx, shapes, group="gloo") as (target, servers), fsdp2x.sync.connect(model, target) as sync:
         for server in servers:
             server.on_server_info = lambda body: {"tp_size": 1, "pp_size": 2}
-        with pytest.raises(SyncError, match="has 2 pipeline stages, and numbers the workers of a group by"):
+        with pytest.raises(SyncError, match="has 2 pipeline stages, but numbers the workers of a group by"):
             sync.push(version=0)
     with fsdp2x.sync.connect(model, Sglang("http://127.0.0.1:9"), timeout_s=5) as sync:
         with pytest.raises(SyncError, match="does not answer /server_info"):

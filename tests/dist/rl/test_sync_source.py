@@ -116,7 +116,7 @@ def test_what_is_refused(ctx):
     source = WeightSource(model)
 
     def ask(*_):
-        with pytest.raises(RuntimeError, match="WeightSource: a forward of the model is running; send between"):
+        with pytest.raises(RuntimeError, match="WeightSource: a forward of the model is running. Send between"):
             next(iter(source))
 
     hook = model.blocks[1].register_forward_hook(ask)

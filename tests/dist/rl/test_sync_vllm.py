@@ -141,7 +141,7 @@ def test_the_order_of_a_push_to_one_that_sleeps(ctx, way, level):
             core.events.clear()
         target.sleep(level)
         if level == 2 and core is not None:
-            with pytest.raises(RuntimeError, match="level 2 dropped the weights; push, which wakes"):
+            with pytest.raises(RuntimeError, match="level 2 dropped the weights. Push, which wakes"):
                 target.wake()
         step(model)
         sync.push(version=1)

@@ -267,7 +267,7 @@ def test_policies(ctx):
         fsdp2x.fully_shard(wide(), offload_policy="gradients")
     assert isinstance(policy("none"), fsdp2x.OffloadPolicy) and fsdp2x.HostOffloadPolicy().mode == "all"
     if not torch.accelerator.is_available():
-        with pytest.raises(RuntimeError, match=r"use HostOffloadPolicy\(mode='optimizer', pin_memory=False\)"):
+        with pytest.raises(RuntimeError, match=r"Use HostOffloadPolicy\(mode='optimizer', pin_memory=False\)"):
             fsdp2x.fully_shard(wide(), offload_policy=fsdp2x.HostOffloadPolicy("optimizer"))
         fsdp2x.fully_shard(wide(), offload_policy=fsdp2x.HostOffloadPolicy("none"))
     modes = [shard(ctx, wide(), STACK_UNITS, offload_policy=one)._get_fsdp_state().groups[0].offload.mode

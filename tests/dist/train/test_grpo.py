@@ -271,7 +271,7 @@ def test_lora_trains_adapters_and_pushes_them(ctx, push):
     ("sections", "message"),
     [
         ({"reward": {"functions": ["rewards.py:broken"]}}, "reward broken: KeyError: 'no such answer'"),
-        ({"rollout": {"tolerance": 1e-12}}, "differ by .*rollout.tolerance is 1e-12"),
+        ({"rollout": {"tolerance": 1e-12}}, "differ by .*rollout.tolerance=1e-12"),
     ],
 )
 def test_an_error_of_a_step_reaches_every_rank(ctx, sections, message):
@@ -299,7 +299,7 @@ def test_an_error_of_a_step_reaches_every_rank(ctx, sections, message):
             "rollout.max_tokens: the model has 64 positions",
         ),
         ({"data": {"system": "Be brief."}}, "the tokenizer has no chat template. Set data.chat_template"),
-        ({"reward": {"functions": ["nothing"]}}, "unknown reward 'nothing'; built in are exact_match"),
+        ({"reward": {"functions": ["nothing"]}}, "unknown reward 'nothing'. Built in are exact_match"),
         ({"reward": {"functions": [{"name": "length"}]}}, "length needs the option target"),
         ({"reward": {"functions": ["missing.py:f"]}}, "missing.py: no such file"),
         ({"train": {"batch_size": 2}}, "train.batch_size: set train.global_batch_size"),

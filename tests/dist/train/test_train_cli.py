@@ -90,7 +90,7 @@ def test_ranks_that_outlive_their_launcher_keep_their_folder(config, tmp_path):
         resume = ("-m", "fsdp2x", "train", config, "train.steps=3", "--resume_from", run)
         status, output = command(*resume)
         assert status == 2 and "Traceback" not in output, output
-        assert f"is alive: end its processes (kill {pids[0]} {pids[1]})" in output
+        assert f"is still running. End its processes (kill {pids[0]} {pids[1]})" in output
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)

@@ -92,7 +92,7 @@ def test_blocks_by_role(ctx):
             *(TINY, f"data.files={folder / 'text'}", f"logging.output={folder / 'run'}"),
             *("actor_train.training_args.gradient_accumulation_steps=2", "train.steps=3"),
         )
-        assert str(trainer.plan).startswith("FSDP: mesh (2,) [fsdp], 2 shards, freed after forward")
+        assert str(trainer.plan).startswith("FSDP: mesh (2,) [fsdp], 2 shards, reshard after forward")
         assert len(losses(lines)) == 3 and trainer.schedule.shape.warmup_steps == 20
         assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
         logits = []

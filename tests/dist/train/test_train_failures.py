@@ -60,7 +60,7 @@ def test_a_rank_killed_while_training_is_named(tmp_path, moment):
 def test_a_loss_that_is_not_a_number_ends_the_run(ctx):
     with shared_folder(ctx) as folder:
         config = settings(folder / "text", folder / "run", optimizer={"lr": 1e30}, train={"clip": None})
-        with pytest.raises(RuntimeError, match=r"the loss of step \d is not a number; lower optimizer.lr"):
+        with pytest.raises(RuntimeError, match=r"the loss of step \d is not a number. Lower optimizer.lr"):
             trainer = make_trainer(config)
             trainer.run()
 

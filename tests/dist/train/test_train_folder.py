@@ -91,7 +91,7 @@ def test_overwriting_deletes_what_a_run_wrote_when_the_next_one_can_begin(ctx):
         before = digest(folder / "run")
         logging = {"output": str(folder / "run"), "progress": "off", "overwrite": True}
         resume = {"resume_from": str(folder / "run")}
-        refused(ctx, config(folder, logging=logging, checkpoint=resume), "logging.overwrite", "leave one of them out")
+        refused(ctx, config(folder, logging=logging, checkpoint=resume), "logging.overwrite", "Omit one of them")
         refused(ctx, config(folder, logging=logging, model={"config": None, "path": "/no/model"}), "model.path")
         assert digest(folder / "run") == before
         run(config(folder, logging=logging, train={"steps": 1}))
@@ -131,7 +131,7 @@ def test_locks_that_are_there(tmp_path):
     first.claim([os.getpid()])
     other_rank.join()
     with pytest.raises(
-        ConfigError, match=rf"another run .* is alive: end its processes .kill {os.getpid()}., or choose"
+        ConfigError, match=rf"another run .* is still running. End its processes .kill {os.getpid()}., or choose"
     ):
         RunFolder(tmp_path, None).claim([1])
     for file in first._locks.values():  # as the kernel does
@@ -160,7 +160,7 @@ def test_saves_of_a_loop_of_ones_own(ctx):
             fsdp2x.checkpoint.save(folder, first, step=step)
         before = digest(folder)
         for step in (5, 20):
-            with pytest.raises(CheckpointError, match=r"has step-000020, which this model was not loaded from: .*"):
+            with pytest.raises(CheckpointError, match=r"has step-000020, which this model was not loaded from. .*"):
                 fsdp2x.checkpoint.save(folder, make(), step=step)
         assert digest(folder) == before
         fsdp2x.checkpoint.save(folder, first, step=15)  # it knows what it saved

@@ -93,7 +93,7 @@ def test_a_signal_to_one_rank_during_long_work_starts_no_further_step(ctx, durin
             return work()
 
         setattr(trainer, during, interrupted)
-        with pytest.raises(Interrupted, match="interrupted after step 2; saved step 2; go on with") as error:
+        with pytest.raises(Interrupted, match="interrupted after step 2; saved step 2; resume with") as error:
             trainer.run()
         trainer.close()
         assert ctx.rank == 0 or error.value.number == number

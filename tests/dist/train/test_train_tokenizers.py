@@ -70,13 +70,13 @@ def refused(config):
 def test_what_does_not_fit_is_an_error(tmp_path):
     """Nothing is trained on the wrong tokens because nobody said which."""
     none = write_model(tmp_path / "none", tokenizer=False)
-    assert "has no tokenizer of its own; say the directory" in refused(config_for(tmp_path, {"path": str(none)}))
+    assert "has no tokenizer. Set the directory" in refused(config_for(tmp_path, {"path": str(none)}))
     small = write_model(tmp_path / "small", vocab_size=5)
-    assert "its vocabulary has 5 entries, the tokenizer 6" in refused(config_for(tmp_path, {"path": str(small)}))
+    assert "its vocabulary has 5 entries, but the tokenizer 6" in refused(config_for(tmp_path, {"path": str(small)}))
     bytes_ = config_for(tmp_path, {"path": str(small)}, tokenizer="bytes")
-    assert "its vocabulary has 5 entries, the tokenizer 257" in refused(bytes_)
+    assert "its vocabulary has 5 entries, but the tokenizer 257" in refused(bytes_)
     rows = config_for(tmp_path, {"path": str(small), "load": "rows"})
-    assert "its vocabulary has 5 entries, the tokenizer 6" in refused(rows)
+    assert "its vocabulary has 5 entries, but the tokenizer 6" in refused(rows)
 
 
 def test_ids_beyond_the_number_of_entries_count(tmp_path):
@@ -85,7 +85,7 @@ def test_ids_beyond_the_number_of_entries_count(tmp_path):
     written = json.loads((path / "tokenizer.json").read_text())
     written["model"]["vocab"]["line"] = 50
     (path / "tokenizer.json").write_text(json.dumps(written))
-    assert "its vocabulary has 40 entries, the tokenizer 51" in refused(config_for(tmp_path, {"path": str(path)}))
+    assert "its vocabulary has 40 entries, but the tokenizer 51" in refused(config_for(tmp_path, {"path": str(path)}))
 
 
 @pytest.mark.parametrize("damage", ["{", "", '{"model": 3}'])

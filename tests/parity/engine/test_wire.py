@@ -294,7 +294,7 @@ def test_refusals(ctx):
     loss_of(narrow, ctx.rank).backward()  # as it was
     shared = shard(ctx, reference(), UNITS, transport="shm")
     shared.set_wire_dtype(weights="fp8")
-    with pytest.raises(ValueError, match='wire formats need a process group, but transport="shm"'):
+    with pytest.raises(ValueError, match='wire formats need a process group, but got transport="shm"'):
         loss_of(shared, ctx.rank)
     alone = sharded(ctx, reference())
     alone.set_separate_reduce_scatter_group()

@@ -50,16 +50,16 @@ def test_prefixes(caplog):
     wrapped = {"model._orig_mod.model._checkpoint_wrapped_module.norm.weight": "model.norm.weight"}
     assert match(wrapped, names, None, "x") == {name: key for key, name in wrapped.items()}
     both = [prefix + name for prefix in ("model.", "ema.") for name in names]
-    with refuses("the prefixes '(model|ema).' and '(model|ema).' fit 3 weights each; choose with --prefix"):
+    with refuses("the prefixes '(model|ema).' and '(model|ema).' match 3 weights each. Choose one with --prefix"):
         match(both, names, None, "x")
     assert match(both, names, "ema.", "x") == {name: f"ema.{name}" for name in names}
-    with refuses("no key ends with the name of a weight of the origin; there are a, b"):
+    with refuses("no key ends with the name of a weight of the origin. There are a, b"):
         match(["a", "b"], names, None, "x")
     with refuses("no key is 'z.' and the name of a weight"):
         match(both, names, "z.", "x")
     match([*(f"model.{name}" for name in names), "model.value_head.weight"], names, None, "where")
     assert (
-        "where: 1 tensors are no weights of the origin's model and are left out: model.value_head.weight" in caplog.text
+        "where: 1 tensors are not weights of the origin's model and are omitted: model.value_head.weight" in caplog.text
     )
 
 
@@ -84,7 +84,7 @@ def test_what_does_not_fit(tmp_path, origin):
     config = json.loads((origin / "config.json").read_text())
     (origin / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     state["model.lm_head.weight"] = state["model.lm_head.weight"] + 1
-    converted(state, "lm_head.weight are tied in the origin's model, but differ; set tie_word_embeddings to false")
+    converted(state, "lm_head.weight are tied in the origin's model, but differ. Set tie_word_embeddings to false")
     (origin / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
     converted(state, "quantized weights, which are not supported")
     (origin / "config.json").write_text(json.dumps({**config, "model_type": "no-such-model"}))

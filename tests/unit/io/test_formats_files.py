@@ -115,7 +115,7 @@ def test_safetensors_as_its_library_reads_them(tmp_path):
         (lambda h: h.pop("a"), "begins at|its tensors end at"),
         (lambda h: h["a"].update(shape=[2, 2]), "has 16 bytes, its place is"),
         (lambda h: h["a"].update(dtype="F16"), "has 12 bytes, its place is"),
-        (lambda h: h["a"].update(dtype="U3"), "is of type U3, which cannot be loaded"),
+        (lambda h: h["a"].update(dtype="U3"), "has type U3, which cannot be loaded"),
         (lambda h: h["a"].update(shape=[-2, -3]), "has the shape"),
         (lambda h: h["a"].update(shape=[2.0, 3]), "has the shape"),
         (lambda h: h["a"].update(data_offsets=[10**30, 10**30 + 24]), "begins at"),
@@ -253,7 +253,7 @@ def test_what_is_refused(tmp_path):
     file = tmp_path / "cut.safetensors"
     save_file({"a": torch.zeros(100)}, file)
     file.write_bytes(file.read_bytes()[:-8])
-    with pytest.raises(CheckpointError, match="cut.safetensors: not a whole safetensors file"):
+    with pytest.raises(CheckpointError, match="cut.safetensors: not a complete safetensors file"):
         Checkpoint([file])
     torch.save({"a": print}, tmp_path / "code.bin")
     with pytest.raises(CheckpointError, match="code.bin: cannot be read: it refers to (__builtin__|builtins).print"):

@@ -56,7 +56,7 @@ def test_grouped_product_equals_the_loop(make):
     "model, options, reason",
     [
         (lambda: fused(moe_intermediate_size=10), {}, "rows of 10 x torch.float32 are not a multiple of 16 bytes"),
-        (lambda: fused(), {"compute_dtype": torch.bfloat16}, "rows of 12 x torch.bfloat16 are no multiple"),
+        (lambda: fused(), {"compute_dtype": torch.bfloat16}, "rows of 12 x torch.bfloat16 are not a multiple"),
         (lambda: fused().double(), {}, "computed in torch.float64"),
     ],
 )
@@ -74,7 +74,7 @@ def test_refusals(caplog):
     for call in (moe.use_grouped_gemm, moe.apply_expert_patch, moe.shard_experts):
         with pytest.raises(ValueError, match="LlamaForCausalLM has no experts"):
             call(llama)
-    with pytest.raises(ValueError, match="layers.0.mlp.experts are not those of transformers 5"):
+    with pytest.raises(ValueError, match="layers.0.mlp.experts are not fused experts of transformers 5"):
         moe.use_grouped_gemm(ListMoe())
     with pytest.raises(ValueError, match="per must be 'block' or 'expert'"):
         moe.shard_experts(fused(), per="layer")
@@ -82,7 +82,7 @@ def test_refusals(caplog):
         moe.shard_experts(fused(), per="expert")
     with caplog.at_level(logging.INFO, "fsdp2x"):
         assert moe.apply_expert_patch(fused()) == 0
-    assert "the experts of Qwen3MoeForCausalLM are fused, every rank runs them: nothing to patch" in caplog.text
+    assert "nothing to patch, because the experts of Qwen3MoeForCausalLM are fused" in caplog.text
 
     class Two(Expert):
         def forward(self, hidden_states, weights):

@@ -138,7 +138,7 @@ def test_a_lower_bound_is_next_to_the_rows(config, capsys, device, use):
         (["CONFIG", "--world-size", "4", "--reshard-after-forward", "3"], "it should be a factor of 4, not 3"),
         (
             ["CONFIG", "--world-size", "2", "--memory", "much"],
-            "--memory: got 'much', expected a size with a unit, such as 80GiB",
+            "--memory: expected a size with a unit, such as 80GiB or 512MiB, got 'much'",
         ),
         (["CONFIG", "--world-size", "2", "--auto-wrap", "Qwen3MPL"], "did you mean Qwen3MLP"),
     ],

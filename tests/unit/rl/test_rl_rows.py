@@ -108,7 +108,7 @@ def test_an_engine_that_reports_nothing_is_trusted():
         ({"kind": "clip"}, "kind must be 'truncate' or 'mask'"),
         ({"low": 2.0, "high": 1.0}, "bounds must be 0 <= low < high, got low=2.0, high=1.0"),
         ({"low": -1.0}, "bounds must be"),
-        ({"behaviour": torch.zeros(8)}, "importance_weights: behaviour has shape"),
+        ({"behaviour": torch.zeros(8)}, "importance_weights: behaviour: expected one value"),
     ],
 )
 def test_wrong_corrections(change, said):
@@ -152,7 +152,7 @@ def test_equal_rewards_whose_mean_is_another_number():
 @pytest.mark.parametrize(
     ("rewards", "ids", "said"),
     [
-        ([1.0, 2.0], [1], r"one group id for every sample, got shapes \[2\] and \[1\]"),
+        ([1.0, 2.0], [1], r"expected one reward and one group id for every sample, got shapes \[2\] and \[1\]"),
         ([1.0, math.nan], [1, 1], "the reward of sample 1 is nan"),
         ([math.inf], [1], "the reward of sample 0 is inf"),
     ],

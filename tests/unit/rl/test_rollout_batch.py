@@ -240,7 +240,7 @@ def test_layers_with_another_state_are_refused():
     ("limits", "said"),
     [
         ({"max_batch_rows": 0}, "must be at least 1, got 0, 65536"),
-        ({"max_batch_tokens": 5}, "need 6 positions; the engine has max_batch_tokens=5"),
+        ({"max_batch_tokens": 5}, "need 6 positions, but the engine has max_batch_tokens=5"),
     ],
 )
 def test_limits_that_are_refused(limits, said):

@@ -121,7 +121,7 @@ def test_settings_that_are_refused(settings, error, said):
     ("prompts", "said"),
     [
         ([[3], []], "prompt 1 is empty"),
-        ([[3, VOCAB]], f"prompt 0 has the token {VOCAB}; the vocabulary has {VOCAB}"),
+        ([[3, VOCAB]], f"prompt 0 has the token {VOCAB}, but the vocabulary has {VOCAB}"),
         ([[-1]], "prompt 0 has the token -1"),
         ([[3] * 100_000], "prompt 0 of 100000 tokens and max_tokens=2 exceed the model's"),
     ],

@@ -33,13 +33,13 @@ def test_answers_are_those_of_sample():
 @pytest.mark.parametrize(
     ("kind", "body", "said"),
     [
-        ("sing", {}, "an unknown request 'sing'"),
+        ("sing", {}, "unknown request 'sing'"),
         ("sample", {}, r"missing \['max_tokens', 'prompts'\]"),
         ("sample", {"prompts": [[3]], "max_tokens": 2, "best_of": 1}, r"unknown \['best_of'\]"),
         ("sample", {"prompts": [3], "max_tokens": 2}, "prompts must be lists of token ids, texts or lists of messages"),
         ("sample", {"prompts": [["a"]], "max_tokens": 2}, "token ids must be ints"),
-        ("sample", {"prompts": [[3], "a"], "max_tokens": 2}, "prompt 1 is text, and the engine has no tokenizer. Save"),
-        ("sample", {"prompts": [[{}]], "max_tokens": 2}, "prompt 0 is a conversation, and the engine has no tokenizer"),
+        ("sample", {"prompts": [[3], "a"], "max_tokens": 2}, "prompt 1 is text, but the engine has no tokenizer. Save"),
+        ("sample", {"prompts": [[{}]], "max_tokens": 2}, "prompt 0 is a conversation, but the engine has no tokenizer"),
         ("sample", {"prompts": [[True]], "max_tokens": 2}, "token ids must be ints"),
         ("sample", {"prompts": [[3]], "max_tokens": "2"}, "max_tokens must be int"),
         ("sample", {"prompts": [[3]], "max_tokens": 2, "stop_ids": 4}, "stop_ids must be a list"),
@@ -133,7 +133,7 @@ def test_nothing_is_sampled_without_weights():
     with serving(has_weights=False) as (address, server), RolloutClient(address) as client:
         assert client.status()["has_weights"] is False
         client.ask([[3]], Sampling(2))
-        with pytest.raises(RolloutError, match="rank 0: the engine refused: .*started without weights: push before"):
+        with pytest.raises(RolloutError, match="rank 0: the engine rejected .*started without weights. Push before"):
             client.collect()
 
 

@@ -171,7 +171,7 @@ def test_layouts_that_cannot_be():
             in client.introduce(tensors=[["w9", "float32", [2]]])["error"]
         )
         assert "this engine has one of shape [2]" in client.introduce(tensors=[["w0", "float32", [3]]])["error"]
-        assert "knows no dtype 'nonsense'" in client.introduce(tensors=[["w0", "nonsense", [2]]])["error"]
+        assert "has no dtype 'nonsense'" in client.introduce(tensors=[["w0", "nonsense", [2]]])["error"]
         assert "the layout says 8192 bytes, got a memory file of 4096" in client.introduce(files=[8192])["error"]
         assert "1 memory files, the layout names 2" in client.introduce(files=[4096, 4096])["error"]
         assert "a push before a layout" in client.ask("begin", mode="full", version=1, base=None)["error"]

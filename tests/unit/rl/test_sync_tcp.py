@@ -222,13 +222,13 @@ def test_addresses_and_secrets():
         with pytest.raises(ValueError):
             split_address(address)
     for address, options, match in (
-        ("tcp://host:7000", {}, "the same secret, of 16 characters or more"),
-        ("tcp://host:7000", {"secret": "short"}, "the same secret, of 16 characters or more"),
+        ("tcp://host:7000", {}, "the same secret of at least 16 characters"),
+        ("tcp://host:7000", {"secret": "short"}, "the same secret of at least 16 characters"),
         ("tcp://host:7000", {"secret": SECRET, "group": "mpi"}, "group must be 'gloo', 'nccl' or None, got 'mpi'"),
         ("tcp://host:7000", {"secret": SECRET, "memory": "device"}, 'memory="device" is for engines on this host'),
         (["tcp://host:7000", "@engine"], {"secret": SECRET}, "Use one kind for all receivers"),
-        ("@engine", {"secret": SECRET}, "a secret is for addresses such as tcp://host:port"),
-        ("@engine", {"group": "gloo"}, "a group is for addresses such as tcp://host:port"),
+        ("@engine", {"secret": SECRET}, "a secret is only for addresses such as tcp://host:port"),
+        ("@engine", {"group": "gloo"}, "a group is only for addresses such as tcp://host:port"),
     ):
         with pytest.raises(ValueError, match=match):
             Peer(address, **options)

@@ -154,7 +154,7 @@ def test_every_spelling_of_resuming_reaches_the_run(said, text, words):
 
 def test_a_size_needs_a_unit(said):
     (line,) = said(OWN, "--world-size", "2", "--memory", "80", command=("plan",))
-    assert line == "--memory: got '80', expected a size with a unit, such as 80GiB"
+    assert line == "--memory: expected a size with a unit, such as 80GiB, got '80'"
 
 
 def test_a_plan_is_for_the_device_of_the_run(said, capsys, tmp_path, monkeypatch):

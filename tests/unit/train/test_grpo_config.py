@@ -141,7 +141,7 @@ def test_models():
         "parallel.reduce_dtype": "float32", "schedule.kind": "constant", "data.apply_chat_template": True,
         "data.format": "jsonl", "reward.functions": ["number"],
     }  # fmt: skip
-    assert settings_of(MODELS).needs == ["reward.functions=[NAME or FILE.py:FUNCTION]: what a response is worth"]
+    assert settings_of(MODELS).needs == ["reward.functions=[NAME or FILE.py:FUNCTION]: the rewards of responses"]
     packed = settings_of(
         MODELS, "models.policy_trainer.packing=True", "models.policy_trainer.max_token_in_packing=900",
         "runtime_args.colocation=[]", "runtime_args.rollout_backend=sglang",
@@ -266,7 +266,7 @@ def test_explain_and_list(tmp_path, capsys):
     found = translate_file(path, [], GrpoConfig, DIALECTS, read_flags(["--rollout-batch-size", "4"]))
     assert flat(found.settings)["train.global_batch_size"] == 4
     assert main(["grpo", "--", *flags]) == 2
-    assert "the command line says not enough to run; it needs" in capsys.readouterr().err
+    assert "the command line lacks settings. To run it needs" in capsys.readouterr().err
     assert main(["config", "list", "--command", "grpo", "--dialect", "flags"]) == 0
     assert "num_rollout: int\n    -> train.steps" in capsys.readouterr().out
     assert main(["config", "list", "--command", "grpo", "--json"]) == 0

@@ -101,5 +101,5 @@ def test_settings_that_are_refused(functions, message):
 
 
 def test_a_reward_without_its_column():
-    with pytest.raises(ConfigError, match="the rows have no column 'answer'; see data.answer_column"):
+    with pytest.raises(ConfigError, match="the rows have no column 'answer'. See data.answer_column"):
         score(["exact_match"], ["a"])

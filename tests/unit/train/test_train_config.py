@@ -188,8 +188,8 @@ MERGES = "a0: &a0 {k: v}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 
 MISTAKES = [
     (BOMB, "line .+: with its aliases the text has more than 20000 values"),
     (MERGES, "line .+: with its aliases the text has more than 20000 values"),
-    ("a: &a [*a]", "the alias of line 1 stands for what it is in"),
-    ("a: &a\n  b: {c: *a}", "the alias of line . stands for what it is in"),
+    ("a: &a [*a]", "the alias of line 1 contains itself"),
+    ("a: &a\n  b: {c: *a}", "the alias of line . contains itself"),
     ("[" * 3000 + "]" * 3000, "line 1 is nested deeper than 64 levels"),
     ("[" * 100_000, "line 1 is nested deeper than 64 levels"),
     ("{a: " * 3000, "line 1 is nested deeper than 64 levels"),
@@ -205,7 +205,7 @@ MISTAKES = [
     ("? [1]\n: 2", "not valid YAML"),
     ("a: *b", "not valid YAML: found undefined alias"),
     ("--- 1\n--- 2", "not valid YAML: expected a single document"),
-    ("a: 1\nb: {c: 1, c: 2}", "c is set twice, in lines 2 and 2; keep one"),
+    ("a: 1\nb: {c: 1, c: 2}", "c is set twice, in lines 2 and 2. Keep one"),
     ("\0", "not valid YAML"),
 ]
 

@@ -74,7 +74,7 @@ def test_max_bytes_stops_reading(tmp_path):
 
 def test_too_little_text_is_an_error(tmp_path):
     (tmp_path / "a.txt").write_text("short")
-    with pytest.raises(ConfigError, match="6 tokens, not one block of data.block_size=512"):
+    with pytest.raises(ConfigError, match="6 tokens in .*fewer than one sequence .data.block_size=512"):
         read_blocks(DataConfig(files=[str(tmp_path)]), ByteTokenizer(), seed=0)
 
 

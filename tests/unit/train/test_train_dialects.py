@@ -54,7 +54,7 @@ def settings_of(text: str, *overrides: str) -> dict:
             "STRATEGY_ULYSSES",
             None,
             "strategy",
-            "mesh (2, 4) [ddp, fsdp], 2 copies of 4 shards, freed after forward; seq",
+            "mesh (2, 4) [ddp, fsdp], 2 copies of 4 shards, reshard after forward; seq",
         ),
         ("STRATEGY_ONE_AXIS", 16, "strategy", "FSDP: mesh (16,) [fsdp]"),
         ("STRATEGY_TWO_AXES", 16, "strategy", "HSDP: mesh (2, 8) [ddp, fsdp]"),
@@ -77,7 +77,7 @@ def test_snippets_are_explained(write, name, world_size, dialect, line):
 
 
 def test_one_snippet_shows_two_choices_at_once(write):
-    with pytest.raises(ConfigError, match=r"sharding_strategy is set twice, in lines 2 and 4; keep one"):
+    with pytest.raises(ConfigError, match=r"sharding_strategy is set twice, in lines 2 and 4. Keep one"):
         explain(write(snippets.FLAT_TWO_STRATEGIES))
 
 
@@ -103,7 +103,7 @@ def test_the_command_says_what_a_run_needs(write, capsys):
     assert main(["config", "explain", str(path)]) == 0
     assert "To run it needs:\n  model.path=FOLDER" in capsys.readouterr().out
     assert main(["train", str(path)]) == 2
-    assert "says not enough to run; it needs model.path=FOLDER" in capsys.readouterr().err
+    assert "lacks settings. To run it needs model.path=FOLDER" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"it needs data.files=FILES: the text$"):
         load_config(path, [TINY])
 
@@ -232,7 +232,7 @@ MUTATIONS = [
      "gpu_per_process: got 2; a rank has one GPU"),
     (NESTED, "train_backend: fsdp", "train_backend: megatron",
      "train_backend: got megatron; only fsdp is trained here"),
-    (NESTED, "${runtime_args.exp_name}", "${oc.env:HOME}", "${oc.env:HOME} would have to be computed; write its value"),
+    (NESTED, "${runtime_args.exp_name}", "${oc.env:HOME}", "${oc.env:HOME} would have to be computed. Write its value"),
     (NESTED, "exp_name: demo", "exp_name: ${runtime_args.exp_name}", "its references lead in a circle"),
     (NESTED, "output_dir: some", "#", "${runtime_args.output_dir} refers to a key that is not in the file"),
     (NESTED, "optimizer: {lr: 2e-6, clip_grad: 1}", "optimizer: 3",

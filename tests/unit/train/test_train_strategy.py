@@ -43,8 +43,8 @@ def test_meshes(settings, shape, reshard):
         ({"fsdp_size": 5}, "parallel.fsdp_size: got 5, expected a divisor of the 16 ranks"),
         ({"fsdp_size": 64}, "parallel.fsdp_size: got 64, expected a divisor of the 16 ranks"),
         ({"strategy": "FULL_SHARD", "fsdp_size": 17}, "parallel.fsdp_size: got 17, expected a divisor"),
-        ({"strategy": "FULL_SHARD", "fsdp_size": 4}, "for groups of 4 ranks use HYBRID_SHARD"),
-        ({"strategy": "SHARD_GRAD_OP", "fsdp_size": 4}, "for groups of 4 ranks use HYBRID_SHARD_ZERO2"),
+        ({"strategy": "FULL_SHARD", "fsdp_size": 4}, "For groups of 4 ranks use HYBRID_SHARD"),
+        ({"strategy": "SHARD_GRAD_OP", "fsdp_size": 4}, "For groups of 4 ranks use HYBRID_SHARD_ZERO2"),
         ({"strategy": "NO_SHARD", "fsdp_size": 2}, "got 2 with NO_SHARD, which shards nothing"),
         ({"strategy": "HYBRID_SHARD", "fsdp_size": 1}, "expected the ranks of one shard group"),
         ({"strategy": "FULL_SHARD", "reshard_after_forward": False}, "got False with parallel.strategy=FULL_SHARD"),
@@ -78,7 +78,7 @@ def test_batches():
     for wrong, sentence in (
         ({"global_batch_size": 46}, "got 46, expected a multiple of 4 ranks"),
         ({"global_batch_size": 48, "batch_size": 5}, "expected a multiple of 4 ranks x 5 blocks a micro-batch"),
-        ({"global_batch_size": 48, "batch_size": 3, "accumulation": 3}, "accumulation 3 are 36; leave one of them out"),
+        ({"global_batch_size": 48, "batch_size": 3, "accumulation": 3}, "accumulation 3 are 36. Omit one of them"),
         ({"eval_batch_size": 4, "global_eval_batch_size": 4}, "got both eval_batch_size and global_eval_batch_size"),
     ):
         with pytest.raises(ConfigError) as error:

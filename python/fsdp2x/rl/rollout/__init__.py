@@ -1,1 +1,1 @@
-"""Rollouts: an engine that samples with log-probabilities and takes weights meanwhile, and what trainers ask it."""
+"""Samples rollouts: an engine that returns log-probabilities and takes new weights, and its client for trainers."""

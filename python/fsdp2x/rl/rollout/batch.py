@@ -1,8 +1,8 @@
-"""``Batch`` and ``sample``: responses of a causal language model, of many requests in one batch.
+"""``Batch`` and ``sample``: draw responses of a causal language model, for many requests in one batch.
 
-Rows of finished responses leave the batch and waiting ones join it between two tokens. Weights may change there, too.
-The cache holds keys and values of the weights that made it, so it is computed again then. Every token's log-probability
-is that of one version of the weights, given all tokens before it:
+Rows of finished responses leave the batch and waiting ones join it between two tokens. Weights may also change there.
+The cache holds keys and values of the weights that made it, so a change computes it again. Every token's
+log-probability belongs to one version of the weights, given all tokens before it:
 
     tokens    p0 p1 p2 | a0 a1 | a2 a3 a4
     version              7  7    8  8  8       spans [(7, 2), (8, 3)]
@@ -28,7 +28,7 @@ from fsdp2x.rl.rollout.text import Prompt, prompt_ids, response_text
 
 MAX_BATCH_ROWS = 256
 MAX_BATCH_TOKENS = 65536
-# Tokens of one forward over prompts, with padding: more take memory, and save no time.
+# Tokens of one forward over prompts, with padding. More take memory and save no time.
 _FILL_TOKENS = 4096
 
 
@@ -37,7 +37,7 @@ def _unchanging() -> AbstractContextManager[Version]:
 
 
 class Request:
-    """Prompts with their settings, and the responses as far as they have come."""
+    """Prompts with their settings, and the responses so far."""
 
     def __init__(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, admitted: Version, numbers: Sequence[int]
@@ -51,7 +51,7 @@ class Request:
         self.num_open = len(self.rows)
 
     def completions(self, tokenizer: Any | None = None) -> list[Completion]:
-        """Those of one prompt follow each other."""
+        """Returns the completions, those of one prompt in sequence."""
         found = []
         for row in self.rows:
             prompt, tokens = row.tokens[: row.num_prompt], row.tokens[row.num_prompt :]
@@ -73,7 +73,7 @@ class Row:
         self.noise = uniforms(settings.seed, number, sample, settings.max_tokens) if is_drawn else None
 
     def append(self, token: int, log_prob: float, version: Version) -> bool:
-        """Whether the response ends with this token."""
+        """Appends a token. Returns whether the response ends with it."""
         self.tokens.append(token)
         self.log_probs.append(log_prob)
         if self.spans and self.spans[-1][0] == version:
@@ -84,7 +84,7 @@ class Row:
 
 
 class Batch:
-    """The rows that run in ``model``, and those that wait for a place. ``step`` draws a token of each that runs."""
+    """Rows that run in ``model``, and rows that wait for a place. ``step`` draws a token of each running row."""
 
     def __init__(
         self,
@@ -94,16 +94,17 @@ class Batch:
         max_rows: int = MAX_BATCH_ROWS,
         max_tokens: int = MAX_BATCH_TOKENS,
     ) -> None:
-        """
+        """Makes an empty batch.
+
         Args:
-            model: as for ``sample``.
-            weights: as for ``sample``.
-            max_rows: that run together.
-            max_tokens: rows that run together times the longest prompt and ``max_tokens`` among them. Bounds the memory
-                of keys and values, to which up to a quarter of spare columns is added.
+            model: see ``sample``.
+            weights: see ``sample``.
+            max_rows: number of rows that run together.
+            max_tokens: limit of running rows times their longest prompt and ``max_tokens``. It bounds the memory of
+                keys and values, plus up to a quarter of spare columns.
 
         Raises:
-            ValueError: a limit below 1.
+            ValueError: a limit is below 1.
         """
         if max_rows < 1 or max_tokens < 1:
             raise ValueError(
@@ -124,15 +125,15 @@ class Batch:
     def add(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, numbers: Sequence[int] | None = None
     ) -> Request:
-        """Takes up a request. One without prompts is complete at once, and ``step`` does not return it.
+        """Adds a request. One without prompts is complete at once, and ``step`` does not return it.
 
         Args:
             prompts: token ids.
-            sampling: how to draw.
-            numbers: the index of each prompt for its random numbers. None: 0, 1, and so on.
+            sampling: sampling settings.
+            numbers: index of each prompt for its random numbers. None: 0, 1, and so on.
 
         Raises:
-            ValueError: a prompt that cannot be continued, or does not fit into ``max_tokens``.
+            ValueError: a prompt cannot be continued, or does not fit into ``max_tokens``.
         """
         check_prompts(self._model, prompts, sampling)
         with self._weights() as admitted:
@@ -140,15 +141,15 @@ class Batch:
         longest = max((row.limit for row in request.rows), default=0)
         if longest > self._max_tokens:
             raise ValueError(
-                f"a prompt and max_tokens={sampling.max_tokens} need {longest} positions; the engine has "
-                f"max_batch_tokens={self._max_tokens}. Raise it, or lower max_tokens"
+                f"a prompt and max_tokens={sampling.max_tokens} need {longest} positions, but the engine has "
+                f"max_batch_tokens={self._max_tokens}. Raise it, or lower max_tokens."
             )
         self._waiting.extend(request.rows)
         return request
 
     @torch.no_grad()
     def step(self) -> list[Request]:
-        """Draws one token of each row that runs, and returns the requests that are complete by it."""
+        """Draws one token of each running row. Returns the requests that it completes."""
         with self._weights() as version:
             if version != self._version:
                 self.forget_cache()
@@ -168,11 +169,11 @@ class Batch:
         return [request for request in dict.fromkeys(row.request for row in ended) if not request.num_open]
 
     def forget_cache(self) -> None:
-        """The weights have changed: keys and values are computed again before the next token."""
+        """Computes keys and values again before the next token, because the weights have changed."""
         self._cache, self._num_cached = None, 0
 
     def drop(self, request: Request) -> None:
-        """Nobody waits for this request any more."""
+        """Drops a request whose trainer no longer waits."""
         self._waiting = deque(row for row in self._waiting if row.request is not request)
         self._remove([row for row in self._rows if row.request is request])
 
@@ -190,7 +191,7 @@ class Batch:
             self._rows.append(self._waiting.popleft())
 
     def _logits(self) -> Iterator[torch.Tensor]:
-        """[rows, vocabulary] of the next tokens, in the order of ``_rows``, which are all in the cache then."""
+        """Yields the logits of the next tokens, [rows, vocabulary], in the order of ``_rows``, then all cached."""
         cached, fresh = self._rows[: self._num_cached], self._rows[self._num_cached :]
         if self._cache is None:
             self._cache = RowCache(self._model)
@@ -207,7 +208,7 @@ class Batch:
             yield logits[index]
 
     def _forward(self, tokens: list[list[int]], lengths: list[int], cache: RowCache) -> torch.Tensor:
-        """Logits of the last token [rows, vocabulary]. ``lengths``: of the rows, those in the cache and ``tokens``."""
+        """Returns logits of the last tokens, [rows, vocabulary]. ``lengths`` are those of the cache and ``tokens``."""
         device = next(self._model.parameters()).device
         width = max(len(new) for new in tokens)
         columns = max(lengths)
@@ -224,7 +225,7 @@ class Batch:
         return self._model(**inputs).logits[:, -1]
 
     def _remove(self, rows: Sequence[Row]) -> None:
-        """Takes rows out. Those at the end move to their places, so that rows in the cache stay together."""
+        """Removes rows. Rows at the end move to their places, so that rows in the cache stay together."""
         gone = {id(row) for row in rows}
         if not gone:
             return
@@ -244,10 +245,10 @@ class Batch:
 
 
 def _groups(rows: Sequence[Row]) -> Iterator[list[list[Row]]]:
-    """Forwards over whole rows: sequences of similar lengths, each with the rows that share it."""
+    """Yields forwards over full rows: sequences of similar lengths, each with the rows that share it."""
     shared: dict[Any, list[Row]] = {}
     for row in rows:
-        # Responses to one prompt are alike only until their first token.
+        # Responses to one prompt are equal only until their first token.
         shared.setdefault(id(row) if row.log_probs else (id(row.request), row.prompt), []).append(row)
     group: list[list[Row]] = []
     for alike in sorted(shared.values(), key=lambda alike: len(alike[0].tokens)):
@@ -261,13 +262,13 @@ def _groups(rows: Sequence[Row]) -> Iterator[list[list[Row]]]:
 
 
 def _similar(group: list[list[Row]]) -> int:
-    """The longest sequence that may join a group, so that padding does not take more time than another forward."""
+    """Returns the longest sequence for a group, so that padding takes no more time than another forward."""
     return 2 * len(group[0][0].tokens) + 16
 
 
 @functools.cache
 def _arguments(kind: type[nn.Module]) -> frozenset[str]:
-    """The names that a model's forward takes: transformers renamed ``past_key_values`` to ``cache`` in 5.24."""
+    """Returns the argument names of a model's forward. transformers 5.24 renamed ``past_key_values`` to ``cache``."""
     return frozenset(inspect.signature(kind.forward).parameters)
 
 
@@ -281,23 +282,26 @@ def sample(
     max_batch_tokens: int = MAX_BATCH_TOKENS,
     tokenizer: Any | None = None,
 ) -> list[Completion]:
-    """Responses to ``prompts``, ``num_samples`` for each, those of one prompt behind each other.
+    """Draws ``num_samples`` responses for each of ``prompts``, those of one prompt in sequence.
 
-    Runs ``model`` as it is: in evaluation mode, unsharded, on one device.
+    It runs ``model`` as it is: in evaluation mode, unsharded, on one device.
 
     Args:
         model: a transformers model with a language-model head, whose layers keep keys and values.
-        prompts: token ids; with ``tokenizer`` also text, or conversations as lists of messages.
-        sampling: how to draw.
-        weights: entered around each forward, gives the version of the weights meanwhile. Between two forwards they may
-            become those of another version.
-        max_batch_rows: responses that are drawn together; the others wait.
-        max_batch_tokens: limit of these responses times the longest prompt and ``max_tokens`` among them, for memory.
-        tokenizer: of transformers, for prompts and answers as text.
+        prompts: token ids, or with ``tokenizer`` also text, or conversations as lists of messages.
+        sampling: sampling settings.
+        weights: a context manager around each forward that yields the version of the weights. They may change between
+            two forwards.
+        max_batch_rows: number of responses that are drawn together. Others wait.
+        max_batch_tokens: limit of these responses times their longest prompt and ``max_tokens``, for memory.
+        tokenizer: a transformers tokenizer, for prompts and answers as text.
+
+    Returns:
+        A completion for each response.
 
     Raises:
-        ValueError: a prompt that cannot be continued, or text without a tokenizer or chat template.
-        NotImplementedError: layers with another state, such as those of linear attention.
+        ValueError: a prompt cannot be continued, or text lacks a tokenizer or chat template.
+        NotImplementedError: layers keep other state, such as linear attention.
         FloatingPointError: logits are NaN or infinite.
     """
     batch = Batch(model, weights, max_rows=max_batch_rows, max_tokens=max_batch_tokens)

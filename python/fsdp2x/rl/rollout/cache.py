@@ -8,8 +8,7 @@ the left of a shorter row:
     row 1             p0  p1  a0
 
 Each layer has one buffer for keys and one for values, [rows, heads, columns, size]. A token fills the next column, so
-that the buffers are copied only when they are full. All their values are finite, because attention multiplies hidden
-columns by zero.
+buffers are copied only when they are full. All values are finite, because attention multiplies hidden columns by zero.
 """
 
 from __future__ import annotations
@@ -21,16 +20,17 @@ from typing import Any
 import torch
 from torch import nn
 
-_SPARE_COLUMNS = 32  # at least, of a new buffer
+_SPARE_COLUMNS = 32  # minimum, in a new buffer
 
 
 class RowCache:
-    """A cache of transformers for one model (``for_model``), whose rows are those of a batch."""
+    """A transformers cache for one model (``for_model``), whose rows are those of a batch."""
 
     def __init__(self, model: nn.Module) -> None:
-        """
+        """Makes an empty cache.
+
         Raises:
-            NotImplementedError: a layer of the model keeps another state than keys and values.
+            NotImplementedError: a layer of the model keeps other state than keys and values.
         """
         from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -39,13 +39,13 @@ class RowCache:
             if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
                 layers.append(_layer_class()(isinstance(layer, DynamicSlidingWindowLayer)))
             elif type(layer).__name__ == "DummyLayer":
-                layers.append(layer)  # it keeps nothing
+                layers.append(layer)  # it keeps no state
             else:
                 raise NotImplementedError(
                     f"fsdp2x.rollout: {type(model).__name__} has layers with a {type(layer).__name__}. This engine "
-                    "supports attention with keys and values only. Sample with vLLM or SGLang"
+                    "supports attention with keys and values only. Sample with vLLM or SGLang."
                 )
-        #: What the model takes as its cache.
+        #: The cache argument of the model.
         self.for_model = Cache(layers=layers)
         self._layers = [layer for layer in layers if isinstance(layer, _layer_class())]
 
@@ -67,7 +67,7 @@ def _layer_class() -> Any:
     class ColumnLayer(DynamicLayer):
         """A layer's keys and values. ``keys`` and ``values`` are views of the columns in use.
 
-        It keeps all columns of a layer with a sliding window, too: the model's mask hides those outside of it.
+        A layer with a sliding window also keeps all columns, because the model's mask hides those outside of it.
         """
 
         def __init__(self, is_sliding: bool) -> None:
@@ -77,7 +77,7 @@ def _layer_class() -> Any:
             self._num_rows = self._start = self._end = 0
 
         def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            """Appends a column for each new token; the attention reads the result."""
+            """Appends a column for each new token. The attention reads the result."""
             num_new = key_states.shape[2]
             if not self._buffers:
                 self._buffers, self._num_rows = [key_states, value_states], key_states.shape[0]
@@ -111,7 +111,7 @@ def _layer_class() -> Any:
             self._show()
 
         def _resize(self, num_rows: int, num_columns: int, num_new: int) -> None:
-            """Copies to buffers of this size, the last column at ``num_columns``, and spare columns behind it."""
+            """Copies to buffers of this size, with the last column at ``num_columns`` and spare columns after it."""
             length = self._end - self._start
             capacity = num_columns + num_new + max(_SPARE_COLUMNS, num_columns // 4)
             for place, old in enumerate(self._buffers):

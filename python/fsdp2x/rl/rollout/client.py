@@ -1,7 +1,7 @@
-"""Engines as trainer ranks see them: ``RolloutClient`` in another process, ``ColocatedRollout`` in this one.
+"""Clients of engines for trainer ranks: ``RolloutClient`` for other processes, ``ColocatedRollout`` for this one.
 
-A client's failures are the same on every rank. A request is on its way between ``ask`` and ``collect``, while the rank
-trains. A thread sends it and takes its answer: the engine never waits for a trainer that pushes weights to it.
+Failures are the same on every rank. A request runs between ``ask`` and ``collect``, while the rank trains. A thread
+sends it and takes its answer, so the engine never waits for a trainer that pushes weights to it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fsdp2x.rl.sync.targets.peer import Peer
 
 
 class RolloutError(RuntimeError):
-    """An engine is gone, came too late, or refused a request; raised on every rank."""
+    """An engine is gone, was too late, or rejected a request. Raised on every rank."""
 
 
 class RolloutClient:
@@ -44,10 +44,10 @@ class RolloutClient:
         engine.ask(prompts, rollout.Sampling(max_tokens=64, num_samples=8))
         completions = engine.collect()
 
-    With several addresses, each rank hands prompts to the engine that owes it the fewest tokens, as answers come back.
-    An engine that ends or hangs is left out: its prompts go to the others, and pushes go on without it, with a warning.
-    Once another one runs at its address, the next full push reaches it, and it samples from then on. Responses do not
-    depend on the engine. If no engine is left, every rank raises.
+    With several addresses, each rank sends prompts to the engine that owes it the fewest tokens. If an engine ends or
+    hangs, its prompts go to the others, and pushes continue without it, with a warning. After another one starts at its
+    address, the next full push reaches it, and it samples again. Responses do not depend on the engine. If no engine is
+    left, every rank raises.
     """
 
     @checked
@@ -62,15 +62,15 @@ class RolloutClient:
         """Connects. Collective.
 
         Args:
-            address: of the ``RolloutServer``, or of several ones.
-            contact_s: how long to wait for the engines to start; all of them must.
-            timeout_s: how long an answer may take. Less than the process group's own timeout, so that it is the request
-                that fails, and not the group. One of several engines that says nothing for half of it is lost.
-            group: ranks that fail together, default all.
+            address: address of the ``RolloutServer``, or of several.
+            contact_s: seconds to wait for all engines to start.
+            timeout_s: seconds to wait for an answer. Use less than the process group's timeout, so that the request
+                fails and not the group. With several engines, one that is silent for half of it is lost.
+            group: ranks that fail together. Default: all.
 
         Raises:
-            ValueError: times that are not positive; no address, or one twice.
-            RolloutError: on every rank: an engine does not answer one of them.
+            ValueError: a time is not positive, or an address is missing or repeated.
+            RolloutError: on every rank if an engine does not answer one of them.
         """
         if not (contact_s > 0 and timeout_s > 0):
             raise ValueError(
@@ -83,7 +83,7 @@ class RolloutClient:
         self._engines = [Connection(one) for one in addresses]
         self._name = repr(addresses[0]) if len(addresses) == 1 else repr(addresses)
         self._request: Dispatch | None = None
-        self._failures: list[int] = []  # of each engine when the request was made
+        self._failures: list[int] = []  # of each engine at the time of the request
         self._is_closed = False
         problem = None
         deadline = time.monotonic() + contact_s
@@ -94,7 +94,7 @@ class RolloutClient:
                 why = f"in {contact_s:g} s ({error}); is `fsdp2x rollout` running?"
                 problem = f"no engine answers at {engine.address!r} {why}"
         self._settle("connect", problem)
-        #: For ``fsdp2x.sync.connect``, with ``names="model"``: the first rank pushes.
+        #: Target for ``fsdp2x.sync.connect`` with ``names="model"``. The first rank pushes.
         self.target: EngineTarget = Peer(
             [weights_address(one) for one in addresses], min_engines=None if len(addresses) == 1 else 1
         )
@@ -107,16 +107,16 @@ class RolloutClient:
 
     @checked
     def ask(self, prompts: Sequence, sampling: Sampling) -> None:
-        """Sends a request of this rank and returns at once; a rank without prompts asks, too. Not collective.
+        """Sends a request of this rank and returns at once. Not collective, but every rank must ask.
 
         Args:
-            prompts: token ids of each, or text, or a list of messages with ``role`` and ``content``, for an engine with
-                a tokenizer; ranks have their own.
-            sampling: how to draw.
+            prompts: token ids of each prompt, or for an engine with a tokenizer text or a list of messages with
+                ``role`` and ``content``. Ranks have different prompts, or none.
+            sampling: sampling settings.
 
         Raises:
-            RuntimeError: the answer to an earlier one was not collected, or the client is closed.
-            TypeError: a prompt is of another kind.
+            RuntimeError: the previous answer was not collected, or the client is closed.
+            TypeError: a prompt has another type.
         """
         if self._request is not None:
             raise RuntimeError("fsdp2x.rollout.ask: collect() the answer to the last request first")
@@ -127,16 +127,16 @@ class RolloutClient:
         self._request = Dispatch(self._engines, asked, dataclasses.asdict(sampling), self._timeout_s)
 
     def collect(self) -> list[Completion]:
-        """The answer to what was asked last, once it is there. Collective.
+        """Waits for the answer to the last request. Collective.
 
         Raises:
-            RolloutError: on every rank: what happened to the request of one. The only engine, once it is gone or hangs,
-                is lost; after a refusal the next request may be made.
-            RuntimeError: nothing was asked.
+            RolloutError: on every rank if the request of one failed. If the only engine is gone or hangs, it is lost.
+                After a rejection you may make the next request.
+            RuntimeError: there is no request.
         """
         request, self._request = self._request, None
         if request is None:
-            raise RuntimeError("fsdp2x.rollout.collect: ask(...) first")
+            raise RuntimeError("fsdp2x.rollout.collect: there is no request. Call ask(...) first.")
         completions, problem = request.wait()
         self._settle("sample", problem)
         for engine, before in zip(self._engines, self._failures, strict=True):
@@ -150,18 +150,19 @@ class RolloutClient:
 
     @property
     def engines(self) -> list[EngineState]:
-        """The engines as this rank saw them last: who samples, how many tokens, how often lost. Not collective."""
+        """Returns the engines as this rank last saw them: who samples, tokens, and failures. Not collective."""
         return [engine.state for engine in self._engines]
 
     def status(self) -> dict[str, Any]:
-        """What the first engine that answers holds. Not collective.
+        """Returns the status of the first engine that answers. Not collective.
 
         Returns:
             ``state``, ``version``, ``reason``, ``pid``, ``vocab_size``, ``has_weights``, ``has_tokenizer``, and the
-            ``stop_ids`` of requests that name none.
+            default ``stop_ids``.
 
         Raises:
-            RolloutError: none answers. RuntimeError: a request is on its way.
+            RolloutError: no engine answers.
+            RuntimeError: a request is running.
         """
         self._require_idle("status")
         problems = []
@@ -175,19 +176,19 @@ class RolloutClient:
 
     @checked
     def check_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], *, dtype: torch.dtype | None = None) -> None:
-        """Compares the weights of every engine that samples with ``tensors``, bit by bit. Collective.
+        """Compares the weights of every sampling engine with ``tensors``, bit by bit. Collective.
 
-        Call it after the first push, or whenever you doubt an engine. The first rank compares SHA-256 digests.
+        Call it after the first push, or to check an engine. The first rank compares SHA-256 digests.
 
             engine.check_weights(fsdp2x.full_tensors(model))
 
         Args:
-            tensors: (name, whole tensor), as they were pushed, on every rank. All ranks run the iterator to its end.
-            dtype: what floating-point weights are pushed in. They are cast to it, and then to the engine's dtype.
+            tensors: (name, full tensor) as pushed, on every rank. All ranks run the iterator to its end.
+            dtype: dtype in which floating-point weights are pushed. They are cast to it, then to the engine's dtype.
 
         Raises:
-            RolloutError: on every rank: an engine holds other values, or none of a name, or does not answer.
-            RuntimeError: a request is on its way.
+            RolloutError: on every rank if an engine has other values, lacks a name, or does not answer.
+            RuntimeError: a request is running.
         """
         self._require_idle("check_weights")
         held: list[tuple[str, dict[str, Any]]] = []
@@ -215,16 +216,16 @@ class RolloutClient:
 
     def _require_idle(self, call: str) -> None:
         if self._request is not None or self._is_closed:
-            raise RuntimeError(f"fsdp2x.rollout.{call}: a request is on its way, or the client is closed")
+            raise RuntimeError(f"fsdp2x.rollout.{call}: a request is running, or the client is closed")
 
     def close(self) -> None:
-        """Leaves the engines, which stay as they are. Not collective."""
+        """Disconnects from the engines, which stay as they are. Not collective."""
         self._is_closed = True
         for engine in self._engines:
             engine.close()
 
     def _settle(self, phase: str, problem: str | None) -> None:
-        """Every rank learns what failed on any; all raise it."""
+        """Exchanges failures. If one rank failed, all raise."""
         said = "" if problem is None else f"rank 0: {problem}"
         if dist.is_initialized():
             said = problems_of_all(problem, self._group, f"rollout ({phase})")
@@ -244,13 +245,13 @@ def _is_equal(tensor: torch.Tensor, dtype: torch.dtype | None, held: list[Any] |
     return list(tensor.shape) == shape and digest_of(tensor) == digest
 
 
-# ---- an engine in each trainer process, which generates while the trainer's memory is away
+# ---- an engine in each trainer process, which generates while the trainer's memory is freed
 
 
 class ColocatedRollout:
-    """The methods of ``RolloutClient``, by a model of this process: ``collect`` is where it samples.
+    """Samples with a model of this process, with the methods of ``RolloutClient``. ``collect`` does the sampling.
 
-    Each rank has one, of whole weights. Nothing is sampled while another part of a push is missing.
+    Each rank has one with full weights. It does not sample between the parts of a push.
     """
 
     @checked
@@ -262,10 +263,11 @@ class ColocatedRollout:
         max_batch_tokens: int = MAX_BATCH_TOKENS,
         tokenizer: Any | None = None,
     ) -> None:
-        """
+        """Takes over ``model``.
+
         Args:
-            model: a transformers model with a language-model head, unsharded; it belongs to this from now on.
-            max_batch_rows, max_batch_tokens, tokenizer: as for ``sample``.
+            model: an unsharded transformers model with a language-model head. Do not use it yourself any more.
+            max_batch_rows, max_batch_tokens, tokenizer: see ``sample``.
         """
         self._options: dict[str, Any] = {
             "max_batch_rows": max_batch_rows,
@@ -277,7 +279,7 @@ class ColocatedRollout:
         self._version: Version = None
         self._reason = "nothing was pushed yet"
         self._request: tuple[Sequence[Prompt], Sampling] | None = None
-        #: For ``fsdp2x.sync.connect``, with ``names="model"``.
+        #: Target for ``fsdp2x.sync.connect`` with ``names="model"``.
         self.target: EngineTarget = InProcess(
             self._parameters.load,
             copies=False,
@@ -289,7 +291,7 @@ class ColocatedRollout:
         )
 
     def _start(self, mode: str) -> None:
-        if mode != "adapter":  # which changes nothing before its commit
+        if mode != "adapter":  # a push of an adapter changes nothing before its commit
             self._parameters.drop_adapter()
             self._reason = "a push is under way"
 
@@ -300,27 +302,30 @@ class ColocatedRollout:
         self._reason = reason
 
     def ask(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        """As ``RolloutClient.ask``."""
+        """Stores a request. See ``RolloutClient.ask``."""
         if self._request is not None:
             raise RuntimeError("fsdp2x.rollout.ask: collect() the answer to the last request first")
         self._request = prompts, sampling
 
     def collect(self) -> list[Completion]:
-        """Samples what was asked for. Not collective.
+        """Samples the responses of the last request. Not collective.
 
         Raises:
-            RuntimeError: nothing was asked, or a push was not committed. ValueError: a prompt that cannot be continued.
+            RuntimeError: there is no request, or a push was not committed.
+            ValueError: a prompt cannot be continued.
         """
         if self._request is None:
-            raise RuntimeError("fsdp2x.rollout.collect: ask(...) first")
+            raise RuntimeError("fsdp2x.rollout.collect: there is no request. Call ask(...) first.")
         (prompts, sampling), self._request = self._request, None
         return sample(self._model, prompts, sampling, weights=self._weights, **self._options)
 
     @contextlib.contextmanager
     def _weights(self) -> Iterator[Version]:
         if self._reason:
-            raise RuntimeError(f"fsdp2x.rollout: the weights are not those of one version ({self._reason}); push first")
+            raise RuntimeError(
+                f"fsdp2x.rollout: the weights are not those of one version ({self._reason}). Push first."
+            )
         yield self._version
 
     def close(self) -> None:
-        """As ``RolloutClient.close``; there is nothing to leave."""
+        """Does nothing, because there is no connection to close."""

@@ -1,8 +1,8 @@
-"""``Dispatch``: a request of one rank on its way to one or several engines, in a thread.
+"""``Dispatch``: sends a request of one rank to one or several engines, in a thread.
 
-Several engines are given prompts as their answers come back, always the one that owes the fewest tokens. So a slow
-engine is given less. The prompts of an engine that ends or hangs go to the others. Only engines with the weights that
-were pushed last sample.
+Several engines get prompts as their answers come back, always the one that owes the fewest tokens. So a slow engine
+gets less. The prompts of an engine that ends or hangs go to the others. Only engines with the last pushed weights
+sample.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsdp2x.rl.sync.receiver.engine import WireError, close_files, receive_frame
 from fsdp2x.rl.sync.targets.transports import connected
 
 ANSWER = "answer"
-_PING_S = 1.0  # between two questions to an engine that works
+_PING_S = 1.0  # between two status requests to a working engine
 _FRAME_S = 30.0  # for the rest of a frame that has begun
 _RETRY_S = 0.05
 
@@ -32,9 +32,9 @@ class EngineState:
     """An engine as this rank sees it.
 
     Attributes:
-        address: of its server.
-        reason: why it samples nothing now: it is gone, hangs, or has other weights. Empty while it samples.
-        num_tokens: of responses that it has drawn for this rank.
+        address: address of its server.
+        reason: why it does not sample now: it is gone, hangs, or has other weights. Empty while it samples.
+        num_tokens: tokens of responses that it has drawn for this rank.
         num_failures: how often this rank has lost it.
     """
 
@@ -46,7 +46,7 @@ class EngineState:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Prompts that an engine is given together. ``work``: expected tokens."""
+    """Prompts that an engine gets together. ``work`` is the expected number of tokens."""
 
     body: dict[str, Any]
     indices: Sequence[int]
@@ -63,9 +63,9 @@ class Connection:
         self.num_tokens = self.num_failures = 0
         self.status: dict[str, Any] | None = None
         self.owed: dict[int, _Piece] = {}
-        self.is_awaited = False  # no engine is chosen before this one has answered
+        self.is_awaited = False  # whether its answer must come before an engine is chosen
         self._num_requests = 0
-        self._status_id: int | None = None  # of the question whose answer has not come
+        self._status_id: int | None = None  # of a status request without an answer yet
         self._asked_at = self.heard_at = 0.0
 
     @property
@@ -81,7 +81,7 @@ class Connection:
         """Waits for the engine to start.
 
         Raises:
-            OSError: it does not in time.
+            OSError: it does not start in time.
         """
         while True:
             try:
@@ -94,10 +94,10 @@ class Connection:
                 time.sleep(_RETRY_S)
 
     def request(self, kind: str, body: dict[str, Any], deadline: float) -> int:
-        """Returns the id, which the answer repeats.
+        """Sends a request. Returns the id, which the answer repeats.
 
         Raises:
-            WireError: it is gone.
+            WireError: the engine is gone.
         """
         if self.socket is None:
             raise WireError(self.reason)
@@ -106,9 +106,10 @@ class Connection:
         return self._num_requests
 
     def receive(self, deadline: float) -> dict[str, Any]:
-        """
+        """Receives an answer.
+
         Raises:
-            WireError: it is gone, or sends nothing in time.
+            WireError: the engine is gone, or sends nothing in time.
         """
         if self.socket is None:
             raise WireError(self.reason)
@@ -120,10 +121,10 @@ class Connection:
         return answer
 
     def answer_to(self, kind: str, deadline: float) -> dict[str, Any]:
-        """The answer to a request without a body; late answers to earlier ones are dropped.
+        """Returns the answer to a request without a body. Drops late answers to earlier ones.
 
         Raises:
-            WireError: there is none. The connection is closed.
+            WireError: there is no answer. The connection is closed.
         """
         try:
             number = self.request(kind, {}, deadline)
@@ -144,7 +145,7 @@ class Connection:
         self.owed[self.request("sample", piece.body, deadline)] = piece
 
     def take(self, answer: dict[str, Any]) -> _Piece | None:
-        """What an answer is for; None if it is a status, or comes too late."""
+        """Returns the prompts that an answer belongs to. None if it is a status or late."""
         number = answer.pop("id", None)
         if number == self._status_id:
             self._status_id = None
@@ -164,11 +165,11 @@ class Connection:
         return self._status_id is not None or bool(self.owed)
 
     def is_due(self, now: float) -> bool:
-        """Whether to ask again whether it is there, and what it holds."""
+        """Returns whether it is time for the next status request."""
         return self._status_id is None and now - self._asked_at > _PING_S
 
     def lose(self, reason: str, *, is_failure: bool = True) -> list[_Piece]:
-        """Closes the connection, since a late answer would be taken for another one's. Returns what was owed."""
+        """Closes the connection, because a late answer could be mistaken for another. Returns the owed pieces."""
         self.num_failures += is_failure and self.socket is not None
         self.close()
         self.reason = reason
@@ -185,14 +186,14 @@ class Connection:
 
 
 class Dispatch:
-    """A request on its way. ``wait`` returns what came of it."""
+    """A running request. ``wait`` returns its result."""
 
     def __init__(
         self, engines: Sequence[Connection], prompts: Sequence[Any], settings: dict[str, Any], timeout_s: float
     ) -> None:
         self._engines = engines
         self._deadline = time.monotonic() + timeout_s
-        # One that says nothing for so long hangs, and leaves the others time for its prompts.
+        # An engine that is silent for this long hangs. The others then still have time for its prompts.
         self._silence_s = timeout_s / 2
         if len(engines) == 1:
             pieces = [_Piece({"prompts": list(prompts), **settings}, range(len(prompts)), 0)]
@@ -208,7 +209,7 @@ class Dispatch:
         self._thread.start()
 
     def wait(self) -> tuple[list[Completion], str | None]:
-        """(completions in the order of the prompts, what went wrong)."""
+        """Returns (completions in the order of the prompts, problem or None)."""
         self._thread.join()
         return sorted(self._found, key=lambda one: one.prompt), self._problem
 
@@ -220,18 +221,18 @@ class Dispatch:
                 self._hand_out()
                 if self._problem is None:
                     self._listen()
-        except Exception as error:  # the ranks that wait for this one must learn of it
+        except Exception as error:  # reported to the ranks that wait for this one
             self._problem = f"{type(error).__name__}: {error}"
         if self._problem is not None:
             for engine in self._working:
-                engine.lose(self._problem, is_failure=time.monotonic() > self._deadline)  # or it only stops
+                engine.lose(self._problem, is_failure=time.monotonic() > self._deadline)  # otherwise it only stops
 
     @property
     def _working(self) -> list[Connection]:
         return [engine for engine in self._engines if engine.owed]
 
     def _look_around(self) -> None:
-        """Asks all engines for their versions, also one that was lost and may be there again."""
+        """Asks all engines for their versions, also lost ones that may be back."""
         for engine in self._engines:
             is_known = engine.socket is not None
             engine.status = None
@@ -250,7 +251,7 @@ class Dispatch:
             self._problem = f"the engine is gone or hangs: {why}"
 
     def _ready(self) -> list[Connection]:
-        """The engines that may sample: those that hold what was committed last."""
+        """Returns the engines that may sample: those with the last committed weights."""
         if len(self._engines) == 1:
             return list(self._engines)
         if any(engine.is_awaited for engine in self._engines):
@@ -264,7 +265,7 @@ class Dispatch:
             if status["state"] not in ("initial", "clean"):
                 engine.reason = f"its weights are {status['state']}: {status['reason']}"
             elif not status["has_weights"] or not is_current:
-                held = "weights of its own" if status["committed_s"] is None else f"version {status['version']!r}"
+                held = "its own weights" if status["committed_s"] is None else f"version {status['version']!r}"
                 held = held if status["has_weights"] else "no weights"
                 engine.reason = f"it has {held}, not the version that was pushed last ({newest[1]!r})"
             else:
@@ -273,12 +274,12 @@ class Dispatch:
         return ready
 
     def _hand_out(self) -> None:
-        """Gives prompts to the engines that owe least, as long as they owe less than half of a fair share."""
+        """Gives prompts to the engines that owe least, while they owe less than half of a fair share."""
         ready = self._ready()
         if not ready:
             if not any(engine.socket is not None and engine.status is None for engine in self._engines):
                 reasons = "; ".join(f"{engine.address!r}: {engine.reason}" for engine in self._engines)
-                self._problem = f"no engine can sample ({reasons}); push to engines that run"
+                self._problem = f"no engine can sample ({reasons}). Push to engines that run."
             return
         work = sum(piece.work for piece in self._pieces) + sum(engine.num_owed for engine in ready)
         while self._pieces and ready:
@@ -294,7 +295,7 @@ class Dispatch:
                 ready.remove(engine)
 
     def _listen(self) -> None:
-        """Takes what has come from engines, and finds those that are gone or hang."""
+        """Takes messages of engines, and detects those that are gone or hang."""
         now = time.monotonic()
         if now > self._deadline:
             owing = [engine.address for engine in self._working]
@@ -308,9 +309,9 @@ class Dispatch:
         now = time.monotonic()
         for engine in open_ones.values():
             if engine.socket is not None and engine.owes and now - engine.heard_at > self._silence_s:
-                self._lose(engine, f"it has said nothing for {self._silence_s:g} s")
+                self._lose(engine, f"it was silent for {self._silence_s:g} s")
             elif engine.is_due(now):
-                with contextlib.suppress(WireError):  # it is found when it is read from
+                with contextlib.suppress(WireError):  # reading from it will detect that
                     engine.ask_status(self._deadline)
 
     def _take(self, engine: Connection) -> None:
@@ -329,11 +330,11 @@ class Dispatch:
             self._pieces.appendleft(piece)
             engine.take_status(answer)
         else:
-            self._problem = f"the engine refused: {answer['error']}"
+            self._problem = f"the engine rejected the request: {answer['error']}"
 
 
 def _work(prompt: Any, settings: dict[str, Any]) -> int:
-    """Tokens of a prompt and its responses, at most; text has a token for about four letters."""
+    """Returns the maximum tokens of a prompt and its responses. Text counts a token per four letters."""
     is_text = isinstance(prompt, str) or any(isinstance(part, dict) for part in prompt[:1])
     length = len(str(prompt)) // 4 if is_text else len(prompt)
     return length + settings["num_samples"] * settings["max_tokens"]

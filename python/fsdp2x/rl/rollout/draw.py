@@ -1,4 +1,4 @@
-"""``draw``: the next token of each row from its logits, by random numbers that belong to the response alone."""
+"""``draw``: draws the next token of each row from its logits, with random numbers that belong to the response."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 from fsdp2x.rl.rollout.sampling import Sampling
 
-# Largest log-probabilities that are sorted at first for top_p: to sort a vocabulary takes longer than a small model.
+# Number of log-probabilities that are sorted first for top_p. Sorting a vocabulary takes longer than a small model.
 _NUM_SORTED = 1024
 
 
 def uniforms(seed: int, prompt: int, sample: int, count: int) -> list[float]:
-    """``count`` numbers in [0, 1), one for each token of a response.
+    """Returns ``count`` numbers in [0, 1), one for each token of a response.
 
     The counter-based generator Philox (Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3") makes them
     from the seed and the indices, whatever other responses are drawn.
@@ -27,14 +27,14 @@ def uniforms(seed: int, prompt: int, sample: int, count: int) -> list[float]:
 def draw(
     logits: torch.Tensor, settings: Sequence[Sampling], noise: Sequence[float]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The next token of each row and its log-probability.
+    """Draws the next token of each row, and returns it with its log-probability.
 
     A token is the first whose cumulative probability exceeds the row's random number, in the order of the vocabulary.
 
     Args:
-        logits: float32 [rows, vocabulary].
-        settings: of each row.
-        noise: of each row, in [0, 1).
+        logits: float32, [rows, vocabulary].
+        settings: sampling settings of each row.
+        noise: random number in [0, 1) of each row.
 
     Returns:
         int64 [rows], and float32 [rows]: the log-probabilities at the temperature, before any truncation.
@@ -62,15 +62,15 @@ def draw(
         target = cumulative.new_tensor([noise[row] for row in drawn]) * total
         target = torch.minimum(target, total.nextafter(torch.zeros_like(total)))  # the product may round up
         found = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
-        chosen[drawn] = found.clamp(max=logits.shape[-1] - 1)  # beyond it only for NaN
+        chosen[drawn] = found.clamp(max=logits.shape[-1] - 1)  # it is beyond this only for NaN
     of_chosen = log_probs.gather(-1, chosen[:, None])[:, 0]
     if not of_chosen.isfinite().all():
-        raise FloatingPointError("the model's logits are not finite. Check the weights, and the dtype of the engine")
+        raise FloatingPointError("the model's logits are not finite. Check the weights and the engine's dtype.")
     return chosen, of_chosen
 
 
 def _lowest_log_probs(log_probs: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor | None:
-    """[rows]: the lowest log-probability that a row may draw. None: all tokens."""
+    """Returns the lowest log-probability that each row may draw, [rows]. None: all tokens."""
     if not any(one.truncates for one in settings):
         return None
     num_rows, vocab_size = log_probs.shape

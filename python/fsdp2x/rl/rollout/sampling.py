@@ -1,4 +1,4 @@
-"""``Sampling`` and ``Completion``: what is asked of an engine, and what it answers."""
+"""``Sampling`` and ``Completion``: a request's settings, and an engine's answer."""
 
 from __future__ import annotations
 
@@ -15,26 +15,25 @@ Version = int | str | None
 @checked
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn.
+    """Settings of sampling.
 
-    Each response has a stream of random numbers, which ``seed``, the index of the prompt and the number of the sample
-    determine. So it does not depend on what else the engine samples, except where rounding decides between two tokens.
-    The order is ``temperature``, ``top_k``, ``top_p`` of what is left, and ``min_p``.
+    ``seed``, the index of the prompt and the number of the sample determine the random numbers of a response. So it
+    does not depend on other requests, unless rounding decides between two tokens. The order is ``temperature``,
+    ``top_k``, ``top_p`` of the rest, and ``min_p``.
 
     Attributes:
-        max_tokens: of a response, at least 1.
-        num_samples: responses for each prompt.
-        temperature: logits are divided by it. 0 takes the likeliest token.
-        stop_ids: tokens that end a response; the last token of it. None: those of the engine, by default none.
-        seed: the same seed, prompts and weights give the same responses. Ranks that sample the same prompts need
-            different ones.
-        top_p: draws from the smallest set of likeliest tokens whose probabilities add up to this. 1: from all.
-        top_k: draws from so many of the likeliest tokens, and those as likely as the last of them. 0: from all.
-        min_p: draws from tokens with at least this share of the likeliest one's probability. 0: from all.
+        max_tokens: most tokens of a response, at least 1.
+        num_samples: number of responses for each prompt.
+        temperature: divisor of the logits. 0 takes the most likely token.
+        stop_ids: tokens that end a response, as its last token. None: those of the engine, by default none.
+        seed: seed of the random numbers. Equal seeds, prompts and weights give equal responses, so ranks with the same
+            prompts need different seeds.
+        top_p: sum of probabilities of the smallest set of most likely tokens to draw from. 1: all.
+        top_k: number of most likely tokens to draw from, plus those as likely as the last. 0: all.
+        min_p: least probability of a token, as a fraction of the most likely one's. 0: all.
 
-    Log-probabilities are those of the distribution at the temperature, before ``top_k``, ``top_p`` and ``min_p``: what
-    ``fsdp2x.rl.score`` computes with the same temperature, and importance ratios need. At temperature 0 they are those
-    of temperature 1.
+    Log-probabilities are those at the temperature, before ``top_k``, ``top_p`` and ``min_p``, as ``fsdp2x.rl.score``
+    computes them and importance ratios need them. At temperature 0 they are those of temperature 1.
     """
 
     max_tokens: int
@@ -47,10 +46,10 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be drawn.
+        """Checks the settings.
 
         Raises:
-            ValueError: names the value.
+            ValueError: a value is out of range. The message names it.
         """
         for name, least in (("max_tokens", 1), ("num_samples", 1), ("seed", 0), ("top_k", 0)):
             value = getattr(self, name)
@@ -77,13 +76,13 @@ class Completion:
     """One response to a prompt.
 
     Attributes:
-        prompt: index of its prompt among those that were given.
-        tokens: of the response.
-        log_probs: of each of them when it was drawn.
+        prompt: index of its prompt in the request.
+        tokens: token ids of the response.
+        log_probs: log-probability of each token when it was drawn.
         spans: (version of the weights, number of tokens that it drew), in order.
-        admitted: the version when the request was taken up.
-        prompt_tokens: of the prompt, also where it was text.
-        text: of the response without special tokens, where the engine has a tokenizer.
+        admitted: version when the request began.
+        prompt_tokens: token ids of the prompt, even if it was text.
+        text: the response without special tokens, if the engine has a tokenizer.
     """
 
     prompt: int
@@ -96,12 +95,13 @@ class Completion:
 
     @property
     def versions(self) -> list[Version]:
-        """Of each token."""
+        """Version of the weights for each token."""
         return [version for version, count in self.spans for _ in range(count)]
 
 
 def check_prompts(model: nn.Module, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-    """
+    """Checks prompts against the model.
+
     Raises:
         ValueError: a prompt is empty, has tokens outside of the vocabulary, or leaves no room for the response.
     """
@@ -109,11 +109,11 @@ def check_prompts(model: nn.Module, prompts: Sequence[Sequence[int]], sampling: 
     limit = getattr(config, "max_position_embeddings", None)
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
-            raise ValueError(f"prompt {index} is empty; begin it with a token")
+            raise ValueError(f"prompt {index} is empty. Begin it with a token.")
         if min(prompt) < 0 or max(prompt) >= config.vocab_size:
             raise ValueError(
-                f"prompt {index} has the token {min(prompt) if min(prompt) < 0 else max(prompt)}; the vocabulary has "
-                f"{config.vocab_size}"
+                f"prompt {index} has the token {min(prompt) if min(prompt) < 0 else max(prompt)}, but the vocabulary "
+                f"has {config.vocab_size}"
             )
         if limit is not None and len(prompt) + sampling.max_tokens > limit:
             raise ValueError(

@@ -1,17 +1,18 @@
 """``RolloutServer``: an engine process that samples for trainers and takes their weights between two tokens.
 
-Two sockets of this host: requests come at ``address``, pushes of ``fsdp2x.sync.Peer`` at ``weights_address(address)``.
-Frames are those of ``fsdp2x.sync.engine``: a head and JSON, nothing is unpickled. Each request has one answer:
+It has two sockets on this host: one for requests at ``address``, one for pushes of ``fsdp2x.sync.Peer`` at
+``weights_address(address)``. Frames are those of ``fsdp2x.sync.engine``: a head and JSON, without pickles. Each request
+has one answer:
 
     status  {}                             -> {ok, state, version, reason, pid, vocab_size, has_weights, ...}
     sample  {prompts, <Sampling's fields>} -> {ok, completions: [[prompt, tokens, log_probs, spans, admitted, text],
                                                ...], prompts: [token ids, ...]}
     digests {}                             -> {ok, digests: {parameter: [dtype, shape, SHA-256 of its values]}}
 
-A request may have an ``id``, which its answer repeats: answers come in the order in which requests are complete.
-Prompts may have ``numbers``, the indices for their random numbers. An answer that is not ``ok`` has the status and the
-text of the ``error``; torn weights are an error. One thread does everything. The requests of all trainers run in one
-batch. New ones and pushes are taken between two tokens, so that nobody waits for more than one token of the others.
+An answer repeats the ``id`` of its request, because answers come in the order in which requests complete. Prompts may
+have ``numbers``, the indices for their random numbers. An answer that is not ``ok`` has the status and the text of the
+``error``. Torn weights are an error. One thread does everything. The requests of all trainers run in one batch. New
+ones and pushes are taken between two tokens, so each waits for at most one token of the others.
 """
 
 from __future__ import annotations
@@ -45,17 +46,17 @@ from fsdp2x.rl.sync.receiver.engine import (
 )
 from fsdp2x.rl.sync.receiver.engine_adapter import LoraParameters
 
-# How long a trainer may take to send the rest of a request, or to read its answer.
+# Seconds for a trainer to send the rest of a request, or to read its answer.
 _FRAME_S = 60.0
 
 
 def weights_address(address: str) -> str:
-    """Where the engine that samples at ``address`` takes weights."""
+    """Returns where the engine that samples at ``address`` takes weights."""
     return f"{address}.weights"
 
 
 class RolloutServer:
-    """Owns the sockets; ``model`` belongs to the caller, who leaves it alone while this serves.
+    """Serves requests and pushes at two sockets. Do not use ``model`` while it serves.
 
     A context manager that closes itself.
     """
@@ -72,28 +73,30 @@ class RolloutServer:
         max_batch_tokens: int = MAX_BATCH_TOKENS,
         tokenizer: Any | None = None,
     ) -> None:
-        """
+        """Opens the sockets.
+
         Args:
-            model: a transformers model with a language-model head, unsharded.
+            model: an unsharded transformers model with a language-model head.
             address: "@name", which leaves no file behind, or the path of a socket, which must not exist.
-            has_weights: False: its weights mean nothing before the first push, and nothing is sampled.
-            push_timeout_s: how long a trainer may be silent in the middle of a push.
-            stop_ids: tokens that end a response where a request names none.
-            max_batch_rows, max_batch_tokens: as for ``sample``.
-            tokenizer: of transformers, for prompts that are text or messages, and for answers as text.
+            has_weights: whether the model has weights. If not, it does not sample before the first push.
+            push_timeout_s: seconds that a trainer may be silent in the middle of a push.
+            stop_ids: tokens that end a response if a request names none.
+            max_batch_rows, max_batch_tokens: see ``sample``.
+            tokenizer: a transformers tokenizer, for prompts that are text or messages, and for answers as text.
 
         Raises:
-            OSError: an address is taken, or cannot be one. ValueError: it is empty, or a limit is below 1.
+            OSError: an address is taken or invalid.
+            ValueError: an address is empty, or a limit is below 1.
         """
         if not address.removeprefix("@"):
-            raise ValueError(f"RolloutServer: {address!r} is no address; give @name or the path of a socket")
+            raise ValueError(f"RolloutServer: expected @name or the path of a socket as address, got {address!r}")
         self._model, self._address, self._has_weights = model.eval(), address, has_weights
         self._batch = Batch(self._model, self._weights, max_rows=max_batch_rows, max_tokens=max_batch_tokens)
         self._stop_ids, self._tokenizer = tuple(stop_ids), tokenizer
-        self._requests: dict[Request, tuple[socket.socket, dict[str, Any]]] = {}  # and what their answers begin with
+        self._requests: dict[Request, tuple[socket.socket, dict[str, Any]]] = {}  # and the beginning of their answers
         self._connections: list[socket.socket] = []
         self._num_visits = 0
-        self._committed_s: float | None = None  # when a push was committed, by the host's monotonic clock
+        self._committed_s: float | None = None  # time of the last commit, by the host's monotonic clock
         sink = LoraParameters(model, has_weights=has_weights)
         self._receiver = Receiver(weights_address(address), sink, timeout_s=push_timeout_s)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -112,7 +115,7 @@ class RolloutServer:
         self.close()
 
     def close(self) -> None:
-        """Lets go of trainers and sockets."""
+        """Closes connections and sockets."""
         self._receiver.close()
         for connection in (self._listener, *self._connections):
             connection.close()
@@ -125,8 +128,8 @@ class RolloutServer:
         """Answers trainers.
 
         Args:
-            contact_s: None: for ever. Otherwise until all trainers that had come have left, or none has come in so many
-                seconds.
+            contact_s: seconds to wait for a first trainer. Then it ends when all trainers have left. None: it never
+                ends.
         """
         began = time.monotonic()
         while True:
@@ -152,7 +155,7 @@ class RolloutServer:
             connection.close()
 
     def _read(self, connection: socket.socket) -> None:
-        """One request; a trainer that has left, or does not speak this protocol, is let go."""
+        """Takes one request. Disconnects a trainer that has left or does not use this protocol."""
         try:
             kind, body, files = receive_frame(connection, time.monotonic() + _FRAME_S)
             close_files(files)
@@ -167,10 +170,10 @@ class RolloutServer:
             elif kind == "sample":
                 self._requests[self._take_up(body)] = connection, head
             else:
-                raise ValueError(f"an unknown request {kind!r}; there are 'status', 'digests' and 'sample'")
+                raise ValueError(f"unknown request {kind!r}, expected 'status', 'digests' or 'sample'")
         except Exception as error:
             self._refuse(connection, head, error)
-        self._finish([request for request in self._requests if not request.num_open])  # of no prompts
+        self._finish([request for request in self._requests if not request.num_open])  # requests without prompts
 
     def _refuse(self, connection: socket.socket, head: dict[str, Any], error: Exception) -> None:
         said = f"{type(error).__name__}: {error}"
@@ -191,7 +194,7 @@ class RolloutServer:
             del self._requests[request]
 
     def _step(self) -> None:
-        """One token of each response."""
+        """Draws one token of each response."""
         try:
             done = self._batch.step()
         except Exception as error:
@@ -204,7 +207,7 @@ class RolloutServer:
 
     def _finish(self, complete: Sequence[Request]) -> None:
         for request in complete:
-            if request in self._requests:  # not after its trainer has left
+            if request in self._requests:  # unless its trainer has left
                 connection, head = self._requests.pop(request)
                 done = request.completions(self._tokenizer)
                 found = [[c.prompt, c.tokens, c.log_probs, c.spans, c.admitted, c.text] for c in done]
@@ -234,7 +237,7 @@ class RolloutServer:
 
     def _take_up(self, body: dict[str, Any]) -> Request:
         if not self._is_ready():
-            raise RuntimeError("this engine was started without weights: push before anything is sampled")
+            raise RuntimeError("this engine was started without weights. Push before sampling.")
         numbers = body.pop("numbers", None)
         prompts, sampling = read_request(body)
         if numbers is not None and [type(number) for number in numbers] != [int] * len(prompts):
@@ -250,28 +253,29 @@ class RolloutServer:
 
     @contextlib.contextmanager
     def _weights(self) -> Iterator[Version]:
-        """The weights for one forward; a push that waits is taken before."""
+        """Protects the weights for one forward. Takes a waiting push first."""
         self._take_push()
         with self._receiver.reading() as version:
             yield version
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """SHA-256 of the values, bit by bit."""
+    """Returns the SHA-256 of the values, bit by bit."""
     values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return hashlib.sha256(values.numpy().data).hexdigest()
 
 
 def read_request(body: dict[str, Any]) -> tuple[list[Prompt], Sampling]:
-    """Prompts and settings of a request.
+    """Returns prompts and settings of a request.
 
     Raises:
-        ValueError: something is missing or unknown. TypeError: or is of another kind.
+        ValueError: a field is missing or unknown.
+        TypeError: a field has another type.
     """
     unknown = sorted(set(body) - {"prompts", *FIELDS})
     missing = sorted({"prompts", "max_tokens"} - set(body))
     if unknown or missing:
-        raise ValueError(f"a request to sample: unknown {unknown}, missing {missing}; known are prompts, {FIELDS}")
+        raise ValueError(f"a request to sample: unknown {unknown}, missing {missing}. Expected prompts, {FIELDS}.")
     prompts = body["prompts"]
     if not isinstance(prompts, list) or not all(isinstance(prompt, list | str) for prompt in prompts):
         raise TypeError("a request to sample: prompts must be lists of token ids, texts or lists of messages")
@@ -288,15 +292,16 @@ def read_request(body: dict[str, Any]) -> tuple[list[Prompt], Sampling]:
 
 
 def load_model(path: str, *, dtype: torch.dtype, device: str) -> tuple[nn.Module, bool]:
-    """The model for an engine, and whether it has weights: those of a folder, none with a ``config.json`` alone.
+    """Loads the model of an engine, and returns whether it has weights: not if there is only a ``config.json``.
 
     Raises:
-        FileNotFoundError: nothing is at ``path``. ValueError: transformers can make no such model, or not there.
+        FileNotFoundError: there is nothing at ``path``.
+        ValueError: transformers cannot make such a model, or not on that device.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     if not os.path.exists(path):
-        raise FileNotFoundError(f"no model is at {path!r}: give a folder with config.json and weights, or config.json")
+        raise FileNotFoundError(f"no model at {path!r}. Pass a folder with config.json and weights, or config.json.")
     names = os.listdir(path) if os.path.isdir(path) else []
     has_weights = any(name.endswith((".safetensors", ".bin")) for name in names)
     try:
@@ -311,10 +316,10 @@ def load_model(path: str, *, dtype: torch.dtype, device: str) -> tuple[nn.Module
         return model.to(device).eval(), has_weights
     except Exception as error:
         said = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(f"no model can be made of {path!r} on {device}: {said}") from None
+        raise ValueError(f"cannot make a model of {path!r} on {device}: {said}") from None
 
 
 def stop_ids_of(model: nn.Module) -> tuple[int, ...]:
-    """The tokens that end a response by the model's generation config."""
+    """Returns the tokens that end a response by the model's generation config."""
     found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return tuple(found) if isinstance(found, list | tuple) else () if found is None else (int(found),)

@@ -1,4 +1,4 @@
-"""Text for an engine that samples token ids: a tokenizer and its chat template make prompts, and read responses."""
+"""Converts text to token ids and back for an engine, with a tokenizer and its chat template."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Prompt = Sequence[int] | str | Sequence[Mapping[str, Any]]
 
 
 def load_tokenizer(path: str) -> Any | None:
-    """The tokenizer of transformers in the folder ``path``, None if there is none.
+    """Returns the transformers tokenizer in the folder ``path``, or None if there is none.
 
     Raises:
         ValueError: transformers cannot load it.
@@ -30,7 +30,7 @@ def load_tokenizer(path: str) -> Any | None:
 
 
 def plain_prompt(prompt: Prompt) -> list[int] | str | list[dict[str, Any]]:
-    """``prompt`` in types of JSON.
+    """Returns ``prompt`` in JSON types.
 
     Raises:
         TypeError: it is none of the three kinds.
@@ -48,10 +48,10 @@ def plain_prompt(prompt: Prompt) -> list[int] | str | list[dict[str, Any]]:
 
 
 def prompt_ids(tokenizer: Any | None, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Token ids of each. A conversation goes on with the assistant's answer; its template has the special tokens.
+    """Returns the token ids of each prompt. A conversation continues with the assistant's answer.
 
     Raises:
-        ValueError: text without a tokenizer; a conversation without a chat template, or that the template refuses.
+        ValueError: text lacks a tokenizer, or a conversation lacks a chat template that accepts it.
     """
     found = []
     for index, prompt in enumerate(prompts):
@@ -67,8 +67,8 @@ def prompt_ids(tokenizer: Any | None, prompts: Sequence[Prompt]) -> list[list[in
 def _needed(tokenizer: Any | None, index: int, kind: str) -> Any:
     if tokenizer is None:
         raise ValueError(
-            f"prompt {index} is {kind}, and the engine has no tokenizer. Save one in the folder of its model, or ask "
-            "with token ids"
+            f"prompt {index} is {kind}, but the engine has no tokenizer. Save one in the folder of its model, or ask "
+            "with token ids."
         )
     return tokenizer
 
@@ -117,5 +117,5 @@ def chat_ids(tokenizer: Any, messages: Sequence[Any], where: str, *, tools: list
 
 
 def response_text(tokenizer: Any | None, tokens: Sequence[int]) -> str | None:
-    """Without special tokens; None without a tokenizer."""
+    """Returns the text without special tokens, or None without a tokenizer."""
     return None if tokenizer is None else tokenizer.decode(list(tokens), skip_special_tokens=True)

@@ -1,1 +1,1 @@
-"""The commands of `fsdp2x`, one module each with `add(commands)`: parse, call, turn mistakes into a sentence."""
+"""The commands of `fsdp2x`, one module each with `add(commands)`: parse, call, and report mistakes in a sentence."""

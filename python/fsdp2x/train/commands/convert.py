@@ -1,4 +1,4 @@
-"""`fsdp2x export` and `fsdp2x convert`: checkpoints to HuggingFace form and back, offline."""
+"""`fsdp2x export` and `fsdp2x convert`: convert checkpoints to HuggingFace form and back, offline."""
 
 from __future__ import annotations
 
@@ -28,22 +28,24 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "export",
         help="write a checkpoint in HuggingFace form",
-        description="Read a checkpoint in this one process and write what from_pretrained loads.",
+        description="Read a checkpoint in this process and write a folder that from_pretrained loads.",
     )
-    command.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a folder of them whose latest is taken")
-    command.add_argument("out", metavar="OUT", help="folder to write; must not exist")
+    command.add_argument(
+        "checkpoint", metavar="CKPT", help="Checkpoint, or a folder of checkpoints, whose latest is used."
+    )
+    command.add_argument("out", metavar="OUT", help="Folder to write. It must not exist.")
     lora = command.add_mutually_exclusive_group()
     lora.add_argument(
         "--merge",
         dest="lora",
         action="store_const",
         const="merge",
-        help="of a LoRA run: merge the adapters into the model",
+        help="For a LoRA run: write the full model with merged adapters.",
     )
     lora.add_argument(
-        "--adapter", dest="lora", action="store_const", const="adapter", help="of a LoRA run: write the adapter alone"
+        "--adapter", dest="lora", action="store_const", const="adapter", help="For a LoRA run: write only the adapter."
     )
-    command.add_argument("--force", action="store_true", help="replace OUT when it exists")
+    command.add_argument("--force", action="store_true", help="Replace OUT if it exists.")
     command.set_defaults(run=_export)
 
 
@@ -59,25 +61,25 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "convert",
         help="convert a checkpoint to HuggingFace form, or back",
-        description="Convert in this one process, without accelerator and in little memory. Nothing read is executed.",
+        description="Convert in this process, without accelerator and in little memory. Executes no code of the files.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
-    command.add_argument("--input-dir", metavar="DIR", help="DCP directory, or with --to dcp a HuggingFace folder")
-    command.add_argument("--output-dir", metavar="OUT", help="folder to write")
-    command.add_argument("--origin-hf-dir", metavar="HF", help="whose names, files and dtypes the output gets")
-    command.add_argument("--hf-dir", metavar="HF", help="the same, for files of ranks")
-    command.add_argument("--ckpt-dir", metavar="DIR", help="folder of the iterations")
-    command.add_argument("--save-dir", metavar="OUT", help="folder to write, for files of ranks")
-    command.add_argument("--iter", type=int, metavar="N", help="which iteration: the folder CKPT_DIR/N")
+    command.add_argument("--input-dir", metavar="DIR", help="DCP directory, or with --to dcp a HuggingFace folder.")
+    command.add_argument("--output-dir", metavar="OUT", help="Folder to write.")
+    command.add_argument("--origin-hf-dir", metavar="HF", help="Folder whose names, files and dtypes the output gets.")
+    command.add_argument("--hf-dir", metavar="HF", help="The same, for rank files.")
+    command.add_argument("--ckpt-dir", metavar="DIR", help="Folder of the iterations.")
+    command.add_argument("--save-dir", metavar="OUT", help="Folder to write, for rank files.")
+    command.add_argument("--iter", type=int, metavar="N", help="Number of the iteration: the folder CKPT_DIR/N.")
     command.add_argument(
-        "--groupgemm", nargs="?", type=int, choices=(0, 1), const=1, default=0, help="experts were trained as group_mlp"
+        "--groupgemm", nargs="?", type=int, choices=(0, 1), const=1, default=0, help="Experts are group_mlp weights."
     )
     command.add_argument("--to", choices=("hf", "dcp", "sharded", "full"), default="hf", help="default hf")
-    command.add_argument("--dtype", **DTYPE, help="of floating-point weights; default the origin's")
-    command.add_argument("--prefix", help="of the model's keys in the checkpoint; default the one that fits")
-    command.add_argument("-f", "--force", action="store_true", help="replace the output when it exists")
+    command.add_argument("--dtype", **DTYPE, help="Dtype of floating-point weights. Default: the origin's.")
+    command.add_argument("--prefix", help="Prefix of the model's keys in the checkpoint. Default: the one that fits.")
+    command.add_argument("-f", "--force", action="store_true", help="Replace the output if it exists.")
     command.set_defaults(run=_convert)
 
 
@@ -99,10 +101,10 @@ def _convert(args: argparse.Namespace) -> int:
     needed = form[kind]
     if given != set(needed):
         expected = ", ".join(f"--{name.replace('_', '-')}" for name in needed)
-        raise ConfigError(f"convert: this form needs exactly {expected}; see fsdp2x convert --help")
+        raise ConfigError(f"convert: this form needs exactly {expected}. See fsdp2x convert --help.")
     for name, forms in (("groupgemm", ("ranks",)), ("prefix", ("hf", "ranks")), ("dtype", ("hf", "ranks", "dcp"))):
         if getattr(args, name) not in (None, 0) and kind not in forms:
-            raise ConfigError(f"convert: --{name} has no meaning in this form; see fsdp2x convert --help")
+            raise ConfigError(f"convert: --{name} has no meaning in this form. See fsdp2x convert --help.")
     options: dict[str, Any] = {"dtype": getattr(torch, args.dtype) if args.dtype else None, "force": args.force}
     if kind == "checkpoint":
         out = convert_checkpoint(args.input_dir, args.output_dir, form=args.to, force=args.force)

@@ -1,4 +1,4 @@
-"""`fsdp2x doctor`: what this machine has, what a training would use of it, and whether one can run."""
+"""`fsdp2x doctor`: reports what this machine has, what training would use, and whether it can run."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ VARIABLES = (
     "FSDP2X_TRANSPORT", "FSDP2X_DEBUG", "FSDP2X_STEP_CORES", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
     "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_DIST_USE_NCCL2", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_DEBUG",
 )  # fmt: skip
-# A rank opens a file for the shared memory and a socket for each rank of its host, beside its data and its libraries'.
+# A rank opens a shared-memory file and a socket for each rank of its host, in addition to data and libraries.
 LEAST_FILES = 1024
-# Of the sparse file that ranks share (csrc/shm/shm_group.cpp): only what is written takes memory.
+# Size of the sparse file that ranks share (csrc/shm/shm_group.cpp). Only written pages take memory.
 LEAST_FILE_BYTES = 2**36
 LEAST_SHM_BYTES = GIB
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -36,7 +36,7 @@ Verdict = Literal["ok", "note", "wrong"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. A note costs speed or a feature; what is wrong lets nothing run."""
+    """One line of the report. A note costs speed or a feature. A wrong finding prevents training."""
 
     topic: str
     name: str
@@ -48,13 +48,13 @@ class Finding:
 def add(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "doctor",
-        help="say what this machine would use, and whether it can run",
+        help="report what this machine would use, and whether it can run",
         description=(
-            "Versions, the build, limits, and what a training would use of them, with the reason. Starts nothing; "
+            "Report versions, the build, limits, and what training would use, with the reason. Starts nothing; "
             "`fsdp2x selftest` trains. Exit status 1: nothing can run."
         ),
     )
-    command.add_argument("--json", action="store_true", help="everything as one JSON object")
+    command.add_argument("--json", action="store_true", help="Print everything as one JSON object.")
     command.set_defaults(run=_doctor)
 
 
@@ -70,7 +70,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _table(found: list[Finding], runs: bool) -> str:
-    """Topics as headings, values in one column; what is not well has a mark in front and advice behind."""
+    """Formats topics as headings and values in one column, with marks and advice for problems."""
     marks = {"ok": " ", "note": "!", "wrong": "x"}
     width = max(len(finding.name) for finding in found)
     lines, topic = [], ""
@@ -86,7 +86,7 @@ def _table(found: list[Finding], runs: bool) -> str:
 
 
 def findings() -> list[Finding]:
-    """Everything, topic by topic; starts no process group and makes no context of a device."""
+    """Returns all findings, topic by topic. Starts no process group and makes no device context."""
     return [*_versions(), *_build(), *_machine(), *_limits(), *_variables(), *_choices()]
 
 
@@ -106,10 +106,10 @@ def _versions() -> Iterator[Finding]:
 def _build() -> Iterator[Finding]:
     from fsdp2x.base.native import build_info
 
-    yield Finding("build", "built for torch", build_info.TORCH_VERSION)  # another one is refused by the import
+    yield Finding("build", "built for torch", build_info.TORCH_VERSION)  # the import rejects any other
     if build_info.CUDA is None:
         advice = "build again where nvcc is, or with `make build CUDA=wheels`" if _has_gpu() else ""
-        text = "none: torch's operations take their place on a GPU"
+        text = "none: torch operations replace them on a GPU"
         yield Finding("build", "CUDA kernels", text, "note" if advice else "ok", advice)
     else:
         yield Finding("build", "CUDA kernels", f"compiled by CUDA {build_info.CUDA}")
@@ -179,12 +179,12 @@ def _variables() -> Iterator[Finding]:
         if name in os.environ:
             yield Finding("environment", name, os.environ[name])
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        advice = "nothing overlaps with one queue of the device: unset it"
+        advice = "nothing overlaps with one hardware queue: unset it"
         yield Finding("environment", "one queue", "CUDA_DEVICE_MAX_CONNECTIONS is 1", "note", advice)
 
 
 def _choices() -> Iterator[Finding]:
-    """What `fully_shard(model)` would use here, and why."""
+    """Yields what `fully_shard(model)` would use here, and why."""
     import torch.distributed as dist
 
     from fsdp2x.sharding.transport import TransportKind, check_transport
@@ -258,12 +258,12 @@ def _kernels(has_gpu: bool) -> str:
     if _C.can_run_kernels(torch.device("cuda", 0)):
         return "ours"
     return "torch's operations: " + (
-        "this driver or GPU cannot run ours" if _C.has_device_kernels() else "built without nvcc"
+        "this driver or GPU cannot run fsdp2x's" if _C.has_device_kernels() else "built without nvcc"
     )
 
 
 def shared_memory_fault() -> str:
-    """Why ranks of this host could not share memory, as they would find; empty where they can."""
+    """Returns why ranks of this host could not share memory, or an empty string if they can."""
     try:
         from fsdp2x.base.processes import boot_id
 
@@ -272,7 +272,7 @@ def shared_memory_fault() -> str:
         return f"the number of this boot cannot be read ({error})"
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY and limit < LEAST_FILE_BYTES:
-        return f"files may have {limit} bytes, and a sparse one of more is needed: check `ulimit -f`"
+        return f"files are limited to {limit} bytes, but a larger sparse one is needed: check `ulimit -f`"
     try:
         file = os.memfd_create("fsdp2x-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:

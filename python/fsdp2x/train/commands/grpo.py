@@ -1,4 +1,4 @@
-"""`fsdp2x grpo`: reinforcement learning of a policy from a YAML file."""
+"""`fsdp2x grpo`: trains a policy with reinforcement learning from a YAML file."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ def add(commands: argparse._SubParsersAction) -> None:
         "grpo",
         help="train a policy from rewards",
         description=(
-            "Sample responses, reward them and update the policy, as a YAML file says: GRPO, its relatives, or PPO. "
-            "Under torchrun on all its ranks, else in this process alone. `fsdp2x config list --command grpo` has all "
-            "keys. Flags of other trainers follow --, with or without a file: fsdp2x grpo -- --num-rollout 20 ..."
+            "Sample responses, reward them and update the policy by the settings of a YAML file: GRPO, its relatives, "
+            "or PPO. Under torchrun it uses all ranks, else this process. `fsdp2x config list --command grpo` lists "
+            "all keys. Flags of other trainers follow --, with or without a file: fsdp2x grpo -- --num-rollout 20 ..."
         ),
     )
     command.add_argument("config", nargs="?", default="", metavar="CONFIG.yaml")
     command.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that replace the file's: rollout.group_size=16"
+        "overrides", nargs="*", metavar="key=value", help="Settings that replace the file's: rollout.group_size=16."
     )
     add_resume_from(command)
     command.set_defaults(run=_grpo)

@@ -1,4 +1,4 @@
-"""`fsdp2x plan`: the memory of a run, predicted."""
+"""`fsdp2x plan`: predicts the memory of a run."""
 
 from __future__ import annotations
 
@@ -16,64 +16,65 @@ def add(commands: argparse._SubParsersAction) -> None:
         "plan",
         help="predict the memory of a run",
         description=(
-            "Units, padding, bytes at rest and at the peak of a step on rank 0, and bytes sent in a step, for a model "
-            "that is built without weights. Activations come on top. Exit status 1: it does not fit --memory."
+            "Predict units, padding, bytes between steps and at the peak of a step on rank 0, and bytes sent per step, "
+            "for a model that is built without weights. Activations are not included. Exit status 1: it does not fit "
+            "--memory."
         ),
     )
-    command.add_argument("config", metavar="CONFIG", help="config.json of a HuggingFace model, or a training YAML")
-    command.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the YAML's")
-    command.add_argument("--world-size", type=positive, required=True, metavar="N", help="number of ranks")
-    command.add_argument("--replicas", type=positive, metavar="R", help="copies of the shards (HSDP); divides N")
+    command.add_argument("config", metavar="CONFIG", help="config.json of a HuggingFace model, or a training YAML.")
+    command.add_argument("overrides", nargs="*", metavar="key=value", help="Settings that replace the YAML's.")
+    command.add_argument("--world-size", type=positive, required=True, metavar="N", help="Number of ranks.")
+    command.add_argument("--replicas", type=positive, metavar="R", help="Copies of the shards (HSDP). Must divide N.")
     command.add_argument(
         "--local-world-size",
         type=positive,
         metavar="N",
-        help="ranks of one node; default all, or 8 if there are more and 8 divides them",
+        help="Ranks of one node. Default: all, or 8 if there are more and 8 divides them.",
     )
-    command.add_argument("--dtype", **DTYPE, help="of the parameters, also fp32, bf16 or fp16; default the config's")
-    command.add_argument("--param-dtype", **DTYPE, help="of computation; default --dtype")
-    command.add_argument("--reduce-dtype", **DTYPE, help="in which gradients are summed")
+    command.add_argument("--dtype", **DTYPE, help="Parameter dtype (fp32, bf16, fp16). Default: from the config.")
+    command.add_argument("--param-dtype", **DTYPE, help="Compute dtype. Default: --dtype.")
+    command.add_argument("--reduce-dtype", **DTYPE, help="Dtype in which gradients are summed.")
     command.add_argument(
         "--reshard-after-forward",
         type=_bool_or_int,
         metavar="true|false|M",
-        help="free parameters after forward, or keep them sharded over M ranks; default: all but the last unit",
+        help="Free parameters after forward, or keep them sharded over M ranks. Default: all units except the last.",
     )
     command.add_argument(
         "--auto-wrap",
         type=_auto_wrap,
         metavar="false|CLASS,..",
-        help="modules that form units; default: the model's own plan",
+        help="Modules that form units. Default: the model's own plan.",
     )
     command.add_argument(
-        "--transport", choices=("process_group", "shm"), help="shm: all ranks of a group on one host share memory"
+        "--transport", choices=("process_group", "shm"), help="shm: all ranks of a group on one host share memory."
     )
     command.add_argument(
         "--device",
         choices=("cuda", "cpu"),
-        help="default: what a run of the YAML would choose on this machine, or cuda for a config.json",
+        help="Device. Default: the choice of a run of the YAML on this machine, or cuda for a config.json.",
     )
     command.add_argument(
         "--offload",
         choices=OFFLOAD_MODES,
-        help="what is in host memory: nothing, the optimizer's state, gradients as well, or shards, too",
+        help="What CPU memory holds: nothing, optimizer state, gradients as well, or shards as well.",
     )
     command.add_argument(
         "--optimizer",
         choices=PLANNED,
-        help="adamw_int8: AdamW with moments_dtype='int8'; likewise the others",
+        help="Optimizer. A suffix sets its moments_dtype: adamw_int8 is AdamW with moments_dtype='int8'.",
     )
     command.add_argument(
-        "--expert-parallel", type=positive, metavar="E", help="ranks that share the experts of a block"
+        "--expert-parallel", type=positive, metavar="E", help="Ranks that share the experts of a block."
     )
     command.add_argument(
-        "--micro-batches", type=positive, metavar="M", help="backwards of a step, whose gradients add up"
+        "--micro-batches", type=positive, metavar="M", help="Backwards per step, whose gradients add up."
     )
     command.add_argument(
-        "--memory", metavar="SIZE", help="memory of one rank's device, such as 80GiB: says whether it fits"
+        "--memory", metavar="SIZE", help="Memory of one rank's device, such as 80GiB, to check whether the run fits."
     )
-    command.add_argument("--explain", action="store_true", help="say what each row and column means, too")
-    command.add_argument("--json", action="store_true", help="everything as one JSON object")
+    command.add_argument("--explain", action="store_true", help="Explain each row and column as well.")
+    command.add_argument("--json", action="store_true", help="Print everything as one JSON object.")
     command.set_defaults(run=_plan)
 
 

@@ -1,4 +1,4 @@
-"""`fsdp2x plan`: what is asked, from a HuggingFace config.json or a training YAML, and the plan that answers.
+"""`fsdp2x plan`: reads a request from a HuggingFace config.json or a training YAML, and makes the plan.
 
 The model is built without weights and without a process group.
 """
@@ -37,7 +37,7 @@ _DECIMAL_UNITS = {"K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be planned. None: what the config, or `fully_shard`, says."""
+    """What to plan. None: the value of the config, or the default of `fully_shard`."""
 
     config: str
     overrides: Sequence[str] = ()
@@ -65,7 +65,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Settings(Request):
-    """What is planned: a request whose gaps are filled."""
+    """A request whose gaps are filled."""
 
     local_world_size: int = 1
     replicas: int = 1
@@ -101,25 +101,25 @@ class SequencePlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The report and what it is of."""
+    """The report and what it describes."""
 
     model: str
     num_parameters: int
     request: Settings
     report: MemoryReport
     bound: MemoryBound
-    sequences: SequencePlan | None = None  # of a YAML whose ranks share sequences
-    staging_bytes: int = 0  # of the host: at most so many, for saves in the background
-    dtype_is_the_models: bool = False  # nobody asked for it: its config.json has it
+    sequences: SequencePlan | None = None  # for a YAML whose ranks share sequences
+    staging_bytes: int = 0  # most CPU memory for saves in the background
+    dtype_is_the_models: bool = False  # the request names none, so it comes from config.json
 
     @property
     def peak_bytes(self) -> int:
-        """What a rank's device holds at most, without activations."""
+        """The most bytes that a rank's device holds, without activations."""
         return self.report.device_peak_bytes + (self.staging_bytes if self.request.device == "cpu" else 0)
 
     @property
     def fits(self) -> bool | None:
-        """Whether that is within the memory; None when none was given."""
+        """Whether that fits into the memory. None if no memory was given."""
         limit = self.request.memory_bytes
         return None if limit is None else self.peak_bytes <= limit
 
@@ -146,7 +146,7 @@ class MemoryPlan:
 
     @property
     def headline(self) -> str:
-        """What is planned, in a line."""
+        """The planned run in one line."""
         request = self.request
         computes = f", computed in {request.param_dtype}" if request.param_dtype else ""
         head = f"{self.model}: {self.num_parameters:,} parameters in {request.dtype}{computes}, {request.optimizer}"
@@ -166,7 +166,7 @@ class MemoryPlan:
         if self.sequences is not None:
             lines.append(f"{self.sequences}; activations, not in the peak")
         if self.staging_bytes:
-            lines.append(f"saves in the background: up to {readable(self.staging_bytes)} of host memory on top")
+            lines.append(f"saves in the background: up to {readable(self.staging_bytes)} of CPU memory in addition")
         if request.memory_bytes is not None:
             room = request.memory_bytes - self.peak_bytes
             verdict = f"fits, {readable(room)} left for activations" if self.fits else f"too big by {readable(-room)}"
@@ -177,10 +177,10 @@ class MemoryPlan:
 
 
 def make_plan(request: Request) -> MemoryPlan:
-    """Reads the config, builds the model on the meta device and plans it.
+    """Reads the config, builds the model on the meta device, and plans it.
 
     Raises:
-        ConfigError: the config cannot be read, or does not go with the request.
+        ConfigError: the config cannot be read, or does not fit the request.
     """
     local_world_size = request.local_world_size or usual_node(request.world_size)
     path = Path(request.config).expanduser()
@@ -188,9 +188,7 @@ def make_plan(request: Request) -> MemoryPlan:
     sequences = None
     if path.is_dir() or path.suffix == ".json":
         if request.overrides:
-            raise ConfigError(
-                f"{request.overrides[0]}: key=value settings go with a training YAML, not with {path.name}"
-            )
+            raise ConfigError(f"{request.overrides[0]}: key=value settings need a training YAML, got {path.name}")
         model, dtype_is_the_models = _build(path, request.dtype), request.dtype is None
         request = _filled(request, {"dtype": str(model.config.dtype).removeprefix("torch.")})
     else:
@@ -227,27 +225,27 @@ def make_plan(request: Request) -> MemoryPlan:
 
 
 def _filled(request: Request, values: dict[str, Any]) -> Request:
-    """The request with values for what it leaves open."""
+    """Fills gaps of the request with values."""
     return replace(request, **{name: value for name, value in values.items() if getattr(request, name) is None})
 
 
 def parse_bytes(text: str) -> int:
-    """`80GiB`, `80G` and `85899345920B` are the same; `80GB` is 80 * 10**9.
+    """Returns the bytes of a size. `80GiB`, `80G` and `85899345920B` are the same; `80GB` is 80 * 10**9.
 
     Raises:
-        ConfigError: not a number with such a unit.
+        ConfigError: it is not a number with such a unit.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?\s*", text, flags=re.IGNORECASE)
     if found is None or not (found[2] or found[3]):
         example = f"{text.strip()}GiB" if found else "80GiB or 512MiB"
-        raise ConfigError(f"--memory: got {text!r}, expected a size with a unit, such as {example}")
+        raise ConfigError(f"--memory: expected a size with a unit, such as {example}, got {text!r}")
     number, unit, suffix = found[1], found[2].upper(), (found[3] or "").lower()
     factor = _DECIMAL_UNITS[unit] if suffix == "b" and unit else _UNITS[unit]
     return int(float(number) * factor)
 
 
 def _build(path: Path, dtype: str | None) -> nn.Module:
-    """The model of a config.json without weights, in the dtype that is asked for or that it says."""
+    """Builds the model of a config.json without weights, in the requested dtype or the config's."""
     from fsdp2x.base.failures import CheckpointError
     from fsdp2x.io.hf.empty import build_empty, read_hf_config, told_of
 
@@ -259,22 +257,22 @@ def _build(path: Path, dtype: str | None) -> nn.Module:
         raise ConfigError(f"config {error}") from None
 
 
-# ---- what a training YAML means for a plan
+# ---- conversion of a training YAML to a plan
 
 
 def _read_training(
     path: Path, overrides: Sequence[str], world_size: int, local_world_size: int, given: dict[str, Any]
 ) -> tuple[nn.Module, dict[str, Any], bool, SequencePlan | None]:
-    """A run before it exists.
+    """Reads the settings of a planned run.
 
-    `given`: what the caller has decided, such as the device, on which other settings depend.
+    `given`: values that the caller has decided, such as the device, on which other settings depend.
 
     Returns:
-        The model; arguments of `plan_memory`, and `dtype` and dtypes of the policy by name; whether a copy of what is
-        saved stays in host memory; what ranks exchange that share sequences.
+        The model; arguments of `plan_memory`, with `dtype` and dtypes of the policy by name; whether CPU memory
+        keeps a copy of what is saved; and the exchanges of ranks that share sequences.
 
     Raises:
-        ConfigError: what a run would refuse, and settings whose bytes cannot be predicted.
+        ConfigError: a run would reject the settings, or their bytes cannot be predicted.
     """
     translation = translate_file(path, overrides)
     with translation.told():
@@ -290,7 +288,7 @@ def _asked_by(
     mesh = plan_mesh(parallel, world_size, local_world_size)
     trains = config.train.mode == "train"
     shares_memory = TransportKind.SHM in (given.get("transport"), parallel.transport)
-    # As a run on this machine would choose.
+    # The choice of a run on this machine.
     has_gpu = parallel.device == "cuda" or parallel.device == "auto" and torch.cuda.is_available()
     device = given.get("device") or ("cpu" if shares_memory or not has_gpu else "cuda")
     in_few_bits = parallel.wire_weights is not None or parallel.wire_gradients is not None
@@ -350,20 +348,20 @@ def _plan_sequences(model: nn.Module, config: TrainConfig, world_size: int, item
 def _refuse_unpredictable(config: TrainConfig) -> None:
     if config.train.mode == "train" and config.optimizer.implementation in ("foreach", "for_loop"):
         raise ConfigError(
-            f"optimizer.implementation: got {config.optimizer.implementation!r}, whose steps take memory that is not "
-            "predicted; plan with auto, fsdp2x or fused"
+            f"optimizer.implementation: got {config.optimizer.implementation!r}, whose memory cannot be predicted. "
+            "Plan with auto, fsdp2x or fused."
         )
 
 
 def _param_dtype(setting: str | None, device: str) -> str | None:
-    """`auto` as on a GPU of today; float16, which older ones take, has as many bytes."""
+    """Returns the dtype of `auto` on a current GPU. float16, which older GPUs take, has as many bytes."""
     if setting != "auto":
         return setting
     return "bfloat16" if device == "cuda" else None
 
 
 def _micro_batches(config: TrainConfig, num_readers: int) -> int:
-    """Packed samples take as many as the fullest rank needs: at most so many."""
+    """Returns the number of micro-batches. Packed samples take at most as many as the fullest rank needs."""
     batching = resolve_batching(config.train, num_readers)
     if not config.data.packing:
         return batching.accumulation
@@ -371,46 +369,46 @@ def _micro_batches(config: TrainConfig, num_readers: int) -> int:
     return -(-batching.batch_size * batching.accumulation // samples_per_row)
 
 
-# ---- words next to the table: rows and columns (`--explain`), what is above the bound, float32 parameters
+# ---- explanations: rows and columns (`--explain`), the difference to the bound, float32 parameters
 
 
 WORDS = {
-    "shards": "this rank's rows of all parameters, in the dtype that the optimizer updates; its share of everything",
-    "gradients": "the same of the gradients, in the parameters' dtype: they are there from a backward to the step",
-    "optimizer": "its state, two moments for AdamW, of this rank's rows",
-    "buffers, unsharded parameters": "what every rank has whole: buffers and ignored parameters",
+    "shards": "this rank's rows of all parameters, in the dtype that the optimizer updates",
+    "gradients": "the same for gradients, in the parameters' dtype, from a backward to the step",
+    "optimizer": "the optimizer's state for this rank's rows, two moments for AdamW",
+    "buffers, unsharded parameters": "what every rank holds in full: buffers and ignored parameters",
     "rows kept after forward": "with a number for reshard_after_forward: rows of a smaller world, until backward",
-    "copies of shards on the device": "of units whose shards are the host's, with offload gradients",
-    "kept for wire formats": "this rank's encoded rows, and what int8 has rounded away of the whole model's gradients",
-    "at rest": "the sum of the rows above: what lies there between two steps",
-    "gather slots": "whole parameters of the units that are gathered at once, in the dtype of computation",
-    "slots and staging": "one pool over a process group: slots, what gathers receive, what reductions send",
-    "scratch": "what ranks that share memory hand their gradients over in",
+    "copies of shards on the device": "for units whose shards are in CPU memory, with offload gradients",
+    "kept for wire formats": "this rank's encoded rows, and int8's rounding errors of the full model's gradients",
+    "at rest": "the sum of the rows above: what is held between two steps",
+    "gather slots": "full parameters of the units that are gathered at once, in the compute dtype",
+    "slots and staging": "one pool over a process group: gather buffers, gathered data, and packed gradients",
+    "scratch": "buffers in which ranks with shared memory exchange gradients",
     "waiting for the all-reduce": "gradients that are summed over the shards, not yet over the replicas (HSDP)",
-    "gradients on their way to the host": "blocks of the host that casts them, with offload",
-    "gradients of autograd": "whole gradients that backward has made and nobody has reduced yet",
-    "of slots to autograd at once, beyond gradients": "on a device the last rows take turns: the most at any moment",
-    "moments of a step": "what the optimizer brings to the device while it steps, with offload optimizer",
-    "peak, without activations": "the most at any moment of a step; activations come on top",
-    "of it in host memory": "the part that the host holds, with offload",
+    "gradients on their way to the host": "CPU buffers in which gradients are cast, with offload",
+    "gradients of autograd": "full gradients that backward has made and that are not reduced yet",
+    "of slots to autograd at once, beyond gradients": "peak of temporary buffers on a device, which share memory",
+    "moments of a step": "moments that the optimizer brings to the device while it steps, with offload optimizer",
+    "peak, without activations": "the most at any moment of a step; activations are not included",
+    "of it in host memory": "the part in CPU memory, with offload",
     "of it on the device": "the rest",
     "sent in a step": "bytes that leave this rank: gathers of forward and backward, reductions of backward",
 }
 BOUND = "what any engine needs that gathers and reduces one unit at a time, from the parameters and settings alone"
 COLUMNS = {
-    "elements": "numbers of the whole unit",
+    "elements": "numbers in the full unit",
     "shard": "bytes of this rank's rows",
-    "pad": "bytes of padding in them: rows that do not divide by the ranks",
-    "slot": "bytes of the whole unit while it is gathered",
+    "pad": "bytes of padding in them, for rows that do not divide evenly",
+    "slot": "bytes of the full unit while it is gathered",
     "scratch": "bytes that a reduction of the unit takes",
     "reshard": "whether it is freed after its forward, and gathered again in backward",
 }
 
 
 def remark_on_dtype(dtype: str, param_dtype: str | None) -> list[str]:
-    """A line where parameters are counted in the 16 bits that the model's config has, which are its files'.
+    """Returns a line if parameters are counted in the 16 bits of the model's config, which are those of its files.
 
-    Training as `fsdp2x train` does keeps float32 parameters, and computes in fewer bits.
+    `fsdp2x train` keeps float32 parameters by default, and computes in fewer bits.
     """
     if dtype not in ("bfloat16", "float16"):
         return []
@@ -421,7 +419,7 @@ def remark_on_dtype(dtype: str, param_dtype: str | None) -> list[str]:
 
 
 def above_bound(report: MemoryReport, bound: MemoryBound) -> list[str]:
-    """Lines that say what a plan holds above its lower bound, and why."""
+    """Returns lines that explain what a plan holds above its lower bound."""
     at_rest = report.resting_bytes - bound.resting_bytes
     in_step = report.peak_bytes - bound.peak_bytes - at_rest
     use = "to run next to the compute" if report.step_bytes is not None else "that stay for the next step"
@@ -432,7 +430,7 @@ def above_bound(report: MemoryReport, bound: MemoryBound) -> list[str]:
 
 
 def explanation(report: MemoryReport) -> str:
-    """The rows of this report, and the columns of its units, in words."""
+    """Explains the rows of this report, and the columns of its units."""
     names = [name for name, size, note in report.sizes() if size or note or name == "at rest"]
     rows = [*((name, WORDS[name]) for name in names), ("lower bound", BOUND)]
     heads = list(COLUMNS.items())

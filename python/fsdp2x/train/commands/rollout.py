@@ -1,4 +1,4 @@
-"""`fsdp2x rollout`: an engine process that samples for trainers of this host and takes their weights."""
+"""`fsdp2x rollout`: runs an engine process that samples for trainers of this host and takes their weights."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _LIMITS = ("max_batch_rows", "max_batch_tokens")
 
 
 def _ids(text: str) -> tuple[int, ...]:
-    """Token ids from "2,5", or none from "none"."""
+    """Parses token ids from "2,5", or none from "none"."""
     try:
         return () if text == "none" else tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected token ids such as 2,5, or none") from None
+        raise argparse.ArgumentTypeError(f"expected token ids such as 2,5, or none, got {text!r}") from None
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -26,33 +26,35 @@ def add(commands: argparse._SubParsersAction) -> None:
         "rollout",
         help="sample for trainers of this host, which push weights",
         description=(
-            "An engine for reinforcement learning: transformers' model with a KV cache. Trainers of the same user ask "
-            "for samples through fsdp2x.rollout.RolloutClient(ADDRESS) and push weights to its target. With a "
+            "Run an engine for reinforcement learning: a transformers model with a KV cache. Trainers of the same user "
+            "ask for samples through fsdp2x.rollout.RolloutClient(ADDRESS) and push weights to its target. With a "
             "tokenizer in the folder of the model, prompts may be text or messages, and answers have text."
         ),
     )
-    command.add_argument("model", metavar="MODEL", help="a folder with a model, or with config.json alone")
-    command.add_argument("--address", required=True, help="@NAME, which leaves no file behind, or the path of a socket")
+    command.add_argument("model", metavar="MODEL", help="Folder with a model, or with config.json alone.")
+    command.add_argument(
+        "--address", required=True, help="@NAME, which leaves no file behind, or the path of a socket."
+    )
     command.add_argument("--dtype", **DTYPE, default="float32")
-    command.add_argument("--device", default="cpu", help="where it runs, such as cuda:1; default cpu")
+    command.add_argument("--device", default="cpu", help="Device, such as cuda:1. Default: cpu.")
     command.add_argument(
         "--stop-ids",
         type=_ids,
         metavar="ID,ID",
-        help="tokens that end a response where a request names none. Default: those of the generation config",
+        help="Tokens that end a response if a request names none. Default: those of the generation config.",
     )
-    command.add_argument("--max-batch-rows", type=positive, metavar="N", help="responses drawn together. Default: 256")
+    command.add_argument("--max-batch-rows", type=positive, metavar="N", help="Responses drawn together. Default: 256.")
     command.add_argument(
         "--max-batch-tokens",
         type=positive,
         metavar="N",
-        help="limit of these responses times the longest prompt and max_tokens among them, for memory. Default: 65536",
+        help="Limit of these responses times their longest prompt and max_tokens, for memory. Default: 65536.",
     )
     command.add_argument(
         "--once",
         type=float,
         metavar="S",
-        help="end when all trainers that had come have left, or none has come in S seconds; default: stay",
+        help="Seconds to wait for a first trainer, and then end when all trainers have left. Default: never end.",
     )
     command.set_defaults(run=_rollout)
 

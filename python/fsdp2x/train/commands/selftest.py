@@ -1,4 +1,4 @@
-"""`fsdp2x selftest`: checks that sharded training is right on this machine, on as many ranks as asked for."""
+"""`fsdp2x selftest`: checks that sharded training is correct on this machine, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def add(commands: argparse._SubParsersAction) -> None:
         "selftest",
         help="check sharded training on this machine",
         description=(
-            "Sharding, gradients, loss, memory and speed of a small transformer against an unsharded twin. Starts its "
-            "own processes; under torchrun it runs in torchrun's. Exit status 1: a check failed."
+            "Check sharding, gradients, loss, memory and speed of a small transformer against an unsharded one. Starts "
+            "its own processes, or uses torchrun's. Exit status 1: a check failed."
         ),
     )
-    command.add_argument("--world", type=int, metavar="N", help="number of ranks; default one per GPU, else 2")
+    command.add_argument("--world", type=int, metavar="N", help="Number of ranks. Default: one per GPU, else 2.")
     command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     command.add_argument("--transport", choices=TRANSPORTS, default="auto")
-    command.add_argument("--steps", type=int, default=20, metavar="N", help="timed steps of the speed check")
-    command.add_argument("--timeout", type=float, default=110.0, metavar="S", help="seconds for everything")
+    command.add_argument("--steps", type=int, default=20, metavar="N", help="Timed steps of the speed check.")
+    command.add_argument("--timeout", type=float, default=110.0, metavar="S", help="Seconds for all checks together.")
     command.set_defaults(run=_run)
 
 
@@ -39,7 +39,7 @@ def _run(args: argparse.Namespace) -> int:
     if launched:
         world = int(os.environ["WORLD_SIZE"])
     if world < 1 or args.steps < 1 or not args.timeout > 0:
-        raise ConfigError("selftest: --world and --steps are at least 1, --timeout is positive")
+        raise ConfigError("selftest: --world and --steps must be at least 1, and --timeout positive")
     if launched and args.world not in (None, world):
         raise ConfigError(f"selftest: --world {args.world}, but torchrun started {world} rank(s)")
     choose_device(args.device, 0, 1)
@@ -68,7 +68,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _launch(args: argparse.Namespace, world: int) -> int:
-    """Starts the ranks under torchrun in a session of their own, so that none outlives a timeout."""
+    """Starts the ranks under torchrun in a separate session, so that none outlives a timeout."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
     command += ["-m", "fsdp2x", "selftest", "--device", args.device, "--transport", args.transport]
     command += ["--steps", str(args.steps), "--timeout", str(args.timeout)]

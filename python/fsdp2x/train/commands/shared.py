@@ -1,4 +1,4 @@
-"""What the commands share: dtypes as options, output from one rank, and mistakes as one sentence and exit status 2."""
+"""Helpers of the commands: dtypes as options, output from one rank, and mistakes as a sentence and exit status 2."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ def show(text: str) -> None:
 
 
 def mistake(error: Exception) -> int:
-    """Says what is wrong, with options as they are on a command line, and returns the exit status."""
-    # All ranks raise the same sentence; the first rank says it. A cause is a slip of ours: show where it happened.
+    """Prints the error, with options as they are on a command line, and returns the exit status."""
+    # All ranks raise the same sentence, and the first rank prints it. A cause is a bug of fsdp2x: show where it
+    # happened.
     if error.__cause__ is not None:
         logging.getLogger(__name__).error("unexpected failure", exc_info=error)
     elif os.environ.get("RANK", "0") == "0":
@@ -26,7 +27,7 @@ def mistake(error: Exception) -> int:
 
 
 def split_words(words: list[str]) -> tuple[str, list[str], list[str]]:
-    """Path, overrides, and from the first flag or program on what followed `--`, which argparse leaves out."""
+    """Returns path, overrides, and from the first flag on the words after `--`, which argparse leaves out."""
     begins = [word.startswith("--") or word.endswith((".py", "python", "python3")) for word in words]
     place = begins.index(True) if True in begins else len(words)
     path, overrides = (words[0], words[1:place]) if place else ("", [])
@@ -39,21 +40,21 @@ def _dtype(text: str) -> str:
     return dtype_name(text)
 
 
-# How every option that is a dtype is declared: torch's names, or short ones such as bf16.
+# Declaration of every option that is a dtype: torch's names, or short ones such as bf16.
 DTYPE = {"type": _dtype, "choices": ("float32", "bfloat16", "float16")}
 
 
 def add_resume_from(command: argparse.ArgumentParser) -> None:
-    """The option that says where a run goes on, also as other trainers and the settings spell it."""
+    """Adds the option that resumes a run, also in the spelling of other trainers and of the settings."""
     command.add_argument(
         "--resume-from", "--resume-from-checkpoint", "--checkpoint.resume-from",
-        metavar="PATH", help="a checkpoint, or a folder of them whose latest is taken",
+        metavar="PATH", help="Checkpoint, or a folder of checkpoints, whose latest is used.",
     )  # fmt: skip
 
 
 def positive(text: str) -> int:
-    """A positive number, for argparse."""
+    """Parses a positive number for argparse."""
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected a positive number")
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
     return number

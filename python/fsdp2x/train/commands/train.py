@@ -1,4 +1,4 @@
-"""`fsdp2x train` and `fsdp2x config`: a training run from a YAML file, what the file means, and all keys."""
+"""`fsdp2x train` and `fsdp2x config`: run training from a YAML file, explain the file, and list all keys."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "train",
         help="train a model",
-        description="Train as a YAML file says; under torchrun on all its ranks, else in this process alone.",
+        description="Train by the settings of a YAML file. Under torchrun it uses all ranks, else this process.",
     )
     command.add_argument("config", metavar="CONFIG.yaml")
     command.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that replace the file's: train.steps=100"
+        "overrides", nargs="*", metavar="key=value", help="Settings that replace the file's: train.steps=100."
     )
     add_resume_from(command)
     command.add_argument(
-        "--report", action="store_true", help="list every parameter with its placement, global and local shape"
+        "--report", action="store_true", help="List every parameter with its placement, global and local shape."
     )
     command.set_defaults(run=_train)
 
@@ -52,13 +52,13 @@ def _train(args: argparse.Namespace) -> int:
     return 0
 
 
-# Whose config it is.
+# The command that reads the config.
 _COMMAND: Any = {"dest": "reader", "choices": ("train", "grpo"), "default": "train"}
-_COMMAND |= {"help": "command that reads it. Default: train."}
+_COMMAND |= {"help": "Command that reads the config. Default: train."}
 
 
 def _read_by(command: str) -> tuple[type[TrainConfig], tuple[Dialect, ...]]:
-    """The class of a command's config, and the formats of other trainers that it reads."""
+    """Returns the class of a command's config, and the formats of other trainers that it reads."""
     from fsdp2x.train import dialects
     from fsdp2x.train.config import TrainConfig
 
@@ -75,39 +75,39 @@ def _add_config(commands: argparse._SubParsersAction) -> None:
     actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
     explain = actions.add_parser(
         "explain",
-        help="what each key became",
+        help="show the meaning of each key",
         description=(
-            "What each key of a training YAML became, which keys have no effect, what is missing before it can run, "
-            "the mesh, and the units of the model. Nothing is trained and no process group is made. Flags of other "
+            "Show what each key of a training YAML means, which keys have no effect, what is missing to run it, "
+            "the mesh, and the units of the model. Trains nothing and makes no process group. Flags of other "
             "trainers follow --, with --command grpo."
         ),
     )
     explain.add_argument("config", nargs="?", default="", metavar="CONFIG.yaml")
-    explain.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
+    explain.add_argument("overrides", nargs="*", metavar="key=value", help="Settings that replace the file's.")
     explain.add_argument(
         "--world-size",
         type=positive,
         metavar="N",
-        help="number of ranks; default what the config says",
+        help="Number of ranks. Default: from the config.",
     )
     explain.add_argument("--command", **_COMMAND)
     explain.add_argument(
         "--local-world-size",
         type=positive,
         metavar="N",
-        help="ranks of one node; default all, or 8 if there are more and 8 divides them",
+        help="Ranks of one node. Default: all, or 8 if there are more and 8 divides them.",
     )
-    explain.add_argument("--json", action="store_true", help="everything as one JSON object")
+    explain.add_argument("--json", action="store_true", help="Print everything as one JSON object.")
     explain.set_defaults(run=_explain)
-    listing = actions.add_parser("list", help="all keys with type, default and meaning")
+    listing = actions.add_parser("list", help="list all keys with type, default and meaning")
     listing.add_argument(
         "--dialect",
         default="sections",
-        help="keys of another format and what they become: flat, strategy and nested of train, roles, models and flags "
-        "of grpo, or all. Default: sections, fsdp2x's own.",
+        help="List keys of another format and what they become: flat, strategy and nested of train, roles, models and "
+        "flags of grpo, or all. Default: sections, fsdp2x's own.",
     )
     listing.add_argument("--command", **_COMMAND)
-    listing.add_argument("--json", action="store_true", help="as one JSON object")
+    listing.add_argument("--json", action="store_true", help="Print one JSON object.")
     listing.set_defaults(run=_list)
 
 
@@ -131,7 +131,7 @@ def _list(args: argparse.Namespace) -> int:
     rows = list_keys(args.dialect, kind, dialects)
     if not rows:
         known = ", ".join(["sections", *(dialect.name for dialect in dialects), "all"])
-        raise ConfigError(f"--dialect: got {args.dialect!r}, expected one of {known} with --command {args.reader}")
+        raise ConfigError(f"--dialect: expected one of {known} with --command {args.reader}, got {args.dialect!r}")
     if args.json:
         show(json.dumps({key: {"default": None, **row} for key, row in rows.items()}, indent=1))
         return 0

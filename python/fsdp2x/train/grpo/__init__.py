@@ -1,1 +1,1 @@
-"""Reinforcement learning of a policy from rewards, by one command: GRPO and its relatives, and PPO with a critic."""
+"""Trains a policy from rewards with one command: GRPO and its relatives, and PPO with a critic."""

@@ -1,4 +1,4 @@
-"""The configuration of `fsdp2x grpo`: the sections of `fsdp2x train`, and what sampling and rewards need beside them.
+"""The configuration of `fsdp2x grpo`: the sections of `fsdp2x train`, and those for sampling and rewards.
 
 `train.steps` counts rollouts, and `train.global_batch_size` counts prompts of a rollout over all ranks.
 """
@@ -45,15 +45,15 @@ _LOSSES = {
 
 @dataclass(frozen=True)
 class PromptSection(DataConfig):
-    """Rows with a prompt each; other columns reach the reward functions."""
+    """Rows with a prompt each. Other columns are passed to the reward functions."""
 
     prompt_column: str = setting("prompt", "column of the prompt: text, or a list of messages")
     answer_column: str = setting("answer", "column that exact_match, contains, number and math_verify compare with")
     apply_chat_template: bool = setting(
-        False, "make a user's message of a prompt that is text; false: it is continued as it is"
+        False, "turn a text prompt into a user's message; false: the model continues the text"
     )
-    system: str | None = setting(None, "system message in front of every prompt that has none")
-    max_prompt_tokens: int | None = setting(None, "leave out prompts of more tokens", COUNT)
+    system: str | None = setting(None, "system message for every prompt that has none")
+    max_prompt_tokens: int | None = setting(None, "skip prompts of more tokens", COUNT)
 
     def check(self) -> None:
         super().check()
@@ -64,7 +64,7 @@ class PromptSection(DataConfig):
         return True
 
     def check_budget(self) -> None:
-        """A prompt and its response may be longer than any block; what exceeds the budget is an error of its step."""
+        """Accepts any length: a prompt and its response may be longer than a block. The step checks the budget."""
 
     def require(self, name: str, condition: bool, expected: str) -> None:
         if not condition:
@@ -73,47 +73,46 @@ class PromptSection(DataConfig):
 
 @dataclass(frozen=True)
 class OptimizerSection(OptimizerConfig):
-    """A policy that is tuned from rewards needs smaller steps than training on text."""
+    """Settings of the optimizer. Tuning from rewards needs smaller steps than training on text."""
 
     lr: float = setting(1e-6, "peak learning rate", POSITIVE)
 
 
 @dataclass(frozen=True)
 class RolloutSection(Section):
-    """Which engine samples responses, and how."""
+    """The engine that samples responses, and its settings."""
 
     engine: Engine = setting(
         "colocated",
-        "colocated: each rank samples in its own process while its trainer's memory is away; server: fsdp2x rollout "
+        "colocated: each rank samples in its own process while its trainer's memory is freed; server: fsdp2x rollout "
         "processes; vllm, sglang: a server at rollout.addresses",
     )
     addresses: list[str] = setting(
-        [], "running engines: of server @NAME or sockets, of vllm and sglang a URL; unset: server starts its own"
+        [], "running engines: @NAME or sockets for server, a URL for vllm and sglang; unset: server starts its own"
     )
     num_engines: int = setting(1, "fsdp2x rollout processes to start, with engine=server and no addresses", COUNT)
     group_size: int = setting(8, "responses to each prompt", COUNT)
     max_tokens: int = setting(256, "most tokens of a response", COUNT)
-    temperature: float = setting(1.0, "logits are divided by it; log-probabilities are of the result", POSITIVE)
-    top_p: float = setting(1.0, "draw from the likeliest tokens that together have this probability", UP_TO_1)
-    top_k: int = setting(0, "draw from so many likeliest tokens; 0: from all", NOT_NEGATIVE)
+    temperature: float = setting(1.0, "divisor of the logits, before log-probabilities", POSITIVE)
+    top_p: float = setting(1.0, "draw from the most likely tokens that together have this probability", UP_TO_1)
+    top_k: int = setting(0, "draw from this number of most likely tokens; 0: from all", NOT_NEGATIVE)
     stop_ids: list[int] | None = setting(
         None, "tokens that end a response; unset: those of the generation config, else the tokenizer's end of sequence"
     )
     ahead: Literal[0, 1] = setting(
-        0, "1: responses to the next step are drawn while this one is trained, by weights one version older"
+        0, "1: draw responses for the next step while this one is trained, with weights one version older"
     )
-    eval_temperature: float = setting(0.0, "temperature in evaluation; 0 takes the likeliest tokens", NOT_NEGATIVE)
+    eval_temperature: float = setting(0.0, "temperature in evaluation; 0 takes the most likely tokens", NOT_NEGATIVE)
     log_samples: int = setting(2, "responses of rank 0 to write to samples.jsonl at each logged step", NOT_NEGATIVE)
     push: Literal["auto", "merged", "adapter"] = setting(
         "auto",
-        "with lora.rank: whole merged weights, or the adapter alone for engines that hold the base; auto: adapter for "
+        "with lora.rank: full merged weights, or only the adapter for engines that hold the base; auto: adapter for "
         "colocated, and for server with model.path",
     )
     bucket_mib: int = setting(64, "size of a bucket when weights are pushed, in MiB", COUNT)
     tolerance: float | None = setting(
         None,
-        "largest difference of log-probabilities between trainer and engine before the run ends; unset: it is only "
-        "logged",
+        "largest difference of log-probabilities between trainer and engine before the run ends; unset: only logged",
         POSITIVE,
     )
     timeout_s: float = setting(
@@ -132,7 +131,7 @@ class RolloutSection(Section):
 
 @dataclass(frozen=True)
 class RewardSection(Section):
-    """What a response is worth: a weighted sum of functions."""
+    """The reward of a response: a weighted sum of functions."""
 
     functions: list[Any] = setting(
         [],
@@ -151,16 +150,14 @@ class AlgorithmSection(Section):
     """Advantages and the loss; formulas and sources are in `fsdp2x.rl.losses`."""
 
     name: Algorithm = setting("grpo", "ppo: with a critic; the others compare the responses to one prompt")
-    clip_low: float | None = setting(None, "how far the ratio may fall below 1; unset: the algorithm's own", FRACTION)
-    clip_high: float | None = setting(
-        None, "how far the ratio may rise above 1; unset: the algorithm's own", NOT_NEGATIVE
-    )
+    clip_low: float | None = setting(None, "distance the ratio may fall below 1; unset: the algorithm's", FRACTION)
+    clip_high: float | None = setting(None, "distance the ratio may rise above 1; unset: the algorithm's", NOT_NEGATIVE)
     dual_clip: float | None = setting(None, "bound of the loss of tokens with a negative advantage", ABOVE_1)
     mean: Literal["tokens", "samples", "constant"] | None = setting(
-        None, "what the loss is a mean over; unset: the algorithm's own"
+        None, "items over which the loss is a mean; unset: the algorithm's"
     )
     advantage_scale: Literal["std", "batch", "none"] | None = setting(
-        None, "what advantages of groups are divided by; unset: std, of dr_grpo none"
+        None, "divisor of group advantages; unset: std, for dr_grpo none"
     )
     kl: Literal["k1", "k2", "k3", "k3+"] = setting("k3+", "estimate of the KL to the reference model")
     kl_weight: float = setting(0.0, "weight of the KL in the loss; 0: there is no reference model", NOT_NEGATIVE)
@@ -177,12 +174,12 @@ class AlgorithmSection(Section):
         POSITIVE,
     )
     dynamic_sampling: int = setting(
-        0, "rounds of further prompts in place of groups whose rewards are all equal (DAPO); 0: keep such groups",
+        0, "rounds of further prompts to replace groups whose rewards are all equal (DAPO); 0: keep such groups",
         NOT_NEGATIVE,
     )  # fmt: skip
     gamma: float = setting(1.0, "ppo: discount of later rewards", UP_TO_1)
     gae_lambda: float = setting(0.95, "ppo: decay of generalized advantage estimation", FRACTION)
-    value_clip: float = setting(0.2, "ppo: how far a value may move before its loss is clipped", POSITIVE)
+    value_clip: float = setting(0.2, "ppo: distance a value may move before its loss is clipped", POSITIVE)
     critic_lr: float = setting(1e-5, "ppo: learning rate of the critic", POSITIVE)
     critic_warmup: int = setting(0, "ppo: steps in which only the critic is trained", NOT_NEGATIVE)
 
@@ -197,7 +194,7 @@ class AlgorithmSection(Section):
         self.require("advantage_scale", self.advantage_scale is None or self.name != "ppo", grouped)
 
     def loss(self, max_tokens: int, kl_weight: float) -> losses.PolicySettings:
-        """The settings of `rl.policy_loss`; `max_tokens` of a response, `kl_weight` of the present step."""
+        """Returns the settings of `rl.policy_loss`, for responses of `max_tokens` and this step's `kl_weight`."""
         base = _LOSSES[self.name]
         low, high = base.clip
         return dataclasses.replace(
@@ -229,20 +226,20 @@ class EvaluationSection(Section):
 
 @dataclass(frozen=True)
 class ReferenceSection(Section):
-    """The frozen model that the KL is measured to; with LoRA it is the model without its adapters."""
+    """The frozen model of the KL. With LoRA it is the model without its adapters."""
 
     path: str | None = setting(None, "HuggingFace directory; unset: the policy's weights before training", PATH)
     dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "dtype of its parameters and computation")
-    offload: bool = setting(False, "keep its shards in host memory while it is not asked")
+    offload: bool = setting(False, "keep its shards in CPU memory while it is not used")
 
 
 @dataclass(frozen=True)
 class GrpoConfig(TrainConfig):
-    """Everything that `fsdp2x grpo` reads, section by section."""
+    """All settings of `fsdp2x grpo`, by section."""
 
     NEEDS = {
         "data.files": "data.files=FILES: rows of prompts",
-        "reward.functions": "reward.functions=[NAME or FILE.py:FUNCTION]: what a response is worth",
+        "reward.functions": "reward.functions=[NAME or FILE.py:FUNCTION]: the rewards of responses",
     }
 
     data: PromptSection
@@ -270,7 +267,7 @@ class GrpoConfig(TrainConfig):
 
     @property
     def pushes_adapter(self) -> bool:
-        """Whether the adapter is pushed alone."""
+        """Whether only the adapter is pushed."""
         if self.rollout.push != "auto":
             return self.rollout.push == "adapter"
         is_ours = self.rollout.engine in ("colocated", "server")
@@ -283,7 +280,7 @@ class GrpoConfig(TrainConfig):
                 raise ConfigError(f"{path}: {why}")
 
 
-# Settings of `fsdp2x train` that mean nothing here: when they are given, and what to write instead.
+# Settings of `fsdp2x train` without a meaning here: when they are set, and what to write instead.
 _REFUSED: dict[str, tuple[Any, str]] = {
     "data.packing": (lambda c: c.data.packing, "responses are packed in any case; leave it out"),
     "data.columns": (lambda c: bool(c.data.columns), "set data.prompt_column and data.answer_column"),

@@ -1,10 +1,10 @@
-"""Keys of three other trainers of policies, one table each: what every key becomes here, or why it has no effect.
+"""Tables of the keys of three other policy trainers: what every key becomes here, or why it has no effect.
 
 roles      actor_train, actor_infer and reference, with the blocks of `train/dialects.py`, and the keys of a pipeline
 models     models.policy_trainer, models.policy, models.ref_policy and runtime_args
 flags      names of a command line, with dashes or underscores (`flags.py`)
 
-A rollout of theirs is a step here, so that optimizer steps of a rollout become `algorithm.minibatches`.
+Their rollout is a step here, so their optimizer steps per rollout become `algorithm.minibatches`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _role_kl(value: float, given: Mapping) -> KeyResult:
 
 
 def _role_rewards(value: Mapping, _: Mapping) -> KeyResult:
-    """By the classes of their workers."""
+    """Returns rewards for the classes of their workers."""
     workers = [one.get("worker_cls", name) if isinstance(one, Mapping) else name for name, one in value.items()]
     classes = sorted({str(worker).rpartition(".")[2] for worker in workers})
     if classes == ["MathRuleRewardWorker"]:
@@ -259,7 +259,7 @@ ROLE_ROWS = table({"": {
 
 
 def _is_role(key: str, value: Any) -> bool:
-    """`reference` is a section of fsdp2x as well."""
+    """Returns whether a key is a role. `reference` is a section of fsdp2x as well."""
     inner = value if isinstance(value, Mapping) else ()
     return key in _ROLES[:2] or any(row.startswith(f"{key}.{name}") for row in ROLE_ROWS for name in inner)
 

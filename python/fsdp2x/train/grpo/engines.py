@@ -1,4 +1,4 @@
-"""The engine of a run: in each trainer's process, in processes that the run starts, or a server that runs already."""
+"""Starts the engine of a run: in each trainer's process, in processes of the run, or a server that already runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ END_S = 60
 
 
 class Engine(Protocol):
-    """What samples: `ask` returns at once, `collect` is collective and waits."""
+    """Interface for sampling. `ask` returns at once, `collect` is collective and waits."""
 
     target: EngineTarget
 
@@ -48,16 +48,16 @@ def start_engine(
     dtype: torch.dtype,
     closing: contextlib.ExitStack,
 ) -> Engine:
-    """The engine that `rollout` asks for; `closing` ends what is started here. Collective.
+    """Returns the engine that `rollout` asks for. `closing` ends what is started here. Collective.
 
     Args:
-        build: makes the whole model, for an engine in this process.
-        write_config: writes a `config.json` into a folder, for engines that this run starts.
-        adapter_base: the folder of the base weights, where only an adapter is pushed.
-        dtype: of the weights and the computation of engines that this run makes.
+        build: function that makes the full model, for an engine in this process.
+        write_config: function that writes a `config.json` into a folder, for engines that this run starts.
+        adapter_base: folder of the base weights, if only an adapter is pushed.
+        dtype: dtype of weights and computation of engines that this run makes.
 
     Raises:
-        ConfigError: engines of this host are asked for by a run over several hosts.
+        ConfigError: a run over several hosts asks for engines of this host.
         RolloutError: an engine does not answer.
     """
     if config.engine == "colocated":
@@ -67,7 +67,7 @@ def start_engine(
         return HttpEngine(config.engine, config.addresses[0], adapter=adapter, timeout_s=config.timeout_s)
     addresses = config.addresses
     if world.local_size != world.size:
-        raise ConfigError("rollout.engine: server is for ranks of one host; use vllm or sglang across hosts")
+        raise ConfigError("rollout.engine: server is for ranks of one host. Use vllm or sglang across hosts.")
     if not addresses:
         addresses = on_rank_0(lambda: [f"@fsdp2x-grpo-{secrets.token_hex(6)}-{i}" for i in range(config.num_engines)])
         if world.is_main:
@@ -82,7 +82,7 @@ def start_engine(
 
 
 def _launch(folder: Path, address: str, world: World, dtype: torch.dtype, timeout_s: float) -> subprocess.Popen:
-    """A `fsdp2x rollout` process, which ends by itself when its trainers have left."""
+    """Starts a `fsdp2x rollout` process, which ends by itself when its trainers have left."""
     words = [sys.executable, "-m", "fsdp2x", "rollout", str(folder), "--address", address]
     words += ["--device", world.device.type, "--dtype", str(dtype).removeprefix("torch."), "--once", f"{timeout_s:g}"]
     launched = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -91,7 +91,7 @@ def _launch(folder: Path, address: str, world: World, dtype: torch.dtype, timeou
 
 
 def _end(process: subprocess.Popen) -> None:
-    """The trainers have left it before, so that it ends; otherwise it is ended."""
+    """Waits for a process that ends when its trainers have left, or else ends it."""
     try:
         process.wait(timeout=5)
     except subprocess.TimeoutExpired:
@@ -105,7 +105,7 @@ def _end(process: subprocess.Popen) -> None:
 
 @contextlib.contextmanager
 def trainer_asleep(engine: Engine, trained: Sequence[tuple[torch.nn.Module, Any]]) -> Iterator[None]:
-    """While a colocated engine samples, shards and optimizer state of what is trained are in host memory."""
+    """Keeps shards and optimizer state of trained models in CPU memory while a colocated engine samples."""
     asleep = trained if isinstance(engine, ColocatedRollout) else ()
     with contextlib.ExitStack() as stack:
         for model, optimizer in asleep:

@@ -1,4 +1,4 @@
-"""Flags of a command line, with dashes or underscores: what each becomes in `fsdp2x grpo`, or why it has no effect."""
+"""Translates command-line flags, with dashes or underscores: what each becomes in `fsdp2x grpo`, or no effect."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fsdp2x.train.grpo.shared_rows import (
 from fsdp2x.train.parse import apply_overrides
 from fsdp2x.train.translate import Dialect, ForeignKey, KeyResult, Row, Translation, becomes, no_effect, only, table
 
-# Rounds of further prompts where a rollout goes on until it is full.
+# Rounds of further prompts for rollouts that continue until they are full.
 DYNAMIC_ROUNDS = 8
 _RULES = ("math", "deepscaler")
 _REWARD_TYPES = (*_RULES, "dapo", "f1", "gpqa", "ifbench", "random", "remote_rm")
@@ -50,13 +50,13 @@ def _flag_minibatches(value: int, given: Mapping) -> int:
 
 
 def _flag_steps(given: Mapping) -> int:
-    """Optimizer steps of a rollout."""
+    """Returns the optimizer steps of a rollout."""
     samples, batch = _flag_samples(given), given.get("global_batch_size")
     return given.get("num_steps_per_rollout") or (parts(samples, batch, "") if samples and batch else 1)
 
 
 def _iterations(path: str) -> Row:
-    """Optimizer steps as rollouts, by which the rate changes here."""
+    """Converts optimizer steps to rollouts, by which the rate changes here."""
     return becomes(path, by=lambda value, given: -(-value // _flag_steps(given)), kind=int, note=", in rollouts")
 
 
@@ -84,7 +84,7 @@ def _flag_reward(value: str, _: Mapping) -> KeyResult:
 
 
 def _eval_files(value: list[str], _: Mapping) -> list[str]:
-    """Names and files in turn, or one file."""
+    """Returns the files from alternating names and files, or from one file."""
     return value[1::2] if len(value) > 1 else value
 
 
@@ -95,7 +95,7 @@ def _prompt_file(value: str, _: Mapping) -> list[str]:
 
 
 def _load(value: str, _: Mapping) -> KeyResult:
-    """Where a run is continued, if there is one."""
+    """Returns the checkpoint to resume from, if there is one."""
     if Path(value).expanduser().exists():
         return KeyResult({"checkpoint.resume_from": value})
     return KeyResult(remark="there is no checkpoint yet")
@@ -234,7 +234,7 @@ FLAG_ROWS = table({"": {
 
 
 def _flag(key: str) -> str:
-    """As the table has it: with underscores, and all options of the server under one name."""
+    """Returns the name in the table: with underscores, and all options of the server under one name."""
     name = key.replace("-", "_").lower()
     return "sglang_*" if name.startswith("sglang_") else name
 
@@ -275,12 +275,12 @@ FLAGS = Dialect(
 
 
 def read_flags(words: Iterable[str]) -> dict[str, Any]:
-    """Words of a command line as a mapping: a flag without a value is on, and one with several has a list.
+    """Converts command-line words to a mapping: a flag without a value is on, and one with several has a list.
 
     The program may come first: `train_async.py` draws one step ahead.
 
     Raises:
-        ConfigError: a word that belongs to no flag.
+        ConfigError: a word belongs to no flag.
     """
     found: dict[str, list[Any]] = {}
     flag = ""

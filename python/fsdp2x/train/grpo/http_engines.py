@@ -1,4 +1,4 @@
-"""vLLM and SGLang servers as engines: token ids go in, and token ids with log-probabilities come out.
+"""Uses vLLM and SGLang servers as engines: sends token ids, and gets token ids with log-probabilities.
 
 vLLM (0.32 and later) answers at `/inference/v1/generate` with the version of the weights of each token. SGLang answers
 at `/generate` with one version for a response.
@@ -22,38 +22,38 @@ from fsdp2x.rl.sync.targets.base import EngineTarget
 from fsdp2x.rl.sync.targets.sglang import Sglang
 from fsdp2x.rl.sync.targets.vllm import Vllm
 
-# By which requests ask for a pushed adapter.
+# Name of a pushed adapter in requests.
 ADAPTER = "fsdp2x"
 MOST_REQUESTS = 64
 _SEEDS = 1 << 31
 
 
 class HttpEngine:
-    """The methods of `fsdp2x.rollout.RolloutClient`, by requests to a server. Every rank has one."""
+    """Requests to a server, with the methods of `fsdp2x.rollout.RolloutClient`. Every rank has one."""
 
     def __init__(
         self, kind: Literal["vllm", "sglang"], url: str, *, adapter: str | None = None, timeout_s: float
     ) -> None:
-        """`adapter`: the name of the pushed adapter to sample with; None: whole weights are pushed."""
+        """`adapter`: name of the pushed adapter to sample with. None: full weights are pushed."""
         self._adapter = adapter
         self._kind, self._url, self._timeout_s = kind, url.rstrip("/"), timeout_s
         self._pool = ThreadPoolExecutor(MOST_REQUESTS, thread_name_prefix="fsdp2x-http")
         self._asked: list[Future] | None = None
-        #: For `fsdp2x.sync.connect`, with `names="hf"`.
+        #: Target for `fsdp2x.sync.connect` with `names="hf"`.
         self.target: EngineTarget = Vllm(self._url) if kind == "vllm" else Sglang(self._url)
 
     def ask(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Returns at once; threads ask, so that the server never waits for a trainer that pushes to it."""
+        """Returns at once. Threads send requests, so the server never waits for a trainer that pushes to it."""
         if self._asked is not None:
             raise RuntimeError("HttpEngine.ask: collect() the answer to the last request first")
         draw = self._draw_vllm if self._kind == "vllm" else self._draw_sglang
         self._asked = [self._pool.submit(draw, index, list(prompt), sampling) for index, prompt in enumerate(prompts)]
 
     def collect(self) -> list[Completion]:
-        """The answers, in the order of the prompts. Collective.
+        """Returns the answers, in the order of the prompts. Collective.
 
         Raises:
-            RolloutError: on every rank: the server refused a request of one of them, or is gone.
+            RolloutError: on every rank if the server rejected a request of one of them, or is gone.
         """
         if self._asked is None:
             raise RuntimeError("HttpEngine.collect: ask(...) first")
@@ -72,7 +72,7 @@ class HttpEngine:
         return found
 
     def close(self) -> None:
-        """Waits for no answer; the server is its owner's to end."""
+        """Returns without waiting for answers. The owner of the server ends it."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _draw_vllm(self, index: int, prompt: list[int], sampling: Sampling) -> list[Completion]:

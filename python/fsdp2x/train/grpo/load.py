@@ -1,4 +1,4 @@
-"""A run's `GrpoConfig` from its YAML file: fsdp2x's own sections, or the keys of another trainer of policies."""
+"""Loads a run's `GrpoConfig` from its YAML file: fsdp2x's own sections, or the keys of another policy trainer."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fsdp2x.train.load_config import load
 def load_grpo_config(path: str | Path, overrides: Iterable[str] = (), *, resume_from: str | None = None) -> GrpoConfig:
     """Reads a YAML file and applies overrides such as `rollout.group_size=16`.
 
-    `resume_from` replaces checkpoint.resume_from when it is given. Keys without an effect are warned of by name.
+    `resume_from` replaces checkpoint.resume_from. Warnings name keys without an effect.
 
     Raises:
-        ConfigError: an unknown key (with the nearest one), a value of the wrong type, or settings that do not fit.
+        ConfigError: a key is unknown (the message names the nearest), a value has the wrong type, or settings conflict.
     """
     return load(path, overrides, resume_from=resume_from, kind=GrpoConfig, dialects=DIALECTS)

@@ -1,4 +1,4 @@
-"""The prompts of a run: rows of JSONL or parquet as token ids, and the order in which ranks visit them."""
+"""Reads the prompts of a run: rows of JSONL or parquet as token ids, and the order in which ranks visit them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: its tokens, what reward functions get (the row's text or messages), and the row's columns."""
+    """One prompt: its tokens, the text or messages for reward functions, and the row's columns."""
 
     tokens: list[int]
     shown: Any
@@ -44,7 +44,7 @@ class Prompts:
 
 
 def read_prompts(config: PromptSection, tokenizer: Tokenizer, seed: int) -> Prompts:
-    """Reads all rows, leaves out prompts that are too long, and holds some out in a seeded order.
+    """Reads all rows, skips prompts that are too long, and holds some out in a seeded order.
 
     Raises:
         ConfigError: a row is wrong (with its file and line), or no prompt is left.
@@ -84,7 +84,7 @@ def _make_prompt(config: PromptSection, row: Row, tokenizer: Tokenizer) -> Promp
     value = row.fields.get(column)
     if value is None:
         given = ", ".join(name for name, field in row.fields.items() if field is not None) or "nothing"
-        raise ConfigError(f"{row.where}: expected the column {column}, got {given}; see data.prompt_column")
+        raise ConfigError(f"{row.where}: expected the column {column}, got {given}. See data.prompt_column.")
     if isinstance(value, str) and (config.apply_chat_template or config.system is not None):
         value = [{"role": "user", "content": value}]
     columns = {name: field for name, field in row.fields.items() if name != column}
@@ -96,13 +96,13 @@ def _make_prompt(config: PromptSection, row: Row, tokenizer: Tokenizer) -> Promp
     if config.system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": config.system}, *messages]
     if messages[-1]["role"] == "assistant":
-        raise ConfigError(f"{row.where}: the last message of a prompt is the assistant's; leave the answer out of it")
+        raise ConfigError(f"{row.where}: the last message of a prompt is the assistant's. Remove the answer.")
     tools = row.fields.get("tools")
     return Prompt(render_prompt(tokenizer.inner, messages, tools=tools, where=row.where), messages, columns, row.where)
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """With the tokenizer's special tokens in front, and no end mark."""
+    """Returns token ids with the tokenizer's special tokens at the beginning, and no end mark."""
     if isinstance(tokenizer, ByteTokenizer):
         return tokenizer.encode(text.encode()).tolist()
     ids = tokenizer.inner(text, verbose=False)["input_ids"]
@@ -110,22 +110,22 @@ def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 class PromptStream(BlockStream):
-    """Hands each rank its prompts. `settled` is the position up to which prompts have been trained on.
+    """Gives each rank its prompts. `settled` is the position up to which prompts have been trained on.
 
-    What was asked ahead lies behind it, and a resumed run asks for it again.
+    Prompts that were requested ahead come after it, and a resumed run requests them again.
     """
 
     settled = 0
 
     def next_prompts(self) -> list[tuple[int, Prompt]]:
-        """This rank's next prompts, each with its global position; advances by all ranks' prompts."""
+        """Returns this rank's next prompts with their global positions. Advances by all ranks' prompts."""
         first = self.position + self.rank * self.batch_size
         self.position += self.world_size * self.batch_size
         prompts: Any = self.blocks.train
         return [(index, prompts[self._block_at(index)]) for index in range(first, first + self.batch_size)]
 
     def settle(self) -> None:
-        """All prompts that were handed out are trained on in this step."""
+        """Records that this step trains on all prompts that were handed out."""
         self.settled = self.position
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Rewards of responses: functions that are built in, or a user's from a file, several of them with weights.
+"""Rewards of responses: built-in functions or a user's from a file, several of them with weights.
 
 A function has the signature of TRL's reward functions, with texts: `reward(completions, prompts=..., **columns)` gets a
-list of texts and, by name, a list for each column of the rows, and returns a number for each completion. None counts
-as zero.
+list of texts and, by name, a list for each column of the rows. It returns a number for each completion. None counts as
+zero.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)
 
 @dataclass(frozen=True)
 class Reward:
-    """One function with its weight and the name that metrics have for it."""
+    """One function with its weight and its name in metrics."""
 
     name: str
     weight: float
@@ -36,10 +36,10 @@ class Reward:
 
 
 def make_rewards(config: RewardSection, answer_column: str) -> list[Reward]:
-    """The functions of `reward.functions`.
+    """Returns the functions of `reward.functions`.
 
     Raises:
-        ConfigError: an unknown name or option, a file that cannot be imported, or one that lacks the function.
+        ConfigError: a name or option is unknown, or a file cannot be imported or lacks the function.
     """
     found: list[Reward] = []
     for index, entry in enumerate(config.functions):
@@ -55,7 +55,7 @@ def make_rewards(config: RewardSection, answer_column: str) -> list[Reward]:
         else:
             made = Reward(name, float(weight), _built_in(name, options, answer_column, where))
         if made.name in [other.name for other in found]:
-            raise ConfigError(f"{where}: {made.name} is there twice; add their weights, or give one another name")
+            raise ConfigError(f"{where}: {made.name} appears twice. Add their weights, or give one another name.")
         found.append(made)
     return found
 
@@ -67,7 +67,7 @@ def total_reward(
     completions: list[str],
     columns: dict[str, list],
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """The weighted sum for each completion, and the values of each function by name.
+    """Returns the weighted sum for each completion, and the values of each function by name.
 
     Raises:
         ConfigError: a function raised, or did not return a finite number for each completion.
@@ -88,8 +88,8 @@ def total_reward(
         values = [0.0 if value is None else float(value) for value in values]
         if len(values) != len(completions) or not all(map(math.isfinite, values)):
             raise ConfigError(
-                f"reward {reward.name}: returned {len(values)} values for {len(completions)} completions, expected a "
-                "finite number for each"
+                f"reward {reward.name}: expected a finite number for each of {len(completions)} completions, got "
+                f"{len(values)} values"
             )
         parts[reward.name] = values
         sums = [total + reward.weight * value for total, value in zip(sums, values, strict=True)]
@@ -102,7 +102,7 @@ def _from_file(name: str, options: dict[str, Any], where: str) -> Callable[..., 
     file, _, attribute = name.rpartition(":")
     path = Path(file).expanduser()
     if not path.is_file():
-        raise ConfigError(f"{where}: {file}: no such file; write FILE.py:FUNCTION")
+        raise ConfigError(f"{where}: {file}: no such file. Write FILE.py:FUNCTION.")
     module_name = f"fsdp2x_reward_{abs(hash(path.resolve()))}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
@@ -127,7 +127,7 @@ def _from_file(name: str, options: dict[str, Any], where: str) -> Callable[..., 
 
 def _built_in(name: str, options: dict[str, Any], answer_column: str, where: str) -> Callable[..., Values]:
     if name not in BUILT_IN:
-        raise ConfigError(f"{where}: unknown reward {name!r}; built in are {', '.join(BUILT_IN)}, or FILE.py:FUNCTION")
+        raise ConfigError(f"{where}: unknown reward {name!r}. Built in are {', '.join(BUILT_IN)}, or FILE.py:FUNCTION.")
     function = BUILT_IN[name]
     known = {
         key: parameter
@@ -136,12 +136,12 @@ def _built_in(name: str, options: dict[str, Any], answer_column: str, where: str
     }
     unknown = sorted(set(options) - set(known))
     if unknown:
-        raise ConfigError(f"{where}: {name} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}")
+        raise ConfigError(f"{where}: {name} has no option {unknown[0]!r}. It has {', '.join(known) or 'none'}.")
     missing = [key for key, one in known.items() if one.default is one.empty and key not in options]
     if missing:
         raise ConfigError(f"{where}: {name} needs the option {missing[0]}")
     if name == "math_verify" and importlib.util.find_spec("math_verify") is None:
-        raise ConfigError(f"{where}: the package math-verify is not installed; `pip install math-verify`")
+        raise ConfigError(f"{where}: the package math-verify is not installed. Run `pip install math-verify`.")
     if name == "regex":
         try:
             re.compile(options["pattern"])
@@ -153,42 +153,42 @@ def _built_in(name: str, options: dict[str, Any], answer_column: str, where: str
         if not needs_answer:
             return [function(completion, **options) for completion in completions]
         if answer_column not in columns:
-            raise ConfigError(f"reward {name}: the rows have no column {answer_column!r}; see data.answer_column")
+            raise ConfigError(f"reward {name}: the rows have no column {answer_column!r}. See data.answer_column.")
         answers = columns[answer_column]
         return [function(text, answer=answer, **options) for text, answer in zip(completions, answers, strict=True)]
 
     return of_all
 
 
-# ---- built in: each returns 1 for what is right, 0 otherwise, or a part between
+# ---- built in: each returns 1 for a correct response, 0 otherwise, or a part in between
 
 
 def _normal(text: Any) -> str:
-    """Case, punctuation at the ends and runs of spaces do not count."""
+    """Removes case, punctuation at the ends, and runs of spaces."""
     words = unicodedata.normalize("NFKC", str(text)).casefold().split()
     return " ".join(words).strip(" .,;:!?\"'`*")
 
 
 def exact_match(completion: str, answer: Any, ignore_case: bool = True) -> float:
-    """1 where the response is the answer, apart from case, spaces and punctuation at its ends."""
+    """Returns 1 if the response is the answer, ignoring case, spaces and punctuation at its ends."""
     if not ignore_case:
         return float(str(completion).strip() == str(answer).strip())
     return float(_normal(completion) == _normal(answer))
 
 
 def contains(completion: str, answer: Any) -> float:
-    """1 where the answer is in the response as whole words."""
+    """Returns 1 if the response contains the answer as complete words."""
     wanted = _normal(answer)
     return float(bool(wanted) and re.search(rf"(?<!\w){re.escape(wanted)}(?!\w)", _normal(completion)) is not None)
 
 
 def regex(completion: str, pattern: str, whole: bool = False) -> float:
-    """1 where the pattern matches somewhere in the response, or with `whole` all of it."""
+    """Returns 1 if the pattern matches in the response, or with `whole` matches all of it."""
     return float((re.fullmatch if whole else re.search)(pattern, completion, re.DOTALL) is not None)
 
 
 def number(completion: str, answer: Any, tolerance: float = 1e-6) -> float:
-    """1 where the last number in the response is the answer's last number, as GSM8K is scored."""
+    """Returns 1 if the last number in the response is the answer's last number, as GSM8K is scored."""
     found, wanted = last_number(completion), last_number(str(answer))
     if wanted is None:
         raise ConfigError(f"reward number: the answer {answer!r} has no number")
@@ -196,13 +196,13 @@ def number(completion: str, answer: Any, tolerance: float = 1e-6) -> float:
 
 
 def last_number(text: str) -> float | None:
-    """The last number of a text; commas between thousands are left out."""
+    """Returns the last number of a text, without commas between thousands."""
     found = [match for match in NUMBER.findall(text) if any(character.isdigit() for character in match)]
     return float(found[-1].replace(",", "")) if found else None
 
 
 def length(completion: str, target: int, slack: int = 0) -> float:
-    """1 up to `target` characters, falling linearly to 0 over `slack` more."""
+    """Returns 1 up to `target` characters, falling linearly to 0 over `slack` more."""
     beyond = len(completion) - target
     if beyond <= 0:
         return 1.0
@@ -210,7 +210,7 @@ def length(completion: str, target: int, slack: int = 0) -> float:
 
 
 def math_verify(completion: str, answer: Any) -> float:
-    """1 where the package math-verify holds the response and the answer for equal."""
+    """Returns 1 if the package math-verify finds the response equal to the answer."""
     verifier: Any = importlib.import_module("math_verify")
 
     return float(verifier.verify(verifier.parse(str(answer)), verifier.parse(completion)))

@@ -1,4 +1,4 @@
-"""Helpers for the tables of other trainers of policies: rows that move or mean less, and what all formats imply."""
+"""Helpers for the tables of other policy trainers: rows that move or change, and settings that all formats imply."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIKE_POLICY = "the reference model is sharded and packed as the policy is"
 
 
 def keeps(default: Any, otherwise: str, kind: Any = bool) -> Row:
-    """A key that may only have the value that means nothing."""
+    """Returns a row for a key that may only have its neutral value."""
     return only(default, "nothing is changed", otherwise, kind)
 
 
@@ -31,7 +31,7 @@ def acts_on(keys: str, kind: Any = bool) -> Row:
 
 
 def parts(whole: int, part: int, of: str) -> int:
-    """How often `part` goes into `whole` samples of a rollout."""
+    """Returns how many times `part` goes into `whole` samples of a rollout."""
     if part < 1 or whole % part:
         raise ConfigError(f"got {part}, which does not divide the {whole} samples of a rollout ({of})")
     return whole // part
@@ -49,7 +49,7 @@ def reference_path(policy: str, has_kl: Any) -> Row:
 
 
 def moved(rows: Mapping[str, Row], prefix: str) -> dict[str, Row]:
-    """The rows below `prefix`; those that look at other keys of the file see them without it."""
+    """Returns the rows inside `prefix`. Rows that read other keys of the file see them without it."""
 
     def inside(row: Row) -> Row:
         by = row.by
@@ -65,7 +65,7 @@ def moved(rows: Mapping[str, Row], prefix: str) -> dict[str, Row]:
 
 
 def of_reference(rows: Mapping[str, Row]) -> dict[str, Row]:
-    """Rows of a policy as those of the frozen model: only its dtype and its place count."""
+    """Returns rows of a policy for the frozen model, of which only dtype and place count."""
     places = {"parallel.param_dtype": "dtype", "model.dtype": "dtype", "parallel.offload": "offload"}
 
     def one(row: Row) -> Row:
@@ -84,13 +84,13 @@ def of_reference(rows: Mapping[str, Row]) -> dict[str, Row]:
 
 
 def is_given(found: Translation, ours: Mapping[str, Any], path: str) -> bool:
-    """Whether a key of the file or the command line sets it."""
+    """Returns whether a key of the file or the command line sets it."""
     section, _, name = path.partition(".")
     return name in (found.settings.get(section) or {}) or name in (ours.get(section) or {})
 
 
 def imply_all(found: Translation, ours: Mapping[str, Any], kl: str) -> None:
-    """What all three imply, and what is missing."""
+    """Adds settings that all three formats imply, and what is missing."""
     files = {**(found.settings.get("data") or {}), **(ours.get("data") or {})}.get("files") or []
     files = [files] if isinstance(files, str) else files
     is_parquet = bool(files) and all(str(file).endswith(".parquet") for file in files)

@@ -1,4 +1,4 @@
-"""The loop of `fsdp2x grpo`: sample responses, reward them, compare log-probabilities, update the policy, push it."""
+"""Runs the loop of `fsdp2x grpo`: sample responses, reward them, compare log-probabilities, update the policy, push."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Group:
 
 
 class GrpoTrainer(Trainer):
-    """Trains a policy from rewards, as a `GrpoConfig` says; `run()` trains, `close()` ends what was begun.
+    """Trains a policy from rewards by a `GrpoConfig`. `run()` trains, `close()` ends what was begun.
 
     The checkpoint of a step holds what a resumed run needs to draw the same next prompts. Collective, as `Trainer` is.
     """
@@ -70,7 +70,7 @@ class GrpoTrainer(Trainer):
     _stream_class = PromptStream
     _data_are = "prompts"
 
-    # ---- what the run is made of
+    # ---- parts of the run
 
     def _read_data(self, tokenizer: Tokenizer) -> Prompts:
         prompts = read_prompts(self.config.data, tokenizer, self.config.train.seed)
@@ -78,7 +78,7 @@ class GrpoTrainer(Trainer):
         return prompts
 
     def _make_feed(self) -> None:
-        """The engine, the reference model and the session of pushes; there are no batches of text."""
+        """Makes the engine, the reference model and the push session. There are no batches of text."""
         config, world = self.config, self.world
         with as_config_error("model"):
             use_varlen_attention(self.model)
@@ -97,7 +97,7 @@ class GrpoTrainer(Trainer):
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.numbers: dict[str, float] = {}
         self._asked: list[tuple[int, Prompt]] | None = None  # prompts whose responses are awaited
-        self._collected: list[Completion] | None = None  # these, when an evaluation came first
+        self._collected: list[Completion] | None = None  # these responses, if an evaluation came first
         self._pushed_step: int | None = None
         self._trained = [(self.model, self.optimizer)]
         if self.critic is not None:
@@ -149,7 +149,7 @@ class GrpoTrainer(Trainer):
         self.assets_config.save_pretrained(str(folder))
 
     def _make_reference(self) -> rl.Reference | None:
-        """The frozen model of the KL; None: there is no KL, or the policy without its adapters is the reference."""
+        """Makes the frozen model of the KL. None: no KL, or the policy without its adapters is the reference."""
         config = self.config
         if not config.algorithm.kl_weight or config.lora.rank:
             return None
@@ -166,7 +166,7 @@ class GrpoTrainer(Trainer):
         return rl.Reference(frozen, offload=config.reference.offload)
 
     def _make_critic(self) -> Critic | None:
-        """The value model of PPO, from the policy's weights before training."""
+        """Makes PPO's value model from the policy's weights before training."""
         config = self.config
         if config.algorithm.name != "ppo":
             return None
@@ -175,7 +175,7 @@ class GrpoTrainer(Trainer):
         return Critic(model, config.algorithm.critic_lr, config.train.clip)
 
     def _build_on_all_ranks(self, wanted: ModelConfig) -> torch.nn.Module:
-        """The whole model on the CPU. What one rank cannot read is raised on all."""
+        """Builds the full model on the CPU. If one rank cannot read it, all raise."""
         return run_on_all_ranks(
             lambda: build_model(wanted, self.tokenizer, self.config.train.seed), raising=ConfigError
         )
@@ -194,7 +194,7 @@ class GrpoTrainer(Trainer):
 
     @property
     def tokens_per_step(self) -> int:
-        """At most so many tokens are drawn in a step."""
+        """The most tokens that are drawn in a step."""
         return self.blocks_per_step * self.config.rollout.group_size * self.config.rollout.max_tokens
 
     def _size_of_step(self) -> tuple[int, str]:
@@ -212,7 +212,7 @@ class GrpoTrainer(Trainer):
         self.seconds[name] += time.perf_counter() - began
 
     def _push(self) -> None:
-        """Gives the engine the weights of now, unless it has them."""
+        """Gives the engine the current weights, unless it has them."""
         if self._pushed_step != self.step:
             with self._phase("push"):
                 self.sync.push(version=self.step)
@@ -221,7 +221,7 @@ class GrpoTrainer(Trainer):
             self._pushed_step = self.step
 
     def _sampling(self, request: int, num_samples: int, temperature: float) -> Sampling:
-        """Requests are numbered within the run, so that no two ranks or rounds draw alike."""
+        """Returns sampling settings. Requests are numbered within the run, so no two ranks or rounds draw alike."""
         rollout = self.config.rollout
         seed = (self.config.train.seed * 1_000_003 + request) * self.world.size + self.world.rank
         return Sampling(
@@ -235,7 +235,7 @@ class GrpoTrainer(Trainer):
         )
 
     def _ask(self, step: int, round_: int) -> None:
-        """Asks for the responses of a step; a round is one of its requests."""
+        """Requests the responses of a step. A round is one of its requests."""
         rows = self.stream.next_prompts()
         rollout = self.config.rollout
         sampling = self._sampling(step * 64 + round_, rollout.group_size, rollout.temperature)
@@ -246,11 +246,11 @@ class GrpoTrainer(Trainer):
         with self._phase("generate"), trainer_asleep(self.engine, self._trained):
             if not isinstance(self.engine, ColocatedRollout):
                 return self.engine.collect()
-            # Not collective: what fails on one rank must not leave the others waiting.
+            # Not collective, so a failure of one rank must not leave the others waiting.
             return run_on_all_ranks(self.engine.collect, what="sampling", raising=RolloutError)
 
     def _next_groups(self) -> list[Group]:
-        """This rank's groups of the next step; further rounds replace groups whose rewards are all equal."""
+        """Returns this rank's groups of the next step. Further rounds replace groups of equal rewards."""
         config, step = self.config, self.step + 1
         rounds = 1 + config.algorithm.dynamic_sampling
         groups: list[Group] = []
@@ -277,7 +277,7 @@ class GrpoTrainer(Trainer):
         return groups
 
     def _judge(self, rows: Sequence[tuple[int, Prompt]], completions: list[Completion]) -> list[Group]:
-        """Groups with rewards. An error of a reward function on one rank is raised on all."""
+        """Returns groups with rewards. If a reward function fails on one rank, all raise."""
         groups = [Group(prompt_id, prompt) for prompt_id, prompt in rows]
         for completion in completions:
             group = groups[completion.prompt]
@@ -300,7 +300,7 @@ class GrpoTrainer(Trainer):
         return groups
 
     def _note_groups(self, groups: list[Group], total: int, same: int) -> None:
-        """Numbers about what was drawn, over all ranks, and a few samples of rank 0."""
+        """Records numbers about the responses over all ranks, and a few samples of rank 0."""
         rewards = [reward for group in groups for reward in group.rewards]
         drawn = [completion for group in groups for completion in group.completions]
         cut = sum(completion.tokens[-1] not in self.stop_ids for completion in drawn)
@@ -334,13 +334,13 @@ class GrpoTrainer(Trainer):
     # ---- a step
 
     def train_step(self) -> tuple[float, float | None, float]:
-        """Draws the responses of a step and updates the policy by them.
+        """Draws the responses of a step and updates the policy with them.
 
         Returns:
             The loss (mean over optimizer steps, over all ranks), the gradient's norm before clipping, the rate.
 
         Raises:
-            TrainingError: on every rank: the loss is not a number, or trainer and engine differ by more than
+            TrainingError: on every rank if the loss is not a number, or trainer and engine differ by more than
                 `rollout.tolerance`.
         """
         config, optimizer, schedule = self.config, self.optimizer, self.schedule
@@ -349,7 +349,7 @@ class GrpoTrainer(Trainer):
         groups = self._next_groups()
         samples = [(group, i) for group in groups for i in range(len(group.completions))]
         if config.rollout.ahead and self.step + 1 < self.num_steps:
-            self._ask(self.step + 2, 0)  # by the weights before this step's update
+            self._ask(self.step + 2, 0)  # with the weights before this step's update
         batch = Batch(
             packed=[_as_sample(group, i) for group, i in samples],
             rewards=torch.tensor([group.rewards[i] for group, i in samples], dtype=torch.float32),
@@ -383,7 +383,7 @@ class GrpoTrainer(Trainer):
     # ---- checkpoints
 
     def save(self) -> Path:
-        """As `Trainer.save`; a critic goes into a folder among the policy's checkpoints."""
+        """Saves like `Trainer.save`. A critic gets a folder among the policy's checkpoints."""
         if self.critic is not None:  # first, so that a checkpoint of the policy always has its critic
             checkpoint.save(
                 self.checkpoints / CRITIC,
@@ -407,7 +407,7 @@ class GrpoTrainer(Trainer):
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Mean reward and pass@k over the held-out prompts, the same on every rank. Collective.
+        """Returns mean reward and pass@k over the held-out prompts, the same on every rank. Collective.
 
         pass@k is the unbiased estimate of arXiv 2107.03374: 1 - C(n - c, k) / C(n, k) for c correct responses of n.
         """
@@ -447,12 +447,12 @@ class GrpoTrainer(Trainer):
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Probability that one of `k` of `n` responses is correct, `correct` of which are (arXiv 2107.03374)."""
+    """Returns the probability that one of `k` of `n` responses is correct if `correct` are (arXiv 2107.03374)."""
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def _number(version: Version) -> int:
-    """The engine's version of the weights as the step that pushed them."""
+    """Returns the engine's version of the weights as the step that pushed them."""
     assert isinstance(version, int), f"pushed by this run, which numbers its versions: {version!r}"
     return version
 
@@ -463,7 +463,7 @@ def _as_sample(group: Group, index: int) -> dict[str, Any]:
 
 
 def _shares(counts: list[int], wanted: int) -> list[int]:
-    """How many groups each rank keeps so that there are at most `wanted`: the fullest rank gives up first."""
+    """Returns how many groups each rank keeps so that at most `wanted` remain. The fullest rank gives up first."""
     kept = list(counts)
     for _ in range(sum(counts) - wanted):
         fullest = max(range(len(kept)), key=lambda rank: (kept[rank], rank))
@@ -472,5 +472,5 @@ def _shares(counts: list[int], wanted: int) -> list[int]:
 
 
 def train_policy(config: GrpoConfig) -> None:
-    """Runs a whole training from its config."""
+    """Runs a complete training from its config."""
     run_to_end(GrpoTrainer(config))

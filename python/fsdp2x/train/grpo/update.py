@@ -1,4 +1,4 @@
-"""The update of a policy by the responses of a rollout: log-probabilities, advantages, losses and optimizer steps."""
+"""Updates a policy with the responses of a rollout: log-probabilities, advantages, losses and optimizer steps."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ PerSample = list[torch.Tensor]
 
 @dataclass
 class Batch:
-    """What this rank's samples of a step are, one entry for each sample."""
+    """This rank's samples of a step, with one entry for each sample."""
 
     packed: list[dict[str, Any]]
     rewards: torch.Tensor
     group_ids: list[int]
     behaviour: list[list[float]]  # log-probabilities of the engine
-    versions: list[list[float]]  # of the weights that drew each token
+    versions: list[list[float]]  # versions of the weights that drew each token
     old: PerSample | None = None  # log-probabilities of the policy before the update
-    frozen: PerSample | None = None  # of the reference
+    frozen: PerSample | None = None  # log-probabilities of the reference
     advantages: torch.Tensor | PerSample = field(default_factory=lambda: torch.zeros(0))
     values: PerSample = field(default_factory=list)
     returns: PerSample = field(default_factory=list)
@@ -46,7 +46,7 @@ class Critic:
 
     @torch.no_grad()
     def values(self, rows: Sequence[PackedBatch]) -> list[torch.Tensor]:
-        """Of each position of the rows. Collective."""
+        """Returns the values of each position of the rows. Collective."""
         self.model.eval()
         found = [self.model(**row.inputs) for row in rows]
         self.model.train()
@@ -56,7 +56,7 @@ class Critic:
 class Update:
     """Makes the optimizer steps of a rollout. All methods are collective.
 
-    `step` is the number of rollouts that have been trained on: the version of the weights.
+    `step` is the number of rollouts that have been trained on, which is the version of the weights.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class Update:
         num_steps: int,
         budget: int,
     ) -> None:
-        """`budget`: tokens of a micro-batch."""
+        """`budget` is the tokens of a micro-batch."""
         self._config, self._model, self._reference, self._critic = config, model, reference, critic
         self._device, self._num_steps, self._budget = device, num_steps, budget
 
     def kl_weight(self, step: int) -> float:
-        """Of the rollout after `step` others."""
+        """Returns the KL weight of the rollout after `step` others."""
         algorithm = self._config.algorithm
         if algorithm.kl_end is None:
             return algorithm.kl_weight
@@ -83,7 +83,7 @@ class Update:
         return algorithm.kl_weight + (algorithm.kl_end - algorithm.kl_weight) * min(part, 1.0)
 
     def _rows(self, samples: Sequence[dict[str, Any]]) -> tuple[list[PackedBatch], list[rl.RowTokens]]:
-        """Rows within the budget, as many on every rank, and their label tokens."""
+        """Returns rows within the budget, the same number on every rank, and their label tokens."""
         rows = [row.to(self._device) for row in micro_batches(samples, self._budget)]
         return rows, [rl.RowTokens(row) for row in rows]
 
@@ -91,9 +91,9 @@ class Update:
 
     @torch.no_grad()
     def score(self, batch: Batch, step: int) -> None:
-        """Fills in the log-probabilities before the update, advantages, values and returns.
+        """Computes the log-probabilities before the update, advantages, values and returns.
 
-        With one optimizer step the policy's own log-probabilities are those of the update's forward and left out.
+        With one optimizer step the policy's own log-probabilities are those of the update's forward and omitted here.
         """
         algorithm = self._config.algorithm
         needs_old = algorithm.epochs * algorithm.minibatches > 1
@@ -132,13 +132,13 @@ class Update:
     # ---- the update
 
     def run(self, batch: Batch, step: int, step_optimizer: Callable[[], float | None]) -> dict[str, float]:
-        """Makes all optimizer steps of the batch; `step_optimizer` clips, steps and returns the gradient's norm.
+        """Makes all optimizer steps of the batch. `step_optimizer` clips, steps and returns the gradient's norm.
 
         Returns:
-            Numbers over all ranks, means over the optimizer steps; those that end with `_max` are maxima.
+            Numbers over all ranks, means over the optimizer steps. Those that end with `_max` are maxima.
 
         Raises:
-            TrainingError: on every rank: trainer and engine differ by more than `rollout.tolerance`.
+            TrainingError: on every rank if trainer and engine differ by more than `rollout.tolerance`.
         """
         algorithm = self._config.algorithm
         found: list[dict[str, float]] = []
@@ -159,7 +159,7 @@ class Update:
         }
 
     def _minibatches(self, count: int, step: int) -> Iterator[list[int]]:
-        """Indices of this rank's samples for each optimizer step; every rank yields as many."""
+        """Yields indices of this rank's samples for each optimizer step. Every rank yields the same number."""
         algorithm = self._config.algorithm
         rank = dist.get_rank()
         generator = torch.Generator().manual_seed((self._config.train.seed << 24) + (step << 8) + rank)
@@ -179,7 +179,7 @@ class Update:
         count: rl.StepCount,
         step: int,
     ) -> dict[str, float]:
-        """Gradients of one optimizer step of the policy."""
+        """Computes gradients of one optimizer step of the policy."""
         config, algorithm = self._config, self._config.algorithm
         settings = algorithm.loss(config.rollout.max_tokens, self.kl_weight(step))
         high = algorithm.max_weight or (2.0 if config.rollout.ahead else None)
@@ -230,7 +230,7 @@ class Update:
         if tolerance is not None and not found["difference_max"] <= tolerance:
             raise TrainingError(
                 f"step {step + 1}: log-probabilities of trainer and engine differ by {found['difference_max']:.3g}, "
-                f"rollout.tolerance is {tolerance:g}"
+                f"more than rollout.tolerance={tolerance:g}. Check the engine's dtype and weights."
             )
         return found
 
@@ -248,7 +248,7 @@ class Update:
         tokens: list[rl.RowTokens],
         count: rl.StepCount,
     ) -> dict[str, float]:
-        """One optimizer step of the critic."""
+        """Runs one optimizer step of the critic."""
         total = 0.0
         for index, (row, of_row) in enumerate(zip(rows, tokens, strict=True)):
             with accumulate(critic.model, last=index == len(rows) - 1):
@@ -272,7 +272,7 @@ def _mean(values: list[float]) -> float:
 
 
 def _by_sample(rows: Sequence[PackedBatch], values: Sequence[torch.Tensor]) -> PerSample:
-    """The values of each sample's label tokens, in the order of the samples."""
+    """Returns the values of each sample's label tokens, in the order of the samples."""
     found: dict[int, torch.Tensor] = {}
     for row, of_row in zip(rows, values, strict=True):
         parts = zip(row.sample_ids, row.unpack(of_row), row.unpack(row.next_labels), strict=True)

@@ -414,7 +414,7 @@ class ServerControl:
         if num_workers != len(results):
             raise ControlError(
                 f"{self.name} has {num_workers} workers, of which {len(results)} answer, because a data-parallel "
-                "server passes calls to one of its replicas. Start a server for each, and give Vllm all their addresses."
+                "server passes calls to one replica. Start a server for each, and give Vllm all their addresses."
             )
         return results
 
