@@ -1,4 +1,4 @@
-"""AdamW in one call per step; the moments belong to the optimizer's state, as torch's do."""
+"""AdamW in one call per step. The moments belong to the optimizer's state, as in torch."""
 
 from __future__ import annotations
 
@@ -35,54 +35,42 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 class AdamW(EngineStep, torch.optim.AdamW):
-    """``torch.optim.AdamW`` with all parameters of a step in one call, over their local shards.
+    """Steps like ``torch.optim.AdamW``, with all parameters in one call over their local shards.
 
-    Arguments, parameter groups, closures, and ``state_dict`` are torch's, and states load both ways. A kernel steps
-    float32 parameters, and with ``moments_dtype`` 16-bit ones, in float32. On processors with fused multiply-add the
-    float32 moments are torch's bit for bit, and parameters are within 1e-6. torch's functions step all others.
-
-    Stochastic rounding takes its bits from Philox-4x32-10 (Salmon et al., 2011), keyed by the seed, the parameter, its
-    step count, and the element's place in the full parameter: the same for any number of ranks.
-
-    With ``moments_dtype="int8"`` each 256 elements of a rank share a float32 scale: ``magnitude = scale * (code / 127)
-    ** 4``, with 255 where there is no sign. State dicts and checkpoints contain float32 values. ``optimizer.state`` has
-    ``exp_avg_codes`` and ``exp_avg_scales``, which ``flatten_optimizer_state_dict=True`` of torch cannot load.
-
-    With ``fsdp2x.HostOffloadPolicy(mode="optimizer")`` moments stay in CPU memory. A step copies them to the device and
-    back, one unit at a time. With ``max_grad_norm`` a step clips as ``fsdp2x.clip_grad_norm_`` does and is collective.
-    The gradients stay as they are, and ``grad_norm`` is their norm before clipping.
+    Arguments, parameter groups, closures, and ``state_dict`` are torch's, and states load both ways. Moments are
+    torch's bit for bit on processors with fused multiply-add, and parameters within 1e-6. docs/guides/optimizers.md
+    describes 8-bit moments and offloading.
 
     Args:
-        params, lr, betas, eps, weight_decay, amsgrad, maximize: as in ``torch.optim.AdamW``; ``lr`` and ``betas`` may
-            be tensors of one element.
-        foreach, fused: accepted for compatibility and without a meaning: every step is fused.
+        params, lr, betas, eps, weight_decay, amsgrad, maximize: see ``torch.optim.AdamW``. ``lr`` and ``betas`` may be
+            tensors of one element.
+        foreach, fused: accepted for compatibility, without effect.
         capturable, differentiable: must be False.
-        moments_dtype: dtype of the moments of float32, bfloat16 and float16 parameters, ``torch.float32``,
-            ``torch.bfloat16`` or ``"int8"``; None (default) gives moments the dtype of their parameter, as torch does.
-            States of another dtype are converted when they are loaded, here and by torch.
-        stochastic_rounding: round what is stored in bfloat16 or in 8 bits, parameters and moments, stochastically
-            instead of to nearest. Only where a kernel steps.
-        seed: of the stochastic rounding, in [0, 2**64); the same on every rank.
-        max_grad_norm: clip the gradients of all groups together to this 2-norm; None (default): they are used as they
-            are.
-        step_in_backward: step each parameter in host memory on threads of the optimizer while backward goes on, as soon
-            as its reduced gradient has arrived. Backward returns after these steps, which have the bits of a later one.
-            ``step()`` is still to be called: it steps all other parameters. Gradients stay until ``zero_grad()``.
-            Accumulate in ``fsdp2x.accumulate``.
+        moments_dtype: dtype of the moments of float32, bfloat16 and float16 parameters: ``torch.float32``,
+            ``torch.bfloat16``, or ``"int8"``, with a float32 scale for each 256 elements of a rank. 16-bit values are
+            updated in float32 and rounded back. None (default): the dtype of each parameter. Loading converts states.
+        stochastic_rounding: whether to round stored bfloat16 and 8-bit values at random, with bits from Philox-4x32-10
+            (Salmon et al., 2011) that do not depend on the number of ranks.
+        seed: seed of stochastic rounding, in [0, 2**64), the same on every rank.
+        max_grad_norm: largest 2-norm of all gradients together. The step then clips as ``fsdp2x.clip_grad_norm_`` does,
+            is collective, leaves gradients unchanged, and sets ``grad_norm``, the norm before clipping. None (default):
+            no clipping.
+        step_in_backward: whether to step each parameter in CPU memory during backward, on threads of the optimizer, as
+            soon as its reduced gradient arrives. Backward returns after these steps, whose results are those of a later
+            step bit for bit. ``step()`` is still needed, for all other parameters. Gradients stay until
+            ``zero_grad()``. Accumulate with ``fsdp2x.accumulate``.
 
     Raises:
-        NotImplementedError: ``capturable`` or ``differentiable``, here, in a group, or in a loaded state; in ``step``,
-            ``stochastic_rounding`` of what torch's functions would have to step, or of a parameter cut along two
-            dims behind the first.
-        ValueError: settings out of range, another ``moments_dtype``, ``stochastic_rounding`` without ``moments_dtype``,
-            ``step_in_backward`` with ``max_grad_norm``; parameters from before ``fully_shard``, or gathered ones:
-            stepping them would not change the model. Those that ``fully_shard`` replaces later are a RuntimeError in
-            ``step`` until ``rebind_optimizer``.
-        RuntimeError: with ``step_in_backward``: in ``step``, settings of a group or gradients have changed since
-            backward, or that backward raised an error; in backward, a second gradient before ``step``.
+        NotImplementedError: ``capturable`` or ``differentiable`` is set, or in ``step``, ``stochastic_rounding`` meets
+            a parameter that no kernel steps.
+        ValueError: a setting is out of range, ``stochastic_rounding`` lacks ``moments_dtype``, ``step_in_backward``
+            comes with ``max_grad_norm``, or parameters are from before ``fully_shard`` or gathered. Parameters that
+            ``fully_shard`` replaces later raise RuntimeError in ``step`` until ``rebind_optimizer``.
+        RuntimeError: with ``step_in_backward``, in ``step``: settings of a group or gradients have changed since
+            backward, or backward failed. In backward: a second gradient arrives before ``step``.
     """
 
-    keeps_host_state = True  # knows parameters whose state belongs to the host
+    keeps_host_state = True  # supports parameters whose state stays in CPU memory
     _name = "AdamW"
     _kept = ("moments_dtype", "stochastic_rounding", "seed", "max_grad_norm", "step_in_backward")
     step_in_backward = False
@@ -111,13 +99,13 @@ class AdamW(EngineStep, torch.optim.AdamW):
         self._prepare({"capturable": capturable, "differentiable": differentiable}, max_grad_norm)
         if moments_dtype not in (None, torch.float32, torch.bfloat16, INT8):
             raise ValueError(
-                f"fsdp2x.optim.AdamW: moments_dtype is {moments_dtype!r}, expected None, torch.float32, torch.bfloat16 "
-                "or 'int8'"
+                "fsdp2x.optim.AdamW: moments_dtype must be None, torch.float32, torch.bfloat16 or 'int8', got "
+                f"{moments_dtype!r}"
             )
         if stochastic_rounding and moments_dtype is None:
             raise ValueError(
-                "fsdp2x.optim.AdamW: stochastic_rounding needs moments_dtype (torch.bfloat16, or torch.float32 to "
-                "round bfloat16 parameters only): without it 16-bit parameters are stepped by torch's functions"
+                "fsdp2x.optim.AdamW: stochastic_rounding needs moments_dtype, without which torch's functions step "
+                "16-bit parameters. Pass torch.bfloat16, or torch.float32 to round bfloat16 parameters only."
             )
         if not 0 <= seed < 2**64:
             raise ValueError(f"fsdp2x.optim.AdamW: seed is {seed}, expected an integer in [0, 2**64)")
@@ -135,17 +123,17 @@ class AdamW(EngineStep, torch.optim.AdamW):
         super()._begin_afresh()
         self._in_backward = StepInBackward(self._name, self._threads)
         self._host_moments = HostMoments()
-        self._places: dict[Any, tuple[int, int, int]] = {}  # of DTensorSpecs, in the whole parameter
+        self._places: dict[Any, tuple[int, int, int]] = {}  # of DTensorSpecs, in the full parameter
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; moments come in ``moments_dtype``, without a detour through the dtype of their parameter."""
+        """Loads like torch, but converts moments to ``moments_dtype`` without using their parameter's dtype."""
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         on_host = self._wanted_on_host()
         ours = {id(one.param) for one in on_host}
         params = [param for group in self.param_groups for param in group["params"]]
-        kept: dict[Any, dict] = {}  # what torch would bring to the device
+        kept: dict[Any, dict] = {}  # state that torch would move to the device
         rest: dict[Any, dict] = {}
-        for index, param in zip(saved, params, strict=False):  # torch says when their numbers differ
+        for index, param in zip(saved, params, strict=False):  # torch reports a different number
             if id(param) in ours and index in state_dict["state"]:
                 state = state_dict["state"][index]
                 kept[index] = {name: state[name] for name in _MOMENTS if name in state}
@@ -161,7 +149,7 @@ class AdamW(EngineStep, torch.optim.AdamW):
             self._host_moments.take_in(self.state, on_host)
 
     def take_moments(self, param: Tensor, saved: dict[str, Any]) -> None:
-        """The moments of ``saved`` into the loaded state of ``param``, in ``moments_dtype``."""
+        """Puts the moments of ``saved`` into the loaded state of ``param``, in ``moments_dtype``."""
         dtype = self._moments_dtype_of(param)
         values = {name: saved[name] for name in _MOMENTS if name in saved}
         if dtype == INT8:
@@ -215,7 +203,7 @@ class AdamW(EngineStep, torch.optim.AdamW):
             self._step_by_torch(group, params, states, grad_scale)
 
     def _wanted_on_host(self) -> list[Wanted]:
-        """The moments that belong to the host."""
+        """Returns the moments that stay in CPU memory."""
         if not marks_exist():
             return []
         return [
@@ -227,14 +215,14 @@ class AdamW(EngineStep, torch.optim.AdamW):
 
     @property
     def host_step_bytes(self) -> int:
-        """Device memory that a step takes beside parameters and gradients, for moments that come from the host."""
+        """Returns the device memory of a step for moments from CPU memory, without parameters and gradients."""
         return step_bytes(self._wanted_on_host())
 
     def _moments_dtype_of(self, param: Tensor) -> torch.dtype | str:
         return moments_dtype_of(param.dtype, self.moments_dtype)
 
     def _make_states(self, group: int, index: int) -> None:
-        """The state of the parameter with this place, and of all others that have a gradient and no state yet."""
+        """Makes the state of this parameter and of all others that have a gradient and no state yet."""
         asked = self.param_groups[group]["params"][index]
         wanted = [
             (param, piece)
@@ -273,9 +261,9 @@ class AdamW(EngineStep, torch.optim.AdamW):
             _, grad, *_ = tensors = local_tensors([param, scaled(gradient, grad_scale), *moments])
             if self.stochastic_rounding and (is_coded or torch.bfloat16 in {tensor.dtype for tensor in tensors}):
                 raise NotImplementedError(
-                    f"fsdp2x.optim.AdamW: stochastic_rounding of a parameter of shape {tuple(param.shape)} on "
-                    f"{param.device}, whose gradient has dtype {gradient.dtype}; it needs a parameter that a kernel "
-                    "steps and a gradient of the same dtype, placements and memory format, or stochastic_rounding=False"
+                    "fsdp2x.optim.AdamW: stochastic_rounding needs a parameter that a kernel steps and a gradient of "
+                    f"the same dtype, placements and memory format, got {tuple(param.shape)} on {param.device} with a "
+                    f"gradient of {gradient.dtype}. Pass stochastic_rounding=False."
                 )
             if len({tensor.dtype for tensor in tensors}) > 1:
                 dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
@@ -311,9 +299,9 @@ class AdamW(EngineStep, torch.optim.AdamW):
 
 
 def count_on_host(states: dict[Tensor, dict[str, Any]]) -> None:
-    """Torch's fused steps count on the device, and its loading takes the counts there.
+    """Moves step counts to the host. Torch's fused steps count on the device, and its loading moves counts there.
 
-    Read there, each would make the host wait in every step.
+    Reading each of them there would make the host wait in every step.
     """
     for state in states.values():
         if isinstance(state.get("step"), Tensor) and state["step"].device.type != "cpu":

@@ -29,23 +29,21 @@ from fsdp2x.optim.local import cut_like, dense_gradient, local_tensor, refuse_sp
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Scales gradients in place so that their norm over all ranks is at most ``max_norm``; returns the norm before.
+    """Scales gradients in place so that their norm over all ranks is at most ``max_norm``. Collective.
 
-    The norm is that of all whole gradients as one vector, however they are sharded: over several mesh axes, over
-    different meshes, or not at all. What ranks hold in common is counted once. One all-reduce per process group.
-    Collective: every rank must call it, with the same parameters. On a CUDA device everything is enqueued and the host
-    does not wait, except with ``error_if_nonfinite`` and where gradients lie partly in host memory.
+    The norm is that of all full gradients as one vector, however they are sharded, and counts copies once. Every rank
+    must call it with the same parameters. On a CUDA device the host does not wait, except with ``error_if_nonfinite``
+    or if some gradients are in CPU memory.
 
     Args:
-        parameters: a tensor or an iterable of tensors; those without a gradient count as zero.
-        max_norm: the largest norm.
-        norm_type: p of the p-norm, positive; ``inf`` for the largest absolute value. The norm of 2 is summed in float64
-            by the engine: on the CPU, and on CUDA devices where fsdp2x was built with kernels for them, there with a
-            few launches for hundreds of gradients. Others, and other devices, use torch on the local tensors.
-        error_if_nonfinite: raise instead of scaling by a norm that is infinite or NaN.
+        parameters: a tensor or an iterable of tensors. Those without a gradient count as zero.
+        max_norm: largest norm.
+        norm_type: p of the p-norm, positive, or ``inf`` for the largest absolute value. The engine sums the 2-norm in
+            float64 on the CPU and on CUDA devices for which fsdp2x has kernels. Otherwise torch computes it.
+        error_if_nonfinite: whether to raise instead of scaling by an infinite or NaN norm.
 
     Returns:
-        A plain tensor of no dimensions: float64 if a gradient is float64, else float32.
+        The norm before, a plain tensor of no dimensions: float64 if a gradient is float64, else float32.
 
     Raises:
         ValueError: ``norm_type`` is not positive.
@@ -63,10 +61,10 @@ def clip_grad_norm_(
 
 
 def _clip_method(cls: type) -> Callable | None:
-    """FSDP1's method of the model, where its class has none of its own."""
+    """Returns FSDP1's method of the model, if its class has none."""
 
     def clip_own_grad_norm_(self: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clips the gradients of this module, see ``fsdp2x.clip_grad_norm_``."""
+        """Clips the gradients of this module. See ``fsdp2x.clip_grad_norm_``."""
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     return None if hasattr(cls, "clip_grad_norm_") else clip_own_grad_norm_
@@ -76,7 +74,7 @@ method_makers["clip_grad_norm_"] = _clip_method
 
 
 def norm_of(caller: str, tensors: list[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:
-    """The norm of full tensors as one vector, by torch on the local ones. Collective, see ``clip_grad_norm_``."""
+    """Returns the norm of full tensors as one vector, by torch on the local ones. Collective."""
     buckets = _buckets_of(caller, tensors, norm_type)
     norm = _root(buckets.total(local_tensor(tensors[0]).device), norm_type).to(_norm_dtype(tensors))
     if error_if_nonfinite:
@@ -110,7 +108,7 @@ def _multiply(params: list[Tensor], gradients: _C.LocalGradients, factor: Tensor
 
 def _checked_norm_type(caller: str, norm_type: float) -> float:
     if not norm_type > 0:
-        raise ValueError(f"fsdp2x.{caller}: norm_type is {norm_type}, expected a positive number or inf")
+        raise ValueError(f"fsdp2x.{caller}: norm_type must be a positive number or inf, got {norm_type}")
     return norm_type
 
 
@@ -118,12 +116,12 @@ def _require_finite(caller: str, norm: Tensor, norm_type: float) -> None:
     if not torch.isfinite(norm):
         raise RuntimeError(
             f"fsdp2x.{caller}: the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot "
-            "be clipped; pass error_if_nonfinite=False to scale them by it anyway"
+            "be clipped. Pass error_if_nonfinite=False to scale them anyway."
         )
 
 
 def _root(total: Tensor, norm_type: float) -> Tensor:
-    """The norm, from the sum of powers or the largest value."""
+    """Returns the norm from the sum of powers or the largest value."""
     if math.isinf(norm_type):
         return total
     return total.sqrt() if norm_type == 2.0 else total.pow(1.0 / norm_type)
@@ -132,13 +130,13 @@ def _root(total: Tensor, norm_type: float) -> Tensor:
 def check_max_grad_norm(name: str, value: float | None) -> None:
     """Raises ValueError for a largest norm that is not positive."""
     if value is not None and not value > 0:
-        raise ValueError(f"fsdp2x.optim.{name}: max_grad_norm is {value}, expected None, a positive number or inf")
+        raise ValueError(f"fsdp2x.optim.{name}: max_grad_norm must be None, a positive number or inf, got {value}")
 
 
 def measure_in_step(name: str, optimizer: Any) -> Tensor | None:
-    """Sets the ``grad_norm`` of ``optimizer``; returns what its step multiplies gradients with (f64), if anything.
+    """Sets the ``grad_norm`` of ``optimizer``. Returns the factor of gradients in its step (f64), if any.
 
-    Collective where its parameters are sharded. Neither this nor the step changes the gradients.
+    Collective if its parameters are sharded. Neither this nor the step changes the gradients.
     """
     if optimizer.max_grad_norm is None:
         return None
@@ -148,7 +146,7 @@ def measure_in_step(name: str, optimizer: Any) -> Tensor | None:
 
 
 def scaled(grad: Tensor, factor: Tensor | None) -> Tensor:
-    """``grad`` times ``factor``, if there is one, for functions of torch."""
+    """Returns ``grad`` times ``factor``, if there is one, for functions of torch."""
     if factor is None:
         return grad
     local = local_tensor(grad)
@@ -158,7 +156,7 @@ def scaled(grad: Tensor, factor: Tensor | None) -> Tensor:
 def _measure(
     caller: str, params: list[Tensor], max_norm: float, norm_type: float
 ) -> tuple[_C.LocalGradients, Tensor, Tensor]:
-    """The local gradients, their norm over all ranks (see ``clip_grad_norm_``), and the factor that clips them, f64."""
+    """Returns local gradients, their norm over all ranks (see ``clip_grad_norm_``), and the clipping factor in f64."""
     on_device = _kernels_for(params)
     gradients = _C.LocalGradients(params, on_device)
     buckets = _Buckets(norm_type)
@@ -187,8 +185,8 @@ def _measure(
     return gradients, norm, factor
 
 
-# What the kernels of a device keep for the parameters that were clipped together, by the first of them: gone with it.
-# A DTensor by its local tensor, since `model.to()` cannot exchange a tensor that has a weak reference.
+# Objects of a device's kernels for the parameters that were clipped together, keyed by the first and freed with it. A
+# DTensor is keyed by its local tensor, since `model.to()` cannot exchange a tensor that has a weak reference.
 _kept = WeakIdKeyDictionary()
 
 
@@ -202,7 +200,7 @@ def _kernels_for(params: list[Tensor]) -> _C.DeviceClip:
 
 
 class _Buckets:
-    """Sums of powers, one for each set of process groups that a sum has yet to be reduced over."""
+    """Sums of powers, one for each set of process groups over which it must still be reduced."""
 
     def __init__(self, norm_type: float) -> None:
         self._norm_type = norm_type
@@ -211,7 +209,7 @@ class _Buckets:
         self._mesh_device: str | None = None
 
     def index(self, spec: torch_private.DTensorSpec | None) -> int:
-        """The bucket of gradients with this spec; -1 when they must be redistributed first."""
+        """Returns the bucket of gradients with this spec, or -1 if they must be redistributed first."""
         groups = []
         if spec is not None:
             if any(isinstance(placement, Partial) for placement in spec.placements):
@@ -249,7 +247,7 @@ class _Buckets:
             self.add(index, power.pow(self._norm_type))
 
     def of_this_rank(self, device: torch.device) -> Tensor:
-        """Each bucket of this rank alone, f64."""
+        """Returns each bucket of this rank alone, in f64."""
         merged = torch.zeros(len(self._groups), dtype=torch.float64, device=device)
         for row, terms in zip(merged, self._sums, strict=True):
             for term in terms:
@@ -266,7 +264,7 @@ class _Buckets:
             return torch.zeros((), dtype=torch.float64, device=device)
         largest = math.isinf(self._norm_type)
         merged = self.of_this_rank(device)
-        # Every bucket is a view of its own: a list of indices would have to be copied to the device first.
+        # Each bucket is a separate view, because a list of indices would have to be copied to the device first.
         rows = list(merged)
         order: list[dist.ProcessGroup] = []
         for groups in self._groups:
@@ -274,7 +272,7 @@ class _Buckets:
         require_own_process("clip gradients with the other ranks")
         for group in order:
             reduced = [row for row, groups in zip(rows, self._groups, strict=True) if group in groups]
-            # Gradients that are offloaded lie on the host, and their ranks may only talk on the device.
+            # Offloaded gradients are on the CPU, and their ranks may only be able to communicate on the device.
             part = torch.stack(reduced).to(device if device.type == self._mesh_device else self._mesh_device)
             part = _split_nan(part) if largest else part
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
@@ -287,7 +285,7 @@ class _Buckets:
 
 
 def replacements() -> list[tuple[Callable, Callable]]:
-    """Functions of ``torch.nn.utils`` and what takes their place; torch's ``clip_grad_norm_`` calls the first two."""
+    """Returns functions of ``torch.nn.utils`` and replacements. torch's ``clip_grad_norm_`` calls the first two."""
     utils = torch.nn.utils
     pairs: tuple[tuple[Callable, Callable], ...] = (
         (utils.get_total_norm, _get_total_norm),
@@ -314,7 +312,7 @@ def _get_total_norm(
         # torch's operators raise for an empty shard, and return the largest value of this rank's shards only.
         return theirs([_largest(tensors, norm_type)], norm_type, error_if_nonfinite, foreach)
     norm = norm_of("get_total_norm", tensors, norm_type, error_if_nonfinite)
-    # A DTensor, as that of gradients which are all sharded: callers may ask it for its full_tensor().
+    # A DTensor, like that of gradients that are all sharded, because callers may call its full_tensor().
     norm = norm.to(meshes[0].device_type)
     return DTensor.from_local(norm, meshes[0], [Replicate()] * meshes[0].ndim, run_check=False)
 
@@ -357,12 +355,12 @@ def _gradients(params: list[Tensor]) -> list[Tensor]:
 
 
 def _largest(tensors: list[Tensor], norm_type: float) -> DTensor:
-    """The largest absolute value of ``tensors`` of one mesh, on every rank. An empty shard counts as 0. Collective."""
+    """Returns the largest absolute value of ``tensors`` of one mesh, on every rank. Collective. Empty shards are 0."""
     require_own_process("clip gradients with the other ranks")
     mesh = cast("DTensor", tensors[0]).device_mesh
     buckets = _buckets_of("get_total_norm", tensors, norm_type)
     largest = buckets.of_this_rank(torch.device(mesh.device_type)).max().to(_norm_dtype(tensors))
-    # As one functional all-reduce for each axis, which tools that count collectives see.
+    # One functional all-reduce for each axis, which tools that count collectives see.
     replicated = [Replicate()] * mesh.ndim
     partial = DTensor.from_local(_split_nan(largest), mesh, [Partial("max")] * mesh.ndim, run_check=False)
     whole = local_tensor(partial.redistribute(placements=replicated))

@@ -18,32 +18,30 @@ from fsdp2x.sharding.offload import host_state
 
 
 class EMA:
-    """Averages the parameters of ``optimizer`` behind each of its steps: ``ema = decay * ema + (1 - decay) * param``.
+    """Averages the parameters of ``optimizer`` after each of its steps: ``ema = decay * ema + (1 - decay) * param``.
 
         ema = fsdp2x.optim.EMA(optimizer, decay=0.999)
         ...
         with ema.swapped(model):  # evaluate, export
             model.eval()(**batch)
 
-    The averages are shards like their parameters, one more tensor in the optimizer's state of each. So checkpoints of
-    every form have them, ``torch.distributed.checkpoint`` reshards them, ``fsdp2x.sleep`` parks them, and memory
-    reports count them. Works with any optimizer of torch, of fsdp2x, and with ``local_optimizer``. The first step
-    copies the parameters, as ``torch.optim.swa_utils.AveragedModel`` does; one that has no gradient yet has no average,
-    and is its own. An update reads a parameter and its average once, and is not collective.
-
-    Load a checkpoint after this was made. One without averages begins them anew, with a warning.
+    The averages are sharded like their parameters, as one more tensor in the optimizer's state. So checkpoints,
+    ``fsdp2x.sleep`` and memory reports include them. It works with any optimizer, also with ``local_optimizer``, and is
+    not collective. The first step copies the parameters, as ``torch.optim.swa_utils.AveragedModel`` does. A parameter
+    without a gradient has no average. Load a checkpoint after making this; without averages in it they restart, with a
+    warning.
 
     Args:
-        optimizer: over the parameters as the model has them now.
-        decay: in [0, 1); may be set between steps.
-        dtype: of the averages, ``torch.float32`` or None: that of the parameters. In bfloat16 averages of a decay near
-            1 stand still.
-        name: the key in the optimizer's state; another one for another average.
+        optimizer: an optimizer over the model's current parameters.
+        decay: a number in [0, 1), which you may change between steps.
+        dtype: dtype of the averages: ``torch.float32``, or None for the parameter's. With a decay near 1, bfloat16
+            averages do not change.
+        name: key in the optimizer's state. Use another one for another average.
 
     Raises:
-        ValueError: ``decay`` or ``dtype`` is not one of those; an average of this name is there already; parameters
-            whose optimizer state is kept in host memory (``HostOffloadPolicy(mode="optimizer")``).
-        RuntimeError: in ``step`` of the optimizer: the averages are swapped in.
+        ValueError: ``decay`` or ``dtype`` is not allowed, an average of this name exists, or the optimizer's state is
+            in CPU memory (``HostOffloadPolicy(mode="optimizer")``).
+        RuntimeError: in ``step`` of the optimizer, if the averages are swapped in.
     """
 
     @checked
@@ -55,22 +53,22 @@ class EMA:
         name: str = "ema",
     ) -> None:
         if not 0 <= decay < 1:
-            raise ValueError(f"fsdp2x.optim.EMA: decay is {decay}, expected a number in [0, 1)")
+            raise ValueError(f"fsdp2x.optim.EMA: decay must be a number in [0, 1), got {decay}")
         if dtype not in (None, torch.float32):
-            raise ValueError(f"fsdp2x.optim.EMA: dtype is {dtype}, expected torch.float32 or None")
+            raise ValueError(f"fsdp2x.optim.EMA: dtype must be torch.float32 or None, got {dtype}")
         names = optimizer.__dict__.setdefault("_fsdp2x_averages", set())
         if name in names or any(name in state for state in optimizer.state.values()):
-            raise ValueError(f"fsdp2x.optim.EMA: {name!r} is in the optimizer's state already; pass another name")
+            raise ValueError(f"fsdp2x.optim.EMA: {name!r} is in the optimizer's state already. Pass another name.")
         for group in optimizer.param_groups:
             if any(host_state(param) is not None for param in group["params"]):
                 raise ValueError(
-                    "fsdp2x.optim.EMA: the optimizer's state of these parameters is in host memory; use "
-                    "HostOffloadPolicy(mode='all'), or another policy"
+                    "fsdp2x.optim.EMA: the optimizer's state of these parameters is in CPU memory. Use "
+                    "HostOffloadPolicy(mode='all'), or another policy."
                 )
         names.add(name)
         self.decay, self.name = decay, name
         self._optimizer, self._dtype, self._is_swapped = optimizer, dtype, False
-        self._loading: dict[int, Tensor] = {}  # by the place of their parameters
+        self._loading: dict[int, Tensor] = {}  # by position of their parameters
         optimizer.register_state_dict_pre_hook(self._refuse_if_swapped)
         optimizer.register_step_post_hook(self._update)
         optimizer.register_load_state_dict_pre_hook(self._begin_loading)
@@ -78,24 +76,22 @@ class EMA:
 
     @contextlib.contextmanager
     def swapped(self, model: nn.Module) -> Iterator[None]:
-        """The parameters of ``model`` have the values of their averages, and get their own back at the end.
+        """Gives the parameters of ``model`` the values of their averages, and restores their own at the end.
 
-        Values are exchanged in place, so that this takes the memory of one parameter; averages of another dtype than
-        their parameters take a copy of all of these. Call it on all ranks, with nothing running.
-
-        Inside, forwards, ``save_hf``, exports, pushes and the model's state dict read the averages. What would keep
-        the exchanged values, move them, or write others raises RuntimeError: steps, the optimizer's state dict,
-        ``fsdp2x.checkpoint``, loads, ``sleep``, ``rebind_optimizer`` and ``model.to``.
+        Call it on all ranks between two steps. Inside, forwards, ``save_hf``, exports, pushes and the model's state
+        dict read the averages. Calls that would keep, move, or write the swapped values raise: steps, the optimizer's
+        state dict, ``fsdp2x.checkpoint``, loads, ``sleep``, ``rebind_optimizer`` and ``model.to``. It takes the memory
+        of one parameter, or of all parameters if averages have another dtype.
 
         Raises:
-            RuntimeError: a forward or backward of ``model`` is running; the averages are swapped in already.
+            RuntimeError: a forward or backward of ``model`` is running, or the averages are already swapped in.
         """
         if self._is_swapped:
-            raise RuntimeError("fsdp2x.optim.EMA.swapped: the averages are swapped in already")
+            raise RuntimeError("fsdp2x.optim.EMA.swapped: the averages are already swapped in. Leave that block first.")
         states = unit_states(model)
         if running_step(model) is not None:
-            raise RuntimeError("fsdp2x.optim.EMA.swapped: a forward or backward of the model is running")
-        for state in states:  # what is gathered has the old values
+            raise RuntimeError("fsdp2x.optim.EMA.swapped: a forward or backward of the model is running. End it first.")
+        for state in states:  # gathered parameters have the old values
             state.reshard()
         pairs = self._pairs(model)
         kept = _exchange(pairs)
@@ -118,14 +114,14 @@ class EMA:
                 if self.name in state:
                     averages.append(local_tensor(state[self.name]))
                     values.append(local_tensor(param).detach().to(averages[-1].dtype))
-                elif param.grad is not None:  # which has its state, of which an empty one means "begin" to some
+                elif param.grad is not None:  # it has its state, and some read an empty one as "begin"
                     copied = local_tensor(param).detach().to(_dtype_of(param, self._dtype), copy=True)
                     optimizer.state[param][self.name] = cut_like(param, copied)
         if averages:
             torch._foreach_lerp_(averages, values, 1 - self.decay)
 
     def _pairs(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-        """Local tensors of each parameter of ``model`` that has an average, and of this."""
+        """Returns local tensors of each parameter of ``model`` that has an average, and of the average."""
         here = {id(param) for param in model.parameters()}
         return [
             (local_tensor(param).detach(), local_tensor(state[self.name]))
@@ -135,19 +131,18 @@ class EMA:
 
     def _refuse_if_swapped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_swapped:
-            raise RuntimeError("fsdp2x.optim.EMA: state_dict() of the optimizer inside of swapped(); leave it first")
+            raise RuntimeError("fsdp2x.optim.EMA: state_dict() of the optimizer inside of swapped(). Leave it first.")
 
     def _begin_loading(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Torch brings states to the dtype of their parameters; these come as they are."""
+        """Keeps averages in their dtype, because torch converts states to the dtype of their parameters."""
         if self._is_swapped:
-            raise RuntimeError("fsdp2x.optim.EMA: load_state_dict() inside of swapped(); leave it first")
+            raise RuntimeError("fsdp2x.optim.EMA: load_state_dict() inside of swapped(). Leave it first.")
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]  # numbers, or names
         states = [state_dict["state"].get(key, {}) for key in saved]
         self._loading = {place: state[self.name] for place, state in enumerate(states) if self.name in state}
         if state_dict["state"] and not self._loading:
             warnings.warn(
-                f"fsdp2x.optim.EMA: the state that is loaded has no {self.name!r}: the averages begin anew with the "
-                "next step",
+                f"fsdp2x.optim.EMA: the loaded state has no {self.name!r}, so the averages restart with the next step",
                 stacklevel=4,
             )
 
@@ -168,7 +163,7 @@ def _dtype_of(param: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 @torch.no_grad()
 def _exchange(pairs: list[tuple[Tensor, Tensor]], kept: list[Tensor | None] | None = None) -> list[Tensor | None]:
-    """Exchanges the values of each pair; those of other dtypes are kept aside instead, and come back from ``kept``."""
+    """Exchanges the values of each pair. Pairs of different dtypes are kept, and restored from ``kept``."""
     aside: list[Tensor | None] = []
     for index, (param, average) in enumerate(pairs):
         held: Any = param.clone() if kept is None or kept[index] is None else None

@@ -1,4 +1,4 @@
-"""What the optimizers that step through the engine share: what they refuse, pickle, and leave to torch's functions."""
+"""Shared code of the optimizers that step through the engine: unsupported settings, pickling, and torch's functions."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _UNSUPPORTED = ("capturable", "differentiable")
 
 
 class EngineStep(torch.optim.Optimizer):
-    """The first base of such an optimizer, torch's class is the second. ``_name`` is what messages call it."""
+    """First base of such an optimizer; the second is torch's class. Messages call it ``_name``."""
 
     refuses_stale_params = True
     _name: str
-    _kept: tuple[str, ...] = ("max_grad_norm",)  # attributes that a pickle has
+    _kept: tuple[str, ...] = ("max_grad_norm",)  # attributes that a pickle contains
 
     def _prepare(self, settings: dict[str, Any], max_grad_norm: float | None) -> None:
-        """Before torch's constructor, which adds parameter groups."""
+        """Runs before torch's constructor, which adds parameter groups."""
         self._refuse_unsupported(settings)
         check_max_grad_norm(self._name, max_grad_norm)
         self.max_grad_norm, self.grad_norm = max_grad_norm, None
@@ -40,13 +40,13 @@ class EngineStep(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step over every parameter that has a gradient; returns what ``closure`` returned."""
+        """Steps every parameter that has a gradient. Returns the result of ``closure``."""
         loss = loss_of(closure)
         self.step_scaled(measure_in_step(self._name, self))
         return loss
 
     def step_scaled(self, grad_scale: Tensor | None) -> None:
-        """A step of gradients times ``grad_scale``, if there is one."""
+        """Steps with gradients times ``grad_scale``, if there is one."""
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -61,12 +61,12 @@ class EngineStep(torch.optim.Optimizer):
     moments_dtype: torch.dtype | str | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; moments in 8 bits come as their values, in float32."""
+        """Returns torch's state dict, with values of 8-bit moments in float32."""
         with widened_states(self):
             return super().state_dict()
 
     def _widened_state(self, param: Tensor) -> dict[str, Any]:
-        """The state of one parameter as checkpoints have it: as in ``state_dict``."""
+        """Returns the state of one parameter in the form of ``state_dict`` and checkpoints."""
         return widened(self.state[param])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -80,16 +80,16 @@ class EngineStep(torch.optim.Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._kept}}
 
     def _refuse_unsupported(self, settings: dict[str, Any]) -> None:
-        """Raises NotImplementedError for a setting of a parameter group that our step would not act on."""
+        """Raises NotImplementedError for a setting of a parameter group that this step would ignore."""
         for key in _UNSUPPORTED:
             if settings.get(key, False):
                 raise NotImplementedError(
-                    f"fsdp2x.optim.{self._name}: {key}=True is not supported; pass {key}=False"
-                    + (f", or use torch.optim.{self._name}" if hasattr(torch.optim, self._name) else "")
+                    f"fsdp2x.optim.{self._name}: {key}=True is not supported. Pass {key}=False"
+                    + (f", or use torch.optim.{self._name}." if hasattr(torch.optim, self._name) else ".")
                 )
 
     def _left_to_torch(self, left_over: list[tuple[int, int]]) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
-        """Each group with its parameters among ``left_over``, the (group, index) that the engine left as they are."""
+        """Yields each group with its parameters in ``left_over``, the (group, index) that the engine did not step."""
         for index in sorted({group for group, _ in left_over}):
             group = self.param_groups[index]
             yield group, [group["params"][i] for number, i in left_over if number == index]

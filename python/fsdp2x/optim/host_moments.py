@@ -1,4 +1,4 @@
-"""Moments in host memory of parameters on a device: they come for their part of a step, and go again.
+"""Keeps moments of a device's parameters in CPU memory, and brings them to the device for their part of a step.
 
     copy_in     block 0 -> buffer 0 | block 1 -> buffer 1 | ... wait left 0 | block 2 -> buffer 0 | ..
     compute     wait arrived 0 | step its parameters | wait arrived 1 | step ..
@@ -28,7 +28,7 @@ _NUM_BUFFERS = 2
 
 @dataclass(frozen=True)
 class Wanted:
-    """The moments of one parameter: the tensors of its state that are in host memory."""
+    """The moments of one parameter: the tensors of its state in CPU memory."""
 
     param: Tensor
     pieces: tuple[MomentTensor, ...]
@@ -43,7 +43,7 @@ class _Moment:
 
 
 def block_bytes(members: Iterable[Wanted]) -> int:
-    """Bytes of the block of these moments."""
+    """Returns the bytes of the block of these moments."""
     return sum(_C.align_up(_local_bytes(one.param, piece)) for one in members for piece in one.pieces)
 
 
@@ -53,12 +53,12 @@ def _local_bytes(param: Tensor, piece: MomentTensor) -> int:
 
 
 def buffer_bytes(sizes: list[int]) -> int:
-    """Device memory that a step takes for blocks of these sizes: the largest go first, and make the buffers."""
+    """Returns the device memory of a step for blocks of these sizes. The largest go first and make the buffers."""
     return sum(sorted(sizes, reverse=True)[:_NUM_BUFFERS])
 
 
 def step_bytes(wanted: list[Wanted]) -> int:
-    """Device memory that a step takes for these moments."""
+    """Returns the device memory of a step for these moments."""
     return buffer_bytes([block_bytes(members) for members in _by_block(wanted).values()])
 
 
@@ -66,7 +66,7 @@ def _by_block(wanted: list[Wanted]) -> dict[HostState, list[Wanted]]:
     members: dict[HostState, list[Wanted]] = {}
     for one in wanted:
         mark = host_state(one.param)
-        assert mark is not None, "only marked parameters are wanted on the host"
+        assert mark is not None, "only marked parameters keep moments on the host"
         members.setdefault(mark, []).append(one)
     return members
 
@@ -78,13 +78,13 @@ def _in_pool(pool: Tensor, offset: int, param: Tensor, piece: MomentTensor) -> T
 
 
 class _Block:
-    """The moments of parameters that travel together."""
+    """The moments of parameters that are copied together."""
 
     def __init__(self, mark: HostState, members: list[Wanted]) -> None:
         self.members = members
         self.memory = torch.zeros(max(block_bytes(members), 1), dtype=torch.uint8, pin_memory=mark.pin_memory)
         self.name = f"moments {mark.group}"
-        self.steps = _C.DeviceSteps()  # plans name the memory they step
+        self.steps = _C.DeviceSteps()  # plans refer to the memory they step
         self.has_stepped = False
         self.moments: list[_Moment] = []
         offset = 0
@@ -101,7 +101,7 @@ class _Block:
         )
 
     def take_in(self, states: dict[Tensor, dict[str, Any]], stepped: set[int]) -> None:
-        """Makes the states of parameters that have one, and of those that are ``stepped``, states in this block."""
+        """Moves the states of parameters that have one, and of ``stepped`` ones, into this block."""
         for moment in self.moments:
             state = states.get(moment.param)
             if not state and id(moment.param) not in stepped:
@@ -127,7 +127,7 @@ class _Block:
         return own.numel() == 0 or own.data_ptr() == self.memory.data_ptr() + moment.offset
 
     def on_device(self, buffer: Tensor, states: dict[Tensor, dict[str, Any]], stepped: set[int]) -> dict:
-        """The states of the ``stepped`` parameters with their moments in ``buffer``."""
+        """Returns the states of the ``stepped`` parameters with their moments in ``buffer``."""
         found: dict[Tensor, dict[str, Any]] = {}
         for moment in self.moments:
             if id(moment.param) not in stepped:
@@ -138,20 +138,20 @@ class _Block:
 
 
 def selection(is_chosen: Callable[[Tensor], bool]) -> Callable[[int, list[Tensor]], list[Tensor]]:
-    """Exchanges parameters that are not chosen for a tensor without a gradient: the others keep their numbers."""
+    """Replaces parameters that are not chosen by a tensor without a gradient. The others keep their numbers."""
     nobody = torch.empty(0)
     return lambda group, params: [param if is_chosen(param) else nobody for param in params]
 
 
 class HostMoments:
-    """All blocks of one optimizer, and the lanes they travel on."""
+    """All blocks of one optimizer, and the streams that copy them."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, _Block] = {}
         self._layers: dict[torch.device, Any] = {}
 
     def take_in(self, states: dict[Tensor, dict[str, Any]], wanted: list[Wanted]) -> None:
-        """After a state was loaded: the moments of marked parameters move to the host."""
+        """Moves the moments of marked parameters to CPU memory after a state was loaded."""
         for block in self._blocks_of(wanted):
             block.take_in(states, set())
 
@@ -163,8 +163,8 @@ class HostMoments:
     ) -> None:
         """Steps the marked parameters that have a gradient, block by block.
 
-        ``run(select, states, device_steps)`` steps what ``select(group, params)``, a ``selection``, leaves of each
-        group of parameters.
+        ``run(select, states, device_steps)`` steps the parameters that ``select(group, params)``, a ``selection``,
+        keeps.
         """
         stepped = {id(one.param) for one in wanted if one.param.grad is not None}
         blocks = []
@@ -176,7 +176,7 @@ class HostMoments:
             those = [block for block in blocks if _device_of(block) == device]
             if transport.has_streams(device):
                 self._step_on(device, those, states, stepped, run)
-            else:  # the model was moved to the host: everything is there
+            else:  # the model was moved to the CPU, so everything is there
                 ours = {id(one.param) for block in those for one in block.members} & stepped
                 run(selection(lambda param, ours=ours: id(param) in ours), states, those[0].steps)
 
@@ -207,7 +207,7 @@ class HostMoments:
         ]
         known = [block.memory for block in blocks if block.has_stepped]
         layer.touches(_C.Lane.host, "moments", "", known, known)
-        layer.record(began, compute)  # memory is new in the order of the compute lane
+        layer.record(began, compute)  # memory is new in the order of the compute stream
         layer.wait(copy_in, began)
         try:
             for number, block in enumerate(blocks):

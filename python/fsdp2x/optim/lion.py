@@ -1,4 +1,4 @@
-"""Lion in one call per step; its average of gradients belongs to the optimizer's state."""
+"""Lion in one call per step. Its average of gradients belongs to the optimizer's state."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ _SIXTEEN_BITS = {torch.bfloat16, torch.float16}
 
 
 class Lion(EngineStep):
-    """Lion (Chen et al., 2023, arXiv 2302.06675): steps of one size, with the sign of an average of gradients.
+    """Steps of one size in the direction of an average gradient's sign (Lion, Chen et al., 2023, arXiv 2302.06675).
 
     ``param = (1 - lr * weight_decay) * param - lr * sign(betas[0] * avg + (1 - betas[0]) * grad)``, then
-    ``avg = betas[1] * avg + (1 - betas[1]) * grad``. All parameters of a step take one call, over their local shards;
-    parameter groups, closures, hooks and ``state_dict`` are as torch's optimizers have them, with ``exp_avg`` for the
-    average, in the dtype of its parameter.
+    ``avg = betas[1] * avg + (1 - betas[1]) * grad``. One call steps all parameters over their local shards. Parameter
+    groups, closures, hooks and ``state_dict`` are torch's, with ``exp_avg`` for the average in its parameter's dtype.
 
-    A kernel steps float32 parameters: on the CPU, and on CUDA devices where fsdp2x was built with kernels for them,
-    with the same bits. Others are stepped by torch's operations, on the local tensors where possible; what has 16 bits
-    is widened, stepped in float32 and rounded. Where the sign is that of NaN, the parameter becomes NaN.
+    A kernel steps float32 parameters on the CPU and, if fsdp2x was built for them, on CUDA devices, with the same bits.
+    torch steps others; 16-bit values are updated in float32 and rounded back. If the sign is NaN, the parameter becomes
+    NaN.
 
     Args:
-        params: as for ``torch.optim.AdamW``.
-        lr: about a tenth of AdamW's; a number, or a tensor of one element.
+        params: see ``torch.optim.AdamW``.
+        lr: learning rate, about a tenth of AdamW's, as a number or a tensor of one element.
         betas: decay of the average in the step's direction, and from step to step.
-        weight_decay: times ``lr``; about ten times AdamW's.
-        maximize: step along the gradients.
-        max_grad_norm: clip the gradients of all groups together to this 2-norm within the step, as ``AdamW`` does.
+        weight_decay: factor of ``lr``, about ten times AdamW's.
+        maximize: whether to step along the gradients.
+        max_grad_norm: largest 2-norm of all gradients together. See ``AdamW``.
 
     Raises:
-        ValueError: settings out of range; parameters from before ``fully_shard``, or gathered ones, see ``AdamW``.
+        ValueError: a setting is out of range, or parameters are from before ``fully_shard`` or gathered.
     """
 
     _name = "Lion"
@@ -56,10 +55,10 @@ class Lion(EngineStep):
     ) -> None:
         if number(lr) < 0 or weight_decay < 0:
             raise ValueError(
-                f"fsdp2x.optim.Lion: lr is {number(lr)} and weight_decay {weight_decay}, expected zero or more"
+                f"fsdp2x.optim.Lion: lr and weight_decay must be at least 0, got {number(lr)} and {weight_decay}"
             )
         if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"fsdp2x.optim.Lion: betas are {betas}, expected two numbers in [0, 1)")
+            raise ValueError(f"fsdp2x.optim.Lion: betas must be two numbers in [0, 1), got {betas}")
         self._prepare({}, max_grad_norm)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
 
@@ -82,7 +81,7 @@ class Lion(EngineStep):
     def _step_by_torch(self, group: dict[str, Any], param: Tensor, grad_scale: Tensor | None) -> None:
         gradient = dense_gradient("optim.Lion", param)
         stored = local_tensors([param, scaled(gradient, grad_scale), self._average_of(param)])
-        # In 16 bits torch's operations round a vector's elements otherwise than those behind the last vector.
+        # In 16 bits torch's operations round elements of a vector differently from those after the last vector.
         target, grad, average = (tensor.float() if tensor.dtype in _SIXTEEN_BITS else tensor for tensor in stored)
         grad = -grad if group["maximize"] else grad
         beta1, beta2 = group["betas"]

@@ -1,4 +1,4 @@
-"""Runs any element-wise torch optimizer over local shards, without DTensor dispatch; a trial decides which ones are.
+"""Runs any element-wise torch optimizer over local shards, without DTensor dispatch. A trial checks that it is one.
 
 An element-wise step gives a part of a tensor the same numbers as the complete tensor gives that part. Norms of a
 tensor, sums over all parameters, factored states, and blocks do not. Two copies of the optimizer with its own settings
@@ -33,27 +33,25 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 @checked
 def local_optimizer(optimizer: OptimizerT) -> OptimizerT:
-    """Makes ``optimizer`` step over the local shards of its DTensor parameters; returns the same object.
+    """Makes ``optimizer`` step over the local shards of its DTensor parameters. Returns the same object.
 
         optimizer = fsdp2x.local_optimizer(torch.optim.NAdam(model.parameters(), lr=1e-3))
 
-    For optimizers whose update of an element depends on that element's gradient and state alone, of torch or of others:
-    such a step needs no collective, and DTensor's dispatch, most of the cost of a step over many small parameters, is
-    left out. Parameter groups, schedulers, step hooks, ``state_dict`` (DTensors, as torch's; DCP works) and closures
-    stay as they were; ``step`` computes bit for bit what it did. Parameters that are not DTensors are stepped as
-    before. ``fsdp2x.optim.AdamW``, ``SGD`` and ``Muon`` look at shards already and are returned unchanged.
+    Use it for element-wise optimizers: those whose update of an element depends only on its own gradient and state. The
+    step then avoids DTensor's dispatch, most of the cost for many small parameters, and computes the same bits. Groups,
+    schedulers, hooks, closures, and ``state_dict`` (DTensors, DCP works) do not change. ``fsdp2x.optim``'s optimizers
+    are returned unchanged.
 
-    A trial decides whether an optimizer is of this kind: copies of it, with its settings, step small tensors, complete
-    and cut. It changes neither the optimizer nor its parameters nor random numbers. ``add_param_group`` repeats it.
+    A trial checks that the optimizer is element-wise: copies of it step small tensors, complete and cut. It changes
+    neither the optimizer, its parameters, nor random numbers. ``add_param_group`` repeats it.
 
     Raises:
-        NotImplementedError: an optimizer that is not element-wise (Adafactor, LAMB, LARS, LBFGS, Muon, NovoGrad,
-            Prodigy, Shampoo), or that cannot be tried: it cannot be copied, or its step raises or needs a closure; in
-            ``step``, a state that is neither a scalar nor of its parameter's shape, or that of a parameter which the
-            optimizer keeps outside of its groups.
+        NotImplementedError: the optimizer is not element-wise (Adafactor, LAMB, LARS, LBFGS, Muon, NovoGrad, Prodigy,
+            Shampoo) or cannot be tried, or in ``step``, it keeps other state than scalars and tensors of the
+            parameter's shape, or parameters outside of its groups.
         TypeError: not a ``torch.optim.Optimizer``.
-        ValueError: parameters from before ``fully_shard``, or gathered ones: stepping them would not change the model;
-            in ``step``, a gradient or a state that is cut otherwise than its parameter.
+        ValueError: parameters are from before ``fully_shard`` or gathered, or in ``step``, a gradient or a state is cut
+            differently from its parameter.
     """
     if isinstance(optimizer, EngineStep) or hasattr(optimizer, "_whole_step"):
         return optimizer
@@ -61,13 +59,13 @@ def local_optimizer(optimizer: OptimizerT) -> OptimizerT:
     for group in optimizer.param_groups:
         refuse_stale("local_optimizer", group["params"])
     step = kind.step
-    # Step hooks belong around ours, where parameter groups hold the parameters, so torch's wrapper is taken off here
-    # and put on again around the new class's step.
+    # Step hooks must run around this step, where parameter groups hold the parameters. So remove torch's wrapper here
+    # and put it on again around the new class's step.
     whole_step = step.__wrapped__ if getattr(step, "hooked", False) else step
     require_element_wise(optimizer, whole_step)
     members = {"_whole_step": whole_step, "step": _step_locally, "refuses_stale_params": True}
     members["add_param_group"] = functools.partialmethod(_add_param_group, kind)
-    # A second base would change the layout of objects, with which Python refuses their new class.
+    # A second base would change the layout of objects, and Python would reject their new class.
     optimizer.__class__ = type(f"Local{kind.__name__}", (kind,), members)
     optimizer._patch_step_function()
     _replace_wrapped_step(optimizer)
@@ -75,7 +73,7 @@ def local_optimizer(optimizer: OptimizerT) -> OptimizerT:
 
 
 def _replace_wrapped_step(optimizer: torch.optim.Optimizer) -> None:
-    """A scheduler that was made before has put a wrapper of the class's old step on the optimizer."""
+    """Replaces the wrapper of the class's old step that an earlier scheduler put on the optimizer."""
     wrapper = vars(optimizer).pop("step", None)
     if wrapper is None:
         return
@@ -102,12 +100,12 @@ def _add_param_group(self: Any, kind: type, param_group: dict[str, Any]) -> None
 
 @torch.no_grad()
 def _step_locally(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-    """The step of a class made by ``local_optimizer``. Nothing is remembered between steps."""
+    """Runs the step of a class made by ``local_optimizer``. It keeps nothing between steps."""
     loss = loss_of(closure)
     whole_state, whole_params = self.state, [group["params"] for group in self.param_groups]
     state: defaultdict[Tensor, dict] = defaultdict(dict)
     stand_ins = [[_stand_in(param, whole_state, state) for param in params] for params in whole_params]
-    # What an optimizer keeps under other keys, of all parameters together.
+    # State that an optimizer keeps under other keys, for all parameters together.
     known = {param for params in whole_params for param in params}
     state.update({key: value for key, value in whole_state.items() if key not in known})
     try:
@@ -135,7 +133,7 @@ def _step_locally(self: Any, closure: Callable[[], Any] | None = None) -> Any:
 
 
 def _stand_in(param: Tensor, whole_state: dict, state: dict) -> Tensor:
-    """The tensor that is stepped for ``param``, with its gradient and state."""
+    """Returns the tensor that is stepped for ``param``, with its gradient and state."""
     if not isinstance(param, DTensor):
         if param in whole_state:
             state[param] = whole_state[param]
@@ -156,13 +154,13 @@ def _cut_alike(param: DTensor, value: Any, name: str) -> Any:
     if value.device_mesh != param.device_mesh or value.placements != param.placements:
         raise ValueError(
             f"fsdp2x.local_optimizer: the {name} of a parameter of shape {tuple(param.shape)} has placements "
-            f"{value.placements}, its parameter {param.placements}; redistribute it, or use the optimizer as it is"
+            f"{value.placements}, but its parameter {param.placements}. Redistribute it, or use the optimizer as it is."
         )
     return local_tensor(value)
 
 
 def _take_over(optimizer: torch.optim.Optimizer, param: Any, local: Tensor, whole: dict, state: dict) -> None:
-    """Brings what a step put into the state of ``local`` into the state of ``param``, as DTensors."""
+    """Moves what a step put into the state of ``local`` to the state of ``param``, as DTensors."""
     if local is param:
         if whole is not state:
             whole.update(state)
@@ -177,7 +175,7 @@ def _take_over(optimizer: torch.optim.Optimizer, param: Any, local: Tensor, whol
             if value.shape != local.shape:
                 raise NotImplementedError(
                     f"fsdp2x.local_optimizer: {type(optimizer).__name__} keeps {name!r} of shape {tuple(value.shape)} "
-                    f"for a local shard of shape {tuple(local.shape)}, so it is not element-wise; use {INSTEAD}"
+                    f"for a local shard of shape {tuple(local.shape)}, so it is not element-wise. Use {INSTEAD}."
                 )
             value = DTensor.from_local(
                 value, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
@@ -185,13 +183,13 @@ def _take_over(optimizer: torch.optim.Optimizer, param: Any, local: Tensor, whol
         whole[name] = value
 
 
-# Multiplies the gradients of each step, so that thresholds and ratios between steps take effect.
+# Factors of the gradients in each step, so that thresholds and ratios between steps take effect.
 _FACTORS = (1.0, 1.0, 30.0, 0.02, -1.0, 1000.0, 1.0, 0.1)
 # Optimizers factor or quantize large tensors only, most of them from 128 rows and columns or 4,096 elements on. Some
 # scale by the ratio of rows to columns. So the part of a large tensor has 143 rows.
 _MAX_SIZE, _MAX_NUMEL = 144, 65_000
-_LEAST_LR = 1e-2  # with less, rounding would hide what a step does
-_TOLERANCE = 1e-4  # of the largest change of a tensor; what is not element-wise differs by percents
+_LEAST_LR = 1e-2  # with less, rounding would hide the effect of a step
+_TOLERANCE = 1e-4  # of the largest change of a tensor; other optimizers differ by percents
 
 INSTEAD = (
     "it without local_optimizer, if it steps DTensors, or one of fsdp2x.optim, such as AdamW(moments_dtype='int8') or "
@@ -201,7 +199,7 @@ INSTEAD = (
 
 @dataclass(frozen=True)
 class _Sample:
-    """Stands for the parameters of a group that have its number of dims."""
+    """Stand-in for the parameters of a group with the same number of dims."""
 
     param: Tensor
     values: Tensor
@@ -209,7 +207,7 @@ class _Sample:
     dim: int | None  # the dim that is cut; None: every rank has all of it
 
     def part(self, tensor: Tensor) -> Tensor:
-        """The middle third. It has other extremes than ``tensor``, and begins at no multiple of a block size."""
+        """Returns the middle third. Its extremes differ from those of ``tensor``, and it begins inside a block."""
         if self.dim is None:
             return tensor.clone()
         third = tensor.shape[self.dim] // 3
@@ -221,9 +219,9 @@ _CUTS: tuple[_Cut, _Cut] = (lambda sample, tensor: tensor.clone(), _Sample.part)
 
 
 def require_element_wise(optimizer: torch.optim.Optimizer, step: Callable[[torch.optim.Optimizer], Any]) -> None:
-    """Tries ``step`` on copies of ``optimizer``, which stays as it is, as do its parameters and generators.
+    """Tries ``step`` on copies of ``optimizer``, and changes neither it, its parameters, nor generators.
 
-    Every rank comes to the same answer: the trial depends on settings, shapes and dtypes alone.
+    Every rank gets the same answer, because the trial depends only on settings, shapes and dtypes.
     """
     samples = _samples_of(optimizer)
     if all(sample.dim is None for sample in samples):
@@ -249,7 +247,7 @@ def require_element_wise(optimizer: torch.optim.Optimizer, step: Callable[[torch
 
 
 def _samples_of(optimizer: torch.optim.Optimizer) -> list[_Sample]:
-    """One sample for each number of dims in each group, of the largest parameter that has it."""
+    """Returns one sample for each number of dims in each group, of the largest such parameter."""
     samples: list[_Sample] = []
     for group in optimizer.param_groups:
         kinds = {(param.ndim, isinstance(param, DTensor)): param for param in sorted(group["params"], key=Tensor.numel)}
@@ -285,7 +283,7 @@ def _difference_in_steps(optimizer: torch.optim.Optimizer, step: Callable, sampl
         for sample, *params in zip(samples, *map(_params_of, copies), strict=True):
             noise = torch.randn(sample.gradient.shape, generator=generator).to(sample.gradient)
             gradient = factor * sample.gradient * (1.0 + noise)
-            if step_number % 3 == 2:  # orthogonal to the parameter: some optimizers project then
+            if step_number % 3 == 2:  # orthogonal to the parameter, because some optimizers then project
                 gradient -= params[0] * ((gradient * params[0].conj()).sum() / params[0].abs().square().sum())
             for cut, param in zip(_CUTS, params, strict=True):
                 param.grad = cut(sample, gradient)
@@ -300,16 +298,16 @@ def _copy(optimizer: torch.optim.Optimizer, samples: list[_Sample], cut: _Cut) -
     """Copies ``optimizer`` for parameters that ``cut`` makes of the samples, in their order."""
     params = [nn.Parameter(cut(sample, sample.values)) for sample in samples]
     state: defaultdict[Any, dict] = defaultdict(dict)
-    # Whatever refers to a parameter refers to its stand-in in the copy.
+    # References to a parameter become references to its stand-in in the copy.
     memo: dict[int, Any] = {id(optimizer.state): state}
     memo.update({id(param): nn.Parameter(torch.zeros(1)) for param in _params_of(optimizer)})
     memo.update({id(sample.param): param for sample, param in zip(samples, params, strict=True)})
     for sample, param in zip(samples, params, strict=True):
-        for key, value in optimizer.state.get(sample.param, {}).items():  # some make it when they are built
+        for key, value in optimizer.state.get(sample.param, {}).items():  # some optimizers make it in their constructor
             state[param][key] = _small(sample, value, cut, memo)
     state.update({key: copy.deepcopy(optimizer.state[key], memo) for key in optimizer.state if type(key) is str})
     copied = object.__new__(type(optimizer))
-    # Not users' hooks, which may refer to everything, nor a step that a scheduler has wrapped on the object.
+    # Skip users' hooks, which may refer to anything, and a step that a scheduler has wrapped on the object.
     own = {k: value for k, value in vars(optimizer).items() if k != "step" and not k.startswith("_optimizer_")}
     torch.optim.Optimizer.__setstate__(copied, copy.deepcopy(own, memo))
     sampled = set(map(id, params))
@@ -326,7 +324,7 @@ def _params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def _small(sample: _Sample, value: Any, cut: _Cut, memo: dict[int, Any]) -> Any:
-    """State for a sample in place of its parameter's: as initialized where that is one number, else ones."""
+    """Returns state for a sample in place of its parameter's: as initialized if it is one number, else ones."""
     if not isinstance(value, Tensor) or value.ndim == 0 or value.shape != sample.param.shape:
         return copy.deepcopy(value, memo)
     local = local_tensor(value)
@@ -336,11 +334,11 @@ def _small(sample: _Sample, value: Any, cut: _Cut, memo: dict[int, Any]) -> Any:
 
 
 def _difference(samples: list[_Sample], full: torch.optim.Optimizer, part: torch.optim.Optimizer) -> str:
-    """What differs between the complete tensors and the parts; "" if nothing does."""
+    """Returns what differs between complete tensors and parts, or "" if nothing does."""
     for sample, param, cut in zip(samples, _params_of(full), _params_of(part), strict=True):
         shape = tuple(param.shape)
         if not _is_same(param, cut, sample, param - sample.values):
-            return f"a part of a tensor of shape {shape} is updated otherwise than in the complete tensor"
+            return f"a part of a tensor of shape {shape} is updated differently from the complete tensor"
         for name, value in full.state.get(param, {}).items():
             if not isinstance(value, (Tensor, int, float, str, NoneType)):
                 return f"its state {name!r} is a {type(value).__name__}, expected numbers or tensors"
@@ -356,7 +354,7 @@ def _difference(samples: list[_Sample], full: torch.optim.Optimizer, part: torch
 
 
 def _is_same(full: Any, part: Any, sample: _Sample | None, change: Any) -> bool:
-    """Whether ``part`` is what ``full`` has there, relative to ``change``. Anything but numbers counts as the same."""
+    """Returns whether ``part`` equals its place in ``full``, relative to ``change``. Only numbers are compared."""
     if not isinstance(full, (Tensor, int, float)):
         return True
     if not isinstance(part, (Tensor, int, float)):

@@ -1,4 +1,4 @@
-"""Moments of an optimizer: which tensors they are, their 8-bit codes, and where shards lie in the whole parameter.
+"""Describes moments of an optimizer: their tensors, their 8-bit codes, and where shards are in the full parameter.
 
 A state in 8 bits holds ``exp_avg_codes``, sharded like its parameter, and ``exp_avg_scales``, a plain tensor with a
 scale for each 256 local elements, in place of ``exp_avg``. Decoding and encoding again gives the same codes at the same
@@ -22,15 +22,15 @@ from fsdp2x.base import torch_private
 from fsdp2x.base.native import _C
 from fsdp2x.optim.local import cut_like, local_tensor
 
-INT8 = "int8"  # stands for a dtype: codes in 8 bits with a scale for each block of them
-CODES, SCALES = "_codes", "_scales"  # behind the name of a moment
+INT8 = "int8"  # in place of a dtype: codes in 8 bits with a scale for each block of them
+CODES, SCALES = "_codes", "_scales"  # suffixes of a moment's name
 
 
-_NARROWED = {torch.float32, torch.bfloat16, torch.float16}  # parameters whose moments may be of another dtype
+_NARROWED = {torch.float32, torch.bfloat16, torch.float16}  # parameters whose moments may have another dtype
 
 
 def moments_dtype_of(dtype: torch.dtype, wanted: torch.dtype | str | None) -> torch.dtype | str:
-    """What the moments of a parameter of ``dtype`` are kept in, with ``moments_dtype=wanted``."""
+    """Returns the dtype of the moments of a parameter of ``dtype``, with ``moments_dtype=wanted``."""
     return dtype if wanted is None or dtype not in _NARROWED else wanted
 
 
@@ -49,7 +49,7 @@ def _plain(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def pieces(param: Tensor, names: Sequence[str], dtype: torch.dtype | str) -> list[MomentTensor]:
-    """The tensors of a parameter's moments, in the order of ``names``."""
+    """Returns the tensors of a parameter's moments, in the order of ``names``."""
     if dtype != INT8:
         return [MomentTensor(name, _plain(dtype)) for name in names]
     num_blocks = _C.num_moment_blocks(local_tensor(param).numel())
@@ -61,14 +61,14 @@ def pieces(param: Tensor, names: Sequence[str], dtype: torch.dtype | str) -> lis
 
 
 def moment_bytes(numel: int, dtype: torch.dtype | str) -> list[int]:
-    """Bytes of each tensor of a moment of so many elements."""
+    """Returns the bytes of each tensor of a moment of ``numel`` elements."""
     if dtype != INT8:
         return [numel * _plain(dtype).itemsize]
     return [numel, _C.num_moment_blocks(numel) * torch.float32.itemsize]
 
 
 def new_pieces(params_and_pieces: Sequence[tuple[Tensor, MomentTensor]]) -> list[Tensor]:
-    """Zeros for each piece of a parameter."""
+    """Returns zeros for each piece of a parameter."""
     pairs = []
     for param, piece in params_and_pieces:
         if piece.numel is None:
@@ -79,10 +79,10 @@ def new_pieces(params_and_pieces: Sequence[tuple[Tensor, MomentTensor]]) -> list
 
 
 def zeros_like_all(pairs: Iterable[tuple[Tensor, torch.dtype]]) -> list[Tensor]:
-    """Zeros shaped and cut like each tensor, in the dtype given with it.
+    """Returns zeros shaped and cut like each tensor, in the dtype given with it.
 
-    Those whose local tensor is contiguous and on the CPU share one block of memory, each with a storage of its own, so
-    that saving or copying one of them does not take the others along.
+    Those whose local tensor is contiguous and on the CPU share one block of memory. Each has a separate storage, so
+    saving or copying one of them does not include the others.
     """
     pairs = list(pairs)
     locals_ = [local_tensor(tensor) for tensor, _ in pairs]
@@ -105,9 +105,9 @@ def zeros_like_all(pairs: Iterable[tuple[Tensor, torch.dtype]]) -> list[Tensor]:
 
 
 def place_in_whole(param: Tensor) -> tuple[int, int, int]:
-    """(first, run, stride): local element i is number ``first + i // run * stride + i % run`` of the whole.
+    """Returns (first, run, stride): local element i is number ``first + i // run * stride + i % run`` of the full one.
 
-    What several ranks hold in common has the same numbers on all of them.
+    Copies on several ranks have the same numbers on all of them.
     """
     if not isinstance(param, DTensor):
         return 0, max(param.numel(), 1), 0
@@ -119,8 +119,8 @@ def place_in_whole(param: Tensor) -> tuple[int, int, int]:
     last = cut[-1]
     if any(0 < dim < last for dim in cut):
         raise NotImplementedError(
-            f"fsdp2x.optim.AdamW: stochastic_rounding with a parameter of shape {tuple(whole)} cut along dims {cut}; "
-            "cut it along dim 0 and one other at most, or pass stochastic_rounding=False"
+            f"fsdp2x.optim.AdamW: stochastic_rounding with a parameter of shape {tuple(whole)} cut along dims {cut}. "
+            "Cut it along dim 0 and at most one other, or pass stochastic_rounding=False."
         )
     strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
     first = sum(at * stride for at, stride in zip(offset, strides, strict=True))
@@ -131,7 +131,7 @@ _SIGNED = {"exp_avg"}
 
 
 def widened(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with values in float32 in place of codes and scales; what has no codes stays the same object."""
+    """Returns the state with float32 values in place of codes and scales, or the same object without codes."""
     result: dict[str, Any] = {}
     for key, value in state.items():
         if key.endswith(CODES):
@@ -144,7 +144,7 @@ def widened(state: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def widened_states(optimizer: Any) -> Iterator[None]:
-    """Within, the states of ``optimizer`` have values in float32 in place of codes and scales, if it keeps those."""
+    """Gives states of ``optimizer`` float32 values in place of codes and scales inside the block, if it keeps those."""
     if optimizer.moments_dtype != INT8:
         yield
         return
@@ -157,7 +157,7 @@ def widened_states(optimizer: Any) -> Iterator[None]:
 
 
 def narrowed(param: Tensor, state: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """The state with codes and scales in place of the values under ``names``, where it has them."""
+    """Returns the state with codes and scales in place of the values under ``names``, if it has them."""
     result: dict[str, Any] = {}
     for key, value in state.items():
         if key in names:
@@ -180,8 +180,8 @@ def _encoded(param: Tensor, name: str, value: Tensor) -> tuple[Tensor, Tensor]:
     local = local_tensor(value)
     if local.shape != own.shape:
         raise ValueError(
-            f"fsdp2x.optim.AdamW: {name} of a parameter of shape {tuple(param.shape)} has local shape "
-            f"{tuple(local.shape)}, expected {tuple(own.shape)}; load a state that is cut like the parameter"
+            f"fsdp2x.optim.AdamW: expected local shape {tuple(own.shape)} of {name} of a parameter of shape "
+            f"{tuple(param.shape)}, got {tuple(local.shape)}. Load a state that is cut like the parameter."
         )
     values = torch.empty_like(own, dtype=torch.float32, device="cpu").copy_(local)
     codes, scales = _C.encode_moments(values, name in _SIGNED)

@@ -25,7 +25,7 @@ _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 
 
 def named_matrices(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """What ``Muon`` steps of a model by ``muon_param_groups``, which raises."""
+    """Returns what ``Muon`` steps of a model by ``muon_param_groups``, which raises."""
     groups = muon_param_groups(model)
     return [pair for group in groups if group["use_muon"] for pair in group["params"]]
 
@@ -74,8 +74,8 @@ def muon_param_groups(
     elif output_head is None and exclude is None:
         raise ValueError(
             f"fsdp2x.optim.muon_param_groups: {type(model).__name__} has no get_output_embeddings(), so its output "
-            "head is not known; pass exclude with a pattern for its parameters, such as exclude=['lm_head.*'], or "
-            "exclude=[] if it has none"
+            "head is not known. Pass exclude with a pattern for its parameters, such as exclude=['lm_head.*'], or "
+            "exclude=[] if it has none."
         )
     splits = splits_of(model, split)
     matrices: dict[tuple, list[tuple[str, nn.Parameter]]] = {}  # by the settings of their blocks
@@ -102,7 +102,7 @@ def muon_param_groups(
 
 # Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; as torch.optim.Muon.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-# What the learning rate is multiplied with for a matrix of m x n.
+# Factors of the learning rate for a matrix of m x n.
 _LR_SCALES: dict[str, Callable[[int, int], float]] = {
     "original": lambda m, n: math.sqrt(max(1, m / n)),
     "match_rms_adamw": lambda m, n: 0.2 * math.sqrt(max(m, n)),
@@ -114,14 +114,16 @@ _ADAMW_EPS = 1e-8
 
 
 class Muon(EngineStep):
-    """``torch.optim.Muon`` over shards, and AdamW for what is no matrix, in one optimizer.
+    """Steps matrices like ``torch.optim.Muon`` over shards, and other parameters by AdamW, in one optimizer.
 
         groups = fsdp2x.optim.muon_param_groups(model)
         optimizer = fsdp2x.optim.Muon(groups, lr=2e-4, adjust_lr_fn="match_rms_adamw")
 
-    One rank orthogonalizes each matrix. Momentum is updated on the shards. One all-to-all brings the blocks of a round
-    of matrices to their owners in ``ns_dtype`` and one returns the results, while other matrices are computed. The bits
-    are those of ``torch.optim.Muon`` on the unsharded model for any number of ranks, if the gradients' bits are.
+    One rank orthogonalizes each matrix. The bits are those of ``torch.optim.Muon`` on the unsharded model for any
+    number of ranks, if the gradients' bits are. A group has matrices, or with ``use_muon=False`` anything else, which
+    ``fsdp2x.optim.AdamW`` steps with its settings (``betas`` (0.9, 0.999), ``eps`` 1e-8). A parameter [num, m, n] is a
+    stack of ``num`` matrices. ``state_dict`` is torch's: a ``momentum_buffer`` for each matrix, AdamW's state for
+    others.
 
     A group of parameters has matrices, or with ``use_muon=False`` anything else. ``fsdp2x.optim.AdamW`` steps them with
     its settings (``betas`` (0.9, 0.999), ``eps`` 1e-8). A parameter [num, m, n] is a stack of ``num`` matrices.
@@ -137,7 +139,7 @@ class Muon(EngineStep):
 
     Args:
         params: parameters, all of them matrices, or groups.
-        lr, weight_decay, momentum, nesterov, eps, ns_steps: as in ``torch.optim.Muon``.
+        lr, weight_decay, momentum, nesterov, eps, ns_steps: see ``torch.optim.Muon``.
         ns_coefficients: (a, b, c) of all steps, or ``ns_steps`` such triples.
         adjust_lr_fn: what ``lr`` is multiplied with for an m x n matrix: "original" (and None)
             ``sqrt(max(1, m / n))``, Keller Jordan's; "match_rms_adamw" ``0.2 sqrt(max(m, n))``, Moonlight's, with which
@@ -183,7 +185,7 @@ class Muon(EngineStep):
         self.moments_dtype, self.stochastic_rounding, self.seed = moments_dtype, stochastic_rounding, seed
         self._prepare({}, max_grad_norm)
         if ns_dtype not in (torch.bfloat16, torch.float32):
-            raise ValueError(f"fsdp2x.optim.Muon: ns_dtype is {ns_dtype}, expected torch.bfloat16 or torch.float32")
+            raise ValueError(f"fsdp2x.optim.Muon: ns_dtype must be torch.bfloat16 or torch.float32, got {ns_dtype}")
         self.ns_dtype = ns_dtype
         super().__init__(
             params,
@@ -207,7 +209,7 @@ class Muon(EngineStep):
     def _begin_afresh(self) -> None:
         super()._begin_afresh()
         self._plan: MuonPlan | None = None
-        # Steps the groups without use_muon, which are this optimizer's own, over this optimizer's state.
+        # Steps the groups without use_muon, which belong to this optimizer, with this optimizer's state.
         self._adamw = AdamW(
             [torch.empty(0, requires_grad=True)],
             moments_dtype=self.moments_dtype,
@@ -217,7 +219,7 @@ class Muon(EngineStep):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # one that torch's Muon or AdamW saved has no such key
+        for group in self.param_groups:  # groups that torch's Muon or AdamW saved have no such key
             group.setdefault("use_muon", "betas" not in group)
             for name, value in {"ns_method": METHODS[0], **SPLIT_SETTINGS}.items() if group["use_muon"] else ():
                 group.setdefault(name, value)
@@ -228,7 +230,7 @@ class Muon(EngineStep):
         if foreign:
             raise ValueError(
                 f"fsdp2x.optim.Muon: a group with use_muon={uses_muon} has {', '.join(foreign)}, which only groups "
-                f"with use_muon={not uses_muon} know"
+                f"with use_muon={not uses_muon} support"
             )
         if not uses_muon:
             param_group.setdefault("eps", _ADAMW_EPS)
@@ -306,7 +308,7 @@ class _MatrixStep:
                 if not isinstance(tensor, DTensor) or tensor.placements != param.placements:
                     raise ValueError(
                         f"fsdp2x.optim.Muon: the {name} of a parameter of shape {tuple(param.shape)} has placements "
-                        f"{getattr(tensor, 'placements', None)}, its parameter {param.placements}; redistribute it"
+                        f"{getattr(tensor, 'placements', None)}, but its parameter {param.placements}. Redistribute it."
                     )
         self._lr = number(group["lr"])
         rows, columns = param.shape[-2:]
@@ -316,7 +318,7 @@ class _MatrixStep:
         self._param, self._grad, self._momentum = (t.unsqueeze(0) if t.ndim == 2 else t for t in locals_)
 
     def write_update(self, job: MatrixJob, block: MatrixBlock, target: Tensor | None) -> None:
-        """Updates the momentum of a block of this rank, and writes what is orthogonalised, if to anywhere."""
+        """Updates the momentum of this rank's block, and writes the input of the orthogonalization, if wanted."""
         if not self.has_gradient:
             if target is not None:
                 target.zero_()
@@ -328,7 +330,7 @@ class _MatrixStep:
             target.copy_(grad.lerp(momentum, rate) if self._group["nesterov"] else momentum)
 
     def orthogonalize(self, whole: Tensor) -> Tensor:
-        """What its owner computes; zeros where the owner has no gradient."""
+        """Computes the result on the owner. Returns zeros if the owner has no gradient."""
         if not self.has_gradient:
             return whole.zero_()
         settings = _triples(self._group), self._group["eps"], self._group["ns_method"]
@@ -367,7 +369,7 @@ class _MatrixStep:
 
 
 def _run(plan: MuonPlan, steps: list[_MatrixStep], meanwhile: Callable[[], None]) -> None:
-    """Exchanges of one round run while the round before is computed; local matrices and ``meanwhile`` come first."""
+    """Runs a round's exchanges while computing the round before. Local matrices and ``meanwhile`` come first."""
 
     def write(job: MatrixJob, block: MatrixBlock, target: Tensor | None) -> None:
         steps[job.param].write_update(job, block, target)
@@ -415,7 +417,7 @@ def _matrices_of(group: dict[str, Any]) -> list[Matrices]:
 
 
 def _check_matrices(group: dict[str, Any]) -> None:
-    """Raises ValueError for settings or parameters that are not those of matrices."""
+    """Raises ValueError for settings or parameters that do not fit matrices."""
 
     def refuse(what: str) -> None:
         raise ValueError(f"fsdp2x.optim.Muon: {what}")
@@ -435,7 +437,7 @@ def _check_matrices(group: dict[str, Any]) -> None:
             raise NotImplementedError(f"fsdp2x.optim.Muon: a parameter of shape {tuple(param.shape)} is complex")
         if param.ndim not in (2, 3):
             refuse(
-                f"a parameter has shape {tuple(param.shape)}, expected a matrix or a stack of matrices [num, m, n]; "
-                "put it into a group with use_muon=False, as fsdp2x.optim.muon_param_groups(model) does"
+                f"a parameter has shape {tuple(param.shape)}, expected a matrix or a stack of matrices [num, m, n]. "
+                "Put it into a group with use_muon=False, as fsdp2x.optim.muon_param_groups(model) does."
             )
     _matrices_of(group)

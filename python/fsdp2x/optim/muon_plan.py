@@ -1,4 +1,4 @@
-"""Plans a step of ``Muon`` once: which rank orthogonalizes which matrices, and how their blocks travel.
+"""Plans a step of ``Muon`` once: which rank orthogonalizes which matrices, and how their blocks are exchanged.
 
 A parameter is a stack of matrices [num, rows, columns], num = 1 for a matrix. Ranks hold blocks of it. Each round of
 matrices takes one all-to-all to the owners and one back. With rows over two ranks, and bfloat16:
@@ -43,7 +43,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class MatrixBlock:
-    """A part of a stack: where it begins, its shape, and the ranks that hold it (replicas), in order."""
+    """A part of a stack: its start, its shape, and the ranks that hold it (replicas), in order."""
 
     start: Extent
     shape: Extent
@@ -52,28 +52,28 @@ class MatrixBlock:
 
 @dataclass(frozen=True)
 class MatrixJob:
-    """Matrices of one parameter that their owner orthogonalises at once, as blocks that make them up."""
+    """Matrices of one parameter that their owner orthogonalizes at once, as blocks that make them up."""
 
     param: int
-    first: int  # matrix of the parameter
-    shape: Extent  # whole matrices
+    first: int  # first matrix of the parameter
+    shape: Extent  # full matrices
     blocks: tuple[MatrixBlock, ...]
     owner: int
 
     @property
     def is_local(self) -> bool:
-        """Whether only the owner has to do with it."""
+        """Whether only the owner takes part."""
         return all(block.ranks == (self.owner,) for block in self.blocks)
 
     def sender(self, block: MatrixBlock) -> int:
-        """The rank that sends ``block`` to the owner: of replicas the one in the owner's own."""
+        """Returns the rank that sends ``block`` to the owner: among replicas the one in the owner's own."""
         replica = next(held.ranks.index(self.owner) for held in self.blocks if self.owner in held.ranks)
         return block.ranks[replica % len(block.ranks)]
 
 
 @dataclass(frozen=True)
 class Deal:
-    """``rounds``: jobs whose blocks travel together. ``local``: those that need no travel."""
+    """``rounds`` are jobs whose blocks are exchanged together. ``local`` are those without an exchange."""
 
     rounds: list[list[MatrixJob]]
     local: list[MatrixJob]
@@ -92,12 +92,13 @@ def blocks_of(pieces: Sequence[Sequence[Piece]]) -> list[MatrixBlock]:
 def deal(params: dict[int, tuple[Extent, list[MatrixBlock], int]], round_numel: int, loads: dict[int, int]) -> Deal:
     """Deals the matrices of ``params`` (number -> shape, blocks, cost of a matrix) to ranks that hold blocks of them.
 
-    The longest job goes to the rank with the least to do, and so on (Graham, 1969): no rank has more than 4/3 of the
-    best there is where every rank may take every job. A stack is cut into as many jobs as there are ranks for it.
+    The longest job goes to the rank with the least work, and so on (Graham, 1969). If every rank may take every job, no
+    rank has more than 4/3 of the optimum. A stack is cut into as many jobs as there are ranks for it.
 
     Args:
+        params: parameters by number.
         round_numel: elements that an owner takes in a round, or one job.
-        loads: what each rank has to do already; brought up to date.
+        loads: work that each rank already has. Updated in place.
     """
     candidates = [job for number, (shape, blocks, _) in params.items() for job in _jobs(number, shape, blocks)]
     costs = [shape[0] * params[number][2] for number, _, shape, _ in candidates]
@@ -123,7 +124,7 @@ def deal(params: dict[int, tuple[Extent, list[MatrixBlock], int]], round_numel: 
 
 
 def _jobs(number: int, shape: Extent, blocks: list[MatrixBlock]) -> list[tuple[int, int, Extent, tuple]]:
-    """(parameter, first matrix, shape, blocks): matrices that the same ranks hold, cut for all of these."""
+    """Returns (parameter, first matrix, shape, blocks): matrices that the same ranks hold, cut for all of these."""
     by_matrices: dict[tuple[int, int], list[MatrixBlock]] = defaultdict(list)
     for block in blocks:
         by_matrices[block.start[0], block.shape[0]].append(block)
@@ -139,7 +140,7 @@ def _jobs(number: int, shape: Extent, blocks: list[MatrixBlock]) -> list[tuple[i
     return jobs
 
 
-# Writes a block; to nowhere where a replica sends it.
+# Writes a block, or nothing if a replica sends it.
 Fill = Callable[[MatrixJob, MatrixBlock, Tensor | None], None]
 # Waits, and yields blocks of this rank.
 Arrival = Callable[[], Iterator[tuple[MatrixJob, MatrixBlock, Tensor]]]
@@ -147,7 +148,7 @@ Wholes = list[tuple[MatrixJob, Tensor]]
 
 
 class _Parcels:
-    """What one rank sends to all, or receives from all: bytes by peer, blocks in the order of jobs."""
+    """What one rank sends to all, or receives from all: bytes by rank, blocks in the order of jobs."""
 
     def __init__(self, world: int, dtype: torch.dtype) -> None:
         self._by_peer: list[list[tuple[MatrixJob, MatrixBlock]]] = [[] for _ in range(world)]
@@ -161,7 +162,7 @@ class _Parcels:
         return [self._starts(parcels)[1] for parcels in self._by_peer]
 
     def blocks(self, buffer: Tensor) -> Iterator[tuple[MatrixJob, MatrixBlock, Tensor]]:
-        """Each block with its memory in ``buffer``, of the block's shape."""
+        """Yields each block with its memory in ``buffer``, of the block's shape."""
         begin = 0
         for parcels in self._by_peer:
             starts, begin = self._starts(parcels, begin)
@@ -173,7 +174,7 @@ class _Parcels:
 
 
 class Round:
-    """The blocks of one round on this rank. Buffers live from the start of a way to its end."""
+    """The blocks of one round on this rank. Buffers live from the start of an exchange to its end."""
 
     def __init__(
         self, jobs: list[MatrixJob], group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device
@@ -198,7 +199,7 @@ class Round:
                     self._awaited.add(job.owner, job, block)
 
     def send(self, fill: Fill) -> Callable[[], Wholes]:
-        """Starts to bring blocks to their owners; ``fill`` writes those of this rank."""
+        """Starts sending blocks to their owners. ``fill`` writes those of this rank."""
         arrive = self._start(self._sent, self._received, fill)
         for job, block in self._held_alike:
             fill(job, block, None)
@@ -212,7 +213,7 @@ class Round:
         return finish
 
     def give_back(self, wholes: Wholes) -> Arrival:
-        """Starts to bring whole matrices to all holders of their blocks; the result waits, and yields this rank's."""
+        """Starts sending full matrices to all holders of their blocks. The result waits and yields this rank's."""
         by_job = {id(job): whole for job, whole in wholes}
 
         def fill(job: MatrixJob, block: MatrixBlock, part: Tensor | None) -> None:
@@ -247,7 +248,7 @@ def part_of(whole: Tensor, job: MatrixJob, block: MatrixBlock) -> Tensor:
     return whole[first : first + num, row : row + rows, column : column + columns]
 
 
-# What an owner receives at most in one round, or one matrix. Four times as much is taken at a time.
+# The most that an owner receives in one round, or one matrix. Four times as much is processed at a time.
 ROUND_BYTES = 64 * 2**20
 
 
@@ -267,7 +268,7 @@ class Matrices:
 
 @dataclass(frozen=True)
 class MuonPlan:
-    """For parameters by their number in ``params``. Jobs of ``local`` are this rank's own."""
+    """A plan for parameters by their number in ``params``. Jobs of ``local`` belong to this rank."""
 
     params: list[Matrices]
     pieces: list[list[Piece]]  # of each, what this rank holds
@@ -330,7 +331,7 @@ def _exchange(group: dist.ProcessGroup, params: list[Matrices], pieces: list) ->
 
 
 def _device(mesh: DeviceMesh, params: list[Tensor]) -> torch.device:
-    """Where matrices are orthogonalised: where shards are, or with shards in host memory the current device."""
+    """Returns where matrices are orthogonalized: on the shards' device, or for offloaded shards the current device."""
     return next(
         (param.device for param in params if param.device.type == mesh.device_type), torch.device(mesh.device_type)
     )
@@ -388,6 +389,6 @@ def _runs(line: list[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _extent(sizes: Sequence[int], first: int = 1) -> Extent:
-    """Sizes or places as [num, rows, columns]; those of a matrix have ``first`` in front."""
+    """Returns sizes or places as [num, rows, columns]. Those of a matrix begin with ``first``."""
     num, rows, columns = (first, *sizes)[-3:]
     return num, rows, columns

@@ -1,6 +1,6 @@
-"""``rebind_optimizer``: lets an optimizer that holds other parameters than the sharded ones train those.
+"""``rebind_optimizer``: makes an optimizer train the sharded parameters in place of those that they replaced.
 
-The optimizer keeps its old parameters, and with them the whole unsharded model, alive until it is rebound.
+Until then the optimizer keeps its old parameters, and with them the full unsharded model, alive.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ from fsdp2x.optim.moments import narrowed, widened
 
 @checked
 def rebind_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
-    """Replaces, in every param group, parameters from before ``fully_shard(model)``, and gathered ones, by the sharded.
+    """Replaces old parameters of an optimizer by the sharded ones, in every parameter group. Not collective.
 
-    Groups, their options and the order of parameters stay, also for tied weights and for lists that the optimizer holds
-    elsewhere. State that exists already (moments of a loaded checkpoint) is cut like its parameter; every rank must
-    hold the same. Parameters that are sharded already, ignored by ``fully_shard`` or of other models are left alone, so
-    that the call can be repeated, once per model. Local: no communication.
+    Use it if the optimizer was built before ``fully_shard(model)``, or while parameters were gathered. Groups, their
+    options and the order of parameters stay. Existing state (moments of a loaded checkpoint) is cut like its parameter,
+    so every rank must hold the same. Other parameters do not change, so you may call it once per model.
+
+    Args:
+        optimizer: the optimizer.
+        model: a sharded model.
 
     Returns:
-        How many parameters were replaced.
+        The number of replaced parameters.
 
     Raises:
-        ValueError: nothing in ``model`` is sharded; the optimizer has no parameter of ``model``, old or new; state of
-            a parameter that has neither one element nor the parameter's shape. The optimizer is unchanged then.
+        ValueError: nothing in ``model`` is sharded, the optimizer has no parameter of ``model``, old or new, or a state
+            has neither one element nor the parameter's shape. The optimizer does not change.
         RuntimeError: the averages of an ``EMA`` are swapped in.
     """
     units_of(model, "rebind_optimizer")
@@ -48,7 +51,7 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
     if not replaced and not num_known:
         raise ValueError(
             f"fsdp2x.rebind_optimizer: none of the parameters of this {type(optimizer).__name__} is or was one of "
-            f"{type(model).__name__}; build the optimizer from the parameters of the model that was sharded"
+            f"{type(model).__name__}. Build the optimizer from the parameters of the model that was sharded."
         )
     states = {
         old: _sharded_state(records[original_number(old) or 0][0], optimizer.state[old], old, new)
@@ -56,7 +59,7 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
         if old in optimizer.state
     }
     for group in optimizer.param_groups:
-        # In place: L-BFGS, for one, keeps the list itself.
+        # In place, because L-BFGS, for example, keeps the list itself.
         group["params"][:] = [replaced.get(param, param) for param in group["params"]]
     for old, new in replaced.items():
         optimizer.state.pop(old, None)
@@ -78,6 +81,6 @@ def _sharded_state(name: str, state: dict, old: nn.Parameter, new: nn.Parameter)
         else:
             raise ValueError(
                 f"fsdp2x.rebind_optimizer: the state {key!r} of parameter '{name}' has shape {tuple(value.shape)}, "
-                f"expected {tuple(old.shape)} or one element; rebind before the first step and load the state after it"
+                f"expected {tuple(old.shape)} or one element. Rebind before the first step and load the state after it."
             )
     return narrowed(new, result, tuple(key for key in wide if key not in state))

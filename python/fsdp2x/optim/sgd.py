@@ -17,24 +17,22 @@ from fsdp2x.optim.local import cut_like, dense_gradient, local_tensors, number
 
 
 class SGD(EngineStep, torch.optim.SGD):
-    """``torch.optim.SGD`` with all parameters of a step in one call, over their local shards.
+    """Steps like ``torch.optim.SGD``, with all parameters in one call over their local shards.
 
-    Arguments, parameter groups, closures and ``state_dict`` are torch's. A kernel steps float32 parameters: on the CPU,
-    and on CUDA devices where fsdp2x was built with kernels for them, with the same bits, which are those of torch on
-    processors with fused multiply-add (otherwise within 1e-6). torch's functions step all others.
+    Arguments, parameter groups, closures and ``state_dict`` are torch's. A kernel steps float32 parameters on the CPU
+    and, if fsdp2x was built for them, on CUDA devices. Its bits are those of torch on processors with fused
+    multiply-add (otherwise within 1e-6). torch steps others.
 
     Args:
-        params, lr, momentum, dampening, weight_decay, nesterov, maximize: as in ``torch.optim.SGD``; ``lr`` and
+        params, lr, momentum, dampening, weight_decay, nesterov, maximize: see ``torch.optim.SGD``. ``lr`` and
             ``weight_decay`` may be tensors of one element.
-        foreach, fused: accepted for compatibility and without a meaning: every step is fused.
+        foreach, fused: accepted for compatibility, without effect.
         differentiable: must be False.
-        max_grad_norm: clip the gradients of all groups together to this 2-norm within the step, as ``AdamW`` does:
-            they stay as they are, ``grad_norm`` is their norm before, and the step is collective; None (default):
-            they are used as they are.
+        max_grad_norm: largest 2-norm of all gradients together. See ``AdamW``.
 
     Raises:
-        NotImplementedError: ``differentiable``, here, in a group, or in a loaded state.
-        ValueError: settings out of range; parameters from before ``fully_shard``, or gathered ones, see ``AdamW``.
+        NotImplementedError: ``differentiable`` is set.
+        ValueError: a setting is out of range, or parameters are from before ``fully_shard`` or gathered.
     """
 
     _name = "SGD"

@@ -189,7 +189,7 @@ def test_compiled_blocks(ctx):
 @distributed(world_sizes=(4,))
 def test_heads_that_do_not_divide_are_refused_before_anything_is_changed(ctx):
     model = sequences.build("llama_kv3")
-    with pytest.raises(ValueError, match="6 attention heads cannot be split evenly; .* one of 1, 2, 3, 6"):
+    with pytest.raises(ValueError, match="6 attention heads cannot be split evenly. .* one of 1, 2, 3, 6"):
         apply_ulysses(model, dist.group.WORLD)
     assert model.config._attn_implementation != IMPLEMENTATION
     assert model(input_ids=torch.arange(3, 9)[None]).logits.shape == (1, 6, sequences.VOCAB)
@@ -229,9 +229,9 @@ def test_parameters_sharded_over_data_parallel_ranks_only(ctx, when):
 def test_misuse(ctx):
     _, ours, context, _ = setup(ctx, shard=False)
     ids = torch.arange(3, 12)[None]
-    with pytest.raises(RuntimeError, match="call it with the inputs that shard_inputs"):
+    with pytest.raises(RuntimeError, match="Call it with the inputs that shard_inputs"):
         ours(input_ids=ids)
-    with pytest.raises(ValueError, match="was not made for this model; over ranks pass the inputs"):
+    with pytest.raises(ValueError, match="was not made for this model. Over ranks pass the inputs"):
         ours(**pack_samples([{"input_ids": ids[0]}]).inputs)
     shard = context.shard_inputs({"input_ids": ids, "labels": ids})
     with pytest.raises(ValueError, match="a model's own loss is wrong at the ends of parts"):
@@ -244,7 +244,7 @@ def test_misuse(ctx):
         context.shard_inputs({"input_ids": ids, "weights": torch.ones(1, 9)})
     with context.disabled(), pytest.raises(RuntimeError, match="while attention over layouts is disabled"):
         ours(**shard.inputs)
-    with pytest.raises(ValueError, match="takes the sequence axis of a mesh"):
+    with pytest.raises(ValueError, match="expected one axis of a mesh"):
         apply_ulysses(sequences.build("llama"), init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b")))
     with pytest.raises(ValueError, match="sequence parallel size 3 does not divide the 2 ranks"):
         init_sequence_mesh(3, "cpu")

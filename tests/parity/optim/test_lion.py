@@ -116,14 +116,14 @@ def test_an_optimizer_from_before_sharding(ctx):
 
 def test_what_is_refused_and_what_is_lost():
     param = nn.Parameter(torch.ones(5))
-    with pytest.raises(ValueError, match="optim.Lion: lr is -1"):
+    with pytest.raises(ValueError, match="optim.Lion: lr and weight_decay must be at least 0, got -1"):
         Lion([param], lr=-1.0)
-    with pytest.raises(ValueError, match=r"optim.Lion: betas are \(0.9, 1.0\)"):
+    with pytest.raises(ValueError, match=r"optim.Lion: betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"):
         Lion([param], betas=(0.9, 1.0))
     with pytest.raises(ValueError, match="weight_decay -0.1"):
         Lion([param], weight_decay=-0.1)
     with pytest.raises(
-        NotImplementedError, match="optim.Lion: capturable=True is not supported; pass capturable=False$"
+        NotImplementedError, match="optim.Lion: capturable=True is not supported. Pass capturable=False\.$"
     ):
         Lion([{"params": [param], "capturable": True}])
     for dtype in (torch.float32, torch.float64):

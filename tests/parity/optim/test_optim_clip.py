@@ -145,7 +145,7 @@ def test_the_host_does_not_read_a_devices_factor(make):
 def test_settings(make):
     every = plain_params(torch.float32)
     for wrong in (0.0, -1.0, math.nan):
-        with pytest.raises(ValueError, match=f"{make.__name__}: max_grad_norm is {wrong}"):
+        with pytest.raises(ValueError, match=f"{make.__name__}: max_grad_norm must be .* got {wrong}"):
             make(every, lr=1e-2, max_grad_norm=wrong)
     optimizer = make(every, lr=1e-2, max_grad_norm=0.1)
     optimizer.step()
@@ -457,5 +457,5 @@ def test_one_rank_alone_has_a_gradient_that_is_not_finite(ctx, arrangement):
             nn.utils.clip_grad_norm_(plain, 1.0, norm_type)
             assert_alike(cut, plain, what)
     if arrangement == "all kinds":
-        with fsdp2x.install(), pytest.raises(ValueError, match="norm_type is 0.0"):
+        with fsdp2x.install(), pytest.raises(ValueError, match="norm_type must be .* got 0.0"):
             nn.utils.get_total_norm([param.grad for param in cut if param.grad is not None], 0)

@@ -298,7 +298,7 @@ def test_each_query_head_meets_its_own_kv_head(heads, kv_heads, size):
 
 
 def test_heads_that_ranks_cannot_share():
-    with pytest.raises(ValueError, match="6 attention heads cannot be split evenly; .* one of 1, 2, 3, 6"):
+    with pytest.raises(ValueError, match="6 attention heads cannot be split evenly. .* one of 1, 2, 3, 6"):
         HeadPlan(6, 2, 4)
     with pytest.raises(ValueError, match="6 attention heads are not a multiple of 4 kv heads"):
         HeadPlan(6, 4, 2)

@@ -1,1 +1,1 @@
-"""Long sequences and samples of different lengths: packing, attention over samples, Ulysses, and the loss of both."""
+"""Trains on long sequences and packed samples: packing, attention within samples, Ulysses, and the matching loss."""

@@ -1,8 +1,8 @@
 """Attention over layouts inside transformers: one implementation, registered in its attention interface.
 
-``use_varlen_attention(model)`` points a model's decoder at it. Hooks on the decoder put the layout among the keyword
-arguments of the forward, from where transformers carries it to every attention call. What a layout cannot express
-(other masks, layers that mix tokens elsewhere) is an error and never a wrong result."""
+``use_varlen_attention(model)`` selects it for a model's decoder. Hooks on the decoder add the layout to the keyword
+arguments of the forward, and transformers passes it to every attention call. If a layout cannot express an operation
+(other masks, layers that mix tokens elsewhere), it raises an error and never computes a wrong result."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ from fsdp2x.models.sequence.exchange import attend_over_ranks
 from fsdp2x.models.sequence.layout import KEYWORD, RankPart, SequenceLayout
 from fsdp2x.models.sequence.varlen import attend
 
-# Layers that carry information from token to token by attention alone.
+# Layers that mix tokens only by attention.
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention", "global", "local"}
-# RoPE whose frequencies depend on the longest position of a call, which packing and slicing change.
+# RoPE types whose frequencies depend on the longest position of a call, which packing and slicing change.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 _MIXING_MODULES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
 
 
 def base_model(model: Any) -> Any:
-    """The transformers model itself, without the wrapper of PEFT."""
+    """Returns the transformers model itself, without PEFT's wrapper."""
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
 def find_decoder(model: nn.Module) -> Any:
-    """The language model that runs the decoder layers: what a causal LM or a vision-language model contains."""
+    """Returns the language model that runs the decoder layers, inside a causal LM or a vision-language model."""
     outer = base_model(model)
     if not hasattr(outer, "get_decoder") or not hasattr(outer, "config"):
         raise TypeError(
-            f"{type(outer).__name__} is not a transformers model: layouts reach attention through transformers' "
-            "attention interface, so pass the PreTrainedModel (or its PEFT wrapper) itself"
+            f"{type(outer).__name__} is not a transformers model. Layouts reach attention through transformers' "
+            "attention interface, so pass the PreTrainedModel (or its PEFT wrapper) itself."
         )
     decoder = outer.get_decoder()
     name = type(outer).__name__
     if not getattr(decoder, "_supports_attention_backend", False):
         raise NotImplementedError(
-            f"{name}: its attention does not go through transformers' attention interface "
+            f"{name}: its attention does not use transformers' attention interface "
             "(_supports_attention_backend is not set), so it can neither be packed nor cut over ranks. Train it on "
-            "whole sequences without packing"
+            "full sequences without packing."
         )
     _check_config(name, decoder.config)
     for path, module in decoder.named_modules():
         if isinstance(module, _MIXING_MODULES):
             raise NotImplementedError(
-                f"{name}: {path} ({type(module).__name__}) carries information between tokens outside of attention; "
-                "packed samples would leak into each other there, and slices of a sequence would miss their neighbours"
+                f"{name}: {path} ({type(module).__name__}) carries information between tokens outside of attention. "
+                "Packed samples would leak into each other there, and slices of a sequence would miss their neighbors."
             )
     return decoder
 
@@ -64,17 +64,17 @@ def _check_config(name: str, config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise NotImplementedError(f"{name}: encoder-decoder models are not supported, only causal decoders")
     if not getattr(config, "is_causal", True):
-        raise NotImplementedError(f"{name}: config.is_causal is False; only causal attention is supported")
+        raise NotImplementedError(f"{name}: config.is_causal is False, but only causal attention is supported")
     kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
     if kinds:
         raise NotImplementedError(
-            f"{name}: layers of type {', '.join(sorted(kinds))} are not supported; only full and sliding causal "
-            "attention keeps packed samples apart and is right over ranks. Train it on whole sequences without packing"
+            f"{name}: layers of type {', '.join(sorted(kinds))} are not supported. Only full and sliding causal "
+            "attention keeps packed samples apart and works over ranks. Train it on full sequences without packing."
         )
 
 
 def attention_configs(decoder: nn.Module) -> list[Any]:
-    """The config objects from which the decoder's attention modules read which implementation to call."""
+    """Returns the config objects from which the decoder's attention modules read the implementation to call."""
     found: dict[int, Any] = {}
     for module in decoder.modules():
         config = getattr(module, "config", None)
@@ -84,7 +84,7 @@ def attention_configs(decoder: nn.Module) -> list[Any]:
 
 
 def head_counts(config: Any) -> tuple[int, int]:
-    """Query and key-value heads of a layer."""
+    """Returns query and key-value heads of a layer."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if not (isinstance(heads, int) and isinstance(kv_heads, int)):
@@ -95,7 +95,7 @@ def head_counts(config: Any) -> tuple[int, int]:
 
 
 def head_dims(config: Any) -> tuple[int, int]:
-    """Width of a head's queries and keys, and of its values."""
+    """Returns the width of a head's queries and keys, and of its values."""
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if (nope := getattr(config, "qk_nope_head_dim", None)) is not None:
         dim = nope + config.qk_rope_head_dim
@@ -103,7 +103,7 @@ def head_dims(config: Any) -> tuple[int, int]:
 
 
 def rope_limit(config: Any) -> int | None:
-    """The longest sample whose RoPE frequencies do not depend on the call's length; None where they never do."""
+    """Returns the longest sample whose RoPE frequencies do not depend on the call's length. None: no limit."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     limits = [
@@ -115,19 +115,19 @@ def rope_limit(config: Any) -> int | None:
 
 
 def check_rope(config: Any, longest: int) -> None:
-    """Refuses samples whose rotary frequencies would differ from those the same sample gets alone and whole."""
+    """Raises for samples whose rotary frequencies would differ from those of the same sample alone."""
     limit = rope_limit(config)
     if limit is not None and longest > limit:
         raise NotImplementedError(
             f"{type(config).__name__}: rope_type dynamic or longrope chooses its frequencies by the longest position "
-            f"of a call; a sample of {longest} tokens is beyond the original {limit}, where packing and sequence "
-            "parallelism would change them. Shorten the samples, or use another rope_type (yarn, linear)"
+            f"of a call. A sample of {longest} tokens exceeds the original {limit}, where packing and sequence "
+            "parallelism would change them. Shorten the samples, or use another rope_type (yarn, linear)."
         )
 
 
 # ---- inputs of a decoder, cut to a range of positions
 
-_CACHES = ("cache", "past_key_values")  # transformers' name from 5.24 on, and the one before
+_CACHES = ("cache", "past_key_values")  # transformers' name from 5.24 on, and the previous one
 _IGNORED = {"attention_mask", "cache_position", "labels", "use_cache", *_CACHES}
 _SECOND_DIM = {"input_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids", "per_layer_inputs"}
 
@@ -148,7 +148,7 @@ def cut_decoder_inputs(inputs: dict[str, Any], layout: SequenceLayout, length: i
             cut[name] = layout.take(visual)
         elif name == "deepstack_visual_embeds" and value is not None:
             # Features lie in the order of the image tokens: row by row, then by position.
-            assert visual is not None, "features of no places"
+            assert visual is not None, "features need places"
             numbers = torch.zeros_like(visual, dtype=torch.int64)
             numbers[visual] = torch.arange(int(visual.sum()), device=visual.device)
             mine = layout.take(numbers)[layout.take(visual)]
@@ -156,14 +156,14 @@ def cut_decoder_inputs(inputs: dict[str, Any], layout: SequenceLayout, length: i
         elif isinstance(value, torch.Tensor) and name not in _IGNORED and length in value.shape[:3]:
             raise NotImplementedError(
                 f"the decoder's input {name} of shape {tuple(value.shape)} seems to run along the sequence of "
-                f"{length}, but how it is cut over ranks is not known"
+                f"{length}, but fsdp2x does not know how to cut it over ranks"
             )
     return cut
 
 
 IMPLEMENTATION = "fsdp2x_varlen"
 
-# transformers' builders of the masks that a layout (samples) and a call's own arguments (window) already express.
+# transformers' mask builders that a layout (samples) and a call's own arguments (window) already express.
 _KNOWN_MASKS = {
     "and_masks",
     "causal_mask_function",
@@ -175,7 +175,7 @@ _KNOWN_MASKS = {
 
 
 class _Forward:
-    """What one forward of a decoder asked for: compared at its end, so that no layer escapes unseen."""
+    """Requests of one decoder forward, compared at its end so that no layer is missed."""
 
     def __init__(self, owner: SequenceAttention, layout: SequenceLayout) -> None:
         self.owner, self.layout = owner, layout
@@ -183,34 +183,36 @@ class _Forward:
         self.mask_kinds: set[str] = set()
 
 
-# The decoder forward that runs now; a recomputation in backward is none.
+# The running decoder forward. A recomputation in backward does not count.
 _running: ContextVar[_Forward | None] = ContextVar("fsdp2x_sequence_forward", default=None)
 
 
 @checked
 def use_varlen_attention(model: nn.Module) -> SequenceAttention:
-    """Makes the decoder of a HuggingFace model attend inside samples only, without a mask of the whole row.
+    """Makes the decoder of a HuggingFace model attend inside samples only, without a mask of the full row.
 
-    Call it before or after ``fully_shard``, once. Each forward takes its samples from, in this order: the layout of
-    ``PackedBatch.inputs``, a 2-D ``attention_mask``, ``position_ids`` that restart, else a row is one sample. A forward
-    with a cache (``generate``) runs the implementation the model had before.
+    Call it once, before or after ``fully_shard``. Each forward takes its samples from the first of these: the layout of
+    ``PackedBatch.inputs``, a 2-D ``attention_mask``, or ``position_ids`` that restart. Otherwise a row is one sample. A
+    forward with a cache (``generate``) runs the model's previous implementation.
 
     Args:
         model: a transformers model with a causal decoder, plain, inside a vision-language model, sharded or in PEFT.
-            Sliding windows, soft caps (Gemma 2) and attention sinks (GPT-OSS) are computed.
+            Sliding windows, soft caps (Gemma 2) and attention sinks (GPT-OSS) are supported.
 
     Returns:
-        The handle; ``handle.remove()`` undoes the call.
+        A handle. ``handle.remove()`` undoes the call.
 
     Raises:
-        TypeError: not a transformers model. ValueError: called twice. NotImplementedError: a model that carries
-            information between tokens otherwise (convolutions, state spaces, chunked or bidirectional attention).
+        TypeError: ``model`` is not a transformers model.
+        ValueError: called twice.
+        NotImplementedError: the model mixes tokens in another way (convolutions, state spaces, chunked or bidirectional
+            attention).
     """
     return SequenceAttention(model)
 
 
 class SequenceAttention:
-    """A model's decoder under attention over layouts; owns the hooks and remembers what was there before."""
+    """A model's decoder under attention over layouts. Owns the hooks and remembers the previous implementation."""
 
     shard: RankPart | None = None  # over ranks: the part of every sequence that each holds
 
@@ -220,7 +222,7 @@ class SequenceAttention:
         before = [config._attn_implementation for config in self._configs]
         if IMPLEMENTATION in before:
             raise ValueError(
-                f"{type(model).__name__} runs attention over layouts already; call remove() on the earlier handle first"
+                f"{type(model).__name__} already runs attention over layouts. Call remove() on its handle first."
             )
         from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -239,7 +241,7 @@ class SequenceAttention:
         return self.decoder.config
 
     def remove(self) -> None:
-        """Takes the hooks off and gives the model the attention implementation it had."""
+        """Removes the hooks and restores the model's previous attention implementation."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -247,7 +249,7 @@ class SequenceAttention:
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """Inside, the model runs as if it had not been changed: for ``generate`` and evaluation of whole sequences."""
+        """Runs the unchanged model inside the block: for ``generate`` and evaluation of full sequences."""
         self._switch(False)
         self._depth += 1
         try:
@@ -264,7 +266,7 @@ class SequenceAttention:
     # ---- hooks of the decoder
 
     def make_layout(self, inputs: dict[str, Any]) -> SequenceLayout | None:
-        """The layout of a forward that was given none; None: run as before the call. Over ranks it is an error."""
+        """Returns the layout of a forward without one. None: run as before the call. Over ranks it raises."""
         if any(inputs.get(name) is not None for name in _CACHES) or inputs.get("use_cache"):
             return None
         return layout_of(inputs)
@@ -277,7 +279,7 @@ class SequenceAttention:
         if args:
             kwargs = {"input_ids": args[0], **kwargs}
             if len(args) > 1:
-                raise TypeError(f"{type(module).__name__}: pass its inputs by keyword, got {len(args)} positional ones")
+                raise TypeError(f"{type(module).__name__}: expected inputs by keyword, got {len(args)} positional ones")
         found = kwargs.get(KEYWORD)
         if found is None and (found := self.make_layout(kwargs)) is None:
             self._switch(False)
@@ -294,11 +296,11 @@ class SequenceAttention:
 
     def _check(self, found: SequenceLayout, inputs: dict[str, Any]) -> None:
         if name := next((name for name in _CACHES if inputs.get(name) is not None), None):
-            raise ValueError(f"attention over layouts keeps no cache; pass {name}=None, or use disabled()")
+            raise ValueError(f"attention over layouts keeps no cache. Pass {name}=None, or use disabled().")
         if found.shard is not self.shard:
             raise ValueError(
-                f"{type(self.decoder).__name__}: {found} was not made for this model; over ranks pass the inputs "
-                "that its own context's shard_inputs(batch) returns, else those of the batch"
+                f"{type(self.decoder).__name__}: {found} was not made for this model. Over ranks pass the inputs "
+                "that its own context's shard_inputs(batch) returns, else those of the batch."
             )
         tokens = next((x for n in ("inputs_embeds", "input_ids") if (x := inputs.get(n)) is not None), None)
         if tokens is None:
@@ -307,7 +309,7 @@ class SequenceAttention:
         if tuple(tokens.shape[:2]) != (found.num_rows, length):
             raise ValueError(
                 f"{type(self.decoder).__name__}: {found} expects tokens of shape [{found.num_rows}, {length}], "
-                f"got {list(tokens.shape[:2])}; pass what the layout was made for"
+                f"got {list(tokens.shape[:2])}. Pass the inputs that the layout was made for."
             )
         check_rope(self.config, max((stop - start for _, start, stop in found.samples), default=0))
 
@@ -317,12 +319,12 @@ class SequenceAttention:
         if forward is None:
             if not self._depth:
                 self._switch(True)
-        elif output is not None:  # None: the forward raised
+        elif output is not None:  # it is None if the forward raised
             _check_coverage(module, forward)
 
 
 def layout_of(inputs: dict[str, Any]) -> SequenceLayout:
-    """The layout of a plain batch: from its padding mask, else from restarting positions, else whole rows."""
+    """Returns the layout of a plain batch: from its padding mask, restarting positions, or full rows."""
     tokens = next(x for n in ("inputs_embeds", "input_ids") if (x := inputs.get(n)) is not None)
     if (mask := inputs.get("attention_mask")) is not None:
         found = layout.from_attention_mask(mask)
@@ -335,12 +337,12 @@ def layout_of(inputs: dict[str, Any]) -> SequenceLayout:
 
 
 def _check_coverage(module: nn.Module, forward: _Forward) -> None:
-    """Every layer attended through us, and with the window that the masks the model asked for imply."""
+    """Checks that every layer used this attention, with the window that the model's requested masks imply."""
     name, config = type(module).__name__, forward.owner.config
     if forward.num_calls != config.num_hidden_layers:
         raise NotImplementedError(
-            f"{name}: {forward.num_calls} attention calls in {config.num_hidden_layers} layers carried the layout; the "
-            "others mix tokens in another way, so samples would leak or slices miss their neighbours"
+            f"{name}: {forward.num_calls} attention calls in {config.num_hidden_layers} layers carried the layout. The "
+            "others mix tokens in another way, so samples would leak or slices miss their neighbors."
         )
     kinds = list(getattr(config, "layer_types", None) or ())
     if len(kinds) == config.num_hidden_layers:
@@ -352,21 +354,21 @@ def _check_coverage(module: nn.Module, forward: _Forward) -> None:
     if expected is not None and forward.num_windowed != expected:
         raise NotImplementedError(
             f"{name}: {expected} layers have a sliding window by the model's masks, but {forward.num_windowed} "
-            "attention calls were told of one"
+            "attention calls got one"
         )
 
 
-# ---- what transformers calls
+# ---- functions that transformers calls
 
 
 def sequence_mask(*_: Any, mask_function: Any = None, use_vmap: bool = False, **__: Any) -> None:
-    """transformers' request for a mask: none is made, but a kind that layouts do not express is refused."""
+    """Answers transformers' request for a mask: makes none, but raises for kinds that layouts cannot express."""
     names = set() if mask_function is None else _builders(mask_function)
     if use_vmap or not names <= _KNOWN_MASKS:
-        other = ", ".join(sorted(names - _KNOWN_MASKS)) or "an overlay of its own"
+        other = ", ".join(sorted(names - _KNOWN_MASKS)) or "its own overlay"
         raise NotImplementedError(
-            f"the model asks for an attention mask built with {other}; attention over layouts is causal inside "
-            "samples, with or without a sliding window, and nothing else"
+            f"the model asks for an attention mask built with {other}, but attention over layouts is causal inside "
+            "samples only, with or without a sliding window"
         )
     forward = _running.get()
     if forward is not None:
@@ -374,7 +376,7 @@ def sequence_mask(*_: Any, mask_function: Any = None, use_vmap: bool = False, **
 
 
 def _builders(function: Any) -> set[str]:
-    """Names of the functions that made a mask function and the ones it encloses."""
+    """Returns names of the functions that made a mask function and the ones it encloses."""
     found = {function.__qualname__.partition(".")[0]}
     for cell in function.__closure__ or ():
         inner = cell.cell_contents
@@ -402,14 +404,14 @@ def sequence_attention(
     sequence_layout: SequenceLayout | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention call over a layout: from [rows, heads, positions, dim] to [rows, positions, heads, dim].
+    """Runs transformers' attention call over a layout: [rows, heads, positions, dim] -> [rows, positions, heads, dim].
 
-    Over ranks the positions are this rank's, and the ranks exchange what they need around the computation.
+    Over ranks the positions are this rank's, and the ranks exchange data around the computation.
     """
     name = type(module).__name__
     if sequence_layout is None:
         raise RuntimeError(
-            f"{name} was called without a layout: its decoder passes no keyword arguments on to attention, or the "
+            f"{name} was called without a layout: its decoder passes no keyword arguments to attention, or the "
             "layer was called outside of the decoder's forward"
         )
     if attention_mask is not None or position_bias is not None:
@@ -423,7 +425,7 @@ def sequence_attention(
     if query.shape[2] != length or key.shape[2] != length or query.shape[0] != sequence_layout.num_rows:
         raise ValueError(
             f"{name}: {sequence_layout} expects [{sequence_layout.num_rows}, heads, {length}, dim], got queries "
-            f"{list(query.shape)} and keys {list(key.shape)}; caches and attention to other sequences are not supported"
+            f"{list(query.shape)} and keys {list(key.shape)}. Caches and cross-attention are not supported."
         )
     forward = _running.get()
     if forward is not None:

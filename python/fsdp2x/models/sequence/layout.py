@@ -1,7 +1,7 @@
-"""Where the samples lie in the rows of a batch: what attention must know so that no sample sees another.
+"""Describes where samples are in the rows of a batch, so that attention keeps them apart.
 
-A layout is made once per micro-batch, is immutable, and travels to every attention call as a keyword argument, so that
-a recomputation under gradient checkpointing sees the layout of its own forward.
+A layout is made once per micro-batch, is immutable, and is passed to every attention call as a keyword argument. So a
+recomputation under gradient checkpointing sees the layout of its own forward.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-# The keyword argument under which a layout travels through a model's forward.
+# The keyword argument that carries a layout through a model's forward.
 KEYWORD = "sequence_layout"
 
 Range = tuple[int, int]
@@ -80,7 +80,7 @@ def _narrow(ranges: list[Range], start: int, stop: int) -> list[Range]:
 
 
 class SequenceLayout:
-    """Samples of ``num_rows`` rows of ``length`` positions; a position of no sample is padding.
+    """Samples of ``num_rows`` rows of ``length`` positions. A position outside of any sample is padding.
 
     ``samples`` are ``(row, start, stop)`` in ascending order without overlap. With ``shard``, a rank computes the
     positions of ``local_ranges`` only, and ranks exchange what attention needs. ``inputs_sliced``: the model gets the
@@ -91,10 +91,10 @@ class SequenceLayout:
         row 0 | sample 0 | sample 1    | sample 2 |pad|     samples = ((0, 0, 5), (0, 5, 12), (0, 12, 17))
               ^ rank 0 of 2      ^ rank 1 of 2              length = 18
 
-    A plain class: a dataclass would be searched for tensors by every unit of a sharded model.
+    It is a plain class, because every unit of a sharded model would search a dataclass for tensors.
 
     Raises:
-        ValueError: samples that overlap, leave their row, are empty, or do not ascend.
+        ValueError: samples overlap, leave their row, are empty, or do not ascend.
     """
 
     __slots__ = ("num_rows", "length", "samples", "shard", "inputs_sliced", "_flat_pieces")
@@ -127,7 +127,7 @@ class SequenceLayout:
         return f"SequenceLayout({len(self.samples)} samples in {self.num_rows} rows of {self.length}{ranks})"
 
     def cut(self, shard: RankPart | None, length: int, inputs_sliced: bool) -> SequenceLayout:
-        """The same samples in rows padded at the end to ``length``, over the ranks of ``shard``."""
+        """Returns the same samples in rows padded at the end to ``length``, over the ranks of ``shard``."""
         return SequenceLayout(self.num_rows, length, self.samples, shard, inputs_sliced)
 
     @property
@@ -163,11 +163,11 @@ class SequenceLayout:
 
     @property
     def num_padding(self) -> int:
-        """Positions of no sample, over all rows."""
+        """Padding positions over all rows."""
         return self.num_rows * self.length - sum(stop - start for _, start, stop in self.samples)
 
     def common_range(self) -> tuple[int, int] | None:
-        """Start and stop when every row holds one sample at the same place: one attention call does them all."""
+        """Start and stop if every row holds one sample at the same place, so that one attention call suffices."""
         ranges = {(start, stop) for _, start, stop in self.samples}
         rows = {row for row, _, _ in self.samples}
         if len(ranges) == 1 and len(rows) == len(self.samples) == self.num_rows:
@@ -230,10 +230,10 @@ class FlatPieces(NamedTuple):
 
 
 def from_position_ids(position_ids: torch.Tensor, num_rows: int) -> SequenceLayout:
-    """A layout from positions of shape [rows or 1, length]: where one does not follow its neighbour a sample begins.
+    """Makes a layout from positions of shape [rows or 1, length]. A sample begins where positions do not continue.
 
-    The rule transformers uses to find packed sequences. Positions of several kinds, [kinds, rows, length], tell where
-    samples begin only when there are four, the first of them the text's (Qwen-VL); else a row is one sample.
+    transformers finds packed sequences by the same rule. Positions of several kinds, [kinds, rows, length], show
+    samples only if there are four and the first is the text's (Qwen-VL). Otherwise a row is one sample.
     """
     length = position_ids.shape[-1]
     if position_ids.ndim == 3:
@@ -249,11 +249,11 @@ def from_position_ids(position_ids: torch.Tensor, num_rows: int) -> SequenceLayo
 
 
 def from_attention_mask(mask: torch.Tensor) -> SequenceLayout:
-    """A layout from a padding mask [rows, length]: one sample a row, padding before or behind it."""
+    """Makes a layout from a padding mask [rows, length]: one sample per row, with padding at either end."""
     if mask.ndim != 2:
         raise NotImplementedError(
             f"attention_mask of shape {tuple(mask.shape)}: attention over layouts takes padding masks of shape "
-            "[rows, length] only; give samples by restarting position_ids instead of a 4-D mask"
+            "[rows, length] only. Mark samples by restarting position_ids instead of a 4-D mask."
         )
     mask = mask.detach().to(device="cpu", dtype=torch.bool)
     samples = []
@@ -263,11 +263,11 @@ def from_attention_mask(mask: torch.Tensor) -> SequenceLayout:
             continue
         start, stop = int(places[0]), int(places[-1]) + 1
         if stop - start != places.numel():
-            raise ValueError(f"attention_mask: row {row} has padding between tokens; padding may be at the ends only")
+            raise ValueError(f"attention_mask: row {row} has padding between tokens. Pad at the ends only.")
         samples.append((row, start, stop))
     return SequenceLayout(mask.shape[0], mask.shape[1], samples)
 
 
 def whole_rows(num_rows: int, length: int) -> SequenceLayout:
-    """Every row is one sample without padding."""
+    """Makes a layout in which every row is one sample without padding."""
     return SequenceLayout(num_rows, length, [(row, 0, length) for row in range(num_rows)])

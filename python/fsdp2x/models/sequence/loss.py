@@ -1,7 +1,7 @@
-"""The mean loss over all label tokens of a step, and log-probabilities and entropies without copies of the logits.
+"""Computes the mean loss over all label tokens of a step, and log-probabilities without copies of the logits.
 
-Ranks and micro-batches hold different numbers of label tokens, so a mean of means is wrong. Here every token weighs
-``1 / num_tokens`` with ``num_tokens`` counted over all ranks and micro-batches of the step.
+Ranks and micro-batches hold different numbers of label tokens, so a mean of means is wrong. Here every token has the
+weight ``1 / num_tokens`` with ``num_tokens`` counted over all ranks and micro-batches of the step.
 
 ``RowSums`` and ``RowGradients`` take rows of scores whose columns come tile by tile. For scores z of a row, with m
 their maximum and S = sum(exp(z - m)):
@@ -10,7 +10,7 @@ their maximum and S = sum(exp(z - m)):
     H        = log S - sum(exp(z - m) (z - m)) / S
     d log p(y) / dz = [y] - p        dH / dz = -p (log p + H)        p = exp(z - m) / S
 
-Both sums have terms of one sign, so nothing cancels. Callers own all memory; tiles are consumed in place.
+Both sums have terms of one sign, so nothing cancels. Callers own all memory. Tiles are consumed in place.
 """
 
 from __future__ import annotations
@@ -32,17 +32,20 @@ _CHUNK_TOKENS = 1024
 def count_label_tokens(
     next_labels: torch.Tensor | Iterable[torch.Tensor], *, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Label tokens of one optimizer step over all ranks: a float64 scalar, at least 1. Collective.
+    """Counts label tokens of one optimizer step over all ranks: a float64 scalar, at least 1. Collective.
 
     Args:
-        next_labels: int64 labels of this rank, already shifted, -100 where there is none; of one micro-batch or an
-            iterable of all micro-batches of the step. Slices of sequence-parallel ranks count their own.
-        group: the ranks over which gradients are averaged; default all.
+        next_labels: int64 labels of this rank, already shifted, -100 for none, of one micro-batch or an iterable of all
+            micro-batches of the step. Slices of sequence-parallel ranks count their own.
+        group: ranks over which gradients are averaged. Default: all.
+
+    Raises:
+        ValueError: there are no micro-batches.
     """
     labels = [next_labels] if isinstance(next_labels, torch.Tensor) else list(next_labels)
     if not labels:
         raise ValueError(
-            "count_label_tokens: no micro-batches; a rank without samples passes the labels of an empty bin"
+            "count_label_tokens: no micro-batches. A rank without samples passes the labels of an empty bin."
         )
     count = torch.stack([(part != IGNORE).sum() for part in labels]).sum().to(torch.float64)
     if dist.is_initialized():
@@ -59,22 +62,26 @@ def token_mean_loss(
     group: dist.ProcessGroup | None = None,
     temperature: float | torch.Tensor = 1.0,
 ) -> torch.Tensor:
-    """This rank's part of the mean cross-entropy over ``num_tokens``, for gradients that are averaged over ranks.
+    """Computes this rank's part of the mean cross-entropy over ``num_tokens``, for gradients averaged over ranks.
 
         num_tokens = count_label_tokens(row.next_labels for row in rows)
         for i, row in enumerate(rows):
             with fsdp2x.accumulate(model, last=i == len(rows) - 1):
                 token_mean_loss(model(**row.inputs).logits, row.next_labels, num_tokens).backward()
 
-    ``sum of this rank's token losses * ranks / num_tokens``: the mean over ranks, which ``fully_shard`` makes of the
-    gradients, cancels ``ranks``; gradients of the micro-batches add up. ``mean_over_ranks`` of the losses, summed over
-    micro-batches, is the loss itself. Without labels the result is zero and still reaches every parameter.
+    The result is ``sum of this rank's token losses * ranks / num_tokens``. The mean over ranks that ``fully_shard``
+    makes of the gradients cancels ``ranks``, and gradients of micro-batches add up. ``mean_over_ranks`` of the losses,
+    summed over micro-batches, is the loss. Without labels the result is zero and still reaches every parameter.
 
     Args:
-        logits: [..., tokens, vocabulary], any floating dtype; the loss is computed in fp32.
-        next_labels: [..., tokens], int64, already shifted; -100 where there is none.
-        num_tokens: what ``count_label_tokens`` returned for the step.
-        group: the ranks over which gradients are averaged; default all.
+        logits: [..., tokens, vocabulary], any floating dtype. The loss is computed in fp32.
+        next_labels: [..., tokens], int64, already shifted, -100 for none.
+        num_tokens: result of ``count_label_tokens`` for the step.
+        group: ranks over which gradients are averaged. Default: all.
+        temperature: a positive number, or a tensor of the labels' shape.
+
+    Returns:
+        A scalar.
     """
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
     total = -token_log_probs(logits, next_labels, temperature=temperature).sum()
@@ -84,7 +91,7 @@ def token_mean_loss(
 @checked
 @torch.no_grad()
 def mean_over_ranks(value: torch.Tensor, *, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """The mean of a scalar over ranks, detached. Collective."""
+    """Returns the mean of a scalar over ranks, detached. Collective."""
     mean = value.detach().clone()
     if dist.is_initialized():
         dist.all_reduce(mean, group=group)
@@ -100,19 +107,20 @@ def token_log_probs(
     temperature: float | torch.Tensor = 1.0,
     chunk_tokens: int = _CHUNK_TOKENS,
 ) -> torch.Tensor:
-    """``log_softmax(logits / temperature)`` at the labels, of their shape, zero where the label is -100.
+    """Returns ``log_softmax(logits / temperature)`` at the labels, of their shape, zero where the label is -100.
 
-    Computed in fp32 (fp64 for fp64 logits), and so returned, over chunks of tokens, forward and backward: beside the
-    logits and their gradient, in their own dtype, only ``chunk_tokens`` rows exist at a time. ``fsdp2x.rl.score`` needs
-    no logits at all.
+    It computes in fp32 (fp64 for fp64 logits), in chunks of tokens, forward and backward. So it needs ``chunk_tokens``
+    fp32 rows in addition to the logits and their gradient. ``fsdp2x.rl.score`` needs no logits at all.
 
     Args:
-        logits: [..., vocabulary]. next_labels: [...], int64.
-        temperature: a positive number, or one for each token, of the labels' shape.
+        logits: [..., vocabulary].
+        next_labels: [...], int64.
+        temperature: a positive number, or a tensor of the labels' shape.
+        chunk_tokens: number of tokens per chunk.
 
     Raises:
-        ValueError: shapes that do not belong together, a temperature that is not positive, a label outside of the
-            vocabulary (on a CPU; on a device its log-probability is NaN, so that nothing waits).
+        ValueError: shapes do not match, a temperature is not positive, or on a CPU a label is outside of the
+            vocabulary (on a device its log-probability is NaN, to avoid a synchronization).
     """
     temperature = check_temperature(temperature, next_labels.shape)
     _check(logits, next_labels.shape)
@@ -126,9 +134,9 @@ def token_log_probs(
 def token_entropy(
     logits: torch.Tensor, *, temperature: float | torch.Tensor = 1.0, chunk_tokens: int = _CHUNK_TOKENS
 ) -> torch.Tensor:
-    """Entropy of ``softmax(logits / temperature)`` in nats: [...] for logits [..., vocabulary], in chunks.
+    """Returns the entropy of ``softmax(logits / temperature)`` in nats: [...] for logits [..., vocabulary].
 
-    Temperature and dtypes as for :func:`token_log_probs`.
+    It computes in chunks. Temperature and dtypes are those of :func:`token_log_probs`.
     """
     temperature = check_temperature(temperature, logits.shape[:-1])
     no_labels = torch.full(logits.shape[:-1], IGNORE, device=logits.device)
@@ -137,7 +145,7 @@ def token_entropy(
 
 
 def check_temperature(temperature: float | torch.Tensor, shape: torch.Size) -> float | torch.Tensor:
-    """The temperature as given: a positive number, or a detached tensor of positive numbers of this shape."""
+    """Checks that the temperature is a positive number or a detached tensor of them, and returns it."""
     if not isinstance(temperature, torch.Tensor):
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
@@ -147,21 +155,21 @@ def check_temperature(temperature: float | torch.Tensor, shape: torch.Size) -> f
             f"temperature must be a number or one for each token, of shape {list(shape)}; got {list(temperature.shape)}"
         )
     if temperature.requires_grad:
-        raise ValueError("temperature must not require a gradient: none is computed for it; pass temperature.detach()")
+        raise ValueError("temperature must not require a gradient, which is not computed. Pass temperature.detach().")
     if not bool((temperature > 0).all()):
         raise ValueError(f"temperature must be positive, the smallest of the tokens is {float(temperature.min())}")
     return temperature
 
 
 def check_labels(labels: torch.Tensor, num_tokens: int) -> int:
-    """How many positions have a label. Synchronises with the device."""
+    """Returns the number of labeled positions. Synchronizes with the device."""
     has_label = labels != IGNORE
     wrong = has_label & ((labels < 0) | (labels >= num_tokens))
     num_labels, num_wrong = torch.stack((has_label.sum(), wrong.sum())).tolist()
     if num_wrong:
         raise ValueError(
             f"{num_wrong} labels are outside of the vocabulary of {num_tokens} tokens, the first is "
-            f"{int(labels[wrong][0])}; positions without a label have {IGNORE}"
+            f"{int(labels[wrong][0])}. Use {IGNORE} for positions without a label."
         )
     return num_labels
 
@@ -172,7 +180,7 @@ def _check(logits: torch.Tensor, shape: torch.Size) -> None:
 
 
 class _FromLogits(torch.autograd.Function):
-    """Log-probabilities and entropies, each if wanted, of chunks of rows, each chunk one tile of all columns."""
+    """Computes log-probabilities and entropies, if wanted, by chunks of rows. Each chunk is one tile of all columns."""
 
     @staticmethod
     def forward(ctx, logits, labels, temperature, chunk: int, log_probs: bool, entropy: bool):
@@ -208,7 +216,7 @@ class _FromLogits(torch.autograd.Function):
 
 
 class _Tiles:
-    """Chunks of rows in the wide dtype, in the same memory one after the other."""
+    """Chunks of rows in the wide dtype, one after another in the same memory."""
 
     def __init__(self, rows: torch.Tensor, chunk: int, dtype: torch.dtype, *, num_tiles: int) -> None:
         self._rows = rows
@@ -225,7 +233,7 @@ class _Tiles:
 
 
 def _flat(logits: torch.Tensor, labels: torch.Tensor, temperature: float | torch.Tensor):
-    """Rows of logits, their labels, and what multiplies them: a number, or one for each row."""
+    """Returns rows of logits, their labels, and their factor: a number, or one for each row."""
     scale = 1.0 / temperature
     if isinstance(scale, torch.Tensor):
         scale = scale.to(_wide(logits.dtype)).reshape(-1)
@@ -233,7 +241,7 @@ def _flat(logits: torch.Tensor, labels: torch.Tensor, temperature: float | torch
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What is computed in: fp32, or fp64 for fp64."""
+    """Returns the compute dtype: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -241,7 +249,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 class RowSums:
     """Running statistics of rows: enough for log-probabilities, entropies and a backward that recomputes the scores.
 
-    ``highest``, ``total``, ``label_score`` and, for entropies, ``weighted``: one value a row, in the scores' dtype.
+    ``highest``, ``total``, ``label_score`` and, for entropies, ``weighted`` have one value per row, in the scores'
+    dtype.
     """
 
     highest: torch.Tensor
@@ -251,22 +260,22 @@ class RowSums:
 
     @classmethod
     def start(cls, num_rows: int, like: torch.Tensor, dtype: torch.dtype, *, entropy: bool) -> RowSums:
-        """Of no columns yet, on the device of ``like``."""
+        """Returns statistics of no columns, on the device of ``like``."""
         zeros = [torch.zeros(num_rows, dtype=dtype, device=like.device) for _ in range(3)]
-        # Half the lowest value: its difference to any score is finite, and its exponential is zero.
+        # Half the lowest value, because its difference to any score is finite and its exponential is zero.
         highest = torch.full_like(zeros[0], torch.finfo(dtype).min / 2)
-        # A label that no tile has must not pass for one of score 0.
+        # A label in no tile must not look like one of score 0.
         return cls(highest, zeros[0], zeros[1] if entropy else None, zeros[2].fill_(torch.nan))
 
     def rows(self, part: slice) -> RowSums:
-        """The same statistics for a part of the rows; shares their memory."""
+        """Returns the same statistics for a part of the rows, in the same memory."""
         weighted = None if self.weighted is None else self.weighted[part]
         return RowSums(self.highest[part], self.total[part], weighted, self.label_score[part])
 
     def add(self, scores: torch.Tensor, labels: torch.Tensor, first: int, spare: torch.Tensor | None) -> None:
-        """Takes the columns ``first`` and on: ``scores`` [rows, columns], overwritten, as is ``spare`` of that shape.
+        """Adds the columns from ``first`` on: ``scores`` [rows, columns], overwritten like ``spare`` of that shape.
 
-        ``spare`` is needed for entropies only. ``labels``: [rows]; those outside of the columns are another tile's.
+        Entropies need ``spare``. ``labels`` are [rows]; labels outside of the columns belong to another tile.
         """
         inside, places = _find(labels, first, scores.shape[1])
         found = scores.gather(1, places).squeeze(1)
@@ -297,10 +306,10 @@ class RowSums:
 
 @dataclass(slots=True, eq=False)
 class RowGradients:
-    """What turns scores into their gradient: a few numbers a row, made once from the gradients of the results.
+    """Numbers that turn scores into their gradient: a few per row, made once from the gradients of the results.
 
-    ``scale`` (a float, or one value a row) multiplies the gradient: that of the scores is ``scale`` times that of
-    logits where scores are logits times ``scale``.
+    ``scale`` (a float, or one value per row) multiplies the gradient. If scores are logits times ``scale``, the
+    gradient of the logits is ``scale`` times that of the scores.
     """
 
     highest: torch.Tensor
@@ -318,7 +327,7 @@ class RowGradients:
         entropies: torch.Tensor | None,
         scale: torch.Tensor | float,
     ) -> RowGradients:
-        """From gradients [rows], one of which may be None, and what :class:`RowSums` held at its end."""
+        """Makes them from gradients [rows], one of which may be None, and the final :class:`RowSums`."""
         of_label = None if grad_log_probs is None else grad_log_probs * scale
         constant = torch.zeros_like(total) if of_label is None else -of_label
         slope = None
@@ -330,7 +339,7 @@ class RowGradients:
         return cls(highest, constant / total, slope, of_label)
 
     def rows(self, part: slice) -> RowGradients:
-        """The same numbers for a part of the rows."""
+        """Returns the same numbers for a part of the rows."""
         slope = None if self.slope is None else self.slope[part]
         of_label = None if self.of_label is None else self.of_label[part]
         return RowGradients(self.highest[part], self.constant[part], slope, of_label)
@@ -351,12 +360,12 @@ class RowGradients:
 
 
 def _find(labels: torch.Tensor, first: int, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which labels lie in the columns, and a valid place [rows, 1] for each."""
+    """Returns which labels are in the columns, and a valid place [rows, 1] for each."""
     local = labels - first
     inside = (local >= 0) & (local < num_columns)
     return inside, local.clamp(0, num_columns - 1).unsqueeze(1)
 
 
 def _clamp(differences: torch.Tensor) -> None:
-    """Scores of -inf (tokens that a model excludes) add 0, not 0 times infinity: the exponential of -1e4 is 0, too."""
+    """Clamps, so that scores of -inf (excluded tokens) add 0, not 0 times infinity: exp(-1e4) is also 0."""
     differences.clamp_(min=-1e4)

@@ -1,6 +1,6 @@
-"""Packing samples of different lengths into rows by a budget of tokens, the same number of rows on every rank.
+"""Packs samples of different lengths into rows by a token budget, with the same number of rows on every rank.
 
-Bins are made from lengths alone and depend on nothing else: every process that sees the same lengths makes the same.
+Bins depend only on lengths, so every process that sees the same lengths makes the same bins.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fsdp2x.base.failures import problems_of_all
 from fsdp2x.models.sequence.layout import KEYWORD, SequenceLayout
 
 IGNORE = -100
-# Ranks that agree on the number of rows: a group, all ranks (None), or nobody but this process.
+# Ranks that agree on the number of rows: a group, all ranks (None), or only this process.
 Group = dist.ProcessGroup | Literal["alone"] | None
 _PER_TOKEN = ("input_ids", "labels", "position_ids")
 
@@ -32,21 +32,23 @@ def pack_by_budget(
     num_bins: int | None = None,
     group: Group = None,
 ) -> list[list[int]]:
-    """Indices of samples in bins of at most ``max_tokens`` tokens, balanced; the fullest bin first.
+    """Packs samples into balanced bins of at most ``max_tokens`` tokens, the fullest bin first. Collective.
 
-    As few bins as best-fit decreasing needs on the rank that needs most, so that all ranks of ``group`` run the same
-    number of micro-batches; ranks with fewer samples get empty bins. Collective over ``group``. Samples are then spread
-    over the bins (longest first, each into the emptiest bin), which keeps micro-batches equally long.
+    All ranks of ``group`` get the same number of bins: as many as best-fit decreasing needs on the rank that needs
+    most. Ranks with fewer samples get empty bins. Samples are then spread over the bins, longest first, each into the
+    emptiest bin, so that micro-batches have similar lengths.
 
     Args:
         lengths: tokens of each sample, at least 1.
-        max_tokens: budget of a bin. Under sequence parallelism the budget of a row, over all ranks of the group.
-        num_bins: at least that many bins.
-        group: ranks that must agree; default all. ``"alone"``: this process, which asks nobody.
+        max_tokens: budget of a bin. With sequence parallelism it is the budget of a row over all ranks of the group.
+        num_bins: minimum number of bins.
+        group: ranks that must agree. Default: all. ``"alone"``: only this process, without communication.
+
+    Returns:
+        Indices of samples for each bin.
 
     Raises:
-        ValueError: a length below 1, or a sample longer than the budget. On every rank of ``group``, whichever had the
-            sample.
+        ValueError: on every rank of ``group`` if a length is below 1 or a sample exceeds the budget.
     """
     return _bins(lengths, max_tokens, num_bins or 0, group, _find_problem(lengths, max_tokens))
 
@@ -71,14 +73,14 @@ def _find_problem(lengths: Sequence[int], max_tokens: int) -> str | None:
             return f"pack_by_budget: sample {index} has {length} tokens, expected at least 1"
         if length > max_tokens:
             return (
-                f"pack_by_budget: sample {index} has {length} tokens, more than max_tokens={max_tokens}; raise the "
-                "budget, or truncate the sample"
+                f"pack_by_budget: sample {index} has {length} tokens, more than max_tokens={max_tokens}. Raise the "
+                "budget, or truncate the sample."
             )
     return None
 
 
 def _agree(need: int, problem: str | None, group: dist.ProcessGroup) -> int:
-    """The largest need of all ranks; an error of one rank is raised on all, so that none waits for it later."""
+    """Returns the largest need of all ranks. If one rank has an error, all raise, so that none waits for it later."""
     on_cpu = "cpu" in dist.get_backend_config(group)
     device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
     mine = torch.tensor([need, problem is not None], dtype=torch.int64, device=device)
@@ -94,7 +96,7 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
 
 
 def _best_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Each sample, longest first, into the fullest bin with room for it. An exact fit fits."""
+    """Puts each sample, longest first, into the fullest bin with room for it. An exact fit is allowed."""
     bins: list[list[int]] = []
     by_total: list[tuple[int, int]] = []  # total and minus the bin, ascending
     for index in _longest_first(lengths):
@@ -110,13 +112,13 @@ def _best_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def _spread(lengths: Sequence[int], max_tokens: int, num_bins: int) -> list[list[int]]:
-    """``num_bins`` balanced bins within the budget; the caller knows that best-fit needs no more."""
+    """Returns ``num_bins`` balanced bins within the budget. The caller knows that best-fit needs no more."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     by_total = [(0, b) for b in range(num_bins)]  # a heap
     for index in _longest_first(lengths):
         total, emptiest = by_total[0]
         if total and total + lengths[index] > max_tokens:
-            # Balancing first can fail where filling first does not: keep the tight bins.
+            # Balancing first can fail where filling first does not, so keep the tight bins.
             bins = _best_fit(lengths, max_tokens)
             bins += [[] for _ in range(num_bins - len(bins))]
             break
@@ -131,16 +133,16 @@ def _spread(lengths: Sequence[int], max_tokens: int, num_bins: int) -> list[list
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Samples end to end in one row, padding behind them.
+    """Samples concatenated in one row, with padding at the end.
 
     Attributes:
-        input_ids: [1, tokens], int64.
-        position_ids: [1, tokens], from 0 in each sample and in the padding; [kinds, 1, tokens] where the samples
-            brought positions of several kinds.
-        labels: [1, tokens]; -100 at padding and at each sample's first token, which nothing of its sample predicts.
-        cu_seqlens: first positions of the samples and, last, the end of the last: [samples + 1], int32, on the CPU.
-        sample_ids: the samples' indices in what they were packed from.
-        num_padding: positions at the end that belong to no sample; the whole row of an empty bin.
+        input_ids: int64, [1, tokens].
+        position_ids: [1, tokens], from 0 in each sample and in the padding. [kinds, 1, tokens] if samples have
+            positions of several kinds.
+        labels: [1, tokens]. -100 at padding and at each sample's first token, which no token of the sample predicts.
+        cu_seqlens: int32 on the CPU, [samples + 1]. First positions of the samples, and the end of the last one.
+        sample_ids: indices of the samples among the packed ones.
+        num_padding: positions at the end without a sample, or the full row of an empty bin.
         extras: the samples' other tensors joined along dim 0 (``pixel_values``, ``image_grid_thw``), per-token ones
             along the row.
     """
@@ -167,24 +169,24 @@ class PackedBatch:
 
     @property
     def next_labels(self) -> torch.Tensor:
-        """[1, tokens]: the label each position predicts; -100 at a sample's last token and at padding."""
+        """The label each position predicts, [1, tokens]. -100 at a sample's last token and at padding."""
         return next_labels(self.labels, self.layout)
 
     def unpack(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Per-token values [1, tokens, ...] as one tensor [length, ...] a sample; padding is left out by its count."""
+        """Splits per-token values [1, tokens, ...] into a tensor [length, ...] per sample, without padding."""
         if values.shape[:2] != self.input_ids.shape:
             raise ValueError(f"unpack: values of shape {tuple(values.shape)} for {self.input_ids.shape[1]} tokens")
         ends = self.cu_seqlens.tolist()
         return [values[0, start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The batch on a device; ``cu_seqlens`` stays on the CPU."""
+        """Returns the batch on a device. ``cu_seqlens`` stays on the CPU."""
         moved = {name: getattr(self, name).to(device) for name in _PER_TOKEN}
         return replace(self, **moved, extras={name: tensor.to(device) for name, tensor in self.extras.items()})
 
 
 def next_labels(labels: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
-    """Labels [rows, length] moved one to the left inside each sample; -100 at its end and at padding."""
+    """Moves labels [rows, length] one to the left inside each sample. -100 at its end and at padding."""
     shifted = torch.full_like(labels, IGNORE)
     for row, start, stop in layout.samples:
         shifted[row, start : stop - 1] = labels[row, start + 1 : stop]
@@ -199,15 +201,18 @@ def pack_samples(
     pad_token_id: int = 0,
     pad_to_multiple_of: int = 1,
 ) -> PackedBatch:
-    """One row of the samples ``members`` (default: all), padded to a multiple; an empty row is all padding.
+    """Packs the samples ``members`` (default: all) into one row, padded to a multiple. No samples give a padding row.
 
     Args:
-        samples: each a mapping with ``input_ids`` [length] (a tensor or list), optionally ``labels`` [length] (default:
-            the tokens), ``position_ids`` [length] or [kinds, length], further tensors that run along the tokens
-            (``mm_token_type_ids``), and tensors that do not, which are joined along dim 0 (``pixel_values``).
+        samples: mappings with ``input_ids`` [length] (a tensor or list) and optionally ``labels`` [length] (default:
+            the tokens), ``position_ids`` [length] or [kinds, length], further tensors along the tokens
+            (``mm_token_type_ids``), and other tensors, which are joined along dim 0 (``pixel_values``).
+        members: indices of the samples to pack.
+        pad_token_id: token id of padding.
+        pad_to_multiple_of: number whose multiple the row's length must be.
 
     Raises:
-        ValueError: labels or positions of another length than the tokens, or some samples lack what others have.
+        ValueError: labels or positions differ in length from the tokens, or some samples lack a tensor of others.
     """
     chosen = range(len(samples)) if members is None else members
     parts = [_as_tensors(index, samples[index]) for index in chosen]
@@ -262,7 +267,7 @@ def _as_tensor(index: int, name: str, value: Any) -> torch.Tensor:
 
 
 def _join_extras(parts: list[dict[str, torch.Tensor]], lengths: list[int], num_padding: int) -> dict[str, torch.Tensor]:
-    """Samples may lack images; a tensor along the tokens must be there for all."""
+    """Joins other tensors. Samples may lack images, but all must have a tensor along the tokens."""
     joined = {}
     for name in dict.fromkeys(name for part in parts for name in part if name not in _PER_TOKEN):
         having = [(part[name], length) for part, length in zip(parts, lengths, strict=True) if name in part]
@@ -286,18 +291,18 @@ def micro_batches(
     pad_to_multiple_of: int = 1,
     prepare: Callable[[PackedBatch], PackedBatch] | None = None,
 ) -> Iterator[PackedBatch]:
-    """The samples of one step as packed rows, the same number on every rank of ``group``, by default all of them.
+    """Yields the samples of one step as packed rows, the same number on every rank of ``group`` (default: all).
 
-    Collective at the first item. Ranks with fewer rows end with empty ones: a row of padding without labels, which
-    takes part in every collective of a forward and backward and adds nothing. Arguments as
-    :func:`pack_by_budget` and :func:`pack_samples`; ``prepare`` is applied to each row:
-    ``lambda row: row.to("cuda")``. A sample that is no mapping is an error on every rank.
+    Collective at the first item. Ranks with fewer rows end with empty ones: a row of padding without labels takes part
+    in every collective of a forward and backward and adds nothing. See :func:`pack_by_budget` and
+    :func:`pack_samples` for the arguments. ``prepare`` is applied to each row: ``lambda row: row.to("cuda")``. If a
+    sample is not a mapping, every rank raises.
     """
     problem, lengths = None, []
     try:
         lengths = [_as_tensors(index, sample)["input_ids"].shape[0] for index, sample in enumerate(samples)]
     except ValueError as error:
-        problem = str(error)  # raised on every rank, none of which may wait for this one
+        problem = str(error)  # raised on every rank, so that none waits for this one
     problem = problem or _find_problem(lengths, max_tokens)
     for members in _bins(lengths, max_tokens, 1, group, problem):
         row = pack_samples(samples, members, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of)

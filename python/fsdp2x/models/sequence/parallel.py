@@ -28,17 +28,17 @@ from fsdp2x.models.sequence.exchange import HeadPlan
 from fsdp2x.models.sequence.layout import KEYWORD, Peers, RankPart, SequenceLayout
 from fsdp2x.models.sequence.packing import PackedBatch, next_labels
 
-# Inputs of shape [rows, length] (or with more dims behind) that are padded, with zeros.
+# Inputs of shape [rows, length] (or with more dims after it) that are padded with zeros.
 _PADDED = ("input_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids")
 _AXES = ("context", "ulysses")
 
 
 @dataclass(frozen=True)
 class SequenceMesh:
-    """The axes of all ranks: ``data``, ``sequence``, and for ``fully_shard`` one of
+    """Meshes of all ranks: ``data``, ``sequence``, and one of two for ``fully_shard``.
 
-    ``shard``: 1-D over all ranks; ``grid``: 2-D (data, sequence), which replicates over the first and shards over the
-    second (HSDP). ``sequence`` is 1-D, or 2-D (context, ulysses).
+    ``shard`` is 1-D over all ranks. ``grid`` is 2-D (data, sequence): it replicates over the first axis and shards over
+    the second (HSDP). ``sequence`` is 1-D, or 2-D (context, ulysses).
     """
 
     shard: DeviceMesh
@@ -51,7 +51,7 @@ class SequenceMesh:
 def init_sequence_mesh(
     sequence_size: int, device_type: str | None = None, *, ulysses: int | None = None
 ) -> SequenceMesh:
-    """All ranks as data-parallel times sequence-parallel; consecutive ranks share their sequences. Collective.
+    """Arranges all ranks as data-parallel times sequence-parallel. Consecutive ranks share sequences. Collective.
 
         mesh = init_sequence_mesh(2)
         fsdp2x.fully_shard(model, mesh=mesh.shard)
@@ -85,12 +85,12 @@ def init_sequence_mesh(
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """One micro-batch as a rank of a sequence-parallel group sees it.
+    """One micro-batch on a rank of a sequence-parallel group.
 
     Attributes:
         inputs: keyword arguments of the model's forward. Its logits are those of this rank's positions, in order.
         next_labels: [rows, positions of this rank], int64: the label that each position predicts, already shifted
-            by one; -100 where there is none, at padding and at each sample's last token. None without labels.
+            by one. -100 at padding and at each sample's last token. None without labels.
         layout: the samples in the padded rows.
         length: positions of a row before padding.
     """
@@ -110,21 +110,22 @@ def apply_ulysses(model: nn.Module, group: dist.ProcessGroup | DeviceMesh):
         num_tokens = count_label_tokens(shard.next_labels)
         loss = token_mean_loss(model(**shard.inputs).logits, shard.next_labels, num_tokens)
 
-    Call it before or after ``fully_shard``; parameters must be sharded over the data-parallel and the
-    sequence-parallel ranks together (1-D over all, or HSDP), so that gradients are summed over the slices.
+    Call it before or after ``fully_shard``. Parameters must be sharded over the data-parallel and sequence-parallel
+    ranks together (1-D over all, or HSDP), so that gradients are summed over the slices.
 
     Args:
-        model: as ``use_varlen_attention`` takes. Its attention heads must divide evenly over the ranks; kv heads need
-            not: those that several ranks use are sent to each, and their gradients are summed.
+        model: see ``use_varlen_attention``. Its attention heads must divide evenly over the ranks. A kv head that
+            several ranks use is sent to each, and its gradients are summed.
         group: the sequence-parallel process group, or a 1-D mesh (``mesh["sequence"]``).
 
     Raises:
-        ValueError: heads that do not divide; a mesh with several axes; parameters sharded over a mesh without some of
-            the group's ranks. NotImplementedError, TypeError: as ``use_varlen_attention``.
+        ValueError: heads do not divide, a mesh has several axes, or parameters are sharded over a mesh without some of
+            the group's ranks.
+        NotImplementedError, TypeError: see ``use_varlen_attention``.
     """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(f"apply_ulysses takes the sequence axis of a mesh, got {group}; pass mesh['sequence']")
+            raise ValueError(f"apply_ulysses: expected one axis of a mesh, such as mesh['sequence'], got {group}")
         group = group.get_group()
     peers = _peers(group)
     return SequenceParallel(model, RankPart(peers, ulysses=peers, context=Peers()))
@@ -186,7 +187,7 @@ class SequenceParallel(SequenceAttention):
         if config is not None and hasattr(config, "num_attention_heads"):
             HeadPlan(*head_counts(config), shard.ulysses.size)
         super().__init__(model)
-        # A vision-language model merges images into whole sequences first: its decoder's inputs are cut, not its own.
+        # A vision-language model merges images into full sequences first, so its decoder's inputs are cut instead.
         self._cuts_early = self.decoder is outer or self.decoder is outer.base_model
         self._hooks.append(model.register_forward_pre_hook(self._before_model, with_kwargs=True))
 
@@ -197,20 +198,20 @@ class SequenceParallel(SequenceAttention):
 
     def make_layout(self, inputs: dict[str, Any]) -> SequenceLayout | None:
         raise RuntimeError(
-            "this model computes parts of sequences: call it with the inputs that shard_inputs(batch) returns, or "
-            "inside `with context.disabled()` for whole sequences (generate, evaluation)"
+            "this model computes parts of sequences. Call it with the inputs that shard_inputs(batch) returns, or "
+            "inside `with context.disabled()` for full sequences (generate, evaluation)."
         )
 
     def _before_model(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self._depth:
             return
-        if not self._checked_meshes:  # sharded after apply_ulysses: the first forward is the first chance to look
+        if not self._checked_meshes:  # if sharded after apply_ulysses, the first forward is the first chance to check
             _check_meshes(module, self._ranks)
             self._checked_meshes = True
         if kwargs.get("labels") is not None:
             raise ValueError(
-                f"{type(module).__name__}: a model's own loss is wrong at the ends of parts; leave labels out and use "
-                "token_mean_loss(logits, shard.next_labels, num_tokens)"
+                f"{type(module).__name__}: a model's own loss is wrong at the ends of parts. Omit labels and use "
+                "token_mean_loss(logits, shard.next_labels, num_tokens)."
             )
 
     # ---- inputs
@@ -221,14 +222,14 @@ class SequenceParallel(SequenceAttention):
         The multiple is the number of ranks; under context parallelism twice their number.
 
         Args:
-            batch: what the model takes, the same on every rank of the group: ``input_ids`` [rows, length] (or
+            batch: inputs of the model, the same on every rank of the group: ``input_ids`` [rows, length] (or
                 ``inputs_embeds``), optionally ``attention_mask`` [rows, length] with padding at the ends,
-                ``position_ids`` (restarting for packed samples; default: counted from the row's start), ``labels``,
-                and a vision-language model's other inputs, which stay whole. Or a ``PackedBatch``.
+                ``position_ids`` (restarting for packed samples; default: counted from the row's start), ``labels``, and
+                a vision-language model's other inputs, which are not cut. Or a ``PackedBatch``.
 
         Raises:
-            ValueError: ranks of the group passed different batches. NotImplementedError: an input that runs along the
-                sequence but is not known.
+            ValueError: ranks of the group passed different batches.
+            NotImplementedError: an unknown input runs along the sequence.
         """
         if isinstance(batch, PackedBatch):
             inputs, layout, labels = {**batch.inputs}, batch.layout, batch.labels
@@ -258,7 +259,7 @@ class SequenceParallel(SequenceAttention):
                 behind = (0, 0) * (inputs[name].ndim - 2)
                 inputs[name] = F.pad(inputs[name], (*behind, 0, padding))
         if self._cuts_early:
-            inputs.pop("attention_mask", None)  # the layout says what it said
+            inputs.pop("attention_mask", None)  # the layout replaces it
             inputs = cut_decoder_inputs(inputs, layout, length)
         inputs |= {KEYWORD: layout, "use_cache": False}
         if labels is not None:
@@ -268,7 +269,7 @@ class SequenceParallel(SequenceAttention):
         return SequenceShard(inputs, labels, layout, length)
 
     def _compare(self, tokens: torch.Tensor, inputs: Mapping[str, Any]) -> None:
-        """Every rank of the group must see the same batch: a difference would mix two batches, or hang."""
+        """Checks that every rank of the group has the same batch. A difference would mix two batches, or hang."""
         names = [name for name, value in inputs.items() if isinstance(value, torch.Tensor)]
         mine = [*tokens.shape[:2], zlib.crc32(repr([(n, *inputs[n].shape[1:]) for n in names]).encode())]
         whole = inputs.get("input_ids")
@@ -283,7 +284,7 @@ class SequenceParallel(SequenceAttention):
             shapes = "; ".join(f"rank {r}: {one[0]} x {one[1]}" for r, one in zip(self._ranks, everyone, strict=True))
             raise ValueError(
                 f"shard_inputs: the ranks of a sequence-parallel group must pass the same batch, but shapes, names or "
-                f"tokens differ ({shapes}); give the data loader the data-parallel rank, not the global one"
+                f"tokens differ ({shapes}). Give the data loader the data-parallel rank, not the global one."
             )
 
     # ---- outputs
@@ -291,13 +292,17 @@ class SequenceParallel(SequenceAttention):
     def gather_outputs(
         self, values: torch.Tensor, shard: SequenceShard, *, gradient_scale: float | None = None
     ) -> torch.Tensor:
-        """The whole sequence's values on every rank: [rows, positions of this rank, ...] -> [rows, length, ...].
+        """Gathers the full sequence on every rank: [rows, positions of this rank, ...] -> [rows, length, ...].
 
-        Padding at the end is dropped. Backward hands each rank the gradient of its own slice (summing the ranks' equal
-        gradients would count each loss once per rank), times ``gradient_scale``. Default: the group's size, right when
-        every rank of the group computes the same loss from the gathered values and gradients are averaged over all
-        ranks, as ``fully_shard`` over data-parallel times sequence-parallel ranks does; the result is then the mean
-        over data-parallel ranks. Collective, in forward only.
+        It drops padding at the end. Backward gives each rank the gradient of its own slice, times ``gradient_scale``.
+        Summing the ranks' equal gradients instead would count each loss once per rank. Collective, in forward only.
+
+        Args:
+            values: values of this rank's positions.
+            shard: result of ``shard_inputs``.
+            gradient_scale: factor of the gradient. Default: the group's size, which is correct if every rank of the
+                group computes the same loss and gradients are averaged over all ranks, as ``fully_shard`` does. The
+                result is then the mean over data-parallel ranks.
         """
         if values.shape[:2] != (shard.layout.num_rows, shard.layout.local_length):
             raise ValueError(
@@ -309,7 +314,7 @@ class SequenceParallel(SequenceAttention):
 
 
 class _Gather(torch.autograd.Function):
-    """Parts of dim 1 from all ranks; backward: the own part of the gradient."""
+    """Gathers parts of dim 1 from all ranks. Backward returns this rank's part of the gradient."""
 
     @staticmethod
     def forward(ctx, values: torch.Tensor, layout: SequenceLayout, scale: float):
@@ -332,6 +337,6 @@ def _check_meshes(model: nn.Module, ranks: list[int]) -> None:
             if missing:
                 raise ValueError(
                     f"{name} is sharded over the ranks {param.device_mesh.mesh.flatten().tolist()}, without "
-                    f"{sorted(missing)} of the sequence-parallel group {ranks}: its gradient would miss their part of "
-                    "every sequence. Shard over data-parallel times sequence-parallel ranks: init_sequence_mesh().shard"
+                    f"{sorted(missing)} of the sequence-parallel group {ranks}. Its gradient would miss their part of "
+                    "every sequence. Shard over all ranks of both axes: init_sequence_mesh().shard."
                 )

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from fsdp2x.models.sequence.blocks import BlockAttention, Rules
 from fsdp2x.models.sequence.layout import Range, SequenceLayout
 
-_MIN_BLOCK = 64  # queries of one call under a sliding window
+_MIN_BLOCK = 64  # queries of one call with a sliding window
 
 
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SequenceLayout, rules: Rules
 ) -> torch.Tensor:
-    """Attention inside each sample; zeros at padding.
+    """Computes attention inside each sample, with zeros at padding.
 
     Args:
         query: [rows, heads, positions of the layout's query_ranges, dim].
@@ -94,7 +94,7 @@ def _attend_sample(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rul
 
 
 def _block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules, seen: torch.Tensor | None) -> torch.Tensor:
-    """Queries against keys; ``seen`` [queries, keys], None for causal attention of equal lengths."""
+    """Computes queries against keys. ``seen`` is [queries, keys], or None for causal attention of equal lengths."""
     if rules.explicit:
         return _explicit(q, k, v, rules, seen)
     return F.scaled_dot_product_attention(
@@ -135,7 +135,7 @@ def _explicit(
 
 @lru_cache(maxsize=1)
 def flash_kernel() -> Callable | None:
-    """torch's variable-length attention, where this torch has it."""
+    """Returns torch's variable-length attention, if this torch has it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -144,7 +144,7 @@ def flash_kernel() -> Callable | None:
 
 
 def flash_takes(query: torch.Tensor, value: torch.Tensor, rules: Rules) -> bool:
-    """Whether the flash kernel computes these rules on these tensors."""
+    """Returns whether the flash kernel supports these rules on these tensors."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     plain = not rules.explicit and rules.dropout == 0.0
     return half and plain and query.shape[-1] == value.shape[-1] <= 256 and query.shape[-1] % 8 == 0
@@ -158,7 +158,7 @@ def attend_flat(
     rules: Rules,
     kernel: Callable,
 ) -> torch.Tensor:
-    """As :func:`attend`, all samples end to end in one call of ``kernel``, which has varlen_attn's signature."""
+    """Does the same as :func:`attend`, in one call of ``kernel``, which has varlen_attn's signature."""
     rows, heads, length, _ = query.shape
     pieces = layout.flat_pieces(query.device)
     out = query.new_zeros(rows * length, heads, value.shape[-1])
