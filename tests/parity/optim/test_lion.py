@@ -123,7 +123,7 @@ def test_what_is_refused_and_what_is_lost():
     with pytest.raises(ValueError, match="weight_decay -0.1"):
         Lion([param], weight_decay=-0.1)
     with pytest.raises(
-        NotImplementedError, match="optim.Lion: capturable=True is not supported. Pass capturable=False\.$"
+        NotImplementedError, match=r"optim.Lion: capturable=True is not supported. Pass capturable=False\.$"
     ):
         Lion([{"params": [param], "capturable": True}])
     for dtype in (torch.float32, torch.float64):
