@@ -39,7 +39,7 @@ class HeadPlan:
         if self.num_heads % self.size:
             fitting = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise ValueError(
-                f"Ulysses over {self.size} ranks: {self.num_heads} attention heads cannot be split evenly; the size of "
+                f"Ulysses over {self.size} ranks: {self.num_heads} attention heads cannot be split evenly. The size of "
                 f"the group must be one of {', '.join(map(str, fitting))}, or use apply_context_parallel, which splits "
                 "no heads"
             )
