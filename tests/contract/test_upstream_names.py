@@ -126,7 +126,7 @@ def test_resharding_to_fewer_ranks_is_an_argument(ctx):
     """Upstream's next forward fails where this is written; its parameters have a mesh of their own."""
     only_fsdp2x(ctx)
     model = shard(ctx, net(), UNITS)
-    with pytest.raises(AttributeError, match=r"pass reshard_after_forward=2 to fully_shard"):
+    with pytest.raises(AttributeError, match=r"Pass reshard_after_forward=2 to fully_shard"):
         through_names(2)(model)
 
 

@@ -237,10 +237,10 @@ def test_the_hint_for_pinned_memory_is_the_policy_that_was_given(ctx):
         pytest.skip("memory is pinned where there is an accelerator")
     policies = [fsdp2x.CPUOffloadPolicy(), *(fsdp2x.HostOffloadPolicy(mode=mode) for mode in ("gradients", "all"))]
     for policy in policies:
-        with pytest.raises(RuntimeError, match="use .*") as error:
+        with pytest.raises(RuntimeError, match="Use .*") as error:
             shard(Stack(), offload_policy=policy)
         assert any(re.search(row, str(error.value)) for row in rows())
-        advised = eval(str(error.value).rpartition("use ")[2], vars(fsdp2x))
+        advised = eval(str(error.value).rpartition("Use ")[2].rstrip("."), vars(fsdp2x))
         assert type(advised) is type(policy) and not advised.pin_memory
         assert getattr(advised, "mode", None) == getattr(policy, "mode", None)
         shard(Stack(), offload_policy=advised)

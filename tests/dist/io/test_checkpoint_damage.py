@@ -104,8 +104,8 @@ def _take_label_away(folder, places):
 
 MOMENTS = ("optimizer.state.stack.norm.weight.exp_avg", "optimizer.state.stack.norm.weight.exp_avg_sq")
 MISPLACED = {
-    "of the step before": (_take_former, r"labelled b'0{19}1 .*', expected b'0{19}2 "),
-    "of another rank": (_swap_ranks, r"labelled b'0*2 model.adapter.weight \[\d, 0\]'"),
+    "of the step before": (_take_former, r"expected the label b'0{19}2 .*', got b'0{19}1 "),
+    "of another rank": (_swap_ranks, r"got b'0*2 model.adapter.weight \[\d, 0\]'"),
     "of another name": (_swap_places(*MOMENTS), rf"expected the label b'0*2 {MOMENTS[0]} .*got b'0*2 {MOMENTS[1]} "),
     "of a value": (_swap_places("optimizer.param_groups.0.lr", "optimizer.param_groups.1.lr"), "expected the label"),
     "without a label": (_take_label_away, "got b''"),

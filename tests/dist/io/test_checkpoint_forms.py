@@ -163,14 +163,14 @@ def test_what_is_missing_is_named(ctx):
             path = folder / form
             checkpoint.save(path, training.model, step=1, form=form)
             fresh = Training()
-            with pytest.raises(checkpoint.CheckpointError, match=r"it lacks optimizer, scheduler; strict=False"):
+            with pytest.raises(checkpoint.CheckpointError, match=r"it lacks optimizer, scheduler\. strict=False"):
                 checkpoint.load(path, fresh.model, fresh.optimizer, scheduler=fresh.schedule)
             loaded = checkpoint.load(path, fresh.model, fresh.optimizer, scheduler=fresh.schedule, strict=False)
             assert loaded.missing == ["optimizer", "scheduler"]
             assert not fresh.optimizer.state
             assert torch.equal(fresh.model.frozen.full_tensor(), training.model.frozen.full_tensor())
         fresh.model.count2 = torch.nn.Parameter(torch.zeros(2))
-        with pytest.raises(checkpoint.CheckpointError, match="it lacks count2"):
+        with pytest.raises(checkpoint.CheckpointError, match=r"it lacks count2"):
             checkpoint.load(path, fresh.model)
         assert checkpoint.load(path, fresh.model, strict=False).missing == ["count2"]
         other = Mixed()

@@ -275,7 +275,7 @@ def test_refusals(ctx):
     connect = fsdp2x.sync.connect
     with pytest.raises(ValueError, match="keep: no parameter matches 'gate.*Names look like 0.bias"):
         connect(model, target, keep={"gate*": torch.float32})
-    with pytest.raises(ValueError, match="'0.weight' is .*float32 by '0.*' and .*bfloat16 by '.*weight'"):
+    with pytest.raises(ValueError, match="'0.weight' is .*float32 by '0.*', but .*bfloat16 by '.*weight'"):
         connect(model, target, keep={"0.*": torch.float32, "*weight": torch.bfloat16})
     with pytest.raises(ValueError, match="timeout_s must be positive, got 0"):
         connect(model, target, timeout_s=0)
@@ -330,7 +330,7 @@ def test_refusals(ctx):
 @distributed(world_sizes=(2,))
 def test_what_one_rank_refuses_is_raised_on_all(ctx):
     model = shard(ctx, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    with pytest.raises(NotImplementedError, match="Connect with deltas=False"):
+    with pytest.raises(NotImplementedError, match="connect with deltas=False"):
         fsdp2x.sync.connect(model, InProcess(Layerwise().load if ctx.rank == 0 else None), deltas=True)
     for nobody in (InProcess(None), Peer("@nobody", rank=2), Peer("@nobody", rank=-1)):
         with pytest.raises(ValueError, match="no rank has an engine"):

@@ -115,7 +115,7 @@ def test_a_run_that_only_evaluates_adds_to_the_folder_it_reads(ctx):
 def test_two_runs_in_one_folder(ctx):
     with shared_folder(ctx) as folder:
         first = Trainer(parse_config(config(folder)))
-        refused(ctx, config(folder), "logging.output: another run", f"on {socket.gethostname()}", "is alive", "kill ")
+        refused(ctx, config(folder), "logging.output: another run", f"on {socket.gethostname()}", "is still running", "kill ")
         elsewhere = config(folder, "other", checkpoint={"folder": str(folder / "run/checkpoints")})
         refused(ctx, elsewhere, "checkpoint.folder: another run")
         first.run()
@@ -136,7 +136,7 @@ def test_locks_that_are_there(tmp_path):
         RunFolder(tmp_path, None).claim([1])
     for file in first._locks.values():  # as the kernel does
         file.close()
-    with pytest.raises(ConfigError, match="is alive"):
+    with pytest.raises(ConfigError, match="is still running"):
         RunFolder(tmp_path, None).claim([1])
     other_rank.release()
     second = RunFolder(tmp_path, None)

@@ -120,7 +120,7 @@ def test_what_is_refused_and_what_is_lost():
         Lion([param], lr=-1.0)
     with pytest.raises(ValueError, match=r"optim.Lion: betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"):
         Lion([param], betas=(0.9, 1.0))
-    with pytest.raises(ValueError, match="weight_decay -0.1"):
+    with pytest.raises(ValueError, match="weight_decay must be at least 0, got .* -0.1"):
         Lion([param], weight_decay=-0.1)
     with pytest.raises(
         NotImplementedError, match=r"optim.Lion: capturable=True is not supported. Pass capturable=False\.$"

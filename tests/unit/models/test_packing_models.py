@@ -79,7 +79,7 @@ def test_twice_is_an_error_and_remove_gives_the_model_back():
     expected = model(input_ids=IDS).logits
     handle = use_varlen_attention(model)
     assert model.config._attn_implementation == IMPLEMENTATION
-    with pytest.raises(ValueError, match="Qwen3ForCausalLM runs attention over layouts already"):
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM already runs attention over layouts"):
         use_varlen_attention(model)
     torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=1e-5, atol=1e-5)
     handle.remove()

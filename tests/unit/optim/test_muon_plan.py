@@ -155,7 +155,7 @@ def test_convolutions_belong_to_adamw():
         (lambda model: muon_param_groups(model, exclude=["haed.*"]), "'haed.*'.* name no parameter"),
         (lambda model: muon_param_groups(model.requires_grad_(False), exclude=[]), "no parameter has requires_grad"),
         (lambda model: Muon(model.parameters()), r"has shape \(4,\), expected a matrix"),
-        (lambda model: Muon([model.weight], ns_dtype=torch.float16), "ns_dtype is torch.float16"),
+        (lambda model: Muon([model.weight], ns_dtype=torch.float16), "torch.float32, got torch.float16"),
         (lambda model: Muon([model.weight], lr=-1.0), "lr is -1.0"),
         (lambda model: Muon([model.weight], ns_steps=0), "ns_steps is 0"),
         (lambda model: Muon([model.weight], adjust_lr_fn="moonlight"), "adjust_lr_fn is 'moonlight'"),
@@ -163,7 +163,7 @@ def test_convolutions_belong_to_adamw():
         (lambda model: Muon([{"params": [model.weight], "betas": (0.9, 0.9)}]), "has betas, which only"),
         (lambda model: Muon([{"params": [model.bias], "use_muon": False, "ns_steps": 3}]), "has ns_steps, which only"),
         (lambda model: Muon([{"params": [model.bias], "use_muon": False, "betas": (2.0, 0.9)}]), "beta"),
-        (lambda model: Muon([model.weight], max_grad_norm=0.0), "max_grad_norm is 0.0"),
+        (lambda model: Muon([model.weight], max_grad_norm=0.0), "max_grad_norm must be .*, got 0.0"),
     ],
 )
 def test_what_is_refused(call, said):

@@ -70,7 +70,7 @@ def test_weights_and_clip_and_parts(tmp_path):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("def f(completions, **rest): return [1.0]", "returned 1 values for 2 completions"),
+        ("def f(completions, **rest): return [1.0]", "each of 2 completions, got 1 values"),
         ("def f(completions, **rest): return [float('nan')] * 2", "expected a finite number"),
         ("def f(completions, **rest): return 1 / 0", "ZeroDivisionError: division by zero"),
         ("def g(completions, **rest): return []", "has no function f"),
@@ -90,8 +90,8 @@ def test_a_function_that_is_wrong(tmp_path, source, message):
         ([], "at least one reward"),
         ([3], "got 3, expected a name or a mapping"),
         ([{"name": "exact_match", "weight": "much"}], r"functions\[0\].weight: got 'much'"),
-        ([{"name": "exact_match", "fold": True}], "exact_match has no option 'fold'; it has ignore_case"),
-        (["exact_match", "exact_match"], "exact_match is there twice"),
+        ([{"name": "exact_match", "fold": True}], r"exact_match has no option 'fold'\. It has ignore_case"),
+        (["exact_match", "exact_match"], "exact_match appears twice"),
         ([{"name": "regex", "pattern": "("}], "pattern: missing"),
     ],
 )

@@ -104,7 +104,7 @@ def test_the_command_says_what_a_run_needs(write, capsys):
     assert "To run it needs:\n  model.path=FOLDER" in capsys.readouterr().out
     assert main(["train", str(path)]) == 2
     assert "lacks settings. To run it needs model.path=FOLDER" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"it needs data.files=FILES: the text$"):
+    with pytest.raises(ConfigError, match=r"it needs data.files=FILES: the text\.$"):
         load_config(path, [TINY])
 
 
