@@ -115,7 +115,14 @@ def test_a_run_that_only_evaluates_adds_to_the_folder_it_reads(ctx):
 def test_two_runs_in_one_folder(ctx):
     with shared_folder(ctx) as folder:
         first = Trainer(parse_config(config(folder)))
-        refused(ctx, config(folder), "logging.output: another run", f"on {socket.gethostname()}", "is still running", "kill ")
+        refused(
+            ctx,
+            config(folder),
+            "logging.output: another run",
+            f"on {socket.gethostname()}",
+            "is still running",
+            "kill ",
+        )
         elsewhere = config(folder, "other", checkpoint={"folder": str(folder / "run/checkpoints")})
         refused(ctx, elsewhere, "checkpoint.folder: another run")
         first.run()

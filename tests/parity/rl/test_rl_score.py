@@ -379,7 +379,9 @@ def test_wrong_inputs(ctx):
     model = build("llama")
     ids = torch.tensor([[3, 4, 5, 6]])
     refused(model, "the inputs contain labels", ValueError, inputs={"labels": ids})
-    refused(model, r"for hidden states of .*, got next_labels of shape \[1, 4\]", ValueError, inputs={"logits_to_keep": 2})
+    refused(
+        model, r"for hidden states of .*, got next_labels of shape \[1, 4\]", ValueError, inputs={"logits_to_keep": 2}
+    )
     refused(model, "outside of the vocabulary of 37 tokens", ValueError, labels=ids + 37)
     with pytest.raises(TypeError, match="Linear is not a transformers model"):
         rl.score(nn.Linear(2, 3), {}, ids)
