@@ -175,7 +175,7 @@ def test_what_is_missing_is_named(ctx):
         assert checkpoint.load(path, fresh.model, strict=False).missing == ["count2"]
         other = Mixed()
         other.adapter = nn.Linear(6, 7, bias=False)
-        said = r"another model, adapter.weight .* \[6, 6\] there, \[7, 6\] here"
+        said = r"another model: adapter.weight .* \[6, 6\] there, but \[7, 6\] in"
         with pytest.raises(checkpoint.CheckpointError, match=said):
             checkpoint.load(folder / "sharded", Training(model=other).model)
 

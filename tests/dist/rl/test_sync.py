@@ -290,7 +290,7 @@ def test_refusals(ctx):
         sync.push(version=1, mode="delta")
     with pytest.raises(ValueError, match='mode must be "full" or "delta", got .half.'):
         sync.push(version=1, mode="half")
-    with pytest.raises(ValueError, match="rank 0 pushes version 0 as 'full', rank 1 version 1 as 'full'"):
+    with pytest.raises(ValueError, match="rank 0 pushes version 0 as 'full', but rank 1 version 1 as 'full'"):
         sync.push(version=ctx.rank)
 
     def push_inside(*_):

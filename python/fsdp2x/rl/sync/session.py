@@ -327,7 +327,7 @@ class Session:
         if different is not None:
             raise ValueError(
                 f"fsdp2x.sync.push: rank 0 pushes version {said[0][0]!r} as {said[0][1]!r}, but rank {different} "
-                f"{said[different][0]!r} as {said[different][1]!r}. Pass the same on every rank."
+                f"version {said[different][0]!r} as {said[different][1]!r}. Pass the same on every rank."
             )
         if any(other[3] for other in said):
             self._make_rings()
