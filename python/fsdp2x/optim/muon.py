@@ -19,7 +19,7 @@ from fsdp2x.optim.local import dense_gradient, local_tensor, number
 from fsdp2x.optim.moments import zeros_like_all
 from fsdp2x.optim.muon_plan import Matrices, MatrixBlock, MatrixJob, MuonPlan, Piece, make_plan, part_of
 from fsdp2x.optim.muon_split import SPLIT_SETTINGS, WAYS, split_of, splits_of
-from fsdp2x.optim.newton_schulz import METHODS, flops, orthogonalize
+from fsdp2x.optim.newton_schulz import METHODS, orthogonalize
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 
@@ -410,9 +410,7 @@ def _matrices_of(group: dict[str, Any]) -> list[Matrices]:
     found = []
     for param, name in zip(group["params"], names, strict=True):
         split = split_of(group, param.shape, name)
-        parts = split.parts(param.shape[-2], param.shape[-1])
-        cost = sum(flops(*part, group["ns_steps"], group["ns_method"]) for part in parts)
-        found.append(Matrices(param, split, cost, name))
+        found.append(Matrices(param, name, split, group["ns_steps"], group["ns_method"]))
     return found
 
 

@@ -28,6 +28,7 @@ from fsdp2x.base.collectives import explained
 from fsdp2x.base.failures import exchange
 from fsdp2x.base.memory_file import aligned_starts, tensor_at
 from fsdp2x.optim.muon_split import Split
+from fsdp2x.optim.newton_schulz import flops
 from fsdp2x.sharding.mesh import covering_group
 
 Extent = tuple[int, int, int]
@@ -254,16 +255,23 @@ ROUND_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Matrices:
-    """A parameter of ``Muon``, its blocks and what one of its matrices costs, on which ranks agree, and its name."""
+    """A parameter of ``Muon``, its name, its blocks, and the iteration of its group. Ranks agree on all but names."""
 
     param: Tensor
-    split: Split
-    flops: int
     name: str
+    split: Split
+    ns_steps: int
+    ns_method: str
 
     @property
     def shape(self) -> Extent:
         return _extent(self.param.shape)
+
+    @property
+    def flops(self) -> int:
+        """The cost of one of its matrices. Only plans need it, not steps."""
+        _, rows, columns = self.shape
+        return sum(flops(*part, self.ns_steps, self.ns_method) for part in self.split.parts(rows, columns))
 
 
 @dataclass(frozen=True)
