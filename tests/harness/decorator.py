@@ -31,6 +31,11 @@ def distributed(
         parameters = list(inspect.signature(body).parameters.values())
         if not parameters or parameters[0].name != "ctx":
             raise TypeError(f"{body.__qualname__}: the first argument of a distributed test must be named ctx")
+        if any(parameter.name == "monkeypatch" for parameter in parameters):
+            raise TypeError(
+                f"{body.__qualname__}: the fixture monkeypatch does not undo its patches in the ranks, whose processes "
+                "later tests reuse: use `with pytest.MonkeyPatch.context()`"
+            )
 
         @pytest.mark.parametrize("world", world_sizes)
         @wraps(body)

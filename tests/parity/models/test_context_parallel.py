@@ -1,5 +1,6 @@
 """Context parallelism over 2 to 4 ranks: logits, loss and gradients of one process on whole samples."""
 
+import contextlib
 import copy
 import itertools
 
@@ -113,38 +114,52 @@ def test_times_data_parallel_and_with_ulysses_inside(ctx, name, kind, mesh, adap
     check(ctx, name, kind, *mesh, adapters=adapters, checkpointing=checkpointing)
 
 
+@contextlib.contextmanager
+def sent_bytes():
+    """Yields a list of the bytes that each collective of this rank sends to others."""
+    sent: list[int] = []
+
+    def gathered(output, tensor, size, rank):
+        return output.numel() - tensor.numel()
+
+    def reduced(output, tensor, size, rank):
+        return tensor.numel() - output.numel()
+
+    def exchanged(output, tensor, size, rank, receive, send):
+        return tensor.numel() - (send[rank] if send else tensor.numel() // size)
+
+    def counting(real, elements):
+        def call(output, tensor, *sizes, group):
+            sent.append(4 * elements(output, tensor, dist.get_world_size(group), dist.get_rank(group), *sizes))
+            return real(output, tensor, *sizes, group=group)
+
+        return call
+
+    # The processes of the ranks are reused: a patch that stays would count in later tests too.
+    with pytest.MonkeyPatch.context() as patch:
+        for name, elements in (
+            ("all_gather_into_tensor", gathered),
+            ("reduce_scatter_tensor", reduced),
+            ("all_to_all_single", exchanged),
+        ):
+            patch.setattr(dist, name, counting(getattr(dist, name), elements))
+        yield sent
+
+
 @distributed(world_sizes=(4,))
 @pytest.mark.parametrize("ulysses", [None, 2])
-def test_bytes_as_planned(ctx, ulysses, monkeypatch):
+def test_bytes_as_planned(ctx, ulysses):
     """Few collectives, kv heads before they are repeated, and the bytes that `fsdp2x plan` says."""
     only_fsdp2x(ctx)
     mesh = init_sequence_mesh(4, "cpu", ulysses=ulysses)
     model = sequences.build("llama")
     context = apply_context_parallel(model, mesh.sequence)
     shard = context.shard_inputs({"input_ids": torch.arange(3, 27).view(1, 24)})
-    sent: list[int] = []
-
-    def count(name, elements):
-        real = getattr(dist, name)
-
-        def counted(output, tensor, *sizes, group):
-            sent.append(4 * elements(output, tensor, dist.get_world_size(group), dist.get_rank(group), *sizes))
-            return real(output, tensor, *sizes, group=group)
-
-        monkeypatch.setattr(dist, name, counted)
-
-    count("all_gather_into_tensor", lambda output, tensor, size, rank: output.numel() - tensor.numel())
-    count("reduce_scatter_tensor", lambda output, tensor, size, rank: tensor.numel() - output.numel())
-    count(
-        "all_to_all_single",
-        lambda output, tensor, size, rank, receive, send: (
-            tensor.numel() - (send[rank] if send else tensor.numel() // size)
-        ),
-    )
-    logits = model(**shard.inputs).logits
-    one = ExchangedBytes.of(24, (4, 2), (4, 4), (ulysses or 1, 4 // (ulysses or 1)), 4)
-    assert len(sent) == 2 * (1 if ulysses is None else 3) and sum(sent) == 2 * one.sent
-    logits.sum().backward()
+    with sent_bytes() as sent:
+        logits = model(**shard.inputs).logits
+        one = ExchangedBytes.of(24, (4, 2), (4, 4), (ulysses or 1, 4 // (ulysses or 1)), 4)
+        assert len(sent) == 2 * (1 if ulysses is None else 3) and sum(sent) == 2 * one.sent
+        logits.sum().backward()
     assert sum(sent) == 4 * one.sent and one.kept == 24 * (2 if ulysses is None else 1) * 8 * 4
 
 
