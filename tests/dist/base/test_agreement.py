@@ -100,7 +100,7 @@ def test_checks_can_be_turned_off(ctx):
 
 @distributed(world_sizes=(3,))
 def test_nothing_is_left_in_the_store(ctx):
-    """Of what ranks compared, only the last exchange stays."""
+    """The store keeps only the last exchange of the ranks."""
     only_fsdp2x(ctx)
     from fsdp2x.base.agreement import agreement_of
 
@@ -145,7 +145,7 @@ def test_a_host_that_does_not_wait_is_told(ctx):
         for kind in ("first", "second"):
             agreement.engine.post(kind, f"does its {kind}")
     if ctx.rank == 0:
-        agreement.engine.post("first", "does its first")  # expected: nobody is asked
+        agreement.engine.post("first", "does its first")  # expected, so this rank asks no other rank
         end = time.monotonic() + SOON_S
         while not agreement.engine.is_broken and time.monotonic() < end:
             time.sleep(0.01)

@@ -133,7 +133,7 @@ CHANGES = {
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("change", CHANGES)
 def test_weights_that_change_between_two_buckets(ctx, transport, change):
-    """On all ranks, or on one alone: all raise. What does not change them may run."""
+    """If the weights change on all ranks or on one, all ranks raise. Operations that do not change them may run."""
     model = fsdp2x.fully_shard(Stack(), transport=transport)
     receive = ctx.rank != 1
     for ranks in (range(ctx.world), [0], []):

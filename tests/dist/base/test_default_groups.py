@@ -1,4 +1,4 @@
-"""What no group means: all ranks, for every public function that takes one; alone is said, and nobody waits then."""
+"""Without a group, every public function that takes one uses all ranks. A group of one rank waits for no other rank."""
 
 import inspect
 
@@ -16,7 +16,7 @@ def samples(rank):
     return [{"input_ids": [1] * length} for length in LENGTHS[rank]]
 
 
-# Name -> what it says on a rank with a group: another value alone, the same on all ranks with all of them.
+# Name -> its result on a rank with a group. A group of all ranks gives all of them the same value, one rank another.
 CALLS = {
     "count_label_tokens": lambda rank, **group: float(
         sequence.count_label_tokens(torch.ones(rank + 1, dtype=torch.int64), **group)

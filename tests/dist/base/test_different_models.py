@@ -58,7 +58,7 @@ def renamed(model):
     model.blocks[0].down = nn.Identity()
 
 
-# What one rank does -> what the sentence names.
+# Change of one rank's model -> words in the error.
 CHANGES = {
     wider: ("blocks.1", "up.weight", "(7, 6)", "(8, 6)"),
     narrower: ("head.weight", "(3, 6)", "(2, 6)"),
@@ -88,12 +88,12 @@ def units_of(model):
 
 
 def refused(ctx, model, transport, act=None, **options) -> str:
-    """What all ranks say, before a byte of a parameter has travelled."""
+    """Returns the error that all ranks raise, before they communicate any parameter."""
     return sentence_of_all(ctx, refusal(ctx, model, transport, act, **options))
 
 
 def refusal(ctx, model, transport, act=None, **options) -> str:
-    """What this rank says."""
+    """Returns the error that this rank raises."""
     model = shard(ctx, model, units_of(model), transport=transport, **options)
     with pytest.raises(ValueError) as error:
         (act or (lambda m: m(inputs(ctx.rank))))(model)
@@ -193,7 +193,7 @@ def test_one_rank_trains_other_parameters(ctx):
 @distributed(world_sizes=(2,))
 @both_transports
 def test_values_may_differ(ctx, transport):
-    """Each rank keeps its rows of what it had: nobody compares values."""
+    """Each rank keeps its rows of its own values, because ranks do not compare values."""
     twin = shard_stock(Stack(seed=ctx.rank), STACK_UNITS)
     model = shard(ctx, Stack(seed=ctx.rank), STACK_UNITS, transport=transport)
     same(*(train(ctx, each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in (model, twin)))

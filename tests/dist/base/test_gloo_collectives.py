@@ -48,4 +48,4 @@ def test_divergences_in_large_gathers(ctx):
         for seed in range(len(divergences.KINDS)):
             program = divergences.draw(seed, ctx.world, "process_group", divergences.KINDS)
             assert not (wrong := divergences.run(program)), (program, wrong)
-        divergences.meet_again()  # what is repeated after a failure is broadcast, too
+        divergences.meet_again()  # this repeats exchanges after a failure, which are broadcasts as well

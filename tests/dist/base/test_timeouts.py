@@ -1,4 +1,4 @@
-"""``fully_shard(timeout=)``: ends waits for a peer over both transports, and is refused where nobody waits."""
+"""``fully_shard(timeout=)`` ends waits for a peer over both transports. It raises on a device, where no rank waits."""
 
 import dataclasses
 import time
@@ -16,7 +16,7 @@ from models import STACK_UNITS, Stack, inputs
 from reference import TRANSPORTS, only_fsdp2x, shard
 
 TIMEOUT_S = 1
-# The process group's own is longer.
+# The process group has a longer timeout.
 LIMIT_S = 20
 
 
@@ -45,7 +45,7 @@ def test_a_peer_that_stays_away(ctx, moment, transport):
 
 @distributed(world_sizes=(1,))
 def test_on_a_device_it_is_refused(ctx):
-    """There the process group ends what hangs, by a timeout of its own."""
+    """On a device, the process group's own timeout ends operations that hang."""
     only_fsdp2x(ctx)
     group = api.shard_group
 

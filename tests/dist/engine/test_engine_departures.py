@@ -1,5 +1,8 @@
-"""One rank raises in the middle of a step and lives on: the ranks that wait for it raise soon, and say of whom and why.
-Where all ranks raise, or the one comes back, nobody does."""
+"""One rank raises in the middle of a step and lives on.
+
+The ranks that wait for it raise soon, and their errors name the rank and the reason. If all ranks raise, or the rank
+comes back, the others raise nothing.
+"""
 
 import time
 from datetime import timedelta
@@ -12,9 +15,9 @@ from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from reference import TRANSPORTS, everyone, grads, only_fsdp2x, same, shard
 
-TIMEOUT_S = 25.0  # of a wait; that of the harness' group is longer
-SOON_S = 8.0  # half a second, on a busy machine
-SLOW_S = 0.8  # longer than a rank waits before it looks who has left
+TIMEOUT_S = 25.0  # Limits each wait. The harness' group has a longer timeout.
+SOON_S = 8.0  # It takes half a second, but more on a busy machine.
+SLOW_S = 0.8  # A rank waits for less before it checks for ranks that have left.
 
 
 class Raising(Stack):
@@ -137,7 +140,7 @@ def test_all_raise_and_one_is_slow_to_go_on(ctx, place, grad, keeps, transport):
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_all_leave_a_forward_and_come_to_a_backward(ctx, transport):
-    """A forward that is stopped on purpose, whose activations have a loss: who takes longer for it is waited for."""
+    """A forward is stopped on purpose, and its activations have a loss. The ranks wait for a slower one."""
     only_fsdp2x(ctx)
     model = sharded(ctx, transport)
     step(model, ctx)

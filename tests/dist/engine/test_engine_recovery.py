@@ -1,4 +1,4 @@
-"""Exceptions at every place of a step: what ranks go on with, and that no gradient is lost or doubled in silence."""
+"""Exceptions at every place of a step: ranks continue, and no gradient is silently lost or doubled."""
 
 import contextlib
 
@@ -22,7 +22,7 @@ def fail(*args):
 
 
 class Places(Stack):
-    """Raises where it is told to; the places of `FORWARD` and `BACKWARD`, as many times as `times` says."""
+    """Raises at `place`, one of `FORWARD` and `BACKWARD`, `times` times."""
 
     place = ""
     times = 0
@@ -205,7 +205,7 @@ def test_a_failed_backward_leaves_nothing_behind(ctx, times, waits, transport):
 @pytest.mark.parametrize("other", [False, True])
 @both_transports
 def test_what_a_failed_backward_leaves_in_grad(ctx, other, transport):
-    """What was reduced before: with another graph alive units are reduced at the end, so nothing is left."""
+    """It leaves the gradients reduced so far: none if another graph is alive, as units are then reduced at the end."""
     only_fsdp2x(ctx)
     model = make(ctx, transport)
     alive = model(inputs(ctx.rank, 1).requires_grad_()).square().mean() if other else None
@@ -282,7 +282,7 @@ def test_a_hook_behind_a_gradient_raises_when_all_gradients_are_there(ctx, mode,
 @distributed(world_sizes=(2,))
 @both_transports
 def test_two_roots(ctx, transport):
-    """What one root fails at is not the other's business."""
+    """A failure in one root does not affect the other root."""
     only_fsdp2x(ctx)
     first, second = make(ctx, transport), make(ctx, transport, "nothing")
     micro_batch(ctx, second, 0, "nothing", last=False)
@@ -305,7 +305,7 @@ def test_two_roots(ctx, transport):
 @distributed(world_sizes=(2,))
 @both_transports
 def test_a_unit_whose_failure_the_root_catches(ctx, transport):
-    """Its forward goes on without that unit; nothing of it stays gathered."""
+    """The forward continues without that unit, and none of its parameters stay gathered."""
 
     class Forgiving(Stack):
         fails = False
@@ -462,9 +462,9 @@ class Rootless(Stack):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize(("agreed", "transport"), [(True, "shm"), (True, "process_group"), (False, "shm")])
 def test_one_rank_fails_and_goes_on(ctx, agreed, transport):
-    """Its next collectives fit the others', and gradients of two steps would be mixed.
+    """Its next collectives would match the others', and mix gradients of two steps, so the ranks raise.
 
-    Not when it fails behind all gathers, and all ranks leave out the batch.
+    If it fails after all gathers, and all ranks skip the batch, they do not raise.
     """
     only_fsdp2x(ctx)
     model, twin = (shard(ctx, Rootless(), STACK_UNITS, transport=transport) for _ in range(2))

@@ -1,5 +1,8 @@
-"""The system refuses the engine a call, an allocation or memory, once on one rank: all ranks go on with right losses,
-or all of them end soon and tell of it. Nothing hangs or crashes, and no file stays open."""
+"""The system refuses the engine one call, allocation, or memory on one rank.
+
+Either all ranks continue with correct losses, or all of them soon raise an error. No rank hangs or crashes, and no file
+stays open.
+"""
 
 import contextlib
 import errno
@@ -36,7 +39,7 @@ def train(ctx, transport, before_step=lambda step: None):
 
 
 def attempt(ctx, transport, before_step):
-    """(losses or None, what was raised, seconds); of the model nothing is left."""
+    """Returns (losses or None, the error, seconds). Frees the model."""
     losses, told, started = None, "", time.monotonic()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -50,7 +53,7 @@ def attempt(ctx, transport, before_step):
 
 
 def open_files():
-    """What the descriptors of this process name, without those that gloo and the caller's reading come and go with."""
+    """Targets of this process's open descriptors, without those that gloo and this reading open and close."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -66,7 +69,7 @@ def drawn(draw, counts, name):
 
 
 def refuse_calls(ctx, library, transport, num_allocations):
-    """Every function of the set-up with every errno, and some allocations of the steps behind it."""
+    """Fails every function of the setup with every errno, and some allocations of the steps after it."""
     engine = refusing.Engine(library)
     draw = random.Random(7)
     expected = train(ctx, "shm")
@@ -82,7 +85,7 @@ def refuse_calls(ctx, library, transport, num_allocations):
         if name != "_Znwm" and any(calls[name] for calls in counts)
         for error in errors
     ]
-    # The last mapping is a unit's: nobody falls back any more.
+    # The last mapping belongs to a unit, when ranks can no longer fall back to the process group.
     cases.append(("mmap", 1, counts[1]["mmap"], errno.ENOMEM, 0))
     cases += [("_Znwm", *drawn(draw, later, "_Znwm"), 12, 1) for _ in range(num_allocations)]
     gc.collect()
@@ -108,7 +111,7 @@ def refuse_calls(ctx, library, transport, num_allocations):
         elif texts[0].startswith("ValueError"):
             assert transport == "shm" and len(set(texts)) == 1 and f"rank {victim}" in texts[0], (case, texts)
         else:
-            # Who needs nothing of the victim any more ends its steps.
+            # A rank that needs nothing more from the victim finishes its steps.
             others = [is_right if not told else f"rank {victim}" in told for is_right, told, _ in found]
             assert texts[victim] and all(others[:victim] + others[victim + 1 :]), (case, texts)
         assert open_files() == [], (case, texts)
@@ -151,8 +154,10 @@ def without_memory(ctx, transport, victim, megabytes, first_step):
 @pytest.mark.parametrize("megabytes", [0, 1, 64])
 @pytest.mark.parametrize("transport", ["auto", "shm", "process_group"])
 def test_an_address_space_ends(transport, megabytes, first_step, world):
-    """Whatever it is that the rank cannot have then: it ends, and so do the others; or all go on. The C library ends a
-    process (127) that has no memory for a thread-local variable."""
+    """Whichever memory the rank cannot get, either all ranks end or all continue.
+
+    The C library ends a process (127) that has no memory for a thread-local variable.
+    """
     codes = (7, 127, 8)
     for code in codes:
         try:

@@ -18,7 +18,7 @@ from reference import both_transports, only_fsdp2x, params, same, shard
 
 
 def in_child(body) -> str:
-    """What ``body`` returns or raises in a forked child of this rank, as text."""
+    """Runs ``body`` in a forked child of this rank and returns its result or error as text."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -42,7 +42,7 @@ def make(ctx, transport, **options):
 
 
 def uses(ctx, model, optimizer, loss) -> dict:
-    """What a child might try, by name. ``loss`` is of a graph whose backward has not run."""
+    """Operations that a child might try, by name. The backward of ``loss`` has not run."""
     import fsdp2x
     from fsdp2x import checkpoint, export
 
@@ -126,7 +126,7 @@ def test_the_end_of_a_child_is_not_the_parents(ctx, transport, end):
 
 @distributed(world_sizes=(2,))
 def test_a_fork_within_forward(ctx):
-    """The child goes on where the parent is, with weights that are the parent's: it gets an error, and no numbers."""
+    """The child continues at the parent's place with the parent's weights. It gets an error instead of numbers."""
     only_fsdp2x(ctx)
     expected = step(ctx, *make(ctx, "shm"), 0)
     model, optimizer = make(ctx, "shm")
@@ -161,7 +161,7 @@ def test_unsharded_weights_are_not_there(ctx):
 
 
 class UsesTheModel(torch.utils.data.Dataset):
-    """What a data loader's worker has when its dataset was given the model."""
+    """A dataset that has the model, as a data loader's worker gets it."""
 
     def __init__(self, model):
         self.model = model

@@ -21,11 +21,11 @@ from models import STACK_UNITS, Stack, inputs
 from reference import shard
 
 LIMIT_S = 40.0
-GROUP_TIMEOUT_S = 6.0  # gloo tells the neighbours of the victim at once, the others when their patience ends
+GROUP_TIMEOUT_S = 6.0  # gloo notifies the victim's neighbors at once, the others after this timeout
 MODULES = ("", "blocks.0", "blocks.1", "blocks.2", "norm", "head")
 MOMENTS = ("forward", "backward", "gradient", "between", "clip", "step", "export")
 SHARED = {"transport": "shm", "timeout": timedelta(seconds=LIMIT_S)}
-# What the ranks do, with the world that it needs.
+# Name of a setting -> (world size, options of fully_shard).
 SETTINGS = {
     "plain": (2, {}),
     "three": (3, {}),
@@ -51,7 +51,7 @@ def drawn(seed: int, settings: tuple[str, ...]) -> tuple:
     random_of = random.Random(seed)
     setting = settings[seed % len(settings)]
     victim = random_of.randrange(SETTINGS[setting][0])
-    # A rank that has not met the others cannot be told to have ended, and not every step reduces.
+    # Ranks can only report the end of a rank that has synchronized with them, and not every step reduces.
     return setting, victim, MOMENTS[seed % len(MOMENTS)], random_of.choice(MODULES), random_of.choice([1, 3])
 
 

@@ -1,7 +1,7 @@
-"""Shards that rest in the slot they are gathered in: nothing is copied, and nobody sees what is not gathered yet.
+"""Shards stored in the buffer that gathers use: gathers copy nothing, and no rank sees values before their gather.
 
-All of it is compared, bit for bit, with the same model whose gathers copy: somebody holds its shards, which therefore
-stay in their pools.
+The tests compare every result, bit for bit, with the same model whose gathers copy. A test holds that model's shards,
+so they stay in their flat buffers.
 """
 
 import copy
@@ -51,7 +51,7 @@ def hold(model) -> None:
 
 
 def private_bytes(before: set[int]) -> int:
-    """Of shared memory that was not there `before`: pages that this rank has written to on its own."""
+    """Bytes of shared memory mapped since `before` whose pages this rank has copied privately by writing."""
     return memory.copied_shared_bytes(set(memory.shared_files()) - before)
 
 
@@ -81,7 +81,7 @@ def test_a_step_writes_where_peers_read(ctx, name):
 
 @distributed(world_sizes=(2, 3))
 def test_who_steps_is_told_what_it_may_write_to(ctx):
-    """Every group once; not while this rank has it gathered, nor while somebody else holds a tensor over its shards."""
+    """It opens each group once, but not while this rank has it gathered or a tensor refers to its shards."""
     from fsdp2x.base.native import _C
 
     model, optimizer = make(ctx)
@@ -150,7 +150,7 @@ def test_a_rank_that_is_ahead_writes(ctx, how):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("taken", ["before the first forward", "later"])
 def test_an_array_over_a_shard_stays_the_shard(ctx, taken):
-    """Who holds an address of a shard reads and writes the shard through it, before, between and after steps."""
+    """An array over a shard's memory reads and writes the shard before, between, and after steps."""
     before = set(memory.shared_files())
     model, optimizer = make(ctx)
     twin, of_twin = make(ctx, copies=True)
@@ -263,7 +263,7 @@ def test_a_closure_that_is_ahead(ctx):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("where", ["step", "hook"])
 def test_a_step_that_raises(ctx, where):
-    """What it has written is there, and the next step goes on from it."""
+    """The values it has written stay, and the next step continues from them."""
 
     class Stumbles(torch.optim.SGD):
         stumbles = False
@@ -454,7 +454,7 @@ def test_many_orders_of_writes_and_runs(ctx):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("kind", ["cast", "other dim", "plain"])
 def test_where_gathers_copy(ctx, kind):
-    """Rows that are cast or not whole rows are copied as ever, beside groups that rest."""
+    """Gathers copy shards that are cast or not complete rows, also next to groups stored in the gather buffer."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.tensor import Shard
 

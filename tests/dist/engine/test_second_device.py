@@ -1,7 +1,7 @@
-"""A model on a second device computes what it does on the first, and on the CPU, while the first one is current.
+"""A model on a second device computes what it computes on the first and on the CPU. The first device is current.
 
-The devices are the fake ones of `accelerator.py`: the engine has streams and events of torch's own interface there, as
-on a GPU. A rank of a world of alike ones needs no other process.
+The devices are the fake ones of `accelerator.py`. As on a GPU, the engine uses torch's own streams and events there. A
+rank of `alike.py`'s world needs no other process.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ def library() -> str:
 
 @contextlib.contextmanager
 def sharded(ctx, name: str, device: torch.device, on_cpu: Callable) -> Iterator:
-    """The model of a case; once it is sharded, the first device is current, as if somebody else had set it."""
+    """Yields a case's sharded model. Then makes the first device current, as other code might."""
     case, is_fake = CASES[name], device.type == "fake"
     with alike.world_of(device.type, None if is_fake else "gloo", case.sizes, case.pack_below) as (mesh, _):
         if is_fake:

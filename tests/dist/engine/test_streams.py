@@ -1,4 +1,4 @@
-"""The device transport without a device: which lane does what, who waits for whom, and that the events suffice."""
+"""The device transport without a device: the work of each stream, its waits, and whether the events suffice."""
 
 import copy
 from unittest import mock
@@ -198,7 +198,7 @@ def test_replicas_and_accumulation(ctx, accumulate):
 
 @distributed(world_sizes=(1, 2))
 def test_sums_for_gradients_of_others_outlive_their_lane(ctx):
-    """They are memory of the compute lane that the reduce lane works in: freed when compute has waited for that."""
+    """The reduce lane works in memory of the compute lane, which is freed once compute has waited for that work."""
     only_fsdp2x(ctx)
     streams.install()
     sums, original = [], spec.add_to_foreign
@@ -219,7 +219,7 @@ def test_sums_for_gradients_of_others_outlive_their_lane(ctx):
 
 @distributed(world_sizes=(2,))
 def test_a_steady_step_takes_the_same_memory_again(ctx):
-    """As much in every step: two slots beside the root's, two reduce buffers between two units, nothing after."""
+    """Each step takes two gather buffers besides the root's and two reduce buffers, and owns none afterwards."""
     only_fsdp2x(ctx)
     import fsdp2x
 
@@ -239,8 +239,8 @@ def test_a_steady_step_takes_the_same_memory_again(ctx):
         assert all(after[key] == before[key] for key in ("gather_slot_bytes", "peak_gather_bytes", "scratch_bytes"))
         assert after["gather_slots_owned"] == after["scratch_slots_owned"] == 0, after["owners"]
         assert root().root.loans() == []
-    # The root's slot stays from forward to backward; every other one, with what is gathered packed, buffers and pools
-    # have their turn in each step.
+    # The root's gather buffer stays from forward to backward. Each step allocates the others, the packed gathers, the
+    # reduce buffers, and the flat buffers again.
     assert taken == [[13 + 13 + 7, 7]] * 3
     report = fsdp2x.memory_report(model)
     of_root, of_block = (unit.slot_bytes for unit in report.units[:2])
@@ -251,7 +251,7 @@ def test_a_steady_step_takes_the_same_memory_again(ctx):
 
 @distributed(world_sizes=(2,))
 def test_reductions_end_in_the_gradient_pool(ctx):
-    """Where dtypes agree no copy follows the collective: its output is the gradient."""
+    """If dtypes agree, no copy follows the collective: its output is the gradient."""
     only_fsdp2x(ctx)
     recorder = streams.install()
     model = shard(ctx, wide(), STACK_UNITS, transport="streams")
@@ -342,7 +342,7 @@ class TwoOfExperts(nn.Module):
 
 @distributed(world_sizes=(2,))
 def test_flags_of_missing_gradients_are_asked_for_at_once(ctx):
-    """They travel right behind the collective, and the host waits for that copy alone, when other work is enqueued."""
+    """Their copy follows the collective directly. The host enqueues other work first and waits only for that copy."""
     only_fsdp2x(ctx)
     recorder = streams.install()
     model = shard(ctx, TwoOfExperts(), ("first", "second"), transport="streams")
@@ -440,7 +440,7 @@ def test_rows_kept_in_a_smaller_world(ctx):
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("with_kernels", [True, False])
 def test_nothing_that_nobody_wrote_travels(ctx, reduce_dtype, with_kernels):
-    """Rows, the pads behind them, flags and what lies behind these: memory that is new is full of NaN here."""
+    """New memory is full of NaN here, so rows, their padding, flags, and the padding after them must be written."""
     only_fsdp2x(ctx)
     streams.install(with_kernels=with_kernels)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, bias=False), nn.Linear(3, 5))

@@ -84,7 +84,7 @@ def test_gradients_are_stocks(ctx, policy, with_kernels):
 
 @distributed(world_sizes=(1,))
 def test_missing_gradients_are_known_without_asking(ctx):
-    """Nobody else could have one: the host does not wait for the device to read flags."""
+    """No other rank could have one, so the host does not wait for the device to read flags."""
     only_fsdp2x(ctx)
     recorder = streams.install()
     model = shard(ctx, Experts(), transport="streams")

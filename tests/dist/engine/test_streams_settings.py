@@ -1,4 +1,4 @@
-"""What users set on the device transport: prefetch budgets, buffers, events, memory, groups; seen in its record."""
+"""User settings of the device transport, checked in its record: prefetch budgets, buffers, events, memory, groups."""
 
 import contextlib
 import copy
@@ -56,7 +56,7 @@ def test_gathers_wait_for_the_optimizers_event(ctx):
     gathered = [i for i, entry in enumerate(entries) if entry[0].startswith("all_gather")][0]
     waits = [entry[2] for entry in entries[:gathered] if entry[0] == "wait" and entry[1] == "copy_in"]
     assert waits and "compute" not in waits
-    # That the event is behind the optimizer is the user's word.
+    # The user promises that the event comes after the optimizer.
     assert [race for race in streams.races(entries) if "optimizer" not in race] == []
     recorder.clear()
     step(model, ctx)  # the event was for one forward

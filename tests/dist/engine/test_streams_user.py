@@ -1,6 +1,6 @@
-"""What users do around the accelerators' transport, played on the CPU: streams of their own, captures of a step.
+"""User streams and captures of a step around the device transport, played on the CPU.
 
-Each way has a fault planted into its record, or into the engine, that the search for races must find.
+Each test plants a fault into the record or into the engine, which the search for races must find.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ def without(entries: list[tuple], operation: str, lane: str, subject: str = "") 
 
 
 def step_on(recorder, model, ctx, number: int, stream: int) -> None:
-    """A step on a stream of the user's, as he has to order it: behind the first one, and before its next work."""
+    """Runs a step on a user stream, ordered as users must: after the first stream and before its next work."""
     recorder.use_stream(stream)
     recorder.wait_stream(0)
     step(model, ctx, number)
@@ -47,7 +47,7 @@ def test_steps_on_streams_of_the_user(ctx, with_kernels):
     entries = recorder.entries
     assert {"compute", "compute1", "compute2"} <= {entry[1] for entry in entries}
     assert streams.races(entries) == []
-    # A user who forgets to order his streams; an engine that lets its lanes follow the first stream only.
+    # Two faults: a user forgets to order the streams, or the engine's lanes follow only the first stream.
     assert streams.races(without(entries, "wait", "compute1", "user"))
     mistaken = ("record", "compute1", "compute")
     assert streams.races([(e[0], "compute", *e[2:]) if e[:3] == mistaken else e for e in entries])
@@ -81,7 +81,7 @@ def test_memory_that_is_given_back_away_from_its_stream(ctx):
 
 @distributed(world_sizes=(2,))
 def test_plans_that_another_stream_runs(ctx):
-    """Made on one stream and run on another, they are freed behind both."""
+    """A plan made on one stream and run on another is freed after the work of both."""
     only_fsdp2x(ctx)
     recorder = streams.install()
     model = shard(ctx, wide(), STACK_UNITS, transport="streams")
@@ -90,7 +90,7 @@ def test_plans_that_another_stream_runs(ctx):
     recorder.use_stream(1)
     recorder.wait_stream(0)
     step(model, ctx, 1)
-    recorder.use_stream(0)  # and goes on without a wait, freeing what the other one still reads
+    recorder.use_stream(0)  # without a wait, so this stream frees memory that the other one still reads
     plans = [e for e in recorder.entries if e[2] == "plan" or e[0] == "read plan"]
     freed = [("give_back", "compute", "plan", [], e[3]) for e in plans if e[:2] == ("hold", "compute1")]
     assert freed and {"take", "read plan"} <= {e[0] for e in plans}

@@ -146,7 +146,7 @@ def train_and_die(ctx, victim: int, die_after_s: float, transport: str):
 
 
 def kill_at_random(seed: int, world: int) -> None:
-    """Every survivor hears of it long before the timeout, and is told who died."""
+    """Every survivor raises long before the timeout, and its error names the rank that died."""
     draw = random.Random(seed)
     victim, after = draw.randrange(world), draw.random() * 0.3
     outcomes = dist_run(train_and_die, world, victim, after, "shm", timeout=90, expect_exit={victim: -signal.SIGKILL})

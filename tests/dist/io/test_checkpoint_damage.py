@@ -175,7 +175,7 @@ def test_a_folder_that_takes_nothing(ctx):
     from fsdp2x import checkpoint
 
     training = Training()
-    # Nobody can make a folder there, root neither.
+    # Not even root can create a folder there.
     for form, name in (("sharded", "/proc/fsdp2x"), ("full", "/proc/fsdp2x/one.pt")):
         for in_background in (False, True):
             with pytest.raises(checkpoint.CheckpointError, match="rank 0: /proc/fsdp2x: "):
@@ -205,12 +205,12 @@ def test_arguments_are_checked(ctx):
         checkpoint.load("/nowhere", training.model)
 
 
-# Of the places of a save, every third is the first to fail.
+# Tests every third file operation of a save as the first one that fails.
 STRIDE = 3
 
 
 class Disk:
-    """Below `folder` the `room`-th opening for writing, write or sync fails, and all that follow."""
+    """Fails file operations below `folder` (open for writing, write, sync) after the first `room` of them."""
 
     def __init__(self, patch, folder, room):
         self.folder, self.room, self.num_tried = str(folder), room, 0
@@ -233,7 +233,7 @@ class Disk:
 
 
 def remains(path):
-    """What is neither a whole checkpoint nor names one."""
+    """Names that are neither a complete checkpoint nor the file that names the latest one."""
     return [name for name in os.listdir(path) if not (name in ("latest", "whole.pt") or name.startswith("step-"))]
 
 
@@ -328,7 +328,7 @@ def check(tmp_path, seed, victims, is_async):
             assert "lost rank 1" in said, said
             assert seconds < moment + 10
     returned = [tmp_path / f"returned-{rank}" for rank in range(2)]
-    # What save() returned for is on disk; an asynchronous one only when the next has returned.
+    # Once save() returns, its checkpoint is on disk. An asynchronous one is there once the next save() returns.
     known = max([int(path.read_text() or 0) for path in returned if path.exists()], default=1)
     training = Training("adamw", impl=None)
     loaded = training.load(root)

@@ -137,7 +137,7 @@ def _state(training):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("form", FORMS)
 def test_what_differs_by_rank_and_what_is_not_there_yet(ctx, form):
-    """Generators and the position in the data are each rank's own; an optimizer that has not stepped stays so."""
+    """Each rank restores its own generators and data position, and an optimizer without steps stays without state."""
     with shared_folder() as folder:
         training = Training()
         torch.manual_seed(100 + ctx.rank)
@@ -427,7 +427,7 @@ def test_a_run_that_saves_in_the_background_resumes_bit_for_bit(ctx, form):
     with text_folder(ctx) as folder:
         section = {"save_every": 1, "keep": 1, "keep_every": 3, "async_save": True, "form": form}
         run(settings(folder / "text", folder / "whole", checkpoint=section))
-        # Of those that nothing protects one is kept: the last one.
+        # `keep` leaves one checkpoint, the last one, besides those that `keep_every` protects.
         names = sorted(path.name for path in (folder / "whole/checkpoints").iterdir())
         assert names == ["latest", "step-000003", "step-000005", "step-000006"]
         checkpoint = {"resume_from": str(folder / "whole/checkpoints/step-000003"), "save_every": 0}

@@ -1,7 +1,8 @@
-"""Checkpoints whose files lie while every checksum fits: refused by all ranks alike, or loaded as the files say.
+"""Checkpoints with wrong files but valid checksums: all ranks refuse them alike, or load what the files say.
 
-A round damages one place of a checkpoint of step 2 and loads it, or the folder in which step 1 is whole. Whatever
-happens, nothing is executed, model, optimizer, schedule and generators are those of before or of the checkpoint.
+Each round damages one place of the checkpoint of step 2. It loads that checkpoint, or the folder that also has a
+complete step 1. No load executes anything. Model, optimizer, schedule, and generators keep their state or take the
+checkpoint's.
 """
 
 import copy
@@ -21,16 +22,16 @@ from checkpoints import Training, on_first, shared_folder
 from harness import distributed
 
 FORMS = ("sharded", "full", "per_rank", "file", "stock")
-# Beside the first ones those that once found something.
+# The first seeds, and seeds that have found bugs.
 ROUNDS = [pytest.param((*range(4), 261, 313), id="4")]
 ROUNDS += [pytest.param(range(a, a + 100), id=f"{a}-{a + 100}", marks=pytest.mark.full) for a in (4, 104, 204)]
 LAST = "step-000002"
-# A checkpoint that does not fit what is here, or has to be trusted, is no reason to take an older one.
+# These errors do not make fsdp2x fall back to an older checkpoint: it does not fit the model or must be trusted.
 NOT_DAMAGED = (" there, ", "trusted=True", "reads format", "strict=False", " has no ")
 
 
 def snapshot(training):
-    """What a load may change on this rank, by name; of tensors copies of the local part."""
+    """Copies all that a load may change on this rank, by name. Copies only the local part of tensors."""
     from fsdp2x.io.checkpoint.optimizer import named_state
     from fsdp2x.io.checkpoint.rng import rng_state
     from fsdp2x.io.checkpoint.trees import flatten
@@ -62,7 +63,7 @@ def _bits(value):
 
 
 class Subject:
-    """A training that has stepped once, is loaded into, and is brought back to where it was."""
+    """A training run after one step. Each round loads into it and then restores it."""
 
     def __init__(self):
         self.training = Training()
@@ -93,7 +94,7 @@ class Subject:
             give_back(state)
 
     def judge(self, path, of_root, form, states, change):
-        """What is wrong with what loading a damaged checkpoint does, if anything; brings all back to where it was."""
+        """Loads a damaged checkpoint and returns what goes wrong, if anything. Restores the training state."""
         from fsdp2x import checkpoint
 
         training, error, loaded = self.training, None, None
@@ -127,7 +128,7 @@ def hurt(rng, path, form, other):
     kind = rng.random()
     if kind < 0.15:
         file = rng.choice(files)
-        # What stock writes does not say of which step it is.
+        # FSDP2's checkpoints do not record their step.
         others = [other / file.name] * 4 if form != "stock" else []
         change = damage.change_file(rng, file, [*files, *others])
     elif kind < 0.4 and form != "stock":
@@ -255,7 +256,7 @@ def save_two(folder, form):
 
 
 def _fresh(ctx, folder, form):
-    """What is damaged and, where it lies in a folder of checkpoints, that folder; fresh, on every rank's disk."""
+    """Copies the saved checkpoint again. Returns its path and the folder of checkpoints that has it, or None."""
     root = folder / "copy"
     on_first(lambda: (shutil.rmtree(root, ignore_errors=True), shutil.copytree(folder / "saved", root)))
     path = root / (f"{LAST}.pt" if form == "file" else LAST)

@@ -15,7 +15,7 @@ from fsdp2x.base.failures import CheckpointError
 from harness import dist_run
 from models import build
 
-# Beside the first ones those that once found something.
+# The first seeds, and seeds that have found bugs.
 ROUNDS = [
     pytest.param((*range(20), 49, 163), id="20"),
     pytest.param(range(20, 320), id="20-320", marks=pytest.mark.full),
@@ -31,7 +31,7 @@ def doubled():
 
 
 def save(ctx, folder):
-    """Of the doubled model: a DCP directory, a file of each rank, and one of our checkpoints with its config."""
+    """Saves the doubled model as a DCP directory, as a file per rank, and as an fsdp2x checkpoint with its config."""
     import fsdp2x
     from fsdp2x.io.hf.empty import plain_config
 

@@ -62,7 +62,8 @@ def test_equals_the_unsharded_model(ctx, transport):
     cast = {name: value.to(torch.float16) if value.is_floating_point() else value for name, value in expected.items()}
     same(collect(model, names="model", transport=transport, dtype=torch.float16), cast)
     if transport == "process_group":
-        # What is cut evenly is gathered straight into its place, with and without a cast; also next to packed ones.
+        # Evenly sharded tensors are gathered directly into their place, with or without a cast, also next to packed
+        # ones.
         for direct_bytes, bucket_bytes in ((0, 100), (0, 64 << 20), (150, 64 << 20)):
             with mock.patch("fsdp2x.io.export.rings._DIRECT_BYTES", direct_bytes):
                 same(collect(model, names="model", transport=transport, bucket_bytes=bucket_bytes), expected)
@@ -72,7 +73,7 @@ def test_equals_the_unsharded_model(ctx, transport):
 @pytest.mark.parametrize("name", ["qwen3", "llama", "mixtral", "qwen3_moe", "gpt2", "vlm"])
 @distributed(world_sizes=(2, 3))
 def test_names_and_layout_of_the_files(ctx, name):
-    """What transformers itself would write, of tied, untied, fused and renamed weights."""
+    """Tied, untied, fused, and renamed weights come out as transformers itself would write them."""
     from transformers.core_model_loading import revert_weight_conversion
 
     model = tiny_vlm() if name == "vlm" else build(name)

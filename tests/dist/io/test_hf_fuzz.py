@@ -15,7 +15,7 @@ from harness import distributed
 from models import build, tiny_lora
 
 FORMS = ("safetensors", "indexed", "bin", "indexed_bin", "experts", "adapter")
-# Beside the first ones those that once found something.
+# The first seeds, and seeds that have found bugs.
 ROUNDS = [pytest.param((*range(10), 295), id="10")]
 ROUNDS += [
     pytest.param(range(a, b), id=f"{a}-{b}", marks=pytest.mark.full) for a, b in ((10, 120), (120, 220), (220, 320))
@@ -88,7 +88,7 @@ class Subject:
         self.kept = _locals(self.model)
 
     def judge(self, folder, mode, original, change):
-        """What is wrong with what loading a damaged folder does, if anything; the model is as before then."""
+        """Loads a damaged folder and returns what goes wrong, if anything. Restores the model."""
         import fsdp2x
 
         error = None

@@ -211,7 +211,7 @@ def test_missing_and_unexpected_are_reported_as_transformers_does(ctx):
             with torch.device("meta"):
                 model = cls._from_config(plain.config)
             fsdp2x.fully_shard(model)
-            # Of the very class the files are: that they lack something is no new head.
+            # The files are of this very class, so a missing weight is an error and not a new head.
             options = {"strict": False} if cls is LlamaForCausalLM else {}
             report = fsdp2x.load_hf(model, folder, **options, **QUIET)
             assert (report.missing_keys, report.unexpected_keys) == (info["missing_keys"], info["unexpected_keys"])
@@ -280,7 +280,7 @@ def test_what_does_not_fit_changes_nothing(ctx, mode):
 @pytest.mark.parametrize("mode", ["each", "broadcast"])
 @distributed(world_sizes=(2,))
 def test_experts_that_do_not_fit_together_are_named(ctx, mode):
-    """Of those that become one weight, one is of integers, turned, short or lost."""
+    """One of the tensors that become one weight has integers, is transposed, is too short, or is missing."""
     name = "model.layers.0.mlp.experts.1.gate_proj.weight"
     odd = {"integers": lambda w: (9 * w).int(), "turned": lambda w: w.T.contiguous(), "short": lambda w: w[:-1].clone()}
 

@@ -1,4 +1,4 @@
-"""fsdp2x.save_hf: from files to shards and back gives the same bytes; a failed save leaves nothing behind."""
+"""fsdp2x.save_hf: loading and saving gives the same bytes, and a failed save leaves no files."""
 
 import os
 from unittest import mock
@@ -139,7 +139,7 @@ def test_adapters(ctx, name):
 
 @distributed(world_sizes=(2,))
 def test_of_a_quantized_model_only_adapters_have_names_in_files(ctx):
-    """Its weights are not all that its own files hold: written or pushed as they are, nobody could read them."""
+    """A quantized model's files hold more than its weights. Nothing could read the weights alone."""
     calls = {
         "save": lambda model, folder: fsdp2x.save_hf(model, folder / "base", weights="base"),
         "stream": lambda model, folder: list(fsdp2x.export.stream(model)),
@@ -239,7 +239,7 @@ def test_save_pretrained_of_a_sharded_model_writes_what_the_whole_one_does(ctx, 
         names = {file.name for file in (folder / "expected").iterdir()} - {"README.md"}
         assert names | {"tokenizer.json"} == {file.name for file in (folder / "out").iterdir()}
         assert (folder / "out/tokenizer.json").read_text() == "mine"
-        # What gathers by itself, as accelerate does, saves by itself.
+        # save_pretrained also takes a state dict that the caller gathered, as accelerate does.
         if ctx.rank == 0:
             model.save_pretrained(folder / "state", state_dict=make().state_dict())
             same(tensors(folder / "state"), tensors(folder / "expected"))

@@ -1,4 +1,4 @@
-"""What came after `fully_shard`: what is adopted, what is left alone or refused, and what leaves the model again."""
+"""Parameters registered after `fully_shard`: adopted, ignored, or refused, and removed from the model again."""
 
 import itertools
 import weakref
@@ -108,7 +108,7 @@ def test_what_is_adopted(ctx, change, between):
 
 @distributed(world_sizes=(2,))
 def test_ignored_parameters_are_left_alone(ctx):
-    """Those of a unit below, too, and when they are set again; not those of other names next to them."""
+    """This includes a nested unit's parameters and ones that are set again, but not other names next to them."""
     only_fsdp2x(ctx)
     model = stack()
     model.empty = nn.Sequential()  # is false
@@ -123,7 +123,7 @@ def test_ignored_parameters_are_left_alone(ctx):
 
 @distributed(world_sizes=(2,))
 def test_what_leaves_the_model_is_forgotten(ctx):
-    """Removed, replaced or moved: the rest goes on with its values, and nothing keeps the removed modules alive."""
+    """After a removal, replacement, or move, other parameters keep their values and removed modules are freed."""
     only_fsdp2x(ctx)
     model = shard(ctx, stack(), UNITS)
     model.extra = nn.ParameterDict({"a": torch.randn(2), "b": torch.randn(3)})

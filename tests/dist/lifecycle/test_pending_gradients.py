@@ -31,7 +31,7 @@ class Outer(nn.Module):
         return self.inner(x)
 
 
-# Whose zero_grad is called: the plain module around, the root, a unit, plain modules in a unit and in the root.
+# zero_grad is called on these: the plain module around the root, the root, a unit, and plain modules in both.
 WHO = ("", "inner", "inner.blocks.1", "inner.blocks.2.up", "inner.head", "inner.norm")
 
 
@@ -48,7 +48,7 @@ def held_back(ctx, model, number, before_last, scale=1.0):
 @pytest.mark.parametrize("before_last", ["nothing", "reduce_scatter"])
 @both_transports
 def test_zero_grad_of_any_module(ctx, transport, before_last):
-    """What it clears is gone, whatever the micro-batch before has communicated; all else is in the next sum."""
+    """It clears its gradients, whatever the earlier micro-batch communicated. The next sum has all other gradients."""
     only_fsdp2x(ctx)
     mesh = mesh_of("2d" if ctx.world == 4 else "1d", ctx.world)
     for who, set_to_none in itertools.product(WHO, (True, False)):
@@ -87,7 +87,7 @@ def test_zero_grad_while_gathered(ctx, gathered):
 @both_transports
 @pytest.mark.each_pair
 def test_pending_gradients_are_shown(ctx, transport):
-    """Of two micro-batches: the same object, whole, unreduced; written in place, then reduced once."""
+    """Two micro-batches share one full, unreduced gradient. Writes to it are kept, and it is reduced once."""
     only_fsdp2x(ctx)
     plain = Stack()
     ours = shard(ctx, copy.deepcopy(plain), STACK_UNITS, transport=transport)
@@ -184,7 +184,7 @@ def test_kinds_of_parameters(ctx, transport):
 @distributed(world_sizes=(2,))
 @both_transports
 def test_sums_are_shown_in_the_reduce_dtype(ctx, transport):
-    """The bits are those of a step in which nobody looked."""
+    """Reading the sums does not change a bit of the step's gradients."""
     only_fsdp2x(ctx)
     results = []
     for looks in (False, True):
@@ -199,7 +199,7 @@ def test_sums_are_shown_in_the_reduce_dtype(ctx, transport):
     same(results[1], results[0], "gradients")
 
 
-# What happens between an unreduced micro-batch and the next forward or backward, and whether that warns.
+# Events between an unreduced micro-batch and the next forward or backward, and whether each one warns.
 EVENTS = {
     "nothing": (False, lambda ctx, model, mine, other: None),
     "zero_grad": (True, lambda ctx, model, mine, other: mine.zero_grad()),

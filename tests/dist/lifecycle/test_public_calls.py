@@ -26,7 +26,7 @@ from training import settings, shared_folder, write_model
 PACKAGES = (
     "", ".checkpoint", ".convert", ".export", ".memory", ".moe", ".optim", ".sequence", ".train", ".train.selftest",
 )  # fmt: skip
-# What functions return or raise, and torch's own classes: nobody is meant to call them.
+# Results and exceptions of functions, and torch's own classes: users do not call them.
 NOT_CALLED = {
     "CPUOffloadPolicy", "CheckpointError", "ConfigError", "TrainingError", "DataParallelMeshDims", "ExpertGroup",
     "FSDPModule", "GradientReductionHandle", "LoadReport", "Loaded", "MemoryReport", "MixedPrecisionPolicy",
@@ -341,7 +341,7 @@ def test_with_its_defaults(ctx, name):
 
 
 class Nothing:
-    """Of no kind that anybody asks for."""
+    """A value of a type that no function accepts."""
 
     def __repr__(self):
         return "Nothing()"
@@ -360,7 +360,7 @@ WRONG = (
     Nothing,
     torch.tensor([1.0, 2.0]),
 )
-# What is a file's content is named as that, and None is an empty file.
+# parse_config's argument is a file's content: errors name its keys, and None is an empty file.
 OTHER_WORDS = {"fsdp2x.train.parse_config": ("config", "model")}
 DOCUMENTED = (TypeError, ValueError, CheckpointError, ConfigError, NotImplementedError)
 
@@ -377,7 +377,7 @@ def cases():
 
 
 def refusal(name, parameter, value, arguments, world):
-    """What is wrong with how a wrong value is refused; None when it is refused well."""
+    """Passes a wrong value and returns what is wrong with the error, or None if the error is good."""
     shown = f"{name}({parameter.name}={value!r:.60})"
     try:
         call(name, world, {**arguments, parameter.name: value})

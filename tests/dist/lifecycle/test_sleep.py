@@ -1,4 +1,4 @@
-"""sleep and wake: memory goes, values and objects stay, and training goes on as if nothing had been."""
+"""sleep and wake: memory is freed, values and objects stay, and training continues unchanged."""
 
 import copy
 import importlib

@@ -120,7 +120,7 @@ def test_they_hold_what_upstreams_would(ctx):
 
 @distributed(world_sizes=(1,))
 def test_what_is_no_business_of_ours(ctx):
-    """Plain parameters, mixed with sharded ones; gathered ones that somebody gave a gradient."""
+    """Plain parameters next to sharded ones do not warn, and neither do gathered ones with a gradient set by hand."""
     plain = nn.Linear(6, 3)
     model = shard(ctx, Stack(), STACK_UNITS)
     optimizer = torch.optim.SGD([*plain.parameters(), *model.parameters()], lr=0.1)

@@ -131,7 +131,7 @@ def test_units_that_were_unsharded_stay_so(ctx):
 
 @distributed(world_sizes=(2,))
 def test_a_part_before_the_root_has_run(ctx):
-    """The part does not become a root for good: the model that holds it can still run first."""
+    """The part does not permanently become a root: the model that contains it can still run first."""
     model = Stack()
     plain = copy.deepcopy(model)
     shard(ctx, model, STACK_UNITS)

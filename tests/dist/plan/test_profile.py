@@ -102,6 +102,6 @@ def test_ranges_cost_nothing_without_a_profiler(ctx):
 
     seconds()
     plain = min(seconds() for _ in range(5))
-    # A profiler that is started and stopped leaves no callback behind.
+    # A profiler that was started and stopped leaves no callback.
     names_of(lambda: model(x))
     assert min(seconds() for _ in range(5)) < 1.5 * plain

@@ -39,7 +39,7 @@ def readme_commands():
 
 
 def arguments(command, folder):
-    """What `fsdp2x` gets; the launcher in front of it is checked and left out, since the ranks are here already."""
+    """Returns the command for `fsdp2x`. Checks its launcher and drops it, as the ranks already run."""
     words = shlex.split(command)
     if words[0] == "torchrun":
         assert re.fullmatch(r"--nproc_per_node=\d+", words[1]) and words[2:4] == ["-m", "fsdp2x.train"], command

@@ -1,4 +1,4 @@
-"""`fsdp2x grpo` with an engine beside it: the example, one step ahead, and an engine that dies."""
+"""`fsdp2x grpo` next to an engine: the example, sampling one step ahead, and an engine that dies."""
 
 import contextlib
 import json
@@ -54,7 +54,7 @@ def test_a_few_steps(tmp_path, word):
     steps, evaluated = run(tmp_path, *words)
     assert [step["step"] for step in steps] == [1, 2, 3] and [line["step"] for line in evaluated] == [3]
     ages = [step["staleness_max"] for step in steps]
-    # What was asked before the first update is of the first weights; a push may still be in time for some tokens.
+    # Requests sent before the first update use the first weights. A push may still arrive in time for some tokens.
     assert ages == [0, 0, 0] if not ahead else ages[0] == 0 and set(ages[1:]) <= {0, 1}
     for step in steps:
         assert 0 <= step["difference_max"] < 1e-4 and 0 <= step["staleness"] <= step["staleness_max"]
@@ -65,7 +65,7 @@ def test_a_few_steps(tmp_path, word):
 
 
 def read_config(folder, *overrides) -> GrpoConfig:
-    """The example's, with a model that nothing was trained on."""
+    """Reads the example's config, with an untrained model."""
     rows = [f"data.files={folder / 'prompts.jsonl'}", f"data.validation_files={folder / 'held_out.jsonl'}"]
     words = ["model.path=null", f"model.config={json.dumps(MODEL)}", f"logging.output={folder / 'run'}", *rows]
     return config_of(translate_file(CONFIG, [*words, *SMALL, *overrides], GrpoConfig), GrpoConfig)
@@ -163,7 +163,7 @@ def test_one_step_ahead(ctx):
 
 @pytest.mark.full
 def test_an_engine_that_is_killed_ends_the_run(tmp_path):
-    """In the middle of a run: every rank says so, nobody waits for anybody."""
+    """An engine dies in the middle of a run. Every rank reports it, and no rank waits for another."""
     write_rows(tmp_path / "out" / "grpo")
     words = [*programs.TORCHRUN, "--standalone", "--nproc_per_node=2", "-m", "fsdp2x.grpo", CONFIG, "model.path=null"]
     words += [f"model.config={json.dumps(MODEL)}", *SMALL, "train.steps=100000"]

@@ -1,4 +1,4 @@
-"""A second model that only infers: a forward without gradients leaves nothing gathered behind."""
+"""A second model that only infers: a forward without gradients leaves no parameter gathered."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def owned(model):
 @pytest.mark.parametrize("mode", MODES)
 @both_transports
 def test_memory_returns(ctx, mode, transport):
-    """Beside a model that trains, which keeps its root for backward as upstream's does."""
+    """The reference model runs next to a model that trains and keeps its root for backward, as FSDP2's does."""
     only_fsdp2x(ctx)
     student, teacher = Stack(seed=1), Stack(seed=2)
     twin = shard(ctx, Stack(seed=1), STACK_UNITS, transport=transport)

@@ -193,7 +193,7 @@ def body_after(ctx, address):
 
 
 def test_a_trainer_that_is_killed(engine_process):
-    """Its peer is told; the engine lets both go, and ends when nobody is left."""
+    """The other trainer raises. The engine drops both connections and ends once no client is left."""
     program, address, log = engine_process
     watcher = RolloutClient(address, timeout_s=LIMIT_S)  # so that the engine stays
     dist_run(body_kill_trainer, 2, address, expect_exit={1: -signal.SIGKILL}, timeout=2 * LIMIT_S)

@@ -1,4 +1,4 @@
-"""Adapters pushed without their base: what engines compute, what it costs, what a failed push leaves, who refuses."""
+"""Adapters pushed without their base: results of engines, the cost, failed pushes, and engines that refuse them."""
 
 import copy
 import os
@@ -51,7 +51,7 @@ def logits(model):
 @pytest.mark.parametrize("over", ["memory", "group"])
 @distributed(world_sizes=(1, 2, 3))
 def test_an_engine_computes_what_the_trainer_does(ctx, over):
-    """Bit for bit, push after push; a merged push replaces the adapter, and no adapter goes on top of it."""
+    """Results agree bit for bit after each push. A merged push replaces the adapter and refuses another on top."""
     twin, model = adapted(use_rslora=True, alpha_pattern={"v_proj": 3})
     engine = build("llama")
     with peer(ctx, LoraParameters(engine), over=over) as (target, served):
@@ -122,7 +122,7 @@ def test_rollouts_sample_with_the_adapter(ctx, where):
 
 
 class Faulty(LoraParameters):
-    """Raises once in a phase, where it is told to."""
+    """Raises once in the phase `fails_in`."""
 
     fails_in = None
 
@@ -186,7 +186,7 @@ def _push_and_die(ctx, address):
 
 
 def test_a_trainer_that_is_killed_in_the_middle():
-    """The engine sees the connection end, and goes on with what it had."""
+    """The engine sees the connection end and keeps its weights."""
     engine, address = build("llama"), new_address()
     with Served(address, LoraParameters(engine)) as served:
         dist_run(_push_and_die, 2, address, expect_exit={0: -9}, timeout=60)
@@ -209,7 +209,7 @@ def wanted(twin):
 @pytest.mark.parametrize(("way", "num_workers"), [("server", 2), ("llm", 1)])
 @distributed(world_sizes=(2,))
 def test_vllm_serves_the_adapter_by_its_name(ctx, way, num_workers):
-    """By vLLM's own requests, from memory; what fails before or behind the commit leaves the old one."""
+    """vLLM's own requests load it from memory. If a push fails before or after the commit, the old adapter stays."""
     twin, model = adapted()
     with vllm_tests.engine(ctx, way, num_workers) as (target, core):
         request = None

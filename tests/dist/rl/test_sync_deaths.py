@@ -1,4 +1,7 @@
-"""Something dies or falls silent in every phase of a push: who says what in time, what engines hold, what heals."""
+"""An engine, a trainer, or a link dies or falls silent in every phase of a push.
+
+The tests check which error comes in time, which weights engines hold, and which push fixes it.
+"""
 
 import contextlib
 import gc
@@ -50,9 +53,10 @@ PLACES = [
     ("commit", None, "full"),
     ("commit", None, "delta"),
 ]
+# "dropped": the engine does the request, but its answer is lost. "silence": it does not even receive the request.
 SAYS = {
-    "dropped": "in time: (the other side|a member) hangs or is busy",  # the engine has done it, its answer is lost
-    "silence": "in time: (the other side|a member) hangs or is busy",  # the engine has not even heard of it
+    "dropped": "in time: (the other side|a member) hangs or is busy",
+    "silence": "in time: (the other side|a member) hangs or is busy",
     "cut": "the other side closed the connection",
     "killed": "the other side closed the connection",
 }
@@ -87,7 +91,7 @@ def belongings():
 
 
 def serve(over, question, ready):
-    """Takes weights, and tells whoever connects to ``question`` what it holds between two pushes."""
+    """Receives weights. Between two pushes, it reports its weights to each connection to ``question``."""
     torch.set_num_threads(1)
     sink = Store()
     if over == "group":
@@ -314,7 +318,7 @@ def test_an_engine_in_every_phase(over, fault):
 
 
 def push_and_lose_a_rank(ctx, address, over, rank, place):
-    """What the survivor saw; ``rank`` kills itself at ``place``."""
+    """Returns the survivor's error. ``rank`` kills itself at ``place``."""
     model = make_model(ctx)
     before = belongings()[0]
     sync = fsdp2x.sync.connect(model, Peer(address, **OVER[over]), bucket_bytes=300, deltas=True, timeout_s=20)
@@ -360,9 +364,9 @@ TRAINERS += [pytest.param(0, "group", "load", marks=pytest.mark.full)]
 
 @pytest.mark.parametrize(("rank", "over", "place"), TRAINERS)
 def test_a_trainer_in_the_first_bucket_and_at_the_commit(rank, over, place):
-    """A collective tells who has ended, and which tensors it was about; it is no SyncError, for no engine has failed.
+    """A collective's error names the rank that ended and the tensors. It is no SyncError, as no engine has failed.
 
-    An engine that had committed is torn nevertheless: whether all had is what nobody knows any more.
+    An engine that has committed still becomes torn, because no rank knows whether all engines have committed.
     """
     with engines(over) as (engine,):
         opened = held_by(engine)["opened"]
@@ -398,7 +402,7 @@ def link_to(pid, ours):
 
 @pytest.mark.full
 def test_a_network_between_them():
-    """The engine is behind a link of its own: a push arrives, then the cable is pulled in the next one."""
+    """The engine has a separate link. One push arrives, and the link goes down during the next one."""
     if os.getuid() != 0 or shutil.which("ip") is None or subprocess.run(["unshare", "--net", "true"]).returncode:
         pytest.skip("networks of one's own need root and iproute2")
     link = f"fsdp2x{os.getpid() % 100000}"
@@ -416,7 +420,7 @@ def test_a_network_between_them():
 
 
 def push_over_a_cable(ctx, pid):
-    """What is said when it is pulled before the third bucket."""
+    """Returns the error after the link goes down before the third bucket."""
     model = make_model(ctx)
     target = Peer("tcp://10.213.77.2:7000", **OVER["group"])
     sync = fsdp2x.sync.connect(model, target, bucket_bytes=300, timeout_s=5)

@@ -1,6 +1,6 @@
-"""Buckets that are broadcast: trainers' rank and engines in a process group of their own, beside the trainers'.
+"""Buckets sent by broadcast: one trainer rank and the engines have a separate process group.
 
-What every way of the bytes has to do is tested with this one by `OVER` of `engines.py`; here is what only it does.
+Other files test the behavior that all routes share, through `OVER` in `engines.py`. This file tests the rest.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ GROUP = OVER["group"]
 
 
 def push_to_three(ctx, addresses, pids):
-    """Engines in processes of their own: all hold every version; a stopped one is told by every rank, and forgotten."""
+    """Pushes to engine processes: all hold every version, and every rank reports a stopped engine and drops it."""
     model, expected = make_model(ctx)
     default = dist.group.WORLD
     broadcasts = []
@@ -112,7 +112,7 @@ LEAVE = {
 @pytest.mark.parametrize("way", LEAVE)
 @distributed(world_sizes=(2,))
 def test_a_member_that_leaves_the_others_alone(ctx, way):
-    """The first of two engines does: it is named, the other is not, and nobody waits until the limit of time."""
+    """The first of two engines leaves. The error names only that one, and no rank waits until the timeout."""
     model, expected = make_model(ctx)
     sinks = [Store(), Store()]
     with peer(ctx, *sinks, over="group") as (target, served):

@@ -1,4 +1,4 @@
-"""What a push takes, measured: memory of each rank while it runs, and the bytes that leave the shards for an engine."""
+"""Measures a push: each rank's memory while it runs, and the bytes sent from shards to an engine."""
 
 import contextlib
 import mmap
@@ -110,14 +110,14 @@ class Routed(nn.Module):
         self.gate, self.norm = nn.Linear(512, 7, bias=False), nn.LayerNorm(512)
 
     def wire(self, dtype):
-        """What engines are to have, and its bytes: two an element, four of the gate."""
+        """Returns the engines' expected weights and their bytes: 2 per element, 4 for the gate."""
         found = {name: value if name == "gate.weight" else value.to(dtype) for name, value in params(self).items()}
         sizes = {"up.weight": 512 * 1026, "up.bias": 1026, "down.weight": 512 * 1026, "norm.weight": 512}
         return found, 2 * (sum(sizes.values()) + 512) + 4 * 7 * 512
 
 
 OPTIONS = {"names": "model", "dtype": torch.bfloat16, "keep": {"gate.*": torch.float32}}
-# Of a part of the longest rank's, packed: up to a row of each parameter, and what the next one is aligned by.
+# Packed parts are as long as the longest rank's. Each parameter adds up to one row and the alignment of the next one.
 PADDING_BYTES = 6 * (2 * 1026 + 4 * 512 + _C.ALIGN_BYTES)
 
 

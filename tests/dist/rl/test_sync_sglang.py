@@ -96,7 +96,7 @@ GROUP_ROUTES = {"init_weights_update_group": "begin", "update_weights_from_distr
 @pytest.mark.parametrize("route", GROUP_ROUTES)
 @distributed(world_sizes=(2,))
 def test_a_broadcast_that_a_server_refuses(ctx, route):
-    """One of two does: nobody waits for it until the limit of time, and the next push heals both."""
+    """One of two servers refuses it. No rank waits for it until the timeout, and the next push fixes both."""
     model, shapes = stack_model(ctx)
     with engines(ctx, shapes, 2, group="gloo") as (target, servers):
         with fsdp2x.sync.connect(model, target, bucket_bytes=300, timeout_s=2) as sync:

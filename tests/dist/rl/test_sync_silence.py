@@ -1,5 +1,7 @@
-"""Servers of inference that refuse a request, or never answer it, in every route of a push: an error in time on every
-rank, nothing generates meanwhile, and the next push heals."""
+"""Inference servers that refuse a request or never answer it, in every route of a push.
+
+Every rank raises in time, no server generates meanwhile, and the next push fixes it.
+"""
 
 import contextlib
 import http.client
@@ -123,9 +125,9 @@ VLLM = {
     "update_weight_version": "commit",
     "resume": "commit",
 }
-# Where it tells most that something has happened although nobody says so.
+# Routes for which a request that was done but not answered matters most.
 HEARD = {"end_weight_update", "continue_generation", "fsdp2x_receive", "resume"}
-# What is much like another route of its phase.
+# Routes that behave like another route of their phase.
 LIKE_OTHERS = {"pause_generation", "update_weight_version", "get_world_size", "is_sleeping", "wake_up"}
 LIKE_OTHERS |= {"reset_encoder_cache", "resume_memory_occupation", "end_weight_update", "continue_generation", "resume"}
 
@@ -164,7 +166,8 @@ def told(server, route, how):
     if server == "sglang":
         return phase, text, route != "server_info" and (route != "pause_generation" or how != "silent"), is_labelled
     is_paused = route in ("fsdp2x_receive", "wake_up") or phase == "commit" or (route, how) == ("pause", "heard")
-    if route == "fsdp2x_receive":  # lasts as long as a push: what tells is that nobody takes it, or that it has no end
+    # This request lasts as long as a push. The error comes if no server takes it, or if it does not end.
+    if route == "fsdp2x_receive":
         phase, text = (
             ("commit", "committed, but did not return within 1 s") if how == "heard" else (phase, "cannot receive in t")
         )

@@ -88,7 +88,7 @@ def layer_number(name):
 
 @distributed(world_sizes=(2,))
 def test_a_vision_model_is_put_in_order(ctx):
-    """What stands between its two stacks comes last, as vLLM has it."""
+    """The weights between its two stacks come last, as in vLLM."""
     model = fsdp2x.fully_shard(tiny_vlm())
     names = [param.name for param in WeightSource(model).metadata()]
     assert sorted(names) == sorted(whole(model)) and names != list(whole(model))

@@ -243,7 +243,7 @@ def test_what_a_push_leaves_out(ctx, way):
 
 @distributed(world_sizes=(2,))
 def test_a_commit_that_one_worker_refuses(ctx):
-    """The other has committed and listens no more; it is torn all the same, and nobody waits for it."""
+    """The other worker has committed and no longer listens. It still becomes torn, and no rank waits for it."""
     model = make_model(ctx)
     with engine(ctx, "server", 2) as (target, core), fsdp2x.sync.connect(model, target) as sync:
         sync.push(version=0)
@@ -440,7 +440,7 @@ def test_an_llm_whose_workers_are_elsewhere(ctx):
 
 @distributed(world_sizes=(2,))
 def test_workers_that_came_nearer(ctx):
-    """A server that was told to listen on a port goes on so, also where its trainers share its memory."""
+    """A server that listens on a port keeps doing so, even if its trainers share its memory."""
     model = make_model(ctx)
     with engine(ctx, "server", 2) as (target, core):
         address = target._controls[0].name

@@ -1,4 +1,4 @@
-"""Shards and gradients in host memory under an accelerator's transport: values, copies, and who waits for whom."""
+"""CPU offload of shards and gradients with the device transport: values, copies, and waits between streams."""
 
 import copy
 
@@ -27,7 +27,7 @@ def pair(ctx, **options) -> tuple[nn.Module, nn.Module]:
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("policy", ["fp32", "bf16 sums"])
 def test_one_copy_each_way(ctx, policy):
-    """Of a whole pool; where dtypes agree the gradients land in their pool, and nothing is copied on the host."""
+    """Each copy moves a complete flat buffer. If dtypes agree, gradients arrive in theirs without a host copy."""
     only_fsdp2x(ctx)
     recorder = streams.install()
     _, model = pair(ctx, mp_policy=POLICIES[policy], reshard_after_forward=True)

@@ -106,7 +106,7 @@ def test_one_upload_per_group_and_forward(ctx):
     assert len({tuple(entry[4]) for entry in uploads}) == 4, "each has its place"
     stats = model._get_fsdp_state().root.stats()
     assert stats["resident_shard_bytes"] == resident > 0
-    # Two forwards before a backward, and one for evaluation: whoever wrote to the parameters in between.
+    # Forwards without a backward between them use the values that other code has written to the parameters.
     for write in (lambda p: p.data.mul_(0.5), lambda p: p.detach().to_local().mul_(0.5)):
         reference = copy_of(model)
         with torch.no_grad():

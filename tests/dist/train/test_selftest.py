@@ -18,7 +18,7 @@ def suite(**options) -> dict[str, str]:
     return dict(run_suite(CPU, num_steps=3, **options))
 
 
-@pytest.mark.full  # the command runs it, too
+@pytest.mark.full  # the command's test also runs it
 @distributed(world_sizes=(1, 2, 3, 4), timeout=110)
 def test_passes(ctx):
     only_fsdp2x(ctx)

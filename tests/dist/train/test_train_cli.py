@@ -56,7 +56,7 @@ def test_one_process_without_torchrun_trains_resumes_and_exports(config, tmp_pat
 
 
 def with_interpreters(*words):
-    """As `command`, in new interpreters, those of torchrun's ranks, too."""
+    """Runs like `command`, but in new interpreters, also for torchrun's ranks."""
     words = [sys.executable, *map(str, words)]
     done = subprocess.run(words, env=programs.environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
     return done.returncode, done.stdout + done.stderr
@@ -78,7 +78,7 @@ def test_torchrun_and_one_process_see_the_same_text(config, tmp_path, run):
 
 
 def test_ranks_that_outlive_their_launcher_keep_their_folder(config, tmp_path):
-    """They save on; a run beside them is refused until they have ended, and then goes on from what they saved."""
+    """They continue to save. A second run raises until they have ended, and then continues from their checkpoint."""
     run = tmp_path / "run"
     more = ("train.steps=100000", "checkpoint.save_every=1", "schedule.kind=constant")
     launcher = programs.Program(*torchrun(tmp_path), "-m", "fsdp2x.train", config, *more, log=tmp_path / "log")

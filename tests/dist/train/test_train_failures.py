@@ -1,4 +1,4 @@
-"""What ends a run, or makes it skip a step: a dead rank, texts that differ, no number, an overflow of float16."""
+"""Failures that end a run or skip a step: a dead rank, different texts, NaN, and a float16 overflow."""
 
 import math
 import os
@@ -87,7 +87,7 @@ HALF = {"param_dtype": "float16", "reduce_dtype": "float32"}
 
 def config(folder, output, **sections):
     base = {"parallel": HALF, "scaler": {"init_scale": 256.0, "growth_interval": 2}, **sections}
-    # Sections that the tiny config has not are taken as they are.
+    # `settings` merges sections into the tiny config, which has no scaler.
     scaler = base.pop("scaler")
     return {**settings(folder / "text", folder / output, **base), "scaler": scaler}
 

@@ -1,4 +1,4 @@
-"""What a run can do beside training: the same twice, compiled, watched, evaluated, read row by row."""
+"""Features of a run: deterministic, compiled, monitored, evaluated, and loaded row by row."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""A run's folders: no other run's work is lost or mixed with, and a lock outlives nobody."""
+"""A run's folders: no run loses another run's work or mixes with it, and no lock outlives its process."""
 
 import hashlib
 import os
@@ -132,7 +132,7 @@ def test_two_runs_in_one_folder(ctx):
 
 
 def test_locks_that_are_there(tmp_path):
-    """A lock that no process holds is in nobody's way; one that a rank still holds is, also when rank 0 has ended."""
+    """A lock that no process holds blocks no run. One that a rank still holds does, even after rank 0 has ended."""
     (tmp_path / LOCK).write_text("left from a run that was killed")
     first, other_rank = RunFolder(tmp_path, None), RunFolder(tmp_path, None)
     first.claim([os.getpid()])

@@ -101,7 +101,7 @@ def test_another_world_size_goes_on_with_the_same_rows(tmp_path, data):
 
 @distributed
 def test_it_ends_when_the_held_out_loss_no_longer_falls(ctx):
-    """The best checkpoint is kept beside `keep` others, has a name, and a resumed run goes on counting."""
+    """The run keeps the best checkpoint, under a name, besides `keep` others. A resumed run continues the count."""
     with shared_folder() as folder, Said() as said:
         logging.getLogger("fsdp2x").setLevel(logging.INFO)
         on_first(lambda: write(folder))
@@ -181,7 +181,7 @@ def test_text_may_have_a_validation_file_too(ctx):
 
 @distributed
 def test_a_template_of_a_file_makes_a_chat_of_any_tokenizer(ctx):
-    """Bytes, too; the checkpoint's tokenizer has it."""
+    """The bytes tokenizer also takes it, and the checkpoint's tokenizer contains it."""
     with shared_folder() as folder:
         rows = [{"talk": row["messages"]} for row in some_rows(8)]
         on_first(lambda: (write(folder, rows), (folder / "chat.jinja").write_text(CHATML)))

@@ -68,7 +68,7 @@ def refused(config):
 
 
 def test_what_does_not_fit_is_an_error(tmp_path):
-    """Nothing is trained on the wrong tokens because nobody said which."""
+    """A run without a matching tokenizer raises instead of training on the wrong tokens."""
     none = write_model(tmp_path / "none", tokenizer=False)
     assert "has no tokenizer. Set the directory" in refused(config_for(tmp_path, {"path": str(none)}))
     small = write_model(tmp_path / "small", vocab_size=5)
