@@ -1,4 +1,4 @@
-"""One rank alone fails, over shared memory, and goes on: soon the others get an error that names it."""
+"""One rank alone fails over shared memory and continues. The others soon get an error that names it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fuzz.sharded import Ours
 from harness.context import Body
 
 PATIENCE_S = 2.0
-# Of a rank that does not fail: one wait that ends, and what it computes before and after, on a busy machine.
+# Limit for ranks that do not fail: one wait until its timeout, and the computations around it on a busy machine.
 LIMIT_S = PATIENCE_S + 15.0
 
 
 def run_alone(ctx, text: str, victim: int) -> tuple[Raised | None, float, bool]:
-    """The first exception on this rank, when it came, and whether a backward ended before.
+    """Returns the first exception on this rank, the time it took, and whether a backward ended before it.
 
-    Only `victim` meets the program's faults; after its own it goes on, as code does that leaves out a bad batch.
+    Only `victim` runs the program's faults. After its fault it continues, like code that skips a bad batch.
     """
     program = parse(text)
     if ctx.rank != victim:
@@ -42,7 +42,7 @@ def run_alone(ctx, text: str, victim: int) -> tuple[Raised | None, float, bool]:
 
 
 def draw_alone(seed: int, world: int) -> Program:
-    """Two steps; a fault in the first one."""
+    """Draws two steps, with a fault in the first one."""
     grammar = Grammar(seed, world)
     program = grammar.program()
     ops = [op("forward"), op("backward"), op("forward"), op("backward")]
@@ -54,7 +54,7 @@ def draw_alone(seed: int, world: int) -> Program:
 
 
 def check(ranks: Ranks, program: Program, victim: int) -> list[str]:
-    """What is wrong; nothing if the fault was never met."""
+    """Runs the program and returns what is wrong. The list is empty if the fault never occurred."""
     outcomes = ranks.collect(Body.of(run_alone), repr(program), victim)
     if isinstance(outcomes, str):
         return [outcomes]

@@ -1,4 +1,4 @@
-"""Operations of a machine beside training itself: what people do to parameters, gradients and settings in between."""
+"""Operations of a machine between training steps: changes of parameters, gradients, and settings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Extras:
         return self.cut(copied)
 
     def do_deepcopy(self):
-        """Of the model: refused by both."""
+        """Copies the model, which FSDP2 and fsdp2x both refuse."""
         copy.deepcopy(self.model)
 
     def do_collect(self):
@@ -60,7 +60,7 @@ class Extras:
         return None
 
     def do_hold(self):
-        """Keeps the gradients as they are: nobody else may write into them, but who adds to `.grad` itself."""
+        """Holds the gradients. Nothing may write into them except additions to `.grad` itself."""
         if self.taint & {"grads", "unfinished"}:
             return SKIPPED
         self.held = {name: param.grad for name, param in self.params().items()}
@@ -83,14 +83,14 @@ class Extras:
         return [local(grad) for grad in grads]
 
     def before_backward(self) -> None:
-        """What nobody knows from now on."""
+        """Marks the values that are unknown from now on."""
         if "stale" in self.taint:
             self.taint.add("grads")
         if self.is_manual:
             self.taint.add("unfinished")
 
     def after_backward(self) -> None:
-        """What sharded models do at the end of each backward."""
+        """Marks gradients as finished, as sharded models finish them at the end of each backward."""
         if not self.is_manual:
             self.taint.discard("unfinished")
 

@@ -31,7 +31,7 @@ SETTERS = (
 
 
 class Grammar:
-    """What a source of random numbers makes: the same seed, the same program."""
+    """Draws programs from random numbers. The same seed gives the same program."""
 
     def __init__(self, seed: int, world: int) -> None:
         self._random, self._world = Random(seed), world

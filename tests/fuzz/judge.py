@@ -65,10 +65,10 @@ def _sorted(log: list) -> list:
 
 
 def _check_memory(index: int, side: str, traces: Traces) -> Iterator[str]:
-    """What is gathered is what has a slot; a scratch is open only while gradients wait for their synchronisation."""
+    """Gathered units have a gather buffer. Reduction buffers are open only while gradients await synchronization."""
     observation = traces[side][index]
     memory = observation.state["memory"]
-    # A gather on its way has a slot, or over gloo a staging of its own.
+    # A gather in progress has a gather buffer, or a separate staging buffer over gloo.
     least, most = memory["states"].count("UNSHARDED"), len(memory["states"]) - memory["states"].count("SHARDED")
     if memory["keeps"]:
         most = len(memory["states"])

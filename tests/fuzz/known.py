@@ -1,4 +1,4 @@
-"""What the judge leaves out, and why: where upstream differs from the unsharded model, or we differ on purpose."""
+"""Comparisons that the judge skips, and why: FSDP2 differs from the unsharded model, or fsdp2x differs on purpose."""
 
 from __future__ import annotations
 

@@ -41,11 +41,11 @@ def loss_of(output: Any) -> torch.Tensor | None:
 
 
 class Machine(Extras):
-    """One side. Subclasses shard the model, and say where its parameters and gradients are.
+    """One side. Subclasses shard the model and find its parameters and gradients.
 
-    `taint`: after a backward that raised, "grads" are whatever was done until then, and "stale" work of it may be left;
-    no gradient is compared or used until both are over. With manual finalization gradients are "unfinished" from a
-    backward on: each side has added as many as it likes. Every side keeps it for itself, by the same rules.
+    `taint`: after a backward that raised, "grads" have any value, and "stale" work of it may be left. No gradient is
+    compared or used until both are over. With manual finalization, gradients are "unfinished" from a backward on,
+    because each side may have added any part of them. Every side keeps its own `taint`, by the same rules.
     """
 
     def __init__(self, program: Program, rank: int, world: int) -> None:
@@ -60,11 +60,11 @@ class Machine(Extras):
         self.saved: dict[str, Any] | None = None
         self.saved_optimizer: dict[str, Any] | None = None
         self.held: dict[str, torch.Tensor | None] = {}
-        self.watched: set[str] = set()  # parameters with a hook
-        self.registered: set[int] = set()  # parts with a second forward method
-        self.has_begun = False  # a forward of the root
-        self.initialized = False  # one has ended
-        self.is_manual = False  # backwards are finalized by an operation of their own
+        self.watched: set[str] = set()  # Parameters with a hook.
+        self.registered: set[int] = set()  # Parts with a second forward method.
+        self.has_begun = False  # A forward of the root has begun.
+        self.initialized = False  # One has ended.
+        self.is_manual = False  # A separate operation finalizes backwards.
         self.last: Op | None = None
         self.taint: set[str] = set()
 
@@ -74,23 +74,23 @@ class Machine(Extras):
         return build(self.program)
 
     def shard(self) -> None:
-        """Makes the side what it is."""
+        """Shards the model, if this side does."""
 
     def params(self) -> dict[str, nn.Parameter]:
-        """What optimizers step, by name."""
+        """Returns the parameters that optimizers step, by name."""
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
-        """What is compared after each operation."""
+        """Returns the state that the judge compares after each operation."""
         raise NotImplementedError
 
     def reshard_all(self) -> None:
-        """Frees whatever is gathered: before somebody writes to the shards."""
+        """Frees all gathered parameters, before an operation writes to the shards."""
 
     # --- the loop ---
 
     def run(self) -> list[Observation]:
-        """What was seen behind `shard` and behind each operation, until the side cannot go on."""
+        """Returns the observations after `shard` and after each operation, until the side cannot continue."""
         found = [self._observed(self._begin)]
         for one in self.program.ops:
             if not self.can_go_on(one, found[-1]):
@@ -163,7 +163,7 @@ class Machine(Extras):
         return describe(output, x), None if loss is None else loss.detach()
 
     def begin_forward(self, number: int) -> None:
-        """A forward of the root drops what a failed backward left behind."""
+        """A forward of the root drops the work that a failed backward left."""
         if number == 0:
             self.has_begun = True
             self.taint.discard("stale")

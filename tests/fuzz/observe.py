@@ -1,4 +1,4 @@
-"""What is recorded after each operation: plain values that can be compared across sides."""
+"""Records of each operation: plain values that can be compared across sides."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Raised:
 
 @dataclass
 class Observation:
-    """One operation on one side. `state` is what is there afterwards; `taint` what nobody can know any more."""
+    """One operation on one side. `state` is the state afterwards, and `taint` names its unknown parts."""
 
     raised: Raised | None = None
     result: Any = None
@@ -51,15 +51,15 @@ def local(value: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def describe(value: Any, x: torch.Tensor | None = None) -> Any:
-    """An output: its types, with tensors by what can be seen of them.
+    """Describes an output by its types and the visible properties of its tensors.
 
-    `x`: the input, which may be returned as it is; not where it needs a gradient, since a node is put behind it then.
+    `x`: the input, which a module may return unchanged. If it needs a gradient, a unit puts an autograd node after it.
     """
     if isinstance(value, nn.Parameter) or isinstance(value, DTensor):
         # Memory of a parameter may be gone when its unit has been left.
         return ("parameter", tuple(value.shape), value.requires_grad)
     if isinstance(value, torch.Tensor) and value.numel() and value.untyped_storage().nbytes() == 0:
-        # Upstream's parameter, behind a hook: to read it is to crash.
+        # FSDP2's parameter, seen after a hook. Reading it would crash.
         return ("freed", tuple(value.shape), value.requires_grad)
     if isinstance(value, torch.Tensor):
         facts = "input" if value is x and not x.requires_grad else "inference" if value.is_inference() else "tensor"

@@ -1,7 +1,7 @@
-"""Builds the model of a program: modules that compute on rows, fail when told to, and return their rows in any form.
+"""Builds the model of a program: modules that compute on rows, fail on request, and return their rows in any form.
 
-Every module of a tree has the number of its `Part` in `tree.walk()`; a `Stage` that all of them share says which one is
-to raise, and collects what hooks see.
+Every module of a tree has the number of its `Part` in `tree.walk()`. All of them share a `Stage`, which selects the one
+to raise and collects the values that hooks see.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fuzz.program import ROWS, WIDTH, Part, Program
 
-# Where a part can be told to raise.
+# Places where a part can raise.
 FORWARD_FAULTS = ("before", "after", "pre", "post")
 BACKWARD_FAULTS = ("gradient", "full_backward", "full_backward_pre", "accumulated")
 HOOKS = ("pre", "post", "replace", "full_backward", "full_backward_pre")
@@ -42,11 +42,11 @@ RETURNS = (
 
 
 class Injected(Exception):
-    """What a part raises when it was told to."""
+    """The error of a part that raises on request."""
 
 
 class Stage:
-    """What the modules of one model share beside parameters."""
+    """State that the modules of one model share, besides parameters."""
 
     def __init__(self) -> None:
         self.armed: tuple[int, str] | None = None
@@ -123,7 +123,7 @@ def check_memory(tensors: list[torch.Tensor]) -> None:
 
 
 def rows_of(value: Any, x: torch.Tensor | None = None) -> torch.Tensor:
-    """What a part computes on: the mean of all rows in its input, or in the last output; `x` if there are none."""
+    """Returns the input of a part's computation: the mean of all rows in `value`, or `x` if it has none."""
     rows = [one for one in tensors_in(value) if one.shape == (ROWS, WIDTH) and not isinstance(one, nn.Parameter)]
     if not rows:
         return x
@@ -151,7 +151,7 @@ class Unit(nn.Module):
         x = rows_of(given)
         out = self.compute(x, flag)
         self.stage.fail(self.number, "after")
-        # What was given is a leaf only where no unit has put a node behind it.
+        # The input is a leaf only if no unit has put an autograd node after it.
         if out.requires_grad and not out.is_leaf and out is not x:
             weak = weakref.ref(self)
             out.register_hook(lambda grad: weak().stage.fail(weak().number, "gradient") if weak() is not None else None)
@@ -322,7 +322,7 @@ def parts_of(model: nn.Module) -> list[Unit]:
 
 
 def units_of(program: Program, model: Unit) -> list[tuple[list[nn.Module], bool | int | None]]:
-    """What fully_shard is called on, in this order: the children first, the root last."""
+    """Lists the modules to call fully_shard on, in this order: the children first, the root last."""
 
     def visit(module: Unit) -> Iterator[tuple[list[nn.Module], bool | int | None]]:
         children = list(module.parts) if module.part.parts else []

@@ -70,11 +70,11 @@ class Program(_Short):
     policy: str = "full"  # mixed precision, see POLICIES
     mesh: str = "1d"  # "2d": two replicas
     input_grad: bool = False
-    ties: bool = False  # weights of one shape in one unit become one
-    columns: bool = False  # parameters are cut along dim 1 where that is even
-    late_hooks: bool = False  # hooks are registered after sharding
-    meta: bool = False  # the model is sharded on the meta device and filled afterwards
-    checked: bool = False  # with FSDP2X_DEBUG
+    ties: bool = False  # Weights of one shape in one unit become one.
+    columns: bool = False  # Parameters are sharded along dim 1 if that is even.
+    late_hooks: bool = False  # Hooks are registered after sharding.
+    meta: bool = False  # The model is sharded on the meta device and filled afterwards.
+    checked: bool = False  # The program runs with FSDP2X_DEBUG.
 
     def __str__(self) -> str:
         ops = "".join(f"    {one!r},\n" for one in self.ops)

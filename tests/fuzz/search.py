@@ -16,19 +16,19 @@ from harness.context import Body
 from harness.pool import RankPool, report
 
 TIMEOUT_S = 40.0
-# Meshes and groups that programs make have threads of gloo's for good: a pool with so many is replaced.
+# gloo's threads for the programs' meshes and groups never end, so a pool with this many threads is replaced.
 MAX_THREADS = 100
 
 
 class Ranks:
-    """A pool that is made anew whenever a program has broken it."""
+    """A pool that is created again whenever a program has broken it."""
 
     def __init__(self, world: int) -> None:
         self.world = world
         self._pool: RankPool | None = None
 
     def run(self, program: Program, sides: tuple[str, ...]) -> list[str]:
-        """What the sides differ in, on any rank; ranks that hang, die or are out of step are a difference, too."""
+        """Returns the differences of the sides on any rank. Ranks that hang, die, or diverge also count."""
         values = self.collect(Body.of(execute.run_program), repr(program), sides)
         if isinstance(values, str):
             return [values]
@@ -40,7 +40,7 @@ class Ranks:
         return found
 
     def collect(self, body: Body, *arguments: Any) -> list[Any] | str:
-        """What each rank returned, or a report of those that did not."""
+        """Returns each rank's value, or a report of the ranks that did not return."""
         if self._pool is None:
             self._pool = RankPool(self.world)
         outcomes = self._pool.run(body, "fsdp2x", {}, arguments, {}, TIMEOUT_S)
@@ -58,7 +58,7 @@ class Ranks:
 
 
 def explain(program: Program, world: int, found: list[str]) -> str:
-    """What a failing test prints: the divergences and the line that shows them again."""
+    """Returns the message of a failing test: the divergences and the command that reproduces them."""
     lines = "\n".join(found[:6])
     return f'{lines}\n\n{program}\n\ncd tests && python -m fuzz run --world {world} "{program!r}"'
 
@@ -73,7 +73,7 @@ def search(ranks: Ranks, seeds: Iterable[int], sides: tuple[str, ...], *, only: 
 
 
 def shrink(ranks: Ranks, program: Program, sides: tuple[str, ...], only: str = "", seconds: float = 120.0) -> Program:
-    """A smaller program that shows a difference, too; the program itself if it does not show one twice."""
+    """Returns a smaller program that also shows a difference, or the program itself if it does not repeat."""
     return reduced(program, lambda smaller: _matches(ranks.run(smaller, sides), only), seconds)
 
 

@@ -23,12 +23,12 @@ from fuzz.parts import build, units_of
 from fuzz.program import POLICIES, shard_dim
 from reference import full
 
-# Of a wait for a peer, on shared memory: ranks that are out of step end soon.
+# Timeout of a wait for a peer over shared memory, so that ranks that diverge end soon.
 PATIENCE = timedelta(seconds=10)
 
 
 class Sharded(Machine):
-    """What both implementations share. `first`: the parameters as `fully_shard` left them."""
+    """The common part of both implementations. `first`: the parameters as `fully_shard` left them."""
 
     def fully_shard(self, module, **options):
         raise NotImplementedError

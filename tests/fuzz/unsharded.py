@@ -18,7 +18,7 @@ class Unsharded(Machine):
     def __init__(self, program, rank, world):
         super().__init__(program, rank, world)
         self.pending: dict[torch.nn.Parameter, torch.Tensor] = {}
-        # What setters change, by unit.
+        # Settings that setters change, by unit.
         usual = {"sync": True, "all_reduce": True, "unused": False, "factor": None, "hook": 1.0}
         self.options = [dict(usual) for _ in self.units]
         self._find_owners()
@@ -72,7 +72,7 @@ class Unsharded(Machine):
         return ({} if self.rank else found) if full else self._rows(found, self.model)
 
     def _rows(self, values, module):
-        """Of a state dict: buffers are whole on every rank."""
+        """Cuts a state dict into this rank's rows. Buffers stay complete on every rank."""
         names = dict(module.named_parameters(remove_duplicate=False))
         return {key: self.cut({key: value})[key] if key in names else value for key, value in values.items()}
 

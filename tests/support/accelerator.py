@@ -1,8 +1,7 @@
-"""An accelerator of two devices for tests, named "fake": its memory is the host's, torch's operations run on the CPU.
+"""An accelerator of two devices for tests, named "fake". It uses CPU memory, and torch's operations run on the CPU.
 
-What the package does on any accelerator runs on it, streams and events through torch's own interface. The devices count
-what they are asked for, so that work that goes to the wrong one is seen. Streams run at once: order is what
-`streams.py` checks.
+All that fsdp2x does on any accelerator runs on it, with torch's own streams and events. The devices count their
+requests, which shows work on the wrong device. Streams run at once, because `streams.py` checks their order.
 """
 
 import ctypes
@@ -48,7 +47,7 @@ class Accelerator:
         sys.modules["torch.fake"] = module
 
     def counts(self, index: int) -> dict[str, int]:
-        """What a device has been asked for since the process began; streams are bits."""
+        """Counts a device's requests since the process began. Streams are bits."""
         return {
             "allocations": self._library.num_allocations(index),
             "operations": self._library.num_operations(index),

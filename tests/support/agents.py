@@ -15,7 +15,7 @@ def free_port() -> int:
 
 
 def run_agents(tmp_path, *program) -> list[str]:
-    """What two agents of two ranks print, each as on a host of its own."""
+    """Runs two agents of two ranks, each as on a separate host, and returns their output."""
     port, agents = free_port(), []
     try:
         for node in range(2):

@@ -1,9 +1,9 @@
-"""One process as rank 0 of a world whose ranks are all alike: a device of its own is all that it needs.
+"""One process as rank 0 of a world whose ranks are all alike. It needs only one device.
 
-Torch's fake process group stands for the world. What the others would send is what this rank sends, moved by a group of
-one rank, NCCL's or gloo's: lanes, plans, buffers and launches are those of many ranks, and every byte has been through
-the library. Weights are this rank's rows again and again; a mean of gradients is this rank's rows of them. Stock FSDP2
-in the same world computes the same, which is what tests compare.
+Torch's fake process group stands for the world. The other ranks would send the same bytes as this one. A group of one
+rank moves them, with NCCL or gloo, so every byte passes through the library. Streams, plans, buffers, and launches are
+those of many ranks. Full weights repeat this rank's rows, and a mean of gradients is this rank's rows of them. FSDP2
+in the same world computes the same results, which tests compare.
 """
 
 import contextlib

@@ -62,13 +62,13 @@ def turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-# What may be in a message, the template's own marks excepted.
+# Contents of a message, without the template's own marks.
 contents = st.text(min_size=1, max_size=24).filter(lambda text: text.strip() and "<|" not in text)
 
 
 @st.composite
 def conversations(draw, max_turns: int = 4) -> list[dict[str, str]]:
-    """A system message or none, then questions with answers; several answers in a row occur."""
+    """Draws an optional system message, then questions with one or more answers in a row."""
     messages = [turn("system", draw(contents))] * draw(st.booleans())
     for _ in range(draw(st.integers(1, max_turns))):
         messages.append(turn("user", draw(contents)))

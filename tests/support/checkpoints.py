@@ -49,7 +49,7 @@ class Mixed(nn.Module):
 
 
 class LocalMomentum(torch.optim.Optimizer):
-    """Keeps plain tensors beside DTensors: one of the shard's shape, one of the parameter's, and a number."""
+    """Keeps plain tensors next to DTensors: one of the shard's shape, one of the parameter's, and a number."""
 
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr, "momentum": 0.9})
@@ -144,9 +144,9 @@ HANDED_OVER_BY = ("sharded", "full", "dcp", "pickle", "whole")
 
 
 def hand_over(first, second, folder: Path, form: str, warm_up: Callable[[], None]) -> None:
-    """What `first`, a model and its optimizer, holds goes to `second`; `warm_up` steps that one, as dcp needs it.
+    """Copies the state of `first`, a model and its optimizer, to `second`. `warm_up` steps `second`, as DCP requires.
 
-    "whole": torch's utilities gather it on the first rank and deal it out.
+    "whole": torch's utilities gather the state on the first rank and distribute it.
     """
     import fsdp2x
 
@@ -190,7 +190,7 @@ def shared_folder() -> Iterator[Path]:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Of all safetensors of a folder, by name."""
+    """Loads the tensors of all safetensors files in a folder, by name."""
     files = sorted(folder.glob("*.safetensors"))
     return dict(sorted(item for file in files for item in load_file(file).items()))
 

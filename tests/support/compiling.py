@@ -13,9 +13,10 @@ FOLDER = Path(__file__).resolve().parents[2] / "build" / "tests"
 
 
 def compiled(source: str, *options: str) -> str:
-    """The path of the library, which is kept for later runs; skips where nothing compiles it.
+    """Returns the path of the library, which is kept for later runs. Skips the test without a compiler.
 
-    ``options`` stand behind the source. Of what the source includes only a name in them tells a version.
+    ``options`` follow the source. The cache does not see changes of included files, unless a name in ``options`` has
+    their version.
     """
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
@@ -26,7 +27,7 @@ def compiled(source: str, *options: str) -> str:
     library = FOLDER / f"{path.stem}-{state}.so"
     if not library.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=FOLDER) as folder:  # other workers may compile it, too
+        with tempfile.TemporaryDirectory(dir=FOLDER) as folder:  # other workers may also compile it
             made = Path(folder) / library.name
             subprocess.run([*command, "-o", str(made)], check=True)
             made.replace(library)

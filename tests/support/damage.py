@@ -443,7 +443,7 @@ def problems_in(ctx, rounds, form: str, begin) -> list[str]:
 
 
 def unlike(error: Exception | None, *kinds: type) -> str | None:
-    """What is wrong with how all ranks fail: something was executed, they differ, or it is none of these errors."""
+    """Returns what is wrong with the ranks' errors: code was executed, they differ, or they have another type."""
     said = [None] * dist.get_world_size()
     dist.all_gather_object(said, None if error is None else f"{type(error).__name__}: {error}")
     if os.path.exists(Evil.path):

@@ -138,7 +138,7 @@ def sharded(program: Program) -> Net:
 
 
 def diverge(program: Program, model: Net, other: Net) -> None:
-    """What the one rank does before its step."""
+    """Changes the program of the one rank before its step."""
     block = model.blocks[program.unit]
     match program.kind:
         case "swap":
@@ -193,7 +193,7 @@ def undo(program: Program, model: Net, plain: Net) -> None:
 
 
 def run(program: Program) -> list[str]:
-    """What is wrong with the program on this rank; collective."""
+    """Runs the program and returns what is wrong on this rank. Collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model, other, plain = sharded(program), sharded(program), make(program)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -220,14 +220,14 @@ def run(program: Program) -> list[str]:
         dist.all_gather_object(outcomes, (error, seconds))
         wrong += judge_step(program, step, outcomes)
         if any(told for told, _ in outcomes):
-            if program.transport == "shm":  # ranks there count passes for good: they begin again from a checkpoint
+            if program.transport == "shm":  # these ranks never reset their counts, and restart from a checkpoint
                 wrong += judge_next_step(model, step, [told for told, _ in outcomes])
                 if program.kind in TIME_OUT:
                     meet_again()
                 return wrong
             if program.kind in ("convert", "no optimizer step"):
                 meet_again()
-                return wrong  # the others would have to convert, too, or this one to step
+                return wrong  # to continue, the others would have to convert or this one to step
             optimizer.zero_grad()
             if program.kind in ("setting", "raise in backward", "accumulate", "two models"):
                 model.reset_iter_state()
@@ -262,7 +262,7 @@ def judge_step(program: Program, step: int, outcomes: list[tuple[str, float]]) -
 
 
 def meet_again() -> None:
-    """Returns when all ranks have been told of the last failure."""
+    """Returns once all ranks know of the last failure."""
     while True:
         try:
             exchange(None, None)
@@ -272,7 +272,7 @@ def meet_again() -> None:
 
 
 def judge_next_step(model: Net, step: int, told: list[str]) -> list[str]:
-    """What is wrong if a rank that has not raised can run another forward; collective."""
+    """Returns what is wrong if a rank without an error can run another forward. Collective."""
     error = told[dist.get_rank()]
     began = time.monotonic()
     if not error:

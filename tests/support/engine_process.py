@@ -16,7 +16,7 @@ import torch
 
 
 def digests(weights):
-    """Of each tensor by name: what it is, and the SHA-256 of its bytes in their order."""
+    """Describes each tensor by name: dtype, shape, and the SHA-256 of its bytes in order."""
     found = {}
     for name, tensor in sorted(weights.items()):
         data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -21,13 +21,13 @@ from fsdp2x.rl.sync.receiver.engine_tcp import TcpReceiver
 from fsdp2x.rl.sync.targets.base import PushBucket, WireLayout
 from fsdp2x.sync import Peer, SyncError
 
-# How receivers are reached: their address, and what else a target is told.
+# Routes to receivers: the target's options besides the address.
 SECRET = "of the engines of the tests"
 OVER = {"memory": {}, "device": {"memory": "device"}, "group": {"secret": SECRET}}
 
 
 def wire(model, **options) -> dict[str, torch.Tensor]:
-    """What a push of `model` brings, gathered by the bucket."""
+    """Returns the tensors that a push of `model` sends, gathered by the bucket."""
     found = {}
     for bucket in fsdp2x.export.stream(model, **options):
         found.update((name, tensor.clone()) for name, tensor in bucket.items())
@@ -121,7 +121,7 @@ def new_address(over="memory"):
 
 @contextlib.contextmanager
 def peer(ctx, *sinks, rank=0, timeout_s=20.0, over="memory"):
-    """(target, what is served on ``rank`` for each sink, None elsewhere)."""
+    """Yields (target, the servers on ``rank`` for the sinks, or None on other ranks)."""
     with contextlib.ExitStack() as stack:
         if over == "device":
             stack.enter_context(device_handles.installed())

@@ -10,7 +10,7 @@ import fsdp2x
 
 @contextlib.contextmanager
 def launched(ctx, *, impl: str = "fsdp2x") -> Iterator[None]:
-    """What a launcher sets, for as long as the block runs; accelerate forgets it afterwards.
+    """Sets a launcher's environment variables while the block runs. Resets accelerate's state afterwards.
 
     impl: "fsdp2x" runs the block under install(), "torch" without.
     """

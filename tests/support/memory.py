@@ -1,4 +1,4 @@
-"""What a rank really holds: resident bytes from the kernel, pages of the engine's shared memory, tensor allocations."""
+"""Measures a rank's memory: resident bytes from the kernel, pages of shared memory, and tensor allocations."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,7 @@ POLICIES = {
     "fp32": MixedPrecisionPolicy(),
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
 }
-# What the engine's ledger says under the same names as a memory report.
+# Entries of the engine's statistics that a memory report has under the same names.
 LEDGER = ("gather_slot_bytes", "peak_gather_bytes", "scratch_bytes", "resident_shard_bytes", "wire_bytes")
 # glibc's M_MMAP_THRESHOLD: from this size on, freed memory goes back to the kernel at once and leaves the resident set.
 _M_MMAP_THRESHOLD = -3
@@ -24,7 +24,7 @@ _MMAP_FROM_BYTES = 65536
 
 
 def return_freed_memory() -> None:
-    """Makes the resident set follow what is allocated. For the rest of the process: only in fresh ones."""
+    """Makes the resident set follow allocations, for the rest of the process. Use it only in fresh processes."""
     if ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_FROM_BYTES) != 1:
         raise OSError("mallopt(M_MMAP_THRESHOLD) failed")
 
@@ -118,7 +118,7 @@ def peak_of(sizes: list[int]) -> int:
 
 
 def least_gradient_bytes(group) -> int:
-    """What the gradients of a group's trainable parameters take in its pool, counted from their shapes."""
+    """Returns the bytes of a group's gradients in its flat buffer, counted from the parameters' shapes."""
     total = 0
     for param in (one.param for one in group.params):
         rows = math.ceil(param.shape[0] / group.ranks.world) * math.prod(param.shape[1:]) * param.element_size()

@@ -120,7 +120,7 @@ STACK_UNITS = ("blocks.0", "blocks.1", "blocks.2")
 
 
 def mixed_stack() -> Stack:
-    """Of two dtypes, and with a frozen parameter of bytes."""
+    """Returns a model with two dtypes and a frozen parameter of bytes."""
     model = Stack()
     model.blocks[0].bfloat16()
     model.head.codes = nn.Parameter(torch.arange(35, dtype=torch.uint8).view(5, 7), requires_grad=False)

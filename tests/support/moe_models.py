@@ -17,7 +17,7 @@ def fused(name="qwen3_moe", **overrides):
 
 
 def loss_of(model, rank: int, step: int, length: int = 9) -> torch.Tensor:
-    """Of `fused`; one token has no next one to predict."""
+    """Returns a loss of `fused`'s logits. It needs no next token, so it also works with one token."""
     batch = models.batch("qwen3_moe", 10 * step + rank, size=1, length=length)
     return model(input_ids=batch["input_ids"]).logits.square().mean()
 

@@ -1,4 +1,4 @@
-"""What the tests of offloading share: policies, the loss, and the unsharded model that says what is expected."""
+"""Shared code of the offload tests: policies, the loss, and the unsharded model with the expected results."""
 
 import copy
 

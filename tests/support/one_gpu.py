@@ -1,4 +1,4 @@
-"""What tests of one GPU share: where they run, a mesh, training, and benchmarks as meters."""
+"""Shared code of one-GPU tests: where they run, a mesh, training, and benchmarks as meters."""
 
 import contextlib
 import gc
@@ -35,8 +35,8 @@ def _backends() -> tuple[str, ...]:
     return ("nccl-legacy", "nccl2") if has_two else ("nccl",)
 
 
-# The same body on the device with each of its backends, and as its rehearsal on the CPU: lanes and events are recorded
-# there, reference kernels run instead.
+# Runs the same body on the device with each of its backends, and as a rehearsal on the CPU. The rehearsal records
+# streams and events, and runs reference kernels.
 each_backend = pytest.mark.parametrize(
     "place, backend",
     [
@@ -45,7 +45,7 @@ each_backend = pytest.mark.parametrize(
     ],
 )
 POLICIES = hf_shapes.POLICIES
-# How close two sides come that add in another order, by policy.
+# Tolerances for two sides that add in a different order, by policy.
 CLOSE = {"fp32": {"rtol": 1e-4, "atol": 1e-6}, "bf16": {"rtol": 2e-2, "atol": 1e-3}}
 
 
@@ -81,12 +81,12 @@ def train(model, loss_of: Callable, num: int = 4, around=None) -> list[torch.Ten
 
 
 def requested_bytes(which: str = "current") -> int:
-    """Of all tensors on the device, without the allocator's rounding."""
+    """Returns the bytes of all tensors on the device, without the allocator's rounding."""
     return torch.cuda.memory_stats()[f"requested_bytes.all.{which}"]
 
 
 def clean_base(dtype: torch.dtype | None = None) -> int:
-    """What is allocated once cuBLAS has its workspaces, for this thread and for autograd's: 64 MiB on Hopper."""
+    """Returns the bytes allocated once cuBLAS has its workspaces (64 MiB on Hopper), also for autograd's thread."""
     plain = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.ReLU(), nn.Linear(1024, 1024)).cuda().to(dtype)
     plain(torch.randn(8, 1024, device="cuda", dtype=dtype)).sum().backward()
     del plain
@@ -115,7 +115,7 @@ def needs_kernels() -> None:
 
 
 def needs_memory(num_bytes: float) -> None:
-    """Skips where the device has not that much free."""
+    """Skips if the device has less free memory."""
     free = torch.cuda.mem_get_info()[0]
     if free < num_bytes:
         pytest.skip(f"needs {num_bytes / 2**30:.0f} GiB of the device, {free / 2**30:.0f} GiB are free")
@@ -131,7 +131,7 @@ def needs_traces() -> None:
 
 
 def measured(script: str, entry: str, *arguments: str, timeout: float = 280) -> list[dict]:
-    """What a GPU benchmark writes, run in a process of its own on the device."""
+    """Runs a GPU benchmark in a separate process on the device and returns its results."""
     with tempfile.TemporaryDirectory(prefix="fsdp2x-bench-") as folder:
         path = Path(folder) / "results.json"
         command = [sys.executable, str(BENCHMARKS / script), "--json", str(path), *arguments]

@@ -1,7 +1,7 @@
-"""Peaks of a training step on a device, ours and stock FSDP2's, counted on the CPU: a script that writes JSON.
+"""Counts memory peaks of a training step on a device, of fsdp2x and FSDP2, on the CPU. A script that writes JSON.
 
-Ours runs on the recorder of device transports. What counts are the bytes of tensors in the order in which the host
-allocates and frees them: that is what a device's caching allocator sees. Eight ranks are rank 0 of a fake world, whose
+fsdp2x runs on the recorder of device transports. The script counts the bytes of tensors in the order in which the host
+allocates and frees them, as a device's caching allocator sees them. Eight ranks are rank 0 of a fake world, whose
 collectives do nothing.
 """
 

@@ -1,4 +1,4 @@
-"""What the tests of `fsdp2x.rl` share: plain references over whole logits, in a few lines of torch."""
+"""Shared code of the `fsdp2x.rl` tests: plain references over full logits, in a few lines of torch."""
 
 import torch
 
@@ -16,7 +16,7 @@ def plain_scores(logits, next_labels, temperature=1.0):
 
 
 def changed_logits(logits, transform):
-    """What a model with this scaling and soft cap makes of its head's output."""
+    """Applies a model's scaling and soft cap to its head's output."""
     logits = logits * transform.scale
     cap = transform.soft_cap
     return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -45,7 +45,7 @@ class Rollout:
 
         def place(values):
             parts = [values[i][: stop - start] for i, start, stop in zip(row.sample_ids, ends, ends[1:], strict=False)]
-            parts.append((0 * values[0][:1]).expand(row.num_padding))  # an empty row depends on the model, too
+            parts.append((0 * values[0][:1]).expand(row.num_padding))  # so that an empty row also depends on the model
             return torch.cat(parts).unsqueeze(0)
 
         return place

@@ -25,15 +25,15 @@ TRANSPORTS = ("shm", "process_group")
 # "streams" is the process group with the plans, lanes and events of an accelerator, played on the CPU (streams.py).
 both_transports = pytest.mark.parametrize("transport", [*TRANSPORTS, pytest.param("streams", marks=pytest.mark.full)])
 
-# Where one transport of the CPU is enough to see.
+# For tests that need only one of the CPU transports.
 and_streams = pytest.mark.parametrize("transport", ["auto", pytest.param("streams", marks=pytest.mark.full)])
 
-# What a test shards: paths of modules, each a unit (several paths joined by "+": one unit of a list of modules).
+# Module paths that a test shards, each as a unit. Paths joined by "+" become one unit of a list of modules.
 Units = Iterable[str]
 
 
 def only_fsdp2x(ctx) -> None:
-    """Skips under --impl torch: the behaviour is ours alone."""
+    """Skips under --impl torch, because only fsdp2x has this behavior."""
     if ctx.impl != "fsdp2x":
         pytest.skip("upstream does not have this")
 
@@ -93,7 +93,7 @@ def _known(transport: str) -> str:
 
 
 def install_streams() -> None:
-    """Until the body ends ``transport="streams"`` is the device transport; behind the body its record has no races."""
+    """Makes ``transport="streams"`` the device transport until the body ends. Then checks its record for races."""
     import streams
 
     recorder = streams.install()
@@ -109,14 +109,14 @@ def _no_races(entries: list[tuple]) -> None:
 
 
 def mesh_of(kind: str, world: int) -> DeviceMesh:
-    """Of one axis ("1d"), or of two, with two replicas."""
+    """Makes a mesh of one axis ("1d"), or of two axes with two replicas."""
     if kind == "1d":
         return init_device_mesh("cpu", (world,))
     return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
 
 
 def everyone(ctx, mine: Any) -> list[Any]:
-    """What each rank has."""
+    """Gathers each rank's value."""
     found = [None] * ctx.world
     dist.all_gather_object(found, mine)
     return found
@@ -144,7 +144,7 @@ def _replace(value: Any, gather: Callable[[DTensor], Any]) -> Any:
 
 @torch.no_grad()
 def _gathered(values: list[DTensor]) -> list[torch.Tensor]:
-    """`full_tensor()` of each. Of several those that one group cuts come in one gather: a call of each costs more."""
+    """Returns `full_tensor()` of each. One gather collects all that one group shards, as separate calls cost more."""
     together: dict[Any, list[tuple[int, int, torch.Tensor]]] = {}
     results: dict[int, torch.Tensor] = {}
     for i, value in enumerate(values):
@@ -290,7 +290,7 @@ def trained(
 
 
 def even_out(ours: nn.Module, reference: nn.Module) -> None:
-    """Where one has no gradient and the other zeros, as of experts that nobody used, both have zeros. Collective."""
+    """Sets missing gradients to zero if the other model has zeros, as for experts without tokens. Collective."""
     for (name, param), other in zip(ours.named_parameters(), reference.parameters(), strict=True):
         for given, missing in ((param, other), (other, param)):
             if missing.grad is None and given.grad is not None:

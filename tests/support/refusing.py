@@ -4,7 +4,7 @@ import ctypes
 import errno
 from pathlib import Path
 
-# What the system may answer.
+# Errors that the system may return.
 ERRORS = {
     "memfd_create": (errno.EMFILE, errno.ENOMEM),
     "ftruncate": (errno.EFBIG, errno.EINTR),

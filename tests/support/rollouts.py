@@ -28,7 +28,7 @@ def serving(model=None, address=None, **options):
         yield address, server
     finally:
         with contextlib.suppress(RolloutError):
-            RolloutClient(address, contact_s=0.1).close()  # it ends when somebody has come and left
+            RolloutClient(address, contact_s=0.1).close()  # the engine ends after a client has connected and left
         thread.join(DEADLINE_S)
         assert not thread.is_alive()
         server.close()

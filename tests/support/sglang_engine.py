@@ -1,11 +1,14 @@
-"""An SGLang for tests: the routes, orders and traps of release 0.5.23, in threads of this process.
+"""An SGLang for tests: the routes, order, and traps of release 0.5.23, in threads of this process.
 
-Traps: buckets outside of a session are refused; unpickling by an exact list of globals; views of a bucket at offsets
-that a dtype must divide; each worker reads the payload of its number; copies that run after the answer; names that are
-unknown are ignored; an error in a loader ends the engine; post-load work once, at the end of the session; a label that
-comes with a bucket is out at once; a flush that is refused while requests hold the cache fails the bucket that asked;
-memory that only an idle engine releases, and that keeps no weights. Adapters: refused under a name that is there, gone
-once unloaded, multiplied by alpha / r alone.
+Buckets: The engine refuses a bucket outside of a session. It unpickles only an exact list of globals, and views a
+bucket at offsets that the dtype must divide. Each worker reads the payload of its number, and copies run after the
+answer. The engine ignores unknown names, and an error in a loader ends it. Post-load work runs once, at the end of the
+session. A label that comes with a bucket takes effect at once. The engine refuses to flush its cache while requests
+hold it, which fails the bucket that asked for the flush.
+
+Memory: Only an idle engine releases it, and released memory keeps no weights.
+
+Adapters: The engine refuses a name that exists. An unloaded adapter is gone. The scale is only alpha / r.
 """
 
 import base64
@@ -26,7 +29,7 @@ from http_server import http_server
 
 
 class Unpickler(pickle.Unpickler):
-    """Of what SGLang lets pass, what a bucket of bytes needs."""
+    """Allows those of SGLang's globals that a bucket of bytes needs."""
 
     ALLOWED = {("collections", "OrderedDict"), ("types", "SimpleNamespace"), ("torch", "Size")}
     ALLOWED |= {("torch", "Tensor"), ("torch.storage", "UntypedStorage")}
@@ -46,10 +49,10 @@ class Refused(Exception):
 
 
 class Member:
-    """A worker in a weights-update group, by a thread of its own.
+    """A worker in a weights-update group, with its own thread.
 
-    It is where torch's functions would put it, which SGLang calls and a thread beside the trainer's cannot
-    (`test_sync_group.py` calls them). A bucket has no gaps, as SGLang lays out its own.
+    It joins the group under the names that torch's functions use. SGLang calls these, but a thread in the trainer's
+    process cannot (`test_sync_group.py` calls them). A bucket has no gaps, like SGLang's own.
     """
 
     def __init__(self, about, rank):
@@ -182,7 +185,7 @@ class Server:
             self.queued.append((worker, name, tensor))
 
     def settle(self):
-        """What the answers came before."""
+        """Does the copies that run after the answers."""
         for worker, name, tensor in self.queued:
             self.loaded[worker][name] = tensor.clone()
         self.queued, self.weights = [], [dict(one) for one in self.loaded]

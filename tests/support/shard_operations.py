@@ -1,4 +1,4 @@
-"""What a program may ask of a sharded parameter, its gradient or its local tensor: operations, and what they show."""
+"""Operations on a sharded parameter, its gradient, or its local tensor, and the results to compare."""
 
 import copy
 import io
@@ -18,7 +18,7 @@ def _saved(tensor, **options):
 
 
 def _sent(tensor):
-    """A queue of torch.multiprocessing gives the storage other memory, shared with who receives it."""
+    """A torch.multiprocessing queue moves the storage to memory that it shares with the receiver."""
     import torch.multiprocessing  # noqa: F401 (registers how tensors are sent)
 
     return multiprocessing.reduction.ForkingPickler.dumps(tensor).nbytes > 0
@@ -109,12 +109,12 @@ WRITES = {
 }
 # Stock ends the process: a DTensor has no memory of its own to share.
 CRASHES = {"share_memory_", "sent_to_a_process", "dlpack"}
-# Stock goes on with the memory from before.
+# FSDP2 continues to use the earlier memory.
 UNSEEN = {"data_assigned"}
 
 
 def shown(value, *, places: bool = True):
-    """What of a result must be the same on both engines. places: where in its storage a tensor begins, too."""
+    """Returns the parts of a result that must agree on both engines. places: include a tensor's storage offset."""
     if isinstance(value, DTensor):
         facts = value.placements, value.stride(), shown(value._local_tensor, places=places)
         kind = type(value).__name__, tuple(value.shape), value.dtype, value.requires_grad, value.is_leaf

@@ -125,7 +125,7 @@ strategy_config:
   wrap_policy:
     moe_experts: ["Qwen3MoeMLP"]
 """
-# Every key that the document and the system behind it have.
+# Every key in the document and in the system that it describes.
 STRATEGY_ALL = """
 seed: 42
 actor_train:
@@ -195,7 +195,7 @@ NESTED_OVERRIDES = (
     "runtime_args.log_args_dict.enable_wandb=True",
     'runtime_args.log_args_dict.wandb_project="Your-Wandb-Project-Name"',
 )
-# A whole file with the keys of the system behind it.
+# A complete file with the keys of that system.
 NESTED_ALL = """
 runtime_args:
   train_backend: fsdp

@@ -1,8 +1,8 @@
-"""The device transport on the CPU: its lanes and events are recorded, and checked for the races of a real device.
+"""The device transport on the CPU. It records lanes and events, and checks them for the races of a real device.
 
-On an accelerator the lanes are streams that run at any speed; what keeps them right are the events alone. The recorder
-plays everything in host order and writes down who touches which bytes, so the check here does not depend on timing: two
-operations that touch the same bytes, one of them writing, must be ordered by a chain of events.
+On an accelerator the lanes are streams that run at any speed, and only events order them. The recorder runs
+everything in host order and notes which operation touches which bytes, so the check does not depend on timing. If two
+operations touch the same bytes and one of them writes, a chain of events must order them.
 """
 
 from unittest import mock
@@ -16,7 +16,7 @@ from fsdp2x.sharding import transport
 from models import Stack, inputs
 from testing_extension import testing
 
-# Those of the engine, the host, and streams of the user beside the first one.
+# The engine's lanes, the host, and user streams other than the first one.
 LANES = ("compute", "copy_in", "gather", "reduce", "all_reduce", "copy_out", "host", "compute1", "compute2")
 KINDS = ("read", "write")
 # Bytes that count as one. The smallest alignment of anything two lanes touch.
@@ -79,7 +79,7 @@ class Accesses:
 
 
 class Capture:
-    """What a graph takes: only streams that have followed the captured one, all of which it must follow at the end."""
+    """A graph capture. Its streams must first wait for the captured stream, which must wait for them at the end."""
 
     def __init__(self, lane: str, clocks: dict[str, dict[str, int]]) -> None:
         self._lane = lane
@@ -91,7 +91,7 @@ class Capture:
         self._last: dict[str, int] = {}
 
     def fault_of(self, operation: str, lane: str, clock: dict[str, int]) -> str | None:
-        """What is wrong with work on a lane, whose clock tells what it has waited for."""
+        """Returns what is wrong with work on a lane. The lane's clock has the work that it has waited for."""
         if lane == "host":
             return f"the host waits for {operation} while a graph is captured" if operation == "wait" else None
         self._last[lane] = clock[lane]
@@ -140,7 +140,7 @@ def races(entries: list[tuple]) -> list[str]:
         if operation in NO_WORK:
             continue
         if lane != "host":
-            # What the host enqueues comes after all that it has done and waited for.
+            # Work that the host enqueues comes after all that it has done and waited for.
             join(clock, clocks["host"])
         clock[lane] += 1
         names[lane].append(f"{operation} {subject}")

@@ -10,7 +10,7 @@ _NAME = "fsdp2x._C_testing"
 
 
 def _load():
-    """It lies beside ``_C``, whose symbols it takes."""
+    """Loads the extension from the folder of ``_C``, whose symbols it uses."""
     if _NAME not in sys.modules:
         engine = Path(_C.__file__)
         spec = importlib.util.spec_from_file_location(_NAME, engine.with_name(f"_C_testing{engine.name[2:]}"))

@@ -194,7 +194,7 @@ def _module(node: Node) -> nn.Module:
 
 
 def units_of(case: Case, model: nn.Module) -> list[tuple[list[nn.Module], bool | int | None]]:
-    """What to call fully_shard on, in this order: the children first, the root last."""
+    """Lists the modules to call fully_shard on, in this order: the children first, the root last."""
 
     def visit(node: Node, module: nn.Module) -> Iterator[tuple[list[nn.Module], bool | int | None]]:
         parts = list(module if node.kind == "sequence" else module.parts) if node.children else []

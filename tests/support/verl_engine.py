@@ -1,7 +1,7 @@
-"""A verl for tests: what its checkpoint engines meet in release 0.9.1, and the backend of examples/integrations in it.
+"""A verl for tests: the environment of its checkpoint engines in release 0.9.1, with the examples/integrations backend.
 
-Its manager runs in the driver, its engines in processes of trainers and of rollouts; here a rank is a trainer, and has
-the rollouts that it is given in threads.
+verl's manager runs in the driver, and its engines run in trainer and rollout processes. Here a rank is a trainer, and
+its rollouts run in threads.
 """
 
 import abc
@@ -111,7 +111,7 @@ def installed():
 
 
 class Rollout:
-    """What verl's worker beside an inference engine does: its checkpoint engine's weights, as they come."""
+    """Takes the checkpoint engine's weights as they arrive, like verl's worker next to an inference engine."""
 
     def __init__(self, engine):
         self.checkpoint_engine, self.weights, self.error = engine, {}, None
@@ -136,7 +136,7 @@ class Rollout:
 
 
 def update_weights(trainer, actor, rollouts, global_steps):
-    """What the manager lets all of them do in one update, in its order; the rollouts are on rank 0."""
+    """Runs the manager's calls of one update, in its order. The rollouts are on rank 0."""
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (trainer.prepare(), [each.checkpoint_engine.prepare() for each in rollouts]))
     of_trainers, of_rollouts = [one for one, _ in everyone], everyone[0][1]

@@ -1,11 +1,16 @@
-"""A vLLM for tests: the names, orders and traps of release 0.32.0, in threads of this process.
+"""A vLLM for tests: the names, order, and traps of release 0.32.0, in threads of this process.
 
-`installed()` puts the modules that a worker extension imports where `import vllm` finds them. `Core` is an engine: its
-workers have a thread and queues each, as with tensor parallelism, and it does one thing at a time. `Llm` and `serving`
-are the ways in. Traps: tensors kept until a layer is complete, padded ones until the end, prepacked parameters, experts
-repacked without a kernel only, sessions that a bad tensor poisons, answers left behind by a worker that raised, a
-prefix cache that is not reset while requests hold it, partial wakes, weights that sleep drops. Adapters: loaded by
-paths, touched alone where the number is known, dropped with new weights, left out where a module is not adapted.
+`installed()` makes `import vllm` find the modules that a worker extension imports. `Core` is an engine that does one
+thing at a time. Each of its workers has a thread and queues, as with tensor parallelism. Use it through `Llm` and
+`serving`.
+
+Traps: The engine keeps tensors until a layer is complete, and padded ones until the end. Parameters are prepacked, and
+experts are repacked only without a kernel. A bad tensor breaks the session, and a worker that raised leaves answers in
+the queues. The engine does not reset its prefix cache while requests hold it. Wakes are partial, and sleep drops
+weights.
+
+Adapters: The engine loads them by path, and does not load a known number again. New weights drop them. Modules without
+an adapter are skipped.
 """
 
 import contextlib
@@ -43,7 +48,7 @@ class Layer(nn.Module):
         self.info.kernel_tensors = None
 
     def process(self):
-        """What follows a load: repacks, and leaves the parameter without elements."""
+        """Repacks the weight after a load, which leaves the parameter without elements."""
         if self.has_packing:
             self.packed = self.weight.detach().t().clone()
             self.weight.data = torch.empty(0)
@@ -164,7 +169,7 @@ class Model(nn.Module):
             layer.load(name, tensor, self.rank)
 
     def values(self):
-        """What it runs with, under the names in files, cut as this rank holds it."""
+        """Returns the weights that it runs with, by their names in files, as this rank's parts."""
         return {
             name: part(layer.value()).clone()
             for layer in self.children()
@@ -268,7 +273,7 @@ class LoraModel:
 
 
 class LoraManager:
-    """A worker's; `active` is what requests of a number run with, `bad`: raises once behind a load."""
+    """A worker's adapters. `active`: adapters by request number. `bad`: raises once after a load."""
 
     max_position_embeddings, vocab_size = 64, 32
     lora_config = SimpleNamespace(max_lora_rank=4, lora_dtype=torch.float32)
@@ -360,7 +365,7 @@ class Core:
         for requests in self.requests:
             requests.put((method, args))
         answers = []
-        for replies in self.replies:  # the first that failed raises, and leaves the others' replies behind
+        for replies in self.replies:  # the first failure raises, and the other replies stay in their queues
             is_well, answer = replies.get()
             if not is_well:
                 raise RuntimeError(f"Worker failed with error {answer!r}")

@@ -28,14 +28,14 @@ def decoded(codes: torch.Tensor, scales: torch.Tensor, like: torch.Tensor) -> to
 
 
 def travelled(values: torch.Tensor, name: str) -> torch.Tensor:
-    """What arrives of one rank's rows, in float32."""
+    """Returns one rank's rows as the receivers get them, in float32."""
     if name == "bfloat16":
         return values.bfloat16().float()
     return decoded(*coded(values, name), values.detach().float())
 
 
 def gathered(whole: torch.Tensor, name: str, world: int, dim: int = 0) -> torch.Tensor:
-    """A parameter as every rank has it; a vector, and what does not travel, as it is."""
+    """Returns a parameter as every rank gathers it. Vectors, and parameters of one rank, stay unchanged."""
     if whole.dim() < 2 or world == 1:
         return whole.detach().clone()
     return torch.cat([travelled(rows.contiguous(), name) for rows in whole.detach().chunk(world, dim)], dim)
@@ -49,7 +49,7 @@ class ErrorFeedback:
         self.errors: dict[int, torch.Tensor] = {}
 
     def sent(self, gradient: torch.Tensor) -> torch.Tensor:
-        """What arrives of it at the ranks whose rows they are."""
+        """Returns the gradient as it arrives at the ranks that own its rows."""
         if gradient.dim() < 2:
             return gradient.clone()
         parts = []
