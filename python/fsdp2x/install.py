@@ -76,9 +76,9 @@ class Installation:
 def install(*, auto_wrap: bool = False) -> Installation:
     """Replaces FSDP2's functions by fsdp2x's in all loaded modules and in modules that are imported later.
 
-    Use it for scripts and frameworks that import ``fully_shard`` from torch. ``fully_shard`` then never splits a
-    HuggingFace model by itself (``auto_wrap=False`` unless passed), because code written for FSDP2 chooses its own
-    units. ``fully_shard.state`` works for models of both engines.
+    Use it for scripts and frameworks that import ``fully_shard`` from torch. Code written for FSDP2 chooses its own
+    units, so ``fully_shard`` then splits a HuggingFace model only if you pass ``auto_wrap=True``.
+    ``fully_shard.state`` works for models of both engines.
 
     On CPU, accelerate and transformers' Trainer ignore FSDP and take DDP, or let every rank train alone. After
     ``install()`` they shard if the plugin has version 2. For version 1 a warning says that nothing is sharded.

@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _install_aloud(auto_wrap: bool) -> None:
-    """Installs and reports it on standard error, because the script has not set up logging yet."""
+    """Installs fsdp2x and reports it on standard error, because logging is not set up yet."""
     from fsdp2x.install import install
 
     logger = logging.getLogger("fsdp2x")

@@ -71,9 +71,9 @@ def connect(
     """Plans how the weights of ``model`` get into engines. The session's ``push`` sends them. Collective.
 
     Pass the same arguments on every rank of ``group``, except the target if its class says so. It sends nothing, and no
-    engine has to run. It needs memory for two buckets of full tensors per host (over a process group, per rank with an
-    engine), twice the largest one with ``deltas``, and what the target adds. Over a process group it also needs the
-    small parameters of a bucket and this rank's part of cast ones.
+    engine has to run. Each host needs memory for two buckets of full tensors, twice the largest one with ``deltas``,
+    and the target's own memory. Over a process group, each rank with an engine needs that memory instead. It then also
+    needs the small parameters of a bucket and this rank's part of cast ones.
 
     Args:
         model: a module sharded by ``fully_shard``, or a part of one.
@@ -83,8 +83,8 @@ def connect(
             names and names in files, and ``*`` also matches dots.
         names: ``"hf"`` for names and layout of the model's original files, as engines load them. ``"model"`` for FQNs.
         params: predicate over FQN and sharded parameter, with the same result on every rank. Default: all parameters.
-        merge_adapters: whether to push the base of a PEFT model with its LoRA adapters merged, bit for bit as
-            ``merge_and_unload`` does, and then cast.
+        merge_adapters: whether to merge the LoRA adapters of a PEFT model into its base. The merged weights equal those
+            of ``merge_and_unload`` bit for bit, and are then cast.
         weights: ``"all"``, or ``"adapter"`` for only the LoRA adapter of a PEFT model, about 1 % of the bytes. The
             engine must already run the same base. If such a push fails, the previous adapter stays in use. A later full
             push drops it. Targets: ``Peer``, ``Vllm``, ``Sglang``, rollouts, and ``InProcess(load_adapter=...)``.
@@ -93,8 +93,8 @@ def connect(
             takes this rank's share of the weights' bytes on the wire, and half more during a delta.
         bucket_bytes: limit of a bucket. One larger parameter, or parameters converted together, may exceed it.
         transport: see ``fully_shard``.
-        timeout_s: seconds to wait for an engine's answer. Use less than the process group's timeout, so that the push
-            fails and not the group.
+        timeout_s: seconds to wait for an engine's answer. Use less than the process group's timeout, so the push fails
+            first.
         group: all ranks that have a part of ``model``. Default: the default process group.
 
     Returns:
@@ -102,9 +102,9 @@ def connect(
 
     Raises:
         ValueError: an argument is impossible, a pattern of ``keep`` matches nothing, or ranks disagree.
-        NotImplementedError: a PEFT model would push adapters and base unmerged, adapters cannot be merged layer by
-            layer, a quantized model uses ``names="hf"``, or ``weights="adapter"`` is used with more than one plain LoRA
-            adapter of linear layers or with a target that takes none.
+        NotImplementedError: a PEFT model would push adapters and base unmerged. Adapters cannot be merged layer by
+            layer. A quantized model uses ``names="hf"``. ``weights="adapter"`` is used with other adapters than one
+            plain LoRA adapter of linear layers. The target takes no adapters.
         RuntimeError: a parameter is on the meta device.
     """
     caller = "fsdp2x.sync.connect"
@@ -140,9 +140,9 @@ def _check_adapters(caller: str, model: nn.Module, chosen: Mapping[str, Any], na
     adapters = [name for name in chosen if "lora_" in name]
     if names == "hf" and adapters and len(adapters) < len(chosen):
         raise NotImplementedError(
-            f"{caller}: base weights and adapters ({adapters[0]!r}) under the names of files, but an engine's loader "
-            'takes only one of them. Use merge_adapters=True to push the base with merged adapters, weights="adapter" '
-            'for engines that run the base, or names="model" for all under their own names.'
+            f"{caller}: the model has base weights and adapters ({adapters[0]!r}), but an engine's loader takes only "
+            'one of them. Use merge_adapters=True to push merged weights, or weights="adapter" if the engine runs the '
+            'base. names="model" pushes all weights under their own names.'
         )
 
 
