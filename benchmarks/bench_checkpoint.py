@@ -1,11 +1,11 @@
-"""Saving model and AdamW: ours against stock FSDP2 with DCP, at once and in the background.
+"""Measures saves of model and AdamW: fsdp2x against FSDP2 with DCP, synchronous and in the background.
 
     python benchmarks/bench_checkpoint.py [--hidden 1024] [--layers 16] [--repeats 5] [--dir FOLDER] [--json FILE]
 
-Starts its own 2 ranks; both sides save the same Qwen3 in one run, alternating, to fresh folders, fsync included.
-"save": until the checkpoint is on disk; "stall": until training could go on, after the first save, which
-touches the staging memory. Ours also writes checksums, a manifest and `latest`, and deletes the checkpoint before;
-what stock left is deleted between the measurements.
+Starts its own 2 ranks. Both sides alternately save the same Qwen3 to new folders in one run, fsync included. "save" is
+the time until the checkpoint is on disk. "stall" is the time until training can continue, after the first save, which
+touches the staging memory. fsdp2x also writes checksums, a manifest, and `latest`, and deletes the previous checkpoint.
+FSDP2's files are deleted between the measurements.
 """
 
 from __future__ import annotations

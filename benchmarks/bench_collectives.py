@@ -1,15 +1,18 @@
-"""Gather and reduction of one parameter over shared memory against gloo's collectives and against memcpy.
+"""Measures gather and reduction of one parameter over shared memory, against gloo's collectives and memcpy.
 
     python benchmarks/bench_collectives.py [--quick] [--world 2] [--steps 9] [--runs 1] [--json FILE]
 
-Starts its own ranks. ``all_gather``: ``unshard()`` of a model of one parameter (each rank writes its rows and waits for
-the others) against ``dist.all_gather_into_tensor`` of the same bytes. ``reduce_scatter``: backward of that model, whose
-gradient is there beforehand (packing, waiting, summing, attaching), against the same backward without a wrapper, in
-which ``dist.reduce_scatter_tensor`` gets the gradient. Both sides begin together and must end with equal results. The
-floors are copies: of the bytes that a rank writes at a gather; at a reduction of what it packs, and what it reads and
-writes to sum. ``floor`` copies warm memory and waits for nobody, which no collective can do. ``met`` takes its turns
-with the others, so that it begins as cold and as late as they do, and ends when all ranks have copied, which they tell
-each other by a number each in shared memory: the least that anything can take here. fp32, one thread a rank.
+Starts its own ranks. fp32, one thread a rank. Both sides start together and must end with equal results.
+
+``all_gather``: ``unshard()`` of a model of one parameter against ``dist.all_gather_into_tensor`` of the same bytes.
+Each rank of fsdp2x writes its rows and waits for the others. ``reduce_scatter``: backward of that model against the
+same backward without a wrapper. Its gradient exists beforehand, so the time is that of packing, waiting, summing, and
+attaching. ``dist.reduce_scatter_tensor`` gets the other gradient.
+
+The floors are copies. A gather's floor copies the bytes that a rank writes. A reduction's floor copies the packed
+bytes, and those that are read and written to sum. ``floor`` copies warm memory and does not wait, which no collective
+can do. ``met`` is the lower bound here: it alternates with the others, so it starts as cold and as late as they do. It
+ends when all ranks have copied, which each rank signals with a number in shared memory.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Losses of a training by what AdamW's moments are kept in, and by what travels between ranks.
+"""Compares losses of training runs by the format of AdamW's moments and by the wire format between ranks.
 
     python benchmarks/bench_curves.py [--steps 120] [--seeds 6] [--only SIDE ...] [--quick] [--json FILE]
 
-Each side is `fsdp2x train examples/demo.yaml` on 2 ranks, with a quarter of the demo's batch and settings of its own,
-on the bytes of this Python's standard library. A seed is weights, batches and held-out text, the same for all sides;
-the curves are of the first one. One training tells little of a side: any other rounding ends about a per cent away,
-above or below, so a side is told by the mean of its distances to float32 of the same seed. Not a measurement of time.
+Each side is `fsdp2x train examples/demo.yaml` on 2 ranks, with a quarter of the demo's batch and its own settings. The
+data are the bytes of this Python's standard library. A seed determines weights, batches, and validation text, which are
+the same for all sides. The curves are those of the first seed. One run says little about a side, because any other
+rounding ends about one percent above or below. So a side's result is the mean of its distances to float32 with the same
+seed. This benchmark measures no time.
 """
 
 from __future__ import annotations

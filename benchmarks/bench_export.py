@@ -1,9 +1,9 @@
-"""All whole tensors of a sharded model: ``export.stream`` against one ``full_tensor()`` per parameter.
+"""Measures full tensors of a sharded model: ``export.stream`` against one ``full_tensor()`` per parameter.
 
     python benchmarks/bench_export.py [--hidden 512] [--layers 16] [--repeats 5] [--bucket-mib 16] [--json FILE]
 
-Starts its own 2 ranks; both ways read the same sharded Qwen3 in one run, alternating. Reported: milliseconds
-for the whole model.
+Starts its own 2 ranks. Both sides alternately read the same sharded Qwen3 in one run. Reports milliseconds for the
+full model.
 """
 
 from __future__ import annotations

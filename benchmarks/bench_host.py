@@ -1,13 +1,14 @@
-"""Host time of a unit's forward and backward, with collectives that do nothing on both sides.
+"""Measures host time of a unit's forward and backward, with empty collectives on both sides.
 
     python benchmarks/bench_host.py [--quick] [--steps 40] [--json FILE]
 
-One process that takes itself for rank 0 of 2, 8, 64 or 512: the process group is torch's fake one, and the gather and
-reduction functions of torch.distributed are replaced by empty ones. What is left is what a rank's CPU does for a
-module: hooks, parameter swaps, packing, autograd nodes. The same model, unsharded, is timed in turn and subtracted, so
-that a row is the price of sharding one unit. Before that, gathers and reductions act as if all ranks were alike, and
-the losses and gradients of both sides must agree, or there is no row. fp32, one thread. A first
-case is not counted: what a process does once would be in it.
+One process acts as rank 0 of 2, 8, 64, or 512. The process group is torch's fake one, and empty functions replace
+torch.distributed's gathers and reductions. The remaining time is a rank's CPU work for a module: hooks, parameter
+swaps, packing, and autograd nodes. The unsharded model is timed alternately and subtracted, so a row is the cost of
+sharding one unit.
+
+Before that, gathers and reductions act as if all ranks were alike. Losses and gradients of both sides must agree, or
+there is no row. fp32, one thread. The first case is not counted, because it includes one-time work of the process.
 """
 
 from __future__ import annotations

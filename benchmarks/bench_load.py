@@ -1,21 +1,22 @@
-"""Seconds until a sharded model has the weights of safetensors files: fsdp2x against four other ways, in one run.
+"""Measures seconds until a sharded model has the weights of safetensors files, with fsdp2x and four other ways.
 
     python benchmarks/bench_load.py [--hidden 512] [--layers 16] [--repeats 3] [--cold] [--json FILE]
 
-Starts its own 2 ranks and writes a Qwen3 (bf16) into a temporary folder first. Each sample is a fresh process per rank,
-which imports and joins its group before the clock starts: building the model on the meta device, sharding and loading.
+Starts its own 2 ranks and first writes a Qwen3 (bf16) into a temporary folder. Each sample is a new process per rank.
+The clock starts after its imports and after it joined its group. It builds the model on the meta device, shards it, and
+loads it.
 
     fsdp2x            from_pretrained: each rank reads its rows
     fsdp2x broadcast  the same, read by rank 0 and sent
-    every rank        each rank loads the whole with transformers, then shards with stock FSDP2
-    rank 0 broadcast  rank 0 loads the whole; torch's set_model_state_dict(broadcast_from_rank0=True)
-    accelerate        cpu_ram_efficient_loading: whole on rank 0, fsdp2_load_full_state_dict
+    every rank        each rank loads the full model with transformers, then shards with FSDP2
+    rank 0 broadcast  rank 0 loads the full model; torch's set_model_state_dict(broadcast_from_rank0=True)
+    accelerate        cpu_ram_efficient_loading: full model on rank 0, fsdp2_load_full_state_dict
 
-Before its clock starts a process uses as much memory as the files take, and frees it: a virtual machine may hand free
-memory back to its host, and whoever uses a page of it first waits for the host, for seconds per GB.
+Before its clock starts, a process allocates and frees as much memory as the files take. A virtual machine may return
+free memory to its host. The first use of such a page then waits for the host, for seconds per GB.
 
-Also: peak of private memory over the start (MB, largest rank), bytes read through read calls (per cent of the files,
-largest rank; mapped files do not count). ``--cold`` drops the files from the page cache before each sample.
+Also reports the peak of private memory over the start (MB, largest rank) and bytes read through read calls (percent of
+the files, largest rank). Mapped files do not count. ``--cold`` drops the files from the page cache before each sample.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def load(way: str, folder: str):
 
 
 def load_with_accelerate(cls: type, folder: str):
-    """accelerate's FSDP2 path, which it takes on devices only unless it is told so."""
+    """Loads by accelerate's FSDP2 path. On a CPU, accelerate takes this path only with these settings."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
@@ -133,7 +134,7 @@ def own_memory(folder: str) -> None:
 
 
 def sample(way: str, folder: str) -> None:
-    """What one process of one sample does; rank 0 prints the result."""
+    """Runs one sample in this process. Rank 0 prints the result."""
     if way == "accelerate":
         os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true", FSDP_VERSION="2")
     rank = harness.start_group()

@@ -1,13 +1,15 @@
-"""Memory of training: proportional set size summed over the ranks, above what the imports take.
+"""Measures memory of training: proportional set size summed over the ranks, minus that of the imports.
 
     python benchmarks/bench_memory.py [--quick] [--cases comm compute] [--world 2] [--steps 4] [--json FILE]
 
-Each implementation (fsdp2x, torch's FSDP2, DDP, and DeepSpeed ZeRO-3 where it is installed) gets fresh processes, one
-after the other. They import everything, join a gloo group and wait: that is the baseline. Then they build the model,
-shard it, give freed memory back to the kernel, and train with torch's AdamW, while this process reads ``Pss`` of all of
-them (shared pages in equal parts) every few milliseconds. ``peak`` is the largest sum during the steps, ``resting`` the
-sum after them. Losses of all sides must agree. fp32, one thread a rank. ``plan`` is what fsdp2x's memory_report
-estimates for all ranks, without activations. ``bound`` is the lower bound of the plan.
+Each implementation (fsdp2x, FSDP2, DDP, and DeepSpeed ZeRO-3 if it is installed) gets new processes, one after the
+other. They import everything, join a gloo group, and wait. This is the baseline. Then they build the model, shard it,
+return freed memory to the kernel, and train with torch's AdamW. Meanwhile this process reads the ``Pss`` of all of them
+(shared pages in equal parts) every few milliseconds.
+
+``peak`` is the largest sum during the steps, ``resting`` the sum after them. Losses of all sides must agree. fp32, one
+thread a rank. ``plan`` is what fsdp2x's memory_report estimates for all ranks, without activations. ``bound`` is the
+lower bound of the plan.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def run_rank(side: str, case: Case, rank: int, world: int, port: int, steps: int
     store = dist.TCPStore("127.0.0.1", port, world_size=None, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
     if side == "zero3":
-        # What it would ask MPI for; importing it is part of the baseline.
+        # DeepSpeed would ask MPI for these. Its import is part of the baseline.
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu", **{k: str(v) for k, v in place.items()}}
         import deepspeed  # noqa: F401
@@ -158,7 +160,7 @@ class Ranks:
         self._guard.start()
 
     def wait_for(self, stage: str) -> list[dict]:
-        """What each rank says at the end of this stage; they wait then."""
+        """Returns each rank's report at the end of this stage. The ranks then wait."""
         said = []
         for rank, process in enumerate(self._processes):
             line = _pipe(process.stdout).readline()

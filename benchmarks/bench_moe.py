@@ -1,12 +1,13 @@
-"""Grouped GEMM against the loop over experts, and tiled MLPs against whole ones: time of a step, peak memory.
+"""Measures grouped GEMM against the loop over experts, and tiled MLPs against untiled ones: step time and peak memory.
 
     python benchmarks/bench_moe.py [--quick] [--cases experts tiled] [--steps 7] [--world 2] [--json FILE]
 
-Starts its own ranks; all sides are sharded by fsdp2x and run in turn in one process group. ``experts``: a Qwen3-MoE,
-once with few experts and once with many small ones; the losses of both sides must agree. ``tiled``: a Qwen3 of one wide
-MLP a layer on a long sequence; besides the time, the largest resident set of the rank during a step above the one
-before it (the kernel's high-water mark, reset before each step), which is activations and what backward needs at a
-time. fp32, one thread a rank.
+Starts its own ranks. fsdp2x shards all sides, and they run alternately in one process group. fp32, one thread a rank.
+
+``experts``: a Qwen3-MoE, once with few experts and once with many small ones. The losses of both sides must agree.
+``tiled``: a Qwen3 with one wide MLP per layer on a long sequence. Besides the time, it reports by how much the rank's
+largest resident set rises during a step. This is memory of activations and of backward. The kernel's high-water mark is
+reset before each step.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A step of AdamW by what its moments are kept in: time, and bytes of state a parameter.
+"""Measures a step of AdamW by the format of its moments: time, and bytes of state per parameter.
 
     python benchmarks/bench_moments.py [--steps 15] [--json FILE]
 
-One process, plain float32 parameters (16.8 M in 16 matrices), all steps in turns, each on parameters of its own with
-the same gradients. ``torch`` is ``torch.optim.AdamW(fused=True)``. A row counts only when its parameters went where
-those of float32 went, to a tenth of the way.
+One process, plain float32 parameters (16.8 M in 16 matrices). All sides step alternately, on their own parameters with
+the same gradients. ``torch`` is ``torch.optim.AdamW(fused=True)``. A row counts only if its parameters agree with those
+of float32 moments, to a tenth of the distance that they moved.
 """
 
 from __future__ import annotations

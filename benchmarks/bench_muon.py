@@ -1,17 +1,22 @@
-"""A step of fsdp2x.optim.Muon against torch.optim.Muon over DTensors, and against gathering every matrix on every rank.
+"""Measures a step of fsdp2x.optim.Muon against torch.optim.Muon over DTensors, and against full gathers on every rank.
 
     python benchmarks/bench_muon.py [--world 2] [--cases layers experts] [--sides SIDE ...] [--steps 7] [--json FILE]
 
-Starts its own ranks. All sides step the same matrices, cut by rows, with the same gradients, in turns. ``torch`` is
-torch.optim.Muon on DTensors, whose products are DTensor's; ``gather`` is what users write: ``full_tensor()`` of each
-update, the iterations on every rank, and this rank's rows of the result. Cases: ``layers`` (12 layers of width 256 with
-gated MLPs of 688: 84 matrices), ``experts`` (64 experts of 128 x 256, three matrices each, in one layer; ``stacks``
-are ours as three stacks of 64). ``float32`` is ours with ``ns_dtype=torch.float32``, and sides with ``gram`` iterate on
-the Gram matrix. A CPU without bfloat16 products emulates them; ``--sides float32 float32-gram`` leaves those out there.
+Starts its own ranks. All sides alternately step the same matrices, sharded by rows, with the same gradients.
 
-The error of a side is that of the update of a matrix whose singular values fall from 1 to 1e-4, against the plain
-iteration in float64, as a share of the norm: the largest of all shapes. A row counts only when ours and ``gather``
-agree bit for bit. Sent bytes are those of one rank in one step, counted by what is given to collectives: an all-gather
+    layers    12 layers of width 256 with gated MLPs of 688: 84 matrices
+    experts   64 experts of 128 x 256 in one layer, three matrices each
+    torch     torch.optim.Muon on DTensors, whose products are DTensor's
+    gather    common user code: full_tensor() of each update, the iterations on every rank, and this rank's rows
+    stacks    fsdp2x with the experts as three stacks of 64
+    float32   fsdp2x with ns_dtype=torch.float32
+    gram      iterates on the Gram matrix
+
+A CPU without bfloat16 products emulates them. ``--sides float32 float32-gram`` leaves them out there.
+
+The error of a side is that of one update against the plain iteration in float64, as a share of the norm. The matrix has
+singular values from 1 to 1e-4, and the largest error of all shapes counts. A row counts only if fsdp2x and ``gather``
+agree bit for bit. Sent bytes are those of one rank in one step, counted by the inputs of collectives. An all-gather
 sends its input to each other rank.
 """
 
@@ -76,7 +81,7 @@ class SentBytes(TorchDispatchMode):
 
 
 class GatherEverything(torch.optim.Optimizer):
-    """What the first pages of a search show: each update gathered, orthogonalised by everyone, and cut again."""
+    """Gathers each update, orthogonalizes it on every rank, and shards it again. This is common user code."""
 
     def __init__(self, params) -> None:
         super().__init__(params, {"lr": LR})

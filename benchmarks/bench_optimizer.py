@@ -1,19 +1,24 @@
-"""Clipping and AdamW of fsdp2x against torch's on torch's FSDP2, alternating in one run.
+"""Measures clipping and AdamW of fsdp2x against torch's on FSDP2, alternating in one run.
 
     python benchmarks/bench_optimizer.py [--cases units large] [--offload] [--steps 15] [--runs 1] [--json FILE]
 
-Starts its own 2 ranks. All sides have the same weights, units and gradients, before every step as backward left them.
-Ours is ``fsdp2x.clip_grad_norm_`` and ``fsdp2x.optim.AdamW`` on ``fsdp2x.fully_shard``, and as ``one step`` with
-``AdamW(max_grad_norm=...)`` instead, whose step clips; stock is torch's defaults on torch's ``fully_shard``;
-``unsharded`` is torch's clip and foreach AdamW on one rank's plain copy. Cases: ``units`` (49 units of
-11 small parameters), ``large`` (40 M parameters in 12 units). A row counts only when norms and parameters agree at the
-end. fp32, one thread a rank. ``floor`` is 28 bytes an element (read parameter, gradient and two moments, write all but
-the gradient) at the speed of a multiplication in place measured in the same run.
+Starts its own 2 ranks. All sides have the same weights, units, and gradients, before every step as backward left them.
+fp32, one thread a rank. A row counts only if norms and parameters agree at the end.
 
-``--offload``: whole steps of 12.6 M parameters in 12 units whose shards are in host memory, by where AdamW runs: after
-backward or in it (``step_in_backward``), on a thread bound to the rank's core or not. In the case ``device`` the host
-is idle for 6 ms of each unit's backward, as if a GPU computed. In the case ``host`` the CPU computes. A row counts
-only when all sides have the same parameters, bit for bit.
+    ours         fsdp2x.clip_grad_norm_ and fsdp2x.optim.AdamW on fsdp2x.fully_shard
+    one step     the same with AdamW(max_grad_norm=...), whose step clips
+    stock        torch's defaults on torch's fully_shard
+    unsharded    torch's clip and foreach AdamW on one rank's plain copy
+    units        case: 49 units of 11 small parameters
+    large        case: 40 M parameters in 12 units
+
+``floor`` is the time of 28 bytes per element, at the speed of an in-place multiplication measured in the same run. A
+step reads parameter, gradient, and two moments, and writes all but the gradient.
+
+``--offload``: steps of 12.6 M parameters in 12 units with shards in CPU memory. The sides differ in where AdamW runs:
+after backward or during it (``step_in_backward``), and on a thread bound to the rank's core or not. In the case
+``device`` the host is idle for 6 ms of each unit's backward, as if a GPU computed. In the case ``host`` the CPU
+computes. A row counts only if all sides have the same parameters, bit for bit.
 """
 
 from __future__ import annotations
@@ -112,7 +117,7 @@ def make_step(model: nn.Module, clip, optimizer: torch.optim.Optimizer, norms: l
 
 
 def memory_seconds_per_byte() -> float:
-    """Of reading and writing the same lines, as an optimizer does: the median of passes that do not fit any cache."""
+    """Returns the time to read and write the same lines, like an optimizer: the median of passes larger than caches."""
     values = torch.ones(1 << 24)
     seconds = []
     for _ in range(9):

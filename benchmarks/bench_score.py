@@ -1,17 +1,26 @@
-"""Log-probabilities of a head with logits and without: time, peak memory, error against fp64.
+"""Measures log-probabilities of a head with logits and without: time, peak memory, and error against fp64.
 
     python benchmarks/bench_score.py [--quick] [--cases fp32 prompts bf16] [--sides softmax] [--steps 3] [--json FILE]
 
 Hidden states [4096, 1024] and a head of 32768 tokens, forward and backward to both, one process, one thread. Sides:
-``logits``: the product, then sequence.token_log_probs and token_entropy, which make no fp32 copy of it; of bf16
-operands it is bf16. ``logits_fp32``: operands cast to fp32 before the product. ``softmax``: the product and torch's
-log_softmax. ``chunks``: 512 tokens at a time, each under torch's checkpoint. ``score``: rl.head_scores.
-fp32: every position has a label; log-probabilities and entropies, both with gradients. log_probs: without entropies.
-prompts: of the fp32 case, a third of the positions has no label. bf16: operands in bf16. Without options it is fp32
-with logits, chunks and score, some minutes; all cases and sides take a quarter of an hour.
-Times are this process's CPU time, all sides in turn. The peak is how far resident memory rises in a step, the gradients
-included, and how far above them. Errors are means of absolute values against fp64, relative ones for gradients. Losses
-of all sides must agree, or there is no row.
+
+    logits        the product, then sequence.token_log_probs and token_entropy, without an fp32 copy of it
+    logits_fp32   operands cast to fp32 before the product
+    softmax       the product and torch's log_softmax
+    chunks        512 tokens at a time, each under torch's checkpoint
+    score         rl.head_scores
+
+Cases:
+
+    fp32          every position has a label; log-probabilities and entropies, both with gradients
+    log_probs     fp32 without entropies
+    prompts       fp32, but a third of the positions has no label
+    bf16          operands in bf16, so the product of ``logits`` is bf16
+
+Without options it runs fp32 with logits, chunks, and score, for some minutes. All cases and sides take a quarter of an
+hour. Times are this process's CPU time, with alternating sides. The peak is the rise of resident memory in a step, once
+with the gradients and once above them. Errors are means of absolute values against fp64, relative ones for gradients.
+Losses of all sides must agree, or there is no row.
 """
 
 from __future__ import annotations
@@ -76,7 +85,7 @@ class Problem:
         self.of_log_probs, self.of_entropy = draw(case.tokens), 0.1 * draw(case.tokens)
 
     def loss(self, log_probs: torch.Tensor, entropy: torch.Tensor | None, rows: slice = slice(None)) -> torch.Tensor:
-        """Of these rows, which default to all."""
+        """Returns the loss of these rows. Default: all."""
         total = (log_probs * self.of_log_probs[rows]).sum()
         if entropy is None:
             return total
@@ -254,7 +263,7 @@ def main() -> int:
     cases = QUICK if args.quick else CASES
     sides = [side for side in SIDES if side in ("logits", "score", *args.sides)]
     results: dict = {}
-    for name in args.cases:  # each is told and kept as soon as it is there
+    for name in args.cases:  # prints and saves each result at once
         results[name] = run_case(cases[name], sides, args.steps)
         print(harness.table(rows_of({name: results[name]})), flush=True)
         harness.save(args.json, "score", results)

@@ -1,16 +1,25 @@
-"""Packing against padding (tokens a second), and sequences cut over ranks against whole ones (peak memory of a step).
+"""Measures packing against padding (tokens per second), and sequences over ranks against full ones (peak memory).
 
     python benchmarks/bench_sequence.py [--quick] [--cases packing ulysses] [--steps 5] [--json FILE]
 
-Starts its own 2 ranks; fsdp2x.fully_shard everywhere, Qwen3, forward and backward, fp32, one thread a rank. Losses of
-all sides must agree, or there is no row. Only the samples' own tokens count.
-packing: samples of uneven lengths, the same on all sides. ``padded``: batches of 8 in the given order, padded to their
-longest, transformers' SDPA with padding masks; ``sorted``: the same with samples of like length together;
-``packed_masks``: packed rows on the untouched model, which builds block masks from positions; ``packed``: the same rows
-under use_varlen_attention.
-ulysses: ``none``: a sequence a step on each rank; ``ulysses``: each of these sequences cut over both ranks, one after
-the other; ``context``: the same by context parallelism. ``_checkpointing``: activations are computed again. The peak is
-how far a rank's private resident memory rises in a step, largest of the ranks.
+Starts its own 2 ranks. All sides use fsdp2x.fully_shard and Qwen3, forward and backward, fp32, one thread a rank.
+Losses of all sides must agree, or there is no row. Only the samples' own tokens count.
+
+packing, samples of uneven lengths, the same on all sides:
+
+    padded         batches of 8 in the given order, padded to their longest, SDPA with padding masks
+    sorted         the same with samples of similar length together
+    packed_masks   packed rows on the unchanged model, which builds block masks from positions
+    packed         the same rows under use_varlen_attention
+
+ulysses:
+
+    none           one sequence per step on each rank
+    ulysses        each of these sequences over both ranks, one after the other
+    context        the same with context parallelism
+
+``_checkpointing`` recomputes activations. The peak is the rise of a rank's private resident memory in a step, largest
+of the ranks.
 """
 
 from __future__ import annotations

@@ -1,14 +1,17 @@
-"""One training step (forward, backward, AdamW, zero_grad) of fsdp2x against its peers, alternating in one run.
+"""Measures one training step (forward, backward, AdamW, zero_grad) of fsdp2x against its peers, alternating in one run.
 
     python benchmarks/bench_step.py [--cases comm many ...] [--steps 15] [--runs 1] [--transport auto] [--json FILE]
 
-Starts its own 2 ranks. All models have the same weights and inputs, the sharded ones the same units (fsdp2x's plan),
-and every loss must agree, or there is no row. fsdp2x is timed with its own AdamW and with ``torch.optim.AdamW``, the
-others with the latter: FSDP2, FSDP1, DeepSpeed ZeRO-3 (dense cases, where it is installed), and DDP, which does not
-shard: it is the speed that sharding is said to cost.
-Cases: ``comm`` (Qwen3, hidden 512, 12 layers, 16 tokens), ``many`` (hidden 64, 48 layers, 8 tokens), ``compute``
-(hidden 512, 12 layers, 512 tokens), ``moe`` (Qwen3-MoE, 8 experts of which 2 are used), ``lora`` (rank 8 on the
-attention of ``comm``, the rest frozen). fp32, one thread a rank.
+Starts its own 2 ranks. fp32, one thread a rank. All models have the same weights and inputs, and the sharded ones the
+same units (fsdp2x's plan). Every loss must agree, or there is no row. fsdp2x is timed with its own AdamW and with
+``torch.optim.AdamW``, the others with the latter. They are FSDP2, FSDP1, DeepSpeed ZeRO-3 (dense cases, if it is
+installed), and DDP. DDP does not shard, so it shows the cost of sharding. Cases:
+
+    comm      Qwen3, hidden 512, 12 layers, 16 tokens
+    many      hidden 64, 48 layers, 8 tokens
+    compute   hidden 512, 12 layers, 512 tokens
+    moe       Qwen3-MoE, 8 experts of which 2 are used
+    lora      rank 8 on the attention of comm, the rest frozen
 """
 
 from __future__ import annotations

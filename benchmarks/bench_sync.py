@@ -1,14 +1,14 @@
-"""Weights into an engine process: ``sync.push`` in full and as a delta, against what trainers do without it.
+"""Measures weights into an engine process: ``sync.push`` in full and as a delta, against common ways without it.
 
     python benchmarks/bench_sync.py [--hidden 1024] [--layers 16] [--repeats 5] [--bucket-mib 16] [--changed 0.01]
 
-Starts its own 2 ranks and 1 engine, which copies what comes into parameters of its own; all ways send the same sharded
-Qwen3 in fp32, alternating. Reported: milliseconds from the call to the engine's last copy, and bytes given to it.
+Starts its own 2 ranks and 1 engine, which copies weights into its own parameters. All sides alternately send the same
+sharded Qwen3 in fp32. Reports milliseconds from the call to the engine's last copy, and the bytes that it got.
 
     per tensor   ``full_tensor()`` of each parameter, a message and a gloo broadcast to the engine for each
     one bucket   ``full_tensor()`` of each parameter into one 512 MiB bucket of shared memory, stop and wait
-    push         ``sync.push`` to a ``Peer``, as ``connect`` makes it by default
-    push, held   the same of a session with ``deltas=True``, which keeps what it sends
+    push         ``sync.push`` to a ``Peer``, with ``connect``'s defaults
+    push, held   the same with ``deltas=True``, which keeps a snapshot
     delta        ``sync.push(mode="delta")`` of that session after ``--changed`` of the elements changed
     copy         the wire's bytes written once and read once, by one process
 """
@@ -34,7 +34,7 @@ ENGINE = 2
 
 
 class Gathered:
-    """What the two old ways share: the model's whole tensors, one at a time, and a group with the engine."""
+    """Shared part of the two old ways: the model's full tensors, one at a time, and a group with the engine."""
 
     def __init__(self, model, pair, memory) -> None:
         self.params = list(model.parameters())

@@ -1,11 +1,11 @@
-"""Wire formats: a step's time and the bytes a rank sends, over gloo, beside shared memory and stock FSDP2.
+"""Measures wire formats over gloo: step time and bytes that a rank sends, against shared memory and FSDP2.
 
     python benchmarks/bench_wire.py [--quick] [--world 2] [--case comm] [--links 1000 10000] [--steps 7] [--json FILE]
 
-Starts its own ranks, on one host: its gloo moves bytes at the speed of memory, which no network does. So each side is
-timed once more for each of ``--links``, in Mbit/s, where every collective takes as long on top as the bytes that its
-rank sends would take on such a link (an upper bound: nothing is overlapped with them). The case, model and optimizer
-(fsdp2x's AdamW) are those of ``bench_step.py``; fp32, one thread a rank. Losses are shown, they need not agree.
+Starts its own ranks on one host, where gloo moves bytes at the speed of memory. No network does. So each side is timed
+once more for each link of ``--links``, in Mbit/s. Every collective then also waits as long as the bytes that its rank
+sends would take on this link. This is an upper bound, because nothing overlaps with this wait. The case, model, and
+optimizer (fsdp2x's AdamW) are those of ``bench_step.py``. fp32, one thread a rank. Losses are shown but need not agree.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One harness for all benchmarks: alternating runs in one process group, medians and spread, JSON and a table.
+"""Runs benchmarks: alternating sides in one process group, medians and spread, JSON, and a table.
 
-Ratios between implementations measured in one run are what counts: machines are noisy and differ.
+Only ratios of implementations in one run count, because machines are noisy and differ.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class PhaseTimer:
 def launch(script: str, world: int, timeout_s: float, more: Sequence[str] = ()) -> int:
     """Runs ``script`` again under torchrun with the same arguments and ``more``; returns its exit status."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    # torchrun leaves its log folder behind.
+    # torchrun does not remove its log folder.
     with tempfile.TemporaryDirectory(prefix="fsdp2x-bench-") as logs:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}", f"--log-dir={logs}"]
         command = [sys.executable, *torchrun, script, *sys.argv[1:], *more]
@@ -131,9 +131,9 @@ def start_group() -> int:
 
 
 def start_together() -> None:
-    """Returns on all ranks within microseconds, where each has a core of its own; elsewhere as a barrier does.
+    """Returns on all ranks within microseconds if each has its own core. Otherwise it is a barrier.
 
-    What a barrier lets go tens of microseconds apart would wait for each other in the first collective that is timed.
+    A barrier releases ranks tens of microseconds apart. They would wait for each other in the first timed collective.
     """
     dist.barrier()
     if dist.get_world_size() > len(os.sched_getaffinity(0)):
@@ -169,7 +169,7 @@ def alternate(
 
 
 def environment() -> dict[str, object]:
-    """What a reader needs to judge the numbers."""
+    """Describes the machine and the software, so that readers can judge the numbers."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     ).stdout.strip()

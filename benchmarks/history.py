@@ -1,11 +1,11 @@
-"""Repeated runs of the benchmarks that the project's README quotes: their ratios, with the range over all runs.
+"""Repeats the benchmarks that the project's README quotes, and records their ratios with the range over all runs.
 
     python benchmarks/history.py record [--runs 5]    runs them and appends a line for each to benchmarks/history.jsonl
     python benchmarks/history.py check out/bench      compares the results of a run with the recorded range
     python benchmarks/history.py write                writes the table and the picture of the project's README
 
-A line is one run in its own processes: day, machine, load before the run, commit, what fsdp2x took, and the ratio of
-each other side to it. ``check`` fails if a row is below at least five recorded runs.
+A line is one run in its own processes. It has the day, machine, load before the run, commit, fsdp2x's time, and the
+ratio of each other side to it. ``check`` fails if a row is below at least five recorded runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SIDES = {
     "ddp": "DDP, unsharded",
     "unsharded": "unsharded, foreach",
 }
-# Columns of README.md and the sides behind them.
+# Sides and their columns in README.md.
 PEERS = {"stock FSDP2": "FSDP2", "FSDP1": "FSDP1", "DeepSpeed ZeRO-3": "ZeRO-3", "DDP, unsharded": "DDP, unsharded"}
 # Panels of the picture of README.md: result, row, title, unit.
 PANELS = (

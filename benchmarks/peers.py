@@ -1,4 +1,4 @@
-"""Ways to shard, for bench_step and bench_memory: stock FSDP2, FSDP1 and DeepSpeed ZeRO-3, over the same units."""
+"""Shards models for bench_step and bench_memory with FSDP2, FSDP1, and DeepSpeed ZeRO-3, over the same units."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def has_deepspeed() -> bool:
 
 
 def _remove_its_shared_memory() -> None:
-    """Of this rank's all-reduces; DeepSpeed leaves it."""
+    """Removes the memory files of this rank's all-reduces, which DeepSpeed leaves."""
     for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{os.environ['MASTER_PORT']}_{os.environ['RANK']}"):
         path.unlink(missing_ok=True)
 

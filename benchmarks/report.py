@@ -1,4 +1,4 @@
-"""Tables of recorded results: fills the marked part of a README.md.
+"""Fills the marked part of a README.md with tables of recorded results.
 
     python benchmarks/report.py [--results benchmarks/results] [--out benchmarks]
 

@@ -1,4 +1,4 @@
-"""Models of bench_step.py and what they are called; needs nothing installed, as what only shows results does."""
+"""Models of bench_step.py and their names. Scripts that only show results import it, so it needs no package."""
 
 from __future__ import annotations
 

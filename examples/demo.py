@@ -1,7 +1,7 @@
 """The whole job in one command: train, be killed, resume bit for bit, export, reload with transformers alone, and plot.
 
-`make demo` runs this. It trains a small Qwen3 on the bytes of the Python standard library, sharded over 2 processes (or
-over all GPUs), and exits with an error as soon as anything is not as it should be.
+`make demo` runs this. It trains a small Qwen3 on the bytes of the Python standard library, sharded over 2 processes or
+over all GPUs. It exits with an error at the first wrong result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 CONFIG = HERE / "demo.yaml"
 PROMPT = "import os\n\n\ndef "
-WANTED_RATIO = 0.75  # "well below": held-out loss over unigram entropy
+WANTED_RATIO = 0.75  # highest validation loss over unigram entropy
 START = time.monotonic()
 
 
@@ -37,13 +37,13 @@ def main() -> None:
     elif args.stage == "reload":
         reload(args.out)
     else:
-        # `timeout` and CI end a program with SIGTERM: as an exception it passes the blocks that stop the ranks.
+        # `timeout` and CI end a program with SIGTERM. As an exception it runs the blocks that stop the ranks.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         demo(args.out, args.steps, args.processes)
 
 
 def settings(out: Path, steps: int | None) -> list[str]:
-    """What the script adds to demo.yaml, as overrides."""
+    """Returns the overrides that the script adds to demo.yaml."""
     import torch
 
     added = [f"data.files={json.dumps([sysconfig.get_paths()['stdlib']])}", f"logging.output={json.dumps(str(out))}"]

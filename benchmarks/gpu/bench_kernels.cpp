@@ -1,5 +1,5 @@
-// What share of a device-to-device copy's bandwidth each kernel reaches, on the plans of a transformer block. Prints
-// JSON; benchmarks/gpu/bench_kernels.py runs it and keeps the numbers.
+// Measures each kernel's share of a device-to-device copy's bandwidth, on the plans of a transformer block. Prints
+// JSON. benchmarks/gpu/bench_kernels.py runs it and stores the numbers.
 #include <cstdint>
 #include <cstdio>
 #include <exception>
@@ -177,7 +177,7 @@ void bench_adamw(const Kernels& kernels, Report& report, DType param, DType mome
   report.measure(name, static_cast<int64_t>(bytes), [&](Stream stream) { kernels.adamw(plan.list(), args, stream); });
 }
 
-// Of f32 of which nothing differs, as a delta reads all and lists little.
+// Compares equal f32 arrays, because a delta reads all elements and lists few.
 void bench_changes(const Kernels& kernels, Report& report) {
   constexpr int64_t kNumel = 200'000'000;
   const Memory now(kNumel * 4), held(kNumel * 4);

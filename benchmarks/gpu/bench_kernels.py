@@ -1,9 +1,9 @@
-"""The kernels' bandwidth against a device-to-device copy of as many bytes; needs a GPU and `make gpu-kernels`.
+"""Measures the kernels' bandwidth against a device-to-device copy of as many bytes. Needs a GPU and `make gpu-kernels`.
 
     python benchmarks/gpu/bench_kernels.py            # a table, and benchmarks/results/<gpu>-<date>.json
     python benchmarks/gpu/bench_kernels.py --json FILE
 
-The file is shared by the GPU benchmarks of one day: this one writes the entry "kernels" of its results.
+The GPU benchmarks of one day share the file. This one writes the entry "kernels" of its results.
 """
 
 import argparse

@@ -1,16 +1,17 @@
-"""Peak of a training step on one GPU: fsdp2x against stock FSDP2, one after the other, alone and as one rank of eight.
+"""Measures the peak of a training step on one GPU: fsdp2x against FSDP2, one after the other, alone and as rank 0 of 8.
 
     python benchmarks/gpu/bench_memory.py            # a table, and benchmarks/results/<gpu>-<date>.json
     python benchmarks/gpu/bench_memory.py --quick
     python benchmarks/gpu/bench_memory.py --device cpu --json FILE    # a dry run: nothing is counted
 
-HuggingFace shapes as in ``bench_step.py``. With eight ranks the process group is torch's fake one: memory is that of
-rank 0 of eight, gathered weights are this rank's rows eight times over, and parameters are gathered as NCCL gathers
-them. NCCL's own buffers are not in it. The first losses of both sides must agree, or there is no row.
+HuggingFace shapes as in ``bench_step.py``. With eight ranks, the process group is torch's fake one, and memory is that
+of rank 0. Gathered weights are this rank's rows eight times over, and parameters are gathered as NCCL gathers them.
+NCCL's own buffers are not included. The first losses of both sides must agree, or there is no row.
 
-``backward`` is the most that was allocated in forward and backward of the third step, ``step`` until the optimizer has
-stepped, ``resting`` what is left behind it. ``model`` is what any implementation holds: weights, buffers and moments of
-this rank. ``plan`` is what memory_report predicts for fsdp2x: at rest, and the peak, which knows no activations.
+``backward`` is the peak of allocated memory in forward and backward of the third step. ``step`` is the peak until the
+optimizer has stepped. ``resting`` is the memory after it. ``model`` is the memory of any implementation:
+weights, buffers, and moments of this rank. ``plan`` is memory_report's estimate for fsdp2x between steps and at the
+peak, without activations.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def as_nccl() -> Iterator[None]:
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Of this rank's parts."""
+    """Returns the bytes of this rank's parts."""
     local = (one.to_local() if isinstance(one, DTensor) else one for one in tensors)
     return sum(one.numel() * one.itemsize for one in local)
 
@@ -121,7 +122,7 @@ def plan_of(model, optimizer) -> dict:
 
     report = fsdp2x.memory_report(model, optimizer)
     return {
-        "plan_resting": report.resting_bytes,  # slots and buffers go back to torch's allocator behind each use
+        "plan_resting": report.resting_bytes,  # torch's allocator gets slots and buffers back after each use
         "plan_peak": report.peak_bytes,
         "largest_unit": max(unit.slot_bytes for unit in report.units),
     }

@@ -1,16 +1,15 @@
-"""One training step of HuggingFace shapes on one GPU: fsdp2x against stock FSDP2, in turn in one run, world size 1.
+"""Measures one training step of HuggingFace shapes on one GPU: fsdp2x against FSDP2, alternating, world size 1.
 
     python benchmarks/gpu/bench_step.py            # a table, and benchmarks/results/<gpu>-<date>.json
-    python benchmarks/gpu/bench_step.py --quick    # the shape that the target is about, and a few wide blocks
+    python benchmarks/gpu/bench_step.py --quick    # the shape of the target, and a few wide blocks
     python benchmarks/gpu/bench_step.py --cases qwen3-0.6b:512 llama-8b:2048
     python benchmarks/gpu/bench_step.py --device cpu --json FILE    # a dry run: tiny models
     torchrun --nproc_per_node=8 benchmarks/gpu/bench_step.py --cases llama-8b:8192 qwen3-30b-a3b:2048    # on all GPUs
 
-Models are built from configs with equal weights, over the same units (fsdp2x's plan). fsdp2x is timed with its own
-AdamW, stock with torch's fused one, the fastest there is for it. Times are those of events on the device, the device
-idle before each step; "host" is how long the host took to enqueue the step. A shape that does not fit twice, with
-AdamW's state, is cut to as many layers as do. Losses of both sides must agree at every step, or there is no row. No
-TF32.
+Models are built from configs with equal weights, over the same units (fsdp2x's plan). fsdp2x uses its own AdamW, and
+FSDP2 uses torch's fused one, its fastest. Times come from events on the device, which is idle before each step. "host"
+is the time that the host took to enqueue the step. If a shape does not fit twice with AdamW's state, it gets fewer
+layers. Losses of both sides must agree at every step, or there is no row. No TF32.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ import peers  # noqa: E402
 from gpu import gpu_device, gpu_results, hf_shapes  # noqa: E402
 
 LR = 1e-4
-TARGETS = {"qwen3-0.6b:512": 1.2}  # times as fast as stock; others are never to be slower
-# Weights, gradients and two moments in fp32 of two models, a whole unit and copies of it in flight.
+TARGETS = {"qwen3-0.6b:512": 1.2}  # speedup over FSDP2; all other shapes must not be slower
+# Weights, gradients, and two moments in fp32 of two models, and 10 % for a full unit and its copies in flight.
 BYTES_PER_ELEMENT = 2 * 16 * 1.1
 # Per token and element of the vocabulary: logits, their gradient and fp32 copies of them, of one model at a time.
 BYTES_PER_LOGIT = 16
@@ -105,8 +104,8 @@ def make_step(model: nn.Module, optimizer, inputs: dict, losses: list) -> Callab
 def same_losses(case: Case, ours: list[torch.Tensor], stock: list[torch.Tensor]) -> None:
     """The first loss comes from the same weights; later ones from weights that two optimizers have rounded.
 
-    AdamW's first updates have the size of the learning rate whatever the gradient's is, and attention may add up in any
-    order: what differs in the last bit of a tiny gradient shows in later losses.
+    AdamW's first updates have the size of the learning rate, whatever the gradient's size, and attention may sum in any
+    order. So a different last bit of a tiny gradient shows in later losses.
     """
     mine, theirs = torch.stack(ours).double().cpu(), torch.stack(stock).double().cpu()
     first, later = (1e-5, 1e-3) if case.policy == "fp32" else (1e-3, 5e-2)
@@ -183,7 +182,7 @@ def main() -> int:
         for policy in arguments.policies:
             ranks = int(os.environ.get("WORLD_SIZE", 1))
             results.append(run_case(case_of(name, policy, device.free_bytes(), ranks), device, steps))
-            # What is measured stays, should a later case fail.
+            # Keeps these results if a later case fails.
             gpu_results.publish(arguments, device, "step", results, rows_of(results[-1:]))
     return 0
 

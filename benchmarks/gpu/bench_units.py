@@ -1,15 +1,16 @@
-"""What a unit costs on a GPU: time of the host, kernels and copies of a forward and a backward, against stock FSDP2.
+"""Measures the cost of a unit on a GPU: host time, kernels, and copies of forward and backward, against FSDP2.
 
     python benchmarks/gpu/bench_units.py            # a table, and benchmarks/results/<gpu>-<date>.json
     python benchmarks/gpu/bench_units.py --quick
     python benchmarks/gpu/bench_units.py --device cpu --json FILE    # a dry run: no kernels are counted
 
-The model and the method are those of ``bench_host.py``: small units of 11 parameters, so that the host is what limits;
-the same model unsharded is subtracted; losses and gradients of both sides must agree, or there is no row. At world size
-1 nobody is asked for anything; at 8 the process group is torch's fake one and collectives are empty, so that what they
-launch themselves is not in the counts; fsdp2x gathers there once packed, as small parameters are, and once each
-parameter alone, as large ones are. Counts come from a profiler's trace of one step. The host's waits are counted in
-the same trace: in a steady step there are to be none.
+The model and the method are those of ``bench_host.py``: small units of 11 parameters, so the host is the limit. The
+cost of the unsharded model is subtracted. Losses and gradients of both sides must agree, or there is no row.
+
+World size 1 needs no communication. At 8, the process group is torch's fake one and collectives are empty, so their own
+launches are not counted. There fsdp2x gathers once packed, like small parameters, and once each parameter alone, like
+large ones. Counts come from a profiler's trace of one step. The same trace shows the host's waits. A steady step should
+have none.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def work_of_step(model: nn.Module, device: gpu_device.Device, dtype: torch.dtype
             step()
         device_work.trace_of(step, device.type)  # the profiler's own first allocations
         trace = device_work.trace_of(step, device.type)
-    # Of the trace's end, which waits for the device, one call is ours.
+    # The trace's end waits for the device, and one of these calls is this script's.
     return {**device_work.counts(device_work.work_of(trace)), "waits": device_work.waits_of(trace)}
 
 

@@ -1,4 +1,4 @@
-"""What a device did, from a profiler's trace: kernels and copies by stream, how many, and what ran beside what."""
+"""Reads a device's work from a profiler's trace: kernels and copies by stream, their number, and what overlapped."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def counts(work: Iterable[Work]) -> dict[str, int]:
 
 
 def per_unit(sharded: dict[str, int], unsharded: dict[str, int], num_units: int) -> dict[str, float]:
-    """What sharding adds to the counts of the same model unsharded, by unit."""
+    """Returns the counts that sharding adds to those of the unsharded model, by unit."""
     return {kind: (sharded[kind] - unsharded[kind]) / num_units for kind in sharded}
 
 

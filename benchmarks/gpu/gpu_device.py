@@ -1,4 +1,4 @@
-"""The device that a benchmark trains on: its clock, its memory counters, its process group. The CPU is for dry runs."""
+"""The device that a benchmark trains on: its clock, memory counters, and process group. The CPU is for dry runs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Cuda:
         return int(free)
 
     def allocated_bytes(self) -> int:
-        """Of tensors, rounded up by the allocator."""
+        """Returns the bytes of all tensors, rounded up by the allocator."""
         return torch.cuda.memory_allocated()
 
     def peak_bytes(self) -> int:
@@ -58,7 +58,7 @@ class Cuda:
         torch.cuda.reset_peak_memory_stats()
 
     def clear(self) -> None:
-        """Everything that nobody holds is free again."""
+        """Frees all unreferenced memory."""
         gc.collect()
         torch.cuda.empty_cache()
 

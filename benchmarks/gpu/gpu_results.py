@@ -1,4 +1,4 @@
-"""Where the GPU benchmarks of one day keep their numbers: one file per GPU and day, an entry of it per benchmark."""
+"""Stores the numbers of the GPU benchmarks: one file per GPU and day, with an entry for each benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HuggingFace models in the shapes of published ones, built from configs, with as many layers as memory holds."""
+"""Builds HuggingFace models from configs, in the shapes of published models, with as many layers as memory holds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Shape:
 
     @property
     def block_numel(self) -> int:
-        """Of one layer: attention, MLP or experts and their router, norms."""
+        """Number of parameters of one layer: attention, MLP or experts and their router, and norms."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         norms = 2 * self.hidden + (2 * self.head_dim if self.family != "llama" else 0)
         mlps = 3 * self.hidden * self.intermediate * max(self.experts, 1) + self.hidden * self.experts
@@ -39,7 +39,7 @@ class Shape:
 
     @property
     def numel(self) -> int:
-        """Of all layers, embeddings and head."""
+        """Number of parameters of all layers, embeddings, and head."""
         tables = self.vocab * self.hidden * (1 if self.is_tied else 2)
         return self.layers * self.block_numel + tables + self.hidden
 

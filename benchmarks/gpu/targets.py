@@ -1,11 +1,11 @@
-"""Runs the benchmarks of a GPU, the most telling first, and ends with a page: targets held, missed and not measured.
+"""Runs the benchmarks of a GPU, the most important first, and writes a page of targets: held, missed, and not measured.
 
     python benchmarks/gpu/targets.py            # what `make gpu-bench` does; numbers in benchmarks/results
-    python benchmarks/gpu/targets.py --quick    # the cases that the targets are about
-    python benchmarks/gpu/targets.py --device cpu    # a dry run: tiny models on the CPU, of which nothing follows
+    python benchmarks/gpu/targets.py --quick    # the cases of the targets
+    python benchmarks/gpu/targets.py --device cpu    # a dry run: tiny models on the CPU, without meaning
 
-Each runs in a process of its own: one that fails leaves the others their turn. Exits with 1 where one has failed; a
-target that is missed is a result.
+Each benchmark runs in its own process, so the others still run if one fails. Exits with 1 if one has failed. A missed
+target is a result, not a failure.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BENCHMARKS = {"kernels": bench_kernels, "units": bench_units, "step": bench_step
 
 
 def run(name: str, arguments: list[str], timeout: float) -> tuple[list[Target], str]:
-    """What a benchmark shows of its targets, and why nothing where it does not."""
+    """Returns the results for a benchmark's targets, and the reason if there are none."""
     script = Path(BENCHMARKS[name].__file__)
     with tempfile.TemporaryDirectory(prefix="fsdp2x-bench-") as folder:
         path = Path(folder) / "results.json"
@@ -87,7 +87,7 @@ def main() -> int:
             shown[name] = [], "skipped: kernels need a device"
         else:
             shown[name] = run(name, [one for one in arguments if name != "kernels"], chosen.timeout)
-        # What is known stays, should the run be cut off.
+        # Keeps the known results if the run is interrupted.
         chosen.page.write_text(page(shown, time.monotonic() - start))
     print(f"{chosen.page.read_text()}(also in {chosen.page})")
     return 1 if any(reason.startswith(("failed", "wrote")) for _, reason in shown.values()) else 0

@@ -38,7 +38,7 @@ class Fsdp2xCheckpointEngine(CheckpointEngine):
     def prepare(self):
         if not self.is_rollout:
             return {}
-        # Of one bucket: the trainers wait where a rollout is slow.
+        # One bucket, so trainers wait for a slow rollout.
         self.arrived = queue.Queue(maxsize=1)
         if self.secret is None:
             self.receiver = Receiver(f"@fsdp2x-verl-{secrets.token_hex(8)}", self._put, timeout_s=TIMEOUT_S)

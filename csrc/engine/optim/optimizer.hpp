@@ -27,8 +27,8 @@ struct AdamWGroup {
   bool maximize = false;
 };
 
-// (group, index in it) of parameters whose gradients were not stepped because the kernels cannot take them: another
-// device, dtype, or memory format, or different placements of parameter, gradient, and state.
+// (group, index in it) of parameters that were not stepped because the kernels cannot take their gradients. They have
+// another device, dtype, or memory format, or different placements of parameter, gradient, and state.
 using LeftOver = std::vector<std::pair<size_t, size_t>>;
 
 // Rules for values stored in bf16 or in 8 bits (kernels/rules/moment_codes.hpp).
@@ -38,8 +38,9 @@ struct NarrowRules {
   uint64_t seed = 0;
 };
 
-// `state`: the optimizer's dict from parameter to dict. An 8-bit moment is stored as "exp_avg_codes", sharded like its
-// parameter, and "exp_avg_scales", a plain tensor with a scale for each block of the local codes.
+// `state`: the optimizer's dict from parameter to dict. An 8-bit moment is stored as "exp_avg_codes" and
+// "exp_avg_scales". The codes are sharded like their parameter. The scales are a plain tensor, with a scale for each
+// block of the local codes.
 // `make_state(group, index)`: fills the state of a parameter.
 // `rules.stochastic(group, index)`: the position of the local elements in the full parameter as (first, run, stride),
 // see cpu::Rounding.
@@ -49,8 +50,8 @@ struct NarrowRules {
 LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state,
                     const NarrowRules& rules, DeviceSteps* on_device, const at::Tensor& grad_scale);
 
-// The same for what lies on the host, in `threads` while the caller goes on; the rest is left over. It ends with
-// StepThreads::finish(), which needs the GIL. Until then the caller keeps the parameters.
+// The same for parameters in CPU memory, in `threads` while the caller continues. Others are left over. The step ends
+// with StepThreads::finish(), which needs the GIL. Until then the caller keeps the parameters.
 LeftOver adamw_begin(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state,
                      const NarrowRules& rules, StepThreads& threads);
 

@@ -111,12 +111,12 @@ void run_all(std::vector<Job>& jobs, DeviceSteps* on_device, const at::Tensor& g
   for (const Job& job : jobs) job.pair.bump_versions();
 }
 
-// The same for jobs of the host, in `threads`, while the caller goes on. They end with StepThreads::finish(), which
-// needs the GIL; until then the parameters' objects must live.
+// The same for jobs in CPU memory, in `threads`, while the caller continues. They end with StepThreads::finish(), which
+// needs the GIL. Until then the parameters' objects must live.
 template <class Job>
 void begin_all(std::vector<Job>&& jobs, StepThreads& threads) {
   const std::vector<int64_t> numels = numels_of(jobs);
-  // Shards whose storage somebody holds do not move (Shards::may_move).
+  // Shards do not move while something holds their storage (Shards::may_move).
   std::vector<c10::Storage> storages;
   for (const Job& job : jobs) storages.push_back(job.pair.param.tensor.storage());
   const auto kept = std::make_shared<const std::vector<Job>>(std::move(jobs));

@@ -35,9 +35,9 @@ def apply_tiled_mlp(model: nn.Module, num_shards: int = 4, model_type: str | Non
     Values equal those of the unchunked MLP up to rounding. Gradients are summed over the chunks, in float32 for
     bfloat16 and float16 weights. Backward costs one more forward of the MLPs.
 
-    It recognizes an MLP by its structure: a ``forward`` of one tensor, an activation, and linear layers (also with
-    LoRA) of the shapes ``h -> i, h -> i, i -> h`` (Llama, Qwen, Gemma, Mistral, gated T5, shared experts) or
-    ``h -> 2i, i -> h`` (Phi-3, GLM-4, ModernBERT). Routed experts do not change.
+    It recognizes an MLP by its structure: a ``forward`` of one tensor, an activation, and linear layers, also with
+    LoRA. Llama, Qwen, Gemma, Mistral, gated T5, and shared experts have layers of the shapes ``h -> i, h -> i,
+    i -> h``. Phi-3, GLM-4, and ModernBERT have ``h -> 2i, i -> h``. Routed experts do not change.
 
     Args:
         model: any module.

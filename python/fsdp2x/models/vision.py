@@ -2,8 +2,8 @@
 
 Gathers must be the same on every rank, but a rank without an image never runs the vision tower. So the tower belongs to
 the root's unit, which every rank gathers once at the root's forward and keeps until backward ends. Over a process
-group, a rank that did not run a trainable tower provides zeros for it, so every rank reduces the root at the same
-point. The zeros depend on the text embedding, which every backward reaches. If every rank always has an image, the
+group, every rank must reduce the root at the same point. So a rank that did not run a trainable tower provides zeros
+for it. The zeros depend on the text embedding, which every backward reaches. If every rank always has an image, the
 tower's blocks can be separate units.
 """
 
@@ -37,16 +37,16 @@ def shard_vision_language(
     """Shards a vision-language model with ``fully_shard``, so that a rank may skip the vision tower.
 
     Inputs of the tower are never cast: its first layer knows its dtype, and coordinates stay float32. Towers may be
-    frozen or trainable. If no rank has an image in a step, a trainable tower's ``.grad`` stays None with shared memory
-    and is zero over a process group.
+    frozen or trainable. If no rank has an image in a step, the ``.grad`` of a trainable tower depends on the transport.
+    With shared memory it stays None, and over a process group it is zero.
 
     Args:
         model: the complete model, not sharded yet.
         tower: paths of the modules that only images need (tower, projector), from the model or from a level below it.
             Default: modules with the usual names of towers.
         every_rank_has_images: whether every rank has an image in every step. False keeps the full tower gathered from
-            forward to the end of backward. True makes the tower's blocks separate units; a rank that skips the tower
-            then causes an error (shared memory) or a timeout (process group).
+            forward to the end of backward. True makes the tower's blocks separate units. If a rank skips the tower
+            then, an error (shared memory) or a timeout (process group) follows.
         mp_policy: policy of the language model. Tower and root get it with ``cast_forward_inputs=False``.
         options: other arguments of ``fully_shard``, except ``auto_wrap``.
 

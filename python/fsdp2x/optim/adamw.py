@@ -49,12 +49,12 @@ class AdamW(EngineStep, torch.optim.AdamW):
         moments_dtype: dtype of the moments of float32, bfloat16 and float16 parameters: ``torch.float32``,
             ``torch.bfloat16``, or ``"int8"``, with a float32 scale for each 256 elements of a rank. 16-bit values are
             updated in float32 and rounded back. None (default): the dtype of each parameter. Loading converts states.
-        stochastic_rounding: whether to round stored bfloat16 and 8-bit values at random, with bits from Philox-4x32-10
-            (Salmon et al., 2011) that do not depend on the number of ranks.
+        stochastic_rounding: whether to round stored bfloat16 and 8-bit values at random. The bits come from
+            Philox-4x32-10 (Salmon et al., 2011) and do not depend on the number of ranks.
         seed: seed of stochastic rounding, in [0, 2**64), the same on every rank.
-        max_grad_norm: largest 2-norm of all gradients together. The step then clips as ``fsdp2x.clip_grad_norm_`` does,
-            is collective, leaves gradients unchanged, and sets ``grad_norm``, the norm before clipping. None (default):
-            no clipping.
+        max_grad_norm: largest 2-norm of all gradients together. The step then clips like ``fsdp2x.clip_grad_norm_`` and
+            is collective. It leaves gradients unchanged, and sets ``grad_norm``, the norm before clipping. None
+            (default): no clipping.
         step_in_backward: whether to step each parameter in CPU memory during backward, on threads of the optimizer, as
             soon as its reduced gradient arrives. Backward returns after these steps, whose results are those of a later
             step bit for bit. ``step()`` is still needed, for all other parameters. Gradients stay until

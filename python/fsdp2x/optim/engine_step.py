@@ -33,7 +33,7 @@ class EngineStep(torch.optim.Optimizer):
         self._begin_afresh()
 
     def _begin_afresh(self) -> None:
-        """What belongs to this object alone, and to its state of the moment."""
+        """Makes the parts that belong to this object alone and are neither copied nor pickled."""
         cores = step_cores()
         self._threads = _C.StepThreads(cores.num_threads, list(cores.cores))
         self._on_device = _C.DeviceSteps(threads=self._threads if cores.cores else None)

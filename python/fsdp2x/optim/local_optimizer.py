@@ -1,8 +1,9 @@
 """Runs any element-wise torch optimizer over local shards, without DTensor dispatch. A trial checks that it is one.
 
 An element-wise step gives a part of a tensor the same numbers as the complete tensor gives that part. Norms of a
-tensor, sums over all parameters, factored states, and blocks do not. Two copies of the optimizer with its own settings
-run several steps, since state may only begin to count in the second one: on complete tensors, and on a part of each.
+tensor, sums over all parameters, factored states, and blocks do not. So two copies of the optimizer step with its own
+settings, one on complete tensors and one on a part of each. They run several steps, because state may only begin to
+count in the second one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Describes moments of an optimizer: their tensors, their 8-bit codes, and where shards are in the full parameter.
 
-A state in 8 bits holds ``exp_avg_codes``, sharded like its parameter, and ``exp_avg_scales``, a plain tensor with a
-scale for each 256 local elements, in place of ``exp_avg``. Decoding and encoding again gives the same codes at the same
-world size. At another one, blocks begin elsewhere and values are rounded again.
+A state in 8 bits holds ``exp_avg_codes`` and ``exp_avg_scales`` in place of ``exp_avg``. The codes are sharded like
+their parameter. The scales are a plain tensor, with a scale for each 256 local elements. Decoding and encoding again
+gives the same codes at the same world size. At another one, blocks begin elsewhere and values are rounded again.
 """
 
 from __future__ import annotations

@@ -72,10 +72,10 @@ class _Unit:
 
 
 def memory_bound(facts: ModelFacts, optimizer: str, policy: MixedPrecisionPolicy) -> MemoryBound:
-    """Returns the bound for a plan, whose model's parameters are counted here.
+    """Counts the parameters of a planned model and returns the bound for its plan.
 
     Args:
-        facts: result of ``planned_facts``: units in the order of forward, their ranks, and what is offloaded.
+        facts: result of ``planned_facts``. It has the units in the order of forward, their ranks, and their offloading.
         optimizer: a name that ``plan_memory`` takes.
         policy: dtypes of compute and reduction.
     """

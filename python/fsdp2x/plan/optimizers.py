@@ -102,7 +102,8 @@ def optimizer_bytes(
     ``is_on_host`` says whether a parameter's state is in CPU memory while its model is on an accelerator.
 
     Raises:
-        ValueError: the optimizer has not stepped, and its state cannot be predicted (not Adam(W), Lion, Muon, SGD).
+        ValueError: the state before the first step cannot be predicted, because the optimizer is not Adam, AdamW, Lion,
+            Muon, or SGD.
     """
     total = on_host = 0
     for group in optimizer.param_groups:

@@ -41,13 +41,13 @@ def profile(
 
     Args:
         folder: the output folder, made if it does not exist. Files of an earlier profile are replaced.
-        model: the sharded model, which ``memory`` needs.
+        model: the sharded model. Required with ``memory``.
         memory: whether to record memory as well.
         activities: activities of ``torch.profiler``. Default: the CPU, and CUDA if there is one.
         schedule: schedule of ``torch.profiler``, for which you call ``step()`` on the profiler. Default: profile
             everything.
         record_shapes: whether to record the shapes of operators' inputs.
-        with_stack: whether to record the Python stack of every operator, which slows them down.
+        with_stack: whether to record the Python stack of every operator. This slows operators down.
 
     Yields:
         The ``torch.profiler.profile``.

@@ -44,27 +44,37 @@ class MemoryReport:
     """Bytes of one rank. ``str()`` prints a table, ``to_dict()`` returns plain values.
 
     Held between steps, from the first step on:
-        ``shard_bytes`` (with ``pad_bytes`` of padding), ``gradient_bytes``, ``optimizer_bytes``; ``unsharded_bytes``
-        (buffers, ignored parameters); ``after_forward_bytes`` (rows kept in a smaller world); ``wire_bytes`` (encoded
-        rows and rounding errors of wire formats); ``resident_shard_bytes`` (copies on the device of offloaded shards).
+
+    - ``shard_bytes``: shards, with ``pad_bytes`` of padding.
+    - ``gradient_bytes``, ``optimizer_bytes``: sharded gradients and optimizer state.
+    - ``unsharded_bytes``: buffers and ignored parameters.
+    - ``after_forward_bytes``: rows kept in a smaller world.
+    - ``wire_bytes``: encoded rows and rounding errors of wire formats.
+    - ``resident_shard_bytes``: copies on the device of offloaded shards.
 
     Added during a step:
-        ``gather_slot_bytes`` (gather buffers, of which ``peak_gather_bytes`` are in use at once); ``scratch_bytes``
-        (reduction buffers, or one pool of all buffers over a process group); ``replica_bytes`` (gradients that wait for
-        the all-reduce); ``autograd_bytes`` (one full gradient, on a device those of a unit); ``landing_bytes``
-        (offloaded gradients before their cast); ``optimizer_step_bytes`` (moments brought to the device).
 
-    On the CPU, buffers are kept for the next step and add up. On a device, buffers, gradients and activations share
-    memory over time, and ``step_bytes`` is the most that they hold at once beyond ``gradient_bytes``. Elsewhere it is
-    None.
+    - ``gather_slot_bytes``: gather buffers. ``peak_gather_bytes`` of them are in use at once.
+    - ``scratch_bytes``: reduction buffers, or one pool of all buffers over a process group.
+    - ``replica_bytes``: gradients that wait for the all-reduce.
+    - ``autograd_bytes``: one full gradient, or on a device the gradients of a unit.
+    - ``landing_bytes``: offloaded gradients before their cast.
+    - ``optimizer_step_bytes``: moments brought to the device.
 
-    ``host_bytes`` is the part of all that in CPU memory. ``device_resting_bytes`` and ``device_peak_bytes`` exclude it.
-    ``own_gather_slot_bytes`` is this rank's part of gather buffers that the ranks of a host share, so that
-    ``peak_bytes`` of all ranks add up to what the host needs. It is zero if ``scratch_bytes`` includes them.
+    On the CPU, buffers are kept for the next step and add up. On a device, buffers, gradients, and activations share
+    memory over time. There, ``step_bytes`` is their peak beyond ``gradient_bytes``. Elsewhere it is None.
 
-    The report does not include activations, memory of tensor subclasses with their own all-gather, a quantizer's data
-    outside of parameters and buffers (bitsandbytes' ``quant_state``), pages and the control page of shared memory, and
-    gather buffers that ``set_post_optim_event`` keeps.
+    ``host_bytes`` is the part in CPU memory. ``device_resting_bytes`` and ``device_peak_bytes`` exclude it. The ranks
+    of a host share gather buffers, and ``own_gather_slot_bytes`` is this rank's part. So ``peak_bytes`` of all ranks
+    add up to the host's memory. It is zero if ``scratch_bytes`` includes these buffers.
+
+    The report does not include:
+
+    - activations,
+    - memory of tensor subclasses with their own all-gather,
+    - a quantizer's data outside of parameters and buffers (bitsandbytes' ``quant_state``),
+    - pages and the control page of shared memory,
+    - gather buffers that ``set_post_optim_event`` keeps.
 
     ``advice`` has sentences about parameters whose padding takes much memory, and what to do. ``measured`` has the
     engine's own counts under the same names after the model ran, else it is None.
@@ -212,15 +222,15 @@ def memory_report(
 ) -> MemoryReport:
     """Counts the bytes that this rank holds between steps and at the peak of a training step. Not collective.
 
-    The numbers equal the engine's own counts after a few steps if every unit runs once per step in the order of
-    registration and every trainable parameter gets a gradient. It works on the meta device and before the first
-    forward, where it assumes the choice of ``transport="auto"`` on one host.
+    The numbers equal the engine's own counts after a few steps under two conditions: every unit runs once per step in
+    the order of registration, and every trainable parameter gets a gradient. It works on the meta device and before the
+    first forward, where it assumes the choice of ``transport="auto"`` on one host.
 
     Args:
         model: a sharded model.
-        optimizer: an optimizer whose state is counted, for Adam, AdamW and SGD also before their first step.
+        optimizer: an optimizer whose state is counted. Adam, AdamW, and SGD are counted even before their first step.
         micro_batches: number of backwards in a step.
-        before_last: communication of the backwards before the last one, as in :func:`fsdp2x.accumulate`.
+        before_last: communication of the backwards before the last one. See :func:`fsdp2x.accumulate`.
 
     Raises:
         ValueError: nothing in ``model`` is sharded, or the state of ``optimizer`` cannot be predicted.

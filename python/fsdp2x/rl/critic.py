@@ -50,12 +50,12 @@ class ValueModel(nn.Module):
         fsdp2x.fully_shard(critic)
         values = critic(**row.inputs)                      # [1, positions]
 
-    ``fully_shard`` splits it into the units of the wrapped model. Parameters of the wrapped model keep the names that
-    they have in the causal language model, so that ``load_hf(critic, folder, strict=False)`` reads a policy's folder.
-    The head is ``head.weight`` [1, hidden size] and ``head.bias`` [1], in fp32.
+    ``fully_shard`` splits it into the units of the wrapped model. Parameters of the wrapped model keep their names in
+    the causal language model. So ``load_hf(critic, folder, strict=False)`` reads a policy's folder. The head is
+    ``head.weight`` [1, hidden size] and ``head.bias`` [1], in fp32.
 
-    The head starts at zero, as in OpenAI's lm-human-preferences: the first values are exactly 0 on every rank, whatever
-    the seed, and the first advantages are those of the rewards alone.
+    The head starts at zero, as in OpenAI's lm-human-preferences. The first values are exactly 0 on every rank, whatever
+    the seed, and the first advantages come from the rewards alone.
 
     A ``MixedPrecisionPolicy(param_dtype=...)`` rounds the head's weights for compute; the product stays in fp32. For
     weights in fp32, shard the head first: ``fully_shard(critic.head)``, then ``fully_shard(critic, mp_policy=...,
@@ -161,8 +161,8 @@ def gae(
         rows: all rows of this rank's step, or its slices with Ulysses.
         gamma: discount of later rewards, 0 to 1.
         lam: weight of rewards over values, 0 to 1. With 0 advantages are one-step TD errors.
-        whiten: whether to subtract the mean of the advantages of all ranks and divide by ``sqrt(variance + 1e-8)``,
-            with the unbiased variance. Returns do not change.
+        whiten: whether to subtract the mean of all ranks' advantages and divide by ``sqrt(variance + 1e-8)``. The
+            variance is unbiased. Returns do not change.
         group: ranks over which to whiten, as for ``count_step``. Default: all.
 
     Returns:
@@ -170,8 +170,8 @@ def gae(
         the advantages, ``value_loss`` the returns.
 
     Raises:
-        ValueError: on every rank if shapes do not match the rows, a reward or value is not finite, or ``gamma`` or
-            ``lam`` is not in 0 to 1.
+        ValueError: on every rank if shapes do not match the rows, or a reward or value is not finite. Also if ``gamma``
+            or ``lam`` is not in 0 to 1.
     """
     said = problems_of_all(_find_problem(rewards, values, rows, gamma, lam), group, "gae")
     if said:
@@ -271,8 +271,8 @@ def value_loss(
         returns: result of ``gae``, [1, positions].
         count: result of ``count_step`` for the step.
         old: values from which the returns were made, needed for ``clip``.
-        clip: distance that a value may move from the old one before its gradient stops, in units of the reward. None:
-            no bound.
+        clip: how far a value may move from the old one before its gradient stops, in units of the reward. None: no
+            bound.
         mean: see ``PolicySettings``.
         max_tokens: length for the constant mean.
 

@@ -51,8 +51,8 @@ class TiledProducts:
             for part in products.parts:          # of the rows
                 tile = products.scores(block, part)
 
-    A tile is a few rows of hidden states times a block of the weight, in fp32 (fp64 for fp64 operands), in memory that
-    the next tile reuses. A CPU multiplies bf16 and fp16 operands as fp32. A device multiplies them unchanged into fp32,
+    A tile is a few rows of hidden states times a block of the weight, in fp32 (fp64 for fp64 operands). The next tile
+    reuses its memory. A CPU multiplies bf16 and fp16 operands as fp32. A device multiplies them unchanged into fp32,
     so gradients of tiles are rounded to their dtype before the product, but sums never are.
     """
 
@@ -153,15 +153,15 @@ def head_scores(
 ) -> HeadScores:
     """Computes ``log_softmax(logits / temperature)`` at the labels, and its entropy, for the logits of a linear head.
 
-    Use it if you have hidden states; :func:`score` runs a model. ``logits = transform(hidden @ weight.T + bias)`` are
-    never stored: only one tile exists at a time, in fp32 (fp64 for fp64 operands), like the results. Both gradients are
-    summed in that dtype over all tiles and rounded once. Without gradients nothing is kept.
+    Use it if you have hidden states; :func:`score` runs a model. It never stores all of ``logits = transform(hidden @
+    weight.T + bias)``, only one tile at a time. Tiles and results are in fp32 (fp64 for fp64 operands). Both gradients
+    are summed in that dtype over all tiles and rounded once. Without gradients nothing is kept.
 
     Args:
         hidden: hidden states, [..., width]. All three operands have one floating dtype, or autocast rounds them.
-        weight: [vocabulary, width].
-        next_labels: [...], int64, already shifted: the token that each position predicts, or -100. Positions with -100
-            cost nothing.
+        weight: weight of the head, [vocabulary, width].
+        next_labels: [...], int64, already shifted. A position has the token that it predicts, or -100. Positions with
+            -100 cost nothing.
         bias: [vocabulary], or None.
         transform: the model's change of its head's output before the softmax.
         temperature: a positive number, or a tensor of the labels' shape.

@@ -1,7 +1,7 @@
 """Computes policy losses over the label tokens of packed rows, with correct means over ranks and micro-batches.
 
-Per token, l is the policy's log-probability, o that of the policy that sampled, f the reference's, A the advantage,
-r = exp(l - o), and sg() stops gradients:
+For each token, l is the log-probability under the policy, o under the policy that sampled, and f under the reference.
+A is the advantage, r = exp(l - o), and sg() stops gradients:
 
     clip        -min(r A, clip(r, 1 - low, 1 + high) A); with dual_clip c, for A < 0, at most -c A
                     GRPO arXiv 2402.03300, DAPO 2503.14476 (token mean, high 0.28), Dr. GRPO 2503.20783 (constant),
@@ -335,7 +335,7 @@ def group_advantages(
         group_ids: int64, [samples of this rank], the group (prompt) of each sample on any rank.
         scale: ``"std"`` for the unbiased deviation of the group, ``"batch"`` for that of all rewards, ``"none"`` for 1.
         epsilon: number added to the deviation.
-        is_whole: whether the rewards already are those of all ranks, so nothing is communicated.
+        is_whole: True if ``rewards`` has those of all ranks. Nothing is communicated then.
         group: ranks with different samples, with Ulysses the data-parallel ones (``mesh.data``). Default: all.
 
     Raises:

@@ -1,7 +1,7 @@
 """Maps label tokens of a packed row to their samples: spreads values of samples on tokens, and sums tokens by sample.
 
-Everything per token has the shape of the row's ``next_labels``, [1, positions], and is stored where its token is
-*predicted*, as the results of ``score`` are. A sample of 3 prompt and 2 response tokens, then one of 2 and 1:
+Every per-token value has the shape of the row's ``next_labels``, [1, positions]. Like the results of ``score``, it is
+stored where its token is *predicted*. For example, a sample of 3 prompt and 2 response tokens, then one of 2 and 1:
 
     token         p0   p1   p2   a0   a1 |  q0   q1   b0
     next_labels -100 -100   a0   a1 -100 |-100   b0 -100
@@ -126,8 +126,8 @@ class RowTokens:
         """Puts values of each sample's tokens where those tokens are predicted: fp32, [1, positions].
 
         Args:
-            values: for each packed sample, in the order of ``samples``, one number for each token of ``input_ids`` or
-                for each of its labels, such as an engine's log-probabilities. Only samples of this row are read.
+            values: numbers of each packed sample, in the order of ``samples``, such as an engine's log-probabilities.
+                A sample has one for each token of ``input_ids``, or for each label. Only samples of this row are read.
 
         Raises:
             ValueError: a sample has neither as many values as tokens nor as labels.

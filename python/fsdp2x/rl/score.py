@@ -6,9 +6,9 @@ a probe, a few fp32 numbers in place of logits:
     decoder -> hidden -> head: head_scores(hidden, weight) --> log-probs, entropies ------------> Join -> results
                                |-> Anchor -> probe -> the model's own scaling, soft cap -> output -^
 
-The probe's path carries the graph instead of values: hooks of every unit around the head, including the root's, see an
-output whose backward comes before the head's. Its values show what the model does to logits, whatever its config calls
-it. They reveal scaling and soft cap, and anything else raises an error.
+The probe's path carries the graph instead of values. Hooks of every unit around the head, including the root's, see an
+output whose backward comes before the head's. The probe's values show how the model changes logits, whatever its config
+calls it. They reveal scaling and soft cap, and any other change raises an error.
 """
 
 from __future__ import annotations

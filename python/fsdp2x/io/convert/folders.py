@@ -100,7 +100,7 @@ def ranks_to_hf(
         ckpt_dir: the folder of checkpoints.
         save_dir: a new folder, which appears when it is complete.
         iteration: the name of the checkpoint's folder in ``ckpt_dir``.
-        groupgemm: whether experts were trained as ``group_mlp`` weights, all experts of a layer stacked row-wise.
+        groupgemm: True for experts trained as ``group_mlp`` weights, with all experts of a layer stacked row-wise.
         dtype, prefix, force: see ``dcp_to_hf``.
 
     Returns:

@@ -1,8 +1,8 @@
 """Reads a directory of torch's distributed checkpoint (DCP) and checks its ``.metadata`` completely.
 
 torch unpickles ``.metadata`` with plain pickle, so a checkpoint could run code in every process that loads it. This
-module looks up no class and checks the result: chunks cover their tensor, each has a run of bytes inside a file, runs
-do not overlap, and names, paths and entries match.
+module looks up no class and checks the result. Chunks must cover their tensor, and names, paths, and entries must
+match. Each chunk must have a run of bytes inside a file, and runs must not overlap.
 """
 
 from __future__ import annotations

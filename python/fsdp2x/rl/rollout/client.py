@@ -110,7 +110,7 @@ class RolloutClient:
         """Sends a request of this rank and returns at once. Not collective, but every rank must ask.
 
         Args:
-            prompts: token ids of each prompt, or for an engine with a tokenizer text or a list of messages with
+            prompts: token ids of each prompt. An engine with a tokenizer also takes text, or a list of messages with
                 ``role`` and ``content``. Ranks have different prompts, or none.
             sampling: sampling settings.
 
@@ -142,15 +142,15 @@ class RolloutClient:
         for engine, before in zip(self._engines, self._failures, strict=True):
             if engine.num_failures > before:
                 warnings.warn(
-                    f"fsdp2x.rollout: the engine at {engine.address!r} is lost ({engine.reason}). The others sample in "
-                    "its place until another one runs there and takes a push",
+                    f"fsdp2x.rollout: the engine at {engine.address!r} is lost ({engine.reason}). The other engines "
+                    "take over its prompts. To use it again, restart it and push to it.",
                     stacklevel=2,
                 )
         return completions
 
     @property
     def engines(self) -> list[EngineState]:
-        """Returns the engines as this rank last saw them: who samples, tokens, and failures. Not collective."""
+        """Returns the last known state of each engine: whether it samples, tokens, and failures. Not collective."""
         return [engine.state for engine in self._engines]
 
     def status(self) -> dict[str, Any]:

@@ -32,8 +32,8 @@ class Sampling:
         top_k: number of most likely tokens to draw from, plus those as likely as the last. 0: all.
         min_p: least probability of a token, as a fraction of the most likely one's. 0: all.
 
-    Log-probabilities are those at the temperature, before ``top_k``, ``top_p`` and ``min_p``, as ``fsdp2x.rl.score``
-    computes them and importance ratios need them. At temperature 0 they are those of temperature 1.
+    Log-probabilities are those at the temperature, before ``top_k``, ``top_p``, and ``min_p``. ``fsdp2x.rl.score``
+    computes the same, and importance ratios need them. At temperature 0 they are those of temperature 1.
     """
 
     max_tokens: int

@@ -1,7 +1,7 @@
 """``RolloutServer``: an engine process that samples for trainers and takes their weights between two tokens.
 
-It has two sockets on this host: one for requests at ``address``, one for pushes of ``fsdp2x.sync.Peer`` at
-``weights_address(address)``. Frames are those of ``fsdp2x.sync.engine``: a head and JSON, without pickles. Each request
+It has two sockets on this host. ``address`` is for requests, and ``weights_address(address)`` for pushes of
+``fsdp2x.sync.Peer``. Frames are those of ``fsdp2x.sync.engine``: a head and JSON, without pickles. Each request
 has one answer:
 
     status  {}                             -> {ok, state, version, reason, pid, vocab_size, has_weights, ...}
@@ -77,9 +77,9 @@ class RolloutServer:
 
         Args:
             model: an unsharded transformers model with a language-model head.
-            address: "@name", which leaves no file behind, or the path of a socket, which must not exist.
+            address: "@name", which leaves no file, or the path of a socket, which must not exist.
             has_weights: whether the model has weights. If not, it does not sample before the first push.
-            push_timeout_s: seconds that a trainer may be silent in the middle of a push.
+            push_timeout_s: seconds to wait for a trainer's next message in a push.
             stop_ids: tokens that end a response if a request names none.
             max_batch_rows, max_batch_tokens: see ``sample``.
             tokenizer: a transformers tokenizer, for prompts that are text or messages, and for answers as text.
