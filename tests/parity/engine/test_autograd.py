@@ -1,4 +1,4 @@
-"""What autograd can do to a unit: checkpoints, several calls, shared weights, hooks, in-place writes, freezing."""
+"""Uses of autograd on a unit: checkpoints, several calls, shared weights, hooks, in-place writes, and freezing."""
 
 import itertools
 
@@ -169,7 +169,7 @@ def test_a_weight_tied_across_units_after_sharding(ctx, transport):
 
 
 class InPlace(nn.Module):
-    """Writes to its input, which the caller goes on using."""
+    """Writes to its input, which the caller continues to use."""
 
     def __init__(self):
         super().__init__()

@@ -1,7 +1,7 @@
-"""Operations that give parameters another dtype, device, shape or memory behind the engine.
+"""Operations that change a parameter's dtype, device, shape, or memory without the engine.
 
-Each takes effect as on the unsharded model, or raises and leaves the model as it was. Either way the next steps compute
-what the unsharded model does.
+Each takes effect as on the unsharded model, or raises and leaves the model unchanged. Either way, the next steps
+compute the same as the unsharded model.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 def values(model):
-    """What ``model`` has, converted as if it were complete, with the cut of the sharded one."""
+    """Converts the full tensors of ``model`` and shards them like ``model``."""
 
     def cut(value, like):
         return distribute_tensor(value, like.device_mesh, like.placements) if isinstance(like, DTensor) else value
@@ -125,7 +125,7 @@ def facts(model):
 
 
 def outcome(operation, model, part):
-    """The type of the last error of ``operation`` and the forward behind it; None: both returned."""
+    """Runs ``operation`` and a forward. Returns the type of the last error, or None if both returned."""
     raised = None
     for call in (lambda: operation(PARTS[part](model)), lambda: model(torch.ones(2, 8))):
         try:

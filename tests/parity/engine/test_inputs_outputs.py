@@ -1,4 +1,4 @@
-"""What goes through forward: nested inputs, dicts, dataclasses, named tuples, and hooks of PyTorch on the module."""
+"""Values that pass through forward: nested inputs, dicts, dataclasses, named tuples, and PyTorch's module hooks."""
 
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass

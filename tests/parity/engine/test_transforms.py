@@ -1,5 +1,7 @@
-"""torch.func's transforms, torch.autograd.functional, forward-mode AD and modes around a sharded model: they compute
-what they compute on the unsharded one, at the first forward and later, and leave a model that trains."""
+"""torch.func's transforms, torch.autograd.functional, forward-mode AD, and modes around a sharded model.
+
+They compute the same as on the unsharded model, at the first forward and later. The model still trains afterwards.
+"""
 
 import pytest
 import torch
@@ -44,7 +46,7 @@ def dual(model):
 
 
 def with_gradients(function):
-    """What ``function`` returns, and the parameters' gradients of its sum."""
+    """Wraps ``function`` to return its result and the parameters' gradients of the result's sum."""
 
     def case(model):
         result = function(model)

@@ -106,7 +106,7 @@ def test_more_parameters_than_a_launch_names(ctx):
 @distributed(world_sizes=(4,))
 @pytest.mark.parametrize("transport", ["process_group", "streams"])
 def test_a_backward_that_is_refused_leaves_nothing_behind(ctx, transport):
-    """What was sent and received belongs to a reduction that is on its way, and goes back with it, once."""
+    """Send and receive buffers belong to a pending reduction, which returns them once."""
     only_fsdp2x(ctx)
     options = {"mesh": mesh_of("2d", ctx.world), "transport": transport}
     model, untouched = (shard(ctx, copy.deepcopy(reference()), UNITS, **options) for _ in range(2))
@@ -129,7 +129,7 @@ def test_a_backward_that_is_refused_leaves_nothing_behind(ctx, transport):
 
 
 class Vectors(nn.Module):
-    """A unit with nothing to code beside one that has."""
+    """A unit without anything to encode, next to one that has something."""
 
     def __init__(self) -> None:
         super().__init__()

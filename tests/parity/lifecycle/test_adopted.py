@@ -1,4 +1,4 @@
-"""What modules register after `fully_shard` trains as in the unsharded model, from the values of the first rank."""
+"""Parameters registered after `fully_shard` train as in the unsharded model, from the first rank's values."""
 
 import pytest
 import torch

@@ -15,7 +15,7 @@ HOOKED = ("blocks.1", "blocks.1.up", "blocks.2.down", "norm", "head")
 
 
 def watch(model, paths=HOOKED):
-    """What the hooks see: for each module and each of its weights, the gradient while it is whole."""
+    """Registers hooks that record the full gradient of each weight of each module. Returns the records and handles."""
     seen = []
 
     def hook(path, module):
@@ -39,8 +39,10 @@ def steps(ctx, model, num=3, sync=lambda number: True):
 @pytest.mark.parametrize("sync", ["always", "last"])
 @both_transports
 def test_full_backward_hooks_see_gradients(ctx, sync, transport):
-    """Hooks that come after the first step and go before the last one, too. Without gradient sync they see the
-    micro-batch's own; upstream's hooks see the sum so far."""
+    """This includes hooks added after the first step and removed before the last one.
+
+    Without gradient synchronization, fsdp2x's hooks see the micro-batch's gradient. FSDP2's hooks see the sum so far.
+    """
 
     def run(model):
         steps(ctx, model)
@@ -77,7 +79,7 @@ def test_a_hook_of_all_modules(ctx, transport):
         return seen, grads(model)
 
     seen, _ = parity(ctx, Stack(), run, STACK_UNITS, transport=transport)
-    # The first module's inputs need no gradients: its hook comes before its weights' gradients, with anybody.
+    # The first module's inputs need no gradients, so its hook runs before its weights' gradients in any implementation.
     assert len(seen) == 2 * 7 and sum(grad is not None for grad in seen) == 2 * 6
 
 
@@ -97,7 +99,7 @@ class Shared(Stack):
 @distributed(world_sizes=(2,))
 @both_transports
 def test_hooks_of_units_that_run_twice(ctx, transport):
-    """Their sums do not depend on who looks at them."""
+    """Hooks that read the gradients do not change their sums."""
     only_fsdp2x(ctx)
     results = []
     for hooked in (False, True):
@@ -136,7 +138,7 @@ MOVES = {
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.each_pair
 def test_hooks_of_gradients_outlive_moves(ctx, move, late):
-    """An optimizer that runs in backward goes on after `.to()`, before the first forward or later."""
+    """An optimizer that runs in backward still works after `.to()`, before the first forward or later."""
     model = shard(ctx, Stack(), STACK_UNITS)
     seen = {name: 0 for name, _ in model.named_parameters()}
     params = dict(model.named_parameters())

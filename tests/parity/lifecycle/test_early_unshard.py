@@ -12,8 +12,8 @@ from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from reference import both_transports, full, grads, mean_of_ranks, only_fsdp2x, params, parity, same, shard, shard_stock
 
-# Paths of modules that are unsharded before the first forward, "" the root. "*": asynchronously, waited for behind the
-# first forward; "+": asynchronously, waited for at once; "!": resharded again at once.
+# Paths of modules that are unsharded before the first forward. "" is the root. "*": asynchronous, with the wait after
+# the first forward. "+": asynchronous, with the wait at once. "!": resharded again at once.
 EARLY = (
     [""],
     ["*"],
@@ -35,7 +35,7 @@ def roots(model):
 
 
 def unshard(model, early):
-    """The handles that are still to be waited for."""
+    """Unshards modules and returns the handles that still need a wait."""
     waiting = []
     for path in early:
         module = model.get_submodule(path.strip("*+!"))
@@ -50,7 +50,7 @@ def unshard(model, early):
 
 
 def train(ctx, model, waiting=(), num=3):
-    """What can be seen of three steps, with an optimizer that is built first, unless it could step nothing."""
+    """Returns the visible results of three steps. Builds the optimizer first, unless it would have no parameters."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) if any(sharded(model)) else None
     seen = [roots(model), sharded(model)]
     for number in range(num):

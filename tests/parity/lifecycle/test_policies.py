@@ -35,7 +35,7 @@ def test_parameters_that_keep_their_dtype(ctx, transport):
     )
     model = Norms()
     for block in model.blocks:
-        block.down.bias = nn.Parameter(torch.zeros(6), requires_grad=False)  # would be fp32 beside bf16 weights
+        block.down.bias = nn.Parameter(torch.zeros(6), requires_grad=False)  # would be fp32 next to bf16 weights
         del block.down.bias
         block.down.register_parameter("bias", None)
     parity(ctx, model, lambda m: train(ctx, m), STACK_UNITS, transport=transport, mp_policy=policy)

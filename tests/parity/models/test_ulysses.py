@@ -14,9 +14,9 @@ from reference import changes, grads, only_fsdp2x, params, same
 
 EXACT = {"rtol": 1e-5, "atol": 1e-5}
 KINDS = {
-    "plain": [12, 12],  # a batch without padding
-    "uneven": [9, 11, 5],  # rows of different lengths, padded, and the batch padded again to a multiple of the ranks
-    "packed": [9, 5, 13, 8, 3],  # two rows of several samples, accumulated
+    "plain": [12, 12],  # A batch without padding.
+    "uneven": [9, 11, 5],  # Rows of different lengths are padded. The batch is padded to a multiple of the ranks.
+    "packed": [9, 5, 13, 8, 3],  # Two rows of several samples are accumulated.
 }
 PAPER_MODELS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "qwen3_moe", "qwen2_vl")
 OTHER_MODELS = (

@@ -51,7 +51,7 @@ def loss_of(images):
 @pytest.mark.parametrize("frozen", [True, False])
 @both_transports
 def test_an_image_on_one_rank_only(ctx, transport, frozen):
-    """Rank 0, then another, then nobody has an image; a frozen tower stays bit for bit as it was."""
+    """Rank 0, then another rank, then no rank has an image. A frozen tower stays unchanged, bit for bit."""
     only_fsdp2x(ctx)
     reference = tiny_vlm()
     if frozen:

@@ -1,4 +1,4 @@
-"""Moments in 8 bits: blocks that end with a rank's shard, states that go everywhere, and losses beside float32."""
+"""8-bit moments: blocks that end with a rank's shard, states in all checkpoint forms, and losses close to float32."""
 
 import copy
 import math

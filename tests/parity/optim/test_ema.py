@@ -33,7 +33,7 @@ def loss_of(model, rank, step=0):
 @distributed(world_sizes=(1, 2, 3))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_averages_are_torchs(ctx, name):
-    """Behind each step, and what a model that has them computes; its own values come back to the bit."""
+    """Averages and the losses computed with them agree after each step. The model's own values return bit for bit."""
     only_fsdp2x(ctx)
     reference = Stack()
     model = shard(ctx, copy.deepcopy(reference), STACK_UNITS)

@@ -74,7 +74,7 @@ def test_steps_are_the_plain_ones(ctx, dtype, name, transport):
 def test_columns_clipping_and_reports(ctx, placement):
     only_fsdp2x(ctx)
 
-    def cut(param):  # of dims behind the first FSDP2 shards even ones alone
+    def cut(param):  # FSDP2 shards dims after the first only if they are even
         return Shard(placement if param.ndim > 1 and param.shape[placement] % ctx.world == 0 else 0)
 
     models = [shard(ctx, Stack(), STACK_UNITS, shard_placement_fn=cut) for _ in range(2)]

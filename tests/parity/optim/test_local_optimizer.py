@@ -65,7 +65,7 @@ def test_states_load_both_ways_and_through_torchs_utilities(ctx):
     model = ours(ctx)
     optimizer = fsdp2x.local_optimizer(torch.optim.NAdam(model.parameters(), lr=1e-2))
     train(ctx, model, optimizer)
-    # Copies: training goes on with the tensors themselves.
+    # Copies, because training continues with the tensors themselves.
     saved, direct = (copy.deepcopy(one) for one in (get_optimizer_state_dict(model, optimizer), optimizer.state_dict()))
     weights = copy.deepcopy(full(model.state_dict()))
     expected = train(ctx, model, optimizer, range(3, 6))

@@ -26,13 +26,13 @@ SETTINGS = {
     "spectral": {"adjust_lr_fn": "spectral_unclamped", "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3},
 }
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
-# What the axes of a mesh do to a matrix.
+# Placements of a matrix on the axes of a mesh.
 ONE_AXIS = {"rows": (S0,), "columns": (S1,), "replicas": (R,)}
 TWO_AXES = {"replicas of rows": (R, S0), "rows and columns": (S0, S1), "columns and columns": (S1, S1)}
 
 
 def pair(shapes, mesh, placements):
-    """Parameters of a seed: whole ones, and the same as DTensors."""
+    """Returns random parameters from a fixed seed: full ones, and the same as DTensors."""
     torch.manual_seed(0)
     whole = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     cut = [nn.Parameter(distribute_tensor(param.detach(), mesh, placements)) for param in whole]
@@ -83,7 +83,7 @@ def test_steps_over_two_axes_are_torchs(ctx, cut_as):
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Shard(2)], ids=str)
 def test_stacks_are_matrices(ctx, placement):
-    """Of experts: those of a rank, or rows or columns of all, each as a matrix of its own."""
+    """Each expert is a separate matrix, whether a rank has some experts, or rows or columns of all."""
     only_fsdp2x(ctx)
     mesh = init_device_mesh("cpu", (ctx.world,))
     whole, cut = pair([(5, 12, 8), (2, 3, 7)], mesh, [placement])
@@ -202,7 +202,7 @@ def test_matrices_without_gradients_stay(ctx):
 
 @distributed(world_sizes=(2, 3))
 def test_states_are_torchs(ctx):
-    """What torch.optim.Muon kept goes on here, under any cut, also in a copy."""
+    """fsdp2x's Muon continues from the state of torch.optim.Muon, under any sharding, also in a copy."""
     only_fsdp2x(ctx)
     mesh = init_device_mesh("cpu", (ctx.world,))
     whole, cut = pair(SHAPES, mesh, [S0])

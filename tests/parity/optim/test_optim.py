@@ -70,7 +70,7 @@ def test_accumulation_in_low_precision(ctx, reduce, transport):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("foreign", [False, True])
 def test_gradients_are_accumulated_into_the_same_tensor(ctx, foreign):
-    """Also into one that somebody else assigned, over backwards without zero_grad."""
+    """The same holds for a tensor that other code assigned, over backwards without zero_grad."""
 
     def run(model):
         if foreign:
@@ -89,7 +89,7 @@ def test_gradients_are_accumulated_into_the_same_tensor(ctx, foreign):
 @distributed(world_sizes=(2, 3))
 @both_transports
 def test_optimizer_in_backward(ctx, transport):
-    """A sharded parameter's post-accumulate hook steps and drops the gradient while backward goes on."""
+    """A sharded parameter's post-accumulate hook steps and drops the gradient while backward continues."""
 
     def run(model):
         order = []

@@ -259,7 +259,7 @@ def test_wrong_settings_are_refused():
 
 @pytest.mark.parametrize("moments", [torch.bfloat16, "int8"])
 def test_what_the_kernel_cannot_take_is_stepped_by_torch_and_rounded(moments):
-    """A strided parameter keeps its moments in their dtype, too."""
+    """A strided parameter also keeps its moments in their dtype."""
     base = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
     strided, dense = nn.Parameter(base.clone()[:, ::2]), nn.Parameter(base.clone()[:, ::2].contiguous())
     optimizers = [fsdp2x.optim.AdamW([param], lr=1e-2, moments_dtype=moments) for param in (strided, dense)]

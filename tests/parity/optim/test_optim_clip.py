@@ -49,7 +49,10 @@ def test_the_method_of_fsdp1_clips(ctx):
 @distributed(world_sizes=(1, 2, 3))
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_of_clipping_first(ctx, kind):
-    """Whoever clips and steps: uneven and empty shards, a parameter without a gradient, a norm that is small enough."""
+    """The bits agree for every way to clip and step.
+
+    Cases: uneven and empty shards, a parameter without a gradient, and a norm that needs no clipping.
+    """
     only_fsdp2x(ctx)
     make, options = KINDS[kind]
     sharded = [shard(ctx, Stack(), STACK_UNITS) for _ in range(4)]
@@ -86,7 +89,7 @@ def test_bits_of_clipping_first(ctx, kind):
 
 @distributed(world_sizes=(2,))
 def test_gradients_that_torch_steps(ctx):
-    """Of a parameter in f64 and of one whose gradient is cut otherwise: the norm is over both and a plain one."""
+    """The norm covers an f64 parameter, one whose gradient has another placement, and a plain one."""
     mesh = init_device_mesh("cpu", (ctx.world,))
     torch.manual_seed(0)
     values = [torch.randn(4, 6), torch.randn(5, dtype=torch.float64), torch.randn(3)]
@@ -168,7 +171,7 @@ def test_settings(make):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("in_step", [True, False])
 def test_a_clipped_model_can_move(ctx, in_step):
-    """torch exchanges parameters on the way, which it can only where nobody refers to them weakly."""
+    """The move swaps parameters, which torch can only do if they have no weak references."""
     only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS)
     optimizer = AdamW(model.parameters(), max_grad_norm=0.1 if in_step else None)

@@ -82,7 +82,7 @@ def test_groups_frozen_parameters_and_missing_gradients(ctx):
         for number in range(4):
             models.step(ctx, model, None, number)
             if number % 2 == 0:
-                model.blocks[1].up.weight.grad = None  # its step count falls behind
+                model.blocks[1].up.weight.grad = None  # so that it has fewer steps
             optimizer.step()
             optimizer.zero_grad()
         snapshots.append(snapshot(model, optimizer))

@@ -37,7 +37,7 @@ KINDS = {
     "muon": (torch.float32, muon),
     "muon, int8 moments": (torch.bfloat16, lambda model: muon(model, moments_dtype="int8")),
 }
-# What a state holds in float32, whatever it is kept in.
+# State entries that a state dict has in float32, whatever dtype stores them.
 WIDE = {"int8 moments": {"step", "exp_avg", "exp_avg_sq"}, "averages": {"step", "ema"}}
 WIDE["muon, int8 moments"] = WIDE["int8 moments"]
 # All forms of moments in codes, one of the others.

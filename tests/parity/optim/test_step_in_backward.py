@@ -140,7 +140,7 @@ MISUSES = [
 @distributed(world_sizes=(1, 2))
 @pytest.mark.parametrize(("misuse", "text"), MISUSES, ids=lambda value: getattr(value, "__name__", ""))
 def test_what_would_change_the_step_is_refused(ctx, misuse, text):
-    """And the next step is as ever."""
+    """The next step works as usual."""
     (model, optimizer), _ = twins_of(ctx)
     backward(ctx, model)
     with pytest.raises(RuntimeError, match=text):

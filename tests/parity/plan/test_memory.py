@@ -87,7 +87,7 @@ def test_the_ledger_follows_the_formulas(ctx, transport, policy, reshard):
     depth = 0 if transport == "process_group" and ctx.world > 1 else 1
     num_slots = 1 + depth if reshard else NUM_BLOCKS
     stats = fsdp2x.describe(model).stats
-    # Shards that no gather has to cast rest in a slot that takes no memory beside theirs.
+    # Shards that gathers need not cast are stored in the gather buffer, which takes no additional memory.
     rests = transport == "shm" and policy == "fp32" and ctx.world > 1
     assert stats["peak_gather_bytes"] == (0 if rests else root + num_slots * blocks[0]), stats
     assert stats["gather_slot_bytes"] == stats["peak_gather_bytes"], stats
@@ -102,7 +102,7 @@ def test_the_ledger_follows_the_formulas(ctx, transport, policy, reshard):
 @all_policies
 @both_reshards
 def test_scratch_of_shared_memory(ctx, policy, reshard):
-    """One for the units, one for the root, also with peers that are behind."""
+    """The units share one reduction buffer and the root has one, also if other ranks are late."""
     only_fsdp2x(ctx)
     import fsdp2x
 
@@ -166,7 +166,7 @@ def test_a_steady_step_allocates_nothing(ctx, policy, reshard):
 @distributed(world_sizes=(2,))
 @all_policies
 def test_gradients_are_shards(ctx, policy):
-    """What the first step allocates besides shared memory: the shards' gradients and one gradient of autograd."""
+    """Besides shared memory, the first step allocates the shards' gradients and one gradient of autograd."""
     only_fsdp2x(ctx)
     model = shard(ctx, model_of(), UNITS, transport="shm", mp_policy=POLICIES[policy])
     with torch.no_grad():
@@ -178,11 +178,11 @@ def test_gradients_are_shards(ctx, policy):
 
 
 def resident_bytes(ctx, make, num: int) -> int:
-    """Bytes by which `num` steps lift the peak of all ranks together, shared memory counted once."""
+    """Returns the bytes that `num` steps add to the peak of all ranks. Counts shared memory once."""
     before = set(memory.shared_files())
     model = make(model_of(512))
     dist.barrier()
-    # One rank is always behind, so that ours needs all the memory it ever does.
+    # One rank is always late, so that fsdp2x reaches its highest memory use.
     peak = torch.tensor(memory.peak_private_bytes(partial(train, model, num, 0.03 * ctx.rank)))
     dist.all_reduce(peak)
     dist.barrier()

@@ -22,10 +22,10 @@ NUM_STEPS = 4
 
 
 def plain(node: trees.Node) -> trees.Node:
-    """The tree as the planner takes it: modules run once each, in their order, on what the one before returned.
+    """Returns the tree as the planner takes it: each module runs once, in order, on the output of the previous one.
 
-    And what a container returns is a tensor of its own: otherwise its unit and that of its last child hear of the
-    backward at once, the child's first.
+    A container also returns a separate tensor. Otherwise its unit's backward begins together with its last child's,
+    and after it.
     """
     kind = "residual" if node.children else node.kind
     return replace(node, kind=kind, children=tuple(map(plain, node.children)))

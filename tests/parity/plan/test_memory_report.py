@@ -1,4 +1,4 @@
-"""What memory_report says before the first forward, the engine's ledger and the allocator say after some steps."""
+"""memory_report before the first forward agrees with the engine's statistics and the allocator after some steps."""
 
 import copy
 import math
@@ -184,7 +184,7 @@ def test_several_backwards_with_replicas(ctx, transport, before_last):
 
 @distributed(world_sizes=(2,))
 def test_gradients_that_are_added_to_on_the_host(ctx):
-    """What arrives there is a block of its own until it is added."""
+    """A gradient that arrives on the host has a separate block until it is added."""
     only_fsdp2x(ctx)
     offload = CPUOffloadPolicy(pin_memory=False)
     model = shard(ctx, Stack(num=4, width=48), UNITS, transport="streams", offload_policy=offload)
@@ -192,7 +192,7 @@ def test_gradients_that_are_added_to_on_the_host(ctx):
     plan = fsdp2x.memory_report(model, micro_batches=3, before_last="reduce_scatter")
     check(model, run_stack, num=3, before_last="reduce_scatter")
     groups = [group for state in unit_states(model) for group in state.groups]
-    blocks = fsdp2x.describe(model).stats["gradient_block_allocations"] - len(groups)  # beside the gradients' pools
+    blocks = fsdp2x.describe(model).stats["gradient_block_allocations"] - len(groups)  # without flat buffers
     largest = max(group.pool.numel() for group in groups)
     assert 0 < plan.landing_bytes <= blocks * largest and blocks <= 3
 
@@ -221,7 +221,7 @@ def test_settings_that_move_memory(ctx, setting):
 
 
 def check_plan(ctx, model, wrapped, run, *, replicas: int = 1, optimizer: str = "adamw", **options) -> None:
-    """What is planned for a device is what is measured after some steps, on rank 0, number by number."""
+    """Every number planned for a device equals the one measured on rank 0 after some steps."""
     mode = options.pop("mode", "none")
     plan = fsdp2x.memory.plan_memory(model, ctx.world, device="cuda", offload=mode, replicas=replicas,
                                      optimizer=optimizer, **options)  # fmt: skip
@@ -301,7 +301,7 @@ def test_pages_of_the_replicas(ctx):
 @distributed(world_sizes=(2,))
 @all_policies
 def test_bytes_on_the_wire_are_those_of_the_collectives(ctx, policy):
-    """What the process group is handed in one step: each rank sends all segments but one of every collective."""
+    """The plan counts the bytes of one step's collectives. In each, a rank sends all segments but one."""
     only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS, transport="process_group", mp_policy=POLICIES[policy])
     plan = fsdp2x.memory_report(model)

@@ -8,16 +8,16 @@ import pytest
 from harness import programs
 
 SCRIPT = Path(__file__).resolve().parents[2] / "support" / "peaks.py"
-# Flags behind reduced rows and pads between parameters.
+# Flags after reduced rows, and padding between parameters.
 SLACK_BYTES = 2**16
 ACTIVATION_BYTES = 3 * 2**17  # no report counts them
 
 
 @pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_no_step_needs_more_than_stocks(half):
-    """One rank and eight; embedding and head larger than blocks, tied or not, and units that are all alike.
+    """One rank and eight, with units that are all alike, or an embedding and head larger than blocks, tied or not.
 
-    In either half of the table any two of model, ranks and dtypes meet.
+    Either half of the table covers all pairs of model, ranks, and dtypes.
     """
     done = programs.run(SCRIPT, half, timeout=200)
     assert done.returncode == 0, done.stderr[-4000:]

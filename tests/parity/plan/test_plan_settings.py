@@ -19,7 +19,7 @@ from training import MODEL, settings, shared_folder, write_model, write_text
 MOE = {**MODEL, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 12, "num_experts_per_tok": 2,
        "tie_word_embeddings": False}  # fmt: skip
 
-# What a setting is changed in. Each is a change of the tiny run of `settings` itself.
+# Runs in which a setting is changed. Each of them changes the tiny run of `settings`.
 BASES = {
     "run": {},
     "experts": {"model.config": MOE},
@@ -211,7 +211,7 @@ def test_which_settings_change_the_plan(folder):
 
 
 def check(ctx, base: str, key: str, value) -> None:
-    """What a run reports is what was planned of it."""
+    """A run's memory report equals its plan."""
     with shared_folder(ctx) as folder:
         if "FOLDER" in (BASES[base].get("model.path"), value):
             on_first(lambda: write_models(folder))
@@ -289,7 +289,7 @@ def test_copies_for_saves_in_the_background(ctx):
 
 
 def test_shards_of_a_node_follow_its_ranks(folder):
-    """HYBRID_SHARD without a size shards inside a node, of which a plan must be told."""
+    """HYBRID_SHARD without a size shards inside a node, so a plan needs the node's number of ranks."""
     config = prepare(folder, "run", {"parallel.strategy": "HYBRID_SHARD", "train.accumulation": 1})
 
     def shape(**options):

@@ -126,7 +126,7 @@ def test_updates_over_sequence_parallel_ranks(ctx, apply):
 
 @distributed(world_sizes=(2,), timeout=120)
 def test_checkpoints_folders_and_adapters(ctx):
-    """A checkpoint restores head and body; a policy's folder fills the body; LoRA trains the head beside it."""
+    """A checkpoint restores head and body, and a policy's folder fills the body. LoRA also trains the head."""
     only_fsdp2x(ctx)
     critic = fsdp2x.fully_shard(build_critic())
     expected = params(critic)

@@ -45,7 +45,7 @@ def build(name):
 
 
 def weights_of(sample, seed=0):
-    """What a loss might weigh the log-probabilities and entropies of a sample with: [2, its tokens], some zero."""
+    """Returns weights for a sample's log-probabilities and entropies, as a loss has them: [2, tokens], some zero."""
     length = len(sample["input_ids"])
     generator = torch.Generator().manual_seed(7000 + 31 * seed + int(sample["input_ids"].sum()))
     return torch.randn(2, length, generator=generator) * (torch.rand(2, length, generator=generator) < 0.8)
@@ -131,7 +131,7 @@ def test_packed_rows(ctx, name, transport):
 @distributed(world_sizes=(2,), timeout=120)
 @pytest.mark.parametrize("name", ["llama", "phi", "granite", "cohere", "qwen2_vl", "qwen3_moe"])
 def test_kinds_of_heads(ctx, name):
-    """Plain, with a bias, scaled by a quotient and by a factor, tied, of a vision-language model, behind experts."""
+    """Heads are plain, with a bias, scaled by a quotient or a factor, tied, for vision-language, or after experts."""
     check(ctx, name, steps=1)
 
 
@@ -248,7 +248,7 @@ def test_several_forwards_before_a_backward(ctx):
 @distributed(world_sizes=(2,))
 @both_transports
 def test_without_gradients(ctx, transport):
-    """A policy between its updates: the same values, and training goes on as if nothing had been."""
+    """Between its updates, a policy without gradients computes the same values, and training continues unchanged."""
     only_fsdp2x(ctx)
     model = fsdp2x.fully_shard(build("gemma2_cap"), transport=transport)
     row = pack_samples(sequences.make_samples(model, [9, 5], seed=ctx.rank))

@@ -261,11 +261,11 @@ def test_one_ranks_bad_reward_is_an_error_on_every_rank(ctx):
     assert rl.group_advantages([1.0], [ctx.rank]).tolist() == [0.0]
 
 
-# ---- the model beside the policy
+# ---- the reference model next to the policy
 
 
 def held_bytes(model):
-    """Of the engine's shared memory, and of the buffers of its transport."""
+    """Returns the bytes of the engine's shared memory and gather buffers, and the buffers in use."""
     root = model._get_fsdp_state().root
     return sum(memory.shared_files().values()), root.stats()["gather_slot_bytes"], root.loans()
 
@@ -274,7 +274,7 @@ def held_bytes(model):
 @pytest.mark.parametrize("transport", ["shm", "process_group", "streams"])
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_references_memory_returns(ctx, transport, offload):
-    """Two models in one process: after each block the reference holds its shards, and the policy trains on."""
+    """Two models share a process. After each block the reference only has its shards, and the policy still trains."""
     only_fsdp2x(ctx)
     if transport == "streams":
         streams.install()

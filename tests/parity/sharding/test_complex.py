@@ -100,7 +100,7 @@ def test_complex_beside_real_weights(ctx, transport):
 
 @distributed(world_sizes=(2,))
 def test_frozen_and_held_complex_gradients(ctx):
-    """Gradients that somebody keeps, foreign ones that are added to, and weights without any."""
+    """Some gradients are kept by the caller, some are assigned before backward adds to them, and some are missing."""
 
     def run(model):
         model.phase.requires_grad_(False)

@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 class Scaled(torch.Tensor):
-    """What modules compute with: gathered integers and the scale that makes them a weight."""
+    """The weight that modules compute with: gathered integers and their scale."""
 
     @staticmethod
     def __new__(cls, data, scale, dtype):
@@ -129,7 +129,7 @@ def train(ctx, model):
 @pytest.mark.parametrize("others", [True, False])
 @pytest.mark.parametrize("sent", SENT, ids=str)
 def test_a_scale_beside_the_memory_follows_each_gather(ctx, transport, others, sent):
-    """Whatever is sent, losses and gradients are stock's, all bits."""
+    """For every dtype that is sent, losses and gradients equal FSDP2's, bit for bit."""
     if not others:
         only_fsdp2x(ctx)  # gloo has no such dtypes
     for reshard in (True, False, None):

@@ -48,7 +48,7 @@ def test_state_dict_round_trip(ctx, assign, transport):
 
 @distributed(world_sizes=(2,))
 def test_loading_does_not_replace_parameters(ctx):
-    """Without assign an optimizer made before load_state_dict goes on working."""
+    """Without `assign`, an optimizer made before load_state_dict still works afterwards."""
 
     def run(model):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

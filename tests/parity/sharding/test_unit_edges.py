@@ -134,7 +134,7 @@ def test_a_member_called_past_the_root(ctx, transport, grad):
 
 
 class Bypassing(nn.Module):
-    """Keeps a tensor of its own beside what it returns, or is asked for second-order gradients."""
+    """Keeps a tensor besides its output. Tests also compute its second-order gradients."""
 
     def __init__(self):
         super().__init__()

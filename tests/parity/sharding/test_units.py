@@ -44,14 +44,14 @@ def train(ctx, model, num=3):
 @both_transports
 @pytest.mark.parametrize("factor", [1.0, 3.0, 4.0])
 def test_a_divide_factor_needs_no_operation_that_gloo_lacks(ctx, transport, factor):
-    """Upstream asks gloo for PREMUL_SUM, which it has not, unless it is told to sum and to divide by itself."""
+    """FSDP2 calls gloo with PREMUL_SUM, which gloo lacks, unless it is set to sum and to divide by itself."""
     results = []
     for make in (shard_stock, lambda *args: shard(ctx, *args, transport=transport)):
         model = make(Stack(), STACK_UNITS)
         for module in model.modules():
             if hasattr(module, "set_gradient_divide_factor"):
                 module.set_gradient_divide_factor(factor)
-                if make is shard_stock or ctx.impl == "torch" or factor == 4.0:  # and ours may be told, too
+                if make is shard_stock or ctx.impl == "torch" or factor == 4.0:  # fsdp2x also accepts it
                     module.set_force_sum_reduction_for_comms(True)
         results.append(train(ctx, model))
     same(*results)

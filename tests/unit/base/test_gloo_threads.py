@@ -1,4 +1,4 @@
-"""At the end of a process gloo's threads are waited for, as long as they run and no longer."""
+"""At its end, a process waits for gloo's threads while they run, and no longer."""
 
 import subprocess
 import sys
@@ -9,8 +9,8 @@ import pytest
 from fsdp2x.base import gloo_threads
 from harness import programs
 
-# Collectives that were waited for, then the end, in which a thread of gloo that has not dropped its tensors yet finds
-# the interpreter's lock taken: this interpreter gives it to nobody who asks.
+# Waits for collectives and then ends. Meanwhile a gloo thread may still need the GIL to drop its tensors. This
+# interpreter does not release the GIL on request.
 SCRIPT = """
 import sys
 import torch, torch.distributed as dist

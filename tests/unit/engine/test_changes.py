@@ -1,4 +1,4 @@
-"""What a delta sends: elements whose bits differ in the dtype of the wire, on any number of threads, or a device."""
+"""A delta sends the elements whose bits differ in the wire's dtype, on any number of threads or a device."""
 
 import pytest
 import torch

@@ -123,7 +123,7 @@ def test_runs_of_a_chunk_are_its_bytes(shape, offsets, sizes):
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a system without large pages")
 def test_memory_of_a_save_may_come_in_large_pages():
-    """Which shared memory does only where the system was told so."""
+    """Shared memory uses large pages only if the system's settings allow it."""
     memory = page_aligned(5 << 20)
     assert memory.data_ptr() % mmap.PAGESIZE == 0 and not memory.any()
     flags: list[str] = []

@@ -102,7 +102,7 @@ def test_states_of_others_and_of_nobody_are_named(tmp_path):
     ],
 )
 def test_states_that_no_generator_has(part, state):
-    """numpy would read from behind its words, and Python keeps any next Gaussian."""
+    """With these states, numpy would read after the end of its words, and Python accepts any next Gaussian."""
     with pytest.raises(CorruptFile, match="here: not a state of random generators"):
         check_rng({**rng_state(CPU), part: state}, CPU, "here")
 

@@ -90,7 +90,7 @@ TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfl
 
 
 def with_header(path, header):
-    """The data of `TENSORS` behind another header."""
+    """Replaces the header of a file with the data of `TENSORS`."""
     content = path.read_bytes()
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + int.from_bytes(content[:8], "little") :])

@@ -189,7 +189,7 @@ def _cut(rng, box):
 
 
 def test_a_pickle_cannot_move_what_stands_for_a_tensor(tmp_path):
-    """A tensor's attributes set by the pickle behind it: another place, another file."""
+    """The pickle sets a tensor's attributes afterwards, to another offset and another file."""
     torch.save({"a": torch.arange(4.0)}, tmp_path / "x.pt")
     with zipfile.ZipFile(tmp_path / "x.pt") as source:
         parts = {name: source.read(name) for name in source.namelist()}

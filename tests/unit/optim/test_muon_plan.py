@@ -189,7 +189,7 @@ def test_a_refused_group_leaves_the_optimizer_as_it_was():
 
 @pytest.mark.parametrize("ns_dtype", [torch.float32, torch.bfloat16])
 def test_iterations_move_singular_values_to_one(ns_dtype):
-    """Of a matrix, of its transpose, and of a stack of both's size, of which one is zero."""
+    """This holds for a matrix, its transpose, and a stack in which one matrix is zero."""
     torch.manual_seed(0)
     # Coefficients that converge, in place of Muon's, which stay within 0.7 to 1.2.
     coefficients = [(15 / 8, -10 / 8, 3 / 8)] * 25

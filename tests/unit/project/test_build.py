@@ -143,7 +143,7 @@ def test_import_with_another_torch_says_what_to_do(installed):
 
 
 def test_the_check_comes_before_the_extension(tmp_path):
-    # A copy of the package's torch-facing module beside a build record for another torch and an unloadable extension.
+    # A copy of the module that imports torch, with a build record for another torch and an unloadable extension.
     package = tmp_path / "fsdp2x"
     (package / "base").mkdir(parents=True)
     (package / "__init__.py").write_text("from fsdp2x.base import native\n")
@@ -283,7 +283,7 @@ def fake_nvcc(tmp_path: Path, version: str, known: tuple[int, ...]) -> Path:
 
 
 def architectures_of(nvcc: Path) -> tuple[list[str], str]:
-    """What the build compiles the kernels for by default with an nvcc, and why it leaves them out."""
+    """Returns the default GPU architectures for an nvcc, and the reason if the build skips the kernels."""
     program = nvcc.parent / "choose.cmake"
     program.write_text(
         f'include("{ROOT}/cmake/cuda_architectures.cmake")\n'

@@ -1,4 +1,4 @@
-"""What GPU benchmarks and tests read out of traces, and the sizes of their models; no device is needed for these."""
+"""Readings of traces for GPU benchmarks and tests, and the sizes of their models. These tests need no device."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def test_overlap_of_streams():
     gemms = [one for one in work if one.stream == compute and one.kind == "kernels"]
     casts = [one for one in work if one.stream != compute and one.kind == "kernels"]
     assert device_work.busy_us(gemms) == 20 and device_work.busy_us(casts) == 7
-    # 5..8 and 9..10 beside the first product, 12..13 beside the second.
+    # 5..8 and 9..10 overlap the first product, 12..13 the second.
     assert device_work.shared_us(casts, gemms) == device_work.shared_us(gemms, casts) == 5
     assert device_work.shared_us(casts, []) == 0
     with pytest.raises(ValueError, match="does not see the device"):

@@ -1,4 +1,4 @@
-"""The pages that runs on a GPU end with: what is held, failed, missed or not shown is said as such."""
+"""Pages at the end of GPU runs: they list what holds, failed, was missed, or was not shown."""
 
 import ast
 import re

@@ -169,7 +169,7 @@ def test_a_forked_program_is_one_of_its_own():
 
 
 class Case:
-    """What `thin_out` asks of an item of pytest."""
+    """The part of a pytest item that `thin_out` uses."""
 
     path, originalname = "file", "test"
 

@@ -1,4 +1,4 @@
-"""Who may import and include what. Rooms of Python are contracts in pyproject.toml, those of csrc tables in READMEs."""
+"""Allowed imports and includes. pyproject.toml has contracts of Python directories, READMEs have tables of csrc's."""
 
 import ast
 import functools

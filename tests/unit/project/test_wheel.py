@@ -1,4 +1,4 @@
-"""A wheel says for which torch and CUDA it is, finds libraries anywhere, and is refused beside another torch."""
+"""A wheel names its torch and CUDA versions, finds libraries anywhere, and refuses another torch."""
 
 import base64
 import hashlib
@@ -202,7 +202,7 @@ def test_a_wheel_in_an_empty_environment(tmp_path):
     losses = re.findall(r"rank \d: ([\d.]+)", steps.stdout)
     assert len(losses) == 2 and losses[0] == losses[1]
 
-    # Beside another torch: pip refuses, and where pip was not asked the import does, in a sentence.
+    # With another torch, pip refuses the wheel. Without pip's check, the import raises one sentence.
     other = tmp_path / "other"
     venv.create(other, with_pip=False)
     place = Path(sysconfig.get_path("purelib", vars={"base": str(other), "platbase": str(other)}))

@@ -35,7 +35,7 @@ def samples_in_rows(draw):
 
 
 def label_places(sample):
-    """Where a sample's labels are predicted."""
+    """Returns the positions that predict a sample's labels."""
     return [t for t in range(len(sample["labels"]) - 1) if sample["labels"][t + 1] != NO_LABEL]
 
 
@@ -178,7 +178,7 @@ def test_the_clip_by_hand():
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_values_are_the_head_on_hidden_states(name):
-    """Of causal and base models; packed samples see what they see alone; the first values are zero."""
+    """This holds for causal and base models. Packed samples see the same as alone, and the first values are zero."""
     source = sequences.build(name)
     samples = sequences.make_samples(source, [5, 3, 7])
     critic = rl.ValueModel(source.model if name == "llama" else source)

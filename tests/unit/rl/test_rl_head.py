@@ -126,7 +126,7 @@ def test_autocast_rounds_operands_as_a_linear_layer_does():
 
 
 def test_excluded_tokens():
-    """A bias of -inf takes tokens out of the distribution, a whole tile of them, too."""
+    """A bias of -inf removes tokens from the distribution, also a full tile of them."""
     (hidden, weight, bias), labels, weights = make((6,), vocab=8, masked=False)
     bias[4:], labels[:] = -torch.inf, labels % 4
     case = {"entropy": True, "transform": LogitTransform(), "temperature": 1.0}

@@ -178,13 +178,13 @@ def test_an_empty_row_reaches_what_its_scores_came_from():
 
 
 # From the papers, and from what TRL documents (huggingface.co/docs/trl: GRPOConfig, "Paper Index"):
-#   GRPO        arXiv 2402.03300: a mean over samples of means over tokens; epsilon 0.2 and beta 0.0 as in GRPOConfig
-#   DAPO        arXiv 2503.14476: epsilon 0.2 below and 0.28 above, a mean over all tokens, no KL
-#   Dr. GRPO    arXiv 2503.20783: sums over tokens, divided by a constant in place of lengths
-#   GSPO        arXiv 2507.18071, section 5.1: epsilon 3e-4 below and 4e-4 above; one ratio of each sample
-#   CISPO       arXiv 2506.13585: the detached ratio times log p, a mean over all tokens, no bound below; cut at 5 above
-#               (epsilon_high=5.0 of ms-swift's documentation, which is the bound itself and not what exceeds 1)
-#   REINFORCE   -A log p, a mean over all tokens
+#   GRPO        arXiv 2402.03300: a mean over samples of means over tokens, epsilon 0.2 and beta 0.0 as in GRPOConfig.
+#   DAPO        arXiv 2503.14476: epsilon 0.2 below and 0.28 above, a mean over all tokens, no KL.
+#   Dr. GRPO    arXiv 2503.20783: sums over tokens, divided by a constant instead of lengths.
+#   GSPO        arXiv 2507.18071, section 5.1: epsilon 3e-4 below and 4e-4 above, one ratio for each sample.
+#   CISPO       arXiv 2506.13585: the detached ratio times log p, a mean over all tokens, no lower bound.
+#               The upper bound is 5, because epsilon_high=5.0 in ms-swift's documentation is the bound itself.
+#   REINFORCE   -A log p, a mean over all tokens.
 
 
 def loss_of_two(which, ratios, logs=(-1.0, -2.0, -0.5, -1.0, -3.0)):

@@ -31,7 +31,7 @@ MODELS = {
 
 
 def plain_log_probs(model, row, temperature=1.0):
-    """Of each token of a response, by one forward without a cache: [tokens, vocabulary]."""
+    """Returns a response's log-probabilities from one forward without a cache: [tokens, vocabulary]."""
     logits = model(input_ids=torch.tensor([row.tokens]), use_cache=False).logits[0, row.num_prompt - 1 : -1]
     return (logits / (temperature or 1.0)).log_softmax(-1)
 

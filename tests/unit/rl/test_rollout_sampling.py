@@ -75,7 +75,7 @@ def test_a_seed_says_what_is_drawn():
 
 
 def test_weights_that_change_between_two_tokens():
-    """Each token's log-probability is that of the version that is told, given all tokens before it."""
+    """Each token's log-probability is that of the reported version, given all tokens before it."""
     model, versions = build("qwen3", seed=0).eval(), [build("qwen3", seed=seed).eval() for seed in range(3)]
     num_forwards = 0
 

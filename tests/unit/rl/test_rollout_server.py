@@ -1,4 +1,4 @@
-"""An engine that samples for trainers: requests it refuses, engines that end or hang, what is left behind."""
+"""An engine that samples for trainers: requests it refuses, engines that end or hang, and cleanup."""
 
 import contextlib
 import os
@@ -168,7 +168,7 @@ def test_an_engine_that_ends_or_hangs(ends):
             engine.close()
         with pytest.raises(RolloutError, match="failed in sample: rank 0: the engine is gone or hangs"):
             client.collect()
-        # What such an engine says later is not taken for the answer to something else.
+        # A late message of such an engine is not taken as the answer to another request.
         client.ask([[3]], Sampling(2))
         with pytest.raises(RolloutError, match="the engine is gone or hangs"):
             client.collect()

@@ -271,7 +271,7 @@ SETTINGS = "max_split_size_mb:64,expandable_segments:{},roundup_power2_divisions
 @pytest.mark.parametrize("on", ["True", "False"])
 @pytest.mark.parametrize("tells", [True, False])
 def test_memory_for_others_is_in_no_expandable_segment(monkeypatch, on, tells):
-    """Other processes may be unable to map one; the user's settings are as they were behind it."""
+    """Other processes may be unable to map such a segment. Afterwards the user's settings are restored."""
     allocator = {"now": SETTINGS.format(on)}
     private = torch_private.torch._C
     monkeypatch.setattr(private, "_accelerator_setAllocatorSettings", lambda text: allocator.update(now=text))

@@ -106,7 +106,7 @@ class Door(Served):
             return receive_frame(connection, deadline)[1]
 
     def require_service(self):
-        """Somebody who speaks the protocol gets what they ask for."""
+        """Checks that a client that follows the protocol gets correct answers."""
         if self.kind == "rollout":
             with self.dial() as connection:
                 assert "config" in self.ask(connection, "status", {})["error"], "this model has none"

@@ -61,7 +61,7 @@ def half_a_greeting(connection):
 
 
 def a_replayed_greeting(connection):
-    """What another connection has sent, whose nonce was another one."""
+    """Sends the greeting of another connection, which had a different nonce."""
     connection.recv(40)
     connection.sendall(bytes(GREETING_BYTES))
 
@@ -179,7 +179,7 @@ def test_nothing_stays_behind():
     before = {thread.name for thread in threading.enumerate()}
     receiver = TcpReceiver(ANY_PORT, Store(), secret=SECRET)
     with dial(receiver) as waiting:
-        greet_engine(waiting, SECRET, 60)  # nobody polls: it waits behind the door
+        greet_engine(waiting, SECRET, 60)  # the receiver does not poll, so the connection waits in its queue
         receiver.close()
         deadline = time.monotonic() + 60
         while {thread.name for thread in threading.enumerate()} != before:

@@ -1,4 +1,4 @@
-"""Which parameters are gathered alone and which together, by how a backend runs many gathers; plans count by it."""
+"""The rule that gathers parameters alone or together, by how a backend runs many gathers. Plans also use it."""
 
 import warnings
 
@@ -30,12 +30,12 @@ UNITS = {"dense": DENSE, "experts": EXPERTS, "fused": FUSED, "tower": TOWER}
 TYPES = (torch.float32, torch.bfloat16, torch.float32)
 STACKED = [_C.ParamShape(128, 3072, 4096, *TYPES), _C.ParamShape(128, 4096, 1536, *TYPES)]
 SMALL_STACKED = [_C.ParamShape(128, 1536, 1024, *TYPES), _C.ParamShape(128, 1024, 768, *TYPES)]
-# Of 768 rows 512 ranks have two each: the packed segments have room for as many.
+# With 512 ranks and 768 rows, the packed segments have room for two rows of each rank.
 EXPERTS_MIB = {2: 1152, 8: 1152, 64: 1152, 512: 1408}
 
 
 def packed_mib(shapes: list[_C.ParamShape], gathers: str, world: int) -> int:
-    """What travels in one collective for all; every other parameter has one of its own."""
+    """Returns the MiB of parameters that share one collective. Every other parameter has a separate one."""
     below = transport.pack_below_bytes(gathers, world)
     layout = _C.Layout(shapes, world, 0, True)
     return _C.packed_segment_bytes(layout, 2**63 if below is None else below) * world // MIB
@@ -43,21 +43,21 @@ def packed_mib(shapes: list[_C.ParamShape], gathers: str, world: int) -> int:
 
 @pytest.mark.parametrize("world", [2, 8, 64, 512])
 def test_grouped_gathers_are_few_large_ones_and_the_rest(world):
-    """One launch for all of them, whatever the world."""
+    """All of them take one launch, for every world size."""
     packed = {name: packed_mib(shapes, "grouped", world) for name, shapes in UNITS.items()}
     assert packed == {"dense": 16, "experts": EXPERTS_MIB[world], "fused": 0, "tower": 48}
 
 
 @pytest.mark.parametrize(("world", "dense", "fused"), [(2, 80, 0), (8, 80, 0), (64, 416, 384), (512, 416, 1152)])
 def test_gathers_in_turn_are_those_that_outlast_a_launch(world, dense, fused):
-    """And the latency of as many ranks: of a dense layer nothing goes alone at 64."""
+    """A gather must also outlast the latency of that many ranks. At 64, a dense layer gathers nothing alone."""
     packed = {name: packed_mib(shapes, "in turn", world) for name, shapes in UNITS.items()}
     tower = 1052 if world == 512 else 48
     assert packed == {"dense": dense, "experts": EXPERTS_MIB[world], "fused": fused, "tower": tower}
 
 
 def plan_of(shapes: list[_C.ParamShape], gathers: str, world: int) -> tuple[int, int]:
-    """How many collectives there are beside the packed one, and MiB of that."""
+    """Returns the number of collectives besides the packed one, and the MiB of the packed one."""
     below = transport.pack_below_bytes(gathers, world)
     chunks = _C.direct_chunk_bytes(_C.Layout(shapes, world, 0, True), 2**63 if below is None else below)
     assert all(chunk % 16 == 0 for chunk in chunks)
@@ -68,12 +68,15 @@ def plan_of(shapes: list[_C.ParamShape], gathers: str, world: int) -> tuple[int,
 
 @pytest.mark.parametrize("world", [2, 64, 256, 512])
 def test_stacked_experts_are_gathered_by_block_where_that_costs_less_than_copying(world):
-    """In one launch by 256; of blocks that a device copies in less time than they take the host, none; in turn none."""
+    """256 of them share one launch. If the device copies blocks faster than the host can launch them, there are none.
+
+    Without grouped gathers there are none either.
+    """
     assert plan_of(STACKED, "grouped", world) == (256, 0)
     assert plan_of(SMALL_STACKED, "grouped", world) == (0, 576)
     assert plan_of(STACKED, "in turn", world) == (0, 4608)
     assert plan_of(STACKED, "unknown", world) == (0, 4608)
-    # Of 3072 rows 5 ranks do not have as many each.
+    # 5 ranks do not divide 3072 rows evenly.
     assert plan_of([_C.ParamShape(2, 3072, 4096, *TYPES)], "grouped", 5) == (0, 48)
 
 

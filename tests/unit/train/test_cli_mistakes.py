@@ -144,7 +144,7 @@ FINE = {
     "selftest": ("3.5",),  # seconds
     "rollout": ("3.5", "nonsense" * 3),  # seconds; a path that a socket may have
 }
-# A run's files and devices have no part in what is said before it; a file without keys is told what it needs.
+# These commands do not use a run's files and devices. For a file without keys, they list the keys it needs.
 FINE["plan"] = (*FINE["train"], "model.config.vocab_size=100",
                  "data.files=/missing", "data.files=/dev/null", "logging.output=/dev/null/x",
                 "checkpoint.resume_from=/missing", "checkpoint.folder=/dev/null/x", "parallel.device=cuda",

@@ -1,4 +1,4 @@
-"""What a newcomer writes first: other trainers' words, several typos, broken YAML. Each message has the line."""
+"""Typical first mistakes: other trainers' key names, several typos, broken YAML. Each message has the line."""
 
 import json
 
@@ -14,7 +14,7 @@ OWN = f"model: {{config: {json.dumps(MODEL)}}}\ndata: {{files: [text]}}\n"
 
 @pytest.fixture
 def said(tmp_path, capsys, monkeypatch):
-    """What `fsdp2x train run.yaml` of a text says: the lines of its mistake."""
+    """Returns a function that runs `fsdp2x train run.yaml` on a text and returns its error lines."""
     monkeypatch.chdir(tmp_path)
 
     def run(text, *words, command=("train",), status=2):

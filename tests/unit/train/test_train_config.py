@@ -340,7 +340,7 @@ FUSED = {"qwen3_moe": "Qwen3MoeMLP", "qwen2_moe": "Qwen2MoeExpert", "mixtral": "
 
 @pytest.mark.parametrize("model_type", FUSED)
 def test_experts_that_transformers_has_fused_need_no_units(model_type):
-    """Their class of before is told to mean nothing; classes that are there stay units, and slips are refused."""
+    """fsdp2x reports that their former class has no effect. Existing classes stay units, and typos raise."""
     sizes = {**MODEL, "model_type": model_type, "num_hidden_layers": 1, "vocab_size": 16}
     if model_type == "mixtral":
         sizes["num_local_experts"] = 4

@@ -1,4 +1,4 @@
-"""Configs of other trainers: each key becomes a setting or is told to have no effect; every slip gets a sentence."""
+"""Configs of other trainers: each key becomes a setting or is reported as without effect. Every typo gets a message."""
 
 import json
 import types
@@ -303,7 +303,7 @@ def translated(dialect: Dialect, values: dict[str, Any], role: str = "") -> Tran
 
 
 def companions(dialect: Dialect) -> dict[str, Any]:
-    """A file with as many of the dialect's keys as go together; some rows have an effect only beside others."""
+    """Returns a file with as many compatible keys as possible, because some rows only have an effect with others."""
     file: dict[str, Any] = {}
     for key, row in dialect.rows.items():
         for value in samples(row.kind)[:1]:
@@ -317,7 +317,7 @@ def companions(dialect: Dialect) -> dict[str, Any]:
 
 
 def wrongs_of(dialect: Dialect, key: str, beside: dict[str, Any]) -> Iterator[str]:
-    """What the row does not do as it says."""
+    """Yields the effects of the row that differ from its description."""
     row, reached, results = dialect.rows[key], set(), []
     known = known_keys(TrainConfig if dialect in DIALECTS else GrpoConfig)
     for path in row.to:
