@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported and collected stays: it is no work for collections of garbage, neither now nor later."""
+    """Imported modules and collected items stay, so garbage collections skip them, now and later."""
     gc.disable()
     try:
         return (yield)

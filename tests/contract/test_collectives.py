@@ -58,7 +58,7 @@ def counts_of(ctx, model: nn.Module, micro=((True, True),) * 3, width: int = 6) 
 
 
 def both(ctx, make: Callable[[], nn.Module], units, run: Callable, **options) -> tuple[list, list]:
-    """What `run` counts on ours and on stock; the gradients must be equal, or the counts would mean nothing."""
+    """Returns `run`'s counts on fsdp2x and on FSDP2. Gradients must be equal, or the counts would mean nothing."""
     results = []
     for apply in (functools.partial(shard, ctx, transport="process_group"), shard_stock):
         model = apply(make(), units, **options)

@@ -41,7 +41,7 @@ def step(ctx, model, number):
 @pytest.mark.parametrize("reshard", [True, None])
 @both_transports
 def test_other_tensors_are_refused_by_name(ctx, cut, reshard, transport):
-    """Before and behind the first step; the next call is as if nothing had been."""
+    """They raise before and after the first step, and do not affect the next call."""
     only_fsdp2x(ctx)
     options = {"transport": transport, "reshard_after_forward": reshard}
     twin = shard(ctx, Stack(), CUTS[cut], **options)

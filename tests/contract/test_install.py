@@ -17,7 +17,7 @@ from models import STACK_UNITS, Stack, build, inputs
 
 
 class Stock:
-    """Where install() does not look: a global of this file would be rebound too."""
+    """Keeps FSDP2's function where install() does not look. It would also rebind a global of this file."""
 
     fully_shard = staticmethod(torch_fsdp.fully_shard)
 

@@ -35,7 +35,7 @@ def sharded_like(model, values):
 
 
 def assert_pooled(model):
-    """Shards lie in their unit's pool, or rest in its slot, without overlap; a pool is zero beside them."""
+    """Shards are in their unit's flat buffer, or in its gather buffer, without overlap. Their padding is zero."""
     groups = {id(group): group for state in map(get_state, model.modules()) if state for group in state.groups}
     assert groups
     for group in groups.values():
@@ -50,7 +50,7 @@ def assert_pooled(model):
             assert local.storage_offset() == 0 and 0 <= start < end <= group.pool.numel(), record.owners[0][1]
             assert bool(outside[start:end].all()), "two shards share bytes"
             outside[start:end] = False
-        rests = group.engine is not None and group.engine.has_resting_shards  # beside the rows of other ranks
+        rests = group.engine is not None and group.engine.has_resting_shards  # next to other ranks' rows
         assert rests or not bool(group.pool[outside].any()), "a pad was written"
 
 
@@ -58,7 +58,7 @@ def assert_pooled(model):
 @both_transports
 @distributed(world_sizes=(2, 3))
 def test_01_load_state_dict_assign(ctx, moment, transport):
-    """The optimizer is made from the new Parameter objects: they must be the ones that train, and lie in the pool."""
+    """The optimizer is made from the new Parameter objects. They must train, and must be in the flat buffer."""
     model = shard(ctx, Stack(), STACK_UNITS, transport=transport)
     if moment == "after_step":
         step(ctx, model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -108,7 +108,7 @@ def test_02_moving_the_sharded_model(ctx, transport):
 
 @distributed(world_sizes=(2,))
 def test_03_optimizer_made_before_sharding(ctx):
-    """It goes on holding the old parameters, and the new ones are never replaced: any way of rebinding works."""
+    """It still holds the old parameters. The new ones are never replaced, so any way of rebinding works."""
     model = Stack()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     old = dict(model.named_parameters())
@@ -311,7 +311,7 @@ def test_09_mixed_dtypes_and_frozen_in_one_unit(ctx, transport):
 @both_transports
 @distributed(world_sizes=(2,))
 def test_10_assigned_data_and_merged_adapters(ctx, transport):
-    """What is put in by ``.data`` before the first forward, or written in place at any time, is what forward uses."""
+    """Forward uses values assigned through ``.data`` before the first forward, and values written in place later."""
     model, plain = Stack(), Stack()
     shard(ctx, model, STACK_UNITS, transport=transport)
     for sharded, whole in zip(model.parameters(), plain.parameters(), strict=True):
@@ -332,7 +332,7 @@ def test_10_assigned_data_and_merged_adapters(ctx, transport):
 
 @distributed(world_sizes=(2,))
 def test_10_data_assigned_after_the_first_forward(ctx):
-    """Nobody can see it for free: FSDP2X_DEBUG=1 looks before each forward, on the rank where it happened."""
+    """This check has a cost, so only FSDP2X_DEBUG=1 runs it. It looks before each forward, on the rank in question."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FSDP2X_DEBUG", "1")
         model = shard(ctx, Stack(), STACK_UNITS)

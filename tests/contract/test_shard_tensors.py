@@ -1,5 +1,7 @@
-"""Sharded parameters, their gradients and optimizer states are ordinary tensors on every rank: whatever stock allows to
-be done with them is allowed, shows the same, and leaves a model that trains on alike."""
+"""Sharded parameters, their gradients, and optimizer states are ordinary tensors on every rank.
+
+fsdp2x allows every operation on them that FSDP2 allows. It has the same result, and training continues alike.
+"""
 
 import pytest
 import torch
@@ -136,7 +138,7 @@ def test_gradients_and_states(ctx, transport):
             yield f"{name}, local", value._local_tensor
 
     found = []
-    # What stock's gradients cost in torch.save, or show of their storages, is stock's alone.
+    # The storages of FSDP2's gradients, and their size in torch.save, need not agree.
     operations = {name: op for name, op in READS.items() if "storage" not in name and name != "address"}
     compare(operations, lambda: zip(values(theirs), values(ours), strict=True), found, places=False)
     assert not found, f"{len(found)} differ\n" + "\n".join(found[:20])
@@ -157,7 +159,7 @@ def test_training_goes_on_after_writing_in_every_history(ctx, transport, history
 
 
 def write(ctx, transport, history):
-    """Behind each operation the parameters are updated as an optimizer does: the model must see it."""
+    """After each operation, the test updates the parameters like an optimizer. The model must see the update."""
     found = []
     for name, operation in WRITES.items():
         theirs, ours = made(ctx, history, transport)

@@ -40,7 +40,7 @@ def adapted():
 
 
 def merged(twin):
-    """What PEFT itself makes of it, in bf16 at the end."""
+    """Merges the adapter with PEFT itself and casts to bf16 at the end."""
     whole = copy.deepcopy(twin).merge_and_unload()
     return {name: param.detach().bfloat16() for name, param in sorted(whole.named_parameters())}
 
@@ -54,7 +54,7 @@ BACKENDS = {"memory": ({}, {}), "tcp": ({"secret": "of trainers and rollouts"}, 
 @pytest.mark.parametrize("kind", BACKENDS)
 @distributed(world_sizes=(2, 3))
 def test_verl(ctx, kind):
-    """Trainers on all ranks, two rollouts beside rank 0; an update after the other, the second one with new ones."""
+    """Trainers on all ranks update two rollouts on rank 0, twice. The second update has new rollouts."""
     options, lora = BACKENDS[kind]
     twin = adapted() if kind == "lora" else None
     model = make_model() if twin is None else fsdp2x.fully_shard(copy.deepcopy(twin))

@@ -91,7 +91,7 @@ def is_gathered(module) -> bool:
 
 
 def through_names(value):
-    """What verl does on torch versions whose method does not reach the root."""
+    """Sets the internals as verl does on torch versions whose method does not reach the root."""
 
     def change(model):
         for module in model.modules():
@@ -187,7 +187,7 @@ class Stage(nn.Sequential):
 
 
 def end_by_hand(model, has_callback):
-    """What pipeline stages of frameworks do after the last micro-batch of a stage."""
+    """Ends the last micro-batch of a pipeline stage, as frameworks do."""
     model.set_is_last_backward(True)
     model.set_reshard_after_backward(True)
     model.set_requires_gradient_sync(True)
@@ -254,7 +254,7 @@ OURS = [name for name, member in vars(fsdp2x.FSDPModule).items() if inspect.isfu
 
 @pytest.mark.parametrize("name", [name for name in OURS if hasattr(stock.FSDPModule, name)])
 def test_arguments_of_methods_are_named_as_upstream(name):
-    """Ours may take more behind them."""
+    """fsdp2x's methods may take more arguments after them."""
     ours, theirs = (
         list(inspect.signature(getattr(cls, name)).parameters) for cls in (fsdp2x.FSDPModule, stock.FSDPModule)
     )

@@ -1,7 +1,8 @@
-"""A page as a session of a reader: the files that it shows are written, its commands run, its output is compared.
+"""Runs a page as a reader would: writes the files that it shows, runs its commands, and compares their output.
 
-A fence whose information has a title is a file of that name. The lines of a `sh` fence are commands, run one after the
-other in the folder of the files; a `text` fence is what they print. `bash` fences are commands that a page only shows.
+A fence whose information has a title is a file of that name. The lines of a `sh` fence are commands, which run one
+after the other in the folder of the files. A `text` fence has their output. `bash` fences are commands that a page only
+shows.
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ def commands(block: str) -> list[str]:
 
 
 def words_of(command: str) -> list[str]:
-    """What `programs.run` gets for a command of a shell."""
+    """Returns the arguments of `programs.run` for a shell command."""
     program, *words = shlex.split(command)
     if program == "torchrun":
-        # Ports that the system chooses: pages run beside each other.
+        # The system chooses the ports, because pages run at the same time.
         return [*programs.TORCHRUN, "--standalone", *words]
     if program == "fsdp2x":
         return ["-m", "fsdp2x", *words]
@@ -86,7 +87,7 @@ def words_of(command: str) -> list[str]:
 
 
 def unseen(expected: str, printed: str) -> list[str]:
-    """Lines that are expected in this order and are not printed; "..." stands for any number of lines."""
+    """Returns the expected lines that are not printed in this order. "..." stands for any number of lines."""
     rest = iter([_comparable(line) for line in printed.splitlines()])
     return [line for line in expected.splitlines() if line.strip() not in ("", "...") and _comparable(line) not in rest]
 

@@ -1,4 +1,4 @@
-"""What README.md and the pages of docs/ name is there: files, names of the package, keys, commands, messages."""
+"""README.md and the pages of docs/ only name existing files, names of the package, keys, commands, and messages."""
 
 import ast
 import functools
@@ -17,7 +17,7 @@ from pages import CODE, ROOT, commands, fences, name_of, pages
 
 PAGES = {name_of(page): page.read_text() for page in pages()}
 PACKAGE = ROOT / "python/fsdp2x"
-# What the site makes of other files of the repository.
+# Pages that the site generates from other files of the repository.
 GENERATED = {
     "docs/benchmarks.md": "benchmarks/README.md",
     "docs/changelog.md": "CHANGELOG.md",
@@ -26,7 +26,7 @@ GENERATED = {
     "docs/settings.md": None,
     "docs/plots/overview.png": None,
 }
-# Words of other programs that look like keys of ours.
+# Words of other programs that look like fsdp2x's keys.
 NOT_KEYS = {
     "model.half", "model.module", "model.no_sync", "model.parameters", "model.reshard", "model.safetensors",
     "data.yaml", "model.to", "train.py", "train.yaml",

@@ -1,4 +1,4 @@
-"""What a test body knows about its rank, and how a body is named, found and reported across processes."""
+"""The context of a test body on its rank, and how processes name, find, and report a body."""
 
 import ast
 import functools
@@ -14,9 +14,9 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-# What is called behind the running body, when it has passed.
+# Functions to call after the running body has passed.
 at_end: list[Callable[[], None]] = []
-# One operation of a process group may take this long before gloo gives up on a rank that does not come.
+# One operation of a process group may take this long before gloo stops waiting for a rank.
 GROUP_TIMEOUT = timedelta(seconds=30)
 
 
@@ -32,7 +32,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Body:
-    """A function that every rank can find again: its file and its code, its module's name, and its name in there."""
+    """A function that every rank can find: its file and its code, its module's name, and its name in the module."""
 
     path: str
     code: bytes = field(repr=False)
@@ -66,7 +66,7 @@ class Body:
 
 @functools.cache
 def _compiled(path: str) -> bytes:
-    """With pytest's readable assertions; once for all ranks."""
+    """Compiles a file with pytest's readable assertions, once for all ranks."""
     from _pytest.assertion.rewrite import rewrite_asserts
 
     source = Path(path).read_bytes()

@@ -55,7 +55,7 @@ def distributed(
         own = [inspect.Parameter(name, kind) for name in ("request", "world")]
         test.__signature__ = inspect.Signature(own + parameters[1:])
         test.distributed_body = body
-        # The ranks' own limit tells more than that of pytest, which must not come first.
+        # The ranks' own timeout has a better report than pytest's, which must not come first.
         return pytest.mark.timeout(timeout + 2 * START_TIMEOUT_S)(test) if timeout > DEFAULT_TIMEOUT_S else test
 
     return decorate if function is None else decorate(function)
@@ -72,7 +72,7 @@ def dist_run(
 ) -> list[Outcome]:
     """Runs `function(ctx, *arguments)` on `world` fresh processes and returns the outcome of each rank.
 
-    fresh=False: in the processes that tests share, where nobody dies and nothing depends on what ran before.
+    fresh=False: uses the processes that tests share. There no rank may die, and no result depends on earlier tests.
 
     `function` is at the top level of its file; `Outcome.value` is what it returned. A rank in `expect_exit` must end
     with that exit code (-9: killed by SIGKILL) before it returns; every other rank must succeed. Otherwise

@@ -1,4 +1,4 @@
-"""The last import of the fork server: what is there by then is no work, and no pages, for collections of its forks."""
+"""The last import of the fork server. Garbage collections of its forks skip all objects that exist by then."""
 
 import contextlib
 import gc

@@ -1,8 +1,8 @@
-"""The parent of the ranks: starts a pool, runs a body on all of it, watches the clock, and collects what came of it.
+"""The parent of the ranks: starts a pool, runs a body on all of it, watches the clock, and collects the outcomes.
 
-Processes come from multiprocessing's fork server, which has imported torch, transformers, fsdp2x and the tests' helpers
-once; a rank costs a fork and a gloo connection. The rendezvous store lives in the parent, so that no rank's death takes
-it away.
+Processes come from multiprocessing's fork server, which has imported torch, transformers, fsdp2x, and the tests'
+helpers once. A rank costs a fork and a gloo connection. The rendezvous store lives in the parent, so it outlives every
+rank.
 """
 
 import multiprocessing
@@ -23,15 +23,15 @@ from unittest import mock
 from harness import worker
 from harness.context import Body
 
-# After the first rank failed, the others get this long to notice by themselves; then they are stopped.
+# After the first rank has failed, the others get this long to notice. Then the parent stops them.
 GRACE_S = 5.0
 START_TIMEOUT_S = 90.0
-# What is reported of a longer log: so many lines of its beginning, where a crash names itself, and of its end.
+# A report shows this many lines from the beginning of a long log, where a crash names itself, and from its end.
 _LOG_LINES = 40
-# The fork server ignores what is not installed.
+# The fork server ignores modules that are not installed.
 _PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch.optim", "pytest", "harness.worker"]
 _PRELOAD += ["torch._dynamo", "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"]
-# Imported by some bodies only, but then by each process that runs one, in a fifth to half a second.
+# Only some bodies import these, but each process that runs one would take 0.2 to 0.5 s for it.
 _PRELOAD += ["hypothesis", "numpy.ma", "peft", "torch._decomp.decompositions_for_jvp"]
 _PRELOAD += [
     "fsdp2x.train",
@@ -44,7 +44,7 @@ _PRELOAD += [
     "harness.frozen",
 ]
 TESTS = str(Path(__file__).parents[1])
-# Where a program finds what tests import.
+# Folders of the modules that tests import, for programs.
 PATH = os.pathsep.join([TESTS, os.path.join(TESTS, "support")])
 
 
@@ -54,7 +54,7 @@ class DistributedTestError(AssertionError):
 
 @dataclass
 class Outcome:
-    """What one rank did with a body. `status`: ok, skip, fail, died, hung, stopped. `exit_code` once it has ended."""
+    """One rank's outcome of a body. `status`: ok, skip, fail, died, hung, stopped. `exit_code`: set at its end."""
 
     rank: int
     status: str = "running"

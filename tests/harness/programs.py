@@ -1,7 +1,8 @@
-"""`python WORDS` as a shell starts it, but forked from the server that has imported torch: half a second, not seven.
+"""Runs `python WORDS` like a shell, but forked from the server that has imported torch: half a second, not seven.
 
-The program has the arguments, environment, folder, signals and end of a process of its own, and finds modules that a
-new interpreter would import first. Programs that it starts by subprocess, as torchrun does its ranks, are forked, too.
+The program has its own arguments, environment, folder, signals, and end, like a separate process. Modules that a new
+interpreter would import first are already there. Programs that it starts by subprocess are also forked, such as
+torchrun's ranks.
 """
 
 import atexit
@@ -135,7 +136,7 @@ def _run_words(words: list[str]) -> None:
 
 
 class ForkedPopen(subprocess.Popen):
-    """Runs `python WORDS` in a fork of this process; other programs as ever."""
+    """Runs `python WORDS` in a fork of this process, and other programs as usual."""
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more):
         if args[0] != sys.executable:

@@ -1,4 +1,4 @@
-"""What lives as long as the pytest session: the idle pools, or under torchrun the one group that is there."""
+"""Objects that live as long as the pytest session: the idle pools, or torchrun's one process group."""
 
 import os
 from datetime import timedelta
@@ -84,8 +84,8 @@ class Session:
 class TorchrunSession:
     """torchrun -m pytest: every rank runs pytest, and a body runs in this very process.
 
-    Ranks agree on each test's result through the store, so that one rank's failure neither hangs nor desynchronises
-    the others: after a failure all of them meet in a new process group.
+    Ranks agree on each test's result through the store. After a failure all of them join a new process group, so one
+    rank's failure neither hangs the others nor leaves them out of step.
     """
 
     under_torchrun = True

@@ -7,9 +7,9 @@ import pytest
 
 
 def thin_out(items: list[pytest.Item]) -> None:
-    """Cases stay in which each value occurs; the world size is an argument. The rest is `full`.
+    """Keeps enough cases to use each value of each argument, and marks the rest `full`. The world size is an argument.
 
-    Of a test marked `each_pair` cases stay in which any two values of two arguments meet.
+    For a test marked `each_pair`, the cases cover all pairs of values of two arguments.
     """
     tests = defaultdict(list)
     for item in items:

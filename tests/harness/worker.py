@@ -1,4 +1,4 @@
-"""What runs in a rank: initialise the group, then execute the bodies that the parent names, one after another.
+"""The code of a rank: initializes the group, then runs the bodies that the parent names, one after another.
 
 A worker sleeps in `recv` between bodies. SIGUSR1 makes it write the stacks of all its threads to its log.
 """
@@ -37,7 +37,7 @@ def main(rank: int, world: int, port: int, connection: Connection, log_path: str
     _seed_devices_that_are_there()
     store = dist.TCPStore("127.0.0.1", port, world, is_master=False, timeout=GROUP_TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
-    # What has been imported stays: a collection behind each body need not walk through it.
+    # Imported modules stay, so the collection after each body need not visit them.
     gc.freeze()
     connection.send(("ready", None, 0, False))
     while (message := _next_message(connection)) is not None:
@@ -84,8 +84,8 @@ def _has_diverged() -> bool:
 def _reuse_meshes() -> None:
     """Bodies that ask for a mesh of the same shape and names get the same one.
 
-    A mesh of two axes makes gloo groups with threads and sockets of their own, and DTensor's caches remember meshes for
-    good: ranks that ran some hundred bodies would own as many threads.
+    A mesh of two axes makes gloo groups with their own threads and sockets, and DTensor's caches never drop meshes.
+    After some hundred bodies, a rank would have as many threads.
     """
     import torch.distributed as dist
     from torch.distributed import device_mesh

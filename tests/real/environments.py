@@ -1,7 +1,7 @@
-"""An environment for each package under test: its pinned requirements beside the packages of the project.
+"""An environment for each package under test, with its pinned requirements and the project's packages.
 
-``make test-real`` keeps them in ``build/real``; they are made again when their requirements change. Where a package
-cannot be had the tests of it are skipped, with the reason.
+``make test-real`` keeps them in ``build/real``, and makes them again when their requirements change. If a package
+cannot be installed, its tests are skipped with the reason.
 """
 
 from __future__ import annotations
@@ -54,12 +54,13 @@ def python_with(package: str) -> str:
 def results_of(
     package: str, script: str, engine: str, folder: Path, *words: str, ranks: int = 2, torchrun: bool = True
 ) -> list[dict]:
-    """What each rank of ``scripts/<script>.py`` writes as JSON to the path that is its first argument.
+    """Runs ``scripts/<script>.py`` and returns the JSON that each rank writes to the path in its first argument.
 
     Args:
-        engine: ``"stock"`` runs the script as it is, a transport runs it through ``fsdp2x.run`` over that transport.
+        engine: ``"stock"`` runs the script as it is. A transport runs it through ``fsdp2x.run`` over that transport.
         words: further arguments.
-        torchrun: False for a script that starts its ranks itself, and fsdp2x in them where FSDP2X_TRANSPORT is set.
+        torchrun: False for a script that starts its ranks itself, and installs fsdp2x in them if FSDP2X_TRANSPORT is
+            set.
     """
     launch = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"] if torchrun else []
     install = ["-m", "fsdp2x.run"] if torchrun and engine != "stock" else []
@@ -68,7 +69,7 @@ def results_of(
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment |= {} if engine == "stock" else {"FSDP2X_TRANSPORT": engine}
-    # Of a short name, as sockets need: what packages leave behind, such as verl's locks, goes with it.
+    # Sockets need a short path. The folder's end also removes files that packages leave, such as verl's locks.
     with tempfile.TemporaryDirectory(prefix="real-", ignore_cleanup_errors=True) as scratch:
         with subprocess.Popen(
             command,
@@ -132,13 +133,13 @@ def same_with_example(package: str, script: str, folder: Path, *words: str, with
 
 
 def _note_speed(what: str, ranks: int, rounds: list[dict[str, list[dict]]], base: str = "stock") -> None:
-    """Of every step but the first two the ratio of its times on both; of these the median and the middle half."""
+    """Notes the median and the middle half of the ratios of step times, without the first two steps."""
     steps = {name: [each for found in rounds for each in found[name][0]["seconds"][1:]] for name in rounds[0]}
     row = f"{what}: {ranks} ranks, {len(rounds[0][base][0]['values'])} numbers equal"
     row += f", a step of {base} {1e3 * median(steps[base]):.0f} ms" if steps[base] else ""
     for name in [name for name in steps if name != base]:
         ratios = [a / b for a, b in zip(steps[base], steps[name], strict=False)]
-        if len(ratios) < 2:  # a script of so few steps tells nothing of speed
+        if len(ratios) < 2:  # so few steps do not show the speed
             continue
         first, middle, last = quantiles(ratios)
         row += f", {name} {middle:.2f}x ({first:.2f} to {last:.2f})"

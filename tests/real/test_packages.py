@@ -22,7 +22,7 @@ RUNS = {
     "ray": ("ray_train", [("", None)]),
     # Annotated plain parameters are sharded, annotated again where modules see them, and reduced.
     "spmd_types": ("spmd_types_units", ["fsdp", ("hsdp", 4)]),
-    # A replica group dies in mid-training and comes back, the other goes on.
+    # A replica group dies during training and comes back, while the other continues.
     "torchft": ("torchft_hsdp", [("", None)]),
     "torchtitan": (
         "torchtitan_trainer",

@@ -1,4 +1,4 @@
-"""What the trainers of this folder share: a sharded policy, other weights for it, and what it would answer."""
+"""Shared code of the trainers in this folder: a sharded policy, other weights for it, and its expected answers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A trainer that pushes into a ``vllm.LLM`` of rank 0, asleep and awake, and compares its answers with transformers'.
+"""A trainer that pushes into rank 0's ``vllm.LLM``, asleep and awake, and compares its answers with transformers'.
 
     torchrun push_to_llm.py PYTHON PATH MODEL RESULT
 
-The ``LLM`` needs another torch than the trainer here: it is in a process of its own (``llm_process.py``), by vLLM's
-``PYTHON``, and its methods are called there.
+The ``LLM`` needs another torch than the trainer, so it runs in a separate process (``llm_process.py``) with vLLM's
+``PYTHON``. The trainer calls its methods there.
 """
 
 from __future__ import annotations

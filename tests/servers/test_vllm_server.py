@@ -42,14 +42,14 @@ def save_model(kind: str, folder: Path) -> None:
 
 
 def push_to(url: str, model: Path, folder: Path, kind: str) -> list[dict]:
-    """What the trainer found, step by step."""
+    """Runs the trainer and returns its results, step by step."""
     found = folder / "found.json"
     run_ranks(Path(__file__).with_name("push_to_vllm.py"), [url, str(model), str(found), kind])
     return json.loads(found.read_text())
 
 
 def run_ranks(script: Path, words: list[str]) -> None:
-    """Two of them, to their end."""
+    """Runs two ranks to their end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(
@@ -154,7 +154,7 @@ print(json.dumps([layerwise_groups(names) for names in json.load(sys.stdin)]))
 
 
 def test_a_sources_groups_are_vllms():
-    """Of the names that ``WeightSource`` gives, in its order, vLLM makes the groups that it gives."""
+    """From ``WeightSource``'s names, in its order, vLLM makes the same groups as ``WeightSource``."""
     sources = [WeightSource(model) for model in (build("qwen3"), build("qwen3_moe"), build("mixtral"), tiny_vlm())]
     names = [[param.name for param in source.metadata()] for source in sources]
     command = [python_of_vllm(), "-c", _GROUPS]

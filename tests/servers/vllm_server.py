@@ -64,7 +64,7 @@ def _install(python: Path, *words: str) -> None:
 
 
 def copy_engine_files(path: Path) -> None:
-    """What an engine's process needs of fsdp2x, for its PYTHONPATH: the folder needs nothing else of it."""
+    """Copies the fsdp2x files that an engine's process needs to a folder for its PYTHONPATH."""
     from fsdp2x import sync
 
     for name in ENGINE_FILES:

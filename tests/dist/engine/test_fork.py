@@ -42,7 +42,7 @@ def make(ctx, transport, **options):
 
 
 def uses(ctx, model, optimizer, loss) -> dict:
-    """Operations that a child might try, by name. The backward of ``loss`` has not run."""
+    """Operations that a child might try, by name. ``loss`` still needs its backward."""
     import fsdp2x
     from fsdp2x import checkpoint, export
 

@@ -1,4 +1,4 @@
-"""accelerate's state is told that it is FSDP, as by ``install()``: accelerate turns it on for accelerators only."""
+"""Sets accelerate's state to FSDP, as ``install()`` does, because accelerate only enables it on accelerators."""
 
 import accelerate.state
 from accelerate.state import PartialState

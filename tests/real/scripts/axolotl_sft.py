@@ -1,10 +1,10 @@
-# ruff: noqa: E402 - what a CPU needs comes before the imports.
+# ruff: noqa: E402 - code for the CPU comes before the imports.
 """axolotl's training from a configuration, FSDP version 2: accumulation, sharded checkpoints, a resume from step 4.
 
-For a CPU: as_fsdp.py, a mesh of CPUs where axolotl asks for CUDA devices, no question whether GPUs see each other. Its
-process group is left to the script, which trains twice; rows are tokens already, which axolotl would make in processes
-that import this file anew. wandb, which reports to a service and wants packages for it, is a stub while it is imported;
-so is the class of deepspeed that axolotl's tiled MLP imports and does not use with FSDP.
+Changes for a CPU: as_fsdp.py, a CPU mesh instead of CUDA devices, and no check of GPU peer access. The process group
+stays open for the script, which trains twice. Rows are already tokens, because axolotl would make them in processes
+that import this file again. During the import of wandb, a stub replaces it, because it reports to a service and needs
+packages for that. The deepspeed class that axolotl's tiled MLP imports is also a stub. It is not used with FSDP.
 """
 
 import importlib.machinery

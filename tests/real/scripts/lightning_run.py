@@ -1,7 +1,7 @@
 """Lightning's Trainer or Fabric with ModelParallelStrategy, whose configure_model calls fully_shard. No CPU change.
 
-The Trainer also with its precision ``bf16-true``, with a model that is made on the meta device (which Lightning gives
-memory and ``reset_parameters``), and with a sharded checkpoint that it goes on from with the same numbers.
+The Trainer also runs with precision ``bf16-true``, and with a model on the meta device. Lightning gives that model
+memory and calls ``reset_parameters``. It also resumes from a sharded checkpoint with the same numbers.
 """
 
 import sys

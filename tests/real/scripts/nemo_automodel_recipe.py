@@ -1,8 +1,9 @@
-# ruff: noqa: E402 - what a CPU needs comes before the imports.
+# ruff: noqa: E402 - code for the CPU comes before the imports.
 """NeMo Automodel's recipe for fine-tuning with its FSDP2 strategy: accumulation, clipping, a resume from step 4.
 
-For a CPU: its current CUDA device is the CPU, peaks of memory are 0. For this torch and its triton: no guard around a
-method of upstream's that is gone, and kernels, of which triton refuses one, are not tuned.
+Changes for a CPU: the current CUDA device is the CPU, and peaks of memory are 0. Changes for this torch: no guard
+around an FSDP2 method that no longer exists. Changes for its triton: no kernel tuning, because triton refuses one
+kernel.
 """
 
 import os

@@ -1,10 +1,10 @@
-# ruff: noqa: E402 - what a CPU needs comes before the imports.
+# ruff: noqa: E402 - code for the CPU comes before the imports.
 """OLMo-core's Trainer on an OLMo 2 of two layers: its FSDP in bf16 or fp32, prefetching, checkpoints.
 
-No change for a CPU. Bookkeeping is not in a thread, and checkpoints are saved in the foreground: queues of the one
-differ from rank to rank, the other adds a metric at the step at which it ends, another one on each rank; both make
-ranks wait for different collectives for ever, on stock as here. cached_path, which fetches from clouds and wants their
-packages, is a stub; torch is newer than the package asks for.
+No change for a CPU. Bookkeeping runs without a thread, because its queues differ between ranks. Checkpoints are saved
+in the foreground, because a background save adds a metric at the step at which it ends, which differs between ranks.
+Either would make ranks wait for different collectives forever, also on FSDP2. A stub replaces cached_path, which
+fetches from clouds and needs their packages. The package requires an older torch.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Ray Train's TorchTrainer on two workers: the loop shards, saves by DCP, fails once and goes on from its checkpoint.
+"""Ray Train's TorchTrainer on two workers: the loop shards, saves by DCP, fails once, and resumes from its checkpoint.
 
 Started without torchrun. Ray starts the workers, so each installs fsdp2x itself. No change for a CPU.
 """

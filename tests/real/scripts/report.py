@@ -1,4 +1,4 @@
-"""What each script ends with: its numbers, as text that keeps all bits, whose engine made them, how long steps took."""
+"""The report at the end of each script: its numbers as text with all bits, their engine, and the times of steps."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ first, ends = [], []
 
 
 def note_end(optimizer, *_) -> None:
-    """Of the first optimizer only: containers of optimizers, and optimizers of single parameters, step too."""
+    """Notes the first optimizer only, because containers of optimizers and per-parameter optimizers also step."""
     first[:] = first or [optimizer]
     if optimizer is first[0]:
         ends.append(time.perf_counter())
@@ -31,12 +31,12 @@ register_optimizer_step_post_hook(note_end)
 
 
 def write(values: list[float], model: torch.nn.Module) -> None:
-    """To the path that is the script's first argument, with the rank behind it."""
+    """Writes to the path in the script's first argument, followed by the rank."""
     units = [type(module) for module in model.modules() if isinstance(module, FSDPModule)]
     assert units, "nothing is sharded"
     is_ours = all(any(kind.__module__.startswith("fsdp2x") for kind in unit.__mro__) for unit in units)
     answer = {"values": [float(value).hex() for value in values], "is_ours": is_ours, "units": len(units)}
-    # Times are between ends of optimizer steps: the first step, which gathers lazily and records, is not among them.
+    # Each time is from the end of one optimizer step to the next. The first step, which is slower, is not counted.
     answer["seconds"] = [end - start for start, end in zip(ends, ends[1:], strict=False)]
     with open(f"{sys.argv[1]}.{os.environ['RANK']}", "w") as file:
         json.dump(answer, file)

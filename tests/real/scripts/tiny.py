@@ -20,7 +20,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 SIZES |= {"head_dim": 8, "intermediate_size": 24, "vocab_size": len(TABLE), "max_position_embeddings": 64}
 SIZES |= {"eos_token_id": 1}
-# What models of experts have beside; DeepSeek's first layer is dense, and its attention has ranks of its own.
+# Additional settings of MoE models. DeepSeek's first layer is dense, and its attention has its own ranks.
 EXPERTS = {"moe_intermediate_size": 8, "num_experts_per_tok": 2}
 OF_EXPERTS = {
     "qwen3_moe": {**EXPERTS, "num_experts": 4},

@@ -1,8 +1,9 @@
 """torchft: two replica groups of two ranks, sharded inside, averaged across by torchft through the all-reduce hook.
 
-Started without torchrun: this program is the lighthouse and starts both groups. Group 1 is killed at step 4 and started
-anew; it takes weights and moments from group 0, which goes on without a restart. How many steps group 0 does alone is a
-matter of time; from step 4 on both groups see the same batches, so losses are not. No change for a CPU.
+It runs without torchrun, because this program is the lighthouse and starts both groups. It kills group 1 at step 4 and
+starts it again. The new group 1 takes weights and moments from group 0, which continues without a restart. The number
+of steps that group 0 does alone depends on timing. Losses do not, because from step 4 on both groups see the same
+batches. No change for a CPU.
 """
 
 import os

@@ -1,10 +1,10 @@
-# ruff: noqa: E402 - what a CPU needs comes before the imports.
+# ruff: noqa: E402 - code for the CPU comes before the imports.
 """torchtitan's Trainer with a family's debug model, by default in its default setting, spmd_types; settings follow.
 
-For a CPU: the device is "cpu", the memory monitor is a stub, attention is torch's instead of compiled flex attention,
-timeouts are not changed after the first step, nothing is compiled or a graph, and gloo, without PREMUL_SUM, is to sum.
-Experts' tokens, of which every rank gets another number, go through `all_to_all_single`: gloo's lists are of equal
-tensors. Of a model of experts, whose products are a loop on a CPU, there are the first two layers.
+Changes for a CPU: The device is "cpu", and the memory monitor is a stub. Attention is torch's instead of compiled flex
+attention. Timeouts do not change after the first step, and nothing is compiled or captured. gloo has no PREMUL_SUM, so
+reductions are sums. Ranks get different numbers of expert tokens, which go through `all_to_all_single`, because gloo's
+lists need equal tensors. MoE models only have their first two layers, because their products are a loop on a CPU.
 """
 
 import importlib

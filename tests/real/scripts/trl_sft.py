@@ -1,7 +1,8 @@
-"""TRL's SFTTrainer on a tiny Qwen3 or a model of experts, FSDP version 2 through accelerate: (Q)LoRA, recomputation.
+"""TRL's SFTTrainer on a tiny Qwen3 or an MoE model, FSDP version 2 through accelerate: (Q)LoRA, recomputation.
 
-For a CPU: as_fsdp.py; while a model is loaded in 4 bits, no question how much memory a GPU has. QLoRA without
-accumulation: TRL has adapters in bf16; beside frozen weights in fp32 our sums of micro-batches are fp32, stock's bf16.
+Changes for a CPU: as_fsdp.py, and no check of GPU memory while a model is loaded in 4 bits. QLoRA runs without
+accumulation, because TRL keeps adapters in bf16. Next to frozen fp32 weights, fsdp2x sums micro-batches in fp32 and
+FSDP2 in bf16.
 """
 
 import os

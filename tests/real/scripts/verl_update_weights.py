@@ -1,7 +1,8 @@
-"""What verl's FSDP engine sends to rollouts: its own generator, or what two rollouts get by examples/integrations.
+"""Weights that verl's FSDP engine sends to rollouts: from its generator, or to two rollouts by examples/integrations.
 
-For a CPU: verl_cpu.py. Rollouts are threads of rank 0, and neither Ray nor an inference engine runs: the order of calls
-is that of verl's manager, as tests/support/verl_engine.py has it, whose base class is compared with the real one.
+Changes for a CPU: verl_cpu.py. Rollouts are threads of rank 0, and neither Ray nor an inference engine runs. The order
+of calls is that of verl's manager, as in tests/support/verl_engine.py. The script compares its base class with the real
+one.
 """
 
 import hashlib
@@ -62,7 +63,7 @@ for step in range(4):
     else:
         sent = [{name: digest(tensor) for name, tensor in actor.get_per_tensor_param()[0]}]
     seconds.append(time.perf_counter() - start)
-    # Of rank 0 only, where the rollouts are; both of them have the same.
+    # Only rank 0 has rollouts, and both of them have the same weights.
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, sent)
     assert all(one == everyone[0][0] for one in everyone[0]) and len(everyone[0][0]) > 90

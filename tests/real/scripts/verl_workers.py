@@ -1,4 +1,4 @@
-"""What Ray starts for verl_ppo.py: verl's own worker, told that it runs on a CPU, with fsdp2x where it is asked for."""
+"""The workers that Ray starts for verl_ppo.py: verl's own worker on a CPU, with fsdp2x if FSDP2X_TRANSPORT is set."""
 
 import os
 import sys
@@ -31,13 +31,13 @@ class CpuWorker(TrainingWorker):
     """An actor or a critic."""
 
     def __init__(self, config) -> None:
-        # verl asks for "cpu:gloo" beside the backend of its device, which is the same here.
+        # verl asks for "cpu:gloo" and its device's backend, which is the same here.
         torch.distributed.init_process_group("gloo")
         super().__init__(config)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sums(self) -> list[float]:
-        """Of the whole parameters, after a look at whose units they are in."""
+        """Returns the sums of the full parameters. First checks whose units they are in."""
         units = [type(each) for each in self.engine.module.modules() if isinstance(each, FSDPModule)]
         ours = [unit for unit in units if any(kind.__module__.startswith("fsdp2x") for kind in unit.__mro__)]
         assert units and ours == (units if os.environ.get("FSDP2X_TRANSPORT") else []), units
