@@ -267,7 +267,7 @@ def test_08_padding_is_never_seen(ctx, transport):
 
 
 class Adapted(nn.Module):
-    """A frozen bf16 base, a table of frozen bytes, trainable fp32 adapters, as in quantised LoRA; one unit."""
+    """One unit has a frozen bf16 base, a table of frozen bytes, and trainable fp32 adapters, as in quantized LoRA."""
 
     def __init__(self):
         super().__init__()
@@ -351,7 +351,7 @@ def test_10_data_assigned_after_the_first_forward(ctx):
 @both_transports
 @distributed(world_sizes=(2, 3))
 def test_11_full_tensor_of_every_parameter(ctx, transport):
-    """Weight synchronisation one by one, at every moment of a step; the step is as without it."""
+    """Weights are synchronized one by one, at every moment of a step. The step is the same as without it."""
 
     def run(model, sync):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -13,7 +13,7 @@ from fuzz.program import shard_dim
 
 
 class Unsharded(Machine):
-    """`pending`: what each parameter got since its last synchronised backward, on this rank."""
+    """`pending`: each parameter's gradients on this rank since its last synchronized backward."""
 
     def __init__(self, program, rank, world):
         super().__init__(program, rank, world)
@@ -101,7 +101,7 @@ class Unsharded(Machine):
             self.synchronise()
 
     def synchronise(self):
-        """Averages what is pending in units that synchronise, and adds it to `.grad`."""
+        """Averages pending gradients of units that synchronize, and adds them to `.grad`."""
         for param, number in self.owner.items():
             options = self.options[number]
             if not options["sync"] or self.program.mesh == "2d" and not options["all_reduce"]:

@@ -21,10 +21,10 @@ def distributed(
     fresh: bool = False,
     timeout: float = DEFAULT_TIMEOUT_S,
 ) -> Callable:
-    """Runs the function on every rank of each world size. It takes a Context, then pytest's parametrised arguments.
+    """Runs the function on every rank of each world size. It takes a Context, then pytest's parametrized arguments.
 
-    fresh: new processes for this test alone (when it breaks the process group). timeout: seconds for all ranks.
-    Under torchrun the body runs in the world that torchrun made; other sizes are skipped.
+    fresh: new processes for this test alone, if it breaks the process group. timeout: seconds for all ranks.
+    Under torchrun the body runs in torchrun's world, and other sizes are skipped.
     """
 
     def decorate(body: Callable) -> Callable:

@@ -1,4 +1,4 @@
-"""Our worker extension for vLLM, whose cure for experts on the CPU can be taken away, and that may seem far away."""
+"""fsdp2x's worker extension for vLLM. Tests can remove its fix for experts on the CPU, or make it seem far away."""
 
 from __future__ import annotations
 

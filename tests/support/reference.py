@@ -1,6 +1,6 @@
-"""Twins for parity tests: the same model under stock fully_shard, under the implementation on trial, and unsharded.
+"""References for parity tests: the same model under FSDP2, under the implementation on trial, and unsharded.
 
-`--impl torch` puts stock on both sides: it shows that a test's expectation is upstream's own behaviour.
+`--impl torch` puts FSDP2 on both sides. It shows that a test expects FSDP2's own behavior.
 """
 
 import copy
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp2x.sharding.wrap import UnitPlan, plan_units
 from harness import context
 
-# Minor version of torch 2: upstream's behaviour changed on the way, and a test of ours says where.
+# Minor version of torch 2. FSDP2's behavior has changed between versions, and tests name the version.
 TORCH_MINOR = int(torch.__version__.split(".")[1])
 TRANSPORTS = ("shm", "process_group")
 # "streams" is the process group with the plans, lanes and events of an accelerator, played on the CPU (streams.py).

@@ -427,7 +427,7 @@ def test_a_run_that_saves_in_the_background_resumes_bit_for_bit(ctx, form):
     with text_folder(ctx) as folder:
         section = {"save_every": 1, "keep": 1, "keep_every": 3, "async_save": True, "form": form}
         run(settings(folder / "text", folder / "whole", checkpoint=section))
-        # `keep` leaves one checkpoint, the last one, besides those that `keep_every` protects.
+        # `keep_every` protects steps 3 and 6. Of the other checkpoints, `keep` leaves only the last one.
         names = sorted(path.name for path in (folder / "whole/checkpoints").iterdir())
         assert names == ["latest", "step-000003", "step-000005", "step-000006"]
         checkpoint = {"resume_from": str(folder / "whole/checkpoints/step-000003"), "save_every": 0}

@@ -32,7 +32,7 @@ def test_three_steps_against_one_process(ctx, name, transport):
 
 @distributed(world_sizes=(2,))
 def test_reduced_once_and_after_sharding(ctx):
-    """Tiling a sharded model; the MLP a unit of its own; accumulation without synchronisation."""
+    """Tiling of a sharded model, with the MLP as a separate unit, and with accumulation without synchronization."""
     only_fsdp2x(ctx)
     reference = models.build("llama")
     ours = fsdp2x.fully_shard(copy.deepcopy(reference), auto_wrap=["LlamaMLP", "LlamaDecoderLayer"])

@@ -1,4 +1,4 @@
-"""8-bit moments: blocks that end with a rank's shard, states in all checkpoint forms, and losses close to float32."""
+"""8-bit moments: blocks that end with a rank's shard, states that load at other world sizes and dtypes, and losses."""
 
 import copy
 import math
@@ -39,7 +39,7 @@ def step_of_code(value: torch.Tensor, largest: float) -> torch.Tensor:
 @distributed(world_sizes=(1, 2, 3, 4))
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True, "max_grad_norm": 0.3}])
 def test_blocks_end_with_the_shard(ctx, options):
-    """A rank's step is that of an optimizer over its local tensors alone: short and empty shards."""
+    """A rank steps like an optimizer over its local tensors alone, also with short and empty shards."""
     only_fsdp2x(ctx)
     model, optimizer = make(ctx, **options)
     alone = [nn.Parameter(param.to_local().clone()) for param in model.parameters()]
@@ -67,7 +67,7 @@ def test_blocks_end_with_the_shard(ctx, options):
 
 @distributed(world_sizes=(1, 2, 3))
 def test_states_go_to_other_worlds_and_dtypes(ctx):
-    """Whole states, into a model that is not sharded, where blocks begin elsewhere; into float32 as they are."""
+    """Full states load into an unsharded model, where blocks begin elsewhere, and into float32 unchanged."""
     only_fsdp2x(ctx)
     model, optimizer = make(ctx)
     train(ctx, model, optimizer)
@@ -180,7 +180,7 @@ def loss_after(rows: torch.Tensor, num_steps: int, **options) -> float:
 
 
 def test_losses_are_those_of_float32():
-    """After 200 steps, within half a percent; of 4.16 at the beginning."""
+    """After 200 steps they agree within half a percent. The first loss is 4.16."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

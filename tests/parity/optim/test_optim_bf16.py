@@ -71,7 +71,7 @@ def test_to_nearest_is_a_float32_step_that_is_rounded(dtype, moments, amsgrad):
 
 
 def test_stochastic_rounding_is_right_on_average():
-    """Every stored value is one of the two neighbours, and their mean is what was rounded, within 5 standard errors."""
+    """Every stored value is one of the two neighbors. Their mean is the unrounded value, within 5 standard errors."""
     numel, beta1, beta2 = 200_000, 0.9, 0.999
     param = nn.Parameter(torch.full((numel,), 1.0, dtype=torch.bfloat16))
     optimizer = fsdp2x.optim.AdamW([param], lr=1e-3, betas=(beta1, beta2), weight_decay=0.0, seed=7, **STOCHASTIC)

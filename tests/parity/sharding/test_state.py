@@ -1,4 +1,4 @@
-"""State dicts, loading in every way, meta-device initialisation, and moving a sharded model."""
+"""State dicts, all ways to load them, meta-device initialization, and moves of a sharded model."""
 
 import copy
 
