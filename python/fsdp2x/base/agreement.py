@@ -7,6 +7,7 @@ all ranks did before. The ranks then compare through the group's store, under ke
     K/count    how many agree; the last one writes K/go, and all post. A rank that waits too long writes it instead,
                and all raise
     K/left     the rank whose forward or backward raised, how many collectives it had posted, and why
+    K/away     how many ranks have left and have not asked again
     K/alarm    one of the above needs ranks that wait in a collective, so they look
     failed     the message that every rank raises
     again/...  after a failure: how many collectives each rank has posted
@@ -40,6 +41,7 @@ _LOOK_S = 0.1  # interval at which a rank that waits for a collective reads the 
 _ALARM_S = 0.05  # a rank that asks for longer raises the alarm
 _POLL_S = 0.0003  # the first pause; later ones are a third of the time that this rank has waited
 _LOOK_FOR_DEATHS_S = 1.0
+_PATIENCE_S = 2.0  # a rank that left an earlier pass may come back, and its peers wait for it so long
 _VERBS = {"all_gather": "gathers", "reduce_scatter": "reduces", "all_to_all": "reduces", "all_reduce": "all-reduces"}
 _DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
 _ADVICE = "Every rank must run the same units and calls in the same order, with the same settings."
@@ -100,6 +102,8 @@ class Agreement:
         self._num_asked = 0
         self._has_answered = False  # to a peer that came back
         self._has_left = False
+        self._is_away = False  # it has left and has not asked again
+        self._saw_away: float | None = None  # when this rank first saw a peer away from its own pass
         self._failed = ""  # the message, once a failure is known
         self._must_raise = False  # whether this rank's own thread must raise that message
         self._lock = threading.Lock()
@@ -180,6 +184,9 @@ class Agreement:
         """Returns False if the peers failed because this rank left, or all failed before. They begin again."""
         if self._failed or (self._has_left and self._has("failed")):
             return False
+        if self._is_away:
+            self._is_away = False
+            self._store.add(self._key(f"{self._num_asked}/away"), -1)
         try:
             if self._has_answered:
                 self._wait_for(f"{self._num_asked}/go", mine)
@@ -200,10 +207,11 @@ class Agreement:
     def _finish_asking(self) -> None:
         if self._rank == 0 and self._num_asked > 0:
             # All ranks have finished the last exchange, because they came to this one.
-            for name in ("", "/count", "/go", "/left", "/alarm"):
+            for name in ("", "/count", "/go", "/left", "/away", "/alarm"):
                 self._store.delete_key(self._key(f"{self._num_asked - 1}{name}"))
         self._num_asked += 1
-        self._has_answered = self._has_left = False
+        self._has_answered = self._has_left = self._is_away = False
+        self._saw_away = None
         self.engine.is_broken = False
 
     def _leave(self, why: str, num_posted: int, num_passes: int) -> bool:
@@ -213,6 +221,9 @@ class Agreement:
             self._has_left = True
             left = {"rank": self._ranks[self._rank], "why": why, "number": num_posted, "num_passes": num_passes}
             self._write(f"{self._num_asked}/left", left)
+            if not self._is_away:
+                self._is_away = True
+                self._store.add(self._key(f"{self._num_asked}/away"), 1)
             self._write(f"{self._num_asked}/alarm")
         return True
 
@@ -239,14 +250,25 @@ class Agreement:
             self._count(str(num))
 
     def _check_peers(self, number: int, num_passes: int) -> None:
-        """Raises Diverged if a peer has found a failure, or has left before collective ``number`` of this pass."""
+        """Raises Diverged if a peer has found a failure, or has left before collective ``number`` and does not come.
+
+        A peer that has left this pass cannot come. A peer that has left an earlier pass may, so this rank waits for it.
+        """
         if self._has("failed"):
             self._fail("")
         if not self._has_left and self._has(f"{self._num_asked}/left"):
             left = self._read(f"{self._num_asked}/left")
-            if number >= left["number"] and num_passes <= left["num_passes"]:
+            if number >= left["number"] and (num_passes <= left["num_passes"] or self._stays_away()):
                 _raise_if_ended()  # which then is why the peer left
                 self._fail(f"rank {left['rank']} {left['why']}")
+
+    def _stays_away(self) -> bool:
+        """Returns whether a peer that has left has not come back for ``_PATIENCE_S``."""
+        if self._store.add(self._key(f"{self._num_asked}/away"), 0) == 0:
+            self._saw_away = None
+        elif self._saw_away is None:
+            self._saw_away = time.monotonic()
+        return self._saw_away is not None and time.monotonic() - self._saw_away > _PATIENCE_S
 
     def _wait_for(self, name: str, mine: dict | None = None) -> None:
         """Waits until a peer writes ``name``. ``mine`` is the collective that this rank asks for, if any.
@@ -313,7 +335,8 @@ class Agreement:
                 _repeat(self.group, posted)
         self._generation += 1
         self._num_asked = 0
-        self._has_answered = self._has_left = False
+        self._has_answered = self._has_left = self._is_away = False
+        self._saw_away = None
         self._failed = ""
         self.engine.restart()
 

@@ -66,6 +66,13 @@ def sharded(ctx, transport="shm", **options):
     return shard(ctx, Raising(), STACK_UNITS, **options)
 
 
+def own_grads(model):
+    """This rank's rows of the gradients by name, as they are now."""
+    return {
+        name: None if param.grad is None else param.grad.to_local().clone() for name, param in model.named_parameters()
+    }
+
+
 REASONS = {"memory": "allocate", "backward": "left its backward"}
 
 
@@ -118,7 +125,10 @@ def test_replicas_are_told(ctx, place, transport):
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("place", ["first", "forward", "last", "backward"])
 def test_all_raise_and_one_is_slow_to_go_on(ctx, place, grad, keeps, transport):
-    """The others wait for it in the next step, whose numbers are right."""
+    """The others wait for it in the next step, whose numbers are right.
+
+    Without zero_grad, that step adds to what the failed one has reduced, which is complete, and to nothing else.
+    """
     only_fsdp2x(ctx)
     if place == "backward" and not grad:
         pytest.skip("there is no backward without gradients")
@@ -127,14 +137,50 @@ def test_all_raise_and_one_is_slow_to_go_on(ctx, place, grad, keeps, transport):
         each.zero_grad()
         step(each, ctx)
         each.zero_grad()
+    step(twin, ctx, 1)
+    complete = own_grads(twin)
+    twin.zero_grad()
     model.place = place
     with pytest.raises(KeyError, match="on purpose"), torch.set_grad_enabled(grad):
         step(model, ctx, 1)
     model.place = ""
+    reduced = own_grads(model)
+    assert place == "backward" or not any(grad is not None for grad in reduced.values()), reduced
+    same(reduced, {name: None if reduced[name] is None else grad for name, grad in complete.items()}, "failed step")
     if ctx.rank == 0:
         time.sleep(SLOW_S)
     same(step(model, ctx, 2), step(twin, ctx, 2), "loss")
-    same(grads(model), grads(twin), "gradients")
+    expected = {name: grad if reduced[name] is None else reduced[name] + grad for name, grad in own_grads(twin).items()}
+    same(own_grads(model), expected, "gradients")
+    for each in (model, twin):
+        each.zero_grad()
+        step(each, ctx, 3)
+    same(grads(model), grads(twin), "gradients after zero_grad")
+
+
+@distributed(world_sizes=(2, 3))
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("seconds", [SLOW_S, 5.0])
+def test_one_rank_leaves_a_forward_that_asks_for_nothing_more(ctx, seconds, transport):
+    """Its peers have ended that forward and wait in a later one: for a while, and not until the timeout."""
+    only_fsdp2x(ctx)
+    if transport == "shm" and seconds < 1:
+        pytest.skip("it waits half a second")
+    model = sharded(ctx, transport)
+    with torch.no_grad():
+        model(inputs(ctx.rank))
+        if ctx.rank == 0:
+            model.place = "last"
+            with pytest.raises(KeyError, match="on purpose"):
+                model(inputs(ctx.rank, 1))
+            model.place = ""
+            time.sleep(seconds)
+        else:
+            model(inputs(ctx.rank, 1))
+    found = everyone(ctx, attempt(lambda: step(model, ctx, 2)) if ctx.rank or seconds < 1 else ("", 0.0))
+    for told, waited in found[1:]:
+        assert waited < SOON_S, found
+        assert ("rank 0" in told and "KeyError: 'on purpose'" in told) == (seconds > 1), found
 
 
 @distributed(world_sizes=(2, 3))
