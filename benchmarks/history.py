@@ -48,7 +48,7 @@ PEERS = {"stock FSDP2": "FSDP2", "FSDP1": "FSDP1", "DeepSpeed ZeRO-3": "ZeRO-3",
 PANELS = (
     ("step_cpu_2ranks", "comm", f"Step: {CASES['comm'].title}", "ms"),
     ("step_cpu_2ranks", "compute", f"Step: {CASES['compute'].title}", "ms"),
-    ("memory_cpu_2ranks", "comm: peak of all ranks", "Peak memory of both ranks, 16 tokens", "MiB"),
+    ("memory_cpu_2ranks", "comm: peak of all ranks", "Peak memory of both ranks", "MiB"),
 )
 
 
@@ -173,21 +173,26 @@ def draw(lines: list[Mapping], path: Path) -> None:
     """Writes the picture of README.md: horizontal bars, fsdp2x first, with a line for the range."""
     from matplotlib.figure import Figure
 
+    from draw import FSDP2, FSDP2X, NOTE, OTHER, PANEL, TEXT, save
+
     figure = Figure(figsize=(4.1 * len(PANELS), 2.7), layout="constrained")
     for axes, (name, row, title, unit) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
         sides = bars(lines, name, row)
         for place, (side, (middle, low, high)) in zip(range(len(sides), 0, -1), sides.items(), strict=True):
-            axes.barh(place, middle, 0.66, color={"fsdp2x": "#1f77b4", "FSDP2": "#ff7f0e"}.get(side, "#8c8c8c"))
-            axes.plot([low, high], [place, place], color="black", linewidth=1)
+            axes.barh(place, middle, 0.66, color={"fsdp2x": FSDP2X, "FSDP2": FSDP2}.get(side, OTHER)[0])
+            axes.plot([low, high], [place, place], color=TEXT[0], linewidth=1)
             ratio = "" if side == "fsdp2x" else f", {middle / sides['fsdp2x'][0]:.2g}x"
-            axes.text(max(middle, high), place, f" {middle:,.0f} {unit}{ratio}", va="center", fontsize=8)
-        axes.set_yticks(range(len(sides), 0, -1), sides, fontsize=8)
+            shown = f" {middle:,.0f} {unit}{ratio}"
+            axes.text(max(middle, high), place, shown, va="center", fontsize=9, color=TEXT[0])
+        axes.set_yticks(range(len(sides), 0, -1), sides)
+        axes.tick_params(colors=NOTE[0], labelcolor=TEXT[0], labelsize=9, length=0)
         axes.set_xlim(0, 1.6 * max(high for _, _, high in sides.values()))
         axes.set_xticks([])
-        axes.set_title(title, fontsize=9, loc="left")
+        axes.set_title(title, fontsize=10, fontweight="bold", loc="left", color=TEXT[0])
+        axes.set_facecolor(PANEL[0])
         axes.spines[["top", "right", "bottom"]].set_visible(False)
-    # Without matplotlib's version in it, equal numbers give an equal file.
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+        axes.spines["left"].set_color(NOTE[0])
+    save(figure, path)
 
 
 def main() -> int:
@@ -203,7 +208,7 @@ def main() -> int:
         table = steps_table(lines) + "\n"
         text = re.sub(r"(^\|.*\n)+", lambda _: table, README.read_text(), count=1, flags=re.MULTILINE)
         README.write_text(text)
-        draw(lines, HERE / "plots/overview.png")
+        draw(lines, HERE / "plots/overview.svg")
         return 0
     if args.folder is None:
         parser.error("check: name the folder of the results")

@@ -29,8 +29,8 @@ def on_files(files: Files, config) -> Files:
     pages["settings.md"] = reference.settings(list_keys(), list_keys(kind=GrpoConfig, dialects=()))
     for page, text in pages.items():
         files.append(File.generated(config, page, content=text))
-    picture = ROOT / "benchmarks/plots/overview.png"
-    files.append(File.generated(config, "plots/overview.png", abs_src_path=str(picture)))
+    for picture in sorted((ROOT / "benchmarks/plots").iterdir()):
+        files.append(File.generated(config, f"plots/{picture.name}", abs_src_path=str(picture)))
     return files
 
 

@@ -24,7 +24,7 @@ GENERATED = {
     "docs/cli.md": None,
     "docs/messages.md": None,
     "docs/settings.md": None,
-    "docs/plots/overview.png": None,
+    "docs/plots/overview.svg": None,
 }
 # Words of other programs that look like fsdp2x's keys.
 NOT_KEYS = {
