@@ -213,6 +213,9 @@ docs-serve: $(DOCS_TOOLS)
 	NO_MKDOCS_2_WARNING=1 $(RUN_PYTHON) -m mkdocs serve
 
 docs-shoot: docs
+ifneq ($(TOOLS),)
+	$(RUN_PYTHON) -m pip install -q playwright
+endif
 	$(RUN_PYTHON) docs/shoot.py
 
 bench: build

@@ -1,9 +1,12 @@
-"""Draws pages of the built site in a headless browser, wide and narrow: `make docs-shoot` writes build/shots.
+"""Draws pages of the built site in a headless browser, and checks that no page scrolls sideways: `make docs-shoot`.
 
     python docs/shoot.py [--site build/site] [--out build/shots] [PAGE.html ...]
 
-Needs chromium (`apt-get install chromium`), or another browser of that family in the environment variable BROWSER. Look
-at the pictures for tables that are cut off, overlapping labels, and code without colors.
+Each page is drawn wide and narrow, light and dark. Look at the pictures for tables that are cut off, overlapping
+labels, and code without colors. Without arguments, it checks all pages of the site and draws those of PAGES.
+
+Needs `pip install playwright`, and chromium (`apt-get install chromium`) or another browser of that family in the
+environment variable BROWSER.
 """
 
 from __future__ import annotations
@@ -11,17 +14,24 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 PAGES = (
     "index.html", "quickstart.html", "use.html", "works-with.html", "guides/memory.html", "troubleshooting.html",
-    "api/sharding.html", "benchmarks.html",
+    "api/sharding.html", "benchmarks.html", "how-it-works.html",
 )  # fmt: skip
-WINDOWS = {"wide": (1280, 1600), "narrow": (500, 1400)}
+WINDOWS = {"wide": {"width": 1280, "height": 900}, "narrow": {"width": 400, "height": 800}}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+# The page's own width, and the outermost elements that make it wider than the window.
+OVERFLOW = """() => {
+  const width = document.documentElement.clientWidth;
+  if (document.documentElement.scrollWidth <= width) return null;
+  const sticksOut = (one) => one.getBoundingClientRect().right > width + 1;
+  const all = [...document.querySelectorAll("article *")];
+  const wide = all.filter((one) => sticksOut(one) && !sticksOut(one.parentElement));
+  return wide.slice(0, 3).map((one) => one.tagName.toLowerCase() + ": " + one.textContent.trim().slice(0, 60));
+}"""
 
 
 def find_browser() -> str:
@@ -33,34 +43,42 @@ def find_browser() -> str:
     return found
 
 
-def shoot(browser: str, page: Path, picture: Path, size: tuple[int, int]) -> None:
-    """Writes a picture of the page in a window of this size in pixels."""
-    with tempfile.TemporaryDirectory(prefix="shoot-") as profile:
-        command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
-        command += [f"--user-data-dir={profile}", f"--window-size={size[0]},{size[1]}", "--virtual-time-budget=5000"]
-        command += [f"--screenshot={picture.resolve()}", page.resolve().as_uri()]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=180)
-    if done.returncode != 0 or not picture.is_file():
-        sys.exit(f"docs/shoot.py: {page} could not be drawn:\n{done.stderr[-2000:]}")
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("pages", nargs="*", default=PAGES, help="below the folder of the site")
+    parser.add_argument("pages", nargs="*", help="below the folder of the site")
     parser.add_argument("--site", type=Path, default=Path("build/site"))
     parser.add_argument("--out", type=Path, default=Path("build/shots"))
     arguments = parser.parse_args()
-    missing = [name for name in arguments.pages if not (arguments.site / name).is_file()]
+    drawn = set(arguments.pages or PAGES)
+    every = {str(page.relative_to(arguments.site)) for page in arguments.site.rglob("*.html")}
+    checked = drawn if arguments.pages else every
+    missing = sorted(name for name in drawn if not (arguments.site / name).is_file())
     if missing:
         sys.exit(f"docs/shoot.py: {arguments.site} has no {', '.join(missing)}: make docs builds the site.")
-    browser = find_browser()
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        sys.exit("docs/shoot.py needs playwright: pip install playwright.")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for name in arguments.pages:
+    num_wide = 0
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
         for window, size in WINDOWS.items():
-            picture = arguments.out / f"{name.removesuffix('.html').replace('/', '-')}-{window}.png"
-            shoot(browser, arguments.site / name, picture, size)
-            print(picture, flush=True)
+            for scheme in ("light", "dark"):
+                page = browser.new_page(viewport=size, color_scheme=scheme)
+                for name in sorted(drawn if scheme == "dark" else checked):
+                    page.goto((arguments.site / name).resolve().as_uri())
+                    if (wide := page.evaluate(OVERFLOW)) is not None:
+                        print(f"{name} is too wide at {size['width']} pixels: {'; '.join(wide)}")
+                        num_wide += 1
+                    if name in drawn:
+                        stem = name.removesuffix(".html").replace("/", "-")
+                        page.screenshot(path=arguments.out / f"{stem}-{window}-{scheme}.png", full_page=True)
+                page.close()
+        browser.close()
+    print(f"{len(checked)} pages checked, {len(drawn)} drawn into {arguments.out}")
+    return int(num_wide > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
