@@ -62,7 +62,8 @@ def add(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "--optimizer",
         choices=PLANNED,
-        help="Optimizer. A suffix sets its moments_dtype: adamw_int8 is AdamW with moments_dtype='int8'.",
+        metavar="NAME",
+        help=f"Optimizer: {', '.join(PLANNED)}. A suffix sets its moments_dtype, such as int8.",
     )
     command.add_argument(
         "--expert-parallel", type=positive, metavar="E", help="Ranks that share the experts of a block."
