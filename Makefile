@@ -225,6 +225,7 @@ bench: build
 bench-record: build
 	$(RUN_PYTHON) benchmarks/history.py record $(BENCH_ARGS)
 	$(RUN_PYTHON) benchmarks/history.py write
+	$(RUN_PYTHON) benchmarks/draw.py
 
 clean:
 	rm -rf build build-* dist out .pytest_cache .ruff_cache .hypothesis
