@@ -3,9 +3,10 @@
     python benchmarks/bench_step.py [--cases comm many ...] [--steps 15] [--runs 1] [--transport auto] [--json FILE]
 
 Starts its own 2 ranks. fp32, one thread a rank. All models have the same weights and inputs, and the sharded ones the
-same units (fsdp2x's plan). Every loss must agree, or there is no row. fsdp2x is timed with its own AdamW and with
-``torch.optim.AdamW``, the others with the latter. They are FSDP2, FSDP1, DeepSpeed ZeRO-3 (dense cases, if it is
-installed), and DDP. DDP does not shard, so it shows the cost of sharding. Cases:
+same units (fsdp2x's plan). Every loss must agree, or there is no row. fsdp2x is timed over ``--transport`` with its own
+AdamW and with ``torch.optim.AdamW``, and over gloo with its own. The others run over gloo with ``torch.optim.AdamW``.
+They are FSDP2, FSDP1, DeepSpeed ZeRO-3 (dense cases, if it is installed), and DDP. DDP does not shard, so it shows the
+cost of sharding. Cases:
 
     comm      Qwen3, hidden 512, 12 layers, 16 tokens
     many      hidden 64, 48 layers, 8 tokens
@@ -32,6 +33,7 @@ from step_cases import CASES, Case
 LR = 1e-4
 TITLES = {
     "fsdp2x": "fsdp2x",
+    "fsdp2x_gloo": "fsdp2x over gloo",
     "fsdp2x_torch_adamw": "with torch's AdamW",
     "ddp": "DDP",
     "fsdp1": "FSDP1",
@@ -105,6 +107,7 @@ def run_case(case: Case, steps: int, transport: str) -> dict:
     ours = build_model(case)
     sides = {
         "fsdp2x": (copy.deepcopy(ours), fsdp2x.optim.AdamW),
+        "fsdp2x_gloo": (copy.deepcopy(ours), fsdp2x.optim.AdamW),
         "fsdp2x_torch_adamw": (ours, torch.optim.AdamW),
         "stock": (peers.shard_stock(copy.deepcopy(ours)), torch.optim.AdamW),
         "ddp": (DistributedDataParallel(copy.deepcopy(ours)), torch.optim.AdamW),
@@ -114,6 +117,7 @@ def run_case(case: Case, steps: int, transport: str) -> dict:
         sides["zero3"] = (peers.ZeRO3(copy.deepcopy(ours), lr=LR), None)
     for name in ("fsdp2x", "fsdp2x_torch_adamw"):
         fsdp2x.fully_shard(sides[name][0], transport=transport)
+    fsdp2x.fully_shard(sides["fsdp2x_gloo"][0], transport="process_group")
     losses: dict[str, list[torch.Tensor]] = {name: [] for name in sides}
     samples = harness.alternate(
         {name: make_step(*side, case.tokens, losses[name]) for name, side in sides.items()}, warmup=3, count=steps

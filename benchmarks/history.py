@@ -31,9 +31,11 @@ HISTORY = HERE / "history.jsonl"
 README = HERE.parent / "README.md"
 RECORDED = ("step_cpu_2ranks", "optimizer_cpu_2ranks", "memory_cpu_2ranks")
 LEAST_RUNS = 5  # fewer do not give a range
+OVER_GLOO = "over gloo"
 # Sides of a result as rows call them.
 SIDES = {
     "one step": "fsdp2x, one step",
+    "fsdp2x_gloo": OVER_GLOO,
     "fsdp2x_torch_adamw": "with torch's AdamW",
     "stock": "FSDP2",
     "torch": "torch on FSDP2",
@@ -43,6 +45,7 @@ SIDES = {
     "unsharded": "unsharded, foreach",
 }
 # Sides and their columns in README.md.
+BOTH = "stock FSDP2, both over gloo"
 PEERS = {"stock FSDP2": "FSDP2", "FSDP1": "FSDP1", "DeepSpeed ZeRO-3": "ZeRO-3", "DDP, unsharded": "DDP, unsharded"}
 # Panels of the picture of README.md: result, row, title, unit.
 PANELS = (
@@ -147,12 +150,14 @@ def steps_table(lines: Iterable[Mapping]) -> str:
     days = {line["day"] for line in runs}
     machines = {(line["machine"], line.get("boot")) for line in runs}  # the first lines have no boot
     rows = [
-        f"| runs: {len(runs)}, days: {len(days)}, machines: {len(machines)} | {' | '.join(PEERS)} |",
-        f"| --- |{' ---: |' * len(PEERS)}",
+        f"| runs: {len(runs)}, days: {len(days)}, machines: {len(machines)} | {' | '.join((*PEERS, BOTH))} |",
+        f"| --- |{' ---: |' * (len(PEERS) + 1)}",
     ]
     found = {row: values for (_, row), values in ranges(runs).items()}
     for model in dict.fromkeys(row.partition(":")[0] for row in found):
         of_peers = [found.get(f"{model}: {peer}") for peer in PEERS.values()]
+        both = [(line["ratios"].get(f"{model}: FSDP2"), line["ratios"].get(f"{model}: {OVER_GLOO}")) for line in runs]
+        of_peers.append([stock / ours for stock, ours in both if stock and ours])
         cells = [f"{statistics.median(v):.1f}x ({min(v):.1f} to {max(v):.1f})" if v else "–" for v in of_peers]
         rows.append(f"| {model}: {CASES[model].title} | {' | '.join(cells)} |")
     return "\n".join(rows)

@@ -32,6 +32,7 @@ void bind_planned_steps(py::module_& m) {
       .def_readwrite("gather_segment_bytes", &GroupBytes::gather_segment)
       .def_readwrite("reduce_segment_bytes", &GroupBytes::reduce_segment)
       .def_readwrite("coded_reduce_bytes", &GroupBytes::coded_reduce)
+      .def_readwrite("received_bytes", &GroupBytes::received)
       .def_readwrite("staging_bytes", &GroupBytes::staging)
       .def_readwrite("gradient_bytes", &GroupBytes::gradient)
       .def_readwrite("gradient_pool_bytes", &GroupBytes::gradient_pool)

@@ -227,12 +227,15 @@ void bind_transports(py::module_& m) {
   m.def("all_reduce_scratch_bytes", &HostAllReduce::scratch_bytes, py::arg("sizes"), py::arg("page_bytes"));
   m.def(
       "group_transport",
-      [](const py::object& all_gather, const py::object& reduce_scatter, const py::object& all_to_all,
-         const py::object& wait) -> std::shared_ptr<Transport> {
-        return std::make_shared<ProcessGroupTransport>(
-            Collectives{own(all_gather), own(reduce_scatter), own(all_to_all), own(wait)});
+      [](const py::object& all_gather, const py::object& gather_in_place, const py::object& reduce_scatter,
+         const py::object& all_to_all, const py::object& wait, const py::object& may_replace,
+         size_t pack_below_bytes) -> std::shared_ptr<Transport> {
+        return std::make_shared<ProcessGroupTransport>(Collectives{own(all_gather), own(gather_in_place),
+                                                                   own(reduce_scatter), own(all_to_all), own(wait),
+                                                                   own_unless_none(may_replace), pack_below_bytes});
       },
-      py::arg("all_gather"), py::arg("reduce_scatter"), py::arg("all_to_all"), py::arg("wait"));
+      py::arg("all_gather"), py::arg("gather_in_place"), py::arg("reduce_scatter"), py::arg("all_to_all"),
+      py::arg("wait"), py::arg("may_replace"), py::arg("pack_below_bytes"));
 }
 
 void bind_root(py::module_& m) {

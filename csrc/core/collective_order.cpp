@@ -39,7 +39,8 @@ uint64_t Collective::tag() const {
       mixed(hash, static_cast<uint64_t>(settings.wire_weights) << 8 | static_cast<uint64_t>(settings.wire_gradients));
   hash = mixed(hash, settings.trained);
   hash = mixed(hash, segment_bytes);
-  return mixed(hash, static_cast<uint64_t>(type) << 1 | static_cast<uint64_t>(averages));
+  return mixed(hash, static_cast<uint64_t>(type) << 2 | static_cast<uint64_t>(is_in_place) << 1 |
+                         static_cast<uint64_t>(averages));
 }
 
 CollectiveOrder::Memory CollectiveOrder::make_memory(size_t length) {

@@ -48,8 +48,9 @@ struct Collective {
   uint64_t segment_bytes = 0;  // of one rank
   DType type = DType::byte;
   bool averages = false;
-  bool is_custom = false;   // the user's function posts it
-  uint64_t num_passes = 0;  // passes of this rank that posted something here, this one included
+  bool is_custom = false;    // the user's function posts it
+  bool is_in_place = false;  // a gather of several outputs
+  uint64_t num_passes = 0;   // passes of this rank that posted something here, this one included
 
   // Returns a number that is equal for collectives that fit together. Passes are compared by kind only. A forward may
   // run without gradients on some ranks, because the collectives of their backwards are compared.

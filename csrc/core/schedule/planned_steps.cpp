@@ -34,6 +34,12 @@ bool MemoryEffects::needs_room(const ScheduledGroup& group, std::optional<size_t
   return state_of(group).transport->needs_room(of(group), param.has_value());
 }
 
+bool MemoryEffects::may_overlap(const ScheduledUnit& unit) const {
+  const auto& groups = unit.scheduled_groups();
+  return std::ranges::all_of(
+      groups, [this](const ScheduledGroup* group) { return state_of(*group).transport->may_overlap(of(*group)); });
+}
+
 bool MemoryEffects::downloads(const ScheduledGroup& group) const { return of(group).bytes.offloads; }
 
 size_t MemoryEffects::max_downloads(const ScheduledGroup& group) const {

@@ -78,6 +78,7 @@ class MemoryEffects final : public Effects {
   bool is_collective(const ScheduledGroup& group) const override;
   bool needs_empty_reduction(const ScheduledGroup& group) const override;
   bool needs_room(const ScheduledGroup& group, std::optional<size_t> param) override;
+  bool may_overlap(const ScheduledUnit& unit) const override;
   bool downloads(const ScheduledGroup& group) const override;
   size_t max_downloads(const ScheduledGroup& group) const override;
   bool share_transport(const ScheduledGroup& group, const ScheduledGroup& other) const override;

@@ -145,9 +145,10 @@ void Schedule::prefetch_forward(ScheduledUnit& unit) {
     }
     return;
   }
-  if (recomputes || settings_.is_synchronous) return;
+  if (recomputes) return;
   const auto next = order_.next_after(unit);
-  if (!next || next->param_state_ != ParamState::sharded || !next->has_params()) return;
+  if (!next || (settings_.is_synchronous && !effects_.may_overlap(*next))) return;
+  if (next->param_state_ != ParamState::sharded || !next->has_params()) return;
   gathers_.drop_rows(*next);
   prefetch(*next, Section::forward_prefetch);
 }
@@ -303,7 +304,7 @@ void Schedule::reduce(ScheduledUnit& unit) {
   for (ScheduledGroup* const group : unit.groups_) {
     if (is_due(unit, *group)) reductions_.post(unit, *group, forward_.counts);
   }
-  if (settings_.is_synchronous) reductions_.finish_pending();
+  if (settings_.is_synchronous && !effects_.may_overlap(unit)) reductions_.finish_pending();
 }
 
 void Schedule::publish(uint64_t position) {

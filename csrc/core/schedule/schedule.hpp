@@ -28,7 +28,8 @@ class Schedule {
   ScheduledUnits units() const;
 
   struct Settings {
-    bool is_synchronous = false;  // finish each reduction immediately, and never prefetch by a prediction
+    // Finish each reduction immediately, and never prefetch by a prediction, except for units that may overlap.
+    bool is_synchronous = false;
     bool is_last_backward = true;
     bool manual_finalization = false;
   };

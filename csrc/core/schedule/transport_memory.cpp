@@ -68,13 +68,13 @@ void GroupTransportMemory::open_slot(const PlannedGroup& group) {
 
 void GroupTransportMemory::begin_gather(const PlannedGroup& group) {
   if (world_ == 1 || group.bytes.gather_segment == 0) return open_slot(group);
-  hold(held_[group.number].gathered, group.bytes.gather_segment * world_);
+  if (may_overlap(group)) open_slot(group);
+  hold(held_[group.number].gathered, group.bytes.staging);
 }
 
 void GroupTransportMemory::finish_gather(const PlannedGroup& group) {
   Held& held = held_[group.number];
-  if (held.slot >= 0) return;
-  open_slot(group);
+  if (held.slot < 0) open_slot(group);
   drop(held.gathered);
 }
 
@@ -91,14 +91,14 @@ void GroupTransportMemory::open(const PlannedGroup& group, bool /*syncs*/) {
 }
 
 bool GroupTransportMemory::needs_room(const PlannedGroup& group, bool /*for_gradient*/) {
-  return held_[group.number].packed == 0;
+  return held_[group.number].packed == 0 && !may_overlap(group);
 }
 
 void GroupTransportMemory::begin_reduce(const PlannedGroup& group) {
   open(group, /*syncs=*/true);
   if (world_ == 1) return;
   Held& held = held_[group.number];
-  if (group.bytes.coded_reduce == 0) return hold(held.rows, group.bytes.reduce_segment);
+  if (group.bytes.coded_reduce == 0) return hold(held.received, group.bytes.received);
   hold(held.sent, group.bytes.coded_reduce * world_);
   drop(held.packed);
   hold(held.received, group.bytes.coded_reduce * world_);

@@ -26,7 +26,8 @@ struct GroupBytes {
   size_t gather_segment = 0;  // of a rank, gathered by a process group
   size_t reduce_segment = 0;  // of a rank, reduced by a process group
   size_t coded_reduce = 0;    // of a rank, in an all-to-all in a wire format, 0: no wire format
-  size_t staging = 0;         // of all ranks, for packed gathers of a device
+  size_t received = 0;        // of a reduction over a CPU's process group
+  size_t staging = 0;         // of all ranks, for parameters that are gathered packed, not in place
   size_t gradient = 0;        // of autograd: the largest, on a device all of them
   size_t gradient_pool = 0;
   size_t reduced = 0;  // this rank's reduced rows
@@ -68,6 +69,8 @@ class TransportMemory {
   virtual bool has_streams() const { return false; }
   // Whether gathers run ahead in forward, and reductions overlap with the next unit.
   virtual bool overlaps() const { return true; }
+  // Whether the group overlaps although the transport does not.
+  virtual bool may_overlap(const PlannedGroup& /*group*/) const { return false; }
   // Whether ranks see the posts of others. Groups posted at the end of a backward wait for slower ranks.
   virtual bool is_shared() const { return false; }
 
@@ -134,6 +137,10 @@ class GroupTransportMemory final : public TransportMemory {
   explicit GroupTransportMemory(const PlannedRanks& ranks);
 
   bool overlaps() const override { return false; }
+  // Some of it is gathered in place.
+  bool may_overlap(const PlannedGroup& group) const override {
+    return world_ > 1 && group.bytes.staging < group.bytes.gather_segment * world_;
+  }
   void begin_gather(const PlannedGroup& group) override;
   void finish_gather(const PlannedGroup& group) override;
   void release_gather(const PlannedGroup& group) override;

@@ -7,8 +7,9 @@
 
 #include <algorithm>
 
-#include "engine/memory/device_copy.hpp"
 #include "engine/memory/storage.hpp"
+#include "engine/torch/parallel.hpp"
+#include "kernels/cpu/kernels.hpp"
 
 namespace fsdp2x {
 
@@ -20,16 +21,56 @@ std::unique_ptr<SegmentRows> SegmentRows::zeros(std::shared_ptr<const Layout> la
   return std::make_unique<SegmentRows>(at::zeros({bytes}, at::kByte), std::move(layout), type, divisor);
 }
 
-at::Tensor SegmentRows::values() const { return typed(memory_, type_, 0, layout_->flagged_segment_bytes()); }
+void SegmentRows::await_sum(bool averages) {
+  num_segments_ = layout_->world();
+  averages_ = averages;
+}
 
-bool SegmentRows::add(const SegmentRows& other) {
+void SegmentRows::reduce(size_t offset, int64_t numel, DType target_type, void* target, double divisor,
+                         bool accumulate) const {
+  if (numel == 0) return;
+  std::vector<const void*> sources;
+  for (int i = 0; i < num_segments_; ++i) {
+    sources.push_back(static_cast<const std::byte*>(memory_.const_data_ptr()) + offset +
+                      static_cast<size_t>(i) * layout_->flagged_segment_bytes());
+  }
+  cpu::ReducePiece piece;
+  piece.src_type = type_;
+  piece.dst_type = target_type;
+  piece.sources = sources.data();
+  piece.num_sources = num_segments_;
+  piece.dst = target;
+  piece.piece_numel = piece.src_stride = numel;
+  piece.divisor = divisor * (averages_ ? num_segments_ : 1);
+  piece.round = true;
+  piece.accumulate = accumulate;
+  run_parallel(numel, kGrainNumel, [&](int64_t begin, int64_t end) { cpu::reduce(piece, begin, end); });
+}
+
+void SegmentRows::sum() {
+  if (num_segments_ == 1) return;
+  const size_t bytes = layout_->flagged_segment_bytes();
+  at::Tensor summed = at::empty({static_cast<int64_t>(bytes)}, memory_.options());
+  reduce(0, static_cast<int64_t>(bytes / dtype_bytes(type_)), type_, summed.mutable_data_ptr(), 1.0, false);
+  memory_ = std::move(summed);
+  num_segments_ = 1;
+  averages_ = false;
+}
+
+at::Tensor SegmentRows::values() {
+  sum();
+  return typed(memory_, type_, 0, layout_->flagged_segment_bytes());
+}
+
+bool SegmentRows::add(SegmentRows& other) {
   const auto trains = [](const ParamPlace& place) { return place.shape.trainable; };
   if (!std::ranges::equal(layout_->params(), other.layout_->params(), {}, trains, trains)) return false;
   values().add_(other.values());
   return true;
 }
 
-at::Tensor SegmentRows::rows(size_t param) const {
+at::Tensor SegmentRows::rows(size_t param) {
+  sum();
   const ParamPlace& place = layout_->params()[param];
   return typed(memory_, type_, place.reduce_segment_offset,
                static_cast<size_t>(place.shard_numel) * dtype_bytes(type_));
@@ -40,28 +81,34 @@ void SegmentRows::clear(size_t param, bool drops) {
   if (drops) flags()[static_cast<int64_t>(param)].zero_();
 }
 
-at::Tensor SegmentRows::flags() const {
+at::Tensor SegmentRows::flags() {
   return typed(memory_, type_, layout_->reduce_segment_bytes(), layout_->params().size() * dtype_bytes(type_));
 }
 
 std::vector<uint8_t> SegmentRows::has_gradient() {
-  const at::Tensor values = flags().to(at::TensorOptions().dtype(at::kFloat).device(at::kCPU));
+  const auto num = static_cast<int64_t>(layout_->params().size());
+  at::Tensor values = at::empty({num}, at::kFloat);
+  if (memory_.is_cpu()) {
+    reduce(layout_->reduce_segment_bytes(), num, DType::f32, values.mutable_data_ptr(), 1.0, false);
+  } else {
+    values.copy_(flags());
+  }
   std::vector<uint8_t> has_gradient(layout_->params().size());
   for (size_t i = 0; i < has_gradient.size(); ++i) has_gradient[i] = values.const_data_ptr<float>()[i] > 0.0F ? 1 : 0;
   return has_gradient;
 }
 
 void SegmentRows::run_hook(const Gil& gil, const PyRef& hook) {
+  sum();
   call_hook(gil, hook, typed(memory_, type_, 0, layout_->reduce_segment_bytes()));
 }
 
 void SegmentRows::write(const GradientTargets& targets) {
-  const auto* const rows = static_cast<const std::byte*>(memory_.const_data_ptr());
   for (size_t i = 0; i < targets.size(); ++i) {
     if (!targets[i]) continue;
     const ParamPlace& place = layout_->params()[i];
-    scale_into(at::kCPU, place.shape.orig, targets[i]->data, type_, rows + place.reduce_segment_offset,
-               place.shard_numel, divisor_, targets[i]->accumulate);
+    reduce(place.reduce_segment_offset, place.shard_numel, place.shape.orig, targets[i]->data, divisor_,
+           targets[i]->accumulate);
   }
 }
 
@@ -69,6 +116,7 @@ std::unique_ptr<SegmentRows> to_segment(std::unique_ptr<ReducedRows> rows) {
   SegmentRows* const segment = rows->segment();
   if (segment == nullptr) throw Error("fsdp2x: reduced rows that wait for an all-reduce are not in a segment");
   rows.release();
+  segment->sum();  // it may be kept
   return std::unique_ptr<SegmentRows>(segment);
 }
 

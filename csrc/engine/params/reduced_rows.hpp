@@ -43,17 +43,22 @@ class SegmentRows final : public ReducedRows {
  public:
   // `layout`: that of the segment, see Layout::flagged_segment_bytes. `divisor`: what remains to divide the sum by.
   SegmentRows(at::Tensor segment, std::shared_ptr<const Layout> layout, DType type, double divisor);
+  // Marks that the memory holds one segment of each rank, end to end. They are summed when the rows are written, or
+  // before anyone reads them. `averages`: the sum is also divided by the number of ranks.
+  void await_sum(bool averages);
+  // Sums now, and frees the segments of the ranks.
+  void sum();
   // Makes rows without any gradient.
   static std::unique_ptr<SegmentRows> zeros(std::shared_ptr<const Layout> layout, DType type, double divisor);
 
   // Returns rows and flags.
-  at::Tensor values() const;
+  at::Tensor values();
   // Returns the rows of one parameter, flat.
-  at::Tensor rows(size_t param) const;
+  at::Tensor rows(size_t param);
   // Zeros the rows of one parameter. `drops`: also clears its flag, so that it has no gradient.
   void clear(size_t param, bool drops);
   // Returns false if the segments are of different parameters.
-  bool add(const SegmentRows& other);
+  bool add(SegmentRows& other);
 
   std::vector<uint8_t> has_gradient() override;
   void run_hook(const Gil& gil, const PyRef& hook) override;
@@ -61,12 +66,16 @@ class SegmentRows final : public ReducedRows {
   SegmentRows* segment() override { return this; }
 
  private:
-  at::Tensor flags() const;
+  at::Tensor flags();
+  // The same `numel` elements of each segment, from `offset` on -> `target`, divided by `divisor`.
+  void reduce(size_t offset, int64_t numel, DType target_type, void* target, double divisor, bool accumulate) const;
 
   at::Tensor memory_;
   std::shared_ptr<const Layout> layout_;
   DType type_;
   double divisor_;
+  int num_segments_ = 1;  // more: they wait for their sum
+  bool averages_ = false;
 };
 
 // Returns the rows as their segment. Throws if they are none: transports without streams reduce replicated groups into

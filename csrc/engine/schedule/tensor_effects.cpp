@@ -110,6 +110,12 @@ bool TensorEffects::needs_room(const ScheduledGroup& group, std::optional<size_t
   return of(group).transport().needs_room(of(group), param);
 }
 
+bool TensorEffects::may_overlap(const ScheduledUnit& unit) const {
+  return std::ranges::all_of(of(unit).groups, [](const std::shared_ptr<ParamGroup>& group) {
+    return group->transport().may_overlap(*group);
+  });
+}
+
 bool TensorEffects::is_shown(const ScheduledGroup& group) const { return !of(group).waiting().shown.empty(); }
 
 bool TensorEffects::all_reduces_later(const ScheduledGroup& group) const {

@@ -59,6 +59,7 @@ class TensorEffects final : public Effects {
   bool is_collective(const ScheduledGroup& group) const override;
   bool needs_empty_reduction(const ScheduledGroup& group) const override;
   bool needs_room(const ScheduledGroup& group, std::optional<size_t> param) override;
+  bool may_overlap(const ScheduledUnit& unit) const override;
   bool is_shown(const ScheduledGroup& group) const override;
   bool all_reduces_later(const ScheduledGroup& group) const override;
   bool downloads(const ScheduledGroup& group) const override;

@@ -35,14 +35,15 @@ const char* name_of(WireFormat format) {
 
 }  // namespace
 
-void agree_on_shards(const ParamGroup& group, Operation operation, size_t segment_bytes, DType type) {
+void agree_on_shards(const ParamGroup& group, Operation operation, size_t segment_bytes, DType type,
+                     const std::vector<size_t>& parts) {
   const AgreementSeat& seat = group.shard_seat();
-  if (seat.agreement) seat.agreement->post(seat.subject, group, operation, segment_bytes, type);
+  if (seat.agreement) seat.agreement->post(seat.subject, group, operation, segment_bytes, type, parts);
 }
 
 void agree_on_replicas(const ParamGroup& group, size_t segment_bytes, DType type) {
   const AgreementSeat& seat = group.replica_seat();
-  if (seat.agreement) seat.agreement->post(seat.subject, group, Operation::all_reduce, segment_bytes, type);
+  if (seat.agreement) seat.agreement->post(seat.subject, group, Operation::all_reduce, segment_bytes, type, {});
 }
 
 uint64_t Agreement::add_subject(const std::string& label) {
@@ -50,7 +51,8 @@ uint64_t Agreement::add_subject(const std::string& label) {
   return num_subjects_;
 }
 
-void Agreement::post(uint64_t subject, const ParamGroup& group, Operation operation, size_t segment_bytes, DType type) {
+void Agreement::post(uint64_t subject, const ParamGroup& group, Operation operation, size_t segment_bytes, DType type,
+                     const std::vector<size_t>& parts) {
   Collective next;
   next.subject = subject;
   next.operation = operation;
@@ -62,8 +64,10 @@ void Agreement::post(uint64_t subject, const ParamGroup& group, Operation operat
   const GroupCalls& calls = group.calls();
   next.is_custom = (operation == Operation::all_gather && calls.all_gather) ||
                    (operation == Operation::reduce_scatter && (calls.reduce_scatter || calls.separate_reduce_scatter));
-  std::string& name = subjects_[subject].name;
-  if (name != group.name()) name = group.name();  // units are renamed when they move to another root
+  Subject& known = subjects_[subject];
+  if (known.name != group.name()) known.name = group.name();  // units are renamed when they move to another root
+  next.is_in_place = !parts.empty();
+  if (next.is_in_place && known.parts != parts) known.parts = parts;
   post(next, &group);
 }
 
@@ -163,6 +167,7 @@ pybind11::dict Agreement::describe(const Collective& collective, uint64_t number
   result["dtype"] = dtype_name(collective.type);
   result["averages"] = collective.averages;
   result["is_custom"] = collective.is_custom;
+  result["parts"] = collective.is_in_place ? subject.parts : std::vector<size_t>();
   return result;
 }
 

@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "core/collective_order.hpp"
 #include "engine/torch/gil.hpp"
@@ -31,8 +32,10 @@ class Agreement {
   uint64_t add_subject(const std::string& label);
 
   // Call it before a collective of `group`, which is `subject` here, is posted. Takes the GIL only to ask. Throws if
-  // the ranks disagree, or if one of them has left the pass.
-  void post(uint64_t subject, const ParamGroup& group, Operation operation, size_t segment_bytes, DType type);
+  // the ranks disagree, or if one of them has left the pass. `parts`: a rank's bytes in each output of a gather in
+  // place.
+  void post(uint64_t subject, const ParamGroup& group, Operation operation, size_t segment_bytes, DType type,
+            const std::vector<size_t>& parts);
   // Does the same for a collective of Python. Ranks compare `kind`. `what` follows the rank in messages, for example
   // "clips gradients".
   void post_other(const Gil& gil, const std::string& kind, const std::string& what, Operation operation,
@@ -54,7 +57,8 @@ class Agreement {
  private:
   struct Subject {
     std::string label;
-    std::string name;  // of the unit, or of Python's operation
+    std::string name;           // of the unit, or of Python's operation
+    std::vector<size_t> parts;  // of its gathers in place, which are all alike
   };
   void post(const Collective& next, const ParamGroup* group);
   pybind11::dict describe(const Collective& collective, uint64_t number) const;
@@ -69,7 +73,8 @@ class Agreement {
 };
 
 // Call before a collective of `group` over its shards or its replicas. See Agreement::post.
-void agree_on_shards(const ParamGroup& group, Operation operation, size_t segment_bytes, DType type);
+void agree_on_shards(const ParamGroup& group, Operation operation, size_t segment_bytes, DType type,
+                     const std::vector<size_t>& parts = {});
 void agree_on_replicas(const ParamGroup& group, size_t segment_bytes, DType type);
 
 }  // namespace fsdp2x

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2x.base import torch_private
-from fsdp2x.base.collectives import Diverged, all_gather, all_to_all, explained, reduce_scatter, wait
+from fsdp2x.base.collectives import Diverged, all_gather, all_to_all, explained, gather_in_place, reduce_scatter, wait
 from fsdp2x.base.native import _C
 from fsdp2x.base.processes import introduced, name_ended
 
@@ -409,7 +409,10 @@ def _repeat(group: dist.ProcessGroup, posted: dict) -> None:
     part = torch.zeros(posted["segment_bytes"] // dtype.itemsize, dtype=dtype)
     whole = part.new_zeros(part.numel() * dist.get_world_size(group))
     op = dist.ReduceOp.AVG if posted["averages"] else dist.ReduceOp.SUM
-    if posted["operation"] == "all_gather":
+    if posted["parts"]:
+        world = dist.get_world_size(group)
+        gather_in_place(group, [torch.zeros(size * world, dtype=torch.uint8) for size in posted["parts"]]).wait()
+    elif posted["operation"] == "all_gather":
         all_gather(group, whole, part).wait()
     elif posted["operation"] == "reduce_scatter":
         reduce_scatter(group, part, whole, posted["averages"]).wait()

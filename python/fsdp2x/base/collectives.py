@@ -23,19 +23,32 @@ from fsdp2x.base.processes import introduced, name_ended, own_host
 def all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
     """Starts an all-gather of ``source`` into ``output`` and returns the work."""
     gather = _gather()
-    if source.nbytes < _LARGE_BYTES or gather is not _GATHER or not _is_unobserved_gloo(group):
+    if source.nbytes < _LARGE_BYTES or not torch_private.is_gloo(group) or not may_replace():
         return gather(output, source, group=group, async_op=True)
-    # gloo's own all-gather allocates memory each time and copies it.
-    parts = output.view(dist.get_world_size(group), -1).view(torch.uint8)
-    own = parts[dist.get_rank(group)]
+    own = output.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
     if own.data_ptr() != source.data_ptr():
-        own.copy_(source.view(-1).view(torch.uint8))
-    return _Parts([dist.broadcast(part, group=group, group_src=i, async_op=True) for i, part in enumerate(parts)])
+        own.copy_(source.view(-1))
+    return _Parts(_broadcasts(group, output))
 
 
-def _is_unobserved_gloo(group: dist.ProcessGroup) -> bool:
-    """Returns whether other collectives may replace those that a dispatch mode would see."""
-    return torch_private.is_gloo(group) and not torch_private.is_observed()
+@skips_checks
+def gather_in_place(group: dist.ProcessGroup, outputs: list[torch.Tensor]):
+    """Starts all-gathers over gloo into ``outputs``, which have this rank's part already; returns the work of all."""
+    return _Parts([work for output in outputs for work in _broadcasts(group, output)])
+
+
+def _broadcasts(group: dist.ProcessGroup, output: torch.Tensor) -> list[Any]:
+    parts = output.view(dist.get_world_size(group), -1)
+    if parts[0].nbytes < _LARGE_BYTES:
+        return [_GATHER(output, parts[dist.get_rank(group)], group=group, async_op=True)]
+    # gloo's own gathers into memory that it allocates each time, and copies it.
+    parts = parts.view(torch.uint8)
+    return [dist.broadcast(part, group=group, group_src=i, async_op=True) for i, part in enumerate(parts)]
+
+
+def may_replace() -> bool:
+    """Whether other collectives may stand for gathers and reduce-scatters: no dispatch mode and no patch sees them."""
+    return _gather() is _GATHER and _scatter() is _SCATTER and not torch_private.is_observed()
 
 
 # FSDP2 uses one of two names, depending on torch. Looked up at each call, because patches and counters must see it.
@@ -60,13 +73,9 @@ class _Parts:
 
 @skips_checks
 def reduce_scatter(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, average: bool):
-    """Starts a reduce-scatter of ``source``, which it may overwrite, into ``output``. Returns the work."""
-    scatter = _scatter()
+    """Starts a reduce-scatter of ``source`` into ``output``; returns the work."""
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-    if scatter is not _SCATTER or not _is_unobserved_gloo(group):
-        return scatter(output, source, op=op, group=group, async_op=True)
-    # gloo's own reduce-scatter is an all-reduce of a copy, whose work waits without a limit.
-    return _PartOfSum(dist.all_reduce(source, group=group, async_op=True), output, source, group, average)
+    return _scatter()(output, source, op=op, group=group, async_op=True)
 
 
 def _scatter() -> Callable[..., Any]:
@@ -75,25 +84,6 @@ def _scatter() -> Callable[..., Any]:
 
 _GATHER, _SCATTER = _gather(), _scatter()  # valid unless patched
 _LARGE_BYTES = 1 << 20  # below this size, one operation is faster than several
-
-
-class _PartOfSum:
-    """Work of an all-reduce that replaces a reduce-scatter. At its end, this rank's part goes into ``output``."""
-
-    def __init__(
-        self, work: dist.Work, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, average: bool
-    ) -> None:
-        self._work, self._output = work, output
-        self._divisor = dist.get_world_size(group) if average else 1
-        self._part = source.narrow(0, dist.get_rank(group) * output.numel(), output.numel())
-        self.is_completed = work.is_completed
-
-    def wait(self, *timeout: timedelta) -> bool:
-        self._work.wait(*timeout)
-        self._output.copy_(self._part)
-        if self._divisor != 1:
-            self._output.div_(self._divisor)
-        return True
 
 
 @skips_checks

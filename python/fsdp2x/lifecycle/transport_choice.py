@@ -17,7 +17,15 @@ import torch.distributed as dist
 from fsdp2x.base import torch_private
 from fsdp2x.base.agreement import Agreement, agreement_of, make_agreement
 from fsdp2x.base.annotations import skips_checks
-from fsdp2x.base.collectives import all_gather, all_to_all, explain_collective, reduce_scatter, wait
+from fsdp2x.base.collectives import (
+    all_gather,
+    all_to_all,
+    explain_collective,
+    gather_in_place,
+    may_replace,
+    reduce_scatter,
+    wait,
+)
 from fsdp2x.base.native import _C
 from fsdp2x.base.rendezvous import GroupInfo, UnitParams, rendezvous
 from fsdp2x.lifecycle.comms import describe_wire_formats
@@ -173,11 +181,16 @@ class TransportChoice:
             return transport.device_transport(layer, ranks.group, self._comm_memory)
         agreement = self._use_twin(ranks.group)
         group = ranks.group if agreement is None else agreement.group
+        how = torch_private.gathers_of(group, ranks.device)
+        below = transport.pack_below_bytes(how, ranks.world)
         return _C.group_transport(
             functools.partial(all_gather, group),
+            functools.partial(gather_in_place, group),
             functools.partial(reduce_scatter, group),
             functools.partial(all_to_all, group),
             functools.partial(wait if agreement is None else agreement.wait, timeout=self._timeout),
+            may_replace if how == "broadcast" else None,
+            _C.PACK_EVERYTHING if below is None else below,
         )
 
     def _shared(self, group: dist.ProcessGroup | None, device: torch.device) -> tuple[Any, str]:

@@ -60,6 +60,7 @@ class GroupFacts:
     num_trained: int  # parameters
     trained: tuple[tuple[int, torch.dtype], ...]  # elements of this rank's rows of each, and its dtype
     gradient_pool_bytes: int = 0
+    received_bytes: int = 0  # in what a reduction over a process group of the CPU receives
     staging_bytes: int = 0  # of all ranks, for packed gathers on a device
     reduces_in_place: bool = False  # whether the reduced rows are the gradients, on a device
     offloads: bool = False  # whether shards and gradients are in CPU memory
@@ -141,7 +142,9 @@ def _count(
     offloads = offload.of_shards and ranks.has_streams
     averages = collectives.averages and all(shape.reduce != torch.float16 for shape in trained)
     below = transport.pack_below_bytes(ranks.gathers, ranks.world)
-    pack_below = _C.PACK_EVERYTHING if below is None or collectives.gathers_packed else below
+    packs_all = collectives.gathers_packed or (collectives.reduces_aside and not ranks.has_streams)
+    pack_below = _C.PACK_EVERYTHING if below is None or packs_all else below
+    exchanges = ranks.gathers == "broadcast" and not collectives.reduces_aside
     plan = _C.ReductionPlan(layout, trains)
     reduced_bytes = training.reduce_segment_bytes
     rows_are_pool = ranks.has_streams and training.can_reduce_in_place
@@ -155,6 +158,7 @@ def _count(
         scratch_bytes=layout.scratch_bytes,
         gather_segment_bytes=segment_bytes,
         coded_reduce_bytes=coded_bytes,
+        received_bytes=plan.segment_bytes * (ranks.world if exchanges else 1),
         wire_bytes=wire_bytes,
         reduce_segment_bytes=plan.segment_bytes,
         replica_segment_bytes=training.flagged_segment_bytes,

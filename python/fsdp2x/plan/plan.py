@@ -156,9 +156,8 @@ def planned_facts(
             how = torch_private.gathers_of_nccl()
             return PlannedMesh(key, world, 0, TransportKind.DEVICE, copies, gathers=how)
         share = copies > 1 and on_one_host
-        return PlannedMesh(
-            key, world, 0, TransportKind.LOCAL if world == 1 else TransportKind(transport), copies, replicas_share=share
-        )
+        kind = TransportKind.LOCAL if world == 1 else TransportKind(transport)
+        return PlannedMesh(key, world, 0, kind, copies, replicas_share=share, gathers="broadcast")
 
     experts = None
     if expert_parallel > 1:

@@ -89,8 +89,8 @@ def _group_of_state(state: ShardedUnit, group: ShardedParamGroup, common: dict[s
         collectives=Collectives(
             gathers_packed=comms.all_gather is not None or any(param.extension is not None for param in group.params),
             reduces_aside=comms.reduce_scatter is not None
-            or comms.all_reduce_hook is not None
-            or common["registers_memory"],
+            or has_streams(group.ranks.device)
+            and (comms.all_reduce_hook is not None or common["registers_memory"]),
             averages=not options.force_sum_reduction and options.divide_factor in (None, ranks.world * ranks.replicas),
         ),
         wire=Wire(*wire_names_of(options)),

@@ -1,15 +1,39 @@
 """Gathers and reductions that stand for torch's own over gloo: the same values, and errors as early."""
 
+import copy
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
 
 import divergences
 from fsdp2x.base import collectives
+from fsdp2x.lifecycle import transport_choice
+from fsdp2x.sharding import transport
 from harness import distributed
-from reference import only_fsdp2x
+from memory import POLICIES
+from models import STACK_UNITS, Stack
+from reference import grads, only_fsdp2x, same, shard, shard_stock
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64)
+
+
+@contextmanager
+def everything_is_large():
+    """Gathers in place what can be, and by broadcasts. Yields what each gather in place was given."""
+    gathered = []
+
+    def gather_in_place(group, outputs):
+        gathered.append([output.numel() for output in outputs])
+        return collectives.gather_in_place(group, outputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_LARGE_BYTES", 0)
+        patch.setattr(transport, "pack_below_bytes", lambda gathers, world: 0)
+        patch.setattr(transport_choice, "gather_in_place", gather_in_place)
+        yield gathered
 
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -31,20 +55,45 @@ def test_values_are_those_of_torch(ctx, large_bytes):
             for output, part in zip(outputs, (source, in_place), strict=True):
                 collectives.all_gather(group, output, part).wait()
                 assert torch.equal(output, expected), dtype
-        for dtype in DTYPES[:4]:
-            source, expected = values(ctx.rank, world * 301, dtype), torch.empty(301, dtype=dtype)
-            dist.reduce_scatter_tensor(expected, source.clone())
-            for average in (False, True):
-                output = torch.empty_like(expected)
-                collectives.reduce_scatter(group, output, source.clone(), average).wait()
-                assert torch.equal(output, expected / world if average else expected), dtype
+            outputs[1].zero_()
+            in_place.copy_(source)
+            collectives.gather_in_place(group, [outputs[1]]).wait()
+            assert torch.equal(outputs[1], expected), dtype
+
+
+@distributed(world_sizes=(2, 3, 4))
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.each_value
+def test_steps_are_those_of_stock(ctx, policy, reshard):
+    """Gathers in place, and exchanged gradients: equal bits where the sum of two has one order."""
+    only_fsdp2x(ctx)
+    whole = Stack(width=12, hidden=20)  # some parameters are divided evenly, and those alone are in place
+    options = {"mp_policy": POLICIES[policy], "reshard_after_forward": reshard}
+    with everything_is_large() as gathered:
+        ours = shard(ctx, copy.deepcopy(whole), STACK_UNITS, transport="process_group", **options)
+        stock = shard_stock(whole, STACK_UNITS, **options)
+        for model in (ours, stock):
+            for step in range(3):
+                x = torch.randn(5, 12, generator=torch.Generator().manual_seed(10 * step + ctx.rank))
+                model.set_requires_gradient_sync(step != 1)
+                model(x).float().square().mean().backward()
+        if ctx.world == 2:
+            same(grads(ours), grads(stock))
+        else:
+            same(grads(ours), grads(stock), rtol=1e-5, atol=1e-6)
+        assert len(gathered) >= 9 and all(len(outputs) > 1 for outputs in gathered)
+        num = len(gathered)
+        with CommDebugMode() as comms:
+            ours(x).float().square().mean().backward()
+        assert len(gathered) == num, "a dispatch mode sees the collectives of stock"
+        assert sum(comms.get_comm_counts().values()) > 0
 
 
 @distributed(world_sizes=(2, pytest.param(3, marks=pytest.mark.full)), timeout=120)
 def test_divergences_in_large_gathers(ctx):
     only_fsdp2x(ctx)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "_LARGE_BYTES", 0)
+    with everything_is_large():
         for seed in range(len(divergences.KINDS)):
             program = divergences.draw(seed, ctx.world, "process_group", divergences.KINDS)
             assert not (wrong := divergences.run(program)), (program, wrong)

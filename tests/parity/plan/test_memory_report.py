@@ -326,6 +326,19 @@ def test_bytes_on_the_wire_are_those_of_the_collectives(ctx, policy):
     assert sent == {"gather": plan.traffic.gather_bytes, "reduce": plan.traffic.reduce_bytes}
 
 
+@distributed(world_sizes=(2, 4))
+@all_policies
+@pytest.mark.each_value
+def test_gathers_in_place_over_gloo(ctx, policy):
+    only_fsdp2x(ctx)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fsdp2x.sharding.transport.pack_below_bytes", lambda gathers, world: 0)
+        model = shard(
+            ctx, Stack(width=8, hidden=12), STACK_UNITS, transport="process_group", mp_policy=POLICIES[policy]
+        )
+        check(model, lambda one: one(torch.randn(2, 8)).float().square().mean().backward())
+
+
 @distributed(world_sizes=(2,))
 def test_pages_of_shared_memory(ctx):
     """The plan of all ranks together is what the kernel holds for the engine's shared memory."""

@@ -40,6 +40,21 @@ void ProcessGroupTransport::register_group(const std::shared_ptr<ParamGroup>& gr
   state.group = group.get();
   state.filled.assign(group->params().size(), 0);
   state.segments_to_slot = joined(group->layout().segments_to_slot(group->layout().gather_segment_bytes()));
+  state.in_place = plan_gather(group->layout(), collectives_.pack_below_bytes);
+}
+
+bool ProcessGroupTransport::may_replace() const {
+  if (!collectives_.may_replace) return false;
+  const pybind11::gil_scoped_acquire gil;
+  const PyRef answer = PyRef::steal(PyObject_CallNoArgs(collectives_.may_replace.get()));
+  if (!answer) throw_python_error();
+  return answer.get() == Py_True;
+}
+
+bool ProcessGroupTransport::may_overlap(const ParamGroup& group) const {
+  const bool has_large = !group.gathers_alone() && !groups_.at(group.index()).in_place.direct.empty();
+  const bool is_plain = group.options().wire_weights == WireFormat::plain;
+  return has_large && is_plain && !group.calls().all_gather && !group.calls().reduce_scatter && may_replace();
 }
 
 at::Tensor ProcessGroupTransport::take(size_t bytes) {
@@ -115,6 +130,39 @@ bool ProcessGroupTransport::begin_coded_gather(ParamGroup& group, bool pools_sta
   return true;
 }
 
+bool ProcessGroupTransport::begin_gather_in_place(ParamGroup& group) {
+  PerGroup& state = per_group(group);
+  const GatherPlan& plan = state.in_place;
+  if (!may_overlap(group)) return false;
+  state.gathers_in_place = true;
+  const auto world = static_cast<size_t>(group.layout().world());
+  const auto rank = static_cast<size_t>(group.layout().rank());
+  std::vector<size_t> parts;
+  for (const DirectGather& direct : plan.direct) parts.push_back(direct.chunk_bytes);
+  if (plan.segment_bytes > 0) parts.push_back(plan.segment_bytes);
+  agree_on_shards(group, Operation::all_gather, group.layout().gather_segment_bytes(), DType::byte, parts);
+  open_slot(group);
+  const void* const pool = group.pool().const_data_ptr();
+  run_copies_on(at::kCPU, plan.shard_to_slot, pool, group.gather().write);
+  const at::Tensor& slot = slot_memory_[static_cast<size_t>(group.gather().slot.id)];
+  std::vector<at::Tensor> outputs;
+  for (const DirectGather& direct : plan.direct) {
+    outputs.push_back(typed(slot, DType::byte, direct.slot_offset, direct.chunk_bytes * world));
+  }
+  if (plan.segment_bytes > 0) {
+    state.gather.memory = take(plan.segment_bytes * world);
+    auto* const own = static_cast<std::byte*>(state.gather.memory.data_ptr()) + rank * plan.segment_bytes;
+    run_copies_on(at::kCPU, plan.shard_to_segment, pool, own);
+    outputs.push_back(state.gather.memory);
+  }
+  const pybind11::gil_scoped_acquire gil;
+  const pybind11::object py_outputs = pybind11::cast(outputs);
+  state.gather.work = PyRef::steal(PyObject_CallOneArg(collectives_.gather_in_place.get(), py_outputs.ptr()));
+  if (!state.gather.work) throw_collective_error(gil, group, group.calls().explain, "all-gather");
+  ++group.counters().python_calls;
+  return true;
+}
+
 void ProcessGroupTransport::begin_gather(ParamGroup& group, bool pools_stand_still) {
   PerGroup& state = per_group(group);
   if (group.gathers_alone()) {
@@ -122,7 +170,8 @@ void ProcessGroupTransport::begin_gather(ParamGroup& group, bool pools_stand_sti
     run_copies_on(at::kCPU, group.layout().shard_to_slot(), group.pool().const_data_ptr(), group.gather().write);
     return;
   }
-  if (begin_coded_gather(group, pools_stand_still)) return;
+  state.gathers_in_place = false;
+  if (begin_coded_gather(group, pools_stand_still) || begin_gather_in_place(group)) return;
   const size_t segment = group.layout().gather_segment_bytes();
   const auto rank = static_cast<size_t>(group.layout().rank());
   const DType wire = wire_type(group.layout());
@@ -139,6 +188,13 @@ void ProcessGroupTransport::finish_gather(ParamGroup& group) {
   if (group.gathers_alone()) return;
   PerGroup& state = per_group(group);
   wait(group, state.gather, "all-gather");
+  if (state.gathers_in_place) {
+    if (!state.in_place.staging_to_slot.empty()) {
+      run_copies_on(at::kCPU, state.in_place.staging_to_slot, state.gather.memory.const_data_ptr(),
+                    group.gather().write);
+    }
+    return give_back(state.gather.memory);
+  }
   open_slot(group);  // not before, because a prefetched unit holds its staging only
   if (state.gathers_coded) {
     state.wire_gather->decode(state.gather.memory.const_data_ptr(), group.gather().write);
@@ -150,9 +206,17 @@ void ProcessGroupTransport::finish_gather(ParamGroup& group) {
 
 void ProcessGroupTransport::release_gather(ParamGroup& group) {
   PerGroup& state = per_group(group);
-  const int id = group.gather().slot.id;
-  if (id >= 0 && group.close_slot(gather_ledger_)) give_back(slot_memory_[static_cast<size_t>(id)]);
-  end(group, state.gather, "all-gather");
+  const auto close = [&] {
+    const int id = group.gather().slot.id;
+    if (id >= 0 && group.close_slot(gather_ledger_)) give_back(slot_memory_[static_cast<size_t>(id)]);
+  };
+  try {
+    end(group, state.gather, "all-gather");  // peers may still send into the slot
+  } catch (...) {
+    close();
+    throw;
+  }
+  close();
   give_back(state.gather.memory);
 }
 
@@ -161,7 +225,7 @@ std::shared_ptr<const Layout> ProcessGroupTransport::segment_layout(ParamGroup& 
 }
 
 bool ProcessGroupTransport::needs_room(const ParamGroup& group, std::optional<size_t>) {
-  return groups_.at(group.index()).plan == nullptr;
+  return groups_.at(group.index()).plan == nullptr && !may_overlap(group);
 }
 
 void ProcessGroupTransport::make_room(ParamGroup&) {
@@ -182,7 +246,7 @@ void ProcessGroupTransport::open_scratch(ParamGroup& group) {
 void ProcessGroupTransport::close_scratch(PerGroup& state) {
   give_back(state.reduced.memory);
   give_back(state.reduction.memory);
-  state.reduces_coded = false;
+  state.reduces_coded = state.is_exchanged = false;
   state.plan = nullptr;
   --num_scratches_;
 }
@@ -265,6 +329,17 @@ bool ProcessGroupTransport::begin_coded_reduce(ParamGroup& group) {
   return true;
 }
 
+bool ProcessGroupTransport::begin_exchange(ParamGroup& group) {
+  PerGroup& state = per_group(group);
+  if (group.calls().reduce_scatter || !may_replace()) return false;
+  const size_t segment = state.plan->segment_bytes;
+  agree_on_shards(group, Operation::all_to_all, segment, group.reduce_type());
+  state.reduced.memory = take(segment * static_cast<size_t>(group.layout().world()));
+  state.is_exchanged = true;
+  start(group, collectives_.all_to_all, state.reduced, state.reduced.memory, state.reduction.memory, "reduction");
+  return true;
+}
+
 void ProcessGroupTransport::begin_reduce(ParamGroup& group, ForwardCounts) {
   open_scratch(group);
   PerGroup& state = per_group(group);
@@ -273,9 +348,10 @@ void ProcessGroupTransport::begin_reduce(ParamGroup& group, ForwardCounts) {
   if (world == 1 || begin_coded_reduce(group)) return;
   const DType type = group.reduce_type();
   const size_t segment = state.plan->segment_bytes;
-  agree_on_shards(group, Operation::reduce_scatter, segment, type);
   const at::Tensor input = typed(state.reduction.memory, type, 0, segment * static_cast<size_t>(world));
   if (const double before = group.pre_divisor(); before != 1.0) input.div_(before);
+  if (begin_exchange(group)) return;
+  agree_on_shards(group, Operation::reduce_scatter, segment, type);
   state.reduced.memory = take(segment);
   start(group, group.calls().reduce_scatter ? group.calls().reduce_scatter : collectives_.reduce_scatter, state.reduced,
         typed(state.reduced.memory, type, 0, segment), input, "reduction", group.averages() ? Py_True : Py_False);
@@ -305,8 +381,10 @@ Transport::Finished ProcessGroupTransport::finish_reduce(ParamGroup& group, bool
   if (state.reduces_coded) sum_coded(group);
   const double before = alone ? 1.0 : group.pre_divisor();
   Finished finished;
-  finished.rows = std::make_unique<SegmentRows>((alone ? state.reduction : state.reduced).memory, state.plan->layout,
-                                                group.reduce_type(), group.averages() ? 1.0 : group.divisor() / before);
+  auto rows = std::make_unique<SegmentRows>((alone ? state.reduction : state.reduced).memory, state.plan->layout,
+                                            group.reduce_type(), group.averages() ? 1.0 : group.divisor() / before);
+  if (state.is_exchanged) rows->await_sum(group.averages());
+  finished.rows = std::move(rows);
   close_scratch(state);
   return finished;
 }

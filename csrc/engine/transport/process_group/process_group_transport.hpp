@@ -1,10 +1,11 @@
 // The transport over a torch.distributed process group for parameters on the CPU, on any number of hosts. Collectives
 // are issued through Python so that CommDebugMode, patches, and custom groups see them. Buffers are rank-major, with
-// one fused copy-out.
+// one fused copy-out. Over gloo, unless a dispatch mode or a patch watches, large parameters are gathered straight into
+// the slot. Gradients are exchanged and summed here, which sends half the bytes of gloo's own reduce-scatter.
 //
 // gloo copies the arguments of a collective, and FSDP2 runs one collective at a time. To need no more memory than
-// FSDP2, this transport is synchronous: unused memory is freed immediately, and running gathers end before a unit's
-// gradients take memory.
+// FSDP2, unused memory is freed immediately. Units without a gather in place are also synchronous: running gathers end
+// before their gradients take memory.
 #pragma once
 
 #include <map>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "core/buffers.hpp"
+#include "core/gather_plan.hpp"
 #include "engine/transport/process_group/wire_gather.hpp"
 #include "engine/transport/process_group/wire_reduction.hpp"
 #include "engine/transport/segment_plans.hpp"
@@ -20,12 +22,16 @@
 namespace fsdp2x {
 
 // Python callables of one process group, all asynchronous: all_gather(output, input) -> work,
-// reduce_scatter(output, input, average: bool) -> work, all_to_all(output, input) -> work, wait(work).
+// gather_in_place(list of outputs) -> work, reduce_scatter(output, input, average: bool) -> work,
+// all_to_all(output, input) -> work, wait(work), may_replace() -> bool.
 struct Collectives {
   PyRef all_gather;
+  PyRef gather_in_place;  // each output has this rank's part already
   PyRef reduce_scatter;
-  PyRef all_to_all;  // of gradients in a wire format
+  PyRef all_to_all;
   PyRef wait;
+  PyRef may_replace;  // whether gather_in_place and all_to_all may stand for the others now; null: never
+  size_t pack_below_bytes = kPackEverything;  // larger parameters are gathered in place
 };
 
 class ProcessGroupTransport final : public Transport {
@@ -34,6 +40,7 @@ class ProcessGroupTransport final : public Transport {
 
   const char* name() const override { return "process_group"; }
   bool is_synchronous() const override { return true; }
+  bool may_overlap(const ParamGroup& group) const override;
   void register_group(const std::shared_ptr<ParamGroup>& group) override;
   void begin_forward(const PyRef& after) override;
   void begin_gather(ParamGroup& group, bool pools_stand_still) override;
@@ -66,19 +73,25 @@ class ProcessGroupTransport final : public Transport {
     Staging reduction;                   // W segments laid end to end
     Staging reduced;                     // this rank's summed segment
     std::vector<Copy> segments_to_slot;  // of all ranks, laid end to end
+    GatherPlan in_place;                 // large parameters straight into the slot
     SegmentPlans plans;
     SegmentPlan* plan = nullptr;                    // of the packed gradients, null: none
     std::vector<uint8_t> filled;                    // by parameter: whether it is packed
     std::unique_ptr<WireGather> wire_gather;        // null: weights travel in the compute dtype
     std::unique_ptr<WireReduction> wire_reduction;  // likewise for gradients, with their rounding errors
     bool gathers_coded = false;                     // of the running gather
+    bool gathers_in_place = false;                  // likewise
     bool reduces_coded = false;                     // of the posted reduction
+    bool is_exchanged = false;                      // likewise: `reduced` has the segments of all ranks
   };
+  bool may_replace() const;  // see Collectives
   // Starts a collective with (output, input, `option` unless it is null) and stores its work in `staging`.
   void start(ParamGroup& group, const PyRef& collective, Staging& staging, const at::Tensor& output,
              const at::Tensor& input, const char* operation, PyObject* option = nullptr);
   bool begin_coded_gather(ParamGroup& group, bool pools_stand_still);
+  bool begin_gather_in_place(ParamGroup& group);
   bool begin_coded_reduce(ParamGroup& group);
+  bool begin_exchange(ParamGroup& group);
   void sum_coded(ParamGroup& group);
   void open_slot(ParamGroup& group);
   void open_scratch(ParamGroup& group);
