@@ -137,7 +137,7 @@ class GroupTransportMemory final : public TransportMemory {
   explicit GroupTransportMemory(const PlannedRanks& ranks);
 
   bool overlaps() const override { return false; }
-  // Some of it is gathered in place.
+  // True if some of its parameters are gathered in place.
   bool may_overlap(const PlannedGroup& group) const override {
     return world_ > 1 && group.bytes.staging < group.bytes.gather_segment * world_;
   }

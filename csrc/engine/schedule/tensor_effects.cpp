@@ -111,9 +111,8 @@ bool TensorEffects::needs_room(const ScheduledGroup& group, std::optional<size_t
 }
 
 bool TensorEffects::may_overlap(const ScheduledUnit& unit) const {
-  return std::ranges::all_of(of(unit).groups, [](const std::shared_ptr<ParamGroup>& group) {
-    return group->transport().may_overlap(*group);
-  });
+  return std::ranges::all_of(
+      of(unit).groups, [](const std::shared_ptr<ParamGroup>& group) { return group->transport().may_overlap(*group); });
 }
 
 bool TensorEffects::is_shown(const ScheduledGroup& group) const { return !of(group).waiting().shown.empty(); }

@@ -83,7 +83,7 @@ def _scatter() -> Callable[..., Any]:
 
 
 _GATHER, _SCATTER = _gather(), _scatter()  # valid unless patched
-_LARGE_BYTES = 1 << 20  # below this size, one operation is faster than several
+_LARGE_BYTES = 1 << 18  # below this size, one operation is faster than several
 
 
 @skips_checks

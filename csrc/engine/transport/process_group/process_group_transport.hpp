@@ -30,8 +30,8 @@ struct Collectives {
   PyRef reduce_scatter;
   PyRef all_to_all;
   PyRef wait;
-  PyRef may_replace;  // whether gather_in_place and all_to_all may stand for the others now; null: never
-  size_t pack_below_bytes = kPackEverything;  // larger parameters are gathered in place
+  PyRef may_replace;  // whether gather_in_place and all_to_all may replace the others now, null: never
+  size_t pack_below_bytes = kPackEverything;  // parameters of this size and more are gathered in place
 };
 
 class ProcessGroupTransport final : public Transport {
@@ -73,7 +73,7 @@ class ProcessGroupTransport final : public Transport {
     Staging reduction;                   // W segments laid end to end
     Staging reduced;                     // this rank's summed segment
     std::vector<Copy> segments_to_slot;  // of all ranks, laid end to end
-    GatherPlan in_place;                 // large parameters straight into the slot
+    GatherPlan in_place;                 // gathers large parameters straight into the slot
     SegmentPlans plans;
     SegmentPlan* plan = nullptr;                    // of the packed gradients, null: none
     std::vector<uint8_t> filled;                    // by parameter: whether it is packed
@@ -82,7 +82,7 @@ class ProcessGroupTransport final : public Transport {
     bool gathers_coded = false;                     // of the running gather
     bool gathers_in_place = false;                  // likewise
     bool reduces_coded = false;                     // of the posted reduction
-    bool is_exchanged = false;                      // likewise: `reduced` has the segments of all ranks
+    bool is_exchanged = false;                      // likewise, `reduced` holds the segments of all ranks
   };
   bool may_replace() const;  // see Collectives
   // Starts a collective with (output, input, `option` unless it is null) and stores its work in `staging`.
