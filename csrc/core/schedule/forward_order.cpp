@@ -17,6 +17,7 @@ void ForwardOrder::begin_forward(bool is_first, const std::vector<std::shared_pt
 
 void ForwardOrder::abandon_forward(const std::vector<std::shared_ptr<ScheduledUnit>>& units) {
   this_sequence_.clear();
+  last_sequence_.clear();  // ranks that ended this forward predict by another one
   order_.resize(std::min(order_.size(), begin_));
   for (const auto& unit : units) {
     std::erase_if(unit->forward_indices_, [this](size_t index) { return index >= begin_; });

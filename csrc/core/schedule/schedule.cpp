@@ -134,6 +134,8 @@ void Schedule::gather_for_forward(ScheduledUnit& unit, const Entry& entry) {
 
 void Schedule::prefetch_forward(ScheduledUnit& unit) {
   const bool recomputes = effects_.inside_backward();
+  // Also noted for units that list what to prefetch: ranks of a process group must predict the same.
+  const auto next = recomputes ? nullptr : order_.next_after(unit);
   if (!unit.forward_prefetch_.empty()) {
     for (const auto& weak : unit.forward_prefetch_) {
       const auto target = weak.lock();
@@ -145,8 +147,6 @@ void Schedule::prefetch_forward(ScheduledUnit& unit) {
     }
     return;
   }
-  if (recomputes) return;
-  const auto next = order_.next_after(unit);
   if (!next || (settings_.is_synchronous && !effects_.may_overlap(*next))) return;
   if (next->param_state_ != ParamState::sharded || !next->has_params()) return;
   gathers_.drop_rows(*next);
@@ -352,6 +352,9 @@ void Schedule::abandon_backward() {
     }
   }
   if (!root_runs) forward_.root = nullptr;
+  // Some ranks may have ended the forward, and others not: then their predictions would differ.
+  order_.clear(alive);
+  order_.forget();
   effects_.forget_pass();
   backward_.has_begun = false;
   reductions_.end_backward();
