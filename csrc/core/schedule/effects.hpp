@@ -87,7 +87,7 @@ class Effects {
   virtual bool downloads(const ScheduledGroup& /*group*/) const { return false; }
   virtual size_t max_downloads(const ScheduledGroup& /*group*/) const { return 1; }
   virtual bool share_transport(const ScheduledGroup& /*group*/, const ScheduledGroup& /*other*/) const { return true; }
-  // In a synchronous schedule: whether the unit's gather may still run ahead, and its reduction behind.
+  // In a synchronous schedule: whether a prediction may still prefetch the unit in forward.
   virtual bool may_overlap(const ScheduledUnit& /*unit*/) const { return false; }
   // Throws unless this process may act on the unit. `action`: "gather unit".
   virtual void check_process(const ScheduledUnit& /*unit*/, const char* /*action*/) const {}

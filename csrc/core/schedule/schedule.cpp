@@ -304,7 +304,7 @@ void Schedule::reduce(ScheduledUnit& unit) {
   for (ScheduledGroup* const group : unit.groups_) {
     if (is_due(unit, *group)) reductions_.post(unit, *group, forward_.counts);
   }
-  if (settings_.is_synchronous && !effects_.may_overlap(unit)) reductions_.finish_pending();
+  if (settings_.is_synchronous) reductions_.finish_pending();
 }
 
 void Schedule::publish(uint64_t position) {

@@ -28,7 +28,7 @@ class Schedule {
   ScheduledUnits units() const;
 
   struct Settings {
-    // Finish each reduction immediately, and never prefetch by a prediction, except for units that may overlap.
+    // Finish each reduction immediately, and prefetch by a prediction only units that may overlap.
     bool is_synchronous = false;
     bool is_last_backward = true;
     bool manual_finalization = false;

@@ -91,7 +91,7 @@ void GroupTransportMemory::open(const PlannedGroup& group, bool /*syncs*/) {
 }
 
 bool GroupTransportMemory::needs_room(const PlannedGroup& group, bool /*for_gradient*/) {
-  return held_[group.number].packed == 0 && !may_overlap(group);
+  return held_[group.number].packed == 0;
 }
 
 void GroupTransportMemory::begin_reduce(const PlannedGroup& group) {

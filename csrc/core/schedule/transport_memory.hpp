@@ -69,7 +69,7 @@ class TransportMemory {
   virtual bool has_streams() const { return false; }
   // Whether gathers run ahead in forward, and reductions overlap with the next unit.
   virtual bool overlaps() const { return true; }
-  // Whether the group overlaps although the transport does not.
+  // Whether forward prefetches the group although the transport does not overlap.
   virtual bool may_overlap(const PlannedGroup& /*group*/) const { return false; }
   // Whether ranks see the posts of others. Groups posted at the end of a backward wait for slower ranks.
   virtual bool is_shared() const { return false; }

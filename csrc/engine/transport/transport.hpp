@@ -35,7 +35,7 @@ class Transport {
   // Returns whether it waits for a reduction where it is posted, never prefetches by a guess, and keeps no memory for
   // the next step.
   virtual bool is_synchronous() const { return false; }
-  // Returns whether the group's gather may run ahead, and its reduction behind, although the transport is synchronous.
+  // Returns whether a prediction may prefetch the group in forward although the transport is synchronous.
   virtual bool may_overlap(const ParamGroup& /*group*/) const { return false; }
   // Gives the group its index, in the same order on every rank.
   virtual void register_group(const std::shared_ptr<ParamGroup>& group) = 0;

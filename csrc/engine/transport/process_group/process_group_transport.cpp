@@ -225,11 +225,13 @@ std::shared_ptr<const Layout> ProcessGroupTransport::segment_layout(ParamGroup& 
 }
 
 bool ProcessGroupTransport::needs_room(const ParamGroup& group, std::optional<size_t>) {
-  return groups_.at(group.index()).plan == nullptr && !may_overlap(group);
+  return groups_.at(group.index()).plan == nullptr;
 }
 
 void ProcessGroupTransport::make_room(ParamGroup&) {
-  for (auto& [index, other] : groups_) wait(*other.group, other.gather, "all-gather");
+  for (auto& [index, other] : groups_) {
+    if (!other.gathers_in_place) wait(*other.group, other.gather, "all-gather");
+  }
 }
 
 void ProcessGroupTransport::open_scratch(ParamGroup& group) {

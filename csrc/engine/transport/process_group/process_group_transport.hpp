@@ -4,8 +4,8 @@
 // the slot. Gradients are exchanged and summed here, which sends half the bytes of gloo's own reduce-scatter.
 //
 // gloo copies the arguments of a collective, and FSDP2 runs one collective at a time. To need no more memory than
-// FSDP2, unused memory is freed immediately. Units without a gather in place are also synchronous: running gathers end
-// before their gradients take memory.
+// FSDP2, this transport is synchronous: unused memory is freed immediately, and running gathers into temporaries end
+// before a unit's gradients take memory.
 #pragma once
 
 #include <map>
