@@ -47,7 +47,7 @@ def _broadcasts(group: dist.ProcessGroup, output: torch.Tensor) -> list[Any]:
 
 
 def may_replace() -> bool:
-    """Whether other collectives may stand for gathers and reduce-scatters: no dispatch mode and no patch sees them."""
+    """Returns whether other collectives may replace gathers and reduce-scatters: no mode and no patch sees them."""
     return _gather() is _GATHER and _scatter() is _SCATTER and not torch_private.is_observed()
 
 

@@ -60,7 +60,7 @@ class GroupFacts:
     num_trained: int  # parameters
     trained: tuple[tuple[int, torch.dtype], ...]  # elements of this rank's rows of each, and its dtype
     gradient_pool_bytes: int = 0
-    received_bytes: int = 0  # in what a reduction over a process group of the CPU receives
+    received_bytes: int = 0  # that a reduction over a CPU process group receives
     staging_bytes: int = 0  # of all ranks, for packed gathers on a device
     reduces_in_place: bool = False  # whether the reduced rows are the gradients, on a device
     offloads: bool = False  # whether shards and gradients are in CPU memory

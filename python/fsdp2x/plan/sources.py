@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.base import torch_private
+from fsdp2x.base.collectives import may_replace
 from fsdp2x.base.native import _C
 from fsdp2x.lifecycle.comms import wire_names_of
 from fsdp2x.lifecycle.tree import unit_states
@@ -113,9 +114,15 @@ def _ranks(
         _transport_of(state, group),
         replicas,
         replicas_share,
-        gathers=torch_private.gathers_of(ranks.group, ranks.device),
+        gathers=_gathers_of(ranks),
         **common,
     )
+
+
+def _gathers_of(ranks: ShardGroup) -> str:
+    """Returns how the engine's next gathers run. Over gloo, a dispatch mode or a patch sees those of FSDP2."""
+    how = torch_private.gathers_of(ranks.group, ranks.device)
+    return "unknown" if how == "broadcast" and not may_replace() else how
 
 
 def _transport_of(state: ShardedUnit, group: ShardedParamGroup) -> TransportKind:

@@ -64,7 +64,6 @@ def test_values_are_those_of_torch(ctx, large_bytes):
 @distributed(world_sizes=(2, 3, 4))
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.each_value
 def test_steps_are_those_of_stock(ctx, policy, reshard):
     """Gathers in place, and exchanged gradients: equal bits where the sum of two has one order."""
     only_fsdp2x(ctx)

@@ -328,7 +328,6 @@ def test_bytes_on_the_wire_are_those_of_the_collectives(ctx, policy):
 
 @distributed(world_sizes=(2, 4))
 @all_policies
-@pytest.mark.each_value
 def test_gathers_in_place_over_gloo(ctx, policy):
     only_fsdp2x(ctx)
     with pytest.MonkeyPatch.context() as patch:
