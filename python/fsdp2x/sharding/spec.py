@@ -130,7 +130,7 @@ def make_spec(param: nn.Parameter, where: str, ranks: ShardGroup, shard_dim: int
 
     Raises:
         ValueError: the parameter does not fit ``dp_mesh_dims``.
-        NotImplementedError: there are more than two model-parallel axes.
+        NotImplementedError: there are more than two model-parallel axes, or no placements describe the shard.
     """
     placement = _shard(shard_dim)
     annotation = annotation_of(param, where, ranks.spmd_mesh, ranks.dp_mesh_dims)
@@ -155,7 +155,11 @@ def _below_model_parallel(
     model_spec = torch_private.spec_of(param)
     if len(model_spec.placements) > 2:
         raise NotImplementedError(f"FSDP only supports 1D TP/EP or 2D EP+TP, not {model_spec.placements} ({where})")
-    sharding = (_strided(placement, _num_shards(model_spec, placement.dim)), *model_spec.placements)
+    if packed := _packed_axis(model_spec, placement.dim, ranks.world, where):
+        axis, inner = packed
+        sharding = (placement, *model_spec.placements[:axis], inner, *model_spec.placements[axis + 1 :])
+    else:
+        sharding = (_strided(placement, _num_shards(model_spec, placement.dim)), *model_spec.placements)
     if ranks.has_replicate_axis:
         sharding = (_REPLICATE, *sharding)
     mesh = torch_private.concatenate_meshes([ranks.mesh, model_spec.mesh])
@@ -189,12 +193,20 @@ def _on_whole_mesh(
                     f"{whole.placements[axis]} for {where}"
                 )
     placements = list(whole.placements)
+    packed = _packed_axis(whole, placement.dim, ranks.world, where)
+    if packed:
+        if packed[0] < max(shard_axes):
+            raise NotImplementedError(
+                f"{where} has placements {whole.placements}: tensor parallelism cuts blocks of a fused matrix along "
+                f"dim {placement.dim} on an axis before those of FSDP. Put the tensor-parallel axis last in the mesh."
+            )
+        placements[packed[0]] = packed[1]
     for axis in shard_axes:
         inner = [i for i in range(axis + 1, mesh.ndim) if _shards(whole.placements[i], placement.dim)]
         factor = 1
         for i in inner:
             factor *= mesh.size(i)
-        placements[axis] = _strided(placement, factor)
+        placements[axis] = placement if packed else _strided(placement, factor)
     spec_mesh, sharding = mesh, tuple(placements)
     if len(shard_axes) > 1:
         spec_mesh, sharding = _with_flat_shard_axis(ranks, sharding)
@@ -231,6 +243,36 @@ def _with_flat_shard_axis(ranks: ShardGroup, placements: tuple[Placement, ...]):
 
 def _shards(placement: Placement, dim: int) -> bool:
     return isinstance(placement, (Shard, torch_private.StridedShard)) and placement.dim == dim
+
+
+def _packed_axis(spec: torch_private.DTensorSpec, dim: int, world: int, where: str) -> tuple[int, Placement] | None:
+    """Returns the axis whose ranks have a part of each block of a fused matrix (transformers' packed plans) along
+    ``dim``, and its placement below FSDP over ``world`` ranks. None if there is no such axis.
+
+    Blocks gate and up over two ranks have the rows gate_0 up_0 | gate_1 up_1. With FSDP over two ranks, each rank has
+    rows of one block. So FSDP cuts the rows first, then tensor parallelism as usual.
+
+    Raises:
+        NotImplementedError: FSDP cuts blocks. No placements describe the rows of a rank, and ``full_tensor()`` would
+            return them in another order.
+    """
+    for axis, one in enumerate(spec.placements):
+        if isinstance(one, torch_private.StridedShard) and one.dim == dim and spec.mesh.size(axis) > 1:
+            break
+    else:
+        return None
+    if world == 1:
+        return None
+    assert spec.tensor_meta is not None, "a parameter has a shape"
+    num_blocks, size = int(one.split_factor), spec.tensor_meta.shape[dim]
+    is_alone = sum(_shards(other, dim) for other in spec.placements) == 1
+    if not is_alone or num_blocks % world or size % (num_blocks * spec.mesh.size(axis)):
+        raise NotImplementedError(
+            f"{where} has placements {spec.placements}: tensor parallelism cuts each of its {num_blocks} blocks along "
+            f"dim {dim}, and FSDP over {world} ranks would cut the blocks again. full_tensor() would return the lines "
+            "in another order. Pass a shard_placement_fn that returns another dim for it."
+        )
+    return axis, _strided(_shard(dim), num_blocks // world)
 
 
 def _num_shards(spec: torch_private.DTensorSpec, dim: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,9 @@ import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
+from fsdp2x.base import torch_private
 from fsdp2x.base.failures import CheckpointError, gather_on_rank_0, on_rank_0, rank_and_size
 from fsdp2x.base.optimizer_hooks import why_swapped
 from fsdp2x.io.checkpoint.manifest import Entries, model_layout
@@ -125,9 +128,49 @@ class Plan:
 
 
 def local_plan(flat: Mapping[str, Any]) -> SavePlan:
+    """Returns the plan of this rank. Raises `CheckpointError` for a tensor of which it holds more than one block."""
+    for name, tensor in flat.items():
+        if isinstance(tensor, DTensor) and not holds_one_block(tensor):
+            raise CheckpointError(
+                f"{name} has placements {tensor.placements}, which give a rank lines of several blocks of a fused "
+                "matrix. A checkpoint cannot describe them. Save full tensors, for example with fsdp2x.save_hf."
+            )
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(dict(flat), is_coordinator=True)
     return planner.create_local_plan()
+
+
+def holds_one_block(tensor: DTensor) -> bool:
+    """Returns whether this rank's part is one block of the full tensor.
+
+    Tensor parallelism of a fused matrix (``_StridedShard`` with a split factor of its own) cuts each block of it. FSDP
+    over tensor parallelism also has a strided shard, whose factor is the number of later cuts. A part of it is one.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    strided = {axis: one for axis, one in enumerate(placements) if isinstance(one, torch_private.StridedShard)}
+    for axis, strided_one in strided.items():
+        later = range(axis + 1, mesh.ndim)
+        cuts = math.prod(mesh.size(i) for i in later if getattr(placements[i], "dim", None) == strided_one.dim)
+        if strided_one.split_factor != cuts and not _is_range(tensor, strided_one.dim):
+            return False
+    return True
+
+
+def _is_range(tensor: DTensor, dim: int) -> bool:
+    """Returns whether this rank's lines along ``dim`` follow each other, by the placements from left to right."""
+    lines = torch.arange(tensor.shape[dim])
+    for axis, placement in enumerate(tensor.placements):
+        if getattr(placement, "dim", None) != dim:
+            continue
+        world, rank = tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis)
+        groups = lines.chunk(getattr(placement, "split_factor", 1))
+        lines = torch.cat([_chunk_of(group, world, rank) for group in groups])
+    return bool((lines.diff() == 1).all())
+
+
+def _chunk_of(lines: torch.Tensor, world: int, rank: int) -> torch.Tensor:
+    size = -(-len(lines) // world)
+    return lines[size * rank : size * (rank + 1)]
 
 
 def chunks_of(flat: Mapping[str, Any]) -> list[Chunk]:

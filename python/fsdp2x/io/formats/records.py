@@ -387,7 +387,7 @@ def box_of(
     """Returns start and shape of the part that the rank at ``coordinate`` of a mesh of ``sizes`` has.
 
     A dim is cut into chunks of ceil(d/W), axis after axis. A later axis cut a strided shard first, as with FSDP over
-    tensor parallelism.
+    tensor parallelism. Raises `CheckpointError` for other strided shards, of blocks of a fused matrix.
     """
     start, box = [0] * len(shape), list(shape)
     axes = [axis for axis, one in enumerate(placements) if one.kind != "_StridedShard"]
@@ -398,6 +398,13 @@ def box_of(
             continue
         if placement.kind not in ("Shard", "_StridedShard"):
             raise CheckpointError(f"placement {placement.kind} is not supported")
+        later = zip(placements[axis + 1 :], sizes[axis + 1 :], strict=True)
+        cuts = math.prod(size for one, size in later if one.kind != "Replicate" and one.dim == placement.dim)
+        if placement.kind == "_StridedShard" and placement.split_factor != cuts:
+            raise CheckpointError(
+                f"a strided shard of dim {placement.dim} with split factor {placement.split_factor}, over {cuts} later "
+                "cuts, is not supported: tensor parallelism cut each block of a fused matrix"
+            )
         dim = placement.dim
         chunk = -(-box[dim] // sizes[axis])
         first = min(chunk * coordinate[axis], box[dim])
