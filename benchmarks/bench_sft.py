@@ -1,11 +1,13 @@
 """SFT of a real chat model of 135 million parameters: steps per second, and peak memory of all ranks.
 
-    python benchmarks/bench_sft.py [--runs 5] [--worlds 1 2] [--steps 6] [--model FOLDER] [--quick] [--json FILE]
+    python benchmarks/bench_sft.py [--runs 5] [--worlds 1 2] [--steps 6] [--model FOLDER] [--gloo] [--quick]
+        [--json FILE]
 
 fsdp2x with its own AdamW against torch's FSDP2 and DDP with ``torch.optim.AdamW``. Each side of each run has fresh
 processes, and sides take turns. A step is 16 rows of 40 tokens over all ranks, fp32, one thread a rank; the first two
 are not timed. Losses of all sides must agree. Memory is measured as in bench_memory.py: proportional set size above the
-imports. FOLDER is what ``examples/smollm2/convert.py`` wrote. ``--quick`` takes a random model with two layers.
+imports. FOLDER is what ``examples/smollm2/convert.py`` wrote. ``--gloo`` adds fsdp2x over gloo, which the other sides
+use. ``--quick`` takes a random model with two layers.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ import harness
 from bench_memory import measure, say
 from peers import shard_stock
 
-SIDES = {"fsdp2x": "fsdp2x", "stock": "FSDP2", "ddp": "DDP"}
+SIDES = {"fsdp2x": "fsdp2x", "fsdp2x_gloo": "fsdp2x over gloo", "stock": "FSDP2", "ddp": "DDP"}
+TRANSPORTS = {"fsdp2x": "auto", "fsdp2x_gloo": "process_group"}
 MODEL = Path(__file__).resolve().parents[1] / "build" / "smollm2" / "base"
 NUM_ROWS, NUM_TOKENS, WARMUP = 16, 40, 2
 LR = 1e-5
@@ -55,9 +58,9 @@ def run_rank(args: argparse.Namespace) -> None:
     say("imported")
     model = build_model(args.model)
     vocabulary = model.config.vocab_size
-    adamw = fsdp2x.optim.AdamW if args.side == "fsdp2x" else torch.optim.AdamW
-    if args.side == "fsdp2x":
-        fsdp2x.fully_shard(model)
+    adamw = fsdp2x.optim.AdamW if args.side in TRANSPORTS else torch.optim.AdamW
+    if args.side in TRANSPORTS:
+        fsdp2x.fully_shard(model, transport=TRANSPORTS[args.side])
     elif args.side == "stock":
         shard_stock(model)
     else:
@@ -84,15 +87,15 @@ def run_rank(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def run_world(world: int, runs: int, steps: int, model: str) -> dict:
+def run_world(world: int, runs: int, steps: int, model: str, sides: list[str]) -> dict:
     """Median, least and largest steps per second and peak MiB of each side."""
-    found: dict[str, list[dict]] = {side: [] for side in SIDES}
+    found: dict[str, list[dict]] = {side: [] for side in sides}
     for number in range(runs):
-        order = list(SIDES) if number % 2 == 0 else list(reversed(SIDES))
+        order = sides if number % 2 == 0 else sides[::-1]
         for side in order:
             words = [__file__, "--steps", str(steps), "--model", model, "--side", side]
             found[side].append(measure(words, world))
-        for side in SIDES:
+        for side in sides:
             mine, theirs = found[side][-1]["losses"], found["stock"][-1]["losses"]
             pairs = [(a, b) for one, other in zip(mine, theirs, strict=True) for a, b in zip(one, other, strict=True)]
             if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in pairs):
@@ -110,14 +113,17 @@ def _spread(values: list[float]) -> list[float]:
 
 def rows_of(results: list[dict]) -> list[list[str]]:
     """The table: medians of the runs, with their range where there are several."""
-    rows = [["ranks", "what", *SIDES.values(), "FSDP2 / fsdp2x", "DDP / fsdp2x"]]
+    sides = [side for side in SIDES if side in results[0]]
+    pairs = [(peer, side) for side in sides if side in TRANSPORTS for peer in ("stock", "ddp")]
+    titles = [f"{SIDES[peer]} / {SIDES[side]}" for peer, side in pairs]
+    rows = [["ranks", "what", *(SIDES[side] for side in sides), *titles]]
     for result in results:
         for what, title, digits in (("steps_per_s", "steps/s", 3), ("peak_mib", "peak of all ranks, MiB", 0)):
-            values = {side: result[side][what] for side in SIDES}
+            values = {side: result[side][what] for side in sides}
             cells = [
                 f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})" for median, low, high in values.values()
             ]
-            ratios = [f"{values[side][0] / values['fsdp2x'][0]:.2f}" for side in ("stock", "ddp")]
+            ratios = [f"{values[peer][0] / values[side][0]:.2f}" for peer, side in pairs]
             rows.append([str(result["world"]), title, *cells, *ratios])
     return rows
 
@@ -129,6 +135,7 @@ def main() -> int:
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
     parser.add_argument("--steps", type=int, default=6, help="timed steps of a run")
     parser.add_argument("--model", default=str(MODEL), help="HuggingFace folder")
+    parser.add_argument("--gloo", action="store_true", help="also run fsdp2x over gloo")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     for name in ("rank", "world", "port"):
         parser.add_argument(f"--{name}", type=int, default=0, help=argparse.SUPPRESS)
@@ -140,7 +147,8 @@ def main() -> int:
         args.model, args.runs, args.steps = "", 1, 2
     elif not (Path(args.model) / "config.json").is_file():
         parser.error(f"--model: {args.model} has no config.json; run examples/smollm2/convert.py {args.model}")
-    results = [run_world(world, args.runs, args.steps, args.model) for world in args.worlds]
+    sides = [side for side in SIDES if args.gloo or side != "fsdp2x_gloo"]
+    results = [run_world(world, args.runs, args.steps, args.model, sides) for world in args.worlds]
     print(harness.table(rows_of(results)), flush=True)
     harness.save(args.json, "sft", results)
     return 0

@@ -117,7 +117,7 @@ SHORTEST = {
     "bench_optimizer.py": ("--steps", "1"),
     "bench_score.py": ("--quick", "--steps", "1"),
     "bench_sequence.py": ("--quick", "--steps", "1"),
-    "bench_sft.py": ("--quick",),
+    "bench_sft.py": ("--quick", "--gloo"),
     "bench_step.py": ("--cases", "many", "--steps", "1"),
     "bench_sync.py": ONE_SMALL_MODEL,
     "bench_wire.py": ("--quick", "--steps", "1"),
