@@ -1,4 +1,4 @@
-"""Reads every message that the package can raise from its source, for the page that troubleshooting.md links to."""
+"""Reads every message that the package can raise from its source, for a page of the site."""
 
 from __future__ import annotations
 

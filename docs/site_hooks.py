@@ -18,6 +18,9 @@ SOURCES = {
     "benchmarks.md": "benchmarks/README.md",
     "changelog.md": "CHANGELOG.md",
 }
+# Pages link to the repository's files, so that links also work where the repository is browsed.
+LINK = re.compile(r"\]\(((?:\.\./)*)\.\./(benchmarks/README\.md|CHANGELOG\.md|benchmarks/plots/)")
+ON_SITE = {source: page for page, source in SOURCES.items()} | {"benchmarks/plots/": "plots/"}
 ROLE = re.compile(r":(?:func|class|meth|attr|mod):(?=<code>)")
 
 
@@ -32,6 +35,11 @@ def on_files(files: Files, config) -> Files:
     for picture in sorted((ROOT / "benchmarks/plots").iterdir()):
         files.append(File.generated(config, f"plots/{picture.name}", abs_src_path=str(picture)))
     return files
+
+
+def on_page_markdown(markdown: str, **_) -> str:
+    """Links to the site's page of a file instead of the file."""
+    return LINK.sub(lambda found: f"]({found[1]}{ON_SITE[found[2]]}", markdown)
 
 
 def on_page_content(html: str, **_) -> str:

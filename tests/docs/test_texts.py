@@ -17,15 +17,6 @@ from pages import CODE, ROOT, commands, fences, name_of, pages
 
 PAGES = {name_of(page): page.read_text() for page in pages()}
 PACKAGE = ROOT / "python/fsdp2x"
-# Pages that the site generates from other files of the repository.
-GENERATED = {
-    "docs/benchmarks.md": "benchmarks/README.md",
-    "docs/changelog.md": "CHANGELOG.md",
-    "docs/cli.md": None,
-    "docs/messages.md": None,
-    "docs/settings.md": None,
-    "docs/plots/overview.svg": None,
-}
 # Words of other programs that look like fsdp2x's keys.
 NOT_KEYS = {
     "model.half", "model.module", "model.no_sync", "model.parameters", "model.reshard", "model.safetensors",
@@ -52,9 +43,6 @@ def dead_links(name, text):
             continue
         path, _, anchor = target.partition("#")
         file = (ROOT / name).parent / path if path else ROOT / name
-        if (page := str(file.resolve().relative_to(ROOT))) in GENERATED:
-            # mkdocs checks anchors of pages that have no source to read here.
-            file = ROOT / (GENERATED[page] or "")
         if not file.exists() or anchor and file.is_file() and anchor not in anchors(file.read_text()):
             found.append(target)
     return found
