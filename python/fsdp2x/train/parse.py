@@ -249,14 +249,16 @@ _BY_SYNONYM = {word: key for key, words in _SYNONYMS.items() for word in words.s
 def nearest_key(path: str, keys: Collection[str]) -> str:
     """Returns the key that ``path`` probably means, or "" if none is near.
 
-    It tries a key of the same last name, then other trainers' names of a setting, then a similar spelling.
+    It tries a key of the same last name, but prefers a longer name in the same section (save_every for every). Then it
+    tries other trainers' names of a setting, and then a similar spelling.
     """
     section, _, last = path.rpartition(".")
     elsewhere = [key for key in keys if key.rpartition(".")[2] == last]
     meant, _, value = _BY_SYNONYM.get(re.sub("[-_]", "", last.lower()), "").partition("=")
+    siblings = {key.rpartition(".")[2]: key for key in keys if section and key.rpartition(".")[0] == section}
+    longer = [key for name, key in siblings.items() if name.endswith(f"_{last}")]
     if elsewhere and (section or meant not in keys):
-        return elsewhere[0]
-    siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
+        return (longer or elsewhere)[0]
     alike = difflib.get_close_matches(last, siblings, n=1, cutoff=0.8)
     if meant and not alike:
         # In another trainer's format, use the key of the nearest section that sets the same.

@@ -38,6 +38,7 @@ WORDS = {
     "train.bf16": "parallel.param_dtype=bfloat16",
     "fp16": "parallel.param_dtype=float16",
     "train.gradient_accumulation_steps": "train.accumulation",
+    "checkpoint.every": "checkpoint.save_every",
     "optimizer.warmup": "schedule.warmup_steps",
     "optimizer.seed": "train.seed",
     "logging.output_dir": "logging.output",
@@ -130,6 +131,12 @@ def test_a_config_of_accelerate_is_recognized(said):
     text = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nuse_cpu: true\n"
     (line,) = said(text)
     assert "accelerate launch --config_file FILE -m fsdp2x.run script.py" in line
+
+
+def test_a_config_of_grpo_is_recognized(said):
+    text = OWN + "reward: {functions: ['reward.py:digits']}\nrollout: {engine: colocated}\n"
+    (line,) = said(text)
+    assert "this is a config of fsdp2x grpo" in line and "fsdp2x config explain FILE --command grpo" in line
 
 
 @pytest.mark.parametrize(
