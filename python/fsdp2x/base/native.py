@@ -15,9 +15,9 @@ def check_torch(built_for: str, installed: str) -> None:
         return
     wanted = ".".join(built.groups()) if built is not None else built_for
     raise ImportError(
-        f"fsdp2x was built for torch {built_for}, but torch {installed} is installed. Rebuild it for this torch with "
-        "`pip install --no-build-isolation --no-cache-dir --no-deps --force-reinstall fsdp2x` (with `.` in place of "
-        f"`fsdp2x` in a checkout), or install torch {wanted}."
+        f"fsdp2x was built for torch {built_for}, but torch {installed} is installed. Rebuild it with `pip install "
+        "--no-build-isolation --no-cache-dir --no-deps --force-reinstall fsdp2x` (in a checkout: `.` instead of "
+        f"`fsdp2x`), or install torch {wanted}."
     )
 
 

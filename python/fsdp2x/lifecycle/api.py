@@ -221,8 +221,8 @@ def _refuse_others(modules: list[nn.Module]) -> None:
             kind = next(other for other in _OTHERS if isinstance(inner, other))
             raise ValueError(
                 f"fully_shard: {type(module).__name__} has {name or 'itself'}, which {kind.__module__}.{kind.__name__} "
-                "shards or replicates already. Use only one of the two for the whole model (fsdp2x.install() replaces "
-                "torch's fully_shard)."
+                "shards or replicates already. Use only one of the two for the model. fsdp2x.install() replaces "
+                "torch's fully_shard."
             )
 
 

@@ -121,14 +121,10 @@ def _vacate(places: Iterable[ShardedParam]) -> None:
 
     Otherwise a shard that returns to its place would overwrite them.
     """
-    owners = {
-        one.storage._cdata: one
-        for one in places
-        if one.storage is not None and not one.was_moved(torch_private.local_tensor(one.param))
-    }
+    owners = {one.storage._cdata: one for one in places if one.storage is not None and not one.was_moved(one.local)}
     for state in all_units if owners else ():
         for guest in state.params:
-            local = torch_private.local_tensor(guest.param)
+            local = guest.local
             if guest.is_wrapper or guest.is_alias or local.is_meta:
                 continue
             if owners.get(local.untyped_storage()._cdata, guest) is not guest:
@@ -326,8 +322,8 @@ def _refuse(param: nn.Parameter, what: str) -> None:
             "ignored_params."
         )
     raise NotImplementedError(
-        f"{what} {type(param).__name__}, whose gradients would not be reduced. Add it before fully_shard, or make it "
-        "an nn.Parameter over a plain tensor."
+        f"{what} {type(param).__name__}. Its gradients would not be reduced. Add it before fully_shard, or make it an "
+        "nn.Parameter over a plain tensor."
     )
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp2x.base import torch_private
 from fsdp2x.base.collectives import Gather, all_gather, explained, gather_packed, reduce_scatter, wait
 from fsdp2x.base.native import _C
 from fsdp2x.lifecycle.unit import ShardedUnit
@@ -50,7 +49,7 @@ class _ExtensionGathers:
 
     def _begin(self, gather: Gather, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for _, param in self._extended():
-            local = torch_private.local_tensor(param.param)
+            local = param.local
             pairs += param.extension.begin(local, param.owners[0][0], self._policy)
         ranks = self._group().ranks
         self._work = gather_packed(gather, ranks.world, ranks.rank, pairs) if pairs else None
@@ -84,7 +83,7 @@ class _ExtensionGathers:
             self._wait()
             for index, param in self._extended():
                 dtype = self._policy.param_dtype or param.param.dtype
-                tensor = param.extension.finish(torch_private.local_tensor(param.param), dtype)
+                tensor = param.extension.finish(param.local, dtype)
                 if tensor is not None:
                     param.extension.parameter = unsharded_parameter(param, param.spec.wrap_unsharded(tensor))
                     group.engine.set_unsharded_param(index, param.extension.parameter)
@@ -221,8 +220,8 @@ def check_wire_formats(state: ShardedUnit) -> None:
     device = state.ranks.device
     if device.type != "cpu" and not _C.can_run_kernels(device):
         raise NotImplementedError(
-            f"{where}: on {device.type} they need kernels of fsdp2x, and this build has none that run there (fsdp2x "
-            "doctor says why). Do not call set_wire_dtype."
+            f"{where}: this build has no kernels that run on {device.type}. Run fsdp2x doctor for the reason, or do "
+            "not call set_wire_dtype."
         )
     if options.wire_weights != _PLAIN and state.post_forward_world is not None:
         raise NotImplementedError(
@@ -240,7 +239,7 @@ def check_wire_formats(state: ShardedUnit) -> None:
         for sharded, shape in zip(group.params, group.shapes(), strict=True):
             if sharded.param.requires_grad and shape.reduce != torch.float32:
                 raise ValueError(
-                    f"{where}: the gradient of {sharded.fqn or sharded.owners[0][1]!r} is reduced in {shape.reduce}, "
+                    f"{where}: the gradient of {sharded.label!r} is reduced in {shape.reduce}, "
                     "but encoded gradients are summed in float32. Use MixedPrecisionPolicy(reduce_dtype=torch.float32)."
                 )
 

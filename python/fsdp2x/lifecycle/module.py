@@ -370,8 +370,9 @@ class FSDPModule(_TorchFSDPModule):
         state = self._get_fsdp_state()
         if state.ranks.device.type == "cpu" or not torch_private.has_symmetric_pool():
             raise NotImplementedError(
-                "fsdp2x.FSDPModule.set_symm_mem_for_comm: symmetric memory needs CUDA devices and a torch with "
-                f"torch.distributed._symmetric_memory.get_mem_pool, but this model is on {state.ranks.device.type}"
+                "fsdp2x.FSDPModule.set_symm_mem_for_comm: symmetric memory needs CUDA devices, and a torch with "
+                f"torch.distributed._symmetric_memory.get_mem_pool. Got torch {torch.__version__} and a model on "
+                f"{state.ranks.device.type}."
             )
         refuse_unregistered("FSDPModule.set_symm_mem_for_comm", list(self._states(True)), registered=True)
         state.comm_memory = "symmetric"
@@ -523,7 +524,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def _not_implemented(name: str):
     def method(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
-            f"fsdp2x.FSDPModule.{name} is not supported yet. Use torch.distributed.fsdp.fully_shard where you need it."
+            f"fsdp2x.FSDPModule.{name} is not supported yet. If you need it, use torch.distributed.fsdp.fully_shard."
         )
 
     method.__name__ = name

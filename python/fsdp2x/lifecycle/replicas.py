@@ -31,7 +31,7 @@ def shard_copies(states: Iterable[ShardedUnit]) -> Copies:
             replicas = group.ranks.replicate_group
             if replicas is not None and group.ranks.replicas > 1 and dist.get_backend(replicas) != "fake":
                 of_group = copies.setdefault(replicas, {})
-                of_group.update({p.fqn or p.owners[0][1]: torch_private.local_tensor(p.param) for p in group.params})
+                of_group.update({p.label: p.local for p in group.params})
     return copies
 
 
@@ -82,8 +82,8 @@ def require_equal(caller: str, copies: Copies, others: Iterable[dist.ProcessGrou
         problem = next(filter(None, exchange(problem, group, "comparison of replicas")), "")
     if problem:
         raise ValueError(
-            f"{caller}: {problem}. Build or load every replica with the same values, or call "
-            "fsdp2x.sync_module_states(model) before the first forward to take those of the first replica."
+            f"{caller}: {problem}. Build or load every replica with the same values. Or call "
+            "fsdp2x.sync_module_states(model) before the first forward, which copies the first replica."
         )
 
 

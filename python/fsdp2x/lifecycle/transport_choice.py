@@ -243,5 +243,5 @@ def facts_of(name: str, group: ShardedParamGroup, *, with_training: bool = False
             facts.append("trained" if sharded.param.requires_grad else "frozen")
         if (state := group.unit_state()) is not None:
             facts += describe_wire_formats(state.live_options())
-        params.append((sharded.fqn or sharded.owners[0][1], tuple(facts)))
+        params.append((sharded.label, tuple(facts)))
     return UnitParams(name, tuple(params))

@@ -97,7 +97,7 @@ def check_tree(tree: Sequence[ShardedUnit]) -> None:
     refuse_unregistered("fully_shard", tree)
     seen: dict[int, str] = {}
     for state in tree:
-        meta = [param.fqn or param.owners[0][1] for param in state.params if param.param.is_meta]
+        meta = [param.label for param in state.params if param.param.is_meta]
         if meta:
             raise RuntimeError(
                 "FSDP parameters should be materialized from meta device before training, but the following were "
@@ -124,9 +124,9 @@ def refuse_unregistered(
     separate = separate or any(state.comms.separate_reduction for state in tree)
     if separate and (registered or any(state.comm_memory is not None for state in tree)):
         raise ValueError(
-            f"fsdp2x.{caller}: set_separate_reduce_scatter_group reduces over another process group than the one that "
-            "set_symm_mem_for_comm and set_allocate_memory_from_process_group_for_comm register memory with. "
-            "Reductions would be slower than with either alone. Use only one of them."
+            f"fsdp2x.{caller}: set_separate_reduce_scatter_group reduces over another process group than the one with "
+            "registered memory. Reductions would be slower than with one setting alone. Use either it, or "
+            "set_symm_mem_for_comm or set_allocate_memory_from_process_group_for_comm."
         )
 
 

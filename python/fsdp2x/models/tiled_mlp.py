@@ -58,9 +58,9 @@ def apply_tiled_mlp(model: nn.Module, num_shards: int = 4, model_type: str | Non
     found = [module for _, module in gated_mlps(model)]
     if not found:
         raise ValueError(
-            f"fsdp2x.apply_tiled_mlp: {type(model).__name__} has no gated MLP: a module whose forward takes one "
-            "tensor, with linear layers h -> i, h -> i, i -> h (or h -> 2i, i -> h) and an activation. Turn "
-            "tiled_mlp off for this model, or use activation checkpointing for its MLPs."
+            f"fsdp2x.apply_tiled_mlp: {type(model).__name__} has no gated MLP: expected a forward of one tensor, an "
+            "activation, and linear layers h -> i, h -> i, i -> h or h -> 2i, i -> h. Do not tile this model, or use "
+            "activation checkpointing for its MLPs."
         )
     for module in found:
         if hasattr(module, _ATTRIBUTE):

@@ -261,9 +261,10 @@ class AdamW(EngineStep, torch.optim.AdamW):
             _, grad, *_ = tensors = local_tensors([param, scaled(gradient, grad_scale), *moments])
             if self.stochastic_rounding and (is_coded or torch.bfloat16 in {tensor.dtype for tensor in tensors}):
                 raise NotImplementedError(
-                    "fsdp2x.optim.AdamW: stochastic_rounding needs a parameter that a kernel steps and a gradient of "
-                    f"the same dtype, placements and memory format, got {tuple(param.shape)} on {param.device} with a "
-                    f"gradient of {gradient.dtype}. Pass stochastic_rounding=False."
+                    "fsdp2x.optim.AdamW: stochastic_rounding needs a parameter that a kernel steps. Its gradient must "
+                    "have the same dtype, placements, and memory format. Got a parameter of shape "
+                    f"{tuple(param.shape)} and {param.dtype} on {param.device}, and a gradient of {gradient.dtype}. "
+                    "Pass stochastic_rounding=False."
                 )
             if len({tensor.dtype for tensor in tensors}) > 1:
                 dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)

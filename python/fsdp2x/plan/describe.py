@@ -124,7 +124,7 @@ def _report(state: ShardedUnit, names: dict[int, str], fqns: dict[int, str]) -> 
     layouts = [_C.Layout(group.shapes(), group.ranks.world, group.ranks.rank) for group in state.groups]
     return UnitReport(
         name=", ".join(names.get(id(module), "?") or "<root>" for module in state.modules),
-        params=tuple(fqns.get(id(param.param), param.fqn or param.owners[0][1]) for param in params),
+        params=tuple(fqns.get(id(param.param), param.label) for param in params),
         num_elements=sum(param.local_size.numel() for param in params),
         trainable_elements=sum(param.local_size.numel() for param in params if param.param.requires_grad),
         shard_bytes=sum(layout.shard_pool_bytes for layout in layouts),

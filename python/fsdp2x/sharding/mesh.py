@@ -57,8 +57,8 @@ def default_mesh() -> DeviceMesh:
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise RuntimeError(
-                "fully_shard: there is no process group, and nothing in the environment to make one from "
-                f"({', '.join(missing)} not set). Start the script with torchrun --nproc_per_node=N, or call "
+                "fully_shard: there is no process group, and the environment variables to make one are not set "
+                f"({', '.join(missing)}). Start the script with torchrun --nproc_per_node=N, or call "
                 "torch.distributed.init_process_group first."
             )
         dist.init_process_group()
@@ -154,10 +154,9 @@ def _group_of_members(
     if len(set(names.values())) > 1:
         like_first = [rank for rank in members if names[rank] == names[members[0]]]
         raise RuntimeError(
-            f"{caller}: cannot make a separate process group, because the ranks have not made the same number of "
-            f"process groups before: ranks {like_first} differ from the others of {members}. "
-            "torch.distributed names a group by that number, so the ranks would wait for each other forever. "
-            "Make process groups on all ranks alike, or call this before making groups on some ranks only."
+            f"{caller}: ranks {like_first} have made another number of process groups than the others of {members}. "
+            "torch.distributed names groups by this number, so the ranks would wait for each other forever. Make "
+            "process groups on all ranks alike, or make groups of some ranks only after this call."
         )
     with torch_private.without_splits() as bound:
         made = dist.new_group(

@@ -86,8 +86,7 @@ class ShardedParamGroup(GroupNames):
             self.engine.add_owner(index, _owner(module, name))
 
     def _check(self, placed: Placed) -> None:
-        param, (module, name) = placed.owned.param, placed.owned.owners[0]
-        where = f"parameter {name!r} of {type(module).__name__}"
+        param, where = placed.owned.param, _where(placed)
         if not param.is_contiguous():
             raise NotImplementedError(
                 f"FSDP does not support non-contiguous parameters yet: {param.shape=} {param.stride()=}"
@@ -106,9 +105,7 @@ class ShardedParamGroup(GroupNames):
 
     def _shard(self, placed: Placed) -> None:
         owned, ranks = placed.owned, placed.ranks
-        module, name = owned.owners[0]
-        where = f"parameter {name!r} of {type(module).__name__}"
-        spec, full = specs.make_spec(owned.param, where, ranks, placed.shard_dim)
+        spec, full = specs.make_spec(owned.param, _where(placed), ranks, placed.shard_dim)
         dim = placed.shard_dim
         if dim > 0 and full.shape[dim] % ranks.world != 0:
             raise NotImplementedError(
@@ -126,7 +123,7 @@ class ShardedParamGroup(GroupNames):
     def find_extensions(self) -> None:
         """Finds local tensors that define their own all-gather. Runs again at lazy initialization: users patch late."""
         for sharded in self.params:
-            local = torch_private.local_tensor(sharded.param)
+            local = sharded.local
             if sharded.extension is None and has_extension(local):
                 sharded.extension = Extension(sharded.spec, sharded.local_size, self.ranks, sharded.owners[0][0])
 
@@ -217,11 +214,11 @@ class ShardedParamGroup(GroupNames):
         with torch.no_grad():
             for sharded, offset in zip(self.params, self._offsets, strict=True):
                 if sharded.is_alias:
-                    local = torch_private.local_tensor(sharded.param)
+                    local = sharded.local
                     _C.tensor_in_pool(pool, offset, list(sharded.spec.local_shape), local.dtype).copy_(local)
 
     def _adopt(self) -> None:
-        locals_ = [torch_private.local_tensor(sharded.param) for sharded in self.params]
+        locals_ = [sharded.local for sharded in self.params]
         if any(local.is_meta for local in locals_):
             self._leave_engine()
             # Until materialize() makes a pool, no shard may keep its full tensor alive.
@@ -243,7 +240,7 @@ class ShardedParamGroup(GroupNames):
             for sharded, local, offset in zip(self.params, locals_, layout.shard_offsets, strict=True):
                 if not sharded.is_alias:
                     mark(sharded.param, self._mark)
-                if not sharded.is_wrapper and not sharded.is_alias:
+                if sharded.is_pooled:
                     self._move_in(sharded, local, pool, offset, fresh)
 
     def _leave_engine(self) -> None:
@@ -265,15 +262,14 @@ class ShardedParamGroup(GroupNames):
             NotImplementedError: a parameter on the meta device is a tensor subclass.
         """
         self.follow_modules()
-        locals_ = [torch_private.local_tensor(sharded.param) for sharded in self.params]
+        locals_ = [sharded.local for sharded in self.params]
         if not any(local.is_meta for local in locals_):
             return
         for sharded, local in zip(self.params, locals_, strict=True):
             if local.is_meta and sharded.is_wrapper:
-                kind, name = type(local).__name__, sharded.fqn or sharded.owners[0][1]
                 raise NotImplementedError(
-                    f"fsdp2x: parameter {name!r} is a {kind} on the meta device. Call to_empty() on the model and fill "
-                    "it yourself."
+                    f"fsdp2x: parameter {sharded.label!r} is a {type(local).__name__} on the meta device. Call "
+                    "to_empty() on the model and fill it yourself."
                 )
         layout = self._pool_layout()
         # Whoever fills the parameters writes every page once. Here only the padding is zeroed.
@@ -284,7 +280,7 @@ class ShardedParamGroup(GroupNames):
         with torch.inference_mode(False), torch.no_grad():
             places = zip(self.params, locals_, layout.shard_offsets, strict=True)
             for sharded, local, offset in sorted(places, key=lambda place: place[2]):
-                if sharded.is_wrapper or sharded.is_alias:
+                if not sharded.is_pooled:
                     continue
                 pool[end:offset].zero_()
                 end = offset + local.numel() * local.dtype.itemsize
@@ -317,8 +313,8 @@ class ShardedParamGroup(GroupNames):
         self._leave_slot()
         found, pool = [], self._present_pool
         for sharded, offset in zip(self.params, self._offsets, strict=True):
-            local = torch_private.local_tensor(sharded.param)
-            if not sharded.is_wrapper and not sharded.is_alias and _lies_at(local, pool, offset):
+            local = sharded.local
+            if sharded.is_pooled and _lies_at(local, pool, offset):
                 found.append((local, offset))
         return found
 
@@ -330,17 +326,15 @@ class ShardedParamGroup(GroupNames):
         """
         pool = self._present_pool
         for sharded, offset in zip(self.params, self._offsets, strict=True):
-            local = torch_private.local_tensor(sharded.param)
-            if sharded.is_wrapper or sharded.is_alias or local.numel() == 0 or sharded.was_moved(local):
-                continue
-            if _lies_at(local, pool, offset):
+            local = sharded.local
+            is_kept = not sharded.is_pooled or local.numel() == 0 or sharded.was_moved(local)
+            if is_kept or _lies_at(local, pool, offset):
                 continue
             raise RuntimeError(
                 f"fsdp2x: the shard of parameter {sharded.fqn!r} on rank {self.ranks.rank} has left its pool: "
-                "something assigned to the `.data` of its local tensor, or replaced it, after the first forward, and "
-                "training would continue with the old values. Write in place (`param.copy_()`), or load full "
-                "tensors with torch's set_model_state_dict(..., StateDictOptions(full_state_dict=True)) or "
-                "fsdp2x.load_hf."
+                "something assigned to the `.data` of its local tensor, or replaced it, after the first forward. "
+                "Training would use the old values. Write in place (`param.copy_()`), or load full tensors with "
+                "torch's set_model_state_dict(..., StateDictOptions(full_state_dict=True)) or fsdp2x.load_hf."
             )
 
     def make_engine_group(self) -> None:
@@ -379,8 +373,7 @@ class ShardedParamGroup(GroupNames):
             sharded.extension = None
 
     def _watch_shards(self, engine: _C.ParamGroup) -> None:
-        kept = (None if sharded.is_wrapper or sharded.is_alias else sharded.param for sharded in self.params)
-        engine.watch_shards([param if param is None else torch_private.local_tensor(param) for param in kept])
+        engine.watch_shards([sharded.local if sharded.is_pooled else None for sharded in self.params])
 
     def _check_offload(self) -> None:
         for sharded in self.params:
@@ -392,9 +385,9 @@ class ShardedParamGroup(GroupNames):
                 what = "is a tensor subclass with its own memory"
             else:
                 continue
-            name = sharded.fqn or sharded.owners[0][1]
             raise NotImplementedError(
-                f"fsdp2x: parameter {name!r} {what}, and its unit offloads to the CPU. Use OffloadPolicy() there."
+                f"fsdp2x: parameter {sharded.label!r} {what}, and its unit offloads to the CPU. Use OffloadPolicy() "
+                "there."
             )
 
     def make_post_forward(self, ranks: ShardGroup, explain: Callable | None) -> None:
@@ -424,7 +417,7 @@ class ShardedParamGroup(GroupNames):
             for sharded, shape in zip(self.params, shapes, strict=True):
                 unsharded = local = None
                 if sharded.is_wrapper and sharded.extension is None:
-                    kind = type(torch_private.local_tensor(sharded.param)).__name__
+                    kind = type(sharded.local).__name__
                     raise NotImplementedError(
                         f"fsdp2x.fully_shard: parameter {sharded.fqn!r} is a {kind}, a tensor subclass without "
                         "fsdp_pre_all_gather and fsdp_post_all_gather. Unwrap it or define them."
@@ -458,6 +451,11 @@ def mark_aliases(groups: list[ShardedParamGroup]) -> None:
                 )
 
 
+def _where(placed: Placed) -> str:
+    module, name = placed.owned.owners[0]
+    return f"parameter {name!r} of {type(module).__name__}"
+
+
 def _lies_at(local: torch.Tensor, pool: torch.Tensor, offset: int) -> bool:
     return local.untyped_storage().data_ptr() == pool.data_ptr() + offset and local.is_contiguous()
 
@@ -484,11 +482,11 @@ def _refuse_shapes(group: ShardedParamGroup, before: list[nn.Parameter], dtypes:
     wrong = ""
     for index, (old, sharded) in enumerate(zip(before, group.params, strict=True)):
         param, expected = sharded.param, sharded.spec.local_shape
-        local, whole = torch_private.local_tensor(param), sharded.spec.sharded.shape
+        local, whole = sharded.local, sharded.spec.sharded.shape
         if sharded.is_wrapper or (local.shape == expected and param.shape == whole and param.dtype == local.dtype):
             continue
         wrong = wrong or (
-            f"fsdp2x: parameter {sharded.fqn or sharded.owners[0][1]!r} has local shape {tuple(local.shape)} of "
+            f"fsdp2x: parameter {sharded.label!r} has local shape {tuple(local.shape)} of "
             f"{tuple(param.shape)} and dtype {param.dtype} over {local.dtype} on rank {group.ranks.rank}, expected "
             f"{tuple(expected)} of {tuple(whole)}. Load DTensors with the placement of the sharded model, and convert "
             "it by model.to(dtype)."

@@ -45,6 +45,21 @@ class ShardedParam(ParamNames):
     shown: dict = field(default_factory=dict)  # weak references to the pending gradients that users have read
 
     @property
+    def label(self) -> str:
+        """Name for messages: the FQN, or before lazy initialization the name in the first owner."""
+        return self.fqn or self.owners[0][1]
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's rows."""
+        return torch_private.local_tensor(self.param)
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether its shard is in the pool of this group, as one plain tensor."""
+        return not (self.is_wrapper or self.is_alias)
+
+    @property
     def facts(self) -> ParamFacts:
         """Facts from which the layout of its group is made."""
         return ParamFacts(
@@ -73,7 +88,7 @@ def unsharded_parameter(sharded: ShardedParam, tensor: torch.Tensor) -> nn.Param
     """Returns the parameter that modules see while the unit is unsharded."""
     unsharded = nn.Parameter(tensor, requires_grad=sharded.param.requires_grad)
     unsharded.__dict__.update(sharded.attributes)
-    mark_gathered(unsharded, sharded.original, sharded.fqn or sharded.owners[0][1])
+    mark_gathered(unsharded, sharded.original, sharded.label)
     if unsharded.is_floating_point():
         unsharded.grad_dtype = None  # accept gradients in the dtype that autograd makes
     if sharded.spec.annotation is not None:
@@ -125,9 +140,8 @@ def tie_again(sharded: ShardedParam, before: nn.Parameter) -> None:
         if not is_sharded(other) or other is sharded.param:
             continue
         if other is not before and _differ(other, sharded.param):
-            first = sharded.fqn or sharded.owners[0][1]
             warnings.warn(
-                f"fsdp2x: {type(module).__name__}.{name} is tied to '{first}' but was given other values. The "
+                f"fsdp2x: {type(module).__name__}.{name} is tied to '{sharded.label}' but was given other values. The "
                 "values of the first one are used for both.",
                 stacklevel=2,
             )

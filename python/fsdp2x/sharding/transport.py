@@ -62,9 +62,9 @@ def _warn_without_kernels() -> None:
     """Warns once, at the first CUDA device. A build without nvcc works, so users would not look for the reason."""
     if not _C.has_device_kernels():
         warnings.warn(
-            "fsdp2x was built without nvcc. On a GPU torch operations replace its kernels, which costs one or more "
-            "launches for each parameter, and wire formats raise an error. Build it again where nvcc is, or with "
-            "`make build CUDA=wheels`, which takes nvcc from packages. `fsdp2x doctor` shows what is used.",
+            "fsdp2x was built without nvcc, so slower torch operations replace its kernels and wire formats raise an "
+            "error. Rebuild it where nvcc is installed, or with `make build CUDA=wheels`, which takes nvcc from "
+            "packages. `fsdp2x doctor` shows the kernels in use.",
             stacklevel=2,
         )
 
@@ -93,9 +93,9 @@ def device_transport(layer, group: dist.ProcessGroup | None, comm_memory: str | 
 def _warn_of_one_queue(device: torch.device) -> None:
     if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         warnings.warn(
-            "fsdp2x: CUDA_DEVICE_MAX_CONNECTIONS=1 gives all streams one hardware queue, in which gathers and "
-            "reductions wait for the compute that was enqueued before them: nothing overlaps. Megatron's tensor "
-            "parallelism needs it, fully sharded training does not. Unset it.",
+            "fsdp2x: CUDA_DEVICE_MAX_CONNECTIONS=1 gives all streams one hardware queue, so gathers and reductions do "
+            "not overlap with compute. Megatron's tensor parallelism needs it, but fully sharded training does not. "
+            "Unset it.",
             stacklevel=2,
         )
 

@@ -186,6 +186,12 @@ def _wraps_huggingface(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and any(_is_huggingface(module) for module in model.modules())
 
 
+def _base_of(model: Any) -> nn.Module | None:
+    """Returns the model without its head, if it has a separate one."""
+    base = getattr(model, model.base_model_prefix, None) if model.base_model_prefix else None
+    return base if isinstance(base, nn.Module) else None
+
+
 def _scopes(tree: _Tree) -> list[str]:
     """Returns the paths of the outermost HuggingFace models."""
     found: list[str] = []
@@ -212,10 +218,10 @@ def _from_sources(tree: _Tree) -> list[UnitPlan]:
         unsplit = [
             unit
             for unit in _of_classes(tree, _classes_named(tree, classes), "_no_split_modules: {}", scope)
-            if not any(unit.names[0] == name or _is_below(unit.names[0], name) for name in covered)
+            if not _is_in(unit.names[0], covered)
         ]
         found = planned + unsplit
-        has_blocks = bool(unsplit) or any(len(_digits(name)) for unit in planned for name in unit.names)
+        has_blocks = bool(unsplit) or any(part.isdigit() for name in covered for part in name.split("."))
         units += found if has_blocks else found + _repeated_blocks(tree, scope)
     if "" not in scopes:
         named = _classes_named(tree, set(getattr(tree.model, "_no_split_modules", None) or ()))
@@ -228,15 +234,10 @@ def _is_in(name: str, scopes: list[str]) -> bool:
     return any(name == scope or _is_below(name, scope) for scope in scopes)
 
 
-def _digits(name: str) -> list[str]:
-    return [part for part in name.split(".") if part.isdigit()]
-
-
 def _of_fsdp_plan(tree: _Tree, scope: str) -> list[UnitPlan]:
     model: Any = tree.modules[scope]
     plan = dict(getattr(model, "_fsdp_plan", None) or {})
-    base = getattr(model, model.base_model_prefix, None) if model.base_model_prefix else None
-    prefix = f"{model.base_model_prefix}." if isinstance(base, nn.Module) else ""
+    prefix = f"{model.base_model_prefix}." if _base_of(model) is not None else ""
     for paths, style in (getattr(model.config, "base_model_fsdp_plan", None) or {}).items():
         key = tuple(prefix + path for path in paths) if isinstance(paths, tuple) else prefix + paths
         plan.setdefault(key, style)
@@ -388,9 +389,8 @@ def _call(model: nn.Module, method: str) -> nn.Module | None:
 
 def _final_norm(model: Any) -> nn.Module | None:
     """Returns the last direct child of the decoder (or base model) whose class is a norm."""
-    base = getattr(model, model.base_model_prefix, None) if model.base_model_prefix else None
-    for owner in (_call(model, "get_decoder"), base, model):
-        if isinstance(owner, nn.Module):
+    for owner in (_call(model, "get_decoder"), _base_of(model), model):
+        if owner is not None:
             norms = [child for child in owner.children() if "Norm" in type(child).__name__]
             if norms:
                 return norms[-1]
@@ -476,7 +476,7 @@ def _joined(
             joined[owner] = None
         else:
             return None
-    joined_below = {module for outer in joined for module in outer.modules() if module is not outer}
+    joined_below = _below(joined)
     outside = [owner for owner, i in owners if i is None]
     if any(module in planned and module not in joined for owner in outside for module in owner.modules()):
         return None
@@ -498,6 +498,11 @@ def sort_bottom_up(model: nn.Module, units: list[UnitPlan]) -> list[UnitPlan]:
     return ordered
 
 
+def _below(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Returns all modules inside of these."""
+    return {module for outer in modules for module in outer.modules() if module is not outer}
+
+
 def _contains(outer: UnitPlan, inner: UnitPlan) -> bool:
     below = {module for top in outer.modules for module in top.modules()}
     return any(module in below for module in inner.modules)
@@ -505,7 +510,7 @@ def _contains(outer: UnitPlan, inner: UnitPlan) -> bool:
 
 def _union(one: UnitPlan, other: UnitPlan) -> UnitPlan:
     named = dict(zip(one.modules + other.modules, one.names + other.names, strict=True))
-    below = {module for top in named for module in top.modules() if module is not top}
+    below = _below(named)
     outermost = {module: name for module, name in named.items() if module not in below}
     kept = False in (one.reshard_after_forward, other.reshard_after_forward)
     reason = f"{one.reason}; {other.reason}"

@@ -205,7 +205,7 @@ def make_sharded(
 
     if model is None:
         if parallel.expert_parallel > 1:
-            raise ConfigError("parallel.expert_parallel: it needs full experts to spread. Set model.load=whole.")
+            raise ConfigError("parallel.expert_parallel: ranks must load full experts first. Set model.load=whole.")
         empty = build_on_meta(config.model, torch.float32)
         policy = _told_policy(empty, parallel)
         with as_config_error("model"):

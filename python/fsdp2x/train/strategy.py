@@ -254,7 +254,7 @@ def resolve_scaling(scaler: ScalerConfig, model: ModelConfig, param_dtype: torch
     enabled = half if scaler.enabled is None else scaler.enabled
     if enabled and model.dtype == "float16":
         raise ConfigError(
-            "model.dtype: got 'float16', whose gradients cannot be unscaled. Set model.dtype=float32 and "
+            "model.dtype: got 'float16', but float16 gradients cannot be unscaled. Set model.dtype=float32 and "
             "parallel.param_dtype=float16."
         )
     return enabled

@@ -103,8 +103,8 @@ def choose_tokenizer(asked: str | None, model_path: str | None) -> str:
         return "bytes"
     if not has_tokenizer(model_path):
         raise ConfigError(
-            f"data.tokenizer: unset, but model.path={model_path} has no tokenizer. Set the directory of the one that "
-            "the model was trained with, or 'bytes'."
+            f"data.tokenizer: unset, but model.path={model_path} has no tokenizer. Set it to the directory of the "
+            "model's tokenizer, or to 'bytes'."
         )
     return model_path
 

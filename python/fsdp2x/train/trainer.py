@@ -225,8 +225,7 @@ class Trainer:
         if expected is not None and expected != world.size:
             say("the config is for %d ranks, this run has %d", expected, world.size)
         if config.logging.report:
-            report = shard_report(self.model)
-            say("%s", report)
+            say("%s", shard_report(self.model))
         if resumed is not None:
             self.metrics.write("resume", self.step, path=str(resumed))
             say("resumed from %s after step %d", resumed, self.step)
@@ -347,8 +346,7 @@ class Trainer:
 
     def _end_early(self, last_saved: int | None) -> None:
         """Ends a run that can be resumed, and says how."""
-        saves = self.config.checkpoint.save_last or self.config.checkpoint.save_every
-        if saves and last_saved != self.step:
+        if self._saves and last_saved != self.step:
             self.save()
             last_saved = self.step
         checkpoint.wait(self.model)
@@ -361,15 +359,19 @@ class Trainer:
         raise Interrupted(f"interrupted after step {self.step}; {how}", number or signal.SIGINT)
 
     @property
+    def _saves(self) -> bool:
+        """Whether the run writes checkpoints."""
+        return self.config.checkpoint.save_last or bool(self.config.checkpoint.save_every)
+
+    @property
     def _is_interrupted(self) -> bool:
         return self._interrupt is not None and self._interrupt.noted
 
     def _took(self, kind: str, seconds: float) -> None:
         """Warns if an interrupted run would be killed before it has saved."""
-        saves = self.config.checkpoint.save_last or self.config.checkpoint.save_every
         saved_in = self._saved.seconds if self._saved is not None else None
         warning = self._kill_warning.measured(kind, seconds, saved_in or 0.0)
-        if warning and saves and self.world.is_main:
+        if warning and self._saves and self.world.is_main:
             logger.warning("%s", warning)
 
     def _progress(self) -> dict[str, int]:
@@ -495,12 +497,7 @@ class Trainer:
     def _resume(self, resume_from: str) -> Path:
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         configured = [{key: group[key] for key in group if key != "params"} for group in groups]
-        loaded = checkpoint.load(
-            resume_from,
-            self.model,
-            self.optimizer,
-            seed=self.config.train.seed,
-        )
+        loaded = checkpoint.load(resume_from, self.model, self.optimizer, seed=self.config.train.seed)
         # A rank that cannot continue must not leave the others waiting in the first collective.
         run_on_all_ranks(lambda: self._go_on_from(loaded, configured), what=f"resuming from {loaded.path}")
         return loaded.path

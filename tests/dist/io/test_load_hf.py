@@ -310,7 +310,7 @@ def test_an_index_is_compared_with_its_files(ctx, mode):
         state["new"] = state.pop(next(key for key in state if "norm" in key))
         save_file(state, file, metadata={"format": "pt"})
 
-    with shared_folder(ctx, write) as folder, refuses("damaged, it lacks 1 tensors that .*index.json says are in it"):
+    with shared_folder(ctx, write) as folder, refuses("damaged, it lacks 1 tensors that .*index.json lists for it"):
         fsdp2x.load_hf(fsdp2x.fully_shard(build("llama")), folder, mode=mode, **QUIET)
 
 

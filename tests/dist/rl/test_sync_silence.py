@@ -193,7 +193,7 @@ def test_a_route_that_fails(ctx, server, route, how):
             assert one.version == ("1" if is_labelled else "0")
         if route == "fsdp2x_receive":
             sync._timeout_s = TIMEOUT_S
-            with pytest.raises(SyncError, match="has not ended the previous push. Start it again"):
+            with pytest.raises(SyncError, match="still runs the previous push. Restart it"):
                 sync.push(version=1)
             sync._timeout_s = 20.0
         if silence:

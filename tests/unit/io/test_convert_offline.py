@@ -207,7 +207,7 @@ def test_the_command(tmp_path, origin, capsys):
     status, said = run(*ranks, "--groupgemm", "1", "-f")
     assert status == 2 and "does not have it" in said
     status, said = run(*forward, "--groupgemm")
-    assert status == 2 and "--groupgemm has no meaning in this form" in said
+    assert status == 2 and "--groupgemm has no effect in this form" in said
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 

@@ -133,10 +133,10 @@ WRONG = [
     (
         "bucket",
         {"bucket": 0, "tensors": [[0, 0, 4092]], "deltas": []},
-        "8 bytes at 4092 are not in a memory of 4096",
+        "inside of 4096 shared bytes, got 8 bytes at 4092",
     ),
     ("bucket", {"bucket": 0, "tensors": [[0, 0, -8]], "deltas": []}, "8 bytes at -8"),
-    ("bucket", {"bucket": 0, "tensors": [[0, 0, 2]], "deltas": []}, "8 bytes at 2 are not"),
+    ("bucket", {"bucket": 0, "tensors": [[0, 0, 2]], "deltas": []}, "got 8 bytes at 2"),
     ("bucket", {"bucket": 0, "tensors": [[9, 0, 0]], "deltas": []}, "IndexError"),
     ("bucket", {"bucket": 0}, "KeyError: 'tensors'"),
     ("bucket", {"bucket": 0, "tensors": [], "deltas": [[0, 0, 0, 4096]]}, "32768 bytes at 0"),
@@ -248,7 +248,7 @@ def test_what_is_written_is_read():
     memory.bytes[8:16].view(torch.float32).copy_(torch.tensor([1.5, -2.0]))
     assert read.view(8, torch.float32, [2]).tolist() == [1.5, -2.0]
     for offset, shape in ((996, [2]), (-4, [1]), (2, [1])):
-        with pytest.raises(ValueError, match="are not in a memory of 1000 bytes"):
+        with pytest.raises(ValueError, match="inside of 1000 shared bytes"):
             read.view(offset, torch.float32, shape)
 
 

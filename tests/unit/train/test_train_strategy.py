@@ -99,7 +99,7 @@ def test_when_the_loss_is_scaled():
     assert resolve_scaling(ScalerConfig(), model, torch.float16)
     assert not resolve_scaling(ScalerConfig(), model, torch.bfloat16)
     assert not resolve_scaling(ScalerConfig(enabled=False), model, torch.float16)
-    with pytest.raises(ConfigError, match="model.dtype: got 'float16', whose gradients cannot be unscaled"):
+    with pytest.raises(ConfigError, match="model.dtype: got 'float16', but float16 gradients cannot be unscaled"):
         resolve_scaling(ScalerConfig(), ModelConfig(path="x", dtype="float16"), None)
 
 

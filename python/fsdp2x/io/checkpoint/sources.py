@@ -239,5 +239,5 @@ def _whole_shape(what: str, chunk: Any, held: tuple[int, ...]) -> tuple[int, ...
     fits = all(isinstance(one, list) and tensors.is_shape(one) for one in numbers)
     fits = fits and sizes == list(held) and len(shape) == len(offsets) == len(held)
     if not fits or any(a + n > whole for a, n, whole in zip(offsets, sizes, shape, strict=True)):
-        raise CorruptFile(f"{what} has shape {list(held)}, but its entry says it is the chunk {str(chunk)[:200]}")
+        raise CorruptFile(f"{what} has shape {list(held)}, but its entry describes the chunk {str(chunk)[:200]}")
     return tuple(shape)

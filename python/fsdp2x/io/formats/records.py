@@ -164,7 +164,7 @@ def _places(
             raise CorruptFile(f"{info.filename} is compressed or encrypted")
         header = files.read(path, base + info.header_offset, _LOCAL_HEADER_BYTES + len(info.filename.encode()))
         if header[:4] != b"PK\x03\x04" or header[_LOCAL_HEADER_BYTES:] != info.filename.encode():
-            raise CorruptFile(f"{info.filename} is not where the directory says")
+            raise CorruptFile(f"{info.filename} is not at the offset in the archive's directory")
         skip = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         start = info.header_offset + _LOCAL_HEADER_BYTES + skip
         end = start + info.file_size

@@ -128,7 +128,7 @@ class Checkpoint:
             lost = sorted(names - set(self.names_in[file]))
             if lost:
                 raise CorruptFile(
-                    f"{file}: damaged, it lacks {len(lost)} tensors that {index.name} says are in it: "
+                    f"{file}: damaged, it lacks {len(lost)} tensors that {index.name} lists for it: "
                     f"{', '.join(lost[:5])}"
                 )
 

@@ -65,8 +65,8 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, ep: str = "ep", **opt
     names = mesh.mesh_dim_names or ()
     if ep not in names or mesh.ndim not in (2, 3):
         raise ValueError(
-            f"fsdp2x.expert_parallel: the mesh must have two or three named axes, one of them {ep!r}, such as "
-            f"init_device_mesh(device, (2, 2), mesh_dim_names=('efsdp', {ep!r})), got {mesh}"
+            f"fsdp2x.expert_parallel: the mesh must have two or three named axes, one of them {ep!r}, got {mesh}. "
+            f"Pass one such as init_device_mesh(device, (2, 2), mesh_dim_names=('efsdp', {ep!r}))."
         )
     groups = spreadable(model, mesh[ep].size())
     others = tuple(name for name in names if name != ep)
@@ -90,8 +90,8 @@ def spreadable(model: nn.Module, world: int) -> list[ExpertGroup]:
     groups = experts_of(model, "expert_parallel")
     if not all(group.is_fused for group in groups):
         raise ValueError(
-            f"fsdp2x.expert_parallel: {type(model).__name__} keeps the experts {groups[0].name} in a list of modules. "
-            "It needs fused experts (transformers 5), whose weights have one row per expert."
+            f"fsdp2x.expert_parallel: {type(model).__name__} has the experts {groups[0].name} in a list of modules. "
+            "Use a model with fused experts (transformers 5), which have one row of weights per expert."
         )
     for group in groups:
         _check(group, world)

@@ -73,8 +73,8 @@ def experts_of(model: nn.Module, caller: str) -> list[ExpertGroup]:
     groups = find_experts(model)
     if not groups:
         raise ValueError(
-            f"fsdp2x.{caller}: {type(model).__name__} has no experts: neither a module with 3-D weights that takes "
-            "hidden states, expert indices and weights, nor a ModuleList named 'experts'"
+            f"fsdp2x.{caller}: {type(model).__name__} has no experts: expected a module with 3-D weights that takes "
+            "hidden states, expert indices, and weights, or a ModuleList named 'experts'"
         )
     return groups
 

@@ -415,8 +415,8 @@ def sequence_attention(
             "layer was called outside of the decoder's forward"
         )
     if attention_mask is not None or position_bias is not None:
-        what = "attention mask" if attention_mask is not None else "position bias"
-        raise NotImplementedError(f"{name}: an {what} of its own is not supported over layouts")
+        what = "an attention mask" if attention_mask is not None else "a position bias"
+        raise NotImplementedError(f"{name}: {what} is not supported over layouts")
     if output_attentions:
         raise NotImplementedError(f"{name}: output_attentions=True has no weights to return over layouts")
     if is_causal is False or (is_causal is None and not getattr(module, "is_causal", True)):

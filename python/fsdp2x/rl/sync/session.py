@@ -392,25 +392,20 @@ class Session:
             return
         reason = f"version {version!r} failed on rank {rank} in {failure.place}: {failure.reason}"
         self._tear(reason, has_changed=self._adapter is None or failure.phase == "commit")
+        in_commit = failure.phase == "commit"
         if self._adapter is not None:
             kept = f"the adapter of version {self.version!r}" if self.version is not None else "its previous weights"
-            if failure.phase == "commit":
-                kept = "one of the two adapters"
-            raise SyncError(
-                f"fsdp2x.sync.push: {reason}. Each engine continues with {kept}. Fix the cause, then push again.",
-                failure,
-                rank,
-            ) from (None if mine is None else mine[1])
-        # The commit is the last thing an engine waits for. It cannot be notified that another engine failed.
-        but = (
-            " (an engine whose answer was lost may have committed, and generates)" if failure.phase == "commit" else ""
-        )
-        raise SyncError(
-            f"fsdp2x.sync.push: {reason}. Engines are torn and generate nothing{but} until a full push succeeds. Fix "
-            'the cause, then push(version=..., mode="full").',
-            failure,
-            rank,
-        ) from (None if mine is None else mine[1])
+            kept = "one of the two adapters" if in_commit else kept
+            then = f"Each engine continues with {kept}. Fix the cause, then push again."
+        else:
+            # The commit is the last thing an engine waits for. It cannot be notified that another engine failed.
+            but = " (an engine whose answer was lost may have committed, and generates)" if in_commit else ""
+            then = (
+                f"Engines are torn and generate nothing{but} until a full push succeeds. Fix the cause, then "
+                'push(version=..., mode="full").'
+            )
+        cause = None if mine is None else mine[1]
+        raise SyncError(f"fsdp2x.sync.push: {reason}. {then}", failure, rank) from cause
 
     def _tear(self, reason: str, has_changed: bool) -> None:
         """Ends a failed push. ``has_changed``: engines may hold two versions."""

@@ -104,7 +104,7 @@ def _convert(args: argparse.Namespace) -> int:
         raise ConfigError(f"convert: this form needs exactly {expected}. See fsdp2x convert --help.")
     for name, forms in (("groupgemm", ("ranks",)), ("prefix", ("hf", "ranks")), ("dtype", ("hf", "ranks", "dcp"))):
         if getattr(args, name) not in (None, 0) and kind not in forms:
-            raise ConfigError(f"convert: --{name} has no meaning in this form. See fsdp2x convert --help.")
+            raise ConfigError(f"convert: --{name} has no effect in this form. Omit it. See fsdp2x convert --help.")
     options: dict[str, Any] = {"dtype": getattr(torch, args.dtype) if args.dtype else None, "force": args.force}
     if kind == "checkpoint":
         out = convert_checkpoint(args.input_dir, args.output_dir, form=args.to, force=args.force)

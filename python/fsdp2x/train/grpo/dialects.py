@@ -299,7 +299,7 @@ _TRAINER, _POLICY, _FROZEN, _RUN = "models.policy_trainer.", "models.policy.", "
 def _episode_prompts(value: int, given: Mapping) -> int:
     samples = given.get(_POLICY + "num_inference_per_prompt", 1)
     if value % samples:
-        raise ConfigError(f"got {value}, which is no multiple of {_POLICY}num_inference_per_prompt={samples}")
+        raise ConfigError(f"expected a multiple of {_POLICY}num_inference_per_prompt={samples}, got {value}")
     return value // samples
 
 

@@ -16,9 +16,8 @@ each with one answer, over a Unix socket. Tensors are in memory files, whose des
 A frame is a head (magic, kind, number of descriptors, bytes) and JSON. A delta is ``count`` positions (int64, in the
 flattened tensor), then as many values. Each part begins at a multiple of 8 bytes. Nothing is unpickled. An answer has
 ``ok`` or an error's text. An engine generates in state ``initial`` or ``clean`` (a committed version). It does not
-while a push is ``open``, or while it is ``torn`` (a push ended early) until a full push. A push of an adapter (mode
-"adapter")
-changes nothing before its commit: if it ends early, state and adapter stay as they were.
+generate while a push is ``open``. If a push ends early, the engine is ``torn`` until a full push. A push of an adapter
+(mode "adapter") changes nothing before its commit. If it ends early, state and adapter do not change.
 """
 
 from __future__ import annotations
@@ -109,7 +108,10 @@ def receive_frame(connection: socket.socket, deadline: float) -> tuple[str, dict
                 raise WireError(f"the other side does not use {WIRE}: a frame begins with {head!r}")
             body = json.loads(_receive(connection, num_bytes, deadline, files))
             if len(files) != num_files or not isinstance(body, dict):
-                raise WireError(f"a frame with {len(files)} of {num_files} descriptors and a {type(body).__name__}")
+                raise WireError(
+                    f"a bad frame: expected {num_files} descriptors and an object, got {len(files)} and a "
+                    f"{type(body).__name__}"
+                )
             return kind.rstrip(b"\0").decode(), body, files
     except BaseException:
         close_files(files)
@@ -167,7 +169,10 @@ class ReceiveBuffer:
     def view(self, offset: int, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
         if not 0 <= offset <= offset + num_bytes <= len(self._bytes) or offset % dtype.itemsize:
-            raise ValueError(f"{num_bytes} bytes at {offset} are not in a memory of {len(self._bytes)} bytes")
+            raise ValueError(
+                f"expected an aligned tensor inside of {len(self._bytes)} shared bytes, got {num_bytes} bytes at "
+                f"{offset}"
+            )
         return self._bytes[offset : offset + num_bytes].view(dtype).view(shape)
 
     def release(self) -> None:
@@ -253,7 +258,7 @@ class Receiver:
         """Listens at ``address``.
 
         Args:
-            address: "@name", which leaves no file behind, or the path of a socket, which must not exist.
+            address: "@name", which leaves no file, or the path of a socket, which must not exist.
             sink: function or object that takes the weights.
             timeout_s: seconds that a trainer may be silent in the middle of a push.
 
@@ -416,6 +421,10 @@ class Receiver:
             self._heard_at = time.monotonic()
             close_files(files)
 
+    def _tell_sink(self, method: str, *args: Any) -> None:
+        """Calls an optional method of the sink."""
+        getattr(self._sink, method, lambda *_: None)(*args)
+
     @property
     def _trainer(self) -> socket.socket:
         """Returns the connection of the current request."""
@@ -431,7 +440,7 @@ class Receiver:
         layout = [(name, _dtype(dtype), list(shape)) for name, dtype, shape in body["tensors"]]
         self._adapter, self._will_be_merged = body.get("adapter"), body.get("merged", False)
         if self._adapter is None:
-            getattr(self._sink, "check", lambda layout: None)(layout)
+            self._tell_sink("check", layout)
         elif not hasattr(self._sink, "prepare_adapter"):
             raise NotImplementedError("this engine takes no adapters, because its sink has no prepare_adapter")
         self._buffers = self._map(body["files"], files)
@@ -463,13 +472,12 @@ class Receiver:
                     "the weights that were pushed last have an adapter merged in. Push the base alone before an "
                     'adapter (connect(params=lambda name, param: "lora_" not in name)).'
                 )
-            if hasattr(self._sink, "start"):
-                self._sink.start(mode)
+            self._tell_sink("start", mode)
         self._before, self._staged, self._install = (self._state, self._version, self._version_of), {}, None
         self._reason, self._is_finished = "", False
         self._state, self._next = "open", body["version"]
-        if mode != "adapter" and hasattr(self._sink, "start"):
-            self._sink.start(mode)
+        if mode != "adapter":
+            self._tell_sink("start", mode)
 
     def _on_bucket(self, body: dict[str, Any], files: list[int]) -> None:
         if self._state != "open":
@@ -501,8 +509,8 @@ class Receiver:
             if missing is not None:
                 raise WireError(f"the adapter's {missing!r} did not come")
             self._install = self._sink.prepare_adapter({**self._adapter, "version": self._next}, self._staged)
-        elif hasattr(self._sink, "finish"):
-            self._sink.finish()
+        else:
+            self._tell_sink("finish")
         self._is_finished = True
 
     def _on_commit(self, body: dict[str, Any], files: list[int]) -> None:
@@ -512,7 +520,7 @@ class Receiver:
             self._install()
         else:
             self._is_merged = self._will_be_merged
-            getattr(self._sink, "drop_adapter", lambda: None)()
+            self._tell_sink("drop_adapter")
         self._staged, self._install = {}, None
         self._state, self._version, self._version_of = "clean", body["version"], self._session
         self._num_ends += 1
@@ -531,9 +539,9 @@ class Receiver:
                 self._state, self._version, self._version_of = self._before
                 self._staged, self._install, self._reason = {}, None, ""
             return
-        if self._state != "torn" and hasattr(self._sink, "abort"):
+        if self._state != "torn":
             try:
-                self._sink.abort(reason)
+                self._tell_sink("abort", reason)
             except Exception as error:
                 reason = f"{reason}; and then abort raised {type(error).__name__}: {error}"
         self._state, self._reason = "torn", self._reason or reason

@@ -69,7 +69,7 @@ class Peer(EngineTarget):
         """
         self._addresses = [address] if isinstance(address, str) else list(address)
         if not self._addresses:
-            raise ValueError("fsdp2x.sync.Peer: there is no address. Pass that of a receiver.")
+            raise ValueError("fsdp2x.sync.Peer: got no address. Pass the address of a receiver.")
         self._transport = _transport_for(self._addresses, secret, memory, group)
         self._min_engines = len(self._addresses) if min_engines is None else min_engines
         if not 0 < self._min_engines <= len(self._addresses) or min_engines is not None and self._transport.is_group:

@@ -314,13 +314,13 @@ class Vllm(EngineTarget):
         try:
             trainer = own_host(control.host)
         except OSError as error:
-            raise ControlError(f"{control.name}: no way to its host: {error}") from error
+            raise ControlError(f"{control.name}: cannot reach its host: {error}") from error
         return _values(control.name, control.call("fsdp2x_listen_tcp", self._secret, trainer))
 
     def _require_idle(self) -> None:
         self._calls = {name: call for name, call in self._calls.items() if call.is_alive()}
         for name in self._calls:
-            raise ControlError(f"{name} has not ended the previous push. Start it again.")
+            raise ControlError(f"{name} still runs the previous push. Restart it.")
 
     def _require_committed(self, name: str, call: BackgroundCall, version: int | str) -> None:
         """Raises ControlError unless every worker reports in time that it holds ``version``."""
@@ -362,32 +362,25 @@ def _values(name: str, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
 EXTENSION = "fsdp2x.sync.vllm_worker.Fsdp2xWorker"
 
 
-class ServerControl:
+class ServerControl(Routes):
     """A vLLM server that runs with ``VLLM_SERVER_DEV_MODE=1``. Every method raises ``ControlError``.
 
-    It must answer within ``timeout_s``. ``host`` is its host in the address, or None in this process.
+    ``host`` is its host in the address, or None in this process.
     """
 
-    timeout_s = 300.0
-
     def __init__(self, url: str) -> None:
-        self._routes = Routes(url, "start vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1")
-        self.name = self._routes.name
+        super().__init__(url, "start vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1")
         self.host: str | None = urlsplit(url).hostname
-
-    def _ask(self, *args: Any, **options: Any) -> dict[str, Any]:
-        self._routes.timeout_s = self.timeout_s
-        return self._routes.ask(*args, **options)
 
     def require_ready(self) -> None:
         """Raises unless the engine answers and its workers have the extension."""
-        config = self._ask("GET", "/server_info", {"config_format": "json"})["vllm_config"]
+        config = self.ask("GET", "/server_info", {"config_format": "json"})["vllm_config"]
         _require_extension(self.name, config["parallel_config"]["worker_extension_cls"])
 
     def require_adapters(self) -> None:
         """Raises unless the server registers adapters at run time."""
         try:
-            self._ask("POST", "/v1/unload_lora_adapter", body={"lora_name": ""})
+            self.ask("POST", "/v1/unload_lora_adapter", body={"lora_name": ""})
         except ControlError as error:
             if error.status == 404:
                 raise ControlError(
@@ -400,17 +393,17 @@ class ServerControl:
     def load_adapter(self, name: str, version: int | str) -> None:
         """Replaces the last adapter of this name by the one that the workers hold."""
         body = {"lora_name": name, "lora_path": adapter_path(name, version), "load_inplace": True}
-        self._routes.send("POST", "/v1/load_lora_adapter", body=body)
+        self.send("POST", "/v1/load_lora_adapter", body=body)
 
     def unload_adapter(self, name: str) -> None:
         """Removes the name."""
-        self._routes.send("POST", "/v1/unload_lora_adapter", body={"lora_name": name})
+        self.send("POST", "/v1/unload_lora_adapter", body={"lora_name": name})
 
     def call(self, method: str, *args: Any, patient: bool = False) -> list[dict[str, Any]]:
         """Returns the result of each worker's ``method``. ``patient`` waits without a limit."""
         body = {"method": method, "args": list(args)}
-        results = self._ask("POST", "/collective_rpc", body=body, patient=patient)["results"]
-        num_workers = self._ask("GET", "/get_world_size")["world_size"]
+        results = self.ask("POST", "/collective_rpc", body=body, patient=patient)["results"]
+        num_workers = self.ask("GET", "/get_world_size")["world_size"]
         if num_workers != len(results):
             raise ControlError(
                 f"{self.name} has {num_workers} workers, of which {len(results)} answer, because a data-parallel "
@@ -420,28 +413,28 @@ class ServerControl:
 
     def is_sleeping(self) -> bool:
         """Returns whether it is paused or asleep. vLLM does not distinguish them."""
-        return self._ask("GET", "/is_sleeping")["is_sleeping"]
+        return self.ask("GET", "/is_sleeping")["is_sleeping"]
 
     def sleep(self, level: int) -> None:
-        self._ask("POST", "/sleep", {"level": level})
+        self.ask("POST", "/sleep", {"level": level})
 
     def wake(self, tags: list[str]) -> None:
-        self._ask("POST", "/wake_up", {"tags": tags})
+        self.ask("POST", "/wake_up", {"tags": tags})
 
     def pause(self, mode: str) -> None:
-        self._ask("POST", "/pause", {"mode": mode})
+        self.ask("POST", "/pause", {"mode": mode})
 
     def resume(self) -> None:
-        self._ask("POST", "/resume")
+        self.ask("POST", "/resume")
 
     def reset_caches(self) -> None:
         # While requests hold blocks, vLLM keeps the cache; older servers do not even report it. So preempt them first.
-        answer = self._ask("POST", "/reset_prefix_cache", {"reset_running_requests": "true"})
+        answer = self.ask("POST", "/reset_prefix_cache", {"reset_running_requests": "true"})
         _require_reset(self.name, answer.get("success", True))
-        self._ask("POST", "/reset_encoder_cache")
+        self.ask("POST", "/reset_encoder_cache")
 
     def publish(self, version: str) -> None:
-        self._ask("POST", "/update_weight_version", body={"new_version": version})
+        self.ask("POST", "/update_weight_version", body={"new_version": version})
 
 
 class LocalControl:
