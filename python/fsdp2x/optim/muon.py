@@ -41,13 +41,13 @@ def muon_param_groups(
     a group. Works before and after ``fully_shard``; the optimizer is made after it.
 
     Args:
-        split: "blocks" orthogonalizes each matrix that a parameter fuses by itself, as in the model that does not fuse
-            them (``qkv_proj``, ``gate_up_proj``, GPT-2's ``c_attn``, ``kv_b_proj``, fused experts). "heads" does so
-            for each head of queries, keys, and values too, as GLM-5 and Kimi K3 do. "none" takes each parameter as
-            one. Sizes come from the families that fsdp2x knows. ``fsdp2x.describe(model, optimizer)`` lists them.
-            Set ``split_sizes`` on a group for others, see ``Muon``.
-        exclude: patterns of names (``fnmatch``) of further parameters for AdamW, the output head among them where
-            the model has no ``get_output_embeddings()``. None: nothing further.
+        split: "blocks" orthogonalizes each matrix of a fused parameter separately, as if the model did not fuse them.
+            Examples are ``qkv_proj``, ``gate_up_proj``, GPT-2's ``c_attn``, ``kv_b_proj``, and fused experts. "heads"
+            also separates the heads of queries, keys, and values, like GLM-5 and Kimi K3. "none" takes each parameter
+            as one matrix. fsdp2x knows the sizes of many model families. ``fsdp2x.describe(model, optimizer)`` lists
+            them. For other models, set ``split_sizes`` on a group, see ``Muon``.
+        exclude: name patterns (``fnmatch``) of further parameters for AdamW. They must match the output head if the
+            model has no ``get_output_embeddings()``. None: nothing further.
         **adamw: settings of AdamW's group, such as ``lr``, ``betas`` or ``weight_decay``.
 
     Returns:
@@ -55,9 +55,8 @@ def muon_param_groups(
         out.
 
     Raises:
-        ValueError: ``exclude`` is None and the model does not say which module is its output head; a pattern that
-            names no parameter; no parameter is trainable; an unknown ``split``; blocks that a parameter's size
-            contradicts.
+        ValueError: ``exclude`` is None and the model has no ``get_output_embeddings()``. A pattern matches no
+            parameter. No parameter is trainable. ``split`` is unknown. Blocks do not fit a parameter's size.
     """
     if split not in WAYS:
         raise ValueError(f"fsdp2x.optim.muon_param_groups: split is {split!r}. Pass one of {', '.join(WAYS)}.")
@@ -120,41 +119,41 @@ class Muon(EngineStep):
         optimizer = fsdp2x.optim.Muon(groups, lr=2e-4, adjust_lr_fn="match_rms_adamw")
 
     One rank orthogonalizes each matrix. The bits are those of ``torch.optim.Muon`` on the unsharded model for any
-    number of ranks, if the gradients' bits are. A group has matrices, or with ``use_muon=False`` anything else, which
-    ``fsdp2x.optim.AdamW`` steps with its settings (``betas`` (0.9, 0.999), ``eps`` 1e-8). A parameter [num, m, n] is a
-    stack of ``num`` matrices. ``state_dict`` is torch's: a ``momentum_buffer`` for each matrix, AdamW's state for
-    others.
+    number of ranks, if the gradients' bits are.
 
-    A group of parameters has matrices, or with ``use_muon=False`` anything else. ``fsdp2x.optim.AdamW`` steps them with
-    its settings (``betas`` (0.9, 0.999), ``eps`` 1e-8). A parameter [num, m, n] is a stack of ``num`` matrices.
+    A group of parameters has matrices, or with ``use_muon=False`` anything else. ``fsdp2x.optim.AdamW`` steps the
+    latter with its settings (``betas`` (0.9, 0.999), ``eps`` 1e-8). A parameter [num, m, n] is a stack of ``num``
+    matrices. ``state_dict`` is torch's: a ``momentum_buffer`` for each matrix, AdamW's state for the others.
 
-    A group whose parameters fuse matrices sets their blocks, which are orthogonalized, and have the rate, of matrices
-    of their own: ``split_sizes``, sizes of the blocks along ``split_dim`` (-2: rows, the default; -1: columns), which
-    ``split_repeats`` repeats where blocks alternate (``(d, d, d)`` for each head of GPT-NeoX). ``num_heads``, a number
-    or one for each block, cuts blocks further into equal parts. ``muon_param_groups`` sets them for known families.
+    If a group's parameters fuse matrices, it sets their blocks. Each block is orthogonalized, and has the learning
+    rate, of a separate matrix. ``muon_param_groups`` sets blocks for known families:
 
-    ``state_dict`` is torch's: a ``momentum_buffer`` for each matrix, AdamW's state for the others. Parameters may be
-    sharded along any dim, over meshes of any number of axes, or be plain tensors. Steps are collective: all ranks of a
-    mesh step the same parameters in the same order, and a matrix without a gradient should have none on all ranks.
+    - ``split_sizes``: sizes of the blocks along ``split_dim`` (-2: rows, the default; -1: columns).
+    - ``split_repeats``: repeats the sizes if blocks alternate (``(d, d, d)`` for each head of GPT-NeoX).
+    - ``num_heads``: cuts blocks further into equal parts, a number or one for each block.
+
+    Parameters may be sharded along any dim, over meshes of any number of axes, or be plain tensors. Steps are
+    collective. All ranks of a mesh must step the same parameters in the same order. If a matrix has no gradient on one
+    rank, it should have none on all ranks.
 
     Args:
         params: parameters, all of them matrices, or groups.
         lr, weight_decay, momentum, nesterov, eps, ns_steps: see ``torch.optim.Muon``.
         ns_coefficients: (a, b, c) of all steps, or ``ns_steps`` such triples.
-        adjust_lr_fn: what ``lr`` is multiplied with for an m x n matrix: "original" (and None)
-            ``sqrt(max(1, m / n))``, Keller Jordan's; "match_rms_adamw" ``0.2 sqrt(max(m, n))``, Moonlight's, with which
-            AdamW's ``lr`` and ``weight_decay`` serve; "spectral_unclamped" ``sqrt(m / n)``.
-        ns_method: "standard", torch's iteration, or "gram", which computes the same polynomial on the smaller Gram
-            matrix where that takes fewer operations (Zhang, Amsel, Chen, and Dao, "Gram Newton-Schulz", 2026).
-        ns_dtype: dtype of the iterations and of what travels, ``torch.bfloat16`` as in torch, or ``torch.float32``.
+        adjust_lr_fn: factor of ``lr`` for an m x n matrix. "original" (and None): Keller Jordan's
+            ``sqrt(max(1, m / n))``. "match_rms_adamw": Moonlight's ``0.2 sqrt(max(m, n))``, which works with AdamW's
+            ``lr`` and ``weight_decay``. "spectral_unclamped": ``sqrt(m / n)``.
+        ns_method: "standard" for torch's iteration. "gram" computes the same polynomial on the smaller Gram matrix if
+            this takes fewer operations (Zhang, Amsel, Chen, and Dao, "Gram Newton-Schulz", 2026).
+        ns_dtype: dtype of the iterations and of communication. ``torch.bfloat16`` as in torch, or ``torch.float32``.
         max_grad_norm: clips as in ``fsdp2x.optim.AdamW``, over all groups.
-        moments_dtype, stochastic_rounding, seed: of the groups without ``use_muon``, as in ``fsdp2x.optim.AdamW``;
-            momentum has the dtype of its gradient.
+        moments_dtype, stochastic_rounding, seed: settings of groups without ``use_muon``, as in
+            ``fsdp2x.optim.AdamW``. Momentum has the dtype of its gradient.
 
     Raises:
-        ValueError: settings out of range, or of the other kind of group; a parameter that is no matrix in a group with
-            ``use_muon``; blocks that do not cover a parameter; in ``step``, a gradient that is cut otherwise than its
-            parameter; parameters from before ``fully_shard``, or gathered ones, see ``AdamW``.
+        ValueError: a setting is out of range or belongs to the other kind of group. A group with ``use_muon`` has a
+            parameter that is not a matrix. Blocks do not cover a parameter. In ``step``, a gradient is sharded
+            otherwise than its parameter. Parameters are from before ``fully_shard`` or gathered, see ``AdamW``.
         NotImplementedError: complex parameters.
         RuntimeError: in ``step``, ranks with different parameters, a sparse gradient, or momentum that would have to be
             in host memory (``HostOffloadPolicy(mode="optimizer")``).

@@ -35,7 +35,7 @@ Extent = tuple[int, int, int]
 
 
 class Piece(NamedTuple):
-    """What a rank holds: where it begins in the stack, its shape, and where it begins in the local tensor."""
+    """A rank's part of a stack: its start in the stack, its shape, and its start in the local tensor."""
 
     start: Extent
     shape: Extent
@@ -149,7 +149,7 @@ Wholes = list[tuple[MatrixJob, Tensor]]
 
 
 class _Parcels:
-    """What one rank sends to all, or receives from all: bytes by rank, blocks in the order of jobs."""
+    """Bytes that one rank sends to all ranks or receives from them, by rank. Blocks are in the order of jobs."""
 
     def __init__(self, world: int, dtype: torch.dtype) -> None:
         self._by_peer: list[list[tuple[MatrixJob, MatrixBlock]]] = [[] for _ in range(world)]
@@ -346,7 +346,7 @@ def _device(mesh: DeviceMesh, params: list[Tensor]) -> torch.device:
 
 
 def _pieces(matrices: Matrices) -> list[Piece]:
-    """What this rank holds; several pieces where tensor parallelism cut each block of a fused matrix."""
+    """Returns this rank's pieces. There are several if tensor parallelism cut each block of a fused matrix."""
     param = matrices.param
     if not isinstance(param, DTensor):
         return [Piece((0, 0, 0), _extent(param.shape))]

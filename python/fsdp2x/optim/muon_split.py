@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# What a group of parameters may set, and what a matrix without blocks has.
+# Settings of a group of parameters, with the values for matrices without blocks.
 SPLIT_SETTINGS = {"split_sizes": None, "num_heads": None, "split_dim": -2, "split_repeats": 1}
 WAYS = ("blocks", "heads", "none")
 

@@ -19,9 +19,9 @@ _FIRST_PART, _PART = 2, 3
 def orthogonalize(matrices: Tensor, coefficients: Triples, eps: float, method: str = "standard") -> Tensor:
     """``U S' V^T`` of matrices ``U S V^T``, with singular values S' near 1, in the dtype of ``matrices``.
 
-    One step for each triple (a, b, c) of ``coefficients``: ``X <- a X + (b G + c G G) X`` with ``G = X X^T``, on the
-    smaller side of X, which begins with a Frobenius norm of 1 (Jordan et al., "Muon", 2024). A single matrix goes
-    through the products of ``torch.optim.Muon``, and has its bits; several are one batch.
+    Each triple (a, b, c) of ``coefficients`` makes one step: ``X <- a X + (b G + c G G) X`` with ``G = X X^T``, on the
+    smaller side of X. X begins with a Frobenius norm of 1 (Jordan et al., "Muon", 2024). A single matrix uses the
+    products of ``torch.optim.Muon``, and has its bits. Several matrices are one batch.
 
     Args:
         matrices: [m, n] or [k, m, n]; may be overwritten.
@@ -51,9 +51,9 @@ def _iterate(x: Tensor, coefficients: Triples, eps: float) -> Tensor:
 def _iterate_gram(x: Tensor, coefficients: Triples, eps: float) -> Tensor:
     """The same polynomial as products of Q with X: ``Z = b G + c G G``, ``Q <- Q (a + Z)``, ``G <- (a + Z) G (a + Z)``.
 
-    Gram Newton-Schulz (Zhang, Amsel, Chen, and Dao, "Gram Newton-Schulz", 2026), with its restart. bfloat16 matrices
-    iterate in float16: after the norm is 1, its range is enough, and it rounds 8 times finer. CPUs, most of which
-    emulate 16-bit products, iterate in float32.
+    This is Gram Newton-Schulz with its restart (Zhang, Amsel, Chen, and Dao, "Gram Newton-Schulz", 2026).
+    For bfloat16 matrices it iterates in float16. After the norm is 1, its range is enough, and it rounds 8 times finer.
+    Most CPUs emulate 16-bit products, so they iterate in float32.
     """
     dtype, is_short = x.dtype, x.dtype is torch.bfloat16
     x = _normalize(x.float() if is_short else x, eps)

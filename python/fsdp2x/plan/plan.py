@@ -70,8 +70,8 @@ def plan_memory(
         wire_weights, wire_gradients: formats of ``set_wire_dtype``, over a process group.
 
     Raises:
-        ValueError: sizes do not divide each other, shared memory is used on CUDA, the optimizer cannot be offloaded,
-            muon is used for a model without ``get_output_embeddings()``, or ``fully_shard`` would raise.
+        ValueError: sizes do not divide each other, shared memory is used on CUDA, or the optimizer cannot be offloaded.
+            Also if muon needs ``get_output_embeddings()``, or if ``fully_shard`` would raise.
     """
     accumulation = check_micro_batches("plan_memory", micro_batches, before_last)
     facts = planned_facts(

@@ -1,7 +1,7 @@
 """Simulates training steps of a planned model: the engine's schedule runs them and counts bytes.
 
-It assumes that modules run once each, in the order of their registration, that every trainable parameter gets a
-gradient, and that ranks with shared memory may be late. The numbers are those of ``Root.stats()``.
+It assumes that modules run once each, in the order of their registration, and that every trainable parameter gets a
+gradient. Ranks with shared memory may be late. The numbers are those of ``Root.stats()``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fsdp2x.base.native import _C
 from fsdp2x.plan.facts import GroupFacts, PlannedMesh, PlannedUnit
 from fsdp2x.sharding.transport import TransportKind
 
-# What the transports of a model hold, in bytes. ``own_gather_slot_bytes`` is this rank's part of shared gather buffers.
+# Bytes of a model's transports. ``own_gather_slot_bytes`` is this rank's part of shared gather buffers.
 HELD = (
     "gather_slot_bytes", "own_gather_slot_bytes", "peak_gather_bytes", "scratch_bytes", "resident_shard_bytes",
     "landing_bytes",

@@ -4,7 +4,7 @@
 // the slot. Gradients are exchanged and summed here, which sends half the bytes of gloo's own reduce-scatter.
 //
 // gloo copies the arguments of a collective, and FSDP2 runs one collective at a time. To need no more memory than
-// FSDP2, this transport is synchronous: unused memory is freed immediately, and running gathers into temporaries end
+// FSDP2, this transport is synchronous. It frees unused memory immediately, and ends running gathers into temporaries
 // before a unit's gradients take memory.
 #pragma once
 
@@ -21,16 +21,14 @@
 
 namespace fsdp2x {
 
-// Python callables of one process group, all asynchronous: all_gather(output, input) -> work,
-// gather_in_place(list of outputs) -> work, reduce_scatter(output, input, average: bool) -> work,
-// all_to_all(output, input) -> work, wait(work), may_replace() -> bool.
+// Python callables of one process group. Only `wait` and `may_replace` are synchronous.
 struct Collectives {
-  PyRef all_gather;
-  PyRef gather_in_place;  // each output has this rank's part already
-  PyRef reduce_scatter;
-  PyRef all_to_all;
-  PyRef wait;
-  PyRef may_replace;  // whether gather_in_place and all_to_all may replace the others now, null: never
+  PyRef all_gather;       // (output, input) -> work
+  PyRef gather_in_place;  // (list of outputs) -> work; each output has this rank's part already
+  PyRef reduce_scatter;   // (output, input, average: bool) -> work
+  PyRef all_to_all;       // (output, input) -> work
+  PyRef wait;             // (work)
+  PyRef may_replace;      // () -> bool: whether gather_in_place and all_to_all may replace the others now, null: never
   size_t pack_below_bytes = kPackEverything;  // parameters of this size and more are gathered in place
 };
 
