@@ -146,6 +146,7 @@ class Muon(EngineStep):
         ns_method: "standard" for torch's iteration. "gram" computes the same polynomial on the smaller Gram matrix if
             this takes fewer operations (Zhang, Amsel, Chen, and Dao, "Gram Newton-Schulz", 2026).
         ns_dtype: dtype of the iterations and of communication. ``torch.bfloat16`` as in torch, or ``torch.float32``.
+            float32 is much faster on CPUs that emulate bfloat16 (those without AVX-512 BF16 or AMX).
         max_grad_norm: clips as in ``fsdp2x.optim.AdamW``, over all groups.
         moments_dtype, stochastic_rounding, seed: settings of groups without ``use_muon``, as in
             ``fsdp2x.optim.AdamW``. Momentum has the dtype of its gradient.

@@ -248,6 +248,9 @@ class OptimizerConfig(Section):
     muon_ns_method: Literal["standard", "gram"] = setting(
         "standard", "muon's Newton-Schulz iteration; gram: on the Gram matrix, faster where a matrix is not square"
     )
+    muon_ns_dtype: Literal["auto", "bfloat16", "float32"] = setting(
+        "auto", "dtype of that iteration; auto: bfloat16, or float32 if a rank's CPU has no fast bfloat16 arithmetic"
+    )
     moments_dtype: Literal["float32", "bfloat16", "int8"] | None = setting(
         None,
         "dtype of AdamW's moments, also with muon: int8 takes a quarter of float32; unset: that of the parameters",

@@ -205,7 +205,7 @@ IDLE: dict[tuple[str, ...], tuple[Callable[[TrainConfig], bool], str]] = {
     ("train.min_delta",): (lambda c: c.train.patience is None, "train.patience is null"),
     ("optimizer.betas", "optimizer.eps"): (lambda c: c.optimizer.name == "sgd", "optimizer.name is sgd"),
     ("optimizer.eps",): (lambda c: c.optimizer.name == "lion", "optimizer.name is lion"),
-    ("optimizer.muon_lr_scale", "optimizer.muon_split", "optimizer.muon_ns_method"): (
+    ("optimizer.muon_lr_scale", "optimizer.muon_split", "optimizer.muon_ns_method", "optimizer.muon_ns_dtype"): (
         lambda c: c.optimizer.name != "muon",
         "optimizer.name is not muon",
     ),

@@ -127,7 +127,11 @@ def decay_groups(model: torch.nn.Module) -> dict[str, bool]:
 
 
 def make_optimizer(
-    model: torch.nn.Module, config: OptimizerConfig, decays: dict[str, bool], max_grad_norm: float | None = None
+    model: torch.nn.Module,
+    config: OptimizerConfig,
+    decays: dict[str, bool],
+    max_grad_norm: float | None = None,
+    ns_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.optim.Optimizer:
     """Makes an optimizer over the trainable parameters in two groups: fsdp2x's, or one of torch's loops.
 
@@ -167,6 +171,7 @@ def make_optimizer(
             momentum=0.95 if config.momentum is None else config.momentum,
             adjust_lr_fn=config.muon_lr_scale,
             ns_method=config.muon_ns_method,
+            ns_dtype=ns_dtype,
             **options,
         )
     make = optim.AdamW if ours else torch.optim.AdamW

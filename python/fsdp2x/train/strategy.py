@@ -21,6 +21,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2x.train.config import ConfigError, ModelConfig, ParallelConfig, ScalerConfig, SequenceRanks, TrainSection
+from fsdp2x.train.distributed import any_rank
 
 HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 RESHARD: dict[str, bool | None] = {
@@ -242,6 +243,14 @@ def explain_emulation(dtype: torch.dtype, device: torch.device) -> str | None:
         f"this CPU has no fast {name} arithmetic: matrix products can take 10 times as long as in float32. "
         "Set parallel.param_dtype=float32 and model.dtype=float32."
     )
+
+
+def resolve_ns_dtype(wanted: str, device: torch.device) -> torch.dtype:
+    """Returns the dtype of Muon's iterations, the same on every rank: blocks of matrices travel in it. Collective."""
+    if wanted != "auto":
+        return getattr(torch, wanted)
+    emulated = explain_emulation(torch.bfloat16, device) is not None
+    return torch.float32 if any_rank(emulated, device) else torch.bfloat16
 
 
 def resolve_scaling(scaler: ScalerConfig, model: ModelConfig, param_dtype: torch.dtype | None) -> bool:

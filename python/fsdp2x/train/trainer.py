@@ -49,6 +49,7 @@ from fsdp2x.train.strategy import (
     explain_emulation,
     plan_mesh,
     resolve_batching,
+    resolve_ns_dtype,
     resolve_param_dtype,
     resolve_scaling,
     resolve_steps,
@@ -124,7 +125,8 @@ class Trainer:
         self.schedule: Schedule | None = None
         if self.training:
             self.model.train()
-            self.optimizer = make_optimizer(self.model, config.optimizer, made.decays, config.train.clip)
+            ns_dtype = resolve_ns_dtype(config.optimizer.muon_ns_dtype, world.device)
+            self.optimizer = make_optimizer(self.model, config.optimizer, made.decays, config.train.clip, ns_dtype)
             self.schedule = Schedule(self.optimizer, config.schedule, config.optimizer.lr, self.num_steps)
         self.stream = self._stream_class(
             self.blocks,

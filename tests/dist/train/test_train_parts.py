@@ -176,3 +176,13 @@ def test_frozen_prefixes(ctx):
         assert frozen == ["model.embed_tokens.weight"]
         with pytest.raises(ConfigError, match="model.freeze: .*begins with 'vision_model'"):
             run(settings(folder / "text", folder / "other", model={**model, "freeze": ["vision_model"]}))
+
+
+@distributed
+@pytest.mark.parametrize("wanted", ["auto", "bfloat16", "float32"])
+def test_ranks_agree_on_the_dtype_of_muon(ctx, wanted):
+    """One rank whose CPU emulates bfloat16 decides for all, since blocks of matrices travel in this dtype."""
+    with shared_folder(ctx) as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: ctx.rank == 0, raising=False)
+        trainer = run(settings(folder / "text", folder / "run", optimizer={"name": "muon", "muon_ns_dtype": wanted}))
+    assert trainer.optimizer.ns_dtype is {"bfloat16": torch.bfloat16}.get(wanted, torch.float32)

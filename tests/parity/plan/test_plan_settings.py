@@ -92,6 +92,7 @@ SAME = {
     "optimizer.muon_lr_scale": ("muon", "original"),
     "optimizer.muon_split": ("muon", "heads"),
     "optimizer.muon_ns_method": ("muon", "gram"),
+    "optimizer.muon_ns_dtype": ("muon", "float32"),
     "optimizer.betas": ("run", [0.5, 0.5]),
     "optimizer.eps": ("run", 0.1),
     "optimizer.weight_decay": ("run", 0.0),

@@ -164,9 +164,11 @@ def test_muon_settings_reach_the_optimizer():
 
     model = build("qwen3_moe")
     config = OptimizerConfig(name="muon", muon_ns_method="gram")
-    groups = make_optimizer(model, config, decay_groups(model)).param_groups
+    optimizer = make_optimizer(model, config, decay_groups(model), ns_dtype=torch.float32)
+    groups = optimizer.param_groups
     sizes = [group["split_sizes"] for group in groups if group["use_muon"]]
     assert sizes == [None, (12, 12)] and groups[0]["ns_method"] == "gram"
+    assert optimizer.ns_dtype is torch.float32
     config = OptimizerConfig(name="muon", muon_split="none")
     whole, *rest = make_optimizer(model, config, decay_groups(model)).param_groups
     assert whole["split_sizes"] is None and not any(group["use_muon"] for group in rest)
