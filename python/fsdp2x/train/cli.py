@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return mistake(error)
     except KeyboardInterrupt as stop:
         if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"fsdp2x: {stop or 'interrupted'}\n")
+            sys.stderr.write(f"fsdp2x: {str(stop) or 'interrupted'}\n")
         return 128 + getattr(stop, "number", signal.SIGINT)
     except BrokenPipeError:
         # The rest of the buffer cannot be written, not even at exit.

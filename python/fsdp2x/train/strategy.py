@@ -66,7 +66,7 @@ class MeshPlan:
         kept = "nothing to gather" if self.shard_size == 1 else kept
         sp = f"; sequences over {self.sequence_ranks}" if self.sequence_ranks.total > 1 else ""
         copies = f"{self.num_replicas} copies of " if self.num_replicas > 1 else ""
-        shards = "the whole" if self.shard_size == 1 else f"{self.shard_size} shards"
+        shards = "1 shard" if self.shard_size == 1 else f"{self.shard_size} shards"
         return f"{self.name}: mesh {self.shape} [{', '.join(self.axes)}], {copies}{shards}, {kept}{sp}"
 
 

@@ -204,10 +204,12 @@ class Trainer:
     def _say_how_it_begins(self, resumed: Path | None) -> None:
         config, world, say = self.config, self.world, self.metrics.say
         self.metrics.write("start", self.step, **self._describe())
+        per_step, unit = self._size_of_step()
+        trained = sum(param.numel() for param in self.model.parameters() if param.requires_grad)
         say(
-            "%d parameters, %d ranks on %s (%s), %d %s a step",
-            self.num_parameters, world.size, world.device.type, world.backend,
-            *self._size_of_step(),
+            "%d parameters%s, %d rank%s on %s (process group: %s), %d %s a step",
+            self.num_parameters, f" ({trained} are trained)" if config.lora.rank else "",
+            world.size, "s" * (world.size > 1), world.device.type, world.backend, per_step, unit,
         )  # fmt: skip
         say("%s", self.plan)
         computed = self.param_dtype or getattr(torch, config.model.dtype)
@@ -222,6 +224,13 @@ class Trainer:
             logger.warning(
                 "data.tokenizer=%s is not the tokenizer in model.path=%s; checkpoints and exports get the former",
                 config.data.tokenizer, config.model.path,
+            )  # fmt: skip
+        num_rows = len(self.blocks.train)
+        if world.is_main and self.training and self.blocks_per_step > num_rows:
+            logger.warning(
+                "one step takes %d samples, but there are only %d for training, so each step repeats some. Lower "
+                "train.batch_size or train.global_batch_size, use fewer ranks, or add data",
+                self.blocks_per_step, num_rows,
             )  # fmt: skip
         expected = config.parallel.world_size
         if expected is not None and expected != world.size:

@@ -255,3 +255,15 @@ def test_a_slip_of_ours_keeps_its_traceback(config, caplog, monkeypatch):
     monkeypatch.setattr(trainer, "build_model", lambda *args: 1 // 0)
     assert main(["train", str(config)]) == 2
     assert "ZeroDivisionError" in caplog.text and "Traceback" in caplog.text
+
+
+def test_ctrl_c_before_training_is_reported(config, capfd, monkeypatch):
+    from fsdp2x.train import trainer
+    from fsdp2x.train.cli import main
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "build_model", interrupt)
+    assert main(["train", str(config)]) == 130
+    assert "fsdp2x: interrupted\n" in capfd.readouterr().err

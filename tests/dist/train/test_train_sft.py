@@ -77,6 +77,16 @@ def test_rows_that_are_too_long(ctx, streaming):
         dist.barrier()
 
 
+@distributed
+def test_a_step_larger_than_the_data_is_reported(ctx):
+    with shared_folder() as folder, Said() as said:
+        on_first(lambda: write(folder, some_rows(3)))
+        run(sft(folder, data={"held_out": 0.0}, train={"batch_size": 4, "accumulation": 1, "steps": 1}))
+        if ctx.rank == 0:
+            assert any("there are only 3 for training" in sentence for sentence in said), said
+        dist.barrier()
+
+
 def train(ctx, config):
     run(config)
 

@@ -73,7 +73,7 @@ def test_weights_and_clip_and_parts(tmp_path):
         ("def f(completions, **rest): return [1.0]", "each of 2 completions, got 1 values"),
         ("def f(completions, **rest): return [float('nan')] * 2", "expected a finite number"),
         ("def f(completions, **rest): return 1 / 0", "ZeroDivisionError: division by zero"),
-        ("def g(completions, **rest): return []", "has no function f"),
+        ("def g(completions, **rest): return []", r"has no function f\. It has: g\."),
         ("import nothing_of_this_name", "cannot be imported: ModuleNotFoundError"),
     ],
 )

@@ -192,7 +192,7 @@ def load(
         logger.warning("optimizer: %s", sentence)
     parts, manifest = match.parts, match.manifest
     saved_by = manifest.get("world_size")
-    if saved_by not in (None, world_size):
+    if rank == 0 and saved_by not in (None, world_size):
         logger.info("checkpoint of %d ranks loaded on %d", saved_by, world_size)
     if match.rng is None and saved_by is not None:
         logger.warning("rank %d has no random generators in %s: seeded from %d", rank, choice.path, seed)

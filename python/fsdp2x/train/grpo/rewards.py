@@ -115,7 +115,8 @@ def _from_file(name: str, options: dict[str, Any], where: str) -> Callable[..., 
         raise ConfigError(f"{where}: {file} cannot be imported: {type(error).__name__}: {error}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        raise ConfigError(f"{where}: {file} has no function {attribute}")
+        names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        raise ConfigError(f"{where}: {file} has no function {attribute}. It has: {', '.join(names) or 'none'}.")
     if not options:
         return function
 
