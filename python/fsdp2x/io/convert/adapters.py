@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,10 @@ class StoredAdapters:
         if not (self.folder / "adapter_config.json").is_file():
             raise CheckpointError(f"{where}: holds LoRA adapters, but {self.folder / 'adapter_config.json'} is missing")
         try:
-            self._model: ForeignModel = add_lora(empty_model(assets), self.folder)
+            with warnings.catch_warnings():
+                # The empty model is the base, though it comes from another folder than the adapter's config names.
+                warnings.filterwarnings("ignore", message=".*base_model_name_or_path")
+                self._model: ForeignModel = add_lora(empty_model(assets), self.folder)
         except (ValueError, ImportError) as error:
             raise CheckpointError(f"{self.folder}: {error}") from None
         _, to_source = hf_base(self._model)

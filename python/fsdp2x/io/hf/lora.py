@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,10 @@ def add_lora(model: nn.Module, settings: Any) -> nn.Module:
         settings = LoraConfig(**_arguments(model, settings))
     if not isinstance(settings, LoraConfig):
         raise TypeError(f"fsdp2x.add_lora: settings must be a LoraConfig, a mapping or a folder, got {settings!r}")
-    peft_model = get_peft_model(model, settings)
+    with warnings.catch_warnings():
+        # PEFT 0.21 reads a name that transformers 5 deprecates, which no caller can change.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        peft_model = get_peft_model(model, settings)
     if not any(param.requires_grad for param in peft_model.parameters()):
         raise ValueError(f"fsdp2x.add_lora: no adapter was added for target_modules={settings.target_modules!r}")
     return peft_model
