@@ -1,6 +1,7 @@
 """Tunes a real chat model on two cores: convert, SFT, LoRA, resume, export, GRPO, chat. `make demo-real` runs this.
 
     python examples/smollm2/demo.py              everything, at most 20 minutes
+    python examples/smollm2/demo.py --seeds 0 1  GRPO from two random seeds, each takes about 8 minutes
     python examples/smollm2/demo.py --short      every command with few rows and steps, about 3 minutes
 
 Each step is a command that you can run yourself; the driver prints it, follows its metrics, and checks the result. In
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -40,12 +41,12 @@ class Size:
     resume_from: int
     lora_steps: int
     grpo_steps: int
-    seeds: tuple[int, ...]
+    seeds: tuple[int, ...] = (0,)
     is_short: bool = False
 
 
-FULL = Size(facts=24, sft_steps=48, resume_from=40, lora_steps=48, grpo_steps=20, seeds=(0, 1))
-SHORT = Size(facts=4, sft_steps=6, resume_from=4, lora_steps=2, grpo_steps=2, seeds=(0,), is_short=True)
+FULL = Size(facts=24, sft_steps=48, resume_from=40, lora_steps=48, grpo_steps=20)
+SHORT = Size(facts=4, sft_steps=6, resume_from=4, lora_steps=2, grpo_steps=2, is_short=True)
 
 
 class Failed(SystemExit):
@@ -297,14 +298,16 @@ def plot(summary: dict, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "smollm2", help="Default: out/smollm2.")
-    parser.add_argument("--short", action="store_true", help="Few rows and steps, one seed, no claim about quality.")
+    parser.add_argument("--short", action="store_true", help="Few rows and steps, no claim about quality.")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="Random seeds of GRPO. Default: 0.")
     parser.add_argument("--skip", action="store_true", help="Skip with success if the registry cannot be reached.")
     args = parser.parse_args()
     # `timeout` and CI end a program with SIGTERM: as an exception it passes the blocks that stop the ranks.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
-    demo = Demo(args.out.resolve(), SHORT if args.short else FULL)
+    size = SHORT if args.short else FULL
+    demo = Demo(args.out.resolve(), replace(size, seeds=tuple(args.seeds)))
     try:
         demo.run_all()
     except SystemExit as end:
