@@ -2,6 +2,7 @@
 #include "core/schedule/forward_order.hpp"
 
 #include <algorithm>
+#include <utility>
 
 namespace fsdp2x {
 
@@ -15,9 +16,18 @@ void ForwardOrder::begin_forward(bool is_first, const std::vector<std::shared_pt
   begin_ = order_.size();
 }
 
-void ForwardOrder::abandon_forward(const std::vector<std::shared_ptr<ScheduledUnit>>& units) {
+void ForwardOrder::end_sequence() {
+  if (this_sequence_.empty()) return;
+  last_sequence_ = std::move(this_sequence_);
   this_sequence_.clear();
-  last_sequence_.clear();  // ranks that ended this forward predict by another one
+  cursor_ = 0;
+}
+
+void ForwardOrder::abandon_forward(const std::vector<std::shared_ptr<ScheduledUnit>>& units, bool has_grad) {
+  const bool has_gathered = !this_sequence_.empty();
+  end_sequence();  // as on ranks that ended this forward
+  // After a forward with gradients, those raise in backward, which forgets their prediction.
+  if (has_grad && has_gathered) last_sequence_.clear();
   order_.resize(std::min(order_.size(), begin_));
   for (const auto& unit : units) {
     std::erase_if(unit->forward_indices_, [this](size_t index) { return index >= begin_; });
@@ -33,6 +43,7 @@ void ForwardOrder::forget() {
   order_.clear();
   this_sequence_.clear();
   last_sequence_.clear();
+  cursor_ = 0;
 }
 
 std::shared_ptr<ScheduledUnit> ForwardOrder::next_after(ScheduledUnit& unit) {
@@ -40,10 +51,7 @@ std::shared_ptr<ScheduledUnit> ForwardOrder::next_after(ScheduledUnit& unit) {
   const auto is_unit = [&unit](const std::weak_ptr<ScheduledUnit>& weak) { return weak.lock().get() == &unit; };
   const auto found =
       std::find_if(last_sequence_.begin() + static_cast<std::ptrdiff_t>(cursor_), last_sequence_.end(), is_unit);
-  if (found == last_sequence_.end()) {
-    cursor_ = last_sequence_.size();
-    return nullptr;
-  }
+  if (found == last_sequence_.end()) return nullptr;
   cursor_ = static_cast<size_t>(found - last_sequence_.begin()) + 1;
   return cursor_ == last_sequence_.size() ? nullptr : last_sequence_[cursor_].lock();
 }

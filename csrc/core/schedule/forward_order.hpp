@@ -17,15 +17,16 @@ class ForwardOrder {
   // Begins a forward in the order. `is_first`: no graph waits for its backward, so it starts a new order. Otherwise it
   // adds to the order.
   void begin_forward(bool is_first, const std::vector<std::shared_ptr<ScheduledUnit>>& units);
-  void end_sequence() { last_sequence_.swap(this_sequence_); }
+  // Ends it. If it gathered nothing, the sequence before still predicts the next one.
+  void end_sequence();
   // Removes the running forward from the order.
-  void abandon_forward(const std::vector<std::shared_ptr<ScheduledUnit>>& units);
+  void abandon_forward(const std::vector<std::shared_ptr<ScheduledUnit>>& units, bool has_grad);
   void clear(const std::vector<std::shared_ptr<ScheduledUnit>>& units);
   // Also forgets the prediction of the last forward.
   void forget();
 
-  // Notes that the unit's forward begins. Returns the unit that began after it in the last forward. Null if the orders
-  // differ: no prediction is better than a wrong one.
+  // Notes that the unit's forward begins and gathers it. Returns the unit that was gathered next in the last forward
+  // that gathered any. Null if there is none. Ranks gather in one order, so they predict the same.
   std::shared_ptr<ScheduledUnit> next_after(ScheduledUnit& unit);
   // Notes that the unit's forward has ended.
   void record(ScheduledUnit& unit);
@@ -37,7 +38,7 @@ class ForwardOrder {
 
   Units order_;                          // by the ends of this iteration's forwards, with repetitions
   size_t begin_ = 0;                     // start of the running forward
-  Units last_sequence_, this_sequence_;  // by the beginnings, of one forward
+  Units last_sequence_, this_sequence_;  // of gathered units by the beginnings, of one forward
   size_t cursor_ = 0;                    // in last_sequence_
 };
 

@@ -128,14 +128,16 @@ void Schedule::gather_for_forward(ScheduledUnit& unit, const Entry& entry) {
   // An optimizer may have run since the rows were kept, so gather the shards themselves.
   if (!effects_.inside_backward()) gathers_.drop_rows(unit);
   if (unit.param_state_ == ParamState::unsharded && !effects_.follow_gathered(unit)) reshard(unit);
+  const bool gathers = unit.has_params() && unit.param_state_ != ParamState::unsharded;
   unshard(unit);
-  if (entry.begins_unit) prefetch_forward(unit);
+  if (entry.begins_unit) prefetch_forward(unit, gathers);
 }
 
-void Schedule::prefetch_forward(ScheduledUnit& unit) {
+void Schedule::prefetch_forward(ScheduledUnit& unit, bool was_gathered) {
   const bool recomputes = effects_.inside_backward();
-  // Also noted for units that list what to prefetch: ranks of a process group must predict the same.
-  const auto next = recomputes ? nullptr : order_.next_after(unit);
+  // Also noted for units that list what to prefetch. Ranks of a process group must predict the same, but may run other
+  // forwards of units that are unsharded.
+  const auto next = recomputes || !was_gathered ? nullptr : order_.next_after(unit);
   if (!unit.forward_prefetch_.empty()) {
     for (const auto& weak : unit.forward_prefetch_) {
       const auto target = weak.lock();
@@ -201,7 +203,7 @@ void Schedule::abandon_forward(bool interrupted) {
   if (forward_.has_grad) ++forward_.counts.num_raised;
   forward_.root = nullptr;
   const ScheduledUnits alive = units();
-  order_.abandon_forward(alive);
+  order_.abandon_forward(alive, forward_.has_grad);
   for (const auto& unit : alive) {
     if (unit->awaits_reduction_ && unit->awaits_since_ == forward_.number) unit->awaits_reduction_ = false;
     if (interrupted) unit->num_running_ = 0;

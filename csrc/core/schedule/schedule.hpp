@@ -122,7 +122,7 @@ class Schedule {
   };
   bool shards_stand_still() const { return in_forward() || in_backward(); }
   void begin_forward(ScheduledUnit& unit, bool has_grad);
-  void prefetch_forward(ScheduledUnit& unit);
+  void prefetch_forward(ScheduledUnit& unit, bool was_gathered);
   void prefetch_backward(ScheduledUnit& unit);
   void prefetch(ScheduledUnit& unit, Section section);
   // Takes gradients that did not come through gradient_ready.

@@ -87,6 +87,20 @@ class Rank {
     for (const auto& unit : units_) require(unit->param_state() != ParamState::gathering, "nobody uses a gather");
     if (program_.reshards_after_forward) check_gathers();
   }
+  // Gathers all units, and reshards them after forwards that gather nothing. Ranks may run different ones.
+  void generate(bool runs) {
+    for (const auto& unit : units_) {
+      unit->options.reshard_after_forward = false;
+      schedule_.unshard(*unit);
+    }
+    left_out_ = 1;
+    if (runs) forward(/*has_grad=*/false);
+    left_out_ = 0;
+    for (const auto& unit : units_) {
+      unit->options.reshard_after_forward = program_.reshards_after_forward;
+      schedule_.reshard(*unit);
+    }
+  }
   // Runs a step in which the effect throws, then the user's recovery.
   void fail_step(size_t effect) {
     effects_.throw_at(effect);
@@ -290,6 +304,7 @@ inline void check(const Program& program, bool with_exceptions, Count& count) {
     Rank<> rank(program, program.connection);
     rank.step();
     rank.evaluate();
+    rank.generate(/*runs=*/false);
     const size_t before = rank.effects().num_effects();
     rank.step();
     const size_t num_effects = rank.effects().num_effects() - before;
@@ -303,6 +318,7 @@ inline void check(const Program& program, bool with_exceptions, Count& count) {
         Rank<> peer(other, other.connection);
         peer.step();
         peer.evaluate();
+        peer.generate(/*runs=*/true);
         peer.step();
         require(peer.effects().collectives() == rank.effects().collectives(), "ranks issue other collectives");
       }

@@ -1,14 +1,17 @@
 """Gathers and reductions that stand for torch's own over gloo: the same values, and errors as early."""
 
+import contextlib
 import copy
 from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 import divergences
+import fsdp2x
 from fsdp2x.base import collectives
 from fsdp2x.lifecycle import transport_choice
 from fsdp2x.sharding import transport
@@ -97,3 +100,52 @@ def test_divergences_in_large_gathers(ctx):
             program = divergences.draw(seed, ctx.world, "process_group", divergences.KINDS)
             assert not (wrong := divergences.run(program)), (program, wrong)
         divergences.meet_again()  # this repeats exchanges after a failure, which are broadcasts as well
+
+
+class Caught(Exception):
+    pass
+
+
+class EncoderDecoder(nn.Module):
+    """Generation calls the decoder only. It may raise after the last unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.decoder, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, generates=False, raises=False):
+        x = self.decoder(x if generates else self.encoder(x))
+        if raises:
+            raise Caught
+        return self.head(x)
+
+
+def steps_alike(ctx, model: nn.Module, stock: nn.Module, num: int = 2) -> None:
+    for step in range(num):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + ctx.rank))
+        for one in (model, stock):
+            one(x).square().mean().backward()
+        same(grads(model), grads(stock), rtol=1e-5, atol=1e-6)
+
+
+def encoder_decoders(ctx):
+    whole, units = EncoderDecoder(), ("encoder", "decoder")
+    return shard(ctx, copy.deepcopy(whole), units, transport="process_group"), shard_stock(whole, units)
+
+
+@distributed(world_sizes=(2, 3))
+def test_ranks_run_different_forwards_of_gathered_units(ctx):
+    """What one rank generates, or evaluates to the last gather and then raises, changes no prediction there alone."""
+    only_fsdp2x(ctx)
+    x = torch.ones(2, 8)
+    with everything_is_large():
+        model, stock = encoder_decoders(ctx)
+        steps_alike(ctx, model, stock)
+        with torch.no_grad(), fsdp2x.unsharded(model):
+            for _ in range(2 * ctx.rank):
+                model(x, generates=True)
+        steps_alike(ctx, model, stock)
+        with torch.no_grad(), contextlib.suppress(Caught):
+            model(x, generates=True, raises=ctx.rank == 0)
+        steps_alike(ctx, model, stock)
