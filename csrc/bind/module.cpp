@@ -397,6 +397,7 @@ void bind_group(py::module_& m) {
   bind_call<&GroupCalls::all_gather>(group, "all_gather");
   bind_call<&GroupCalls::reduce_scatter>(group, "reduce_scatter");
   bind_call<&GroupCalls::separate_reduce_scatter>(group, "separate_reduce_scatter");
+  bind_call<&GroupCalls::separate_all_to_all>(group, "separate_all_to_all");
   bind_call<&GroupCalls::begin_extension_gather>(group, "begin_extension_gather");
   bind_call<&GroupCalls::finish_extension_gather>(group, "finish_extension_gather");
   bind_call<&GroupCalls::free_extension_gather>(group, "free_extension_gather");

@@ -335,6 +335,7 @@ class ParamGroup:
     all_gather: Any
     reduce_scatter: Any
     separate_reduce_scatter: Any
+    separate_all_to_all: Any
     begin_extension_gather: Any
     finish_extension_gather: Any
     free_extension_gather: Any

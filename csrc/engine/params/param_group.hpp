@@ -40,7 +40,8 @@ struct GroupCalls {
   PyRef all_reduce_hook;          // (tensor): the user's hook on the reduced rows
   PyRef all_gather;               // replaces the transport's, same arguments, process group only
   PyRef reduce_scatter;           // likewise
-  PyRef separate_reduce_scatter;  // the transport's over another process group, with streams only
+  PyRef separate_reduce_scatter;  // the transport's over another process group
+  PyRef separate_all_to_all;      // likewise, without streams only
   PyRef begin_extension_gather;   // (): refreshes aliases, and starts extension gathers unless all_gather does
   PyRef finish_extension_gather;  // (): fills their unsharded parameters
   PyRef free_extension_gather;    // ()

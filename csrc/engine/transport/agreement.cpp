@@ -63,7 +63,9 @@ void Agreement::post(uint64_t subject, const ParamGroup& group, Operation operat
   next.averages = operation != Operation::all_gather && group.averages();
   const GroupCalls& calls = group.calls();
   next.is_custom = (operation == Operation::all_gather && calls.all_gather) ||
-                   (operation == Operation::reduce_scatter && (calls.reduce_scatter || calls.separate_reduce_scatter));
+                   (operation == Operation::reduce_scatter && calls.reduce_scatter);
+  next.is_separate = (operation == Operation::reduce_scatter && calls.separate_reduce_scatter) ||
+                     (operation == Operation::all_to_all && calls.separate_all_to_all);
   Subject& known = subjects_[subject];
   if (known.name != group.name()) known.name = group.name();  // units are renamed when they move to another root
   next.is_in_place = !parts.empty();
@@ -167,6 +169,7 @@ pybind11::dict Agreement::describe(const Collective& collective, uint64_t number
   result["dtype"] = dtype_name(collective.type);
   result["averages"] = collective.averages;
   result["is_custom"] = collective.is_custom;
+  result["is_separate"] = collective.is_separate;
   result["parts"] = collective.is_in_place ? subject.parts : std::vector<size_t>();
   return result;
 }

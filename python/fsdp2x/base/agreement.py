@@ -85,12 +85,13 @@ def all_reduce_agreed(group: dist.ProcessGroup, values: torch.Tensor, op: Any, w
 class Agreement:
     """Compares this rank's collectives over one process group with those of its peers.
 
-    ``engine`` is the engine's part. ``group`` runs collectives on a CPU and is None on a device. ``timeout`` is how
-    many seconds to wait for a peer.
+    ``engine`` is the engine's part. ``group`` runs collectives on a CPU and is None on a device, ``separate_group``
+    those of set_separate_reduce_scatter_group. ``timeout`` is how many seconds to wait for a peer.
     """
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store, token: str) -> None:
         self.group: dist.ProcessGroup | None = None
+        self.separate_group: dist.ProcessGroup | None = None
         self._users_group = weakref.ref(group)
         self._store = dist.PrefixStore(f"fsdp2x/{token}", store)
         self._rank = dist.get_rank(group)
@@ -330,9 +331,11 @@ class Agreement:
             if posted is None:
                 raise Diverged(f"{why} The process group cannot be used again: too much is missing. Restart all ranks.")
         for posted in missing[len(missing) - (furthest["number"] - num) :]:
-            assert self.group is not None and posted is not None, "a CPU's group, and nothing is missing"
+            assert posted is not None, "checked above"
+            group = self.separate_group if posted["is_separate"] else self.group
+            assert group is not None, "ranks of a device do not come here"
             if not posted["is_custom"] and posted["operation"] != "other":  # those run over the user's group
-                _repeat(self.group, posted)
+                _repeat(group, posted)
         self._generation += 1
         self._num_asked = 0
         self._has_answered = self._has_left = self._is_away = False

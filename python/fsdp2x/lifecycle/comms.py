@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp2x.base.collectives import Gather, all_gather, explained, gather_packed, reduce_scatter, wait
+from fsdp2x.base.agreement import agreement_of
+from fsdp2x.base.collectives import Gather, all_gather, all_to_all, explained, gather_packed, reduce_scatter, wait
 from fsdp2x.base.native import _C
 from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.sharding.mesh import reduction_group
@@ -113,7 +114,7 @@ def apply(state: ShardedUnit) -> None:
             gather = gather or functools.partial(all_gather, ranks)
             gather = functools.partial(group.extension_gathers.all_gather, gather)
         engine.all_gather = gather
-        reduction = separate = None  # the transport's own
+        reduction = separate = exchange = None  # the transport's own
         if custom.separate_reduction:
             ranks = reduction_group(group.ranks)
         if custom.reduce_scatter is not None:
@@ -121,8 +122,11 @@ def apply(state: ShardedUnit) -> None:
         elif custom.separate_reduction and engine.has_streams:
             separate = device_reduction(ranks)
         elif custom.separate_reduction:
-            reduction = functools.partial(reduce_scatter, ranks)
-        engine.reduce_scatter, engine.separate_reduce_scatter = reduction, separate
+            if (agreement := agreement_of(group.ranks.group)) is not None:
+                agreement.separate_group = ranks
+            separate, exchange = functools.partial(reduce_scatter, ranks), functools.partial(all_to_all, ranks)
+        engine.reduce_scatter = reduction
+        engine.separate_reduce_scatter, engine.separate_all_to_all = separate, exchange
 
 
 def _call_hook(hook: Callable[[torch.Tensor], None], stream: Any, rows: torch.Tensor) -> bool:

@@ -149,3 +149,22 @@ def test_ranks_run_different_forwards_of_gathered_units(ctx):
         with torch.no_grad(), contextlib.suppress(Caught):
             model(x, generates=True, raises=ctx.rank == 0)
         steps_alike(ctx, model, stock)
+
+
+@distributed(world_sizes=(2, pytest.param(3, marks=pytest.mark.full)), timeout=120)
+def test_a_separate_group_exchanges_and_is_checked(ctx):
+    only_fsdp2x(ctx)
+
+    def separated(program):
+        model = sharded(program)
+        model.set_separate_reduce_scatter_group()
+        return model
+
+    sharded = divergences.sharded
+    with everything_is_large() as gathered, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(divergences, "sharded", separated)
+        for seed in range(4):
+            program = divergences.draw(seed, ctx.world, "process_group", ("raise in backward", "skip"))
+            assert not (wrong := divergences.run(program)), (program, wrong)
+        divergences.meet_again()
+    assert gathered, "a separate group does not forbid gathers in place"

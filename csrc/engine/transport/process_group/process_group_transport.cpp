@@ -338,7 +338,9 @@ bool ProcessGroupTransport::begin_exchange(ParamGroup& group) {
   agree_on_shards(group, Operation::all_to_all, segment, group.reduce_type());
   state.reduced.memory = take(segment * static_cast<size_t>(group.layout().world()));
   state.is_exchanged = true;
-  start(group, collectives_.all_to_all, state.reduced, state.reduced.memory, state.reduction.memory, "reduction");
+  const PyRef& separate = group.calls().separate_all_to_all;
+  start(group, separate ? separate : collectives_.all_to_all, state.reduced, state.reduced.memory,
+        state.reduction.memory, "reduction");
   return true;
 }
 
@@ -355,7 +357,9 @@ void ProcessGroupTransport::begin_reduce(ParamGroup& group, ForwardCounts) {
   if (begin_exchange(group)) return;
   agree_on_shards(group, Operation::reduce_scatter, segment, type);
   state.reduced.memory = take(segment);
-  start(group, group.calls().reduce_scatter ? group.calls().reduce_scatter : collectives_.reduce_scatter, state.reduced,
+  const GroupCalls& calls = group.calls();
+  const PyRef& own = calls.separate_reduce_scatter ? calls.separate_reduce_scatter : collectives_.reduce_scatter;
+  start(group, calls.reduce_scatter ? calls.reduce_scatter : own, state.reduced,
         typed(state.reduced.memory, type, 0, segment), input, "reduction", group.averages() ? Py_True : Py_False);
 }
 
