@@ -383,7 +383,8 @@ def _difference(first: dict, second: dict) -> str:
     if (first["tag"], first["num_passes"]) == (second["tag"], second["num_passes"]):
         return ""
     ranks = f"rank {first['rank']}", f"rank {second['rank']}"
-    if any(first[key] != second[key] for key in ("subject", "name", "operation", "pass")):
+    verbs = [_VERBS.get(one["operation"]) for one in (first, second)]
+    if verbs[0] != verbs[1] or any(first[key] != second[key] for key in ("subject", "name", "pass")):
         told = [_told(one) for one in (first, second)]
         if first["model"] != second["model"]:
             told = [
@@ -398,12 +399,21 @@ def _difference(first: dict, second: dict) -> str:
     for name, is_trained in first.get("trained", {}).items():
         if is_trained != second.get("trained", {}).get(name, is_trained):
             return f"requires_grad of {name!r} is {is_trained} on {ranks[0]} and {not is_trained} on {ranks[1]}"
+    for one, other, rank in ((first, second, ranks[0]), (second, first, ranks[1])):
+        if _is_replaced(other) and not _is_replaced(one):
+            how = "under a dispatch mode, under a patch of torch.distributed, or with a custom collective"
+            return f"{rank} {_told(one)} {how}, and other ranks do not"
     if first["num_passes"] != second["num_passes"]:
         passes = f"in its pass {first['num_passes']}", f"in its pass {second['num_passes']}"
         return f"{ranks[0]} {_told(first)} {passes[0]}, {ranks[1]} {passes[1]}"
     if first["segment_bytes"] == second["segment_bytes"]:
         return f"{ranks[0]} and {ranks[1]} train different parameters of {what}"
     return f"{ranks[0]} {_told(first)} with {first['segment_bytes']} bytes, {ranks[1]} with {second['segment_bytes']}"
+
+
+def _is_replaced(collective: dict) -> bool:
+    """Whether broadcasts or an all-to-all run in place of FSDP2's collective (``collectives.may_replace``)."""
+    return bool(collective["parts"]) or collective["operation"] == "all_to_all"
 
 
 def _repeat(group: dist.ProcessGroup, posted: dict) -> None:

@@ -151,6 +151,18 @@ def test_ranks_run_different_forwards_of_gathered_units(ctx):
         steps_alike(ctx, model, stock)
 
 
+@distributed(world_sizes=(2, 3))
+def test_a_dispatch_mode_on_one_rank(ctx):
+    only_fsdp2x(ctx)
+    with everything_is_large():
+        model, stock = encoder_decoders(ctx)
+        steps_alike(ctx, model, stock)
+        with pytest.raises(RuntimeError, match="rank 1 gathers unit .* under a dispatch mode"):
+            with CommDebugMode() if ctx.rank == 1 else contextlib.nullcontext():
+                model(torch.ones(2, 8))
+        steps_alike(ctx, model, stock)
+
+
 @distributed(world_sizes=(2, pytest.param(3, marks=pytest.mark.full)), timeout=120)
 def test_a_separate_group_exchanges_and_is_checked(ctx):
     only_fsdp2x(ctx)
