@@ -33,7 +33,15 @@ import torch
 import torch.distributed as dist
 
 from fsdp2x.base import torch_private
-from fsdp2x.base.collectives import Diverged, all_gather, all_to_all, explained, gather_in_place, reduce_scatter, wait
+from fsdp2x.base.collectives import (
+    Diverged,
+    all_to_all,
+    explained,
+    gather_in_place,
+    plain_all_gather,
+    reduce_scatter,
+    wait,
+)
 from fsdp2x.base.native import _C
 from fsdp2x.base.processes import introduced, name_ended
 
@@ -426,7 +434,7 @@ def _repeat(group: dist.ProcessGroup, posted: dict) -> None:
         world = dist.get_world_size(group)
         gather_in_place(group, [torch.zeros(size * world, dtype=torch.uint8) for size in posted["parts"]]).wait()
     elif posted["operation"] == "all_gather":
-        all_gather(group, whole, part).wait()
+        plain_all_gather(group, whole, part).wait()
     elif posted["operation"] == "reduce_scatter":
         reduce_scatter(group, part, whole, posted["averages"]).wait()
     elif posted["operation"] == "all_to_all":

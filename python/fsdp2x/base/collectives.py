@@ -22,13 +22,25 @@ from fsdp2x.base.processes import introduced, name_ended, own_host
 @skips_checks
 def all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
     """Starts an all-gather of ``source`` into ``output`` and returns the work."""
-    gather = _gather()
-    if source.nbytes < _LARGE_BYTES or not torch_private.is_gloo(group) or not may_replace():
-        return gather(output, source, group=group, async_op=True)
+    if not broadcasts(group, source.nbytes):
+        return plain_all_gather(group, output, source)
     own = output.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
     if own.data_ptr() != source.data_ptr():
         own.copy_(source.view(-1))
     return _Parts(_broadcasts(group, output))
+
+
+@skips_checks
+def plain_all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
+    """Starts one all-gather, also if ``all_gather`` would start broadcasts. Returns the work."""
+    return _gather()(output, source, group=group, async_op=True)
+
+
+def broadcasts(group: dist.ProcessGroup | None, source_bytes: int) -> bool:
+    """Whether ``all_gather`` now starts a broadcast for each rank. gloo's own copies into memory that it allocates."""
+    if group is None or source_bytes < _LARGE_BYTES:
+        return False
+    return torch_private.is_gloo(group) and may_replace()
 
 
 @skips_checks
@@ -41,7 +53,6 @@ def _broadcasts(group: dist.ProcessGroup, output: torch.Tensor) -> list[Any]:
     parts = output.view(dist.get_world_size(group), -1)
     if parts[0].nbytes < _LARGE_BYTES:
         return [_GATHER(output, parts[dist.get_rank(group)], group=group, async_op=True)]
-    # gloo's own gathers into memory that it allocates each time, and copies it.
     parts = parts.view(torch.uint8)
     return [dist.broadcast(part, group=group, group_src=i, async_op=True) for i, part in enumerate(parts)]
 

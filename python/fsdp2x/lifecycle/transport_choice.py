@@ -20,6 +20,7 @@ from fsdp2x.base.annotations import skips_checks
 from fsdp2x.base.collectives import (
     all_gather,
     all_to_all,
+    broadcasts,
     explain_collective,
     gather_in_place,
     may_replace,
@@ -190,6 +191,7 @@ class TransportChoice:
             functools.partial(all_to_all, group),
             functools.partial(wait if agreement is None else agreement.wait, timeout=self._timeout),
             may_replace if how == "broadcast" else None,
+            functools.partial(broadcasts, group),
             _C.PACK_EVERYTHING if below is None else below,
         )
 

@@ -57,6 +57,15 @@ bool ProcessGroupTransport::may_overlap(const ParamGroup& group) const {
   return has_large && is_plain && !group.calls().all_gather && !group.calls().reduce_scatter && may_replace();
 }
 
+std::vector<size_t> ProcessGroupTransport::broadcast_parts(const ParamGroup& group, size_t segment_bytes) const {
+  if (group.calls().all_gather) return {};
+  const pybind11::gil_scoped_acquire gil;
+  const auto bytes = static_cast<Py_ssize_t>(segment_bytes);
+  const PyRef answer = PyRef::steal(PyObject_CallFunction(collectives_.broadcasts.get(), "n", bytes));
+  if (!answer) throw_python_error();
+  return answer.get() == Py_True ? std::vector<size_t>{segment_bytes} : std::vector<size_t>();
+}
+
 at::Tensor ProcessGroupTransport::take(size_t bytes) {
   ++num_allocations_;
   tally_.take(bytes);
@@ -121,7 +130,8 @@ bool ProcessGroupTransport::begin_coded_gather(ParamGroup& group, bool pools_sta
     state.wire_gather = std::make_unique<WireGather>(group.layout(), format);
   }
   WireGather& wire = *state.wire_gather;
-  agree_on_shards(group, Operation::all_gather, wire.segment_bytes(), DType::byte);
+  agree_on_shards(group, Operation::all_gather, wire.segment_bytes(), DType::byte,
+                  broadcast_parts(group, wire.segment_bytes()));
   state.gather.memory = take(wire.segment_bytes() * static_cast<size_t>(group.layout().world()));
   pybind11::gil_scoped_acquire gil;
   const at::Tensor& segment = wire.segment(group, pools_stand_still ? num_forwards_ : kNoForward);
@@ -175,7 +185,7 @@ void ProcessGroupTransport::begin_gather(ParamGroup& group, bool pools_stand_sti
   const size_t segment = group.layout().gather_segment_bytes();
   const auto rank = static_cast<size_t>(group.layout().rank());
   const DType wire = wire_type(group.layout());
-  agree_on_shards(group, Operation::all_gather, segment, wire);
+  agree_on_shards(group, Operation::all_gather, segment, wire, broadcast_parts(group, segment));
   state.gather.memory = take(std::max<size_t>(segment * static_cast<size_t>(group.layout().world()), 1));
   run_copies_on(at::kCPU, group.layout().shard_to_segment(), group.pool().const_data_ptr(),
                 static_cast<std::byte*>(state.gather.memory.data_ptr()) + rank * segment);
