@@ -409,7 +409,12 @@ bool ProcessGroupTransport::abandon_reduce(ParamGroup& group) {
   PerGroup& state = per_group(group);
   if (state.wire_reduction) state.wire_reduction->forget_errors();  // the errors belong to the dropped gradients
   if (state.plan == nullptr) return false;
-  end(group, state.reduced, "reduction");
+  try {
+    end(group, state.reduced, "reduction");
+  } catch (...) {
+    close_scratch(state);  // otherwise the next gradients are added to these
+    throw;
+  }
   close_scratch(state);
   return true;
 }
