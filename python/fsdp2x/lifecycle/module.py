@@ -270,7 +270,7 @@ class FSDPModule(_TorchFSDPModule):
         """Sets whether full parameters have the same addresses at every unshard. Costs a gather buffer for each unit.
 
         The memory stays allocated between reshard and unshard, but using a parameter outside of its unit still raises.
-        Acts from the next reshard on. Call it on every rank.
+        Acts from the next reshard on. Call it on every rank. After a step that failed, addresses may change once.
 
         Raises:
             NotImplementedError: a unit has an int ``reshard_after_forward``, so it gathers into two places.

@@ -216,9 +216,14 @@ void ProcessGroupTransport::finish_gather(ParamGroup& group) {
 
 void ProcessGroupTransport::release_gather(ParamGroup& group) {
   PerGroup& state = per_group(group);
+  const std::shared_ptr<Agreement>& agreement = group.shard_seat().agreement;
+  // gloo may then still write into a slot that the group keeps for its next gather.
+  const bool is_spoiled = state.gathers_in_place && state.gather.work && agreement && agreement->is_broken();
   const auto close = [&] {
     const int id = group.gather().slot.id;
-    if (id >= 0 && group.close_slot(gather_ledger_)) give_back(slot_memory_[static_cast<size_t>(id)]);
+    if (id < 0) return;
+    const bool is_free = group.close_slot(gather_ledger_);
+    if (is_free || is_spoiled) give_back(slot_memory_[static_cast<size_t>(id)]);
   };
   try {
     end(group, state.gather, "all-gather");  // peers may still send into the slot
