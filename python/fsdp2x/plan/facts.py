@@ -61,7 +61,7 @@ class GroupFacts:
     trained: tuple[tuple[int, torch.dtype], ...]  # elements of this rank's rows of each, and its dtype
     gradient_pool_bytes: int = 0
     received_bytes: int = 0  # that a reduction over a CPU process group receives
-    staging_bytes: int = 0  # of all ranks, for packed gathers on a device
+    staging_bytes: int = 0  # of all ranks, for packed gathers
     reduces_in_place: bool = False  # whether the reduced rows are the gradients, on a device
     offloads: bool = False  # whether shards and gradients are in CPU memory
     keeps_shards: bool = False  # whether the device then has a copy of the shards
@@ -149,7 +149,9 @@ def _count(
     reduced_bytes = training.reduce_segment_bytes
     rows_are_pool = ranks.has_streams and training.can_reduce_in_place
     segment_bytes, coded_bytes, wire_bytes = _wire_bytes(layout, training, ranks, wire)
-    gathers_coded = wire.weights is not None and ranks.world > 1 and _C.gathers_codes(layout, WEIGHTS[wire.weights])
+    gathers_coded = wire.weights is not None and ranks.world > 1
+    if wire.weights is not None and ranks.has_streams:  # without codes, a device may gather in place
+        gathers_coded = gathers_coded and _C.gathers_codes(layout, WEIGHTS[wire.weights])
     return GroupFacts(
         ranks=ranks,
         shard_pool_bytes=layout.shard_pool_bytes,

@@ -328,14 +328,18 @@ def test_bytes_on_the_wire_are_those_of_the_collectives(ctx, policy):
 
 @distributed(world_sizes=(2, 4))
 @all_policies
-def test_gathers_in_place_over_gloo(ctx, policy):
+@pytest.mark.parametrize("setting", ["plain", "separate group", "wire format"])
+def test_gathers_in_place_over_gloo(ctx, policy, setting):
     only_fsdp2x(ctx)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fsdp2x.sharding.transport.pack_below_bytes", lambda gathers, world: 0)
-        model = shard(
-            ctx, Stack(width=8, hidden=12), STACK_UNITS, transport="process_group", mp_policy=POLICIES[policy]
-        )
-        check(model, lambda one: one(torch.randn(2, 8)).float().square().mean().backward())
+        units = (*STACK_UNITS, "norm")  # it has vectors only, which have no codes in a wire format
+        model = shard(ctx, Stack(width=32, hidden=48), units, transport="process_group", mp_policy=POLICIES[policy])
+        if setting == "separate group":
+            model.set_separate_reduce_scatter_group()
+        if setting == "wire format":
+            model.set_wire_dtype(weights="int8")
+        check(model, lambda one: one(torch.randn(2, 32)).float().square().mean().backward())
 
 
 @distributed(world_sizes=(2,))
