@@ -59,8 +59,10 @@ void bind_device(py::module_& m) {
   // For memory plans: a rank's part of packed gathers.
   m.def(
       "packed_segment_bytes",
-      [](const Layout& layout, size_t pack_below_bytes) { return plan_gather(layout, pack_below_bytes).segment_bytes; },
-      py::arg("layout"), py::arg("pack_below_bytes"));
+      [](const Layout& layout, size_t pack_below_bytes, bool on_cpu) {
+        return (on_cpu ? plan_gather_on_cpu : plan_gather)(layout, pack_below_bytes).segment_bytes;
+      },
+      py::arg("layout"), py::arg("pack_below_bytes"), py::arg("on_cpu") = false);
   // Likewise, for each parameter with a separate collective.
   m.def(
       "direct_chunk_bytes",

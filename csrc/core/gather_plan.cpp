@@ -104,6 +104,13 @@ GatherPlan plan_gather(const Layout& layout, size_t pack_below_bytes) {
   return plan;
 }
 
+GatherPlan plan_gather_on_cpu(const Layout& layout, size_t pack_below_bytes) {
+  GatherPlan plan = plan_gather(layout, pack_below_bytes);
+  const size_t staging_bytes = plan.segment_bytes * static_cast<size_t>(layout.world());
+  const bool packs_most = pack_below_bytes > 0 && staging_bytes > layout.slot_bytes() / 2;
+  return packs_most ? plan_gather(layout, kPackEverything) : plan;
+}
+
 ReductionPlan plan_reduction(const Layout& layout, const std::vector<bool>& trains) {
   ReductionPlan plan;
   plan.layout = std::make_shared<const Layout>(layout.training(trains));

@@ -47,6 +47,9 @@ struct GatherPlan {
 // dim (stacked experts over more ranks than experts) has a collective for each block. Its block size counts, and the
 // ranks must divide that dim. With pack_below_bytes 0, any size is large enough.
 GatherPlan plan_gather(const Layout& layout, size_t pack_below_bytes);
+// Plans it for a CPU, which takes memory for a prefetched group early. If packed parameters are over half of the group,
+// all of them are packed, unless any size is large enough.
+GatherPlan plan_gather_on_cpu(const Layout& layout, size_t pack_below_bytes);
 
 // Places gradients in rank-major segments if collectives reduce those. Immutable.
 //

@@ -114,6 +114,20 @@ TEST(GatherPlan, LargeAlignedParametersGoStraightIntoTheSlot) {
   EXPECT_TRUE(plan_gather(Layout(shapes(), 5, 0, true), kPackBelowBytes).direct.empty());
 }
 
+TEST(GatherPlan, ACpuGathersInPlaceOnlyIfMostOfTheGroupIs) {
+  const ParamShape large = {.outer = 1, .dim = 1024, .inner = 1024};
+  const ParamShape small = {.outer = 1, .dim = 900, .inner = 256};
+  for (const size_t num_small : {size_t{3}, size_t{100}}) {
+    std::vector<ParamShape> params(num_small, small);
+    params.push_back(large);
+    const Layout layout(params, 2, 0);
+    EXPECT_EQ(plan_gather(layout, kPackBelowBytes).direct.size(), 1U);
+    const GatherPlan plan = plan_gather_on_cpu(layout, kPackBelowBytes);
+    EXPECT_EQ(plan.direct.size(), num_small == 3 ? 1U : 0U);
+    EXPECT_TRUE(plan.direct.empty() || 2 * 2 * plan.segment_bytes <= layout.slot_bytes());
+  }
+}
+
 TEST(GatherPlan, WithoutRoomForWholeChunksOnlyEvenParametersAreDirect) {
   const GatherPlan plan = plan_gather(Layout(shapes(), 5, 0), 0);
   ASSERT_EQ(plan.direct.size(), 4U);

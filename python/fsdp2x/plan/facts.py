@@ -152,6 +152,7 @@ def _count(
     gathers_coded = wire.weights is not None and ranks.world > 1
     if wire.weights is not None and ranks.has_streams:  # without codes, a device may gather in place
         gathers_coded = gathers_coded and _C.gathers_codes(layout, WEIGHTS[wire.weights])
+    packed_segment = _C.packed_segment_bytes(layout, pack_below, on_cpu=not ranks.has_streams)
     return GroupFacts(
         ranks=ranks,
         shard_pool_bytes=layout.shard_pool_bytes,
@@ -178,7 +179,7 @@ def _count(
         gradient_pool_bytes=max(
             training.gradient_pool_bytes, training.flagged_segment_bytes if rows_are_pool and not offloads else 0
         ),
-        staging_bytes=(segment_bytes if gathers_coded else _C.packed_segment_bytes(layout, pack_below)) * ranks.world,
+        staging_bytes=(segment_bytes if gathers_coded else packed_segment) * ranks.world,
         reduces_in_place=rows_are_pool and not offloads and not collectives.reduces_aside,
         offloads=offloads,
         reduced_bytes=reduced_bytes,

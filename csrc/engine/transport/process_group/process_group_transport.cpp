@@ -40,7 +40,7 @@ void ProcessGroupTransport::register_group(const std::shared_ptr<ParamGroup>& gr
   state.group = group.get();
   state.filled.assign(group->params().size(), 0);
   state.segments_to_slot = joined(group->layout().segments_to_slot(group->layout().gather_segment_bytes()));
-  state.in_place = plan_gather(group->layout(), collectives_.pack_below_bytes);
+  state.in_place = plan_gather_on_cpu(group->layout(), collectives_.pack_below_bytes);
 }
 
 bool ProcessGroupTransport::may_replace() const {
