@@ -170,7 +170,7 @@ def test_a_script_that_torchrun_did_not_start(given):
     done = programs.run("-c", script, env=programs.environment(**dict.fromkeys(launcher[:given], "0")))
     said = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and said.startswith("RuntimeError: fully_shard: there is no process group"), done.stderr
-    assert f"({', '.join(launcher[given:])} not set)" in said and "torchrun --nproc_per_node=N" in said
+    assert f"are not set ({', '.join(launcher[given:])})" in said and "torchrun --nproc_per_node=N" in said
 
 
 OTHERS = {

@@ -70,7 +70,7 @@ def refused(config):
 def test_what_does_not_fit_is_an_error(tmp_path):
     """A run without a matching tokenizer raises instead of training on the wrong tokens."""
     none = write_model(tmp_path / "none", tokenizer=False)
-    assert "has no tokenizer. Set the directory" in refused(config_for(tmp_path, {"path": str(none)}))
+    assert "has no tokenizer. Set it to the directory" in refused(config_for(tmp_path, {"path": str(none)}))
     small = write_model(tmp_path / "small", vocab_size=5)
     assert "its vocabulary has 5 entries, but the tokenizer 6" in refused(config_for(tmp_path, {"path": str(small)}))
     bytes_ = config_for(tmp_path, {"path": str(small)}, tokenizer="bytes")
