@@ -190,7 +190,7 @@ REFUSED = [
     ({"max_len_mask": True}, "truncated responses count"),
     ({"seed": "three", "pretrain": "model"}, "seed: got 'three'"),
     ({"models": {"policy": {"topp": 1}}}, "Did you mean models.policy.top_p?"),
-    ({"models": {"policy": {"num_inference_per_prompt": 3}}, "runtime_args": {"sample_per_episode": 4}}, "no multiple"),
+    ({"models": {"policy": {"num_inference_per_prompt": 3}}, "runtime_args": {"sample_per_episode": 4}}, "a multiple"),
     (
         {"runtime_args": {"sample_per_episode": 32, "train_global_batch_size": 12}},
         "train_global_batch_size: got 12, which does not divide the 32 samples of a rollout",
