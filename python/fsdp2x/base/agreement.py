@@ -109,14 +109,19 @@ class Agreement:
         self.engine = _C.Agreement(lambda mine: weak()._ask(mine), lambda *left: weak()._leave(*left))
         self._generation = 0
         self._num_asked = 0
-        self._has_answered = False  # to a peer that came back
-        self._has_left = False
-        self._is_away = False  # it has left and has not asked again
-        self._saw_away: float | None = None  # when this rank first saw a peer away from its own pass
+        self._begin_round()
         self._failed = ""  # the message, once a failure is known
         self._must_raise = False  # whether this rank's own thread must raise that message
         self._lock = threading.Lock()
         self._watcher: threading.Thread | None = None
+
+    def _begin_round(self) -> None:
+        """Sets the state of a round of questions. A round ends when all ranks have answered, or after a failure."""
+        self._has_answered = False  # to a peer that came back
+        self._has_left = False
+        self._is_away = False  # this rank has left and has not asked again
+        # When this rank first saw a peer away from its own pass.
+        self._saw_away: float | None = None
 
     # --- calls before a collective, and while it runs ---
 
@@ -219,8 +224,7 @@ class Agreement:
             for name in ("", "/count", "/go", "/left", "/away", "/alarm"):
                 self._store.delete_key(self._key(f"{self._num_asked - 1}{name}"))
         self._num_asked += 1
-        self._has_answered = self._has_left = self._is_away = False
-        self._saw_away = None
+        self._begin_round()
         self.engine.is_broken = False
 
     def _leave(self, why: str, num_posted: int, num_passes: int) -> bool:
@@ -272,7 +276,7 @@ class Agreement:
                 self._fail(f"rank {left['rank']} {left['why']}")
 
     def _stays_away(self) -> bool:
-        """Returns whether a peer that has left has not come back for ``_PATIENCE_S``."""
+        """Returns whether a peer has been away for more than ``_PATIENCE_S`` seconds."""
         if self._store.add(self._key(f"{self._num_asked}/away"), 0) == 0:
             self._saw_away = None
         elif self._saw_away is None:
@@ -346,8 +350,7 @@ class Agreement:
                 _repeat(group, posted)
         self._generation += 1
         self._num_asked = 0
-        self._has_answered = self._has_left = self._is_away = False
-        self._saw_away = None
+        self._begin_round()
         self._failed = ""
         self.engine.restart()
 

@@ -125,7 +125,7 @@ def _vacate(places: Iterable[ShardedParam]) -> None:
     for state in all_units if owners else ():
         for guest in state.params:
             local = guest.local
-            if guest.is_wrapper or guest.is_alias or local.is_meta:
+            if not guest.is_pooled or local.is_meta:
                 continue
             if owners.get(local.untyped_storage()._cdata, guest) is not guest:
                 torch_private.set_local_tensor(guest.param, local.clone())

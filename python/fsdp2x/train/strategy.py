@@ -20,7 +20,15 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2x.train.config import ConfigError, ModelConfig, ParallelConfig, ScalerConfig, SequenceRanks, TrainSection
+from fsdp2x.train.config import (
+    ConfigError,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ScalerConfig,
+    SequenceRanks,
+    TrainSection,
+)
 from fsdp2x.train.distributed import any_rank
 
 HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -245,12 +253,15 @@ def explain_emulation(dtype: torch.dtype, device: torch.device) -> str | None:
     )
 
 
-def resolve_ns_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """Returns the dtype of Muon's iterations, the same on every rank: blocks of matrices travel in it. Collective."""
-    if wanted != "auto":
-        return getattr(torch, wanted)
-    emulated = explain_emulation(torch.bfloat16, device) is not None
-    return torch.float32 if any_rank(emulated, device) else torch.bfloat16
+def resolve_ns_dtype(config: OptimizerConfig, device: torch.device) -> torch.dtype:
+    """Returns the dtype of Muon's iterations. Every rank gets the same, because they exchange matrices in it.
+
+    Collective if the optimizer is Muon and the dtype is "auto".
+    """
+    if config.muon_ns_dtype != "auto":
+        return getattr(torch, config.muon_ns_dtype)
+    is_slow = config.name == "muon" and any_rank(explain_emulation(torch.bfloat16, device) is not None, device)
+    return torch.float32 if is_slow else torch.bfloat16
 
 
 def resolve_scaling(scaler: ScalerConfig, model: ModelConfig, param_dtype: torch.dtype | None) -> bool:

@@ -125,7 +125,7 @@ class Trainer:
         self.schedule: Schedule | None = None
         if self.training:
             self.model.train()
-            ns_dtype = resolve_ns_dtype(config.optimizer.muon_ns_dtype, world.device)
+            ns_dtype = resolve_ns_dtype(config.optimizer, world.device)
             self.optimizer = make_optimizer(self.model, config.optimizer, made.decays, config.train.clip, ns_dtype)
             self.schedule = Schedule(self.optimizer, config.schedule, config.optimizer.lr, self.num_steps)
         self.stream = self._stream_class(

@@ -129,53 +129,51 @@ def steps_alike(ctx, model: nn.Module, stock: nn.Module, num: int = 2) -> None:
         same(grads(model), grads(stock), rtol=1e-5, atol=1e-6)
 
 
+@contextmanager
 def encoder_decoders(ctx):
+    """Yields a model and FSDP2's, with large gathers. Both train alike before and after."""
     whole, units = EncoderDecoder(), ("encoder", "decoder")
-    return shard(ctx, copy.deepcopy(whole), units, transport="process_group"), shard_stock(whole, units)
+    with everything_is_large():
+        model = shard(ctx, copy.deepcopy(whole), units, transport="process_group")
+        stock = shard_stock(whole, units)
+        steps_alike(ctx, model, stock)
+        yield model, stock
+        steps_alike(ctx, model, stock)
 
 
 @distributed(world_sizes=(2, 3))
 def test_ranks_run_different_forwards_of_gathered_units(ctx):
-    """What one rank generates, or evaluates to the last gather and then raises, changes no prediction there alone."""
+    """One rank generates, or raises after an evaluation's last gather. Its predictions stay those of the others."""
     only_fsdp2x(ctx)
     x = torch.ones(2, 8)
-    with everything_is_large():
-        model, stock = encoder_decoders(ctx)
-        steps_alike(ctx, model, stock)
+    with encoder_decoders(ctx) as (model, stock):
         with torch.no_grad(), fsdp2x.unsharded(model):
             for _ in range(2 * ctx.rank):
                 model(x, generates=True)
         steps_alike(ctx, model, stock)
         with torch.no_grad(), contextlib.suppress(Caught):
             model(x, generates=True, raises=ctx.rank == 0)
-        steps_alike(ctx, model, stock)
 
 
 @distributed(world_sizes=(2, 3))
 def test_a_dispatch_mode_on_one_rank(ctx):
     only_fsdp2x(ctx)
-    with everything_is_large():
-        model, stock = encoder_decoders(ctx)
-        steps_alike(ctx, model, stock)
+    with encoder_decoders(ctx) as (model, _):
         with pytest.raises(RuntimeError, match="rank 1 gathers unit .* under a dispatch mode"):
             with CommDebugMode() if ctx.rank == 1 else contextlib.nullcontext():
                 model(torch.ones(2, 8))
-        steps_alike(ctx, model, stock)
 
 
 @distributed(world_sizes=(2, 3))
 def test_a_failure_under_a_dispatch_mode(ctx):
     """Its gathers are repeated without the mode, as they were posted."""
     only_fsdp2x(ctx)
-    with everything_is_large():
-        model, stock = encoder_decoders(ctx)
-        steps_alike(ctx, model, stock)
+    with encoder_decoders(ctx) as (model, _):
         if ctx.rank == 0:
             model.encoder.register_forward_hook(lambda *_: raise_once())
         raise_once.is_over = False
         with CommDebugMode(), pytest.raises((Caught, RuntimeError)):
             model(torch.ones(2, 8))
-        steps_alike(ctx, model, stock)
 
 
 def raise_once() -> None:
