@@ -199,8 +199,11 @@ def _pipe(pipe: IO[str] | None) -> IO[str]:
     return pipe
 
 
-def measure(words: list[str], world: int) -> dict:
-    """Bytes above the baseline of all ranks of one side, the losses of each, and sums of what they counted."""
+def measure(words: list[str], world: int, timed: bool = False) -> dict:
+    """Bytes above the baseline of all ranks of one side, the losses of each, and sums of what they counted.
+
+    ``timed``: the ranks then time steps, while this process reads nothing. ``timed`` holds their reports.
+    """
     ranks = Ranks(words, world)
     try:
         ranks.wait_for("imported")
@@ -214,11 +217,15 @@ def measure(words: list[str], world: int) -> dict:
         peak = watch.stop()
         resting = pss_bytes(ranks.pids)
         ranks.go_on()
+        reports = []
+        if timed:
+            reports = ranks.wait_for("timed")
+            ranks.go_on()
     finally:
         ranks.close()
     result = {"built": built - baseline, "peak": max(peak, resting) - baseline, "resting": resting - baseline}
     result |= {name: sum(one["counted"][name] for one in said) for name in said[0]["counted"]}
-    return {**result, "baseline": baseline, "losses": [one["losses"] for one in said]}
+    return {**result, "baseline": baseline, "losses": [one["losses"] for one in said], "timed": reports}
 
 
 def run_case(name: str, world: int, steps: int) -> dict:
@@ -227,6 +234,7 @@ def run_case(name: str, world: int, steps: int) -> dict:
     result = {side: measure([*words, side], world) for side in sides}
     expected = result["stock"]["losses"]
     for side in sides:
+        del result[side]["timed"]
         for mine, theirs in zip(result[side].pop("losses"), expected, strict=True):
             if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(mine, theirs, strict=True)):
                 raise AssertionError(f"losses of {side} differ from stock's: {mine} and {theirs}")

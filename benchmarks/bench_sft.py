@@ -4,10 +4,11 @@
         [--json FILE]
 
 fsdp2x with its own AdamW against torch's FSDP2 and DDP with ``torch.optim.AdamW``. Each side of each run has fresh
-processes, and sides take turns. A step is 16 rows of 40 tokens over all ranks, fp32, one thread a rank; the first two
-are not timed. Losses of all sides must agree. Memory is measured as in bench_memory.py: proportional set size above the
-imports. FOLDER is what ``examples/smollm2/convert.py`` wrote. ``--gloo`` adds fsdp2x over gloo, which the other sides
-use. ``--quick`` takes a random model with two layers.
+processes, and sides take turns. A step is 16 rows of 40 tokens over all ranks, fp32, one thread a rank. Losses of all
+sides must agree. Memory is measured during the first two steps, as in bench_memory.py: proportional set size above the
+imports. The others are timed, because reading memory takes most of a core. FOLDER is what
+``examples/smollm2/convert.py`` wrote. ``--gloo`` adds fsdp2x over gloo, which the other sides use. ``--quick`` takes a
+random model with two layers.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def run_rank(args: argparse.Namespace) -> None:
     say("built")
     chance = torch.Generator().manual_seed(0)
     losses, seconds = [], []
-    for _ in range(WARMUP + args.steps):
+    for number in range(WARMUP + args.steps):
+        if number == WARMUP:
+            say("trained", losses=losses, counted={})
         ids = torch.randint(0, vocabulary, (NUM_ROWS, NUM_TOKENS), generator=chance)[args.rank :: args.world]
         dist.barrier()
         began = time.perf_counter()
@@ -82,8 +85,7 @@ def run_rank(args: argparse.Namespace) -> None:
         dist.barrier()
         seconds.append(time.perf_counter() - began)
         del loss
-    # Summed over ranks by `measure`.
-    say("trained", losses=losses, counted={"step_s": statistics.median(seconds[WARMUP:]) / args.world})
+    say("timed", losses=losses, step_s=statistics.median(seconds[WARMUP:]))
     dist.destroy_process_group()
 
 
@@ -94,15 +96,16 @@ def run_world(world: int, runs: int, steps: int, model: str, sides: list[str]) -
         order = sides if number % 2 == 0 else sides[::-1]
         for side in order:
             words = [__file__, "--steps", str(steps), "--model", model, "--side", side]
-            found[side].append(measure(words, world))
+            found[side].append(measure(words, world, timed=True))
         for side in sides:
-            mine, theirs = found[side][-1]["losses"], found["stock"][-1]["losses"]
+            mine, theirs = ([rank["losses"] for rank in found[one][-1]["timed"]] for one in (side, "stock"))
             pairs = [(a, b) for one, other in zip(mine, theirs, strict=True) for a, b in zip(one, other, strict=True)]
             if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in pairs):
                 raise AssertionError(f"losses of {side} differ from FSDP2's: {mine} and {theirs}")
     result: dict = {"world": world, "runs": runs}
     for side, measured in found.items():
-        speeds, peaks = [1 / one["step_s"] for one in measured], [one["peak"] / 2**20 for one in measured]
+        speeds = [1 / statistics.mean(rank["step_s"] for rank in one["timed"]) for one in measured]
+        peaks = [one["peak"] / 2**20 for one in measured]
         result[side] = {"steps_per_s": _spread(speeds), "peak_mib": _spread(peaks)}
     return result
 
