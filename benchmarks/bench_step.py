@@ -1,8 +1,9 @@
 """Measures one training step (forward, backward, AdamW, zero_grad) of fsdp2x against its peers, alternating in one run.
 
-    python benchmarks/bench_step.py [--cases comm many ...] [--steps 15] [--runs 1] [--transport auto] [--json FILE]
+    python benchmarks/bench_step.py [--cases comm many ...] [--steps 15] [--runs 1] [--world 2] [--transport auto]
+        [--json FILE]
 
-Starts its own 2 ranks. fp32, one thread a rank. All models have the same weights and inputs, and the sharded ones the
+Starts its own ranks. fp32, one thread a rank. All models have the same weights and inputs, and the sharded ones the
 same units (fsdp2x's plan). Every loss must agree, or there is no row. fsdp2x is timed over ``--transport`` with its own
 AdamW and with ``torch.optim.AdamW``, and over gloo with its own. The others run over gloo with ``torch.optim.AdamW``.
 They are FSDP2, FSDP1, DeepSpeed ZeRO-3 (dense cases, if it is installed), and DDP. DDP does not shard, so it shows the
@@ -152,13 +153,14 @@ def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--world", type=int, default=2, help="number of ranks")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--runs", type=int, default=1, help="times that it is all done, in new processes; needs --json")
     args = parser.parse_args()
     if "RANK" not in os.environ and args.runs > 1:
-        return harness.launch_runs(__file__, 2, 1800, args.runs, args.json)
+        return harness.launch_runs(__file__, args.world, 1800, args.runs, args.json)
     if "RANK" not in os.environ:
-        return harness.launch(__file__, world=2, timeout_s=1800)
+        return harness.launch(__file__, args.world, timeout_s=1800)
     rank = harness.start_group()
     results = {name: run_case(CASES[name], args.steps, args.transport) for name in args.cases}
     if rank == 0:
