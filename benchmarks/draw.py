@@ -159,7 +159,7 @@ def draw_sft(records: dict[str, list[dict]], path: Path) -> str:
         ranks = "1 rank" if result["world"] == 1 else f"{result['world']} ranks"
         groups.append((ranks, bars))
     colors = {"fsdp2x": FSDP2X[0], "fsdp2x over gloo": GLOO[0], "FSDP2": FSDP2[0], "DDP, unsharded": OTHER[0]}
-    note = "16 sequences of 40 tokens a step, fp32, on 2 CPU cores. Longer is faster"
+    note = "16 sequences of 40 tokens a step, fp32, on 2 CPU cores. Longer is faster. Ratios are to FSDP2"
     draw_bars(path, "Fine-tuning SmolLM2-135M", note, groups, colors)
     return "Fine-tuning steps a second of SmolLM2-135M with fsdp2x, FSDP2, and DDP"
 
