@@ -396,6 +396,8 @@ void bind_group(py::module_& m) {
   bind_call<&GroupCalls::all_reduce_hook>(group, "all_reduce_hook");
   bind_call<&GroupCalls::all_gather>(group, "all_gather");
   bind_call<&GroupCalls::reduce_scatter>(group, "reduce_scatter");
+  bind_call<&GroupCalls::gather_memory>(group, "gather_memory");
+  bind_call<&GroupCalls::reduce_memory>(group, "reduce_memory");
   bind_call<&GroupCalls::separate_reduce_scatter>(group, "separate_reduce_scatter");
   bind_call<&GroupCalls::separate_all_to_all>(group, "separate_all_to_all");
   bind_call<&GroupCalls::begin_extension_gather>(group, "begin_extension_gather");

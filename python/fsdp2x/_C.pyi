@@ -335,6 +335,8 @@ class ParamGroup:
     all_reduce_hook: Any
     all_gather: Any
     reduce_scatter: Any
+    gather_memory: Any
+    reduce_memory: Any
     separate_reduce_scatter: Any
     separate_all_to_all: Any
     begin_extension_gather: Any

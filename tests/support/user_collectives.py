@@ -5,8 +5,19 @@ import torch.distributed as dist
 
 
 class UserCollective:
+    """``memory`` holds what was allocated last, and ``used`` whether each call got memory of this object."""
+
+    def __init__(self):
+        self.memory, self.used = [], []
+
     def allocate(self, size, *, dtype, device):
-        return torch.empty(*size, dtype=dtype, device=device)
+        made = torch.empty(*size, dtype=dtype, device=device)
+        self.memory = [*self.memory[-1:], made]
+        return made
+
+    def note(self, *tensors):
+        own = {made.untyped_storage().data_ptr() for made in self.memory}
+        self.used.append(all(one.untyped_storage().data_ptr() in own for one in tensors))
 
 
 class UserGather(UserCollective):
@@ -17,9 +28,11 @@ class UserGather(UserCollective):
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         if self.raises:
             raise RuntimeError("refused")
+        self.note(output_tensor, input_tensor)
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class UserScatter(UserCollective):
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        self.note(output_tensor, input_tensor)
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)

@@ -19,6 +19,9 @@ from fsdp2x.sharding.param_group import ShardedParamGroup
 from fsdp2x.sharding.sharded_param import unsharded_parameter
 from fsdp2x.sharding.transport import device_reduction
 
+_CPU = torch.device("cpu")
+_SUM, _AVERAGE = dist.ReduceOp.SUM, dist.ReduceOp.AVG  # enums are slow to look up
+
 
 def connect(group: ShardedParamGroup) -> None:
     """Gives the engine's group its callables. Called when the group is made and when it moves to another root."""
@@ -109,7 +112,10 @@ def apply(state: ShardedUnit) -> None:
         if group.is_replicated:
             continue
         ranks: Any = group.ranks.group
-        gather = custom.all_gather and functools.partial(_custom_gather, custom.all_gather, ranks)
+        has_memory = custom.all_gather is not None and not engine.has_streams and group.extension_gathers is None
+        engine.gather_memory = functools.partial(_allocate, "all_gather", custom.all_gather) if has_memory else None
+        call = _custom_gather if has_memory else _gather_copies
+        gather = custom.all_gather and functools.partial(call, custom.all_gather, ranks)
         if group.extension_gathers is not None:
             gather = gather or functools.partial(all_gather, ranks)
             gather = functools.partial(group.extension_gathers.all_gather, gather)
@@ -117,8 +123,13 @@ def apply(state: ShardedUnit) -> None:
         reduction = separate = exchange = None  # the transport's own
         if custom.separate_reduction:
             ranks = reduction_group(group.ranks)
+        has_memory = custom.reduce_scatter is not None and not engine.has_streams
+        engine.reduce_memory = (
+            functools.partial(_allocate, "reduce_scatter", custom.reduce_scatter) if has_memory else None
+        )
         if custom.reduce_scatter is not None:
-            reduction = functools.partial(_custom_scatter, custom.reduce_scatter, ranks)
+            call = _custom_scatter if has_memory else _scatter_copies
+            reduction = functools.partial(call, custom.reduce_scatter, ranks)
         elif custom.separate_reduction and engine.has_streams:
             separate = device_reduction(ranks)
         elif custom.separate_reduction:
@@ -141,27 +152,45 @@ def _call_hook(hook: Callable[[torch.Tensor], None], stream: Any, rows: torch.Te
     return True
 
 
-# A custom object may demand its own memory (`allocate`, for registered or symmetric buffers), so the engine's staging
-# is copied there and back.
-def _custom_gather(comm: Any, group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
-    theirs = comm.allocate(tuple(output.shape), dtype=output.dtype, device=output.device)
-    mine = theirs.narrow(0, group.rank() * source.numel(), source.numel())
-    mine.copy_(source)
-    work = comm(output_tensor=theirs, input_tensor=mine, group=group, async_op=False)
-    wait(work)
-    output.copy_(theirs)
-    return None
+# A custom object may demand its own memory (`allocate`, for registered or symmetric buffers). On a CPU the engine works
+# in it. On a device, and with extensions, the engine's staging is copied there and back.
+def _allocate(name: str, comm: Any, numel: int, dtype: torch.dtype, device: torch.device = _CPU) -> torch.Tensor:
+    memory = comm.allocate((numel,), dtype=dtype, device=device)
+    if not isinstance(memory, torch.Tensor):
+        found = repr(memory)
+    elif memory.shape != (numel,) or memory.dtype != dtype or memory.device != device or not memory.is_contiguous():
+        found = f"a {memory.dtype} tensor of shape {tuple(memory.shape)}, strides {memory.stride()} on {memory.device}"
+    else:
+        return memory
+    raise ValueError(
+        f"fsdp2x.FSDPModule.set_custom_{name}: allocate must return a contiguous {dtype} tensor of shape ({numel},) on "
+        f"{device}, got {found}"
+    )
+
+
+def _custom_gather(comm: Any, group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor) -> Any:
+    return comm(output_tensor=output, input_tensor=source, group=group, async_op=False)
 
 
 def _custom_scatter(comm: Any, group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, average: bool):
-    theirs_in = comm.allocate(tuple(source.shape), dtype=source.dtype, device=source.device)
+    op = _AVERAGE if average else _SUM
+    return comm(output_tensor=output, input_tensor=source, group=group, op=op, async_op=False)
+
+
+def _gather_copies(comm: Any, group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor) -> None:
+    theirs = _allocate("all_gather", comm, output.numel(), output.dtype, output.device)
+    mine = theirs.narrow(0, group.rank() * source.numel(), source.numel())
+    mine.copy_(source)
+    wait(_custom_gather(comm, group, theirs, mine))
+    output.copy_(theirs)
+
+
+def _scatter_copies(comm: Any, group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, average: bool):
+    theirs_in = _allocate("reduce_scatter", comm, source.numel(), source.dtype, source.device)
     theirs_in.copy_(source)
-    theirs_out = comm.allocate(tuple(output.shape), dtype=output.dtype, device=output.device)
-    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-    work = comm(output_tensor=theirs_out, input_tensor=theirs_in, group=group, op=op, async_op=False)
-    wait(work)
+    theirs_out = _allocate("reduce_scatter", comm, output.numel(), output.dtype, output.device)
+    wait(_custom_scatter(comm, group, theirs_out, theirs_in, average))
     output.copy_(theirs_out)
-    return None
 
 
 def own_collective(caller: str, comm: Any) -> Any:

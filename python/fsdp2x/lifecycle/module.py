@@ -189,7 +189,9 @@ class FSDPModule(_TorchFSDPModule):
         """Gathers this unit through ``comm`` over the process group. Not recursive.
 
         Args:
-            comm: an object with torch's ``AllGather`` protocol. None: the transport's collective.
+            comm: an object with torch's ``AllGather`` protocol. Its ``allocate`` returns contiguous memory of the size,
+                dtype and device that it gets; otherwise the next gather raises ValueError. None: the transport's
+                collective.
 
         Raises:
             TypeError: ``comm`` does not have the protocol's methods.

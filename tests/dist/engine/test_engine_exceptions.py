@@ -8,10 +8,11 @@ import weakref
 import pytest
 import torch
 
+import fsdp2x
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from reference import both_transports, grads, only_fsdp2x, params, same, shard, shard_stock
-from user_collectives import UserGather
+from user_collectives import UserGather, UserScatter
 
 
 def step(ctx, model, number):
@@ -21,8 +22,6 @@ def step(ctx, model, number):
 
 
 def stats(model):
-    import fsdp2x
-
     return fsdp2x.describe(model).stats
 
 
@@ -88,6 +87,59 @@ def test_a_gather_that_raises_gives_its_memory_back(ctx, transport):
         return losses, [found[name] for name in kept]
 
     same(run(3), run(0))
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("transport", ["process_group", "streams"])
+@pytest.mark.parametrize("policy", [None, fsdp2x.MixedPrecisionPolicy(reduce_dtype=torch.float64)])
+def test_custom_collectives_work_in_their_own_memory(ctx, transport, policy):
+    """Losses and parameters are those of a model with the transport's own collectives."""
+    only_fsdp2x(ctx)
+
+    def run(collectives):
+        options = {} if policy is None else {"mp_policy": policy}
+        model = shard(ctx, Stack(), STACK_UNITS, transport=transport, **options)
+        if collectives:
+            for module in (model, *model.blocks):
+                module.set_custom_all_gather(collectives[0])
+                module.set_custom_reduce_scatter(collectives[1])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for number in range(3):
+            losses.append(step(ctx, model, number))
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, [param.to_local() for param in model.parameters()]
+
+    collectives = UserGather(), UserScatter()
+    same(run(collectives), run(()))
+    for one in collectives:
+        assert one.used and all(one.used), one
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("transport", ["process_group", "streams"])
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_memory_of_a_custom_collective_is_checked(ctx, transport, kind):
+    """The next step trains, because the failed one left nothing behind."""
+    only_fsdp2x(ctx)
+    model = shard(ctx, Stack(), STACK_UNITS, transport=transport)
+    comm = UserGather() if kind == "all_gather" else UserScatter()
+    getattr(model.blocks[0], f"set_custom_{kind}")(comm)
+    good = comm.allocate
+    bad = {
+        "None": lambda size, **of: None,
+        "float64": lambda size, *, dtype, device: torch.empty(size, dtype=torch.float64, device=device),
+        r"shape \(1,\)": lambda size, **of: torch.empty(1, **of),
+        r"strides \(2,\)": lambda size, **of: torch.empty(2 * size[0], **of)[::2],
+    }
+    for found, allocate in bad.items():
+        comm.allocate = allocate
+        with pytest.raises(ValueError, match=rf"set_custom_{kind}: allocate must return .*{found}"):
+            step(ctx, model, 0)
+        comm.allocate = good
+        model.zero_grad()
+        step(ctx, model, 1)
 
 
 def mapped_bytes():

@@ -72,6 +72,16 @@ at::Tensor ProcessGroupTransport::take(size_t bytes) {
   return at::empty({static_cast<int64_t>(bytes)}, at::kByte);
 }
 
+at::Tensor ProcessGroupTransport::allocate(const ParamGroup& group, const PyRef& memory, DType type, size_t bytes,
+                                           const char* operation) {
+  pybind11::gil_scoped_acquire gil;
+  const pybind11::object dtype = pybind11::cast(torch_dtype(type));
+  const auto numel = static_cast<Py_ssize_t>(bytes / dtype_bytes(type));
+  const PyRef made = PyRef::steal(PyObject_CallFunction(memory.get(), "nO", numel, dtype.ptr()));
+  if (!made) throw_collective_error(gil, group, group.calls().explain, operation);
+  return THPVariable_Unpack(made.get()).view(at::kByte);
+}
+
 void ProcessGroupTransport::give_back(at::Tensor& memory) {
   if (!memory.defined()) return;
   tally_.give_back(memory.nbytes());
@@ -82,19 +92,22 @@ void ProcessGroupTransport::wait(const ParamGroup& group, Staging& staging, cons
   if (!staging.work) return;
   pybind11::gil_scoped_acquire gil;
   const PyRef work = std::move(staging.work);
+  if (work.get() == Py_None) return;  // of a synchronous collective
   const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(collectives_.wait.get(), work.get(), nullptr));
   if (!done) throw_collective_error(gil, group, group.calls().explain, operation);
 }
 
-void ProcessGroupTransport::end(const ParamGroup& group, Staging& staging, const char* operation) {
+template <typename Close>
+void ProcessGroupTransport::end(const ParamGroup& group, Staging& staging, const char* operation, const Close& close) {
   const std::shared_ptr<Agreement>& agreement = group.shard_seat().agreement;
   if (agreement && agreement->is_broken()) staging.work = PyRef();
   try {
     wait(group, staging, operation);
   } catch (...) {
-    give_back(staging.memory);
+    close();
     throw;
   }
+  close();
 }
 
 void ProcessGroupTransport::open_slot(ParamGroup& group) {
@@ -186,12 +199,18 @@ void ProcessGroupTransport::begin_gather(ParamGroup& group, bool pools_stand_sti
   const auto rank = static_cast<size_t>(group.layout().rank());
   const DType wire = wire_type(group.layout());
   agree_on_shards(group, Operation::all_gather, segment, wire, broadcast_parts(group, segment));
-  state.gather.memory = take(std::max<size_t>(segment * static_cast<size_t>(group.layout().world()), 1));
+  const size_t bytes = segment * static_cast<size_t>(group.layout().world());
+  if (const PyRef& memory = group.calls().gather_memory) {
+    state.gather.memory = allocate(group, memory, wire, bytes, "all-gather");
+    tally_.take(bytes);
+  } else {
+    state.gather.memory = take(bytes);
+  }
   run_copies_on(at::kCPU, group.layout().shard_to_segment(), group.pool().const_data_ptr(),
                 static_cast<std::byte*>(state.gather.memory.data_ptr()) + rank * segment);
   start(group, group.calls().all_gather ? group.calls().all_gather : collectives_.all_gather, state.gather,
-        typed(state.gather.memory, wire, 0, segment * static_cast<size_t>(group.layout().world())),
-        typed(state.gather.memory, wire, rank * segment, segment), "all-gather");
+        typed(state.gather.memory, wire, 0, bytes), typed(state.gather.memory, wire, rank * segment, segment),
+        "all-gather");
 }
 
 void ProcessGroupTransport::finish_gather(ParamGroup& group) {
@@ -219,20 +238,13 @@ void ProcessGroupTransport::release_gather(ParamGroup& group) {
   const std::shared_ptr<Agreement>& agreement = group.shard_seat().agreement;
   // gloo may then still write into a slot that the group keeps for its next gather.
   const bool is_spoiled = state.gathers_in_place && state.gather.work && agreement && agreement->is_broken();
-  const auto close = [&] {
+  end(group, state.gather, "all-gather", [&] {  // not before, because peers may still send into the slot
+    give_back(state.gather.memory);
     const int id = group.gather().slot.id;
     if (id < 0) return;
     const bool is_free = group.close_slot(gather_ledger_);
     if (is_free || is_spoiled) give_back(slot_memory_[static_cast<size_t>(id)]);
-  };
-  try {
-    end(group, state.gather, "all-gather");  // peers may still send into the slot
-  } catch (...) {
-    close();
-    throw;
-  }
-  close();
-  give_back(state.gather.memory);
+  });
 }
 
 std::shared_ptr<const Layout> ProcessGroupTransport::segment_layout(ParamGroup& group) {
@@ -367,12 +379,21 @@ void ProcessGroupTransport::begin_reduce(ParamGroup& group, ForwardCounts) {
   if (world == 1 || begin_coded_reduce(group)) return;
   const DType type = group.reduce_type();
   const size_t segment = state.plan->segment_bytes;
-  const at::Tensor input = typed(state.reduction.memory, type, 0, segment * static_cast<size_t>(world));
+  at::Tensor input = typed(state.reduction.memory, type, 0, segment * static_cast<size_t>(world));
   if (const double before = group.pre_divisor(); before != 1.0) input.div_(before);
   if (begin_exchange(group)) return;
   agree_on_shards(group, Operation::reduce_scatter, segment, type);
-  state.reduced.memory = take(segment);
   const GroupCalls& calls = group.calls();
+  if (calls.reduce_memory) {
+    at::Tensor copy = allocate(group, calls.reduce_memory, type, state.reduction.memory.nbytes(), "reduction");
+    state.reduced.memory = allocate(group, calls.reduce_memory, type, segment, "reduction");
+    copy.copy_(state.reduction.memory);
+    state.reduction.memory = std::move(copy);  // same size
+    input = typed(state.reduction.memory, type, 0, state.reduction.memory.nbytes());
+    tally_.take(segment);
+  } else {
+    state.reduced.memory = take(segment);
+  }
   const PyRef& own = calls.separate_reduce_scatter ? calls.separate_reduce_scatter : collectives_.reduce_scatter;
   start(group, calls.reduce_scatter ? calls.reduce_scatter : own, state.reduced,
         typed(state.reduced.memory, type, 0, segment), input, "reduction", group.averages() ? Py_True : Py_False);
@@ -414,13 +435,7 @@ bool ProcessGroupTransport::abandon_reduce(ParamGroup& group) {
   PerGroup& state = per_group(group);
   if (state.wire_reduction) state.wire_reduction->forget_errors();  // the errors belong to the dropped gradients
   if (state.plan == nullptr) return false;
-  try {
-    end(group, state.reduced, "reduction");
-  } catch (...) {
-    close_scratch(state);  // otherwise the next gradients are added to these
-    throw;
-  }
-  close_scratch(state);
+  end(group, state.reduced, "reduction", [&] { close_scratch(state); });  // or the next gradients are added to these
   return true;
 }
 

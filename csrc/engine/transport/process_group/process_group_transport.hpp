@@ -99,10 +99,14 @@ class ProcessGroupTransport final : public Transport {
   void close_scratch(PerGroup& state);
   void fill_gaps(ParamGroup& group);  // zeros and flags
   at::Tensor take(size_t bytes);
+  // Returns memory of a custom collective, as bytes. The tally does not count it.
+  at::Tensor allocate(const ParamGroup& group, const PyRef& memory, DType type, size_t bytes, const char* operation);
   void give_back(at::Tensor& memory);
   void wait(const ParamGroup& group, Staging& staging, const char* operation);
   // Waits for a collective whose result is not needed, unless it may never end. Then the backend keeps its memory.
-  void end(const ParamGroup& group, Staging& staging, const char* operation);
+  // Calls `close` in any case.
+  template <typename Close>
+  void end(const ParamGroup& group, Staging& staging, const char* operation, const Close& close);
   PerGroup& per_group(const ParamGroup& group);
 
   Collectives collectives_;
