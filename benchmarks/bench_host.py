@@ -7,6 +7,9 @@ torch.distributed's gathers and reductions. The remaining time is a rank's CPU w
 swaps, packing, and autograd nodes. The unsharded model is timed alternately and subtracted, so a row is the cost of
 sharding one unit.
 
+Most units only sum their parameters. "Qwen3 block" is a decoder layer of transformers, with empty collectives or with
+custom ones (``set_custom_all_gather`` and ``set_custom_reduce_scatter``), which call the empty functions.
+
 Before that, gathers and reductions act as if all ranks were alike. Losses and gradients of both sides must agree, or
 there is no row. fp32, one thread. The first case is not counted, because it includes one-time work of the process.
 """
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -31,11 +34,13 @@ import harness
 
 @dataclass(frozen=True)
 class Case:
-    question: str  # what varies: units, params or world
+    question: str  # what varies: units, params, world, or the kind of unit
     world: int = 2
     num_units: int = 8
     num_params: int = 11
     numel: int = 64  # of a parameter
+    is_block: bool = False  # a decoder layer of Qwen3
+    is_custom: bool = False  # custom collectives
 
     @property
     def name(self) -> str:
@@ -46,12 +51,17 @@ CASES = [
     *(Case("units", num_units=count) for count in (2, 8, 32, 64)),
     *(Case("params", num_params=count, num_units=4) for count in (1, 11, 100, 1000)),
     *(Case("world", world=count) for count in (2, 8, 64, 512)),
+    Case("Qwen3 block", is_block=True),
+    Case("Qwen3 block, custom", is_block=True, is_custom=True),
 ]
 QUICK_CASES = [
     *(Case("units", num_units=count) for count in (2, 16)),
     *(Case("params", num_params=count, num_units=2) for count in (11, 200)),
     *(Case("world", world=count) for count in (2, 64)),
+    Case("Qwen3 block, custom", num_units=2, is_block=True, is_custom=True),
 ]
+
+HIDDEN = 8  # elements of the input
 
 _NAMES = {
     "gather": ("all_gather_single", "all_gather_into_tensor"),
@@ -70,9 +80,42 @@ class Unit(nn.Module):
         return x + torch.cat(list(self.weights)).mean()
 
 
+class Block(nn.Module):
+    """A decoder layer of Qwen3 with 11 parameters, on one token of ``HIDDEN`` elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import Qwen3Config
+        from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": HIDDEN // 2}
+        config = Qwen3Config(hidden_size=HIDDEN, intermediate_size=2 * HIDDEN, num_hidden_layers=1, **heads)
+        config._attn_implementation = "sdpa"
+        self.layer = Qwen3DecoderLayer(config, layer_idx=0)
+        self.register_buffer("rotation", torch.ones(1, 1, HIDDEN // 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.view(1, 1, HIDDEN), position_embeddings=(self.rotation, self.rotation))
+
+
 def build_model(case: Case) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Unit(case) for _ in range(case.num_units)))
+    return nn.Sequential(*(Block() if case.is_block else Unit(case) for _ in range(case.num_units)))
+
+
+class CustomCollective:
+    """A collective in the sense of FSDP2 that calls torch.distributed's by name, in memory of its own."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False, **more: Any
+    ) -> Any:
+        return getattr(dist, self._name)(output_tensor, input_tensor, group=group, async_op=async_op, **more)
 
 
 @contextmanager
@@ -108,7 +151,7 @@ def reduce_alike(output: torch.Tensor, input: torch.Tensor, op: Any = dist.Reduc
 
 
 def input_of(device: str) -> torch.Tensor:
-    return torch.ones(8, device=device, requires_grad=True)
+    return torch.ones(HIDDEN, device=device, requires_grad=True)
 
 
 def check(ours: nn.Module, stock: nn.Module, device: str) -> None:
@@ -158,6 +201,10 @@ def make_sides(case: Case, mesh: DeviceMesh, **options: Any) -> dict[str, nn.Mod
     for unit in stock:
         stock_fully_shard(unit, **options)
     stock_fully_shard(stock, **options)
+    if case.is_custom:
+        for unit in (*ours, *stock):
+            unit.set_custom_all_gather(CustomCollective("all_gather_into_tensor"))
+            unit.set_custom_reduce_scatter(CustomCollective("reduce_scatter_tensor"))
     check(ours, stock, mesh.device_type)
     return {"fsdp2x": ours, "stock": stock, "unsharded": plain}
 
