@@ -62,14 +62,14 @@ def test_an_engine_that_hangs_is_left_out_and_comes_back():
     hook = models[1].register_forward_hook(lambda *_: may_go_on.wait(DEADLINE_S) and None)
     with contextlib.ExitStack() as held:
         addresses = [held.enter_context(serving(model))[0] for model in models]
-        client = held.enter_context(RolloutClient(addresses, timeout_s=4.0))
-        with pytest.warns(UserWarning, match=f"the engine at '{addresses[1]}' is lost .it was silent for 2 s"):
+        client = held.enter_context(RolloutClient(addresses, timeout_s=8.0))
+        with pytest.warns(UserWarning, match=f"the engine at '{addresses[1]}' is lost .it was silent for 4 s"):
             found = asked_for(client)
         assert [c.tokens for c in found] == [c.tokens for c in expected]
         assert client.engines[1].num_failures == 1 and "was silent" in client.engines[1].reason
         began = time.monotonic()  # an engine that is lost is not waited for
         assert [c.tokens for c in asked_for(client)] == [c.tokens for c in expected]
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 4
         hook.remove()
         may_go_on.set()
         deadline = time.monotonic() + DEADLINE_S
