@@ -172,7 +172,9 @@ class LayerwiseReload:
                 )
             finalize_layerwise_reload(model, self._worker.model_config)
             self._recall_kernels()
-            if torch.device(self._worker.device).type != "cpu":
+            if torch.device(self._worker.device).type == "cpu":
+                _pack_tied_heads(model)
+            else:
                 torch.accelerator.synchronize()
         self._is_open = False
         self._worker.model_runner.reset_lora_state()  # as vLLM's finish_weight_update does
@@ -288,6 +290,23 @@ class LayerwiseReload:
         _use_device(self._worker.device)
         with set_current_vllm_config(self._worker.vllm_config), torch.no_grad():
             yield self._worker.get_model()
+
+
+def _pack_tied_heads(model: torch.nn.Module) -> None:
+    """Packs the heads that are tied to an embedding again.
+
+    On a CPU, vLLM multiplies by a packed copy of the head's weights, and packs a layer when its own weights are loaded.
+    A tied head has none, so it would silently keep its old copy.
+    """
+    layers: list[Any] = [
+        layer
+        for layer in model.modules()
+        if hasattr(getattr(layer, "quant_method", None), "tie_weights") and hasattr(layer, "weight")
+    ]
+    places = [layer.weight.data_ptr() for layer in layers]
+    for index, layer in enumerate(layers):
+        if places[index] in places[:index]:
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 def _left_out(model: torch.nn.Module) -> list[str]:
