@@ -202,7 +202,7 @@ def _pipe(pipe: IO[str] | None) -> IO[str]:
 def measure(words: list[str], world: int, timed: bool = False) -> dict:
     """Bytes above the baseline of all ranks of one side, the losses of each, and sums of what they counted.
 
-    ``timed``: the ranks then time steps, while this process reads nothing. ``timed`` holds their reports.
+    ``timed``: the ranks then time steps, while this process reads nothing. The entry "timed" holds their reports.
     """
     ranks = Ranks(words, world)
     try:
@@ -217,15 +217,15 @@ def measure(words: list[str], world: int, timed: bool = False) -> dict:
         peak = watch.stop()
         resting = pss_bytes(ranks.pids)
         ranks.go_on()
-        reports = []
+        reports = {}
         if timed:
-            reports = ranks.wait_for("timed")
+            reports = {"timed": ranks.wait_for("timed")}
             ranks.go_on()
     finally:
         ranks.close()
     result = {"built": built - baseline, "peak": max(peak, resting) - baseline, "resting": resting - baseline}
     result |= {name: sum(one["counted"][name] for one in said) for name in said[0]["counted"]}
-    return {**result, "baseline": baseline, "losses": [one["losses"] for one in said], "timed": reports}
+    return {**result, "baseline": baseline, "losses": [one["losses"] for one in said], **reports}
 
 
 def run_case(name: str, world: int, steps: int) -> dict:
@@ -234,7 +234,6 @@ def run_case(name: str, world: int, steps: int) -> dict:
     result = {side: measure([*words, side], world) for side in sides}
     expected = result["stock"]["losses"]
     for side in sides:
-        del result[side]["timed"]
         for mine, theirs in zip(result[side].pop("losses"), expected, strict=True):
             if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(mine, theirs, strict=True)):
                 raise AssertionError(f"losses of {side} differ from stock's: {mine} and {theirs}")

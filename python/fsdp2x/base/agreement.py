@@ -120,8 +120,7 @@ class Agreement:
         self._has_answered = False  # to a peer that came back
         self._has_left = False
         self._is_away = False  # this rank has left and has not asked again
-        # When this rank first saw a peer away from its own pass.
-        self._saw_away: float | None = None
+        self._saw_away: float | None = None  # when this rank first saw a peer away from its own pass
 
     # --- calls before a collective, and while it runs ---
 

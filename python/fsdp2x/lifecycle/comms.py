@@ -112,9 +112,9 @@ def apply(state: ShardedUnit) -> None:
         if group.is_replicated:
             continue
         ranks: Any = group.ranks.group
-        has_memory = custom.all_gather is not None and not engine.has_streams and group.extension_gathers is None
-        engine.gather_memory = functools.partial(_allocate, "all_gather", custom.all_gather) if has_memory else None
-        call = _custom_gather if has_memory else _gather_copies
+        works_in_theirs = not engine.has_streams and group.extension_gathers is None
+        engine.gather_memory = _memory_of("all_gather", custom.all_gather) if works_in_theirs else None
+        call = _custom_gather if works_in_theirs else _gather_copies
         gather = custom.all_gather and functools.partial(call, custom.all_gather, ranks)
         if group.extension_gathers is not None:
             gather = gather or functools.partial(all_gather, ranks)
@@ -123,12 +123,9 @@ def apply(state: ShardedUnit) -> None:
         reduction = separate = exchange = None  # the transport's own
         if custom.separate_reduction:
             ranks = reduction_group(group.ranks)
-        has_memory = custom.reduce_scatter is not None and not engine.has_streams
-        engine.reduce_memory = (
-            functools.partial(_allocate, "reduce_scatter", custom.reduce_scatter) if has_memory else None
-        )
+        engine.reduce_memory = None if engine.has_streams else _memory_of("reduce_scatter", custom.reduce_scatter)
         if custom.reduce_scatter is not None:
-            call = _custom_scatter if has_memory else _scatter_copies
+            call = _scatter_copies if engine.has_streams else _custom_scatter
             reduction = functools.partial(call, custom.reduce_scatter, ranks)
         elif custom.separate_reduction and engine.has_streams:
             separate = device_reduction(ranks)
@@ -154,6 +151,10 @@ def _call_hook(hook: Callable[[torch.Tensor], None], stream: Any, rows: torch.Te
 
 # A custom object may demand its own memory (`allocate`, for registered or symmetric buffers). On a CPU the engine works
 # in it. On a device, and with extensions, the engine's staging is copied there and back.
+def _memory_of(name: str, comm: Any) -> Callable[[int, torch.dtype], torch.Tensor] | None:
+    return None if comm is None else functools.partial(_allocate, name, comm)
+
+
 def _allocate(name: str, comm: Any, numel: int, dtype: torch.dtype, device: torch.device = _CPU) -> torch.Tensor:
     memory = comm.allocate((numel,), dtype=dtype, device=device)
     if not isinstance(memory, torch.Tensor):
