@@ -7,7 +7,8 @@ Starts its own ranks. fp32, one thread a rank. All models have the same weights 
 same units (fsdp2x's plan). Every loss must agree, or there is no row. fsdp2x is timed over ``--transport`` with its own
 AdamW and with ``torch.optim.AdamW``, and over gloo with its own. The others run over gloo with ``torch.optim.AdamW``.
 They are FSDP2, FSDP1, DeepSpeed ZeRO-3 (dense cases, if it is installed), and DDP. DDP does not shard, so it shows the
-cost of sharding. Cases:
+cost of sharding. ``gloo alone`` is the time of a step's collectives without a model. Added to fsdp2x's step over shared
+memory, it is the floor of a step over gloo, given as a share of the measured step. Cases:
 
     comm      Qwen3, hidden 512, 12 layers, 16 tokens
     many      hidden 64, 48 layers, 8 tokens
@@ -120,12 +121,21 @@ def run_case(case: Case, steps: int, transport: str) -> dict:
         fsdp2x.fully_shard(sides[name][0], transport=transport)
     fsdp2x.fully_shard(sides["fsdp2x_gloo"][0], transport="process_group")
     losses: dict[str, list[torch.Tensor]] = {name: [] for name in sides}
-    samples = harness.alternate(
-        {name: make_step(*side, case.tokens, losses[name]) for name, side in sides.items()}, warmup=3, count=steps
-    )
+    steps_of = {name: make_step(*side, case.tokens, losses[name]) for name, side in sides.items()}
+    steps_of["gloo_alone"] = peers.GlooAlone(sides["fsdp2x_gloo"][0]).step
+    samples = harness.alternate(steps_of, warmup=3, count=steps)
     for name in sides:
         same_losses(name, torch.stack(losses[name]), torch.stack(losses["stock"]))
     return {name: sample.summary() for name, sample in samples.items()}
+
+
+def floor_of(result: dict) -> list[str]:
+    """Milliseconds of the collectives alone, and the floor of a step over gloo as a share of fsdp2x's."""
+    if "gloo_alone" not in result:  # of an older result
+        return ["", ""]
+    ours, over_gloo, alone = (result[side]["step"] for side in ("fsdp2x", "fsdp2x_gloo", "gloo_alone"))
+    share = (ours["median_ms"] + alone["median_ms"]) / over_gloo["median_ms"]
+    return [harness.spread(alone, 1), f"{share:.0%}"]
 
 
 def rows_of(results: dict) -> list[list[str]]:
@@ -135,6 +145,7 @@ def rows_of(results: dict) -> list[list[str]]:
     rows = [["case", "phase", "stock FSDP2, ms"]]
     for title in titles.values():
         rows[0] += [f"{title}, ms", "ratio"]
+    rows[0] += ["gloo alone, ms", "floor"]
     for name, result in results.items():
         for phase in ("step", "forward", "backward", "optimizer"):
             stock = result["stock"][phase]["median_ms"]
@@ -145,7 +156,7 @@ def rows_of(results: dict) -> list[list[str]]:
                     continue
                 time_ms = result[side][phase]["median_ms"]
                 row += [harness.spread(result[side][phase], 1), f"{stock / time_ms:.2f}x"]
-            rows.append(row)
+            rows.append(row + (floor_of(result) if phase == "step" else ["", ""]))
     return rows
 
 

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+
+import harness
 
 
 def _units(model: nn.Module) -> list:
@@ -39,6 +42,37 @@ def shard_fsdp1(model: nn.Module) -> nn.Module:
     return FullyShardedDataParallel(
         model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"), sync_module_states=False
     )
+
+
+class GlooAlone:
+    """Only the collectives that a step of a model over gloo needs, one after the other, in memory that is used again.
+
+    Gathers run as broadcasts and reductions as all-to-alls, because both copy nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        import fsdp2x
+
+        world = dist.get_world_size()
+        units = fsdp2x.memory_report(model).units
+        self._gathers = [unit.slot_bytes // world for unit in units]
+        self._regathers = [unit.slot_bytes // world for unit in units if unit.reshard_after_forward]
+        self._reductions = [unit.gradient_bytes for unit in units if unit.gradient_bytes]
+        largest = max(*self._gathers, *self._reductions) * world
+        self._memory = [torch.ones(largest, dtype=torch.uint8) for _ in range(2)]
+        self._world = world
+
+    def _gather(self, sizes: list[int]) -> None:
+        for size in sizes:
+            parts = self._memory[0][: size * self._world].view(self._world, size)
+            for work in [dist.broadcast(part, src=rank, async_op=True) for rank, part in enumerate(parts)]:
+                work.wait()
+
+    def step(self, timer: harness.PhaseTimer) -> None:
+        """Leaves the time of the whole step to ``timer``, which counts it without phases."""
+        self._gather(self._gathers + self._regathers)
+        for size in self._reductions:
+            received, sent = (memory[: size * self._world] for memory in self._memory)
+            dist.all_to_all_single(received, sent)
 
 
 def has_deepspeed() -> bool:

@@ -18,6 +18,7 @@ MUON_FLOAT32 = ("float32", "float32-gram", "float32-stacks", "float32-stacks-gra
 # Name of the result -> script and arguments; the quick ones in place of the others.
 FULL = {
     "step_cpu_2ranks": ["bench_step.py"],
+    "step_cpu_4ranks": ["bench_step.py", "--world", "4"],
     "optimizer_cpu_2ranks": ["bench_optimizer.py"],
     "moments_cpu": ["bench_moments.py"],
     "muon_cpu_2ranks": ["bench_muon.py"],
