@@ -50,11 +50,16 @@ from torch.utils._python_dispatch import (  # whether a mode watches the collect
 )
 from torch.utils._pytree import tree_leaves  # the order in which the engine walks a call's inputs
 
+# The flash kernels of a CPU. Unlike scaled_dot_product_attention, they return the logarithms of the sums.
+cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
 S = TypeVar("S", bound=State)
 
 # Names of torch, in addition to the functions below.
 __all__ = [
-    "DTensorSpec", "State", "StridedShard", "TrainingState", "is_traceable_wrapper_subclass",
+    "DTensorSpec", "State", "StridedShard", "TrainingState", "cpu_flash", "cpu_flash_backward",
+    "is_traceable_wrapper_subclass",
     "local_shape_and_offset", "never_compiled", "rebuild_tensor", "rebuild_tensor_of_dtype", "root_modules",
     "tree_leaves",
 ]  # fmt: skip

@@ -28,7 +28,7 @@ def with_adapters(model):
     generator = torch.Generator().manual_seed(2)
     for name, param in model.named_parameters():
         if "lora_B" in name:
-            torch.nn.init.normal_(param, generator=generator)
+            torch.nn.init.normal_(param, std=0.05, generator=generator)
     return model
 
 
@@ -64,7 +64,9 @@ def check(ctx, name, kind, size, ulysses=None, adapters=False, checkpointing=Fal
     if not hasattr(reference.config, "vision_config"):
         for shard, batch in zip(shards, batches, strict=True):
             check_logits(ours, context, shard, reference, batch, mine)
-    sequences.check_step(ours, shards, reference, sum(everyone, []))
+    # In fp32, gradients of one process are 2e-5 from those in float64 with images. Ours are 3e-6 from them.
+    loose = 5e-5 if hasattr(reference.config, "vision_config") else 1e-5
+    sequences.check_step(ours, shards, reference, sum(everyone, []), loose=loose)
 
 
 # World size -> (ranks that share a sequence, Ulysses ranks inside).

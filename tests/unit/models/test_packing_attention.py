@@ -95,12 +95,15 @@ def test_windows_in_blocks_of_a_long_sample(window):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", [*LAYOUTS, "long"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_parts_of_context_ranks(name, rule, size):
-    """Each rank's queries against all keys; what the ranks send to keys and values adds up."""
+@pytest.mark.parametrize("value_dim", [8, 6])
+def test_parts_of_context_ranks(name, rule, size, value_dim):
+    """Each rank's queries against all keys; what the ranks send to keys and values adds up.
+
+    torch's flash kernels take plain rules and values as wide as keys."""
     layout = LAYOUTS.get(name, SequenceLayout(1, 204, [(0, 0, 130), (0, 130, 203)]))
     layout = layout.cut(None, layout.length + -layout.length % (2 * size), False)
     rules = Rules(**RULES[rule])
-    query, key, value = tensors = tensors_of(layout)
+    query, key, value = tensors = tensors_of(layout, value_dim=value_dim)
     parts = [layout.cut(part_of(rank, context=size), layout.length, True) for rank in range(size)]
     outs = [attend(part.take(query, 2), key, value, part, rules) for part in parts]
     check(parts[0].join(outs), defined(*tensors, layout, rules), tensors)

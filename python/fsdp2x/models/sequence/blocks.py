@@ -42,6 +42,11 @@ class Rules:
     def explicit(self) -> bool:
         return self.softcap is not None or self.sinks is not None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether flash kernels know all but the window."""
+        return not self.explicit and self.dropout == 0.0
+
 
 class BlockAttention(torch.autograd.Function):
     """[samples, heads, queries, dim] -> [samples, heads, queries, dim of value]; sums and softmax in fp32.

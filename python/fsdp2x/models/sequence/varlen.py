@@ -1,9 +1,9 @@
 """Block-diagonal causal attention over the samples of a layout, on one rank or over the ranks of a sequence.
 
 Each sample is one call of torch's scaled_dot_product_attention; a sliding window is done in blocks of queries, so that
-work and memory grow with the window and not with the square of the sample. ``blocks.py`` has what that function
-lacks: soft caps, attention sinks, and queries of the last positions only. On CUDA in half precision one variable-length
-flash call does all.
+work and memory grow with the window and not with the square of the sample. That function lacks queries of the last
+positions only, soft caps, and attention sinks: see ``flash.py`` and ``blocks.py``. On CUDA in half precision one
+variable-length flash call does all.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
+from fsdp2x.models.sequence import flash
 from fsdp2x.models.sequence.blocks import BlockAttention, Rules
 from fsdp2x.models.sequence.layout import Range, SequenceLayout
 
@@ -77,9 +78,12 @@ def _attend_rows(
 def _attend_sample(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
     """The last positions of samples of one length to all: [samples, heads, queries, dim], as many keys or more."""
     num, length = q.shape[2], k.shape[2]
+    sees_all = rules.window is None or length <= rules.window
+    if num < length and sees_all and rules.is_plain and flash.takes(q, v):
+        return flash.TailAttention.apply(q, k, v, rules.scale)
     if rules.dropout == 0.0 and (num < length or rules.explicit):
         return BlockAttention.apply(q, k, v, rules.sinks, rules)
-    if num == length and (rules.window is None or length <= rules.window):
+    if num == length and sees_all:
         return _block(q, k, v, rules, None)
     block = num if rules.window is None else max(rules.window, _MIN_BLOCK)
     parts = []
@@ -146,8 +150,7 @@ def flash_kernel() -> Callable | None:
 def flash_takes(query: torch.Tensor, value: torch.Tensor, rules: Rules) -> bool:
     """Returns whether the flash kernel supports these rules on these tensors."""
     half = query.dtype in (torch.float16, torch.bfloat16)
-    plain = not rules.explicit and rules.dropout == 0.0
-    return half and plain and query.shape[-1] == value.shape[-1] <= 256 and query.shape[-1] % 8 == 0
+    return half and rules.is_plain and query.shape[-1] == value.shape[-1] <= 256 and query.shape[-1] % 8 == 0
 
 
 def attend_flat(
