@@ -54,22 +54,19 @@ class GlooAlone:
 
         world = dist.get_world_size()
         units = fsdp2x.memory_report(model).units
-        self._gathers = [unit.slot_bytes // world for unit in units]
-        self._regathers = [unit.slot_bytes // world for unit in units if unit.reshard_after_forward]
+        gathered = [*units, *(unit for unit in units if unit.reshard_after_forward)]
+        self._gathers = [unit.slot_bytes // world for unit in gathered]
         self._reductions = [unit.gradient_bytes for unit in units if unit.gradient_bytes]
         largest = max(*self._gathers, *self._reductions) * world
         self._memory = [torch.ones(largest, dtype=torch.uint8) for _ in range(2)]
         self._world = world
 
-    def _gather(self, sizes: list[int]) -> None:
-        for size in sizes:
+    def step(self, timer: harness.PhaseTimer) -> None:
+        """Leaves the time of the whole step to ``timer``, which counts it without phases."""
+        for size in self._gathers:
             parts = self._memory[0][: size * self._world].view(self._world, size)
             for work in [dist.broadcast(part, src=rank, async_op=True) for rank, part in enumerate(parts)]:
                 work.wait()
-
-    def step(self, timer: harness.PhaseTimer) -> None:
-        """Leaves the time of the whole step to ``timer``, which counts it without phases."""
-        self._gather(self._gathers + self._regathers)
         for size in self._reductions:
             received, sent = (memory[: size * self._world] for memory in self._memory)
             dist.all_to_all_single(received, sent)

@@ -27,7 +27,7 @@ class TailAttention(torch.autograd.Function):
         before, at = parts.split(k), parts.split(v)
         first, a = parts.attend(parts.fold(q), before[0], at[0], is_causal=False)
         second, b = parts.attend(q, parts.repeat(before[1]), parts.repeat(at[1]), is_causal=True)
-        first, a = parts.unfold(first), parts.unfold(a.unsqueeze(-1)).squeeze(-1)
+        first, a = parts.unfold(first), parts.unfold(a)
         log_sums = torch.logaddexp(a, b)
         share = (a - log_sums).exp_().unsqueeze(-1)
         out = torch.lerp(second.to(log_sums.dtype), first.to(log_sums.dtype), share).to(q.dtype)
@@ -40,9 +40,8 @@ class TailAttention(torch.autograd.Function):
         q, k, v, out, log_sums = ctx.saved_tensors
         parts: _Parts = ctx.parts
         before, at = parts.split(k), parts.split(v)
-        folded_sums = parts.fold(log_sums.unsqueeze(-1)).squeeze(-1)
         dq, *first = parts.differentiate(
-            parts.fold(grad), parts.fold(q), before[0], at[0], parts.fold(out), folded_sums, is_causal=False
+            parts.fold(grad), parts.fold(q), before[0], at[0], parts.fold(out), parts.fold(log_sums), is_causal=False
         )
         dq_own, *second = parts.differentiate(
             grad, q, parts.repeat(before[1]), parts.repeat(at[1]), out, log_sums, is_causal=True
@@ -54,7 +53,7 @@ class TailAttention(torch.autograd.Function):
 class _Parts:
     """The keys before the queries, and those at them. Heads that share a kv head are queries of one head for the first.
 
-    ``fold``: [samples, heads, queries, dim] -> [samples, kv heads, heads of one * queries, dim].
+    ``fold``: [samples, heads, queries, ...] -> [samples, kv heads, heads of one * queries, ...].
     """
 
     def __init__(self, q: torch.Tensor, k: torch.Tensor, scale: float | None) -> None:
@@ -66,10 +65,10 @@ class _Parts:
         return x.split((x.shape[2] - self.num, self.num), dim=2)
 
     def fold(self, x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(self.samples, self.kv_heads, self.groups * self.num, x.shape[-1])
+        return x.reshape(self.samples, self.kv_heads, self.groups * self.num, *x.shape[3:])
 
     def unfold(self, x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(self.samples, self.heads, self.num, x.shape[-1])
+        return x.reshape(self.samples, self.heads, self.num, *x.shape[3:])
 
     def repeat(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.groups == 1 else x.repeat_interleave(self.groups, dim=1)
