@@ -248,3 +248,24 @@ def test_save_pretrained_of_a_sharded_model_writes_what_the_whole_one_does(ctx, 
             model.save_pretrained(folder / "no", **refused)
         with pytest.raises(NotImplementedError, match=r"upload the folder by `hf upload"):
             model.push_to_hub("me/model")
+
+
+@distributed(world_sizes=(2,))
+def test_save_pretrained_of_a_class_runs_if_it_gets_an_argument_of_that_class(ctx):
+    """As with NeMo Automodel, whose models pass themselves to a checkpointer that knows shards."""
+    from transformers import Qwen3ForCausalLM
+
+    given = []
+
+    class Mine(Qwen3ForCausalLM):
+        def save_pretrained(self, save_directory, checkpointer=None, **kwargs):
+            given.append((self, save_directory, checkpointer, kwargs))
+
+    with shared_folder() as folder:
+        model = fsdp2x.fully_shard(Mine(build("qwen3").config))
+        model.save_pretrained(folder / "mine", checkpointer="mine", is_final=True)
+        assert given == [(model, folder / "mine", "mine", {"is_final": True})]
+        model.save_pretrained(folder / "ours")
+        assert len(given) == 1 and "model.embed_tokens.weight" in tensors(folder / "ours")
+        with pytest.raises(NotImplementedError, match="push_to_hub=True is not supported for a sharded model"):
+            model.save_pretrained(folder / "no", push_to_hub=True)

@@ -13,7 +13,7 @@ import inspect
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -275,10 +275,22 @@ _HARMLESS = {"save_directory", "is_main_process", "max_shard_size", "token", "se
 def _save_pretrained_of(cls: type) -> Callable | None:
     _cover_wrappers()
     original = getattr(cls, "save_pretrained", None)
-    return None if original is None else _save_of_shards(original, cls.__name__)
+    return None if original is None else _save_of_shards(original, cls.__name__, _own_arguments(cls, original))
 
 
-def _save_of_shards(original: Callable, class_name: str) -> Callable:
+def _own_arguments(cls: type, original: Callable) -> set[str]:
+    """Returns the arguments that ``cls`` adds to the ``save_pretrained`` of transformers or PEFT."""
+    libraries = ("transformers", "peft")
+    theirs = (
+        vars(one)["save_pretrained"]
+        for one in cls.__mro__
+        if "save_pretrained" in vars(one) and one.__module__.partition(".")[0] in libraries
+    )
+    known = next(theirs, original)
+    return set(inspect.signature(original).parameters) - set(inspect.signature(known).parameters)
+
+
+def _save_of_shards(original: Callable, class_name: str, own_arguments: Iterable[str] = ()) -> Callable:
     signature = inspect.signature(original)
     defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
 
@@ -286,7 +298,8 @@ def _save_of_shards(original: Callable, class_name: str) -> Callable:
     def save_pretrained(self: ForeignModel, *args: Any, **kwargs: Any) -> Any:
         """Saves full weights with ``fsdp2x.save_hf``, as the unsharded model would. Collective.
 
-        The class's own method runs if you pass a state dict, or if transformers itself sharded the model.
+        The class's own method runs if you pass a state dict, if transformers itself sharded the model, or if you pass
+        an argument that only this class has, such as NeMo Automodel's ``checkpointer``.
 
         Raises:
             NotImplementedError: an argument changes the files, such as ``push_to_hub=True``.
@@ -294,7 +307,9 @@ def _save_of_shards(original: Callable, class_name: str) -> Callable:
         given = signature.bind(self, *args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         by_transformers = getattr(getattr(self, "config", None), "distributed_config", None) is not None
-        if given.get("state_dict") is not None or given.get("distributed_checkpoint") or by_transformers:
+        by_class = any(given.get(name) != defaults[name] for name in own_arguments if name in given)
+        given_state = given.get("state_dict") is not None or given.get("distributed_checkpoint")
+        if given_state or by_transformers or by_class:
             return original(self, *args, **kwargs)
         for name in list(given)[1:]:
             if name not in _HARMLESS and given[name] != defaults.get(name):
