@@ -86,15 +86,16 @@ at::Tensor SegmentRows::flags() {
 }
 
 std::vector<uint8_t> SegmentRows::has_gradient() {
-  const auto num = static_cast<int64_t>(layout_->params().size());
-  at::Tensor values = at::empty({num}, at::kFloat);
+  const size_t num = layout_->params().size();
+  std::vector<float> values(num);
   if (memory_.is_cpu()) {
-    reduce(layout_->reduce_segment_bytes(), num, DType::f32, values.mutable_data_ptr(), 1.0, false);
+    reduce(layout_->reduce_segment_bytes(), static_cast<int64_t>(num), DType::f32, values.data(), 1.0, false);
   } else {
-    values.copy_(flags());
+    const at::Tensor copy = flags().to(at::kCPU, at::kFloat);
+    std::copy_n(copy.const_data_ptr<float>(), num, values.data());
   }
-  std::vector<uint8_t> has_gradient(layout_->params().size());
-  for (size_t i = 0; i < has_gradient.size(); ++i) has_gradient[i] = values.const_data_ptr<float>()[i] > 0.0F ? 1 : 0;
+  std::vector<uint8_t> has_gradient(num);
+  std::ranges::transform(values, has_gradient.begin(), [](float value) { return value > 0.0F ? 1 : 0; });
   return has_gradient;
 }
 
