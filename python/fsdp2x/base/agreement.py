@@ -434,7 +434,8 @@ def _repeat(group: dist.ProcessGroup, posted: dict) -> None:
     op = dist.ReduceOp.AVG if posted["averages"] else dist.ReduceOp.SUM
     if posted["parts"]:
         world = dist.get_world_size(group)
-        gather_in_place(group, [torch.zeros(size * world, dtype=torch.uint8) for size in posted["parts"]]).wait()
+        parts = [torch.zeros(size, dtype=torch.uint8) for size in posted["parts"]]
+        gather_in_place(group, [part.new_empty(part.numel() * world) for part in parts], parts).wait()
     elif posted["operation"] == "all_gather":
         plain_all_gather(group, whole, part).wait()
     elif posted["operation"] == "reduce_scatter":

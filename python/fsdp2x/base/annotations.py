@@ -102,7 +102,12 @@ def unchecked() -> AbstractContextManager:
 
 
 def skips_checks(function: Callable) -> Callable:
-    """Wraps ``function``, which the engine calls, so that spmd_types does not check it."""
+    """Wraps ``function``, which the engine calls, so that spmd_types does not check it.
+
+    Returns ``function`` itself if spmd_types is not imported yet, because then nothing is annotated.
+    """
+    if imported_package() is None:
+        return function
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -15,48 +15,48 @@ import torch
 import torch.distributed as dist
 
 from fsdp2x.base import torch_private
-from fsdp2x.base.annotations import skips_checks
 from fsdp2x.base.memory_file import aligned_starts
 from fsdp2x.base.processes import introduced, name_ended, own_host
 
+# Part of a rank below which one gather is faster than a broadcast from each rank, over gloo.
+BROADCAST_BYTES = 1 << 18
 
-@skips_checks
+
 def all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
-    """Starts an all-gather of ``source`` into ``output`` and returns the work."""
-    if not broadcasts(group, source.nbytes):
+    """Starts an all-gather of ``source`` into ``output`` and returns the work.
+
+    Over gloo, a large one is a broadcast from each rank. gloo's own gather copies into memory that it allocates.
+    """
+    is_large = source.nbytes >= BROADCAST_BYTES and group is not None
+    if not (is_large and torch_private.is_gloo(group) and may_replace()):
         return plain_all_gather(group, output, source)
-    own = output.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
+    own = output.view(group.size(), -1)[group.rank()]
     if own.data_ptr() != source.data_ptr():
         own.copy_(source.view(-1))
-    return _Parts(_broadcasts(group, output))
+    return _Parts(_broadcasts(group, output, own))
 
 
-@skips_checks
 def plain_all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
     """Starts one all-gather, also if ``all_gather`` would start broadcasts. Returns the work."""
     return _gather()(output, source, group=group, async_op=True)
 
 
-def broadcasts(group: dist.ProcessGroup | None, source_bytes: int) -> bool:
-    """Whether ``all_gather`` now starts a broadcast for each rank. gloo's own copies into memory that it allocates."""
-    if group is None or source_bytes < _LARGE_BYTES:
-        return False
-    return torch_private.is_gloo(group) and may_replace()
+def gather_in_place(group: dist.ProcessGroup, outputs: list[torch.Tensor], sources: list[torch.Tensor]):
+    """Starts all-gathers of ``sources`` over gloo into ``outputs``. Returns the work of all.
+
+    This rank's part of an output is not written. Its source may be that part.
+    """
+    pairs = zip(outputs, sources, strict=True)
+    return _Parts([work for output, source in pairs for work in _broadcasts(group, output, source)])
 
 
-@skips_checks
-def gather_in_place(group: dist.ProcessGroup, outputs: list[torch.Tensor]):
-    """Starts all-gathers over gloo into ``outputs``, which have this rank's part already; returns the work of all."""
-    return _Parts([work for output in outputs for work in _broadcasts(group, output)])
-
-
-def _broadcasts(group: dist.ProcessGroup, output: torch.Tensor) -> list[Any]:
-    parts = output.view(group.size(), -1)
-    if parts[0].nbytes < _LARGE_BYTES:
-        return [_GATHER(output, parts[group.rank()], group=group, async_op=True)]
+def _broadcasts(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor) -> list[Any]:
+    if source.nbytes < BROADCAST_BYTES:
+        return [_GATHER(output, source, group=group, async_op=True)]
     # Not by dist.broadcast, whose checks and logs take a third of its time.
-    pairs = zip(parts.view(torch.uint8).unbind(), _from_each(group.size()), strict=True)
-    return [group.broadcast([part], options) for part, options in pairs]
+    parts = list(output.view(group.size(), -1).view(torch.uint8).unbind())
+    parts[group.rank()] = source.view(torch.uint8)
+    return [group.broadcast([part], options) for part, options in zip(parts, _from_each(group.size()), strict=True)]
 
 
 @functools.cache
@@ -93,7 +93,6 @@ class _Parts:
         return True
 
 
-@skips_checks
 def reduce_scatter(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, average: bool):
     """Starts a reduce-scatter of ``source`` into ``output``; returns the work."""
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
@@ -105,16 +104,13 @@ def _scatter() -> Callable[..., Any]:
 
 
 _GATHER, _SCATTER = _gather(), _scatter()  # valid unless patched
-_LARGE_BYTES = 1 << 18  # below this size, one operation is faster than several
 
 
-@skips_checks
 def all_to_all(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
     """Starts an all-to-all of equal parts of ``source``, one per rank, into ``output``. Returns the work."""
     return dist.all_to_all_single(output, source, group=group, async_op=True)
 
 
-@skips_checks
 def wait(work, timeout: timedelta | None = None) -> bool:
     """Waits for the result of a collective call. ``timeout`` replaces that of its process group."""
     # Synchronous process groups (fake, threaded) return nothing to wait for.

@@ -55,11 +55,11 @@ def register_hooks(state: ShardedUnit, managed: list[nn.Module]) -> None:
     if imported_package() is not None:
         engine_pre_forward = follow_inputs(engine_pre_forward)
 
-    @torch_private.never_compiled
+    @torch.compiler.disable
     def pre_forward(module, args, kwargs):
         return engine_pre_forward(module, args, kwargs)
 
-    @torch_private.never_compiled
+    @torch.compiler.disable
     def checked_pre_forward(module, args, kwargs):
         weak().check_pools()
         return engine_pre_forward(module, args, kwargs)
@@ -67,7 +67,7 @@ def register_hooks(state: ShardedUnit, managed: list[nn.Module]) -> None:
     if os.environ.get("FSDP2X_DEBUG", "0") not in ("", "0"):
         pre_forward = checked_pre_forward
 
-    @torch_private.never_compiled
+    @torch.compiler.disable
     def post_forward(module, args, output):
         return weak().hooks.post_forward(module, args, output)
 
@@ -81,7 +81,7 @@ def follow_modules_of(root: ShardedUnit) -> None:
     """Makes ``root`` check its modules before each of its forwards."""
     weak = _held_by_modules(root)
 
-    @torch_private.never_compiled
+    @torch.compiler.disable
     def follow(module, args):
         weak().follow_modules()
         watch_entries(weak())

@@ -18,9 +18,9 @@ from fsdp2x.base import torch_private
 from fsdp2x.base.agreement import Agreement, agreement_of, make_agreement
 from fsdp2x.base.annotations import skips_checks
 from fsdp2x.base.collectives import (
+    BROADCAST_BYTES,
     all_gather,
     all_to_all,
-    broadcasts,
     explain_collective,
     gather_in_place,
     may_replace,
@@ -89,7 +89,7 @@ class TransportChoice:
                 known.require_same_training()  # so that gradients have the same size on each replica
             if shared is None:
                 self._use_twin(group)
-                self._all_reduces[group] = functools.partial(_all_reduce, group, self._timeout)
+                self._all_reduces[group] = skips_checks(functools.partial(_all_reduce, group, self._timeout))
             else:
                 self._all_reduces[group] = _C.HostAllReduce(shared)
         return self._all_reduces[group]
@@ -185,13 +185,13 @@ class TransportChoice:
         how = torch_private.gathers_of(group, ranks.device)
         below = transport.pack_below_bytes(how, ranks.world)
         return _C.group_transport(
-            functools.partial(all_gather, group),
-            functools.partial(gather_in_place, group),
-            functools.partial(reduce_scatter, group),
-            functools.partial(all_to_all, group),
-            functools.partial(wait if agreement is None else agreement.wait, timeout=self._timeout),
+            skips_checks(functools.partial(all_gather, group)),
+            skips_checks(functools.partial(gather_in_place, group)),
+            skips_checks(functools.partial(reduce_scatter, group)),
+            skips_checks(functools.partial(all_to_all, group)),
+            skips_checks(functools.partial(wait if agreement is None else agreement.wait, timeout=self._timeout)),
             may_replace if how == "broadcast" else None,
-            functools.partial(broadcasts, group),
+            BROADCAST_BYTES,
             _C.PACK_EVERYTHING if below is None else below,
         )
 
@@ -223,7 +223,6 @@ class TransportChoice:
         return shared, reason
 
 
-@skips_checks
 def _all_reduce(group: dist.ProcessGroup, timeout: timedelta | None, rows: torch.Tensor, average: bool) -> bool:
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     agreement = agreement_of(group)

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp2x.base import optimizer_hooks, torch_private
+from fsdp2x.base.annotations import skips_checks
 from fsdp2x.base.native import _C
 from fsdp2x.sharding import spec as specs
 from fsdp2x.sharding.collect import Owners, Placed
@@ -351,9 +352,9 @@ class ShardedParamGroup(GroupNames):
             _C.Layout(shapes, self.ranks.world, self.ranks.rank, on_device),
             self._present_pool,
             self._engine_params(shapes),
-            specs.make_gradient,
-            specs.add_to_foreign,
-            specs.plain_gradient,
+            skips_checks(specs.make_gradient),
+            skips_checks(specs.add_to_foreign),
+            skips_checks(specs.plain_gradient),
             self.ranks.replicas,
             self.ranks.device,
             _OFFLOADS.get(self.offload.mode, _C.Offload.nothing) if on_device else _C.Offload.nothing,

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp2x.base import torch_private
-from fsdp2x.base.annotations import Annotation, annotation_of, skips_checks
+from fsdp2x.base.annotations import Annotation, annotation_of
 from fsdp2x.sharding.mesh import ShardGroup
 
 # One object for each dim makes comparing the placements of two parameters cheap.
@@ -65,14 +65,12 @@ class ParamSpec:
         return torch_private.dtensor(local, torch_private.spec_with_dtype(self.unsharded, local.dtype))
 
 
-@skips_checks
 def make_gradient(spec: ParamSpec, local: torch.Tensor) -> torch.Tensor:
     """Makes the gradient over the flat gradient rows ``local``, with the placement and shape of the parameter."""
     with torch.no_grad():
         return spec.wrap(local.view(spec.local_shape))
 
 
-@skips_checks
 def add_to_foreign(param: nn.Parameter, local: torch.Tensor) -> None:
     """Adds the flat gradient rows ``local`` to a ``.grad`` that other code assigned."""
     grad = param.grad
@@ -82,7 +80,6 @@ def add_to_foreign(param: nn.Parameter, local: torch.Tensor) -> None:
         target.add_(local.view(target.shape))
 
 
-@skips_checks
 def plain_gradient(spec: ParamSpec, gradient: torch.Tensor) -> torch.Tensor:
     """Returns the local tensor, with the parameter's placements, of a gradient that is a tensor subclass."""
     with torch.no_grad():

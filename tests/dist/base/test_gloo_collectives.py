@@ -28,12 +28,13 @@ def everything_is_large():
     """Gathers in place what can be, and by broadcasts. Yields what each gather in place was given."""
     gathered = []
 
-    def gather_in_place(group, outputs):
+    def gather_in_place(group, outputs, sources):
         gathered.append([output.numel() for output in outputs])
-        return collectives.gather_in_place(group, outputs)
+        return collectives.gather_in_place(group, outputs, sources)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "_LARGE_BYTES", 0)
+        patch.setattr(collectives, "BROADCAST_BYTES", 0)
+        patch.setattr(transport_choice, "BROADCAST_BYTES", 0)
         patch.setattr(transport, "pack_below_bytes", lambda gathers, world: 0)
         patch.setattr(transport_choice, "gather_in_place", gather_in_place)
         yield gathered
@@ -49,7 +50,7 @@ def test_values_are_those_of_torch(ctx, large_bytes):
     only_fsdp2x(ctx)
     group, world = dist.group.WORLD, ctx.world
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "_LARGE_BYTES", large_bytes)
+        patch.setattr(collectives, "BROADCAST_BYTES", large_bytes)
         for dtype in DTYPES:
             source, expected = values(ctx.rank, 301, dtype), torch.empty(world * 301, dtype=dtype)
             dist.all_gather_into_tensor(expected, source)
@@ -60,7 +61,7 @@ def test_values_are_those_of_torch(ctx, large_bytes):
                 assert torch.equal(output, expected), dtype
             outputs[1].zero_()
             in_place.copy_(source)
-            collectives.gather_in_place(group, [outputs[1]]).wait()
+            collectives.gather_in_place(group, [outputs[1]], [source]).wait()
             assert torch.equal(outputs[1], expected), dtype
 
 
@@ -199,3 +200,21 @@ def test_a_separate_group_exchanges_and_is_checked(ctx):
             assert not (wrong := divergences.run(program)), (program, wrong)
         divergences.meet_again()
     assert gathered, "a separate group does not forbid gathers in place"
+
+
+@distributed(world_sizes=(2, 3))
+def test_a_gather_that_the_user_starts_has_the_values_of_its_start(ctx):
+    only_fsdp2x(ctx)
+    with everything_is_large() as gathered:
+        model = shard(ctx, Stack(width=12, hidden=20), STACK_UNITS, transport="process_group")
+        unit = model.get_submodule(STACK_UNITS[0])
+        expected = {name: param.full_tensor().detach().clone() for name, param in unit.named_parameters()}
+        model(torch.ones(2, 12))  # lazy initialization
+        model.reshard()
+        handle = unit.unshard(async_op=True)
+        with torch.no_grad():
+            for param in unit.parameters():
+                param.to_local().zero_()
+        handle.wait()
+        assert gathered
+        same(dict(unit.named_parameters()), expected)

@@ -58,12 +58,9 @@ bool ProcessGroupTransport::may_overlap(const ParamGroup& group) const {
 }
 
 std::vector<size_t> ProcessGroupTransport::broadcast_parts(const ParamGroup& group, size_t segment_bytes) const {
-  if (group.calls().all_gather) return {};
-  const pybind11::gil_scoped_acquire gil;
-  const auto bytes = static_cast<Py_ssize_t>(segment_bytes);
-  const PyRef answer = PyRef::steal(PyObject_CallFunction(collectives_.broadcasts.get(), "n", bytes));
-  if (!answer) throw_python_error();
-  return answer.get() == Py_True ? std::vector<size_t>{segment_bytes} : std::vector<size_t>();
+  const bool is_large = segment_bytes >= collectives_.broadcast_bytes;
+  if (group.calls().all_gather || !is_large || !may_replace()) return {};
+  return {segment_bytes};
 }
 
 at::Tensor ProcessGroupTransport::take(size_t bytes) {
@@ -153,7 +150,16 @@ bool ProcessGroupTransport::begin_coded_gather(ParamGroup& group, bool pools_sta
   return true;
 }
 
-bool ProcessGroupTransport::begin_gather_in_place(ParamGroup& group) {
+bool ProcessGroupTransport::can_send_pool(const ParamGroup& group) const {
+  const auto& direct = groups_.at(group.index()).in_place.direct;
+  return std::ranges::all_of(direct, [&](const DirectGather& one) {
+    const ParamPlace& place = group.layout().params()[one.param];
+    return one.chunk_bytes >= collectives_.broadcast_bytes && place.shape.orig == place.shape.compute &&
+           place.shape.outer == 1 && place.shard_numel == place.padded_shard_numel;
+  });
+}
+
+bool ProcessGroupTransport::begin_gather_in_place(ParamGroup& group, bool pools_stand_still) {
   PerGroup& state = per_group(group);
   const GatherPlan& plan = state.in_place;
   if (!may_overlap(group)) return false;
@@ -165,23 +171,35 @@ bool ProcessGroupTransport::begin_gather_in_place(ParamGroup& group) {
   if (plan.segment_bytes > 0) parts.push_back(plan.segment_bytes);
   agree_on_shards(group, Operation::all_gather, group.layout().gather_segment_bytes(), DType::byte, parts);
   open_slot(group);
-  const void* const pool = group.pool().const_data_ptr();
-  run_copies_on(at::kCPU, plan.shard_to_slot, pool, group.gather().write);
+  const at::Tensor& pool = group.pool();
   const at::Tensor& slot = slot_memory_[static_cast<size_t>(group.gather().slot.id)];
-  std::vector<at::Tensor> outputs;
-  for (const DirectGather& direct : plan.direct) {
-    outputs.push_back(typed(slot, DType::byte, direct.slot_offset, direct.chunk_bytes * world));
+  const auto fill_own_rows = [&] {
+    run_copies_on(at::kCPU, plan.shard_to_slot, pool.const_data_ptr(), group.gather().write);
+  };
+  const bool from_pool = pools_stand_still && can_send_pool(group);
+  if (!from_pool) fill_own_rows();
+  std::vector<at::Tensor> outputs, sources;
+  for (const auto& [param, offset, bytes] : plan.direct) {
+    outputs.push_back(typed(slot, DType::byte, offset, bytes * world));
+    sources.push_back(from_pool ? typed(pool, DType::byte, group.layout().params()[param].shard_offset, bytes)
+                                : typed(slot, DType::byte, offset + rank * bytes, bytes));
   }
   if (plan.segment_bytes > 0) {
     state.gather.memory = take(plan.segment_bytes * world);
     auto* const own = static_cast<std::byte*>(state.gather.memory.data_ptr()) + rank * plan.segment_bytes;
-    run_copies_on(at::kCPU, plan.shard_to_segment, pool, own);
+    run_copies_on(at::kCPU, plan.shard_to_segment, pool.const_data_ptr(), own);
     outputs.push_back(state.gather.memory);
+    sources.push_back(typed(state.gather.memory, DType::byte, rank * plan.segment_bytes, plan.segment_bytes));
   }
-  const pybind11::gil_scoped_acquire gil;
-  const pybind11::object py_outputs = pybind11::cast(outputs);
-  state.gather.work = PyRef::steal(PyObject_CallOneArg(collectives_.gather_in_place.get(), py_outputs.ptr()));
-  if (!state.gather.work) throw_collective_error(gil, group, group.calls().explain, "all-gather");
+  {
+    const pybind11::gil_scoped_acquire gil;
+    const pybind11::object py_outputs = pybind11::cast(outputs);
+    const pybind11::object py_sources = pybind11::cast(sources);
+    state.gather.work = PyRef::steal(
+        PyObject_CallFunctionObjArgs(collectives_.gather_in_place.get(), py_outputs.ptr(), py_sources.ptr(), nullptr));
+    if (!state.gather.work) throw_collective_error(gil, group, group.calls().explain, "all-gather");
+  }
+  if (from_pool) fill_own_rows();  // while gloo's threads send
   ++group.counters().python_calls;
   return true;
 }
@@ -194,7 +212,7 @@ void ProcessGroupTransport::begin_gather(ParamGroup& group, bool pools_stand_sti
     return;
   }
   state.gathers_in_place = false;
-  if (begin_coded_gather(group, pools_stand_still) || begin_gather_in_place(group)) return;
+  if (begin_coded_gather(group, pools_stand_still) || begin_gather_in_place(group, pools_stand_still)) return;
   const size_t segment = group.layout().gather_segment_bytes();
   const auto rank = static_cast<size_t>(group.layout().rank());
   const DType wire = wire_type(group.layout());

@@ -21,15 +21,15 @@
 
 namespace fsdp2x {
 
-// Python callables of one process group. The last three are synchronous.
+// Python callables of one process group. The last two are synchronous.
 struct Collectives {
   PyRef all_gather;       // (output, input) -> work
-  PyRef gather_in_place;  // (list of outputs) -> work; each output has this rank's part already
+  PyRef gather_in_place;  // (list of outputs, list of inputs) -> work; this rank's part of an output is not written
   PyRef reduce_scatter;   // (output, input, average: bool) -> work
   PyRef all_to_all;       // (output, input) -> work
   PyRef wait;             // (work)
   PyRef may_replace;      // () -> bool: whether gather_in_place and all_to_all may replace the others now, null: never
-  PyRef broadcasts;       // (bytes) -> bool: whether all_gather of a segment of this size now runs as broadcasts
+  size_t broadcast_bytes = 0;  // if may_replace, all_gather of segments of this size and more runs as broadcasts
   size_t pack_below_bytes = kPackEverything;  // parameters of this size and more are gathered in place
 };
 
@@ -90,7 +90,10 @@ class ProcessGroupTransport final : public Transport {
   void start(ParamGroup& group, const PyRef& collective, Staging& staging, const at::Tensor& output,
              const at::Tensor& input, const char* operation, PyObject* option = nullptr);
   bool begin_coded_gather(ParamGroup& group, bool pools_stand_still);
-  bool begin_gather_in_place(ParamGroup& group);
+  bool begin_gather_in_place(ParamGroup& group, bool pools_stand_still);
+  // Whether a gather in place can send the shards from their pool. Otherwise it sends this rank's rows in the slot:
+  // after a cast, or if gloo fills those rows too.
+  bool can_send_pool(const ParamGroup& group) const;
   bool begin_coded_reduce(ParamGroup& group);
   bool begin_exchange(ParamGroup& group);
   void sum_coded(ParamGroup& group);
