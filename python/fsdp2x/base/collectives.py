@@ -29,7 +29,7 @@ def all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Ten
     """
     is_large = source.nbytes >= BROADCAST_BYTES and group is not None
     if not (is_large and torch_private.is_gloo(group) and may_replace()):
-        return plain_all_gather(group, output, source)
+        return _gather()(output, source, group=group, async_op=True)
     own = output.view(group.size(), -1)[group.rank()]
     if own.data_ptr() != source.data_ptr():
         own.copy_(source.view(-1))

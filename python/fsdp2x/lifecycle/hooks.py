@@ -49,30 +49,25 @@ def register_hooks(state: ShardedUnit, managed: list[nn.Module]) -> None:
 
     # Hooks, and all Python that the engine calls from them, stay outside of compiled graphs.
     # They do not refer to the engine's hooks, because Dynamo's wrappers live until the cycle collector runs.
-    def engine_pre_forward(module, args, kwargs):
+    def pre_forward(module, args, kwargs):
         return weak().hooks.pre_forward(module, args, kwargs)
 
-    if imported_package() is not None:
-        engine_pre_forward = follow_inputs(engine_pre_forward)
-
-    @torch.compiler.disable
-    def pre_forward(module, args, kwargs):
-        return engine_pre_forward(module, args, kwargs)
-
-    @torch.compiler.disable
     def checked_pre_forward(module, args, kwargs):
         weak().check_pools()
-        return engine_pre_forward(module, args, kwargs)
+        return weak().hooks.pre_forward(module, args, kwargs)
 
-    if os.environ.get("FSDP2X_DEBUG", "0") not in ("", "0"):
-        pre_forward = checked_pre_forward
+    is_debugged = os.environ.get("FSDP2X_DEBUG", "0") not in ("", "0")
+    before = checked_pre_forward if is_debugged else pre_forward
+    if imported_package() is not None:
+        before = follow_inputs(before)
+    before = torch.compiler.disable(before)
 
     @torch.compiler.disable
     def post_forward(module, args, output):
         return weak().hooks.post_forward(module, args, output)
 
     for module in state.modules:
-        module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(post_forward, always_call=True)
     watch_loading(state, {id(m): m for param in state.params for m, _ in param.owners}.values())
 
