@@ -54,8 +54,9 @@ at::Tensor typed(const at::Tensor& memory, DType type, size_t offset, size_t num
   // Not narrow() and view(): their dispatch takes microseconds, several times per unit.
   const at::ScalarType dtype = torch_dtype(type);
   const auto element = static_cast<int64_t>(c10::elementSize(dtype));
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(memory.storage()), memory.key_set(),
-                                                               c10::scalarTypeToTypeMeta(dtype));
+  const c10::DispatchKeySet keys(memory.options().computeDispatchKey());  // plain, also for memory of a user's subclass
+  at::Tensor tensor =
+      at::detail::make_tensor<c10::TensorImpl>(c10::Storage(memory.storage()), keys, c10::scalarTypeToTypeMeta(dtype));
   c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   impl.set_storage_offset((memory.storage_offset() + static_cast<int64_t>(offset)) / element);
   impl.set_sizes_contiguous({static_cast<int64_t>(num_bytes) / element});

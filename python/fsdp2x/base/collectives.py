@@ -106,7 +106,7 @@ def _scatter() -> Callable[..., Any]:
 _GATHER, _SCATTER = _gather(), _scatter()  # valid unless patched
 
 
-def all_to_all(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
+def all_to_all(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor) -> Any:
     """Starts an all-to-all of equal parts of ``source``, one per rank, into ``output``. Returns the work."""
     return dist.all_to_all_single(output, source, group=group, async_op=True)
 

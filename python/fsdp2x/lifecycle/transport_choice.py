@@ -181,7 +181,7 @@ class TransportChoice:
         if layer is not None:
             return transport.device_transport(layer, ranks.group, self._comm_memory)
         agreement = self._use_twin(ranks.group)
-        group = ranks.group if agreement is None else agreement.group
+        group: Any = ranks.group if agreement is None else agreement.group
         how = torch_private.gathers_of(group, ranks.device)
         below = transport.pack_below_bytes(how, ranks.world)
         return _C.group_transport(
@@ -223,7 +223,7 @@ class TransportChoice:
         return shared, reason
 
 
-def _all_reduce(group: dist.ProcessGroup, timeout: timedelta | None, rows: torch.Tensor, average: bool) -> bool:
+def _all_reduce(group: dist.ProcessGroup | None, timeout: timedelta | None, rows: torch.Tensor, average: bool) -> bool:
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     agreement = agreement_of(group)
     if agreement is not None and agreement.group is not None:
