@@ -211,4 +211,5 @@ def test_never_above_stock(ctx, transport, policy, reshard):
     for make in (ours, stock):  # what the first call loads and keeps
         resident_bytes(ctx, make, 1)
     mine, theirs = (resident_bytes(ctx, make, 2) for make in (ours, stock))
-    assert mine <= 1.02 * theirs, f"ours {mine / 1e6:.1f} MB, stock {theirs / 1e6:.1f} MB"
+    # The kernel may back a pool with huge pages, which also hold up to 2 MiB that the pool does not use.
+    assert mine <= 1.02 * theirs + 2**21, f"ours {mine / 1e6:.1f} MB, stock {theirs / 1e6:.1f} MB"
