@@ -273,7 +273,7 @@ class ShardedParamGroup(GroupNames):
                     "to_empty() on the model and fill it yourself."
                 )
         layout = self._pool_layout()
-        # Whoever fills the parameters writes every page once. Here only the padding is zeroed.
+        # Filling the parameters writes every page once. Here only the padding is zeroed.
         device = torch.device("cpu") if self.offloads else self.ranks.device
         pool = self._make_pool(layout, device, [local.dtype for local in locals_])
         self._own_offsets = layout.shard_offsets
