@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2x.base import torch_private
+from fsdp2x.base.annotations import unchecked
 from fsdp2x.base.collectives import (
     Diverged,
     all_to_all,
@@ -346,7 +347,8 @@ class Agreement:
             group = self.separate_group if posted["is_separate"] else self.group
             assert group is not None, "ranks of a device do not come here"
             if not posted["is_custom"] and posted["operation"] != "other":  # those run over the user's group
-                _repeat(group, posted)
+                with unchecked():
+                    _repeat(group, posted)
         self._generation += 1
         self._num_asked = 0
         self._begin_round()
