@@ -101,15 +101,16 @@ def unchecked() -> AbstractContextManager:
     return nullcontext() if package is None else package.no_typecheck()
 
 
-def skips_checks(function: Callable) -> Callable:
-    """Wraps ``function``, which the engine calls, so that spmd_types does not check it.
+def skips_checks(function: Callable, *bound: Any, **options: Any) -> Callable:
+    """Returns ``function`` with the arguments bound, for the engine to call. spmd_types does not check it.
 
-    Returns ``function`` itself if spmd_types is not imported yet, because then nothing is annotated.
+    Does not wrap it if spmd_types is not imported yet, because then nothing is annotated.
     """
+    if bound or options:
+        function = functools.partial(function, *bound, **options)
     if imported_package() is None:
         return function
 
-    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not is_checking():
             return function(*args, **kwargs)

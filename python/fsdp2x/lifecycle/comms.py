@@ -73,7 +73,7 @@ class _ExtensionGathers:
         group = self._group()
         group.refresh_aliases()
         if not (group.transport.is_collective and group.ranks.world > 1 and group.engine.slot_bytes > 0):
-            self._begin(skips_checks(functools.partial(all_gather, group.ranks.group)), [])
+            self._begin(skips_checks(all_gather, group.ranks.group), [])
         return True
 
     def _wait(self) -> None:
@@ -118,7 +118,7 @@ def apply(state: ShardedUnit) -> None:
         call = _custom_gather if works_in_theirs else _gather_copies
         gather = custom.all_gather and functools.partial(call, custom.all_gather, ranks)
         if group.extension_gathers is not None:
-            gather = gather or skips_checks(functools.partial(all_gather, ranks))
+            gather = gather or skips_checks(all_gather, ranks)
             gather = functools.partial(group.extension_gathers.all_gather, gather)
         engine.all_gather = gather
         reduction = separate = exchange = None  # the transport's own
@@ -133,8 +133,8 @@ def apply(state: ShardedUnit) -> None:
         elif custom.separate_reduction:
             if (agreement := agreement_of(group.ranks.group)) is not None:
                 agreement.separate_group = ranks
-            separate = skips_checks(functools.partial(reduce_scatter, ranks))
-            exchange = skips_checks(functools.partial(all_to_all, ranks))
+            separate = skips_checks(reduce_scatter, ranks)
+            exchange = skips_checks(all_to_all, ranks)
         engine.reduce_scatter = reduction
         engine.separate_reduce_scatter, engine.separate_all_to_all = separate, exchange
 

@@ -89,7 +89,7 @@ class TransportChoice:
                 known.require_same_training()  # so that gradients have the same size on each replica
             if shared is None:
                 self._use_twin(group)
-                self._all_reduces[group] = skips_checks(functools.partial(_all_reduce, group, self._timeout))
+                self._all_reduces[group] = skips_checks(_all_reduce, group, self._timeout)
             else:
                 self._all_reduces[group] = _C.HostAllReduce(shared)
         return self._all_reduces[group]
@@ -185,11 +185,11 @@ class TransportChoice:
         how = torch_private.gathers_of(group, ranks.device)
         below = transport.pack_below_bytes(how, ranks.world)
         return _C.group_transport(
-            skips_checks(functools.partial(all_gather, group)),
-            skips_checks(functools.partial(gather_in_place, group)),
-            skips_checks(functools.partial(reduce_scatter, group)),
-            skips_checks(functools.partial(all_to_all, group)),
-            skips_checks(functools.partial(wait if agreement is None else agreement.wait, timeout=self._timeout)),
+            skips_checks(all_gather, group),
+            skips_checks(gather_in_place, group),
+            skips_checks(reduce_scatter, group),
+            skips_checks(all_to_all, group),
+            skips_checks(wait if agreement is None else agreement.wait, timeout=self._timeout),
             may_replace if how == "broadcast" else None,
             BROADCAST_BYTES,
             _C.PACK_EVERYTHING if below is None else below,
