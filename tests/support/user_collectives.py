@@ -33,6 +33,13 @@ class UserGather(UserCollective):
 
 
 class UserScatter(UserCollective):
+    """``raises``: the next reduction does."""
+
+    raises = False
+
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        if self.raises:
+            self.raises = False
+            raise RuntimeError("refused")
         self.note(output_tensor, input_tensor)
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)

@@ -48,8 +48,17 @@ void Reductions::post(ScheduledUnit& unit, ScheduledGroup& group, ForwardCounts 
   make_room(group, std::nullopt);
   group.set_gradients(GradientState::posted);
   group.posts_late_ = false;
-  effects_.begin_reduce(group, forwards);
-  make_room(group, std::nullopt);  // for the memory next to it
+  try {
+    effects_.begin_reduce(group, forwards);
+    make_room(group, std::nullopt);  // for the memory next to it
+  } catch (...) {
+    // Outside of a backward, nothing else drops a reduction that is not pending.
+    const Contributions& sum = group.contributions_;
+    const bool holds_earlier = sum.backward != backward_number() || sum.holds_earlier;
+    drop_packed(group);
+    if (holds_earlier) mark_lost(group);
+    throw;
+  }
   pending_.push_back({unit.shared_from_this(), &group});
 }
 

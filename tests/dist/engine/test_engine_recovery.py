@@ -11,6 +11,7 @@ import fsdp2x
 from harness import distributed
 from models import STACK_UNITS, Mlp, Stack, inputs
 from reference import both_transports, grads, only_fsdp2x, same, shard, shard_stock
+from user_collectives import UserScatter
 
 
 class Planned(Exception):
@@ -254,6 +255,38 @@ def test_a_failed_backward_keeps_earlier_gradients_or_says_that_they_are_lost(ct
         same(grads(model), expected, place)
         is_clean(model, place)
     assert "first gradient" in kept and "last unit" not in kept
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("mode", ["synchronize", "manual"])
+def test_a_reduction_that_fails_outside_of_backward_leaves_no_gradient(ctx, mode):
+    """Its gradients are lost, which the next step says."""
+    only_fsdp2x(ctx)
+    model = shard(ctx, Stack(), STACK_UNITS, transport="process_group")
+    model.set_manual_backward_finalization(mode == "manual")
+    scatter = UserScatter()
+    model.blocks[1].set_custom_reduce_scatter(scatter)
+
+    def step():
+        model.zero_grad()
+        model.set_requires_gradient_sync(mode == "manual")
+        loss_of(ctx, model, 0).backward()
+        if mode == "manual":
+            return model.finalize_backward()
+        model.set_requires_gradient_sync(True)
+        model.synchronize_gradients()
+
+    step()
+    expected = grads(model)
+    scatter.raises = True
+    with pytest.raises(RuntimeError, match="refused"):
+        step()
+    with pytest.raises(RuntimeError, match="reset_iter_state"):
+        step()
+    model.reset_iter_state()
+    step()
+    same(grads(model), expected)
+    is_clean(model, mode)
 
 
 @distributed(world_sizes=(2, 3))
