@@ -102,6 +102,9 @@ class Effects {
   virtual bool follow_gathered(ScheduledUnit& /*unit*/) { return true; }
   // Writes this rank's rows into the slot and posts them to the peers. `shards_stand_still`: no shard changes now.
   virtual void begin_gather(ScheduledGroup& group, bool shards_stand_still) = 0;
+  // Remembers the shards of a unit that is gathered ahead, and returns whether they were written since.
+  virtual void note_shards(ScheduledUnit& /*unit*/) {}
+  virtual bool were_shards_written(const ScheduledUnit& /*unit*/) const { return false; }
   // Waits until all rows are there and registers the unsharded parameters in modules.
   virtual void finish_gather(ScheduledUnit& unit, ScheduledGroup& group) = 0;
   // Registers the sharded parameters in modules and ends the use of the slot. `may_keep_rows`: a smaller world may keep

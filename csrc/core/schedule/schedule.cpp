@@ -32,7 +32,7 @@ void Schedule::begin_unshard(ScheduledUnit& unit) {
     }
     effects_.refuse_lost(unit);
   }
-  gathers_.begin(unit, shards_stand_still());
+  gathers_.begin(unit, shards_stand_still(unit));
 }
 
 void Schedule::unshard(ScheduledUnit& unit) {
@@ -128,6 +128,11 @@ void Schedule::gather_for_forward(ScheduledUnit& unit, const Entry& entry) {
   // An optimizer may have run since the rows were kept, so gather the shards themselves.
   if (!effects_.inside_backward()) gathers_.drop_rows(unit);
   if (unit.param_state_ == ParamState::unsharded && !effects_.follow_gathered(unit)) reshard(unit);
+  if (unit.param_state_ == ParamState::gathering && effects_.were_shards_written(unit)) {
+    // A momentum encoder, for example, is updated in the forward of its root. Gather again, and no longer ahead.
+    gathers_.cancel(unit);
+    unit.is_written_in_forward_ = true;
+  }
   const bool gathers = unit.has_params() && unit.param_state_ != ParamState::unsharded;
   unshard(unit);
   if (entry.begins_unit) prefetch_forward(unit, gathers);
@@ -141,7 +146,7 @@ void Schedule::prefetch_forward(ScheduledUnit& unit, bool was_gathered) {
   if (!unit.forward_prefetch_.empty()) {
     for (const auto& weak : unit.forward_prefetch_) {
       const auto target = weak.lock();
-      if (!target || target->param_state_ != ParamState::sharded) continue;
+      if (!target || target->param_state_ != ParamState::sharded || target->is_written_in_forward_) continue;
       // A checkpoint recomputes units one by one, and the backward of the next one is over.
       if (recomputes && target->phase_ == Phase::reduced) continue;
       if (!recomputes) gathers_.drop_rows(*target);
@@ -150,7 +155,7 @@ void Schedule::prefetch_forward(ScheduledUnit& unit, bool was_gathered) {
     return;
   }
   if (!next || (settings_.is_synchronous && !effects_.may_overlap(*next))) return;
-  if (next->param_state_ != ParamState::sharded || !next->has_params()) return;
+  if (next->param_state_ != ParamState::sharded || !next->has_params() || next->is_written_in_forward_) return;
   gathers_.drop_rows(*next);
   prefetch(*next, Section::forward_prefetch);
 }
@@ -248,6 +253,7 @@ void Schedule::prefetch(ScheduledUnit& unit, Section section) {
   const auto open = effects_.open_section(unit, section);
   ++num_prefetches_;
   begin_unshard(unit);
+  if (section == Section::forward_prefetch) effects_.note_shards(unit);
 }
 
 void Schedule::begin_backward() {

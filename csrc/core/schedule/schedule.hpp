@@ -120,7 +120,9 @@ class Schedule {
     uint64_t progress = 0;   // the largest position published
     uint64_t finalized = 0;  // number of the next backward when reductions were last finalized
   };
-  bool shards_stand_still() const { return in_forward() || in_backward(); }
+  bool shards_stand_still(const ScheduledUnit& unit) const {
+    return (in_forward() || in_backward()) && !unit.is_written_in_forward_;
+  }
   void begin_forward(ScheduledUnit& unit, bool has_grad);
   void prefetch_forward(ScheduledUnit& unit, bool was_gathered);
   void prefetch_backward(ScheduledUnit& unit);

@@ -132,6 +132,7 @@ void ParamGroup::take_seats(AgreementSeat shards, AgreementSeat replicas) {
 
 ParamGroup& ParamGroup::begin_gather() {
   ++counters().gathers;
+  noted_versions_.reset();
   call(calls_.begin_extension_gather);  // before the pool is read, because it refreshes aliases
   gathered_from_ = keeps_rows() ? post_forward_.group.get() : this;
   if (gathered_from_ == this) {
@@ -199,6 +200,19 @@ bool ParamGroup::follow_gathered() {
     has_own_memory = has_own_memory && param.has_own_memory();
   }
   return has_own_memory;
+}
+
+uint64_t ParamGroup::shard_versions(const Gil& /*gil*/) const {
+  uint64_t sum = 0;
+  const auto add = [&sum](const at::Tensor& tensor) {
+    if (tensor.defined() && !tensor.is_inference()) sum += tensor._version();
+  };
+  for (const Param& param : params_) {
+    add(param.sharded());
+    const LocalTensor local = local_tensor(param.sharded_object());  // has a counter of its own
+    if (local.spec) add(local.tensor);
+  }
+  return sum;
 }
 
 void ParamGroup::fill() {

@@ -6,6 +6,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -134,6 +135,12 @@ class ParamGroup final : public ScheduledGroup {
   // Follows changes of requires_grad, before a forward over parameters that were gathered earlier. Returns false if a
   // parameter got other memory and must be gathered again.
   bool follow_gathered();
+  // Returns the sum of torch's version counters of the shards. It grows if a shard is written, except through `.data`
+  // and by foreach functions over DTensors.
+  uint64_t shard_versions(const Gil& gil) const;
+  // Remembers the versions until the next gather begins.
+  void note_shards(const Gil& gil) { noted_versions_ = shard_versions(gil); }
+  bool were_shards_written(const Gil& gil) const { return noted_versions_ && *noted_versions_ != shard_versions(gil); }
   // Returns a parameter that lost a change at a reshard since the last call, usually null.
   const Param* take_lost();
   // Poisons the unsharded parameters and registers the sharded ones. `keeps_post_forward`: registers those of the
@@ -230,7 +237,8 @@ class ParamGroup final : public ScheduledGroup {
   GroupCalls calls_;
   Gradients gradients_;
   GatherSlot gather_;
-  ParamGroup* gathered_from_ = this;  // the group whose transport and slot served the last gather
+  std::optional<uint64_t> noted_versions_;  // of the shards, see note_shards
+  ParamGroup* gathered_from_ = this;        // the group whose transport and slot served the last gather
   PostForward post_forward_;
   WaitingTensors waiting_;
 };

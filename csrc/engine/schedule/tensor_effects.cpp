@@ -166,6 +166,17 @@ void TensorEffects::begin_gather(ScheduledGroup& group, bool shards_stand_still)
   source.transport().begin_gather(source, shards_stand_still);
 }
 
+void TensorEffects::note_shards(ScheduledUnit& unit) {
+  const pybind11::gil_scoped_acquire gil;  // a recomputing backward comes here without it
+  for (const auto& group : of(unit).groups) group->note_shards(gil);
+}
+
+bool TensorEffects::were_shards_written(const ScheduledUnit& unit) const {
+  const pybind11::gil_scoped_acquire gil;
+  const auto& groups = of(unit).groups;
+  return std::ranges::any_of(groups, [&gil](const auto& group) { return group->were_shards_written(gil); });
+}
+
 void TensorEffects::finish_gather(ScheduledUnit& unit, ScheduledGroup& group) {
   const OutsideTransforms outside;
   ParamGroup& source = of(group).gathered_from();

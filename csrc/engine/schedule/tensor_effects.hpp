@@ -72,6 +72,8 @@ class TensorEffects final : public Effects {
   void refuse_lost(ScheduledUnit& unit) override;
   bool follow_gathered(ScheduledUnit& unit) override;
   void begin_gather(ScheduledGroup& group, bool shards_stand_still) override;
+  void note_shards(ScheduledUnit& unit) override;
+  bool were_shards_written(const ScheduledUnit& unit) const override;
   void finish_gather(ScheduledUnit& unit, ScheduledGroup& group) override;
   bool release_gather(ScheduledGroup& group, bool may_keep_rows) override;
   void cancel_gather(ScheduledGroup& group) override;

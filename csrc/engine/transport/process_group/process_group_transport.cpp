@@ -114,7 +114,10 @@ void ProcessGroupTransport::open_slot(ParamGroup& group) {
   group.gather().write = group.gather().read = static_cast<std::byte*>(slot_memory_[id].data_ptr());
 }
 
-void ProcessGroupTransport::begin_forward(const PyRef& /*after*/) { ++num_forwards_; }
+void ProcessGroupTransport::begin_forward(const PyRef& /*after*/) {
+  ++num_forwards_;
+  is_in_forward_ = true;
+}
 
 void ProcessGroupTransport::start(ParamGroup& group, const PyRef& collective, Staging& staging,
                                   const at::Tensor& output, const at::Tensor& input, const char* operation,
@@ -144,7 +147,7 @@ bool ProcessGroupTransport::begin_coded_gather(ParamGroup& group, bool pools_sta
                   broadcast_parts(group, wire.segment_bytes()));
   state.gather.memory = take(wire.segment_bytes() * static_cast<size_t>(group.layout().world()));
   pybind11::gil_scoped_acquire gil;
-  const at::Tensor& segment = wire.segment(group, pools_stand_still ? num_forwards_ : kNoForward);
+  const at::Tensor& segment = wire.segment(gil, group, pools_stand_still ? num_forwards_ : kNoForward);
   start(group, group.calls().all_gather ? group.calls().all_gather : collectives_.all_gather, state.gather,
         state.gather.memory, segment, "all-gather");
   return true;
@@ -176,7 +179,8 @@ bool ProcessGroupTransport::begin_gather_in_place(ParamGroup& group, bool pools_
   const auto fill_own_rows = [&] {
     run_copies_on(at::kCPU, plan.shard_to_slot, pool.const_data_ptr(), group.gather().write);
   };
-  const bool from_pool = pools_stand_still && can_send_pool(group);
+  // A model's forward may write the shards of a unit that is gathered ahead. Without a copy, ranks would send a mix.
+  const bool from_pool = pools_stand_still && !is_in_forward_ && can_send_pool(group);
   if (!from_pool) fill_own_rows();
   std::vector<at::Tensor> outputs, sources;
   for (const auto& [param, offset, bytes] : plan.direct) {

@@ -42,6 +42,7 @@ class ProcessGroupTransport final : public Transport {
   bool may_overlap(const ParamGroup& group) const override;
   void register_group(const std::shared_ptr<ParamGroup>& group) override;
   void begin_forward(const PyRef& after) override;
+  void end_forward() override { is_in_forward_ = false; }
   void begin_gather(ParamGroup& group, bool pools_stand_still) override;
   void finish_gather(ParamGroup& group) override;
   void release_gather(ParamGroup& group) override;
@@ -116,6 +117,7 @@ class ProcessGroupTransport final : public Transport {
   SlotLedger gather_ledger_;
   std::vector<at::Tensor> slot_memory_;  // by slot, undefined while the slot is free
   uint64_t num_forwards_ = 0;
+  bool is_in_forward_ = false;
   size_t num_scratches_ = 0;
   size_t num_allocations_ = 0;
   MemoryTally tally_;  // all memory that is taken

@@ -22,24 +22,15 @@ size_t bytes_of(int64_t numel, DType type) { return static_cast<size_t>(numel) *
 WireGather::WireGather(const Layout& layout, WireFormat format)
     : layout_(layout), wire_(WireLayout::of_weights(layout, format)), rows_(wire_rows(layout, wire_)) {}
 
-std::vector<uint64_t> WireGather::versions_of(const ParamGroup& group) {
-  std::vector<uint64_t> versions;
-  for (const Param& param : group.params()) {
-    const at::Tensor& sharded = param.sharded();
-    versions.push_back(sharded.is_inference() ? 0 : sharded._version());
-  }
-  return versions;
-}
-
-const at::Tensor& WireGather::segment(const ParamGroup& group, uint64_t forward) {
-  std::vector<uint64_t> versions = versions_of(group);
+const at::Tensor& WireGather::segment(const Gil& gil, const ParamGroup& group, uint64_t forward) {
+  const uint64_t versions = group.shard_versions(gil);
   if (forward != kNoForward && forward == kept_for_ && versions == kept_versions_) return kept_;
   // The bytes between the pieces are sent too, so they must be initialized.
   if (!kept_.defined()) kept_ = at::zeros({static_cast<int64_t>(segment_bytes())}, at::kByte);
   encode(group.pool().const_data_ptr(), static_cast<std::byte*>(kept_.mutable_data_ptr()));
   ++group.counters().wire_encodings;
   kept_for_ = forward;
-  kept_versions_ = std::move(versions);
+  kept_versions_ = versions;
   return kept_;
 }
 

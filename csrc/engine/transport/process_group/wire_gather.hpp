@@ -26,8 +26,8 @@ class WireGather {
   WireFormat format() const { return wire_.format(); }
   size_t segment_bytes() const { return wire_.segment_bytes(); }
   // Returns this rank's segment, as bytes. It is encoded again unless it was made for this forward and torch's version
-  // counters show no write to a shard since. Needs the GIL.
-  const at::Tensor& segment(const ParamGroup& group, uint64_t forward);
+  // counters show no write to a shard since.
+  const at::Tensor& segment(const Gil& gil, const ParamGroup& group, uint64_t forward);
   // Decodes the segments of all ranks, laid end to end, into the slot.
   void decode(const void* segments, void* slot) const;
   size_t kept_bytes() const { return kept_.defined() ? kept_.nbytes() : 0; }
@@ -35,14 +35,13 @@ class WireGather {
  private:
   void encode(const void* pool, std::byte* segment) const;
   void decode(const WireRows& rows, int64_t begin, int64_t end, const std::byte* segments, std::byte* slot) const;
-  static std::vector<uint64_t> versions_of(const ParamGroup& group);
 
   const Layout& layout_;
   WireLayout wire_;
   std::vector<WireRows> rows_;
   at::Tensor kept_;
   uint64_t kept_for_ = kNoForward;
-  std::vector<uint64_t> kept_versions_;  // by parameter
+  uint64_t kept_versions_ = 0;  // see ParamGroup::shard_versions
 };
 
 }  // namespace fsdp2x
