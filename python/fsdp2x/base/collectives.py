@@ -85,7 +85,11 @@ class _Parts:
         self._works = works
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        """Returns whether all have ended. Raises what one of them raised, also while others run."""
+        ended = [work for work in self._works if work.is_completed()]
+        for work in ended:
+            work.wait()
+        return len(ended) == len(self._works)
 
     def wait(self, *timeout: timedelta) -> bool:
         for work in self._works:
