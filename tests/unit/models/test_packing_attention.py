@@ -197,12 +197,17 @@ def test_one_flat_call_for_the_part_of_a_context_rank(name):
     check(parts[0].join(outs), defined(*tensors, layout, Rules()), tensors)
 
 
-def test_a_flat_call_without_samples():
+@pytest.mark.parametrize("scale", [1.0, 3e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_flat_call_without_samples(dtype, scale):
+    """A rank with only padding passes zeros on, also if the sum of its queries exceeds the range of the dtype."""
     layout = SequenceLayout(1, 4, [])
-    q, k, v = tensors_of(layout)
+    q, k, v = (x.detach().abs().mul(scale).to(dtype).requires_grad_() for x in tensors_of(layout))
     out = attend_flat(q, k, v, layout, Rules(), twin)
     out.sum().backward()
-    assert out.shape == (1, 4, 4, 8) and not out.any() and not q.grad.any()
+    assert out.shape == (1, 4, 4, 8) and out.dtype == dtype
+    for one in (out, q.grad, k.grad, v.grad):
+        assert torch.equal(one, torch.zeros_like(one))
 
 
 @pytest.mark.parametrize(

@@ -166,8 +166,9 @@ def attend_flat(
     pieces = layout.flat_pieces(query.device)
     out = query.new_zeros(rows * length, heads, value.shape[-1])
     if not pieces.num_queries:
-        nothing = query.sum() + key[:, :, :0].sum() + value[:, :, :0].sum()
-        return (out + nothing * 0.0).view(rows, length, heads, -1)
+        # Empty sums: the output still depends on all inputs, and no sum of large values can overflow.
+        nothing = query[:, :, :0].sum() + key[:, :, :0].sum() + value[:, :, :0].sum()
+        return (out + nothing).view(rows, length, heads, -1)
     sizes = (pieces.num_queries, pieces.num_keys)
     # A piece's queries are the last positions of its keys, as the kernel aligns them.
     cu_q, cu_k = (torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(query.device) for n in sizes)
