@@ -88,6 +88,27 @@ def test_twice_is_an_error_and_remove_gives_the_model_back():
     use_varlen_attention(model).remove()
 
 
+@pytest.mark.parametrize("end", ["inside", "before", "twice"])
+def test_a_removed_handle_switches_nothing(end):
+    model = sequences.build("qwen3")
+    expected = model(input_ids=IDS).logits
+    handle = use_varlen_attention(model)
+    if end == "inside":
+        with handle.disabled():
+            handle.remove()
+    else:
+        handle.remove()
+        with handle.disabled():
+            assert model.config._attn_implementation == "eager"
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(model(input_ids=IDS).logits, expected)
+    use_varlen_attention(model)
+    if end == "twice":
+        handle.remove()
+    with handle.disabled():
+        assert model.config._attn_implementation == IMPLEMENTATION
+
+
 def test_a_vision_tower_keeps_its_own_attention():
     model = sequences.build("qwen2_vl")
     use_varlen_attention(model)

@@ -241,7 +241,9 @@ class SequenceAttention:
         return self.decoder.config
 
     def remove(self) -> None:
-        """Removes the hooks and restores the model's previous attention implementation."""
+        """Removes the hooks and restores the model's previous attention implementation. A second call does nothing."""
+        if not self._hooks:
+            return
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -249,14 +251,20 @@ class SequenceAttention:
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """Runs the unchanged model inside the block: for ``generate`` and evaluation of full sequences."""
+        """Runs the unchanged model inside the block: for ``generate`` and evaluation of full sequences.
+
+        After :meth:`remove` it changes nothing.
+        """
+        if not self._hooks:
+            yield
+            return
         self._switch(False)
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
-            if self._depth == 0:
+            if self._depth == 0 and self._hooks:
                 self._switch(True)
 
     def _switch(self, on: bool) -> None:
