@@ -131,7 +131,8 @@ def sent_bytes():
 
     def counting(real, elements):
         def call(output, tensor, *sizes, group):
-            sent.append(4 * elements(output, tensor, dist.get_world_size(group), dist.get_rank(group), *sizes))
+            count = elements(output, tensor, dist.get_world_size(group), dist.get_rank(group), *sizes)
+            sent.append(tensor.element_size() * count)
             return real(output, tensor, *sizes, group=group)
 
         return call
@@ -148,8 +149,9 @@ def sent_bytes():
 
 
 @distributed(world_sizes=(4,))
+@pytest.mark.parametrize("itemsize", [4, 2])
 @pytest.mark.parametrize("ulysses", [None, 2])
-def test_bytes_as_planned(ctx, ulysses):
+def test_bytes_as_planned(ctx, ulysses, itemsize):
     """Few collectives, kv heads before they are repeated, and the bytes that `fsdp2x plan` says."""
     only_fsdp2x(ctx)
     mesh = init_sequence_mesh(4, "cpu", ulysses=ulysses)
@@ -157,11 +159,12 @@ def test_bytes_as_planned(ctx, ulysses):
     context = apply_context_parallel(model, mesh.sequence)
     shard = context.shard_inputs({"input_ids": torch.arange(3, 27).view(1, 24)})
     with sent_bytes() as sent:
-        logits = model(**shard.inputs).logits
-        one = ExchangedBytes.of(24, (4, 2), (4, 4), (ulysses or 1, 4 // (ulysses or 1)), 4)
+        with torch.autocast("cpu", torch.bfloat16, enabled=itemsize == 2):
+            logits = model(**shard.inputs).logits
+        one = ExchangedBytes.of(24, (4, 2), (4, 4), (ulysses or 1, 4 // (ulysses or 1)), itemsize)
         assert len(sent) == 2 * (1 if ulysses is None else 3) and sum(sent) == 2 * one.sent
         logits.sum().backward()
-    assert sum(sent) == 4 * one.sent and one.kept == 24 * (2 if ulysses is None else 1) * 8 * 4
+    assert sum(sent) == 4 * one.sent and one.kept == 24 * (2 if ulysses is None else 1) * 8 * itemsize
 
 
 @distributed(world_sizes=(4,))

@@ -109,6 +109,28 @@ def test_a_removed_handle_switches_nothing(end):
         assert model.config._attn_implementation == IMPLEMENTATION
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3"])
+def test_autocast(name):
+    """Rotary embeddings give fp32 queries and keys, and bf16 values."""
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        grads = [param.grad for param in model.parameters()]
+        model.zero_grad()
+        return loss.detach(), grads
+
+    model = sequences.build(name)
+    expected, grads = step()
+    use_varlen_attention(model)
+    loss, found = step()
+    torch.testing.assert_close(loss, expected, rtol=2e-2, atol=2e-2)
+    norm = torch.stack([grad.norm() for grad in grads]).norm()
+    for one, other in zip(found, grads, strict=True):
+        assert (one - other).norm() < 0.05 * norm
+
+
 def test_a_vision_tower_keeps_its_own_attention():
     model = sequences.build("qwen2_vl")
     use_varlen_attention(model)

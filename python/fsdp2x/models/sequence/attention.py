@@ -394,6 +394,12 @@ def _builders(function: Any) -> set[str]:
     return found
 
 
+def _autocast_dtype(device: str) -> torch.dtype | None:
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
+
+
 @torch_private.never_compiled
 def sequence_attention(
     module: nn.Module,
@@ -439,6 +445,9 @@ def sequence_attention(
     if forward is not None:
         forward.num_calls += 1
         forward.num_windowed += sliding_window is not None
+    # Under autocast, rotary embeddings return fp32 queries and keys, but values are in half precision.
+    dtype = _autocast_dtype(value.device.type) or value.dtype
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     rules = Rules(scaling, dropout, sliding_window, softcap, s_aux)
     shard = sequence_layout.shard
     if shard is None or shard.size == 1:
