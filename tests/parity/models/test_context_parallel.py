@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp2x
 import sequences
@@ -179,5 +179,15 @@ def test_meshes_that_are_refused(ctx):
     with pytest.raises(ValueError, match="takes one axis or the two of"):
         names = ("a", "b", "c")
         apply_context_parallel(sequences.build("llama"), init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=names))
+    for ranks, names, said in (
+        ([[0, 1], [2, 3]], None, "needs a mesh with the named axes"),
+        ([[0, 1], [2, 3]], ("ulysses", "context"), r"in the order \(context, ulysses\)"),
+        ([[0, 2], [1, 3]], ("context", "ulysses"), "its ranks in ascending order"),
+        ([[0, 2], [1, 3]], ("a", "b"), "its ranks in ascending order"),
+    ):
+        model = sequences.build("llama")
+        with pytest.raises(ValueError, match=f"{said}.* Pass init_sequence_mesh"):
+            apply_context_parallel(model, DeviceMesh("cpu", ranks, mesh_dim_names=names))
+        assert model.config._attn_implementation == "eager"
     with pytest.raises(ValueError, match="ulysses=3 does not divide the sequence parallel size 4"):
         init_sequence_mesh(4, "cpu", ulysses=3)

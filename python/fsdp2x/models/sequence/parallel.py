@@ -149,20 +149,35 @@ def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup | DeviceMe
             its second axis share a part and exchange heads, which they must divide evenly.
 
     Raises:
-        ValueError: heads that do not divide over the Ulysses axis; a mesh with more axes; parameters sharded over a
-            mesh without some of the ranks. NotImplementedError, TypeError: as ``use_varlen_attention``.
+        ValueError: heads that do not divide over the Ulysses axis; a mesh with more axes, or with two that lack names,
+            are swapped, or do not have their ranks in ascending order; parameters sharded over a mesh without some of
+            the ranks.
+        NotImplementedError, TypeError: as ``use_varlen_attention``.
     """
     if not isinstance(group, DeviceMesh) or group.ndim == 1:
         peers = _peers(group.get_group() if isinstance(group, DeviceMesh) else group)
         return SequenceParallel(model, RankPart(peers, ulysses=Peers(), context=peers))
-    if group.ndim != 2:
-        raise ValueError(
-            f"apply_context_parallel takes one axis or the two of (context, ulysses), got {group}; pass "
-            "init_sequence_mesh(...).sequence"
-        )
-    flat = torch_private.flatten_mesh(group, "_".join(group.mesh_dim_names or _AXES))
+    _check_axes(group)
+    assert group.mesh_dim_names is not None, "checked"
+    flat = torch_private.flatten_mesh(group, "_".join(group.mesh_dim_names))
     context, ulysses = (_peers(group.get_group(axis)) for axis in range(2))
     return SequenceParallel(model, RankPart(_peers(flat.get_group()), ulysses=ulysses, context=context))
+
+
+def _check_axes(mesh: DeviceMesh) -> None:
+    """Checks that ranks lie in the order in which ``RankPart`` counts them."""
+    names, ranks = mesh.mesh_dim_names, mesh.mesh.flatten().tolist()
+    if mesh.ndim != 2:
+        problem = "takes one axis or the two of (context, ulysses)"
+    elif names is None:
+        problem = "needs a mesh with the named axes (context, ulysses)"
+    elif names == _AXES[::-1]:
+        problem = "takes the axes in the order (context, ulysses)"
+    elif ranks != sorted(ranks):
+        problem = "needs a mesh with its ranks in ascending order"
+    else:
+        return
+    raise ValueError(f"apply_context_parallel {problem}, got {mesh}. Pass init_sequence_mesh(...).sequence.")
 
 
 def _peers(group: dist.ProcessGroup) -> Peers:
