@@ -318,7 +318,8 @@ class ParallelConfig(Section):
     sequence_parallel: int | dict = setting(
         1,
         "consecutive ranks that share each sequence by Ulysses, which exchanges heads; or {ulysses: 2, context: 2}: "
-        "context parallelism gathers keys and values, for any number of heads",
+        "context parallelism gathers keys and values, for any number of heads; an error with the router's auxiliary "
+        "loss (output_router_logits)",
         SEQUENCE_RANKS,
     )
     expert_parallel: int = setting(1, "ranks over which the experts of a layer are spread", COUNT)

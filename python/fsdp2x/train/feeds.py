@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fsdp2x.base.failures import run_on_all_ranks
-from fsdp2x.models.sequence.attention import use_varlen_attention
+from fsdp2x.models.sequence.attention import base_model, use_varlen_attention
 from fsdp2x.models.sequence.loss import count_label_tokens, token_mean_loss
 from fsdp2x.models.sequence.packing import IGNORE, micro_batches
 from fsdp2x.models.sequence.parallel import apply_context_parallel, apply_ulysses, init_sequence_mesh
@@ -154,6 +154,24 @@ def _pad(samples: list[Sample]) -> Sample:
     }
 
 
+def _require_token_loss(model: torch.nn.Module, data: DataConfig, sequence_ranks: SequenceRanks) -> None:
+    """Checks that the loss of tokens is all of the model's loss where only the former is computed."""
+    config = base_model(model).config
+    if not getattr(config.get_text_config(), "output_router_logits", False):
+        return
+    reasons = {
+        f"parallel.sequence_parallel={sequence_ranks.total}": sequence_ranks.total > 1,
+        "data.packing=true": data.packing,
+        f"data.format={data.format}": data.has_samples,
+    }
+    if reason := next((name for name, applies in reasons.items() if applies), None):
+        raise ConfigError(
+            "model.config.output_router_logits: got true, but the router's auxiliary loss of a batch is not that of "
+            f"its parts or samples, so {reason} cannot include it. Set output_router_logits to false, in model.config "
+            "or in the config.json of model.path, or train on text without packing and sequence_parallel."
+        )
+
+
 def make_feed(
     model: torch.nn.Module,
     blocks: Blocks,
@@ -164,7 +182,12 @@ def make_feed(
     sequence_ranks: SequenceRanks,
     device: torch.device,
 ) -> BlockFeed:
-    """Makes the feed of a config. Changes the sharded model's attention if necessary. Collective."""
+    """Makes the feed of a config. Changes the sharded model's attention if necessary. Collective.
+
+    Raises:
+        ConfigError: the model rejects a setting, or its own loss has a part that this feed would leave out.
+    """
+    _require_token_loss(model, data, sequence_ranks)
     common = {"model": model, "blocks": blocks, "stream": stream, "batching": batching, "device": device}
     if sequence_ranks.total > 1:
         with as_config_error("parallel.sequence_parallel"):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdp2x.train.config import ConfigError
 from harness import distributed
 from training import MODEL, losses, run, settings, shared_folder
 
@@ -142,6 +143,46 @@ def test_packing_sees_samples_alone(ctx, sequence_parallel):
         held_out = trainer.evaluate()
         trainer.close()
         assert 3 < held_out < 7
+
+
+ROUTER_LOSS = {
+    "plain": {},
+    "packed": {"data": {"packing": True}},
+    "rows": {"data": {"format": "jsonl"}},
+    "ulysses": {"parallel": {"sequence_parallel": 2}},
+    "context": {"parallel": {"sequence_parallel": {"context": 2}}},
+}
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("lora", [0, 2])
+@pytest.mark.parametrize("way", ROUTER_LOSS)
+def test_the_router_loss_is_never_left_out(ctx, way, lora):
+    sections = {name: {**given} for name, given in ROUTER_LOSS[way].items()}
+    with shared_folder(ctx) as folder:
+        text = folder / "text"
+        if way == "rows":
+            text = folder / "rows.jsonl"
+            if ctx.rank == 0:
+                text.write_text('{"text": "some words"}\n' * 40)
+            dist.barrier()
+
+        def losses_of(wanted):
+            name, train = str(wanted), {"steps": 1, "batch_size": 2}
+            model = {"config": {**MOE, "output_router_logits": wanted, "router_aux_loss_coef": 1.0}}
+            config = settings(text, folder / name, model=model, train=train, **sections)
+            run({**config, "lora": {"rank": lora, "target_modules": ["q_proj"]}})
+            dist.barrier()
+            return [float.fromhex(value) for value in losses(folder / name).values()]
+
+        without = losses_of(False)
+        if way == "plain":
+            # The loss of balanced experts is their number a token.
+            assert losses_of(True)[0] > without[0] + 1
+        else:
+            setting = next(f"{section}.{name}" for section, given in sections.items() for name in given)
+            with pytest.raises(ConfigError, match=f"output_router_logits: .* {setting}=.* Set output_router_logits to"):
+                losses_of(True)
 
 
 @distributed
