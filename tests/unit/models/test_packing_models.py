@@ -212,6 +212,15 @@ def test_a_layout_of_other_tokens():
     [
         ({"attention_mask": torch.ones(2, 1, 9, 9)}, NotImplementedError, "padding masks of shape"),
         ({"attention_mask": torch.tensor([[1, 0, 1] * 3] * 2)}, ValueError, "padding between tokens"),
+        ({"attention_mask": torch.tensor([[1] * 5 + [2] * 4] * 2)}, ValueError, "expected 1 for tokens and 0 for"),
+        ({"attention_mask": torch.full((2, 9), 0.5)}, ValueError, "expected 1 for tokens and 0 for padding"),
+        ({"position_ids": torch.arange(8)[None]}, ValueError, r"position_ids of shape \(1, 8\) for tokens"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4, 9])}, ValueError, "Pass position_ids that restart at each sample"),
+        (
+            {"cu_seq_lens_k": torch.tensor([0, 4, 9]), "attention_mask": torch.ones(2, 9)},
+            ValueError,
+            "Pass position_ids that restart at each sample",
+        ),
         ({"output_attentions": True}, NotImplementedError, "output_attentions=True has no weights"),
     ],
 )

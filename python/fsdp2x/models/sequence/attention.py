@@ -128,7 +128,8 @@ def check_rope(config: Any, longest: int) -> None:
 # ---- inputs of a decoder, cut to a range of positions
 
 _CACHES = ("cache", "past_key_values")  # transformers' name from 5.24 on, and the previous one
-_IGNORED = {"attention_mask", "cache_position", "labels", "use_cache", *_CACHES}
+_SAMPLE_ENDS = ("cu_seq_lens_q", "cu_seq_lens_k")  # of transformers' flash attention
+_IGNORED = {"attention_mask", "cache_position", "labels", "use_cache", *_CACHES, *_SAMPLE_ENDS}
 _SECOND_DIM = {"input_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids", "per_layer_inputs"}
 
 
@@ -334,12 +335,20 @@ class SequenceAttention:
 def layout_of(inputs: dict[str, Any]) -> SequenceLayout:
     """Returns the layout of a plain batch: from its padding mask, restarting positions, or full rows."""
     tokens = next(x for n in ("inputs_embeds", "input_ids") if (x := inputs.get(n)) is not None)
-    if (mask := inputs.get("attention_mask")) is not None:
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    if any(inputs.get(name) is not None for name in _SAMPLE_ENDS) and (positions is None or mask is not None):
+        raise ValueError(
+            "cu_seq_lens_q and cu_seq_lens_k do not keep samples apart in attention over layouts. Pass position_ids "
+            "that restart at each sample, without an attention_mask."
+        )
+    if mask is not None:
         found = layout.from_attention_mask(mask)
         if (found.num_rows, found.length) != tuple(tokens.shape[:2]):
             raise ValueError(f"attention_mask of shape {tuple(mask.shape)} for tokens of {tuple(tokens.shape[:2])}")
         return found
-    if (positions := inputs.get("position_ids")) is not None:
+    if positions is not None:
+        if positions.shape[-1] != tokens.shape[1]:
+            raise ValueError(f"position_ids of shape {tuple(positions.shape)} for tokens of {tuple(tokens.shape[:2])}")
         return layout.from_position_ids(positions, tokens.shape[0])
     return layout.whole_rows(*tokens.shape[:2])
 

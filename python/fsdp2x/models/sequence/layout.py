@@ -255,7 +255,13 @@ def from_attention_mask(mask: torch.Tensor) -> SequenceLayout:
             f"attention_mask of shape {tuple(mask.shape)}: attention over layouts takes padding masks of shape "
             "[rows, length] only. Mark samples by restarting position_ids instead of a 4-D mask."
         )
-    mask = mask.detach().to(device="cpu", dtype=torch.bool)
+    numbers = mask.detach().cpu()
+    mask = numbers.bool()
+    if not torch.equal(numbers, mask.to(numbers.dtype)):
+        raise ValueError(
+            "attention_mask: expected 1 for tokens and 0 for padding, got other values. Mark samples by restarting "
+            "position_ids, without an attention_mask."
+        )
     samples = []
     for row, tokens in enumerate(mask):
         places = tokens.nonzero().flatten()
