@@ -1,6 +1,7 @@
 """Ulysses in use: gathered outputs and their backward, log-probabilities, empty rows, other widths, and its errors."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -205,6 +206,76 @@ def test_different_batches_in_a_group(ctx):
         context.shard_inputs({"input_ids": torch.arange(3, 12)[None] + ctx.rank})
 
 
+TOKENS = torch.arange(3, 27).view(2, 12)
+# What differs -> a change of the second rank's batch.
+CHANGES = {
+    "input_ids": lambda batch: {"input_ids": TOKENS.flip(1)},
+    "labels": lambda batch: {"labels": batch["labels"].flip(0)},
+    "attention_mask": lambda batch: {"attention_mask": batch["attention_mask"].flip(1)},
+    "samples": lambda batch: {"attention_mask": batch["attention_mask"].flip(1)},
+    "position_ids": lambda batch: {"position_ids": torch.arange(6).repeat(1, 2)},
+    "inputs_embeds": lambda batch: {"input_ids": None, "inputs_embeds": batch["inputs_embeds"].roll(1, 2)},
+    "other inputs": lambda batch: {"features": batch["features"] + 2**-20},
+    "names, shapes or dtypes": lambda batch: {"features": batch["features"].half()},
+}
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("what", CHANGES)
+def test_inputs_that_differ_in_a_group(ctx, what):
+    _, ours, context, _ = setup(ctx, shard=False)
+    batch = {"input_ids": TOKENS, "labels": TOKENS, "position_ids": torch.arange(12)[None], "features": torch.ones(3)}
+    batch["attention_mask"] = (torch.arange(12) < 9).long().expand(2, -1)
+    if what == "inputs_embeds":
+        batch |= {"input_ids": None, "inputs_embeds": torch.linspace(-1, 1, 384).view(2, 12, 16)}
+    context.shard_inputs(batch)
+    with pytest.raises(ValueError, match=f"must pass the same batch, but they differ in .*{what}"):
+        context.shard_inputs({**batch, **CHANGES[what](batch)} if ctx.rank else batch)
+    context.shard_inputs(batch)
+
+
+@distributed(world_sizes=(2,))
+def test_packed_samples_that_differ_in_a_group(ctx):
+    _, ours, context, _ = setup(ctx, shard=False)
+    row = pack_samples([{"input_ids": TOKENS[0]}, {"input_ids": TOKENS[1]}])
+    other = replace(row, cu_seqlens=torch.tensor([0, 13, 24], dtype=torch.int32))
+    with pytest.raises(ValueError, match="they differ in samples"):
+        context.shard_inputs(other if ctx.rank else row)
+
+
+ENDS = torch.tensor([0, 5, 12], dtype=torch.int32)
+# An invalid input -> its error. The other ranks have a valid batch.
+INVALID = {
+    "nothing": ({"input_ids": None}, ValueError, "expected input_ids or inputs_embeds"),
+    "list": ({"input_ids": TOKENS.tolist()}, TypeError, "input_ids must be a tensor, got list"),
+    "label_list": ({"labels": TOKENS.tolist()}, TypeError, "labels must be a tensor, got list"),
+    "vector": ({"input_ids": TOKENS[0]}, ValueError, r"input_ids must have the shape \[rows, length\], got \[12\]"),
+    "labels": ({"labels": TOKENS[:, 1:]}, ValueError, "labels of shape"),
+    "mask_shape": ({"attention_mask": torch.ones(2, 11)}, ValueError, "attention_mask of shape"),
+    "mask_hole": ({"attention_mask": torch.tensor([[1, 0, 1] * 4] * 2)}, ValueError, "padding between tokens"),
+    "mask_numbers": ({"attention_mask": TOKENS}, ValueError, "expected 1 for tokens and 0 for padding"),
+    "mask_4d": ({"attention_mask": torch.ones(2, 1, 12, 12)}, NotImplementedError, "padding masks"),
+    "positions": ({"position_ids": torch.arange(11)[None]}, ValueError, "position_ids of shape"),
+    "unknown": ({"weights": torch.ones(2, 12)}, NotImplementedError, "seems to run along the sequence"),
+    "ends": ({"cu_seq_lens_q": ENDS, "cu_seq_lens_k": ENDS}, ValueError, "do not keep samples apart"),
+}
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("rank", [0, 1, None])
+@pytest.mark.parametrize("name", INVALID)
+def test_an_invalid_batch_raises_on_every_rank(ctx, name, rank):
+    _, ours, context, _ = setup(ctx, shard=False)
+    batch = {"input_ids": TOKENS, "labels": TOKENS}
+    change, error, said = INVALID[name]
+    mine = rank is None or rank == ctx.rank
+    if not mine:
+        change, error, said = {}, ValueError, f"rank {rank} of the sequence-parallel group rejected its batch"
+    with pytest.raises(error, match=said):
+        context.shard_inputs({**batch, **change})
+    ours(**context.shard_inputs(batch).inputs)
+
+
 @distributed(world_sizes=(4,))
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_parameters_sharded_over_data_parallel_ranks_only(ctx, when):
@@ -236,12 +307,10 @@ def test_misuse(ctx):
     shard = context.shard_inputs({"input_ids": ids, "labels": ids})
     with pytest.raises(ValueError, match="a model's own loss is wrong at the ends of parts"):
         ours(**shard.inputs, labels=ids)
-    with pytest.raises(ValueError, match="expected input_ids or inputs_embeds, got labels_mask"):
-        context.shard_inputs({"labels_mask": ids})
-    with pytest.raises(ValueError, match=r"labels of shape \(1, 8\) for 1 rows of 9 tokens"):
-        context.shard_inputs({"input_ids": ids, "labels": ids[:, 1:]})
-    with pytest.raises(NotImplementedError, match=r"weights of shape \(1, 9\) seems to run along the sequence of 9"):
-        context.shard_inputs({"input_ids": ids, "weights": torch.ones(1, 9)})
+    for keep in (1, torch.tensor([8])):
+        with pytest.raises(ValueError, match="logits_to_keep counts positions of this rank's part"):
+            ours(**context.shard_inputs({"input_ids": ids, "logits_to_keep": keep}).inputs)
+    ours(**shard.inputs, logits_to_keep=0)
     with context.disabled(), pytest.raises(RuntimeError, match="while attention over layouts is disabled"):
         ours(**shard.inputs)
     with pytest.raises(ValueError, match="expected one axis of a mesh"):

@@ -228,6 +228,12 @@ class SequenceParallel(SequenceAttention):
                 f"{type(module).__name__}: a model's own loss is wrong at the ends of parts. Omit labels and use "
                 "token_mean_loss(logits, shard.next_labels, num_tokens)."
             )
+        keep = kwargs.get("logits_to_keep")
+        if keep is not None and (isinstance(keep, torch.Tensor) or keep != 0):
+            raise ValueError(
+                f"{type(module).__name__}: logits_to_keep counts positions of this rank's part, not of the sequence. "
+                "Omit it, and cut the result of gather_outputs(logits, shard)."
+            )
 
     # ---- inputs
 
@@ -243,9 +249,24 @@ class SequenceParallel(SequenceAttention):
                 a vision-language model's other inputs, which are not cut. Or a ``PackedBatch``.
 
         Raises:
-            ValueError: ranks of the group passed different batches.
+            ValueError: ranks of the group passed batches that differ in any bit, another rank rejected its batch, or
+                an input is invalid.
+            TypeError: an input that runs along the sequence is not a tensor.
             NotImplementedError: an unknown input runs along the sequence.
         """
+        shard, facts, error = None, None, None
+        try:
+            shard, facts = self._cut(batch)
+        except Exception as raised:  # the other ranks wait for this one in _compare
+            error = raised
+        self._compare(facts)
+        if error is not None:
+            raise error
+        assert shard is not None, "no error"
+        return shard
+
+    def _cut(self, batch: Mapping[str, Any] | PackedBatch) -> tuple[SequenceShard, torch.Tensor]:
+        """Returns this rank's part of the batch, and numbers that are equal for equal batches. Local."""
         if isinstance(batch, PackedBatch):
             inputs, layout, labels = {**batch.inputs}, batch.layout, batch.labels
             inputs.pop(KEYWORD)
@@ -256,9 +277,10 @@ class SequenceParallel(SequenceAttention):
         tokens = next((inputs[name] for name in ("input_ids", "inputs_embeds") if name in inputs), None)
         if tokens is None:
             raise ValueError(f"shard_inputs: expected input_ids or inputs_embeds, got {', '.join(inputs) or 'nothing'}")
-        self._compare(tokens, {**inputs, "labels": labels})
+        _check_tensors({**inputs, "labels": labels})
         layout = layout_of(inputs) if layout is None else layout
         rows, length = tokens.shape[:2]
+        facts = _facts(rows, length, layout, {**inputs, "labels": labels})
         padding = -length % self.shard.multiple
         layout = layout.cut(self.shard, length + padding, inputs_sliced=self._cuts_early)
         positions = inputs.get("position_ids")
@@ -281,25 +303,34 @@ class SequenceParallel(SequenceAttention):
             if labels.shape != (rows, length):
                 raise ValueError(f"labels of shape {tuple(labels.shape)} for {rows} rows of {length} tokens")
             labels = layout.take(next_labels(F.pad(labels, (0, padding), value=-100), layout))
-        return SequenceShard(inputs, labels, layout, length)
+        return SequenceShard(inputs, labels, layout, length), facts
 
-    def _compare(self, tokens: torch.Tensor, inputs: Mapping[str, Any]) -> None:
-        """Checks that every rank of the group has the same batch. A difference would mix two batches, or hang."""
-        names = [name for name, value in inputs.items() if isinstance(value, torch.Tensor)]
-        mine = [*tokens.shape[:2], zlib.crc32(repr([(n, *inputs[n].shape[1:]) for n in names]).encode())]
-        whole = inputs.get("input_ids")
-        mine.append(
-            0 if whole is None else int((whole * torch.arange(1, whole.numel() + 1).to(whole).view_as(whole)).sum())
-        )
-        seen = torch.tensor(mine, device=tokens.device)
-        everyone = torch.empty(self.size * len(mine), dtype=seen.dtype, device=tokens.device)
-        dist.all_gather_into_tensor(everyone, seen, group=self.shard.group)
-        everyone = everyone.view(self.size, -1).tolist()
-        if any(one != everyone[0] for one in everyone):
-            shapes = "; ".join(f"rank {r}: {one[0]} x {one[1]}" for r, one in zip(self._ranks, everyone, strict=True))
+    def _compare(self, facts: torch.Tensor | None) -> None:
+        """Checks that every rank of the group has the same batch. A difference would mix two batches, or hang.
+
+        Args:
+            facts: result of ``_facts``, or None if this rank rejects its batch.
+        """
+        mine = torch.zeros(_NUM_FACTS, dtype=torch.int64, device="cpu") if facts is None else facts
+        group = self.shard.group
+        mine = mine.to("cpu" if "cpu" in dist.get_backend_config(group) else torch_private.accelerator_type())
+        everyone = mine.new_empty(self.size * _NUM_FACTS)
+        dist.all_gather_into_tensor(everyone, mine, group=group)
+        by_rank = dict(zip(self._ranks, everyone.view(self.size, -1).tolist(), strict=True))
+        if facts is None:
+            return
+        if rejecting := [rank for rank, (valid, *_) in by_rank.items() if not valid]:
             raise ValueError(
-                f"shard_inputs: the ranks of a sequence-parallel group must pass the same batch, but shapes, names or "
-                f"tokens differ ({shapes}). Give the data loader the data-parallel rank, not the global one."
+                f"shard_inputs: rank {', '.join(map(str, rejecting))} of the sequence-parallel group rejected its "
+                "batch, so this rank raises too. Read the error of that rank."
+            )
+        _, *columns = zip(*by_rank.values(), strict=True)
+        differing = [name for name, column in zip(_FACTS, columns, strict=True) if len(set(column)) > 1]
+        if differing:
+            shapes = "; ".join(f"rank {rank}: {rows} x {length}" for rank, (_, rows, length, *_) in by_rank.items())
+            raise ValueError(
+                "shard_inputs: the ranks of a sequence-parallel group must pass the same batch, but they differ in "
+                f"{', '.join(differing)} ({shapes}). Give the data loader the data-parallel rank, not the global one."
             )
 
     # ---- outputs
@@ -343,6 +374,55 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: torch.Tensor):
         return ctx.layout.take(grad) * ctx.scale, None, None
+
+
+# ---- comparison of batches
+
+_ALONG = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels")  # inputs along the sequence
+_FACTS = ("rows", "length", "names, shapes or dtypes", "samples", *_ALONG, "other inputs")
+_NUM_FACTS = 1 + len(_FACTS)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE_NUMEL = 2**20  # elements of which a checksum widens a copy at a time
+
+
+def _check_tensors(inputs: Mapping[str, Any]) -> None:
+    for name in _ALONG:
+        value = inputs.get(name)
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"shard_inputs: {name} must be a tensor, got {type(value).__name__}. Pass torch.tensor(...)."
+            )
+    for name, num_dims in (("input_ids", 2), ("inputs_embeds", 3)):
+        value = inputs.get(name)
+        if value is not None and value.ndim != num_dims:
+            wanted = "[rows, length, hidden size]" if num_dims == 3 else "[rows, length]"
+            raise ValueError(f"shard_inputs: {name} must have the shape {wanted}, got {list(value.shape)}")
+
+
+def _facts(rows: int, length: int, layout: SequenceLayout, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Returns 1, for a valid batch, and an int64 for each of ``_FACTS``."""
+    tensors = {name: value for name, value in sorted(inputs.items()) if isinstance(value, torch.Tensor)}
+    shapes = zlib.crc32(repr([(name, value.dtype, *value.shape) for name, value in tensors.items()]).encode())
+    known = torch.tensor([1, rows, length, shapes, zlib.crc32(repr(layout.samples).encode())], device="cpu")
+    device = next(iter(tensors.values())).device
+    sums = {name: _checksum(value).to(device) for name, value in tensors.items()}
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    along = [sums.pop(name, zero) for name in _ALONG]
+    others = zero
+    for one in sums.values():
+        others = 31 * others + one
+    return torch.cat((known, torch.stack([*along, others]).cpu()))
+
+
+def _checksum(value: torch.Tensor) -> torch.Tensor:
+    """Returns an int64 scalar on the tensor's device that depends on each bit and its place."""
+    bits = value.detach().reshape(-1).view(_BITS[value.element_size()])
+    weights = torch.arange(1, min(bits.numel(), _PIECE_NUMEL) + 1, device=bits.device) * -7046029254386353131
+    weights ^= weights >> 32  # equal distances of places have unequal distances of weights
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for piece in bits.split(_PIECE_NUMEL):
+        total = 31 * total + (piece.long() * weights[: piece.numel()]).sum()
+    return total
 
 
 def _check_meshes(model: nn.Module, ranks: list[int]) -> None:
