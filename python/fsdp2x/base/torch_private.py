@@ -164,6 +164,11 @@ def restore_gradient_hooks(param: torch.Tensor) -> None:
         param._post_accumulate_grad_hooks = hooks
 
 
+def gradient_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """Returns the post-accumulate hooks, which torch can only add."""
+    return list((param._post_accumulate_grad_hooks or {}).values())
+
+
 def inside_backward() -> bool:
     """Whether this thread runs nodes or hooks of a backward."""
     return torch._C._current_graph_task_id() != -1

@@ -126,7 +126,12 @@ class AdamW(EngineStep, torch.optim.AdamW):
         self._places: dict[Any, tuple[int, int, int]] = {}  # of DTensorSpecs, in the full parameter
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads like torch, but converts moments to ``moments_dtype`` without using their parameter's dtype."""
+        """Loads like torch, but converts moments to ``moments_dtype`` without using their parameter's dtype.
+
+        Raises:
+            RuntimeError: with ``step_in_backward``, between backward and ``step``.
+        """
+        self._in_backward.refuse_loading()
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         on_host = self._wanted_on_host()
         ours = {id(one.param) for one in on_host}

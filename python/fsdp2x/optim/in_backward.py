@@ -24,10 +24,8 @@ from fsdp2x.base.optimizer_hooks import refuse_swapped
 from fsdp2x.optim.local import local_tensor
 from fsdp2x.sharding.offload import host_state
 
-_MARK = "_fsdp2x_steps_in_backward"
 # A batch has this many elements, or this part of all: each takes a walk over all parameters.
 _BATCH_NUMEL, _MAX_BATCHES = 1 << 20, 64
-_SAMPLE_NUMEL = 64
 
 
 class StepInBackward:
@@ -41,8 +39,7 @@ class StepInBackward:
     def _forget(self) -> None:
         self._arrived: list[Tensor] = []
         self._arrived_numel = 0
-        self._begun: dict[Tensor, tuple[Tensor, tuple]] = {}  # gradients, and which version was stepped
-        self._samples: list[tuple[Tensor, Tensor]] = []  # of a gradient of each batch: as it is, and as it was
+        self._begun: dict[Tensor, tuple[Tensor, tuple, tuple]] = {}  # gradients, their versions, and their checksums
         self._settings: Any = None
         self._writable: list[_C.WritableShards] = []
         self._awaits_end = self._has_failed = False
@@ -73,13 +70,10 @@ class StepInBackward:
             self._settings = optimizer._group_settings()
         self._writable.append(_C.WritableShards([{"params": params}]))
         left_over = optimizer._begin_step(params, self.threads)
-        begun = {param: param.grad for param in params if param.grad is not None and id(param) not in left_over}
-        self._begun |= {param: (grad, _versions(grad)) for param, grad in begun.items()}
-        # torch's foreach functions, which clip, leave the versions of DTensors as they are.
-        largest = max(map(local_tensor, begun.values()), key=Tensor.numel, default=None)
-        if largest is not None:
-            sample = largest.reshape(-1)[:: largest.numel() // _SAMPLE_NUMEL + 1]
-            self._samples.append((sample, sample.clone()))
+        for param in params:
+            if param.grad is not None and id(param) not in left_over:
+                # The threads only read gradients, so this may read them at the same time.
+                self._begun[param] = (param.grad, _versions(param.grad), _checksum(param.grad))
 
     def end(self, optimizer: Any) -> None:
         """Backward has ended."""
@@ -101,17 +95,27 @@ class StepInBackward:
 
     def settle(self, settings: Any) -> set[int]:
         """The ids of the parameters that have stepped with these settings, for ``step()``."""
-        begun, samples, expected, has_failed = self._begun, self._samples, self._settings, self._has_failed
+        begun, expected, has_failed = self._begun, self._settings, self._has_failed
         self._forget()
         if has_failed:
             raise RuntimeError(self._failure())
         if expected is not None and expected != settings:
             raise RuntimeError(self._text("settings of a parameter group, such as lr, changed between both"))
-        if any(param.grad is not grad or _versions(grad) != seen for param, (grad, seen) in begun.items()) or not all(
-            torch.equal(now.nan_to_num(), then.nan_to_num()) for now, then in samples
+        # torch's foreach functions, which clip and unscale, leave the versions of DTensors as they are.
+        if any(
+            param.grad is not grad or _versions(grad) != versions or _checksum(grad) != checksum
+            for param, (grad, versions, checksum) in begun.items()
         ):
             raise RuntimeError(self._text("gradients changed between both, as by clipping, GradScaler, or zero_grad()"))
         return {id(param) for param in begun}
+
+    def refuse_loading(self) -> None:
+        """Raises RuntimeError if parameters have stepped that ``step()`` would then step again."""
+        if self._begun and not self._has_failed:
+            raise RuntimeError(
+                f"fsdp2x.optim.{self._name}.load_state_dict: backward has begun a step with step_in_backward=True. "
+                "Call step() before you load a state."
+            )
 
     def _failure(self) -> str:
         return (
@@ -147,6 +151,19 @@ def _versions(grad: Tensor) -> tuple[int, int]:
     return grad._version, local_tensor(grad)._version
 
 
+def _checksum(grad: Tensor) -> tuple[int, list[int]]:
+    """Returns the wrapping sum of the gradient's words of 64 bits, and the bytes before and after them.
+
+    It compares bits, so NaN equals itself. Sums of shorter words are 25 times slower, because torch widens a copy.
+    """
+    flat = local_tensor(grad).detach().reshape(-1)
+    memory = (flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
+    begin = min(-memory.storage_offset() % 8, memory.numel())
+    end = memory.numel() - (memory.numel() - begin) % 8
+    edges = memory[:begin].tolist() + memory[end:].tolist()
+    return int(memory[begin:end].view(torch.int64).sum()) if begin < end else 0, edges
+
+
 def watch(optimizer: Any, params: Iterable[Tensor]) -> None:
     """Hooks the parameters that train and are not hooked yet."""
     watched = optimizer.__dict__.setdefault("_watched_params", WeakIdKeyDictionary())
@@ -154,7 +171,6 @@ def watch(optimizer: Any, params: Iterable[Tensor]) -> None:
     for param in params:
         if param.requires_grad and param not in watched:
             watched[param] = None
-            param.__dict__[_MARK] = True
             param.register_post_accumulate_grad_hook(arrive)
 
 
@@ -164,9 +180,14 @@ def _arrive(optimizer_ref: Callable[[], Any], param: Tensor) -> None:
         optimizer._in_backward.take(optimizer, param)
 
 
+def _steps_in_backward(param: Tensor) -> bool:
+    arriving = [hook for hook in torch_private.gradient_hooks(param) if isinstance(hook, functools.partial)]
+    return any(hook.func is _arrive and hook.args[0]() is not None for hook in arriving)
+
+
 def refuse_clipping(caller: str, params: Iterable[Tensor]) -> None:
     """Raises RuntimeError if a step of one of ``params`` begins before its gradient could be clipped."""
-    if any(_MARK in param.__dict__ for param in params):
+    if any(_steps_in_backward(param) for param in params):
         raise RuntimeError(
             f"fsdp2x.{caller}: an optimizer with step_in_backward=True steps these parameters before the norm of all "
             "gradients is known. Leave out step_in_backward, or do not clip"

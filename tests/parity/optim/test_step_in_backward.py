@@ -1,6 +1,7 @@
 """``AdamW(step_in_backward=True)`` against an optimizer that steps afterward, bit for bit, and what it refuses."""
 
 import contextlib
+import gc
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fsdp2x
+from fsdp2x.optim import in_backward
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from offloading import OFFLOAD
@@ -102,8 +104,33 @@ def change_lr(ctx, model, optimizer):
     optimizer.param_groups[1]["lr"] = 1.0
 
 
+def clip_values(ctx, model, optimizer):
+    """Changes few elements."""
+    largest = max(param.grad.to_local().abs().max().item() for param in model.parameters())
+    nn.utils.clip_grad_value_(model.parameters(), 0.9 * largest)
+
+
+def multiply_one(ctx, model, optimizer):
+    smallest = min(model.parameters(), key=lambda param: param.grad.to_local().abs().sum() or torch.inf)
+    torch._foreach_mul_([smallest.grad], 0.5)
+
+
+def clear_data(ctx, model, optimizer):
+    list(model.parameters())[-1].grad.data.zero_()
+
+
+def unscale(ctx, model, optimizer):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+
+
 def clear(ctx, model, optimizer):
     optimizer.zero_grad()
+
+
+def load_a_state(ctx, model, optimizer):
+    optimizer.load_state_dict(optimizer.state_dict())
 
 
 def backward_again(ctx, model, optimizer):
@@ -130,6 +157,11 @@ MISUSES = [
     (clip_by_torch, "gradients changed between both, as by clipping"),
     (clip_by_fsdp2x, "before the norm of all gradients is known"),
     (scale, "gradients changed between both"),
+    (clip_values, "gradients changed between both"),
+    (multiply_one, "gradients changed between both"),
+    (clear_data, "gradients changed between both"),
+    (unscale, "gradients changed between both"),
+    (load_a_state, "Call step.. before you load a state"),
     (change_lr, "settings of a parameter group, such as lr, changed"),
     (clear, "gradients changed between both"),
     (backward_again, "another gradient before step"),
@@ -153,6 +185,49 @@ def test_what_would_change_the_step_is_refused(ctx, misuse, text):
     optimizer.zero_grad()
     backward(ctx, model)
     optimizer.step()
+
+
+@distributed(world_sizes=(1, 2))
+@pytest.mark.parametrize("misuse", [clip_by_torch, clip_values, multiply_one, clear_data, unscale])
+def test_edits_show_although_most_gradients_are_zeros(ctx, misuse):
+    """The largest gradient, of an embedding, has few rows that are not zero."""
+    only_fsdp2x(ctx)
+    torch.manual_seed(0)
+    model = shard(ctx, nn.Sequential(nn.Embedding(5000, 64), nn.Linear(64, 64)), ("0",))
+    optimizer = fsdp2x.optim.AdamW(model.parameters(), step_in_backward=True)
+    model(torch.tensor([[1, 2, 4998, 4999]])).square().sum().backward()
+    misuse(ctx, model, optimizer)
+    with pytest.raises(RuntimeError, match="gradients changed between both"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("numel", [0, 1, 3, 4, 31, 64])
+def test_checksums_read_every_element(dtype, numel):
+    """From any offset into memory, in columns too, and with NaN, which differs from itself as a number."""
+    for offset in range(4):
+        grad = torch.full((offset + 2 * numel,), torch.nan, dtype=dtype)[offset:]
+        for view in (grad[:numel], grad[::2], grad.view(numel, 2).t()):
+            expected = in_backward._checksum(view)
+            assert in_backward._checksum(view) == expected
+            for index in range(view.numel()):
+                place = (index // view.size(-1), index % view.size(-1)) if view.ndim == 2 else index
+                view[place] = 1.0
+                assert in_backward._checksum(view) != expected
+                view[place] = torch.nan
+    assert in_backward._checksum(view) == expected
+
+
+def test_clipping_works_after_the_optimizer_is_gone():
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = fsdp2x.optim.AdamW([weight], step_in_backward=True)
+    with pytest.raises(RuntimeError, match="before the norm of all gradients is known"):
+        fsdp2x.clip_grad_norm_([weight], 1.0)
+    del optimizer
+    gc.collect()
+    weight.square().sum().backward()
+    fsdp2x.clip_grad_norm_([weight], 1.0)
+    assert weight.grad.norm().item() == pytest.approx(1.0)
 
 
 def test_clipping_in_the_step_is_refused():
