@@ -108,6 +108,7 @@ _LR_SCALES: dict[str, Callable[[int, int], float]] = {
     "spectral_unclamped": lambda m, n: math.sqrt(m / n),
 }
 _MUON_SETTINGS = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "ns_method", "adjust_lr_fn", *SPLIT_SETTINGS)
+_OWN_SETTINGS = ("use_muon", "ns_method", *SPLIT_SETTINGS)  # groups of torch's Muon and AdamW lack them
 _ADAMW_SETTINGS = ("betas", "amsgrad", "maximize")
 _ADAMW_EPS = 1e-8
 
@@ -252,11 +253,17 @@ class Muon(EngineStep):
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; moments come in ``moments_dtype``, as in ``AdamW``. Blocks stay where the state has none."""
-        blocks = [{name: group[name] for name in SPLIT_SETTINGS if name in group} for group in self.param_groups]
+        """Loads like torch, with moments in ``moments_dtype``. Settings that torch's groups lack stay.
+
+        Raises:
+            ValueError: a group was saved by an optimizer of another kind.
+        """
         saved_groups = state_dict["param_groups"]
-        if len(blocks) == len(saved_groups):  # torch raises for others
-            groups = [{**kept, **saved} for kept, saved in zip(blocks, saved_groups, strict=True)]
+        if len(self.param_groups) == len(saved_groups):  # torch raises for others
+            for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
+                _check_kind(number, group, saved)
+            kept = [{name: group[name] for name in _OWN_SETTINGS if name in group} for group in self.param_groups]
+            groups = [{**own, **saved} for own, saved in zip(kept, saved_groups, strict=True)]
             state_dict = {**state_dict, "param_groups": groups}
         super().load_state_dict(state_dict)
         self._adamw.state = self.state
@@ -412,6 +419,16 @@ def _matrices_of(group: dict[str, Any]) -> list[Matrices]:
         split = split_of(group, param.shape, name)
         found.append(Matrices(param, name, split, group["ns_steps"], group["ns_method"]))
     return found
+
+
+def _check_kind(number: int, group: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Raises ValueError if ``saved`` is of Muon and ``group`` of AdamW, or the other way round."""
+    wanted = "ns_steps" if group["use_muon"] else "betas"
+    if saved.get("use_muon", group["use_muon"]) != group["use_muon"] or wanted not in saved:
+        raise ValueError(
+            f"fsdp2x.optim.Muon.load_state_dict: group {number} has use_muon={group['use_muon']}, but was saved by "
+            "another optimizer or with the other value. Build the groups that were saved."
+        )
 
 
 def _check_matrices(group: dict[str, Any]) -> None:

@@ -135,6 +135,7 @@ OPTIMIZERS = {
     "ASGD": torch.optim.ASGD,
     "Adamax": torch.optim.Adamax,
     "Lion": fsdp2x.optim.Lion,
+    "Muon": lambda params: fsdp2x.optim.Muon([{"params": [p], "use_muon": p.ndim == 2} for p in params]),
     "NAdam": torch.optim.NAdam,
     "RMSprop": torch.optim.RMSprop,
     "Rprop": torch.optim.Rprop,
@@ -153,6 +154,15 @@ def stepped(model, kind):
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     return optimizer
+
+
+def test_a_step_that_has_begun_in_backward_comes_first():
+    model = torch.nn.Linear(3, 4)
+    state, _ = named_state(model, [stepped(model, "ours")])
+    optimizer = fsdp2x.optim.AdamW(model.parameters(), step_in_backward=True)
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="Call step.. before you load a state"):
+        Restore(model, [optimizer]).check(state)
 
 
 @pytest.mark.parametrize(("saved", "here"), list(itertools.product(OPTIMIZERS, OPTIMIZERS)))

@@ -126,13 +126,54 @@ def test_other_refusals():
 def test_a_state_without_blocks_leaves_them():
     weight = nn.Parameter(torch.randn(16, 6))
     weight.grad = torch.ones_like(weight)
-    optimizer = Muon([{"params": [weight], "split_sizes": (8, 8)}])
+    optimizer = Muon([{"params": [weight], "split_sizes": (8, 8)}], ns_method="gram")
     plain = torch.optim.Muon([weight])
     plain.step()
     optimizer.load_state_dict(plain.state_dict())
-    assert optimizer.param_groups[0]["split_sizes"] == (8, 8) and optimizer.param_groups[0]["ns_method"] == "standard"
+    assert optimizer.param_groups[0]["split_sizes"] == (8, 8) and optimizer.param_groups[0]["ns_method"] == "gram"
     optimizer.load_state_dict(Muon([{"params": [weight], "split_sizes": (4, 12)}]).state_dict())
     assert optimizer.param_groups[0]["split_sizes"] == (4, 12)
+
+
+# Optimizer of a matrix and a bias -> whether Muon takes its groups over.
+KINDS = {
+    "Muon": (lambda w, b: Muon([{"params": [w]}, {"params": [b], "use_muon": False}]), True),
+    "Muon, AdamW for both": (lambda w, b: Muon([{"params": [p], "use_muon": False} for p in (w, b)]), False),
+    "AdamW": (lambda w, b: torch.optim.AdamW([{"params": [w]}, {"params": [b]}]), False),
+    "SGD": (lambda w, b: torch.optim.SGD([{"params": [w]}, {"params": [b]}], momentum=0.9), False),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_take_states_of_their_kind(kind):
+    make, fits = KINDS[kind]
+    weight, bias = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))
+    weight.grad, bias.grad = torch.ones(4, 4), torch.ones(4)
+    saved, optimizer = make(weight, bias), KINDS["Muon"][0](weight, bias)
+    saved.step()
+    if fits:
+        optimizer.load_state_dict(saved.state_dict())
+    else:
+        with pytest.raises(ValueError, match="group 0 has use_muon=True, but .*Build the groups that were saved"):
+            optimizer.load_state_dict(saved.state_dict())
+    assert [group["use_muon"] for group in optimizer.param_groups] == [True, False]
+    optimizer.step()
+
+
+def test_groups_of_torchs_optimizers_load():
+    """torch's Muon and AdamW, whose groups have no use_muon, together."""
+    weight, bias = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))
+    weight.grad, bias.grad = torch.ones(4, 4), torch.ones(4)
+    parts = [torch.optim.Muon([weight], lr=0.5), torch.optim.AdamW([bias], lr=0.25)]
+    for part in parts:
+        part.step()
+    groups = [{**part.state_dict()["param_groups"][0], "params": [index]} for index, part in enumerate(parts)]
+    states = {index: part.state_dict()["state"][0] for index, part in enumerate(parts)}
+    optimizer = Muon([{"params": [weight]}, {"params": [bias], "use_muon": False}])
+    optimizer.load_state_dict({"state": states, "param_groups": groups})
+    assert [(group["use_muon"], group["lr"]) for group in optimizer.param_groups] == [(True, 0.5), (False, 0.25)]
+    optimizer.step()
+    assert optimizer.state[weight].keys() == {"momentum_buffer"} and optimizer.state[bias]["step"] == 2
 
 
 def test_description_of_groups():

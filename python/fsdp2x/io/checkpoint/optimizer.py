@@ -141,8 +141,11 @@ class Restore:
 
         `saved` has (shape, dtype) in place of tensors. Settings must be of the same kind as here. Optimizers of torch
         and fsdp2x keep tensors of their parameter's shape and single numbers, under the same keys for all parameters
-        of a group. Nothing is known of other optimizers.
+        of a group. Nothing is known of other optimizers. Raises RuntimeError if a step has begun in backward.
         """
+        for optimizer in self.optimizers:
+            if (in_backward := getattr(optimizer, "_in_backward", None)) is not None:
+                in_backward.refuse_loading()  # before the model is changed
         for group in self.groups:
             for home in _homes(group.members, saved["param_groups"]):
                 _require_same_rule(home, group.settings)
@@ -220,9 +223,8 @@ def _keeps_shapes(optimizer: torch.optim.Optimizer) -> bool:
 def _require_same_rule(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raises `CheckpointError` if a saved group has the settings of another rule, which it would take over."""
     theirs, ours = (settings.keys() & _RULE_SETTINGS for settings in (saved, here))
-    differ = theirs ^ ours if "use_muon" not in saved.keys() | here.keys() else set()
     decoupled = {settings.get("decoupled_weight_decay") for settings in (saved, here)} - {None}
-    if differ or len(decoupled) > 1:
+    if theirs != ours or len(decoupled) > 1:
         raise CheckpointError(
             f"another optimizer was saved: its groups have {', '.join(sorted(theirs)) or 'none of these'}"
             f"{' and decoupled weight decay' if saved.get('decoupled_weight_decay') else ''}, but this one's have "
