@@ -186,7 +186,7 @@ def _settings_of(owner: nn.Module, leaf: str, shape: Sequence[int], config: Any)
     elif leaf in _QKV and heads and head_dim and (blocks := _qkv(config, kind, heads, head_dim, rows)):
         (sizes, repeats), dim = blocks, -2
     elif leaf in ("q_proj", "k_proj", "v_proj", "q_b_proj"):
-        width = getattr(owner, "qk_head_dim", None) or head_dim
+        width = getattr(owner, "v_head_dim" if leaf == "v_proj" else "qk_head_dim", None) or head_dim
         return {"num_heads": rows // width} if width and rows % width == 0 and rows > width else {}
     else:
         return {}

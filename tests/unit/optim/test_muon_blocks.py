@@ -35,6 +35,9 @@ FAMILIES = {
         "experts.gate_up_proj": ("columns 1 + 1, 24 times", ""), "q_proj.weight": ("rows 16", "4")}),
     "deepseek_v3": ("DeepseekV3", {**SIZES, **MLA}, {
         "kv_b_proj.weight": ("rows 4 + 6, 4 times", "4 + 4"), "q_proj.weight": ("rows 24", "4")}),
+    "mimo_v2_flash": ("MiMoV2Flash", {**EXPERTS, "head_dim": 16, "v_head_dim": 8, "layer_types": ["full_attention"] * 2,
+            "n_routed_experts": 2, "moe_intermediate_size": 8}, {
+        "k_proj.weight": ("rows 32", "2"), "v_proj.weight": ("rows 16", "2")}),
 }  # fmt: skip
 
 
