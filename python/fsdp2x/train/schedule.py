@@ -122,8 +122,8 @@ class Schedule:
 
 
 def decay_groups(model: torch.nn.Module) -> dict[str, bool]:
-    """Returns parameter name -> whether it decays (two or more dims). Uses full shapes, before sharding."""
-    return {name: parameter.ndim >= 2 for name, parameter in model.named_parameters()}
+    """Returns parameter name -> whether it decays: two or more dims, and no bias. Uses full shapes, before sharding."""
+    return {name: p.ndim >= 2 and not name.endswith("bias") for name, p in model.named_parameters()}
 
 
 def make_optimizer(

@@ -148,6 +148,58 @@ def test_convolutions_belong_to_adamw():
     }
 
 
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+TEXT = {**SIZES, "num_key_value_heads": 2, "vocab_size": 11, "pad_token_id": 0}
+IMAGES = {**SIZES, "image_size": 8, "patch_size": 4, "num_labels": 5}
+# Model of transformers -> its config, ends of names of all matrices, and some parameters of AdamW that have more dims.
+LLAMA_MATRICES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+TASKS = {
+    "LlamaForSequenceClassification": ("Llama", TEXT, LLAMA_MATRICES, {"score.weight"}),
+    "LlamaForTokenClassification": ("Llama", TEXT, LLAMA_MATRICES, {"score.weight"}),
+    "LlamaForQuestionAnswering": ("Llama", TEXT, LLAMA_MATRICES, {"qa_outputs.weight"}),
+    "LlamaModel": ("Llama", TEXT, LLAMA_MATRICES, {"embed_tokens.weight"}),
+    "GptOssForCausalLM": ("GptOss", {**TEXT, "head_dim": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {"q_proj", "k_proj", "v_proj", "o_proj", "router", "gate_up_proj", "down_proj"},
+        {f"model.layers.0.mlp.experts.{name}_bias" for name in ("gate_up_proj", "down_proj")}),
+    "ViTForImageClassification": ("ViT", IMAGES, {"q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2"},
+        {"classifier.weight", "vit.embeddings.cls_token", "vit.embeddings.position_embeddings"}),
+    "CLIPForImageClassification": ("CLIP", {"vision_config": IMAGES, "text_config": TEXT},
+        {"q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"}, {"classifier.weight"}),
+    "MambaForCausalLM": ("Mamba", {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "vocab_size": 11},
+        {"in_proj", "x_proj", "dt_proj", "out_proj"}, {"backbone.layers.0.mixer.A_log"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_matrices_are_those_of_hidden_layers(name):
+    transformers = pytest.importorskip("transformers")
+    config, sizes, matrices, others = TASKS[name]
+    model = getattr(transformers, name)(getattr(transformers, f"{config}Config")(**sizes))
+    names = names_of(muon_param_groups(model, split="none"))
+    assert {one.removesuffix(".weight").rpartition(".")[2] for one in names[True]} == matrices
+    assert others <= set(names[False])
+
+
+def test_the_head_of_a_lora_model_belongs_to_adamw():
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    model = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**TEXT))
+    names = names_of(muon_param_groups(peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS"))))
+    assert all("lora" in name for name in names[True]) and any("score" in name for name in names[False])
+
+
+class ForTest(nn.Linear):
+    """A task model, by its name, whose head is not known."""
+
+    def get_output_embeddings(self):
+        return None
+
+
+def test_a_head_that_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="ForTest has no get_output_embeddings.., or it returns None"):
+        muon_param_groups(ForTest(4, 4))
+    assert names_of(muon_param_groups(ForTest(4, 4), exclude=[]))[True] == ["weight"]
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [

@@ -92,6 +92,12 @@ def test_matrices_decay_and_vectors_do_not():
     assert {id(p) for p in plain["params"]} == {id(model[0].bias), id(model[1].weight), id(model[1].bias)}
 
 
+def test_stacked_biases_do_not_decay():
+    model = torch.nn.Module()
+    model.down_proj, model.down_proj_bias = (torch.nn.Parameter(torch.zeros(shape)) for shape in ((2, 3, 4), (2, 4)))
+    assert decay_groups(model) == {"down_proj": True, "down_proj_bias": False}
+
+
 def test_frozen_parameters_are_left_out_and_a_frozen_model_is_an_error():
     model = torch.nn.Linear(2, 2)
     model.bias.requires_grad_(False)
