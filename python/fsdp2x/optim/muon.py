@@ -154,8 +154,9 @@ class Muon(EngineStep):
     number of ranks, if the gradients' bits are.
 
     A group of parameters has matrices, or with ``use_muon=False`` anything else. ``fsdp2x.optim.AdamW`` steps the
-    latter with its settings (``betas`` (0.9, 0.999), ``eps`` 1e-8). A parameter [num, m, n] is a stack of ``num``
-    matrices. ``state_dict`` is torch's: a ``momentum_buffer`` for each matrix, AdamW's state for the others.
+    latter with its settings (``betas`` (0.9, 0.999), ``eps`` 1e-8). Unless such a group sets ``lr`` and
+    ``weight_decay``, it takes those of Muon. A parameter [num, m, n] is a stack of ``num`` matrices. ``state_dict`` is
+    torch's: a ``momentum_buffer`` for each matrix, AdamW's state for the others.
 
     If a group's parameters fuse matrices, it sets their blocks. Each block is orthogonalized, and has the learning
     rate, of a separate matrix. ``muon_param_groups`` sets blocks for known families:
@@ -174,7 +175,8 @@ class Muon(EngineStep):
         ns_coefficients: (a, b, c) of all steps, or ``ns_steps`` such triples.
         adjust_lr_fn: factor of ``lr`` for an m x n matrix. "original" (and None): Keller Jordan's
             ``sqrt(max(1, m / n))``. "match_rms_adamw": Moonlight's ``0.2 sqrt(max(m, n))``, which works with AdamW's
-            ``lr`` and ``weight_decay``. "spectral_unclamped": ``sqrt(m / n)``.
+            ``lr`` and ``weight_decay``. "spectral_unclamped": ``sqrt(m / n)``. Use "match_rms_adamw" for weights that
+            are stored as (in, out), such as gpt-oss's experts and GPT-2's, because the others take m for the output.
         ns_method: "standard" for torch's iteration. "gram" computes the same polynomial on the smaller Gram matrix if
             this takes fewer operations (Zhang, Amsel, Chen, and Dao, "Gram Newton-Schulz", 2026).
         ns_dtype: dtype of the iterations and of communication. ``torch.bfloat16`` as in torch, or ``torch.float32``.
