@@ -6,6 +6,7 @@ step on torch's threads leaves the other cores idle.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -54,7 +55,7 @@ def step_cores(environment: Mapping[str, str] = os.environ) -> StepCores:
         parent = frozenset(os.sched_getaffinity(os.getppid()))
     except OSError:  # it has ended
         parent = allowed
-    return choose(environment, Host(allowed, parent, read_cores(), torch.get_num_threads(), _quota()))
+    return choose(environment, Host(allowed, parent, read_cores(), torch.get_num_threads(), read_quota()))
 
 
 def choose(environment: Mapping[str, str], host: Host) -> StepCores:
@@ -88,6 +89,9 @@ def choose(environment: Mapping[str, str], host: Host) -> StepCores:
 
 def _local_rank(environment: Mapping[str, str]) -> tuple[int, int]:
     for rank, size in _LOCAL_RANKS:
+        # A batch script inherits the job's variables and is one process. srun sets the number of its step.
+        if rank.startswith("SLURM") and not environment.get("SLURM_STEP_ID", "").isdigit():
+            continue
         if environment.get(rank, "").isdigit() and environment.get(size, "").isdigit():
             return int(environment[rank]), max(int(environment[size]), 1)
     return 0, 1
@@ -102,12 +106,30 @@ def read_cores(system: Path = _SYSTEM) -> tuple[int, ...]:
     return tuple(number for number in numbers if number in (siblings[number] or [number])[:1])
 
 
-def _quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+def read_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Reads how many cores' time the control groups of this process allow: a container's, a job's, and those around."""
     try:
-        quota, period = path.read_text().split()
-    except (OSError, ValueError):
-        return sys.maxsize
-    return sys.maxsize if quota == "max" else max(int(quota) // int(period), 1)
+        groups = [line.split(":", 2)[1:] for line in own.read_text().splitlines()]
+    except OSError:
+        groups = []
+    quotas = []
+    for controllers, path in groups:
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "cpu" if controllers else root  # version 1 has a folder for each controller
+        group = top / path.lstrip("/")  # in a container it may be the host's path, which does not exist here
+        quotas += [_quota_of(place) for place in (group, *group.parents) if place.is_relative_to(top)]
+    return max(int(min(quotas, default=sys.maxsize)), 1)
+
+
+def _quota_of(group: Path) -> float:
+    """Reads the quota of a control group of version 2 or 1; without one, more cores than any host has."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+            quota, period = map(int, " ".join((group / name).read_text() for name in names).split())
+            if quota > 0:
+                return quota / period
+    return sys.maxsize
 
 
 def _numbers(path: Path) -> list[int]:

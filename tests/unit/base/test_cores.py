@@ -1,12 +1,15 @@
 """Which cores a rank's optimizer steps on: drawn hosts, and every reason to leave the threads to torch."""
 
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp2x.base.cores import Host, choose, read_cores
+from fsdp2x.base.cores import Host, choose, read_cores, read_quota
 
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "run", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+SLURM = {"LOCAL_RANK": "", "SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "2"}
 EIGHT = Host(frozenset(range(8)), frozenset(range(8)), tuple(range(8)), 1)
 
 
@@ -34,7 +37,8 @@ def test_ranks_share_the_cores(allowed, cores, num_ranks):
         ({}, {"num_threads": 3}, [4, 5, 6, 7], 3, "3 thread(s) on"),
         ({}, {"num_threads": 64}, [4, 5, 6, 7], 4, "4 thread(s) on"),
         ({"OMP_PROC_BIND": "FALSE"}, {}, [4, 5, 6, 7], 4, "rank 1"),
-        ({"LOCAL_RANK": "", "SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "2"}, {}, [0, 1, 2, 3], 4, "rank 0 of 2"),
+        (SLURM | {"SLURM_STEP_ID": "0"}, {}, [0, 1, 2, 3], 4, "rank 0 of 2"),
+        (SLURM, {}, [], 1, "no other rank is known"),  # a batch script
         ({"FSDP2X_STEP_CORES": "off"}, {}, [], 1, "1 thread(s) of torch: FSDP2X_STEP_CORES=off"),
         ({"OMP_PLACES": "cores"}, {}, [], 1, "OMP_PLACES binds them"),
         ({}, {"allowed": frozenset({2, 3, 4, 5})}, [], 1, "bound to 4 of 8 cores"),
@@ -75,3 +79,30 @@ def test_the_kernels_files_are_read(tmp_path, has_nodes):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert read_cores(tmp_path) == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("own", "texts", "quota"),
+    [
+        ("0::/\n", {"cpu.max": "250000 100000"}, 2),  # a container of version 2
+        ("0::/\n", {"cpu.max": "50000 100000"}, 1),
+        ("0::/\n", {"cpu.max": "max 100000"}, sys.maxsize),
+        ("0::/job/step\n", {"job/cpu.max": "400000 100000", "job/step/cpu.max": "max 100000"}, 4),
+        ("0::/job/step\n", {"job/cpu.max": "300000 100000", "job/step/cpu.max": "800000 100000"}, 3),
+        ("0::/elsewhere\n", {"cpu.max": "200000 100000"}, 2),  # the host's path inside a container
+        (
+            "4:memory:/a\n3:cpu,cpuacct:/a\n0::/\n",
+            {"cpu/a/cpu.cfs_quota_us": "600000", "cpu/a/cpu.cfs_period_us": "100000", "memory/a/cpu.max": "1 1"},
+            6,
+        ),
+        ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, sys.maxsize),
+        (None, {"cpu.max": "200000 100000"}, sys.maxsize),
+    ],
+)
+def test_quotas_of_control_groups_are_read(tmp_path, own, texts, quota):
+    if own is not None:
+        texts = {**texts, "own": own}
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert read_quota(tmp_path, tmp_path / "own") == quota
