@@ -110,7 +110,12 @@ def make_equal(copies: Copies, device: torch.device) -> None:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Hashes the bits, so signs of zero and payloads of NaN count. The result is the same on every machine.
+    """Hashes the bits, so signs of zero and payloads of NaN count. The result is the same on every machine."""
+    return int(sum_of_bits(tensor)) % 2**64
+
+
+def sum_of_bits(tensor: Tensor) -> Tensor:
+    """Returns ``checksum`` as an int64 scalar, without a wait for the device of ``tensor``.
 
     Sums integers modulo 2**64, each multiplied by a different odd number, so any single difference changes the sum.
     """
@@ -118,10 +123,11 @@ def checksum(tensor: Tensor) -> int:
     for part in _plain(tensor):
         real = torch.view_as_real(part) if part.is_complex() else part
         bits = real.contiguous().flatten().view(_BITS[real.element_size()])
-        odd = 2 * torch.arange(min(len(bits), _CHUNK_NUMEL), device=part.device) + 1
+        odd = torch.arange(1, min(len(bits), _CHUNK_NUMEL) + 1, device=part.device) * -7046029254386353131
+        odd = (odd ^ (odd >> 32)) | 1  # equal distances of places have unequal distances of factors
         for chunk in bits.split(_CHUNK_NUMEL):
             total = 31 * total + (chunk.long() * odd[: len(chunk)]).sum()
-    return int(total) % 2**64
+    return total
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:

@@ -15,11 +15,11 @@ PLACES = {"shm": {}, "process_group": {}, "streams": {}, "streams, offloaded": {
 WIDE = 528  # over gloo, a square matrix of this width is gathered in place
 
 
-def write_in_place(param, values):
-    param.add_(values)
+def write_in_place(param):
+    param.add_(0.01)
 
 
-def write_local(param, values):
+def write_local(param):
     local = param.to_local() if hasattr(param, "to_local") else param
     local.mul_(0.5)
 
@@ -42,7 +42,7 @@ class Momentum(nn.Module):
         with torch.no_grad():
             for unit in (self.key, self.last, *([self.query] if self.at_start else [])):
                 for param in unit.parameters():
-                    self.write(param, 0.01)
+                    self.write(param)
 
     def forward(self, x):
         if self.at_start:
@@ -62,10 +62,8 @@ class Momentum(nn.Module):
 def test_units_compute_with_what_the_forward_wrote(ctx, transport, write, at_start):
     only_fsdp2x(ctx)
     reference = Momentum(WRITES[write], at_start)
-    units = ("query", "key", "last")
-    options = dict(PLACES[transport])
     kind = transport.partition(",")[0]
-    model = shard(ctx, copy.deepcopy(reference), units, transport=kind, **options)
+    model = shard(ctx, copy.deepcopy(reference), ("query", "key", "last"), transport=kind, **PLACES[transport])
     for step in range(5):
         x = inputs(0, step)
         with torch.set_grad_enabled(step != 3):

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2x.base import torch_private
 from fsdp2x.base.arguments import checked
+from fsdp2x.lifecycle.replicas import sum_of_bits
 from fsdp2x.models.sequence.attention import SequenceAttention, base_model, cut_decoder_inputs, head_counts, layout_of
 from fsdp2x.models.sequence.exchange import HeadPlan
 from fsdp2x.models.sequence.layout import KEYWORD, Peers, RankPart, SequenceLayout
@@ -381,8 +382,6 @@ class _Gather(torch.autograd.Function):
 _ALONG = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels")  # inputs along the sequence
 _FACTS = ("rows", "length", "names, shapes or dtypes", "samples", *_ALONG, "other inputs")
 _NUM_FACTS = 1 + len(_FACTS)
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PIECE_NUMEL = 2**20  # elements of which a checksum widens a copy at a time
 
 
 def _check_tensors(inputs: Mapping[str, Any]) -> None:
@@ -405,24 +404,13 @@ def _facts(rows: int, length: int, layout: SequenceLayout, inputs: Mapping[str, 
     shapes = zlib.crc32(repr([(name, value.dtype, *value.shape) for name, value in tensors.items()]).encode())
     known = torch.tensor([1, rows, length, shapes, zlib.crc32(repr(layout.samples).encode())], device="cpu")
     device = next(iter(tensors.values())).device
-    sums = {name: _checksum(value).to(device) for name, value in tensors.items()}
+    sums = {name: sum_of_bits(value).to(device) for name, value in tensors.items()}
     zero = torch.zeros((), dtype=torch.int64, device=device)
     along = [sums.pop(name, zero) for name in _ALONG]
     others = zero
     for one in sums.values():
         others = 31 * others + one
     return torch.cat((known, torch.stack([*along, others]).cpu()))
-
-
-def _checksum(value: torch.Tensor) -> torch.Tensor:
-    """Returns an int64 scalar on the tensor's device that depends on each bit and its place."""
-    bits = value.detach().reshape(-1).view(_BITS[value.element_size()])
-    weights = torch.arange(1, min(bits.numel(), _PIECE_NUMEL) + 1, device=bits.device) * -7046029254386353131
-    weights ^= weights >> 32  # equal distances of places have unequal distances of weights
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for piece in bits.split(_PIECE_NUMEL):
-        total = 31 * total + (piece.long() * weights[: piece.numel()]).sum()
-    return total
 
 
 def _check_meshes(model: nn.Module, ranks: list[int]) -> None:
