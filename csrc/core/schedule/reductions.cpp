@@ -53,10 +53,9 @@ void Reductions::post(ScheduledUnit& unit, ScheduledGroup& group, ForwardCounts 
     make_room(group, std::nullopt);  // for the memory next to it
   } catch (...) {
     // Outside of a backward, nothing else drops a reduction that is not pending.
-    const Contributions& sum = group.contributions_;
-    const bool holds_earlier = sum.backward != backward_number() || sum.holds_earlier;
+    const bool was_earlier = holds_earlier(group.contributions_);
     drop_packed(group);
-    if (holds_earlier) mark_lost(group);
+    if (was_earlier) mark_lost(group);
     throw;
   }
   pending_.push_back({unit.shared_from_this(), &group});
@@ -78,7 +77,7 @@ void Reductions::finish_pending() {
 bool Reductions::finish(const std::shared_ptr<ScheduledUnit>& unit, ScheduledGroup& group, bool flush) {
   if (!group.is_posted()) return true;
   const Contributions& sum = group.contributions_;
-  const bool holds_earlier = sum.backward != backward_number() || sum.holds_earlier;
+  const bool was_earlier = holds_earlier(sum);
   try {
     const Reduced reduced = effects_.finish_reduce(group, flush);
     group.posts_late_ = reduced == Reduced::later;
@@ -98,7 +97,7 @@ bool Reductions::finish(const std::shared_ptr<ScheduledUnit>& unit, ScheduledGro
   } catch (...) {
     // User hooks run after the rows have left the transport, so rows that they leave undone exist nowhere else.
     effects_.drop_reduced(group);
-    if (holds_earlier) mark_lost(group);
+    if (was_earlier) mark_lost(group);
     throw;
   }
 }
@@ -135,7 +134,7 @@ void Reductions::all_reduce(const std::shared_ptr<ScheduledUnit>& unit, Schedule
     deliver(unit, group);
   } catch (...) {
     effects_.drop_reduced(group);
-    if (sum.backward != backward_number() || sum.holds_earlier) mark_lost(group);
+    if (holds_earlier(sum)) mark_lost(group);
     throw;
   }
 }

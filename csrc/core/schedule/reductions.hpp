@@ -68,6 +68,8 @@ class Reductions {
   void deliver(const std::shared_ptr<ScheduledUnit>& unit, ScheduledGroup& group);
   void finish_download(std::deque<OnItsWay>::iterator found);
   void all_reduce(const std::shared_ptr<ScheduledUnit>& unit, ScheduledGroup& group);
+  // Returns whether a sum has gradients of backwards before the running or next one.
+  bool holds_earlier(const Contributions& sum) const { return sum.backward != backward_number() || sum.holds_earlier; }
   void mark_lost(const ScheduledGroup& group);
 
   Effects& effects_;
