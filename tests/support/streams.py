@@ -5,12 +5,14 @@ everything in host order and notes which operation touches which bytes, so the c
 operations touch the same bytes and one of them writes, a chain of events must order them.
 """
 
+import weakref
 from unittest import mock
 
 import numpy as np
 import torch
 from torch import nn
 
+from fsdp2x.base import agreement
 from fsdp2x.lifecycle import api
 from fsdp2x.sharding import transport
 from models import Stack, inputs
@@ -38,6 +40,8 @@ def install(pack_below_bytes: int = 0, grouped: bool = True, with_kernels: bool 
     mock.patch.object(api, "check_transport", lambda name: check(as_group.get(name, name))).start()
     pack_below = pack_below_bytes if grouped else None
     mock.patch.object(transport, "pack_below_bytes", lambda gathers, world: pack_below).start()
+    # After a failure, ranks that have used a device cannot use their group again. Later tests of these processes do.
+    mock.patch.object(agreement, "_agreements", weakref.WeakKeyDictionary()).start()
     return recorder
 
 
