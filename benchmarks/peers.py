@@ -47,12 +47,14 @@ def shard_fsdp1(model: nn.Module) -> nn.Module:
 class GlooAlone:
     """Only the collectives that a step of a model over gloo needs, one after the other, in memory that is used again.
 
-    Gathers run as broadcasts and reductions as all-to-alls, because both copy nothing."""
+    Gathers run as messages between the ranks and reductions as all-to-alls, because both copy nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         import fsdp2x
+        from fsdp2x.base.collectives import gather_in_place
 
         world = dist.get_world_size()
+        self._gather = functools.partial(gather_in_place, dist.group.WORLD)
         units = fsdp2x.memory_report(model).units
         gathered = [*units, *(unit for unit in units if unit.reshard_after_forward)]
         self._gathers = [unit.slot_bytes // world for unit in gathered]
@@ -64,9 +66,8 @@ class GlooAlone:
     def step(self, timer: harness.PhaseTimer) -> None:
         """Leaves the time of the whole step to ``timer``, which counts it without phases."""
         for size in self._gathers:
-            parts = self._memory[0][: size * self._world].view(self._world, size)
-            for work in [dist.broadcast(part, src=rank, async_op=True) for rank, part in enumerate(parts)]:
-                work.wait()
+            whole = self._memory[0][: size * self._world]
+            self._gather([whole], [whole.view(self._world, size)[dist.get_rank()]]).wait()
         for size in self._reductions:
             received, sent = (memory[: size * self._world] for memory in self._memory)
             dist.all_to_all_single(received, sent)

@@ -228,14 +228,14 @@ void bind_transports(py::module_& m) {
   m.def(
       "group_transport",
       [](const py::object& all_gather, const py::object& gather_in_place, const py::object& reduce_scatter,
-         const py::object& all_to_all, const py::object& wait, const py::object& may_replace, size_t broadcast_bytes,
+         const py::object& all_to_all, const py::object& wait, const py::object& may_replace, size_t message_bytes,
          size_t pack_below_bytes) -> std::shared_ptr<Transport> {
         return std::make_shared<ProcessGroupTransport>(
             Collectives{own(all_gather), own(gather_in_place), own(reduce_scatter), own(all_to_all), own(wait),
-                        own_unless_none(may_replace), broadcast_bytes, pack_below_bytes});
+                        own_unless_none(may_replace), message_bytes, pack_below_bytes});
       },
       py::arg("all_gather"), py::arg("gather_in_place"), py::arg("reduce_scatter"), py::arg("all_to_all"),
-      py::arg("wait"), py::arg("may_replace"), py::arg("broadcast_bytes"), py::arg("pack_below_bytes"));
+      py::arg("wait"), py::arg("may_replace"), py::arg("message_bytes"), py::arg("pack_below_bytes"));
 }
 
 void bind_root(py::module_& m) {

@@ -50,7 +50,7 @@ struct Collective {
   bool averages = false;
   bool is_custom = false;    // the user's function posts it
   bool is_separate = false;  // over the group of set_separate_reduce_scatter_group
-  bool is_in_place = false;  // a gather by broadcasts, or of several outputs
+  bool is_in_place = false;  // a gather by messages, or of several outputs
   uint64_t num_passes = 0;   // passes of this rank that posted something here, this one included
 
   // Returns a number that is equal for collectives that fit together. Passes are compared by kind only. A forward may

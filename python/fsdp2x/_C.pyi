@@ -218,7 +218,7 @@ def group_transport(
     all_to_all: Any,
     wait: Any,
     may_replace: Any,
-    broadcast_bytes: int,
+    message_bytes: int,
     pack_below_bytes: int,
 ) -> Transport: ...
 def has_device_kernels() -> bool: ...

@@ -36,8 +36,10 @@ from fsdp2x.base import torch_private
 from fsdp2x.base.annotations import unchecked
 from fsdp2x.base.collectives import (
     Diverged,
+    Exchange,
     all_to_all,
     explained,
+    finish_exchanges,
     gather_in_place,
     plain_all_gather,
     reduce_scatter,
@@ -144,6 +146,9 @@ class Agreement:
         Raises:
             Diverged: a peer has left, or posts something else.
         """
+        if isinstance(work, Exchange):
+            self.wait(work.posted, timeout)
+            return work.wait()
         if not hasattr(work, "is_completed"):  # of a synchronous or a custom collective
             return wait(work, timeout)
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
@@ -349,6 +354,8 @@ class Agreement:
             if not posted["is_custom"] and posted["operation"] != "other":  # those run over the user's group
                 with unchecked():
                     _repeat(group, posted)
+        if self.group is not None:
+            finish_exchanges(self.group)
         self._generation += 1
         self._num_asked = 0
         self._begin_round()
@@ -424,7 +431,7 @@ def _difference(first: dict, second: dict) -> str:
 
 
 def _is_replaced(collective: dict) -> bool:
-    """Whether broadcasts or an all-to-all run in place of FSDP2's collective (``collectives.may_replace``)."""
+    """Whether messages or an all-to-all run in place of FSDP2's collective (``collectives.may_replace``)."""
     return bool(collective["parts"]) or collective["operation"] == "all_to_all"
 
 

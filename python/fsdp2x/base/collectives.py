@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -18,54 +18,81 @@ from fsdp2x.base import torch_private
 from fsdp2x.base.memory_file import aligned_starts
 from fsdp2x.base.processes import introduced, name_ended, own_host
 
-# Part of a rank below which one gather is faster than a broadcast from each rank, over gloo.
-BROADCAST_BYTES = 1 << 18
+# Part of a rank below which one gather is faster than messages between each two ranks, over gloo.
+MESSAGE_BYTES = 1 << 18
 
 
 def all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
     """Starts an all-gather of ``source`` into ``output`` and returns the work.
 
-    Over gloo, a large one is a broadcast from each rank. gloo's own gather copies into memory that it allocates.
+    Over gloo, ranks exchange large parts as messages. gloo's own gather copies into memory that it allocates.
     """
-    is_large = source.nbytes >= BROADCAST_BYTES and group is not None
+    is_large = source.nbytes >= MESSAGE_BYTES and group is not None
     if not (is_large and torch_private.is_gloo(group) and may_replace()):
         return _gather()(output, source, group=group, async_op=True)
     own = output.view(group.size(), -1)[group.rank()]
     if own.data_ptr() != source.data_ptr():
         own.copy_(source.view(-1))
-    return _Parts(_broadcasts(group, output, own))
+    return Exchange(group, [output], [own])
 
 
 def plain_all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
-    """Starts one all-gather, also if ``all_gather`` would start broadcasts. Returns the work."""
+    """Starts one all-gather, also if ``all_gather`` would exchange messages. Returns the work."""
     return _gather()(output, source, group=group, async_op=True)
 
 
-def gather_in_place(group: dist.ProcessGroup, outputs: list[torch.Tensor], sources: list[torch.Tensor]):
+def gather_in_place(group: dist.ProcessGroup, outputs: list[torch.Tensor], sources: list[torch.Tensor]) -> Exchange:
     """Starts all-gathers of ``sources`` over gloo into ``outputs``. Returns the work of all.
 
     This rank's part of an output is not written. Its source may be that part.
     """
-    pairs = zip(outputs, sources, strict=True)
-    return _Parts([work for output, source in pairs for work in _broadcasts(group, output, source)])
+    return Exchange(group, outputs, sources)
 
 
-def _broadcasts(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor) -> list[Any]:
-    if source.nbytes < BROADCAST_BYTES:
-        return [_GATHER(output, source, group=group, async_op=True)]
-    # Not by dist.broadcast, whose checks and logs take a third of its time.
-    parts = list(output.view(group.size(), -1).view(torch.uint8).unbind())
-    parts[group.rank()] = source.view(torch.uint8)
-    return [group.broadcast([part], options) for part, options in zip(parts, _from_each(group.size()), strict=True)]
+class Exchange:
+    """All-gathers over gloo in which each rank sends its part to each other rank, in messages posted at once.
+
+    ``posted`` is the work of an all-reduce of one byte. It ends when all ranks have posted their messages, which then
+    end without the peers' main threads. While it runs, a caller can check its peers. A wait for a message does not
+    allow that: if it times out, gloo closes the connections of the whole group.
+
+    gloo does not hold the memory of a message, and drops a message whose work is gone. So works whose caller does not
+    wait for them are kept until a later exchange of the group has ended.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, outputs: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        world, rank = group.size(), group.rank()
+        self._messages: list[dist.Work] = []
+        later = [(rank + distance) % world for distance in range(1, world)]
+        for tag, output in enumerate(outputs, _TAG):
+            parts = output.view(world, -1).unbind()
+            self._messages += [group.recv([parts[peer]], peer, tag) for peer in later]
+        for tag, source in enumerate(sources, _TAG):
+            self._messages += [group.send([source], peer, tag) for peer in reversed(later)]
+        self.posted = group.allreduce([torch.zeros(1, dtype=torch.uint8)], _IN_BACKGROUND)
+        self._started = _started.setdefault(group, [])
+        self._started.append(self)
+
+    def wait(self, *timeout: timedelta) -> bool:
+        """Waits for the messages, and for those of earlier exchanges, which two ranks send in the same order."""
+        self.posted.wait(*timeout)
+        while self in self._started:
+            for message in self._started[0]._messages:
+                message.wait(*timeout)
+            del self._started[0]
+        return True
 
 
-@functools.cache
-def _from_each(world: int) -> list[dist.BroadcastOptions]:
-    """Options of a broadcast from each rank."""
-    options = [dist.BroadcastOptions() for _ in range(world)]
-    for rank, one in enumerate(options):
-        one.rootRank, one.rootTensor, one.asyncOp = rank, 0, True
-    return options
+def finish_exchanges(group: dist.ProcessGroup) -> None:
+    """Waits for the exchanges whose callers did not, after all ranks have posted them."""
+    for exchange in list(_started.get(group, ())):
+        exchange.wait()
+
+
+_started: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Exchange]] = weakref.WeakKeyDictionary()
+_TAG = 1 << 30  # of an exchange's first messages; torch and users count from 0
+_IN_BACKGROUND = dist.AllreduceOptions()
+_IN_BACKGROUND.asyncOp = True
 
 
 def may_replace() -> bool:
@@ -76,25 +103,6 @@ def may_replace() -> bool:
 # FSDP2 uses one of two names, depending on torch. Looked up at each call, because patches and counters must see it.
 def _gather() -> Callable[..., Any]:
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class _Parts:
-    """Work of the broadcasts that replace an all-gather."""
-
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
-
-    def is_completed(self) -> bool:
-        """Returns whether all have ended. Raises what one of them raised, also while others run."""
-        ended = [work for work in self._works if work.is_completed()]
-        for work in ended:
-            work.wait()
-        return len(ended) == len(self._works)
-
-    def wait(self, *timeout: timedelta) -> bool:
-        for work in self._works:
-            work.wait(*timeout)
-        return True
 
 
 def reduce_scatter(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, average: bool):

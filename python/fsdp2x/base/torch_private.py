@@ -233,7 +233,7 @@ def all_gather_group(group: dist.ProcessGroup, outputs: list[torch.Tensor], sour
 
 def gathers_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
     """Returns how the backend of ``device`` runs many all-gathers: ``"grouped"`` in one launch, ``"in turn"``,
-    ``"broadcast"`` by a broadcast from each rank, as gloo does on a CPU, or ``"unknown"``.
+    ``"messages"`` of each rank to each other rank, for gloo on a CPU, or ``"unknown"``.
 
     From torch 2.15 on, "nccl" is another class that loops over them, unless TORCH_DIST_USE_NCCL2 is 0.
     """
@@ -244,7 +244,7 @@ def gathers_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
     if name == "ProcessGroupNCCL":
         return "grouped"
     if device.type == "cpu" and group is not None and is_gloo(group):
-        return "broadcast"
+        return "messages"
     return "in turn" if name.startswith("ProcessGroupNCCL") else "unknown"
 
 

@@ -18,7 +18,7 @@ from fsdp2x.base import torch_private
 from fsdp2x.base.agreement import Agreement, agreement_of, make_agreement
 from fsdp2x.base.annotations import skips_checks
 from fsdp2x.base.collectives import (
-    BROADCAST_BYTES,
+    MESSAGE_BYTES,
     all_gather,
     all_to_all,
     explain_collective,
@@ -190,8 +190,8 @@ class TransportChoice:
             skips_checks(reduce_scatter, group),
             skips_checks(all_to_all, group),
             skips_checks(wait if agreement is None else agreement.wait, timeout=self._timeout),
-            may_replace if how == "broadcast" else None,
-            BROADCAST_BYTES,
+            may_replace if how == "messages" else None,
+            MESSAGE_BYTES,
             _C.PACK_EVERYTHING if below is None else below,
         )
 

@@ -144,7 +144,7 @@ def _count(
     below = transport.pack_below_bytes(ranks.gathers, ranks.world)
     packs_all = collectives.gathers_packed or (collectives.reduces_aside and not ranks.has_streams)
     pack_below = _C.PACK_EVERYTHING if below is None or packs_all else below
-    exchanges = ranks.gathers == "broadcast" and not collectives.reduces_aside
+    exchanges = ranks.gathers == "messages" and not collectives.reduces_aside
     plan = _C.ReductionPlan(layout, trains)
     reduced_bytes = training.reduce_segment_bytes
     rows_are_pool = ranks.has_streams and training.can_reduce_in_place

@@ -157,7 +157,7 @@ def planned_facts(
             return PlannedMesh(key, world, 0, TransportKind.DEVICE, copies, gathers=how)
         share = copies > 1 and on_one_host
         kind = TransportKind.LOCAL if world == 1 else TransportKind(transport)
-        return PlannedMesh(key, world, 0, kind, copies, replicas_share=share, gathers="broadcast")
+        return PlannedMesh(key, world, 0, kind, copies, replicas_share=share, gathers="messages")
 
     experts = None
     if expert_parallel > 1:

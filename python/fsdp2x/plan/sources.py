@@ -122,7 +122,7 @@ def _ranks(
 def _gathers_of(ranks: ShardGroup) -> str:
     """Returns how the engine's next gathers run. Over gloo, a dispatch mode or a patch sees those of FSDP2."""
     how = torch_private.gathers_of(ranks.group, ranks.device)
-    return "unknown" if how == "broadcast" and not may_replace() else how
+    return "unknown" if how == "messages" and not may_replace() else how
 
 
 def _transport_of(state: ShardedUnit, group: ShardedParamGroup) -> TransportKind:

@@ -122,7 +122,7 @@ def pack_below_bytes(gathers: str, world: int) -> int | None:
     ``gathers``: how the backend runs many gathers, from ``torch_private.gathers_of``. The engine gathers only a few
     larger parameters alone, and none if there are many (csrc/core/gather_plan.hpp).
     """
-    if gathers in ("grouped", "broadcast"):
+    if gathers in ("grouped", "messages"):
         return _C.PACK_BELOW_BYTES
     return max(_ALONE_BYTES, world * _ALONE_BYTES_OF_A_RANK) if gathers == "in turn" else None
 

@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import gc
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 import torch
@@ -13,31 +15,13 @@ from torch.distributed.tensor.debug import CommDebugMode
 import divergences
 import fsdp2x
 from fsdp2x.base import collectives
-from fsdp2x.lifecycle import transport_choice
-from fsdp2x.sharding import transport
 from harness import distributed
+from large_gathers import everything_is_large
 from memory import POLICIES
 from models import STACK_UNITS, Stack
 from reference import grads, only_fsdp2x, same, shard, shard_stock
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64)
-
-
-@contextmanager
-def everything_is_large():
-    """Gathers in place what can be, and by broadcasts. Yields what each gather in place was given."""
-    gathered = []
-
-    def gather_in_place(group, outputs, sources):
-        gathered.append([output.numel() for output in outputs])
-        return collectives.gather_in_place(group, outputs, sources)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "BROADCAST_BYTES", 0)
-        patch.setattr(transport_choice, "BROADCAST_BYTES", 0)
-        patch.setattr(transport, "pack_below_bytes", lambda gathers, world: 0)
-        patch.setattr(transport_choice, "gather_in_place", gather_in_place)
-        yield gathered
 
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -50,7 +34,7 @@ def test_values_are_those_of_torch(ctx, large_bytes):
     only_fsdp2x(ctx)
     group, world = dist.group.WORLD, ctx.world
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "BROADCAST_BYTES", large_bytes)
+        patch.setattr(collectives, "MESSAGE_BYTES", large_bytes)
         for dtype in DTYPES:
             source, expected = values(ctx.rank, 301, dtype), torch.empty(world * 301, dtype=dtype)
             dist.all_gather_into_tensor(expected, source)
@@ -66,19 +50,54 @@ def test_values_are_those_of_torch(ctx, large_bytes):
 
 
 @distributed(world_sizes=(2, 3, 4))
+def test_exchanges_without_a_waiter(ctx):
+    """Callers gave up on two, one of which a peer posts later. Their messages are kept until a later one has ended."""
+    only_fsdp2x(ctx)
+    group = dist.new_group()
+    started = []
+
+    def start(numel: int) -> collectives.Exchange:
+        parts = [values(ctx.rank, count, torch.float32) for count in (numel, 3)]
+        outputs = [part.new_zeros(ctx.world * part.numel()) for part in parts]
+        for output, part in zip(outputs, parts, strict=True):
+            output.view(ctx.world, -1)[ctx.rank] = part
+        started.append((outputs, [part.numel() for part in parts]))
+        return collectives.gather_in_place(group, outputs, parts)
+
+    exchange = start(100_003)
+    if ctx.rank > 0:  # as if it had failed before
+        with pytest.raises(RuntimeError):
+            start(7).posted.wait(timedelta(seconds=0.2))
+    dist.barrier()
+    if ctx.rank == 0:
+        start(7)
+    del exchange
+    gc.collect()
+    assert len(collectives._started[group]) == 2
+    if ctx.rank % 2 == 0:
+        collectives.finish_exchanges(group)
+    start(50_001).wait()
+    assert not collectives._started[group]
+    for outputs, sizes in started:
+        for output, numel in zip(outputs, sizes, strict=True):
+            expected = torch.cat([values(rank, numel, torch.float32) for rank in range(ctx.world)])
+            assert torch.equal(output, expected)
+
+
+@distributed(world_sizes=(2, 3, 4))
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_steps_are_those_of_stock(ctx, policy, reshard):
     """Gathers in place, and exchanged gradients: equal bits where the sum of two has one order."""
     only_fsdp2x(ctx)
-    whole = Stack(width=12, hidden=20)  # some parameters are divided evenly, and those alone are in place
+    whole = Stack(width=24, hidden=20)  # some parameters are divided evenly, and those alone are in place
     options = {"mp_policy": POLICIES[policy], "reshard_after_forward": reshard}
     with everything_is_large() as gathered:
         ours = shard(ctx, copy.deepcopy(whole), STACK_UNITS, transport="process_group", **options)
         stock = shard_stock(whole, STACK_UNITS, **options)
         for model in (ours, stock):
             for step in range(3):
-                x = torch.randn(5, 12, generator=torch.Generator().manual_seed(10 * step + ctx.rank))
+                x = torch.randn(5, 24, generator=torch.Generator().manual_seed(10 * step + ctx.rank))
                 model.set_requires_gradient_sync(step != 1)
                 model(x).float().square().mean().backward()
         if ctx.world == 2:
@@ -100,7 +119,7 @@ def test_divergences_in_large_gathers(ctx):
         for seed in range(len(divergences.KINDS)):
             program = divergences.draw(seed, ctx.world, "process_group", divergences.KINDS)
             assert not (wrong := divergences.run(program)), (program, wrong)
-        divergences.meet_again()  # this repeats exchanges after a failure, which are broadcasts as well
+        divergences.meet_again()  # this repeats exchanges after a failure, which are messages as well
 
 
 class Caught(Exception):

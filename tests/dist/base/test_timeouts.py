@@ -1,5 +1,6 @@
 """``fully_shard(timeout=)`` ends waits for a peer over both transports. It raises on a device, where no rank waits."""
 
+import contextlib
 import dataclasses
 import time
 from datetime import timedelta
@@ -12,6 +13,7 @@ from torch import distributed as dist
 import fsdp2x
 from fsdp2x.lifecycle import api
 from harness import distributed
+from large_gathers import everything_is_large
 from models import STACK_UNITS, Stack, inputs
 from reference import TRANSPORTS, only_fsdp2x, shard
 
@@ -22,9 +24,14 @@ LIMIT_S = 20
 
 @distributed(world_sizes=(2,), timeout=60, fresh=True)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("moment", ["gather", "reduction"])
+@pytest.mark.parametrize("moment", ["gather", "gather in place", "reduction"])
 def test_a_peer_that_stays_away(ctx, moment, transport):
     only_fsdp2x(ctx)
+    with everything_is_large() if moment == "gather in place" else contextlib.nullcontext():
+        wait_in_vain(ctx, moment, transport)
+
+
+def wait_in_vain(ctx, moment, transport):
     timeout = timedelta(seconds=TIMEOUT_S)
     model = shard(ctx, Stack(), STACK_UNITS, transport=transport, timeout=timeout)
     model(inputs(ctx.rank)).sum().backward()

@@ -3,6 +3,7 @@
 Over a process group also its own rank, the operation, and the unit; over shared memory no file is left.
 """
 
+import contextlib
 import os
 import random
 import re
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from harness import dist_run
+from large_gathers import everything_is_large
 from models import STACK_UNITS, Stack, inputs
 from reference import shard
 
@@ -29,6 +31,7 @@ SHARED = {"transport": "shm", "timeout": timedelta(seconds=LIMIT_S)}
 SETTINGS = {
     "plain": (2, {}),
     "three": (3, {}),
+    "in place": (3, {}),
     "kept": (2, {"reshard_after_forward": False}),
     "accumulating": (3, {}),
     "smaller after forward": (4, {"reshard_after_forward": 2}),
@@ -72,7 +75,12 @@ def mesh_of(ctx, setting: str) -> DeviceMesh:
     return DeviceMesh.from_group(dist.new_group(timeout=patience), "cpu")
 
 
-def train_until_killed(ctx, setting: str, victim: int, moment: str, name: str, when: int):
+def train_until_killed(ctx, setting: str, *case):
+    with everything_is_large() if setting == "in place" else contextlib.nullcontext():
+        return train(ctx, setting, *case)
+
+
+def train(ctx, setting: str, victim: int, moment: str, name: str, when: int):
     import fsdp2x
 
     options = {"transport": "process_group", **SETTINGS[setting][1], "mesh": mesh_of(ctx, setting)}
@@ -134,7 +142,10 @@ def kill(setting: str, victim: int, moment: str, module: str, when: int) -> None
     assert in_shared_memory() <= before
 
 
-KINDS = (("plain", "three", "kept", "accumulating"), ("shared memory", "shared by three", "shared replicas"))
+KINDS = (
+    ("plain", "in place", "three", "kept", "accumulating"),
+    ("shared memory", "shared by three", "shared replicas"),
+)
 
 
 @pytest.mark.parametrize(

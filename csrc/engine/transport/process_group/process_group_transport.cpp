@@ -57,8 +57,8 @@ bool ProcessGroupTransport::may_overlap(const ParamGroup& group) const {
   return has_large && is_plain && !group.calls().all_gather && !group.calls().reduce_scatter && may_replace();
 }
 
-std::vector<size_t> ProcessGroupTransport::broadcast_parts(const ParamGroup& group, size_t segment_bytes) const {
-  const bool is_large = segment_bytes >= collectives_.broadcast_bytes;
+std::vector<size_t> ProcessGroupTransport::message_parts(const ParamGroup& group, size_t segment_bytes) const {
+  const bool is_large = segment_bytes >= collectives_.message_bytes;
   if (group.calls().all_gather || !is_large || !may_replace()) return {};
   return {segment_bytes};
 }
@@ -144,7 +144,7 @@ bool ProcessGroupTransport::begin_coded_gather(ParamGroup& group, bool pools_sta
   }
   WireGather& wire = *state.wire_gather;
   agree_on_shards(group, Operation::all_gather, wire.segment_bytes(), DType::byte,
-                  broadcast_parts(group, wire.segment_bytes()));
+                  message_parts(group, wire.segment_bytes()));
   state.gather.memory = take(wire.segment_bytes() * static_cast<size_t>(group.layout().world()));
   pybind11::gil_scoped_acquire gil;
   const at::Tensor& segment = wire.segment(gil, group, pools_stand_still ? num_forwards_ : kNoForward);
@@ -157,7 +157,7 @@ bool ProcessGroupTransport::can_send_pool(const ParamGroup& group) const {
   const auto& direct = groups_.at(group.index()).in_place.direct;
   return std::ranges::all_of(direct, [&](const DirectGather& one) {
     const ParamPlace& place = group.layout().params()[one.param];
-    return one.chunk_bytes >= collectives_.broadcast_bytes && place.shape.orig == place.shape.compute &&
+    return one.chunk_bytes >= collectives_.message_bytes && place.shape.orig == place.shape.compute &&
            place.shape.outer == 1 && place.shard_numel == place.padded_shard_numel;
   });
 }
@@ -220,7 +220,7 @@ void ProcessGroupTransport::begin_gather(ParamGroup& group, bool pools_stand_sti
   const size_t segment = group.layout().gather_segment_bytes();
   const auto rank = static_cast<size_t>(group.layout().rank());
   const DType wire = wire_type(group.layout());
-  agree_on_shards(group, Operation::all_gather, segment, wire, broadcast_parts(group, segment));
+  agree_on_shards(group, Operation::all_gather, segment, wire, message_parts(group, segment));
   const size_t bytes = segment * static_cast<size_t>(group.layout().world());
   if (const PyRef& memory = group.calls().gather_memory) {
     state.gather.memory = allocate(group, memory, wire, bytes, "all-gather");

@@ -29,7 +29,7 @@ struct Collectives {
   PyRef all_to_all;       // (output, input) -> work
   PyRef wait;             // (work)
   PyRef may_replace;      // () -> bool: whether gather_in_place and all_to_all may replace the others now, null: never
-  size_t broadcast_bytes = 0;  // if may_replace, all_gather of segments of this size and more runs as broadcasts
+  size_t message_bytes = 0;  // if may_replace, all_gather of segments of this size and more runs as messages
   size_t pack_below_bytes = kPackEverything;  // parameters of this size and more are gathered in place
 };
 
@@ -85,8 +85,8 @@ class ProcessGroupTransport final : public Transport {
     bool is_exchanged = false;                      // likewise, `reduced` holds the segments of all ranks
   };
   bool may_replace() const;  // see Collectives
-  // Returns the outputs of a packed gather that runs as broadcasts, in bytes of a rank. Empty if it does not.
-  std::vector<size_t> broadcast_parts(const ParamGroup& group, size_t segment_bytes) const;
+  // Returns the outputs of a packed gather that runs as messages, in bytes of a rank. Empty if it does not.
+  std::vector<size_t> message_parts(const ParamGroup& group, size_t segment_bytes) const;
   // Starts a collective with (output, input, `option` unless it is null) and stores its work in `staging`.
   void start(ParamGroup& group, const PyRef& collective, Staging& staging, const at::Tensor& output,
              const at::Tensor& input, const char* operation, PyObject* option = nullptr);
