@@ -23,6 +23,7 @@ have posted, with zeros. Then collectives match again.
 from __future__ import annotations
 
 import json
+import queue
 import threading
 import time
 import weakref
@@ -39,10 +40,10 @@ from fsdp2x.base.collectives import (
     Exchange,
     all_to_all,
     explained,
-    finish_exchanges,
     gather_in_place,
     plain_all_gather,
     reduce_scatter,
+    unfinished_exchanges,
     wait,
 )
 from fsdp2x.base.native import _C
@@ -52,6 +53,7 @@ _LOOK_S = 0.1  # interval at which a rank that waits for a collective reads the 
 _ALARM_S = 0.05  # a rank that asks for longer raises the alarm
 _POLL_S = 0.0003  # the first pause; later ones are a third of the time that this rank has waited
 _LOOK_FOR_DEATHS_S = 1.0
+_ENDED_S = 5.0  # a rank may end while others still exchange what it has
 _PATIENCE_S = 2.0  # a rank that left an earlier pass may come back, and its peers wait for it so long
 _VERBS = {"all_gather": "gathers", "reduce_scatter": "reduces", "all_to_all": "reduces", "all_reduce": "all-reduces"}
 _DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -117,6 +119,8 @@ class Agreement:
         self._must_raise = False  # whether this rank's own thread must raise that message
         self._lock = threading.Lock()
         self._watcher: threading.Thread | None = None
+        self._saw_ended: float | None = None  # when this rank first saw that a peer had ended
+        self._requests: queue.SimpleQueue | None = None  # of the thread that waits for messages
 
     def _begin_round(self) -> None:
         """Sets the state of a round of questions. A round ends when all ranks have answered, or after a failure."""
@@ -146,18 +150,56 @@ class Agreement:
         Raises:
             Diverged: a peer has left, or posts something else.
         """
-        if isinstance(work, Exchange):
-            self.wait(work.posted, timeout)
-            return work.wait()
-        if not hasattr(work, "is_completed"):  # of a synchronous or a custom collective
+        posted = work.posted if isinstance(work, Exchange) else work
+        if not hasattr(posted, "is_completed"):  # of a synchronous or a custom collective
             return wait(work, timeout)
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
-        while not _is_done(work, _LOOK_S):
+        while not _is_done(posted, _LOOK_S):
+            self._check(looks=True)
+            if deadline is not None and time.monotonic() > deadline:
+                posted.wait(timedelta(milliseconds=1))  # raises the backend's error
+        if isinstance(work, Exchange):
+            self._receive(work, deadline, looks=True)
+        return True
+
+    def _receive(self, exchange: Exchange, deadline: float | None = None, looks: bool = False) -> None:
+        """Waits for the messages of an exchange in a thread, and checks meanwhile whether a rank has ended.
+
+        gloo does not end the wait for a message that was on its way when the connection closed. ``looks``: also checks
+        the peers. The caller does not hold the lock then.
+        """
+        if self._requests is None:
+            self._requests = queue.SimpleQueue()
+            weakref.finalize(self, self._requests.put, None)
+            threading.Thread(target=_wait_for_exchanges, args=(self._requests,), daemon=True).start()
+        answer: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        self._requests.put((exchange, answer))
+        while True:
+            try:
+                error = answer.get(timeout=_LOOK_S)
+                break
+            except queue.Empty:
+                self._check(looks)
+                if deadline is not None and time.monotonic() > deadline:
+                    raise RuntimeError("the messages of a gather did not arrive in time") from None
+        if error is not None:
+            raise error
+
+    def _check(self, looks: bool) -> None:
+        """Raises an error if this rank waits in vain for a collective that it has posted."""
+        if looks:
             with self._lock:
                 self._look()
-            if deadline is not None and time.monotonic() > deadline:
-                work.wait(timedelta(milliseconds=1))  # raises the backend's error
-        return True
+        self._raise_if_ended(since_s=_ENDED_S)
+
+    def _raise_if_ended(self, since_s: float = 0.0) -> None:
+        """Raises RuntimeError if a rank of the group has ended, which was seen ``since_s`` seconds ago."""
+        known = introduced()
+        if ended := name_ended({rank: known[rank] for rank in self._ranks if rank in known}, wait_s=0):
+            now = time.monotonic()
+            self._saw_ended = self._saw_ended or now
+            if now - self._saw_ended >= since_s:
+                raise RuntimeError(f"{ended} ended")
 
     def watch(self) -> None:
         """Answers peers from a thread, because on a device the host does not wait for collectives."""
@@ -277,7 +319,7 @@ class Agreement:
         if not self._has_left and self._has(f"{self._num_asked}/left"):
             left = self._read(f"{self._num_asked}/left")
             if number >= left["number"] and (num_passes <= left["num_passes"] or self._stays_away()):
-                _raise_if_ended()  # which then is why the peer left
+                self._raise_if_ended()  # which then is why the peer left
                 self._fail(f"rank {left['rank']} {left['why']}")
 
     def _stays_away(self) -> bool:
@@ -306,7 +348,7 @@ class Agreement:
                     alarmed = True
             if now > look_for_deaths:
                 look_for_deaths = now + _LOOK_FOR_DEATHS_S
-                _raise_if_ended()
+                self._raise_if_ended()
             # Ranks that came back may try again.
             if now - began > self.timeout and (mine is None or self._end_wait(name, "too late") == "too late"):
                 what = "came back after a failure" if mine is None else _told(mine)
@@ -354,8 +396,8 @@ class Agreement:
             if not posted["is_custom"] and posted["operation"] != "other":  # those run over the user's group
                 with unchecked():
                     _repeat(group, posted)
-        if self.group is not None:
-            finish_exchanges(self.group)
+        for exchange in [] if self.group is None else unfinished_exchanges(self.group):
+            self._receive(exchange)
         self._generation += 1
         self._num_asked = 0
         self._begin_round()
@@ -377,16 +419,22 @@ def _watch(weak: weakref.ref[Agreement]) -> None:
         time.sleep(_LOOK_S)
 
 
+def _wait_for_exchanges(requests: queue.SimpleQueue) -> None:
+    while (request := requests.get()) is not None:
+        exchange, answer = request
+        try:
+            exchange.wait()
+            answer.put(None)
+        except Exception as error:
+            answer.put(error)
+        del request, exchange, answer  # or they live until the next request
+
+
 def _told(collective: dict) -> str:
     """Describes a collective, to follow the number of its rank: "gathers unit 'a' in forward"."""
     if collective["subject"] == 0:
         return collective["name"]
     return f"{_VERBS[collective['operation']]} unit {collective['name']!r} {collective['pass']}"
-
-
-def _raise_if_ended() -> None:
-    if ended := name_ended(introduced(), wait_s=0):
-        raise RuntimeError(f"{ended} ended")
 
 
 def _operation(collective: dict) -> str:
@@ -436,7 +484,7 @@ def _is_replaced(collective: dict) -> bool:
 
 
 def _repeat(group: dist.ProcessGroup, posted: dict) -> None:
-    """Posts a collective of zeros that the peers wait for."""
+    """Posts a collective of zeros that the peers wait for. The caller waits for unfinished exchanges."""
     dtype = _DTYPES.get(posted["dtype"], torch.uint8)
     part = torch.zeros(posted["segment_bytes"] // dtype.itemsize, dtype=dtype)
     whole = part.new_zeros(part.numel() * dist.get_world_size(group))
@@ -444,7 +492,7 @@ def _repeat(group: dist.ProcessGroup, posted: dict) -> None:
     if posted["parts"]:
         world = dist.get_world_size(group)
         parts = [torch.zeros(size, dtype=torch.uint8) for size in posted["parts"]]
-        gather_in_place(group, [part.new_empty(part.numel() * world) for part in parts], parts).wait()
+        gather_in_place(group, [part.new_empty(part.numel() * world) for part in parts], parts)
     elif posted["operation"] == "all_gather":
         plain_all_gather(group, whole, part).wait()
     elif posted["operation"] == "reduce_scatter":

@@ -53,11 +53,11 @@ class Exchange:
     """All-gathers over gloo in which each rank sends its part to each other rank, in messages posted at once.
 
     ``posted`` is the work of an all-reduce of one byte. It ends when all ranks have posted their messages, which then
-    end without the peers' main threads. While it runs, a caller can check its peers. A wait for a message does not
-    allow that: if it times out, gloo closes the connections of the whole group.
+    end without the peers' main threads.
 
-    gloo does not hold the memory of a message, and drops a message whose work is gone. So works whose caller does not
-    wait for them are kept until a later exchange of the group has ended.
+    Only a wait shows whether a message has ended. If that times out, gloo closes the connections of the whole group. A
+    message whose work is gone is never sent, and its connection stops. So the works of an exchange whose caller gave up
+    are kept, with their memory, until a later exchange of the group has ended.
     """
 
     def __init__(self, group: dist.ProcessGroup, outputs: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -77,16 +77,19 @@ class Exchange:
         """Waits for the messages, and for those of earlier exchanges, which two ranks send in the same order."""
         self.posted.wait(*timeout)
         while self in self._started:
-            for message in self._started[0]._messages:
-                message.wait(*timeout)
+            messages = self._started[0]._messages
+            while messages:
+                # A second wait for a message would not end. There is one if a signal handler raised after the first.
+                if not (messages[0].is_completed() and messages[0].is_success()):
+                    messages[0].wait(*timeout)
+                del messages[0]
             del self._started[0]
         return True
 
 
-def finish_exchanges(group: dist.ProcessGroup) -> None:
-    """Waits for the exchanges whose callers did not, after all ranks have posted them."""
-    for exchange in list(_started.get(group, ())):
-        exchange.wait()
+def unfinished_exchanges(group: dist.ProcessGroup) -> list[Exchange]:
+    """Returns the exchanges for which no wait has ended, in the order of their start."""
+    return list(_started.get(group, ()))
 
 
 _started: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Exchange]] = weakref.WeakKeyDictionary()

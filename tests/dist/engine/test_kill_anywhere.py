@@ -8,6 +8,7 @@ import os
 import random
 import re
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -15,8 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fsdp2x.base import collectives
+from fsdp2x.lifecycle import transport_choice
 from harness import dist_run
 from large_gathers import everything_is_large
 from models import STACK_UNITS, Stack, inputs
@@ -140,6 +144,46 @@ def kill(setting: str, victim: int, moment: str, module: str, when: int) -> None
         assert said and said.groups() == (str(outcome.rank), str(victim)), message
         assert seconds < LIMIT_S, f"{seconds:.1f} s: {message}"
     assert in_shared_memory() <= before
+
+
+def gather_until_killed(ctx, victim: int):
+    """The victim dies while it sends messages of over 80 MiB. gloo notifies one survivor."""
+    large = nn.utils.skip_init(nn.Linear, 8192, 8190, bias=False)  # 2 and 3 ranks divide its rows
+    model = shard(ctx, nn.Sequential(large), ("0",), transport="process_group")
+
+    store = dist.distributed_c10d._get_default_store()
+
+    def die_soon():
+        store.wait(["a peer sends"])
+        time.sleep(0.01)
+        die()
+
+    def gather_in_place(group, outputs, sources):
+        if ctx.rank == victim:
+            threading.Thread(target=die_soon).start()
+        else:  # late, so its messages of 1 byte do not wait behind those of the gather
+            time.sleep(0.3)
+            store.set("a peer sends", "")
+        return collectives.gather_in_place(group, outputs, sources)
+
+    begin = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport_choice, "gather_in_place", gather_in_place)
+        try:
+            for _ in range(3):  # in case that it all arrived before
+                model(torch.ones(1, 8192))
+        except RuntimeError as error:
+            return str(error), time.monotonic() - begin
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_is_killed_while_it_sends(world):
+    outcomes = dist_run(gather_until_killed, world, 1, timeout=90, expect_exit={1: -9})
+    for outcome in outcomes:
+        if outcome.rank != 1:
+            message, seconds = outcome.value
+            assert "rank 1 (pid" in message and "ended" in message and seconds < 15, f"{seconds:.1f} s: {message}"
 
 
 KINDS = (
