@@ -28,7 +28,7 @@ _introduced: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 class Process:
     """A process of some host. ``start`` is the kernel's start time, which distinguishes reused numbers."""
 
-    host: tuple[str, str]
+    host: tuple[str, str, str]
     pid: int
     start: str | None
 
@@ -47,12 +47,16 @@ def introduced() -> dict[int, Process]:
     return dict(sorted(_introduced.get(dist.group.WORLD, {}).items()))
 
 
-def own_host() -> tuple[str, str]:
-    """Returns the host's name and an id of its boot, which is empty if it cannot be read."""
+def own_host() -> tuple[str, str, str]:
+    """Returns the host's name, an id of its boot, and the namespace of its process numbers. Empty: cannot be read.
+
+    Containers of one host may share its name, but not see each other's processes.
+    """
+    name = socket.gethostname()
     try:
-        return socket.gethostname(), boot_id()
+        return name, boot_id(), os.readlink("/proc/self/ns/pid")
     except OSError:
-        return socket.gethostname(), ""
+        return name, "", ""
 
 
 def boot_id() -> str:
