@@ -126,8 +126,8 @@ class Agreement:
         """Sets the state of a round of questions. A round ends when all ranks have answered, or after a failure."""
         self._has_answered = False  # to a peer that came back
         self._has_left = False
-        self._is_away = False  # this rank has left and has not asked again
-        self._saw_away: float | None = None  # when this rank first saw a peer away from its own pass
+        self._is_away = False  # whether this rank has left without asking again
+        self._saw_away: float | None = None  # first time at which a peer was away
 
     # --- calls before a collective, and while it runs ---
 

@@ -150,7 +150,6 @@ def gather_until_killed(ctx, victim: int):
     """The victim dies while it sends messages of over 80 MiB. gloo notifies one survivor."""
     large = nn.utils.skip_init(nn.Linear, 8192, 8190, bias=False)  # 2 and 3 ranks divide its rows
     model = shard(ctx, nn.Sequential(large), ("0",), transport="process_group")
-
     store = dist.distributed_c10d._get_default_store()
 
     def die_soon():
@@ -161,7 +160,7 @@ def gather_until_killed(ctx, victim: int):
     def gather_in_place(group, outputs, sources):
         if ctx.rank == victim:
             threading.Thread(target=die_soon).start()
-        else:  # late, so its messages of 1 byte do not wait behind those of the gather
+        else:  # A late rank does not send its message of one byte behind those of the gather.
             time.sleep(0.3)
             store.set("a peer sends", "")
         return collectives.gather_in_place(group, outputs, sources)
