@@ -157,8 +157,8 @@ bool ProcessGroupTransport::can_send_pool(const ParamGroup& group) const {
   const auto& direct = groups_.at(group.index()).in_place.direct;
   return std::ranges::all_of(direct, [&](const DirectGather& one) {
     const ParamPlace& place = group.layout().params()[one.param];
-    return one.chunk_bytes >= collectives_.message_bytes && place.shape.orig == place.shape.compute &&
-           place.shape.outer == 1 && place.shard_numel == place.padded_shard_numel;
+    return place.shape.orig == place.shape.compute && place.shape.outer == 1 &&
+           place.shard_numel == place.padded_shard_numel;
   });
 }
 

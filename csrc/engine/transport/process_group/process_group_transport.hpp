@@ -92,8 +92,8 @@ class ProcessGroupTransport final : public Transport {
              const at::Tensor& input, const char* operation, PyObject* option = nullptr);
   bool begin_coded_gather(ParamGroup& group, bool pools_stand_still);
   bool begin_gather_in_place(ParamGroup& group, bool pools_stand_still);
-  // Whether a gather in place can send the shards from their pool. Otherwise it sends this rank's rows in the slot:
-  // after a cast, or if gloo fills those rows too.
+  // Whether a gather in place can send the shards from their pool. Otherwise, for example after a cast, it sends this
+  // rank's rows in the slot.
   bool can_send_pool(const ParamGroup& group) const;
   bool begin_coded_reduce(ParamGroup& group);
   bool begin_exchange(ParamGroup& group);
