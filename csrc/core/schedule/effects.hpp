@@ -107,6 +107,8 @@ class Effects {
   virtual bool were_shards_written(const ScheduledUnit& /*unit*/) const { return false; }
   // Waits until all rows are there and registers the unsharded parameters in modules.
   virtual void finish_gather(ScheduledUnit& unit, ScheduledGroup& group) = 0;
+  // A unit's parameters are about to be used. The gathers that run ahead have begun, if there are any.
+  virtual void end_prefetch() {}
   // Registers the sharded parameters in modules and ends the use of the slot. `may_keep_rows`: a smaller world may keep
   // the rows until the next gather. Returns whether it does.
   virtual bool release_gather(ScheduledGroup& group, bool may_keep_rows) = 0;

@@ -135,7 +135,9 @@ void Schedule::gather_for_forward(ScheduledUnit& unit, const Entry& entry) {
   }
   const bool gathers = unit.has_params() && unit.param_state_ != ParamState::unsharded;
   unshard(unit);
-  if (entry.begins_unit) prefetch_forward(unit, gathers);
+  if (!entry.begins_unit) return;
+  prefetch_forward(unit, gathers);
+  effects_.end_prefetch();
 }
 
 void Schedule::prefetch_forward(ScheduledUnit& unit, bool was_gathered) {
@@ -232,6 +234,7 @@ void Schedule::pre_backward(ScheduledUnit& unit) {
   effects_.begin_unit_backward(unit);
   if (unit.options_.unshard_in_backward) unshard(unit);
   prefetch_backward(unit);
+  effects_.end_prefetch();
 }
 
 void Schedule::prefetch_backward(ScheduledUnit& unit) {

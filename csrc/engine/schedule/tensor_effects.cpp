@@ -208,6 +208,10 @@ void TensorEffects::listen(ScheduledUnit& unit, ParamGroup& group) {
   }
 }
 
+void TensorEffects::end_prefetch() {
+  for (const auto& transport : transports_) transport->end_prefetch();
+}
+
 bool TensorEffects::release_gather(ScheduledGroup& group, bool may_keep_rows) {
   const OutsideTransforms outside;
   ParamGroup& source = of(group).gathered_from();

@@ -75,6 +75,7 @@ class TensorEffects final : public Effects {
   void note_shards(ScheduledUnit& unit) override;
   bool were_shards_written(const ScheduledUnit& unit) const override;
   void finish_gather(ScheduledUnit& unit, ScheduledGroup& group) override;
+  void end_prefetch() override;
   bool release_gather(ScheduledGroup& group, bool may_keep_rows) override;
   void cancel_gather(ScheduledGroup& group) override;
   void drop_rows(ScheduledGroup& group) override;

@@ -57,6 +57,8 @@ class Transport {
   virtual void finish_gather(ParamGroup& group) = 0;
   // Ends the group's use of the slot.
   virtual void release_gather(ParamGroup& group) = 0;
+  // A unit's parameters are about to be used. The gathers that run ahead have begun, if there are any.
+  virtual void end_prefetch() {}
   // Copies rows from another group's slot to the group's pool.
   virtual void write_pool(ParamGroup& group, const CopyProgram& rows, const void* slot) = 0;
 

@@ -16,6 +16,12 @@ namespace fsdp2x {
 
 namespace {
 
+// A kept buffer serves requests that are smaller by at most this fraction. Requests below the fraction leave it kept.
+constexpr size_t kKeptFraction = 8;
+// Additional room in a buffer: a unit's slot and its gradients for all ranks differ by less. Untouched pages take no
+// memory.
+constexpr size_t kRoomFraction = 256;
+
 // Returns the common dtype of a group's parameters for the collective, or bytes if they differ.
 DType wire_type(const Layout& layout) {
   const DType type = layout.params().front().shape.compute;
@@ -64,9 +70,21 @@ std::vector<size_t> ProcessGroupTransport::message_parts(const ParamGroup& group
 }
 
 at::Tensor ProcessGroupTransport::take(size_t bytes) {
-  ++num_allocations_;
   tally_.take(bytes);
-  return at::empty({static_cast<int64_t>(bytes)}, at::kByte);
+  const auto numel = static_cast<int64_t>(bytes);
+  const auto fits = [bytes](const at::Storage& kept) {
+    const size_t size = kept.nbytes();
+    const bool is_used = kept.use_count() > 1;  // by reduced rows or a backend
+    return size >= bytes && size - bytes <= size / kKeptFraction && !is_used;
+  };
+  if (const auto found = std::ranges::find_if(kept_, fits); found != kept_.end()) {
+    const at::Storage storage = std::move(*found);
+    kept_.erase(found);
+    return at::empty({0}, at::kByte).set_(storage, 0, {numel});
+  }
+  std::erase_if(kept_, [bytes](const at::Storage& kept) { return bytes > kept.nbytes() / kKeptFraction; });
+  ++num_allocations_;
+  return at::empty({numel + static_cast<int64_t>(bytes / kRoomFraction)}, at::kByte).resize_({numel});
 }
 
 at::Tensor ProcessGroupTransport::allocate(const ParamGroup& group, const PyRef& memory, DType type, size_t bytes,
@@ -79,9 +97,11 @@ at::Tensor ProcessGroupTransport::allocate(const ParamGroup& group, const PyRef&
   return THPVariable_Unpack(made.get()).view(at::kByte);
 }
 
-void ProcessGroupTransport::give_back(at::Tensor& memory) {
+void ProcessGroupTransport::give_back(at::Tensor& memory, bool keeps) {
   if (!memory.defined()) return;
   tally_.give_back(memory.nbytes());
+  // malloc itself keeps smaller memory.
+  if (keeps && memory.nbytes() >= collectives_.message_bytes) kept_.push_back(memory.storage());
   memory = at::Tensor();
 }
 
@@ -215,6 +235,7 @@ void ProcessGroupTransport::begin_gather(ParamGroup& group, bool pools_stand_sti
     run_copies_on(at::kCPU, group.layout().shard_to_slot(), group.pool().const_data_ptr(), group.gather().write);
     return;
   }
+  ahead_ = &state;
   state.gathers_in_place = false;
   if (begin_coded_gather(group, pools_stand_still) || begin_gather_in_place(group, pools_stand_still)) return;
   const size_t segment = group.layout().gather_segment_bytes();
@@ -238,6 +259,7 @@ void ProcessGroupTransport::begin_gather(ParamGroup& group, bool pools_stand_sti
 void ProcessGroupTransport::finish_gather(ParamGroup& group) {
   if (group.gathers_alone()) return;
   PerGroup& state = per_group(group);
+  if (ahead_ == &state) ahead_ = nullptr;
   wait(group, state.gather, "all-gather");
   if (state.gathers_in_place) {
     if (!state.in_place.staging_to_slot.empty()) {
@@ -260,12 +282,16 @@ void ProcessGroupTransport::release_gather(ParamGroup& group) {
   const std::shared_ptr<Agreement>& agreement = group.shard_seat().agreement;
   // gloo may then still write into a slot that the group keeps for its next gather.
   const bool is_spoiled = state.gathers_in_place && state.gather.work && agreement && agreement->is_broken();
+  if (ahead_ == &state) ahead_ = nullptr;
   end(group, state.gather, "all-gather", [&] {  // not before, because peers may still send into the slot
     give_back(state.gather.memory);
     const int id = group.gather().slot.id;
     if (id < 0) return;
     const bool is_free = group.close_slot(gather_ledger_);
-    if (is_free || is_spoiled) give_back(slot_memory_[static_cast<size_t>(id)]);
+    // The group's own reduction follows, or the use of a unit that is gathered ahead.
+    const bool keeps = (state.plan != nullptr || ahead_ != nullptr) && !is_spoiled;
+    if (is_free || is_spoiled) give_back(slot_memory_[static_cast<size_t>(id)], keeps);
+    if (!keeps) kept_.clear();
   });
 }
 
@@ -295,8 +321,14 @@ void ProcessGroupTransport::open_scratch(ParamGroup& group) {
 }
 
 void ProcessGroupTransport::close_scratch(PerGroup& state) {
-  give_back(state.reduced.memory);
-  give_back(state.reduction.memory);
+  // Next, the sharded gradients take memory. If gradients are reduced in a wider dtype than the parameters', the peak
+  // would then be higher than without kept memory.
+  const size_t slot_bytes = state.group->layout().slot_bytes();
+  const bool is_wide = state.reduction.memory.nbytes() > slot_bytes + slot_bytes / kKeptFraction;
+  const bool keeps = ahead_ != nullptr && !is_wide && !state.group->calls().reduce_memory;
+  give_back(state.reduced.memory, keeps);
+  give_back(state.reduction.memory, keeps);
+  if (!keeps) kept_.clear();
   state.reduces_coded = state.is_exchanged = false;
   state.plan = nullptr;
   --num_scratches_;
@@ -461,7 +493,17 @@ bool ProcessGroupTransport::abandon_reduce(ParamGroup& group) {
   return true;
 }
 
+void ProcessGroupTransport::end_prefetch() {
+  if (ahead_ == nullptr) kept_.clear();
+}
+
+void ProcessGroupTransport::end_forward() {
+  is_in_forward_ = false;
+  kept_.clear();
+}
+
 void ProcessGroupTransport::release_idle() {
+  kept_.clear();
   for (auto& [index, state] : groups_) {
     state.wire_gather.reset();
     if (!state.reduces_coded) state.wire_reduction.reset();

@@ -4,8 +4,9 @@
 // the slot. Gradients are exchanged and summed here, which sends half the bytes of gloo's own reduce-scatter.
 //
 // gloo copies the arguments of a collective, and FSDP2 runs one collective at a time. To need no more memory than
-// FSDP2, this transport is synchronous. It frees unused memory immediately, and ends running gathers into temporaries
-// before a unit's gradients take memory.
+// FSDP2, this transport is synchronous, and ends running gathers into temporaries before a unit's gradients take
+// memory. It keeps freed memory only within a pass, for the next unit, because the system clears new pages. A larger
+// request frees kept memory first, so the peak stays the same.
 #pragma once
 
 #include <map>
@@ -29,7 +30,8 @@ struct Collectives {
   PyRef all_to_all;       // (output, input) -> work
   PyRef wait;             // (work)
   PyRef may_replace;      // () -> bool: whether gather_in_place and all_to_all may replace the others now, null: never
-  size_t message_bytes = 0;  // if may_replace, all_gather of segments of this size and more runs as messages
+  // Of this size and more, gathered segments travel as messages (if may_replace), and memory is kept for the next unit.
+  size_t message_bytes = 0;
   size_t pack_below_bytes = kPackEverything;  // parameters of this size and more are gathered in place
 };
 
@@ -42,10 +44,11 @@ class ProcessGroupTransport final : public Transport {
   bool may_overlap(const ParamGroup& group) const override;
   void register_group(const std::shared_ptr<ParamGroup>& group) override;
   void begin_forward(const PyRef& after) override;
-  void end_forward() override { is_in_forward_ = false; }
+  void end_forward() override;
   void begin_gather(ParamGroup& group, bool pools_stand_still) override;
   void finish_gather(ParamGroup& group) override;
   void release_gather(ParamGroup& group) override;
+  void end_prefetch() override;
   void write_pool(ParamGroup& group, const CopyProgram& rows, const void* slot) override;
   bool needs_room(const ParamGroup& group, std::optional<size_t> param) override;
   void make_room(ParamGroup& group) override;
@@ -56,6 +59,7 @@ class ProcessGroupTransport final : public Transport {
   Finished finish_reduce(ParamGroup& group, bool flush) override;
   std::shared_ptr<const Layout> segment_layout(ParamGroup& group) override;
   bool abandon_reduce(ParamGroup& group) override;
+  void end_backward() override { kept_.clear(); }
   void release_idle() override;
   void publish_progress(uint64_t) override {}
   TransportStats stats() const override;
@@ -102,10 +106,11 @@ class ProcessGroupTransport final : public Transport {
   void open_scratch(ParamGroup& group);
   void close_scratch(PerGroup& state);
   void fill_gaps(ParamGroup& group);  // zeros and flags
-  at::Tensor take(size_t bytes);
+  at::Tensor take(size_t bytes);      // from `kept_`, if one fits
   // Returns memory of a custom collective, as bytes. The tally does not count it.
   at::Tensor allocate(const ParamGroup& group, const PyRef& memory, DType type, size_t bytes, const char* operation);
-  void give_back(at::Tensor& memory);
+  // Ends the use of memory. `keeps`: the next unit will need as much soon.
+  void give_back(at::Tensor& memory, bool keeps = false);
   void wait(const ParamGroup& group, Staging& staging, const char* operation);
   // Waits for a collective whose result is not needed, unless it may never end. Then the backend keeps its memory.
   // Calls `close` in any case.
@@ -120,7 +125,9 @@ class ProcessGroupTransport final : public Transport {
   bool is_in_forward_ = false;
   size_t num_scratches_ = 0;
   size_t num_allocations_ = 0;
-  MemoryTally tally_;  // all memory that is taken
+  MemoryTally tally_;                // all memory that is taken
+  std::vector<at::Storage> kept_;    // for the next requests of about their size
+  const PerGroup* ahead_ = nullptr;  // began the last gather, null: that one has finished
   std::map<uint32_t, PerGroup> groups_;
 };
 
