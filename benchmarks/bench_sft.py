@@ -106,12 +106,21 @@ def run_world(world: int, runs: int, steps: int, model: str, sides: list[str]) -
     for side, measured in found.items():
         speeds = [1 / statistics.mean(rank["step_s"] for rank in one["timed"]) for one in measured]
         peaks = [one["peak"] / 2**20 for one in measured]
-        result[side] = {"steps_per_s": _spread(speeds), "peak_mib": _spread(peaks)}
+        result[side] = {"steps_per_s": _spread(speeds), "peak_mib": _spread(peaks), "speeds": speeds}
     return result
 
 
 def _spread(values: list[float]) -> list[float]:
     return [statistics.median(values), min(values), max(values)]
+
+
+def ratio_of(result: dict, what: str, peer: str, side: str) -> str:
+    """Peer / side. Of speeds, the median and range of the runs' ratios, because the machine changes between runs."""
+    if what != "steps_per_s" or "speeds" not in result[peer]:
+        return f"{result[peer][what][0] / result[side][what][0]:.2f}"
+    pairs = zip(result[peer]["speeds"], result[side]["speeds"], strict=True)
+    median, low, high = _spread([theirs / ours for theirs, ours in pairs])
+    return f"{median:.2f} ({low:.2f} to {high:.2f})"
 
 
 def rows_of(results: list[dict]) -> list[list[str]]:
@@ -126,7 +135,7 @@ def rows_of(results: list[dict]) -> list[list[str]]:
             cells = [
                 f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})" for median, low, high in values.values()
             ]
-            ratios = [f"{values[peer][0] / values[side][0]:.2f}" for peer, side in pairs]
+            ratios = [ratio_of(result, what, peer, side) for peer, side in pairs]
             rows.append([str(result["world"]), title, *cells, *ratios])
     return rows
 

@@ -16,6 +16,8 @@ namespace fsdp2x {
 
 namespace {
 
+// What the next unit needs: its slot and its packed gradients.
+constexpr size_t kMaxKept = 2;
 // A kept buffer serves requests that are smaller by at most this fraction. Requests below the fraction leave it kept.
 constexpr size_t kKeptFraction = 8;
 // Additional room in a buffer: a unit's slot and its gradients for all ranks differ by less. Untouched pages take no
@@ -100,8 +102,10 @@ at::Tensor ProcessGroupTransport::allocate(const ParamGroup& group, const PyRef&
 void ProcessGroupTransport::give_back(at::Tensor& memory, bool keeps) {
   if (!memory.defined()) return;
   tally_.give_back(memory.nbytes());
-  // malloc itself keeps smaller memory.
-  if (keeps && memory.nbytes() >= collectives_.message_bytes) kept_.push_back(memory.storage());
+  if (keeps && memory.nbytes() >= collectives_.message_bytes) {  // malloc itself keeps smaller memory
+    if (kept_.size() == kMaxKept) kept_.erase(kept_.begin());
+    kept_.push_back(memory.storage());
+  }
   memory = at::Tensor();
 }
 
