@@ -293,7 +293,8 @@ void ProcessGroupTransport::release_gather(ParamGroup& group) {
     if (id < 0) return;
     const bool is_free = group.close_slot(gather_ledger_);
     // The group's own reduction follows, or the use of a unit that is gathered ahead.
-    const bool keeps = (state.plan != nullptr || ahead_ != nullptr) && !is_spoiled;
+    const bool reduces = state.plan != nullptr && !is_in_forward_;
+    const bool keeps = (reduces || ahead_ != nullptr) && !is_spoiled;
     if (is_free || is_spoiled) give_back(slot_memory_[static_cast<size_t>(id)], keeps);
     if (!keeps) kept_.clear();
   });
