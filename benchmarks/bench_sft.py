@@ -114,13 +114,17 @@ def _spread(values: list[float]) -> list[float]:
     return [statistics.median(values), min(values), max(values)]
 
 
+def _cell(spread: list[float], digits: int) -> str:
+    median, low, high = spread
+    return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
 def ratio_of(result: dict, what: str, peer: str, side: str) -> str:
-    """Peer / side. Of speeds, the median and range of the runs' ratios, because the machine changes between runs."""
+    """Returns peer / side. Speeds are compared run by run, because the machine changes between runs."""
     if what != "steps_per_s" or "speeds" not in result[peer]:
         return f"{result[peer][what][0] / result[side][what][0]:.2f}"
     pairs = zip(result[peer]["speeds"], result[side]["speeds"], strict=True)
-    median, low, high = _spread([theirs / ours for theirs, ours in pairs])
-    return f"{median:.2f} ({low:.2f} to {high:.2f})"
+    return _cell(_spread([theirs / ours for theirs, ours in pairs]), 2)
 
 
 def rows_of(results: list[dict]) -> list[list[str]]:
@@ -132,9 +136,7 @@ def rows_of(results: list[dict]) -> list[list[str]]:
     for result in results:
         for what, title, digits in (("steps_per_s", "steps/s", 3), ("peak_mib", "peak of all ranks, MiB", 0)):
             values = {side: result[side][what] for side in sides}
-            cells = [
-                f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})" for median, low, high in values.values()
-            ]
+            cells = [_cell(spread, digits) for spread in values.values()]
             ratios = [ratio_of(result, what, peer, side) for peer, side in pairs]
             rows.append([str(result["world"]), title, *cells, *ratios])
     return rows

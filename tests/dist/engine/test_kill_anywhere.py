@@ -160,7 +160,7 @@ def gather_until_killed(ctx, victim: int):
     def gather_in_place(group, outputs, sources):
         if ctx.rank == victim:
             threading.Thread(target=die_soon).start()
-        else:  # A late rank does not send its message of one byte behind those of the gather.
+        else:  # Without the delay, this rank's one-byte message waits behind those of the gather.
             time.sleep(0.3)
             store.set("a peer sends", "")
         return collectives.gather_in_place(group, outputs, sources)

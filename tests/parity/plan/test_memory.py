@@ -10,6 +10,7 @@ which the root (small) stays unsharded until its backward, holds per rank, over 
 """
 
 import gc
+import itertools
 import time
 from functools import partial
 
@@ -177,7 +178,7 @@ def test_units_over_a_process_group_share_buffers(ctx):
             train(model)
             counts.append(fsdp2x.describe(model).stats["transport_allocations"])
         # gloo's threads let go of memory some time after its collective. Until then it serves no other.
-        return min(after - before for before, after in zip(counts[1:], counts[2:], strict=False))
+        return min(after - before for before, after in itertools.pairwise(counts[1:]))
 
     # A unit takes memory six times: two slots, two buffers for gradients, and twice for its small parameters, which are
     # gathered packed and not shared.

@@ -16,7 +16,7 @@ namespace fsdp2x {
 
 namespace {
 
-// What the next unit needs: its slot and its packed gradients.
+// The next unit takes at most two buffers: its slot and its packed gradients.
 constexpr size_t kMaxKept = 2;
 // A kept buffer serves requests that are smaller by at most this fraction. Requests below the fraction leave it kept.
 constexpr size_t kKeptFraction = 8;
