@@ -13,53 +13,47 @@
 
 namespace fsdp2x {
 
-SegmentRows::SegmentRows(at::Tensor segment, std::shared_ptr<const Layout> layout, DType type, double divisor)
-    : memory_(std::move(segment)), layout_(std::move(layout)), type_(type), divisor_(divisor) {}
+SegmentRows::SegmentRows(std::vector<at::Tensor> segments, std::shared_ptr<const Layout> layout, DType type,
+                         double divisor, bool averages)
+    : segments_(std::move(segments)), layout_(std::move(layout)), type_(type), divisor_(divisor), averages_(averages) {}
 
 std::unique_ptr<SegmentRows> SegmentRows::zeros(std::shared_ptr<const Layout> layout, DType type, double divisor) {
   const auto bytes = static_cast<int64_t>(layout->flagged_segment_bytes());
-  return std::make_unique<SegmentRows>(at::zeros({bytes}, at::kByte), std::move(layout), type, divisor);
-}
-
-void SegmentRows::await_sum(bool averages) {
-  num_segments_ = layout_->world();
-  averages_ = averages;
+  return std::make_unique<SegmentRows>(std::vector{at::zeros({bytes}, at::kByte)}, std::move(layout), type, divisor);
 }
 
 void SegmentRows::reduce(size_t offset, int64_t numel, DType target_type, void* target, double divisor,
                          bool accumulate) const {
   if (numel == 0) return;
   std::vector<const void*> sources;
-  for (int i = 0; i < num_segments_; ++i) {
-    sources.push_back(static_cast<const std::byte*>(memory_.const_data_ptr()) + offset +
-                      static_cast<size_t>(i) * layout_->flagged_segment_bytes());
+  for (const at::Tensor& segment : segments_) {
+    sources.push_back(static_cast<const std::byte*>(segment.const_data_ptr()) + offset);
   }
   cpu::ReducePiece piece;
   piece.src_type = type_;
   piece.dst_type = target_type;
   piece.sources = sources.data();
-  piece.num_sources = num_segments_;
+  piece.num_sources = static_cast<int>(sources.size());
   piece.dst = target;
   piece.piece_numel = piece.src_stride = numel;
-  piece.divisor = divisor * (averages_ ? num_segments_ : 1);
+  piece.divisor = divisor * (averages_ ? piece.num_sources : 1);
   piece.round = true;
   piece.accumulate = accumulate;
   run_parallel(numel, kGrainNumel, [&](int64_t begin, int64_t end) { cpu::reduce(piece, begin, end); });
 }
 
 void SegmentRows::sum() {
-  if (num_segments_ == 1) return;
+  if (segments_.size() == 1) return;
   const size_t bytes = layout_->flagged_segment_bytes();
-  at::Tensor summed = at::empty({static_cast<int64_t>(bytes)}, memory_.options());
+  at::Tensor summed = at::empty({static_cast<int64_t>(bytes)}, segments_.front().options());
   reduce(0, static_cast<int64_t>(bytes / dtype_bytes(type_)), type_, summed.mutable_data_ptr(), 1.0, false);
-  memory_ = std::move(summed);
-  num_segments_ = 1;
+  segments_ = {std::move(summed)};
   averages_ = false;
 }
 
 at::Tensor SegmentRows::values() {
   sum();
-  return typed(memory_, type_, 0, layout_->flagged_segment_bytes());
+  return typed(segments_.front(), type_, 0, layout_->flagged_segment_bytes());
 }
 
 bool SegmentRows::add(SegmentRows& other) {
@@ -72,7 +66,7 @@ bool SegmentRows::add(SegmentRows& other) {
 at::Tensor SegmentRows::rows(size_t param) {
   sum();
   const ParamPlace& place = layout_->params()[param];
-  return typed(memory_, type_, place.reduce_segment_offset,
+  return typed(segments_.front(), type_, place.reduce_segment_offset,
                static_cast<size_t>(place.shard_numel) * dtype_bytes(type_));
 }
 
@@ -82,13 +76,14 @@ void SegmentRows::clear(size_t param, bool drops) {
 }
 
 at::Tensor SegmentRows::flags() {
-  return typed(memory_, type_, layout_->reduce_segment_bytes(), layout_->params().size() * dtype_bytes(type_));
+  return typed(segments_.front(), type_, layout_->reduce_segment_bytes(),
+               layout_->params().size() * dtype_bytes(type_));
 }
 
 std::vector<uint8_t> SegmentRows::has_gradient() {
   const size_t num = layout_->params().size();
   std::vector<float> values(num);
-  if (memory_.is_cpu()) {
+  if (segments_.front().is_cpu()) {
     reduce(layout_->reduce_segment_bytes(), static_cast<int64_t>(num), DType::f32, values.data(), 1.0, false);
   } else {
     const at::Tensor copy = flags().to(at::kCPU, at::kFloat);
@@ -101,7 +96,7 @@ std::vector<uint8_t> SegmentRows::has_gradient() {
 
 void SegmentRows::run_hook(const Gil& gil, const PyRef& hook) {
   sum();
-  call_hook(gil, hook, typed(memory_, type_, 0, layout_->reduce_segment_bytes()));
+  call_hook(gil, hook, typed(segments_.front(), type_, 0, layout_->reduce_segment_bytes()));
 }
 
 void SegmentRows::write(const GradientTargets& targets) {

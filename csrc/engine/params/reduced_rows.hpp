@@ -41,11 +41,11 @@ class ReducedRows {
 // Rows in CPU memory: a segment, followed by the flags of its parameters.
 class SegmentRows final : public ReducedRows {
  public:
-  // `layout`: that of the segment, see Layout::flagged_segment_bytes. `divisor`: what remains to divide the sum by.
-  SegmentRows(at::Tensor segment, std::shared_ptr<const Layout> layout, DType type, double divisor);
-  // Marks that the memory holds one segment of each rank, end to end. They are summed when the rows are written, or
-  // before anyone reads them. `averages`: the sum is also divided by the number of ranks.
-  void await_sum(bool averages);
+  // `segments`: one that is summed, or that of each rank in their order. The latter are summed when the rows are
+  // written, or before anyone reads them. `layout`: that of a segment, see Layout::flagged_segment_bytes. `divisor`:
+  // what remains to divide the sum by. `averages`: the sum is also divided by the number of segments.
+  SegmentRows(std::vector<at::Tensor> segments, std::shared_ptr<const Layout> layout, DType type, double divisor,
+              bool averages = false);
   // Sums now, and frees the segments of the ranks.
   void sum();
   // Makes rows without any gradient.
@@ -67,15 +67,14 @@ class SegmentRows final : public ReducedRows {
 
  private:
   at::Tensor flags();
-  // The same `numel` elements of each segment, from `offset` on -> `target`, divided by `divisor`.
+  // Sums the same `numel` elements of each segment, from byte `offset` on, and divides them by `divisor`.
   void reduce(size_t offset, int64_t numel, DType target_type, void* target, double divisor, bool accumulate) const;
 
-  at::Tensor memory_;
+  std::vector<at::Tensor> segments_;
   std::shared_ptr<const Layout> layout_;
   DType type_;
   double divisor_;
-  int num_segments_ = 1;  // more: they wait for their sum
-  bool averages_ = false;
+  bool averages_;
 };
 
 // Returns the rows as their segment. Throws if they are none: transports without streams reduce replicated groups into

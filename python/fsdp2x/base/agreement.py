@@ -181,7 +181,7 @@ class Agreement:
             except queue.Empty:
                 self._check(looks)
                 if deadline is not None and time.monotonic() > deadline:
-                    raise RuntimeError("the messages of a gather did not arrive in time") from None
+                    raise RuntimeError("the messages of a collective did not arrive in time") from None
         if error is not None:
             raise error
 
@@ -396,8 +396,9 @@ class Agreement:
             if not posted["is_custom"] and posted["operation"] != "other":  # those run over the user's group
                 with unchecked():
                     _repeat(group, posted)
-        for exchange in [] if self.group is None else unfinished_exchanges(self.group):
-            self._receive(exchange)
+        for group in (self.group, self.separate_group):
+            for exchange in [] if group is None else unfinished_exchanges(group):
+                self._receive(exchange)
         self._generation += 1
         self._num_asked = 0
         self._begin_round()
@@ -498,7 +499,9 @@ def _repeat(group: dist.ProcessGroup, posted: dict) -> None:
     elif posted["operation"] == "reduce_scatter":
         reduce_scatter(group, part, whole, posted["averages"]).wait()
     elif posted["operation"] == "all_to_all":
-        all_to_all(group, whole, whole.clone()).wait()
+        work = all_to_all(group, whole, whole.clone())
+        if not isinstance(work, Exchange):
+            work.wait()
     else:
         dist.all_reduce(part, op=op, group=group)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +33,7 @@ def all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Ten
     own = output.view(group.size(), -1)[group.rank()]
     if own.data_ptr() != source.data_ptr():
         own.copy_(source.view(-1))
-    return Exchange(group, [output], [own])
+    return gather_in_place(group, [output], [own])
 
 
 def plain_all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
@@ -46,11 +46,15 @@ def gather_in_place(group: dist.ProcessGroup, outputs: list[torch.Tensor], sourc
 
     This rank's part of an output is not written. Its source may be that part.
     """
-    return Exchange(group, outputs, sources)
+    world = group.size()
+    received = [output.view(world, -1).unbind() for output in outputs]
+    return Exchange(group, received, [[source] * world for source in sources])
 
 
 class Exchange:
-    """All-gathers over gloo in which each rank sends its part to each other rank, in messages posted at once.
+    """Collectives over gloo in which each rank sends a part to each other rank, in messages posted at once.
+
+    ``received`` and ``sent`` are lists of parts by rank. Those of this rank are not used.
 
     ``posted`` is the work of an all-reduce of one byte. It ends when all ranks have posted their messages, which then
     end without the peers' main threads.
@@ -60,15 +64,19 @@ class Exchange:
     are kept, with their memory, until a later exchange of the group has ended.
     """
 
-    def __init__(self, group: dist.ProcessGroup, outputs: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        received: Sequence[Sequence[torch.Tensor]],
+        sent: Sequence[Sequence[torch.Tensor]],
+    ) -> None:
         world, rank = group.size(), group.rank()
         self._messages: list[dist.Work] = []
         later = [(rank + distance) % world for distance in range(1, world)]
-        for tag, output in enumerate(outputs, _TAG):
-            parts = output.view(world, -1).unbind()
+        for tag, parts in enumerate(received, _TAG):
             self._messages += [group.recv([parts[peer]], peer, tag) for peer in later]
-        for tag, source in enumerate(sources, _TAG):
-            self._messages += [group.send([source], peer, tag) for peer in reversed(later)]
+        for tag, parts in enumerate(sent, _TAG):
+            self._messages += [group.send([parts[peer]], peer, tag) for peer in reversed(later)]
         self.posted = group.allreduce([torch.zeros(1, dtype=torch.uint8)], _IN_BACKGROUND)
         self._started = _started.setdefault(group, [])
         self._started.append(self)
@@ -122,7 +130,14 @@ _GATHER, _SCATTER = _gather(), _scatter()  # valid unless patched
 
 
 def all_to_all(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor) -> Any:
-    """Starts an all-to-all of equal parts of ``source``, one per rank, into ``output``. Returns the work."""
+    """Starts an all-to-all of equal parts of ``source``, one per rank, into ``output``. Returns the work.
+
+    This rank's part of ``output`` may stay unwritten, because over gloo, ranks exchange large parts as messages.
+    """
+    is_large = source.nbytes >= MESSAGE_BYTES * dist.get_world_size(group)
+    if is_large and group is not None and torch_private.is_gloo(group):
+        sent, received = (tensor.view(group.size(), -1).unbind() for tensor in (source, output))
+        return Exchange(group, [received], [sent])
     return dist.all_to_all_single(output, source, group=group, async_op=True)
 
 

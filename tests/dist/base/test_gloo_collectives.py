@@ -47,6 +47,11 @@ def test_values_are_those_of_torch(ctx, large_bytes):
             in_place.copy_(source)
             collectives.gather_in_place(group, [outputs[1]], [source]).wait()
             assert torch.equal(outputs[1], expected), dtype
+            exchanged = torch.empty_like(expected)
+            collectives.all_to_all(group, exchanged, values(ctx.rank, world * 301, dtype)).wait()
+            parts = [values(peer, world * 301, dtype).chunk(world)[ctx.rank] for peer in range(world)]
+            exchanged.chunk(world)[ctx.rank].copy_(parts[ctx.rank])  # it may stay unwritten
+            assert torch.equal(exchanged, torch.cat(parts)), dtype
 
 
 @distributed(world_sizes=(2, 3, 4))

@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "core/error.hpp"
 #include "engine/memory/device_copy.hpp"
@@ -461,6 +462,10 @@ void ProcessGroupTransport::begin_reduce(ParamGroup& group, ForwardCounts) {
 void ProcessGroupTransport::sum_coded(ParamGroup& group) {
   PerGroup& state = per_group(group);
   at::Tensor rows = take(state.plan->segment_bytes);
+  const auto own = static_cast<size_t>(group.layout().rank()) * state.wire_reduction->segment_bytes();
+  std::memcpy(static_cast<std::byte*>(state.reduced.memory.mutable_data_ptr()) + own,
+              static_cast<const std::byte*>(state.reduction.memory.const_data_ptr()) + own,
+              state.wire_reduction->segment_bytes());
   // The user's hook sees the pads, and the all-reduce sends them.
   if (group.calls().all_reduce_hook || group.has_replicas()) rows.zero_();
   state.wire_reduction->sum(state.reduced.memory.const_data_ptr(), rows.mutable_data_ptr());
@@ -481,11 +486,17 @@ Transport::Finished ProcessGroupTransport::finish_reduce(ParamGroup& group, bool
   const bool alone = group.layout().world() == 1;
   if (state.reduces_coded) sum_coded(group);
   const double before = alone ? 1.0 : group.pre_divisor();
+  std::vector<at::Tensor> segments;
+  for (int rank = 0; state.is_exchanged && rank < group.layout().world(); ++rank) {
+    const at::Tensor& memory = (rank == group.layout().rank() ? state.reduction : state.reduced).memory;
+    const size_t bytes = state.plan->segment_bytes;
+    segments.push_back(typed(memory, DType::byte, static_cast<size_t>(rank) * bytes, bytes));
+  }
+  if (!state.is_exchanged) segments.push_back((alone ? state.reduction : state.reduced).memory);
   Finished finished;
-  auto rows = std::make_unique<SegmentRows>((alone ? state.reduction : state.reduced).memory, state.plan->layout,
-                                            group.reduce_type(), group.averages() ? 1.0 : group.divisor() / before);
-  if (state.is_exchanged) rows->await_sum(group.averages());
-  finished.rows = std::move(rows);
+  finished.rows = std::make_unique<SegmentRows>(std::move(segments), state.plan->layout, group.reduce_type(),
+                                                group.averages() ? 1.0 : group.divisor() / before,
+                                                state.is_exchanged && group.averages());
   close_scratch(state);
   return finished;
 }

@@ -27,7 +27,7 @@ struct Collectives {
   PyRef all_gather;       // (output, input) -> work
   PyRef gather_in_place;  // (list of outputs, list of inputs) -> work; this rank's part of an output is not written
   PyRef reduce_scatter;   // (output, input, average: bool) -> work
-  PyRef all_to_all;       // (output, input) -> work
+  PyRef all_to_all;       // (output, input) -> work; may leave this rank's part of the output unwritten
   PyRef wait;             // (work)
   PyRef may_replace;      // () -> bool: whether gather_in_place and all_to_all may replace the others now, null: never
   // Of this size and more, gathered segments travel as messages (if may_replace), and memory is kept for the next unit.
@@ -86,7 +86,7 @@ class ProcessGroupTransport final : public Transport {
     bool gathers_coded = false;                     // of the running gather
     bool gathers_in_place = false;                  // likewise
     bool reduces_coded = false;                     // of the posted reduction
-    bool is_exchanged = false;                      // likewise, `reduced` holds the segments of all ranks
+    bool is_exchanged = false;                      // likewise, `reduced` holds the segments of the other ranks
   };
   bool may_replace() const;  // see Collectives
   // Returns the outputs of a packed gather that runs as messages, in bytes of a rank. Empty if it does not.
