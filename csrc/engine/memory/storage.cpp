@@ -52,21 +52,21 @@ at::Tensor pool_memory(int64_t bytes, const at::TensorOptions& memory) {
 }
 
 at::Tensor typed(const at::Tensor& memory, DType type, size_t offset, size_t num_bytes) {
-  // Not narrow() and view(): their dispatch takes microseconds, several times per unit.
   const at::ScalarType dtype = torch_dtype(type);
-  const auto element = static_cast<int64_t>(c10::elementSize(dtype));
-  const auto start = memory.storage_offset() + static_cast<int64_t>(offset);
+  const size_t element = c10::elementSize(dtype);
+  const size_t start = static_cast<size_t>(memory.storage_offset()) * memory.itemsize() + offset;
   if (offset + num_bytes > memory.nbytes() || start % element != 0) {
     throw Error("fsdp2x: " + std::to_string(num_bytes) + " bytes at " + std::to_string(offset) +
                 " are not in a buffer of " + std::to_string(memory.nbytes()) +
                 ", or not aligned for their dtype. This is a bug in fsdp2x.");
   }
+  // Not narrow() and view(): their dispatch takes microseconds, several times per unit.
   const c10::DispatchKeySet keys(memory.options().computeDispatchKey());  // plain, also for memory of a user's subclass
   at::Tensor tensor =
       at::detail::make_tensor<c10::TensorImpl>(c10::Storage(memory.storage()), keys, c10::scalarTypeToTypeMeta(dtype));
   c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-  impl.set_storage_offset(start / element);
-  impl.set_sizes_contiguous({static_cast<int64_t>(num_bytes) / element});
+  impl.set_storage_offset(static_cast<int64_t>(start / element));
+  impl.set_sizes_contiguous({static_cast<int64_t>(num_bytes / element)});
   return tensor;
 }
 

@@ -16,7 +16,7 @@ DType engine_dtype(at::ScalarType type);
 // Allocates `bytes` of uninitialized memory for long use as a whole, in huge pages of the host if possible.
 at::Tensor pool_memory(int64_t bytes, const at::TensorOptions& memory);
 
-// Returns elements of `type` over [offset, offset + num_bytes) of `memory`, a tensor of bytes.
+// Returns elements of `type` over [offset, offset + num_bytes) of `memory`, which is contiguous.
 at::Tensor typed(const at::Tensor& memory, DType type, size_t offset, size_t num_bytes);
 
 // Returns a tensor with a separate StorageImpl over [offset, offset + its bytes) of `pool`, which it keeps alive.

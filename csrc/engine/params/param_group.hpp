@@ -41,7 +41,7 @@ struct GroupCalls {
   PyRef all_reduce_hook;          // (tensor): the user's hook on the reduced rows
   PyRef all_gather;               // replaces the transport's, same arguments, process group only
   PyRef reduce_scatter;           // likewise
-  PyRef gather_memory;            // (numel, dtype) -> flat tensor on the CPU for all_gather's output, null: staging
+  PyRef gather_memory;            // of all_gather's output: (custom collective, check), null: the transport's
   PyRef reduce_memory;            // likewise for reduce_scatter's input and output
   PyRef separate_reduce_scatter;  // the transport's over another process group
   PyRef separate_all_to_all;      // likewise, without streams only

@@ -45,7 +45,7 @@ void SegmentRows::reduce(size_t offset, int64_t numel, DType target_type, void* 
 void SegmentRows::sum() {
   if (segments_.size() == 1) return;
   const size_t bytes = layout_->flagged_segment_bytes();
-  at::Tensor summed = at::empty({static_cast<int64_t>(bytes)}, segments_.front().options());
+  at::Tensor summed = at::empty({static_cast<int64_t>(bytes)}, segments_.front().options().dtype(at::kByte));
   reduce(0, static_cast<int64_t>(bytes / dtype_bytes(type_)), type_, summed.mutable_data_ptr(), 1.0, false);
   segments_ = {std::move(summed)};
   averages_ = false;

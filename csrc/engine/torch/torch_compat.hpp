@@ -1,9 +1,8 @@
 // The only file with #if's on the torch version. Autograd nodes are intrusive_ptr from 2.13 on and shared_ptr before.
-// The helper that attaches a node to outputs gained an argument in 2.14. A poisoned storage can be healed since 2.12.
+// A poisoned storage can be healed since 2.12.
 #pragma once
 
 #include <c10/core/StorageImpl.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/headeronly/version.h>
@@ -63,25 +62,17 @@ inline void clear_access_error(c10::StorageImpl& storage) {
 // that reject in-place changes that autograd could not follow, and forward-mode tangents pass through.
 inline torch::autograd::variable_list pass_through(const torch::autograd::variable_list& inputs,
                                                    const NodePtr<Node>& node) {
-  // An output that is a view of its input needs a tangent that is a view of the input's tangent.
-  const torch::autograd::_jvp_fn_t jvp = [](torch::autograd::variable_list, torch::autograd::variable_list tangents) {
-    for (at::Tensor& tangent : tangents) {
-      if (tangent.defined()) tangent = tangent.view_as(tangent);
-    }
-    return tangents;
-  };
-  const torch::autograd::_view_as_self_fn_t view_as_self = [](at::Tensor x) { return x.view_as(x); };
-  std::vector<std::optional<at::Tensor>> raw(inputs.begin(), inputs.end());
-#if TORCH_VERSION_MINOR >= 14
-  NodePtr<Node> attached;
-  auto wrapped =
-      torch::autograd::_wrap_outputs(inputs, {}, {}, raw, node, jvp, {}, view_as_self, /*pure_view=*/false, attached);
-#else
-  auto wrapped = torch::autograd::_wrap_outputs(inputs, {}, {}, raw, node, jvp, {}, view_as_self, /*pure_view=*/false);
-#endif
+  using torch::autograd::CreationMeta;
+  const CreationMeta made_by = inputs.size() > 1 ? CreationMeta::MULTI_OUTPUT_NODE : CreationMeta::IN_CUSTOM_FUNCTION;
+  const at::NoGradGuard no_grad;
   torch::autograd::variable_list outputs;
-  outputs.reserve(wrapped.size());
-  for (auto& output : wrapped) outputs.push_back(std::move(*output));
+  outputs.reserve(inputs.size());
+  for (const at::Tensor& input : inputs) {
+    at::Tensor output = input.view_as(input);
+    torch::autograd::create_gradient_edge(output, node);
+    if (output.is_view()) torch::autograd::impl::get_view_autograd_meta(output)->set_creation_meta(made_by);
+    outputs.push_back(std::move(output));
+  }
   return outputs;
 }
 

@@ -25,9 +25,8 @@ py::object wrap(const TensorMap& replace) {
 
 void for_each_tensor(PyObject* tree, const std::function<void(PyObject*)>& visit, uint64_t& python_calls) {
   if (is_plain_leaf(tree)) return;
-  if (THPVariable_Check(tree)) {
-    visit(tree);
-  } else if (PyTuple_CheckExact(tree)) {
+  // Containers come first, because THPVariable_Check calls Python for objects that are no tensors.
+  if (PyTuple_CheckExact(tree)) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tree); ++i)
       for_each_tensor(PyTuple_GET_ITEM(tree, i), visit, python_calls);
   } else if (PyList_CheckExact(tree)) {
@@ -37,6 +36,8 @@ void for_each_tensor(PyObject* tree, const std::function<void(PyObject*)>& visit
     PyObject *key = nullptr, *value = nullptr;
     for (Py_ssize_t position = 0; PyDict_Next(tree, &position, &key, &value);)
       for_each_tensor(value, visit, python_calls);
+  } else if (THPVariable_Check(tree)) {
+    visit(tree);
   } else {
     ++python_calls;
     for (const py::handle tensor : python_walk("tensors_in", tree, py::none())) visit(tensor.ptr());
@@ -46,10 +47,6 @@ void for_each_tensor(PyObject* tree, const std::function<void(PyObject*)>& visit
 py::object map_tensors(PyObject* tree, const TensorMap& replace, uint64_t& python_calls) {
   const py::object same = py::reinterpret_borrow<py::object>(tree);
   if (is_plain_leaf(tree)) return same;
-  if (THPVariable_Check(tree)) {
-    py::object result = replace(tree);
-    return result ? result : same;
-  }
   if (PyTuple_CheckExact(tree)) {
     const Py_ssize_t size = PyTuple_GET_SIZE(tree);
     py::tuple copy(size);
@@ -84,6 +81,10 @@ py::object map_tensors(PyObject* tree, const TensorMap& replace, uint64_t& pytho
       if (PyDict_SetItem(copy.ptr(), key, mapped.ptr()) != 0) throw py::error_already_set();
     }
     return changed ? py::object(std::move(copy)) : same;
+  }
+  if (THPVariable_Check(tree)) {
+    py::object result = replace(tree);
+    return result ? result : same;
   }
   ++python_calls;
   return python_walk("map_tensors", tree, wrap(replace));

@@ -153,18 +153,24 @@ def _call_hook(hook: Callable[[torch.Tensor], None], stream: Any, rows: torch.Te
 
 # A custom object may demand its own memory (`allocate`, for registered or symmetric buffers). On a CPU the engine works
 # in it. On a device, and with extensions, the engine's staging is copied there and back.
-def _memory_of(name: str, comm: Any) -> Callable[[int, torch.dtype], torch.Tensor] | None:
-    return None if comm is None else functools.partial(_allocate, name, comm)
+def _memory_of(name: str, comm: Any) -> tuple[Any, Callable] | None:
+    """Returns what the engine needs to allocate memory of ``comm``, for ``set_custom_<name>``."""
+    return None if comm is None else (comm, functools.partial(_check_memory, name))
 
 
-def _allocate(name: str, comm: Any, numel: int, dtype: torch.dtype, device: torch.device = _CPU) -> torch.Tensor:
-    memory = comm.allocate((numel,), dtype=dtype, device=device)
+def _allocate(name: str, comm: Any, like: torch.Tensor) -> torch.Tensor:
+    memory = comm.allocate((like.numel(),), dtype=like.dtype, device=like.device)
+    _check_memory(name, memory, like.numel(), like.dtype, like.device)
+    return memory
+
+
+def _check_memory(name: str, memory: Any, numel: int, dtype: torch.dtype, device: torch.device = _CPU) -> bool:
     if not isinstance(memory, torch.Tensor):
         found = repr(memory)
     elif memory.shape != (numel,) or memory.dtype != dtype or memory.device != device or not memory.is_contiguous():
         found = f"a {memory.dtype} tensor of shape {tuple(memory.shape)}, strides {memory.stride()} on {memory.device}"
     else:
-        return memory
+        return True
     raise ValueError(
         f"fsdp2x.FSDPModule.set_custom_{name}: allocate must return a contiguous {dtype} tensor of shape ({numel},) on "
         f"{device}, got {found}"
@@ -181,7 +187,7 @@ def _custom_scatter(comm: Any, group: dist.ProcessGroup, output: torch.Tensor, s
 
 
 def _gather_copies(comm: Any, group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor) -> None:
-    theirs = _allocate("all_gather", comm, output.numel(), output.dtype, output.device)
+    theirs = _allocate("all_gather", comm, output)
     mine = theirs.narrow(0, group.rank() * source.numel(), source.numel())
     mine.copy_(source)
     wait(_custom_gather(comm, group, theirs, mine))
@@ -189,9 +195,9 @@ def _gather_copies(comm: Any, group: dist.ProcessGroup, output: torch.Tensor, so
 
 
 def _scatter_copies(comm: Any, group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, average: bool):
-    theirs_in = _allocate("reduce_scatter", comm, source.numel(), source.dtype, source.device)
+    theirs_in = _allocate("reduce_scatter", comm, source)
     theirs_in.copy_(source)
-    theirs_out = _allocate("reduce_scatter", comm, output.numel(), output.dtype, output.device)
+    theirs_out = _allocate("reduce_scatter", comm, output)
     wait(_custom_scatter(comm, group, theirs_out, theirs_in, average))
     output.copy_(theirs_out)
 

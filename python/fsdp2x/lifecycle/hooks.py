@@ -48,28 +48,25 @@ def register_hooks(state: ShardedUnit, managed: list[nn.Module]) -> None:
     hooks.set_marks(mark_inputs, mark_output)
 
     # Hooks, and all Python that the engine calls from them, stay outside of compiled graphs.
-    # They do not refer to the engine's hooks, because Dynamo's wrappers live until the cycle collector runs.
-    def pre_forward(module, args, kwargs):
-        return weak().hooks.pre_forward(module, args, kwargs)
-
-    def checked_pre_forward(module, args, kwargs):
-        weak().check_pools()
-        return weak().hooks.pre_forward(module, args, kwargs)
-
-    is_debugged = os.environ.get("FSDP2X_DEBUG", "0") not in ("", "0")
-    before = checked_pre_forward if is_debugged else pre_forward
+    before = hooks.pre_forward
+    if os.environ.get("FSDP2X_DEBUG", "0") not in ("", "0"):
+        before = _checks_pools(weak, before)
     if imported_package() is not None:
         before = follow_inputs(before)
-    before = torch.compiler.disable(before)
-
-    @torch.compiler.disable
-    def post_forward(module, args, output):
-        return weak().hooks.post_forward(module, args, output)
-
+    before = torch_private.outside_graphs(before)
+    after = torch_private.outside_graphs(hooks.post_forward)
     for module in state.modules:
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        module.register_forward_hook(post_forward, always_call=True)
+        module.register_forward_hook(after, always_call=True)
     watch_loading(state, {id(m): m for param in state.params for m, _ in param.owners}.values())
+
+
+def _checks_pools(weak: Callable[[], ShardedUnit], pre_forward: Callable) -> Callable:
+    def call(module, args, kwargs):
+        weak().check_pools()
+        return pre_forward(module, args, kwargs)
+
+    return call
 
 
 def follow_modules_of(root: ShardedUnit) -> None:

@@ -1,14 +1,17 @@
 // The transport over a torch.distributed process group.
 #include "engine/transport/process_group/process_group_transport.hpp"
 
+#include <torch/csrc/Device.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "core/error.hpp"
 #include "engine/memory/device_copy.hpp"
+#include "engine/memory/local_tensor.hpp"
 #include "engine/memory/storage.hpp"
 #include "engine/transport/agreement.hpp"
 #include "kernels/cpu/kernels.hpp"
@@ -45,7 +48,7 @@ ProcessGroupTransport::PerGroup& ProcessGroupTransport::per_group(const ParamGro
 
 void ProcessGroupTransport::register_group(const std::shared_ptr<ParamGroup>& group) {
   group->set_index(static_cast<uint32_t>(groups_.size()));
-  PerGroup& state = per_group(*group);
+  PerGroup& state = groups_.emplace_back();
   state.group = group.get();
   state.filled.assign(group->params().size(), 0);
   state.segments_to_slot = joined(group->layout().segments_to_slot(group->layout().gather_segment_bytes()));
@@ -87,23 +90,41 @@ at::Tensor ProcessGroupTransport::take(size_t bytes) {
   }
   std::erase_if(kept_, [bytes](const at::Storage& kept) { return bytes > kept.nbytes() / kKeptFraction; });
   ++num_allocations_;
-  return at::empty({numel + static_cast<int64_t>(bytes / kRoomFraction)}, at::kByte).resize_({numel});
+  const size_t room = may_keep(bytes) ? bytes / kRoomFraction : 0;
+  const at::Tensor memory = at::empty({numel + static_cast<int64_t>(room)}, at::kByte);
+  return room == 0 ? memory : typed(memory, DType::byte, 0, bytes);
 }
 
 at::Tensor ProcessGroupTransport::allocate(const ParamGroup& group, const PyRef& memory, DType type, size_t bytes,
                                            const char* operation) {
   pybind11::gil_scoped_acquire gil;
-  const pybind11::object dtype = pybind11::cast(torch_dtype(type));
+  static PyObject* const allocate_name = interned("allocate");
+  static PyObject* const names = Py_BuildValue("(ss)", "dtype", "device");
+  static PyObject* const cpu = THPDevice_New(at::kCPU);
   const auto numel = static_cast<Py_ssize_t>(bytes / dtype_bytes(type));
-  const PyRef made = PyRef::steal(PyObject_CallFunction(memory.get(), "nO", numel, dtype.ptr()));
+  const pybind11::object dtype = pybind11::cast(torch_dtype(type));
+  const PyRef size = PyRef::steal(Py_BuildValue("(n)", numel));
+  const std::array arguments{PyTuple_GET_ITEM(memory.get(), 0), size.get(), dtype.ptr(), cpu};
+  PyRef made = PyRef::steal(PyObject_VectorcallMethod(allocate_name, arguments.data(), 2, names));
+  const auto fits = [&](PyObject* object) {
+    if (!THPVariable_Check(object)) return false;
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    const bool is_flat = tensor.dim() == 1 && tensor.size(0) == numel && tensor.is_contiguous();
+    return is_flat && tensor.is_cpu() && tensor.scalar_type() == torch_dtype(type);
+  };
+  if (made && !fits(made.get())) {
+    PyObject* const check = PyTuple_GET_ITEM(memory.get(), 1);
+    const PyRef checked = PyRef::steal(PyObject_CallFunction(check, "OnO", made.get(), numel, dtype.ptr()));
+    if (!checked) made = PyRef();
+  }
   if (!made) throw_collective_error(gil, group, group.calls().explain, operation);
-  return THPVariable_Unpack(made.get()).view(at::kByte);
+  return THPVariable_Unpack(made.get());
 }
 
 void ProcessGroupTransport::give_back(at::Tensor& memory, bool keeps) {
   if (!memory.defined()) return;
   tally_.give_back(memory.nbytes());
-  if (keeps && memory.nbytes() >= collectives_.message_bytes) {  // malloc itself keeps smaller memory
+  if (keeps && may_keep(memory.nbytes())) {
     if (kept_.size() == kMaxKept) kept_.erase(kept_.begin());
     kept_.push_back(memory.storage());
   }
@@ -248,17 +269,18 @@ void ProcessGroupTransport::begin_gather(ParamGroup& group, bool pools_stand_sti
   const DType wire = wire_type(group.layout());
   agree_on_shards(group, Operation::all_gather, segment, wire, message_parts(group, segment));
   const size_t bytes = segment * static_cast<size_t>(group.layout().world());
+  at::Tensor output;
   if (const PyRef& memory = group.calls().gather_memory) {
-    state.gather.memory = allocate(group, memory, wire, bytes, "all-gather");
+    state.gather.memory = output = allocate(group, memory, wire, bytes, "all-gather");
     tally_.take(bytes);
   } else {
     state.gather.memory = take(bytes);
+    output = typed(state.gather.memory, wire, 0, bytes);
   }
   run_copies_on(at::kCPU, group.layout().shard_to_segment(), group.pool().const_data_ptr(),
                 static_cast<std::byte*>(state.gather.memory.data_ptr()) + rank * segment);
-  start(group, group.calls().all_gather ? group.calls().all_gather : collectives_.all_gather, state.gather,
-        typed(state.gather.memory, wire, 0, bytes), typed(state.gather.memory, wire, rank * segment, segment),
-        "all-gather");
+  start(group, group.calls().all_gather ? group.calls().all_gather : collectives_.all_gather, state.gather, output,
+        typed(state.gather.memory, wire, rank * segment, segment), "all-gather");
 }
 
 void ProcessGroupTransport::finish_gather(ParamGroup& group) {
@@ -310,7 +332,7 @@ bool ProcessGroupTransport::needs_room(const ParamGroup& group, std::optional<si
 }
 
 void ProcessGroupTransport::make_room(ParamGroup&) {
-  for (auto& [index, other] : groups_) {
+  for (PerGroup& other : groups_) {
     if (!other.gathers_in_place) wait(*other.group, other.gather, "all-gather");
   }
 }
@@ -444,19 +466,20 @@ void ProcessGroupTransport::begin_reduce(ParamGroup& group, ForwardCounts) {
   if (begin_exchange(group)) return;
   agree_on_shards(group, Operation::reduce_scatter, segment, type);
   const GroupCalls& calls = group.calls();
+  at::Tensor output;
   if (calls.reduce_memory) {
-    at::Tensor copy = allocate(group, calls.reduce_memory, type, state.reduction.memory.nbytes(), "reduction");
-    state.reduced.memory = allocate(group, calls.reduce_memory, type, segment, "reduction");
-    copy.copy_(state.reduction.memory);
-    state.reduction.memory = std::move(copy);  // same size
-    input = typed(state.reduction.memory, type, 0, state.reduction.memory.nbytes());
+    at::Tensor copy = allocate(group, calls.reduce_memory, type, input.nbytes(), "reduction");
+    state.reduced.memory = output = allocate(group, calls.reduce_memory, type, segment, "reduction");
+    copy.copy_(input);
+    state.reduction.memory = input = std::move(copy);  // same size
     tally_.take(segment);
   } else {
     state.reduced.memory = take(segment);
+    output = typed(state.reduced.memory, type, 0, segment);
   }
   const PyRef& own = calls.separate_reduce_scatter ? calls.separate_reduce_scatter : collectives_.reduce_scatter;
-  start(group, calls.reduce_scatter ? calls.reduce_scatter : own, state.reduced,
-        typed(state.reduced.memory, type, 0, segment), input, "reduction", group.averages() ? Py_True : Py_False);
+  start(group, calls.reduce_scatter ? calls.reduce_scatter : own, state.reduced, output, input, "reduction",
+        group.averages() ? Py_True : Py_False);
 }
 
 void ProcessGroupTransport::sum_coded(ParamGroup& group) {
@@ -520,7 +543,7 @@ void ProcessGroupTransport::end_forward() {
 
 void ProcessGroupTransport::release_idle() {
   kept_.clear();
-  for (auto& [index, state] : groups_) {
+  for (PerGroup& state : groups_) {
     state.wire_gather.reset();
     if (!state.reduces_coded) state.wire_reduction.reset();
   }
@@ -528,7 +551,7 @@ void ProcessGroupTransport::release_idle() {
 
 TransportStats ProcessGroupTransport::stats() const {
   TransportStats stats;
-  for (const auto& [index, state] : groups_) {
+  for (const PerGroup& state : groups_) {
     if (state.wire_gather) stats.wire_bytes += state.wire_gather->kept_bytes();
     if (state.wire_reduction) stats.wire_bytes += state.wire_reduction->error_bytes();
   }

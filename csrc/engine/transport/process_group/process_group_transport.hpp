@@ -9,7 +9,7 @@
 // request frees kept memory first, so the peak stays the same.
 #pragma once
 
-#include <map>
+#include <deque>
 #include <memory>
 #include <vector>
 
@@ -66,7 +66,7 @@ class ProcessGroupTransport final : public Transport {
   std::vector<Loan> loans() const override;
 
  private:
-  // Memory of one gather or one reduction.
+  // Memory of one gather or one reduction, in bytes unless a custom collective allocated it.
   struct Staging {
     at::Tensor memory;
     PyRef work;
@@ -107,7 +107,10 @@ class ProcessGroupTransport final : public Transport {
   void close_scratch(PerGroup& state);
   void fill_gaps(ParamGroup& group);  // zeros and flags
   at::Tensor take(size_t bytes);      // from `kept_`, if one fits
-  // Returns memory of a custom collective, as bytes. The tally does not count it.
+  // Returns whether memory may be kept. malloc itself keeps smaller memory.
+  bool may_keep(size_t bytes) const { return bytes >= collectives_.message_bytes; }
+  // Returns a flat tensor that a custom collective allocates. `memory`: a tuple of the collective and of
+  // (tensor, numel, dtype), which raises if `tensor` is not as asked. The tally does not count it.
   at::Tensor allocate(const ParamGroup& group, const PyRef& memory, DType type, size_t bytes, const char* operation);
   // Ends the use of memory. `keeps`: the next unit will need as much soon.
   void give_back(at::Tensor& memory, bool keeps = false);
@@ -128,7 +131,7 @@ class ProcessGroupTransport final : public Transport {
   MemoryTally tally_;                // all memory that is taken
   std::vector<at::Storage> kept_;    // for the next requests of about their size
   const PerGroup* ahead_ = nullptr;  // began the last gather, null: that one has finished
-  std::map<uint32_t, PerGroup> groups_;
+  std::deque<PerGroup> groups_;
 };
 
 }  // namespace fsdp2x
