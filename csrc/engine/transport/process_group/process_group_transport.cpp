@@ -20,14 +20,6 @@ namespace fsdp2x {
 
 namespace {
 
-// The next unit takes at most two buffers: its slot and its packed gradients.
-constexpr size_t kMaxKept = 2;
-// A kept buffer serves requests that are smaller by at most this fraction. Requests below the fraction leave it kept.
-constexpr size_t kKeptFraction = 8;
-// Additional room in a buffer: a unit's slot and its gradients for all ranks differ by less. Untouched pages take no
-// memory.
-constexpr size_t kRoomFraction = 256;
-
 // Returns the common dtype of a group's parameters for the collective, or bytes if they differ.
 DType wire_type(const Layout& layout) {
   const DType type = layout.params().front().shape.compute;
@@ -40,7 +32,7 @@ DType wire_type(const Layout& layout) {
 }  // namespace
 
 ProcessGroupTransport::ProcessGroupTransport(Collectives collectives)
-    : collectives_(std::move(collectives)), gather_ledger_(kAlignBytes) {}
+    : collectives_(std::move(collectives)), gather_ledger_(kAlignBytes), kept_(collectives_.message_bytes) {}
 
 ProcessGroupTransport::PerGroup& ProcessGroupTransport::per_group(const ParamGroup& group) {
   return groups_[group.index()];
@@ -77,22 +69,7 @@ std::vector<size_t> ProcessGroupTransport::message_parts(const ParamGroup& group
 
 at::Tensor ProcessGroupTransport::take(size_t bytes) {
   tally_.take(bytes);
-  const auto numel = static_cast<int64_t>(bytes);
-  const auto fits = [bytes](const at::Storage& kept) {
-    const size_t size = kept.nbytes();
-    const bool is_used = kept.use_count() > 1;  // by reduced rows or a backend
-    return size >= bytes && size - bytes <= size / kKeptFraction && !is_used;
-  };
-  if (const auto found = std::ranges::find_if(kept_, fits); found != kept_.end()) {
-    const at::Storage storage = std::move(*found);
-    kept_.erase(found);
-    return at::empty({0}, at::kByte).set_(storage, 0, {numel});
-  }
-  std::erase_if(kept_, [bytes](const at::Storage& kept) { return bytes > kept.nbytes() / kKeptFraction; });
-  ++num_allocations_;
-  const size_t room = may_keep(bytes) ? bytes / kRoomFraction : 0;
-  const at::Tensor memory = at::empty({numel + static_cast<int64_t>(room)}, at::kByte);
-  return room == 0 ? memory : typed(memory, DType::byte, 0, bytes);
+  return kept_.take(bytes);
 }
 
 at::Tensor ProcessGroupTransport::allocate(const ParamGroup& group, const PyRef& memory, DType type, size_t bytes,
@@ -124,10 +101,7 @@ at::Tensor ProcessGroupTransport::allocate(const ParamGroup& group, const PyRef&
 void ProcessGroupTransport::give_back(at::Tensor& memory, bool keeps) {
   if (!memory.defined()) return;
   tally_.give_back(memory.nbytes());
-  if (keeps && may_keep(memory.nbytes())) {
-    if (kept_.size() == kMaxKept) kept_.erase(kept_.begin());
-    kept_.push_back(memory.storage());
-  }
+  if (keeps) kept_.keep(memory);
   memory = at::Tensor();
 }
 
@@ -352,7 +326,7 @@ void ProcessGroupTransport::close_scratch(PerGroup& state) {
   // Next, the sharded gradients take memory. If gradients are reduced in a wider dtype than the parameters', the peak
   // would then be higher than without kept memory.
   const size_t slot_bytes = state.group->layout().slot_bytes();
-  const bool is_wide = state.reduction.memory.nbytes() > slot_bytes + slot_bytes / kKeptFraction;
+  const bool is_wide = !KeptMemory::is_alike(state.reduction.memory.nbytes(), slot_bytes);
   const bool keeps = ahead_ != nullptr && !is_wide && !state.group->calls().reduce_memory;
   give_back(state.reduced.memory, keeps);
   give_back(state.reduction.memory, keeps);
@@ -560,7 +534,7 @@ TransportStats ProcessGroupTransport::stats() const {
   stats.peak_gather_bytes = gather_ledger_.peak_owned_bytes();
   stats.scratch_slots_owned = num_scratches_;
   stats.scratch_bytes = tally_.peak_bytes();
-  stats.num_allocations = num_allocations_;
+  stats.num_allocations = kept_.num_allocations();
   stats.owners = gather_ledger_.owners();
   return stats;
 }

@@ -15,6 +15,7 @@
 
 #include "core/buffers.hpp"
 #include "core/gather_plan.hpp"
+#include "engine/transport/process_group/kept_memory.hpp"
 #include "engine/transport/process_group/wire_gather.hpp"
 #include "engine/transport/process_group/wire_reduction.hpp"
 #include "engine/transport/segment_plans.hpp"
@@ -107,8 +108,6 @@ class ProcessGroupTransport final : public Transport {
   void close_scratch(PerGroup& state);
   void fill_gaps(ParamGroup& group);  // zeros and flags
   at::Tensor take(size_t bytes);      // from `kept_`, if one fits
-  // Returns whether memory may be kept. malloc itself keeps smaller memory.
-  bool may_keep(size_t bytes) const { return bytes >= collectives_.message_bytes; }
   // Returns a flat tensor that a custom collective allocates. `memory`: a tuple of the collective and of
   // (tensor, numel, dtype), which raises if `tensor` is not as asked. The tally does not count it.
   at::Tensor allocate(const ParamGroup& group, const PyRef& memory, DType type, size_t bytes, const char* operation);
@@ -127,9 +126,8 @@ class ProcessGroupTransport final : public Transport {
   uint64_t num_forwards_ = 0;
   bool is_in_forward_ = false;
   size_t num_scratches_ = 0;
-  size_t num_allocations_ = 0;
-  MemoryTally tally_;                // all memory that is taken
-  std::vector<at::Storage> kept_;    // for the next requests of about their size
+  MemoryTally tally_;  // all memory that is taken
+  KeptMemory kept_;
   const PerGroup* ahead_ = nullptr;  // began the last gather, null: that one has finished
   std::deque<PerGroup> groups_;
 };
