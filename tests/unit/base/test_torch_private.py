@@ -134,3 +134,25 @@ def test_group_timeout_is_that_of_the_devices_backend():
 
     assert torch_private.group_timeout(Group(), torch.device("cuda", 1)) == timedelta(minutes=10)
     assert torch_private.group_timeout(Group(), torch.device("cpu")) == timedelta(minutes=30)
+
+
+def test_hooks_stay_outside_of_graphs():
+    """Neither a hook nor what it calls is compiled. The code around it is."""
+    graphs = []
+
+    def record(graph, example_inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    def called(x):
+        return torch.sin(x)
+
+    hook = torch_private.outside_graphs(lambda module, x, more: called(x))
+
+    @torch.compile(backend=record)
+    def run(x):
+        return torch.exp(hook(None, torch.cos(x), None))
+
+    x = torch.ones(2)
+    assert torch.equal(run(x), torch.exp(torch.sin(torch.cos(x))))
+    assert [name for graph in graphs for name in ("cos", "sin", "exp") if name in str(graph)] == ["cos", "exp"], graphs
