@@ -175,25 +175,26 @@ class InPlace(nn.Module):
         super().__init__()
         self.linear = nn.Linear(6, 6)
 
-    def forward(self, x):
+    def forward(self, x, *others):
         x.mul_(2.0)
-        return self.linear(x)
+        return self.linear(sum(others, x))
 
 
 class InPlaceCaller(nn.Module):
-    def __init__(self):
+    def __init__(self, num_inputs: int):
         super().__init__()
         torch.manual_seed(0)
-        self.before, self.inplace = nn.Linear(6, 6), InPlace()
+        self.before, self.inplace, self.num_inputs = nn.Linear(6, 6), InPlace(), num_inputs
 
     def forward(self, x):
         x = self.before(x) * 1.0
-        return self.inplace(x) + x
+        return self.inplace(x, *(x + i for i in range(1, self.num_inputs))) + x
 
 
 @distributed(world_sizes=(2,))
+@pytest.mark.parametrize("num_inputs", [1, 2])
 @both_transports
-def test_in_place_input_reused_by_the_caller(ctx, transport):
+def test_in_place_input_reused_by_the_caller(ctx, num_inputs, transport):
     """Either the same gradients as stock or, like stock, an error: never silently wrong ones."""
 
     def run(model):
@@ -202,7 +203,7 @@ def test_in_place_input_reused_by_the_caller(ctx, transport):
         except RuntimeError as error:
             return "raised" if "in-place" in str(error) or "inplace" in str(error) else str(error)
 
-    parity(ctx, InPlaceCaller(), run, ("before", "inplace"), transport=transport)
+    parity(ctx, InPlaceCaller(num_inputs), run, ("before", "inplace"), transport=transport)
 
 
 class Several(nn.Module):
