@@ -414,7 +414,7 @@ def test_what_nobody_initialises(ctx):
             fsdp2x.load_hf(model, folder, **QUIET)
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), fresh=True)  # memory that earlier tests freed would count
 def test_reads_half_and_keeps_half(ctx):
     """Bytes that left the file, and private memory: the shard and less than the largest tensor."""
     rows, columns, num = 2048, 1024, 6
