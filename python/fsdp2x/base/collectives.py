@@ -18,7 +18,7 @@ from fsdp2x.base import torch_private
 from fsdp2x.base.memory_file import aligned_starts
 from fsdp2x.base.processes import introduced, name_ended, own_host
 
-# Part of a rank below which one gather is faster than messages between each two ranks, over gloo.
+# Part of a rank below which one collective is faster than messages between each two ranks, over gloo.
 MESSAGE_BYTES = 1 << 18
 
 

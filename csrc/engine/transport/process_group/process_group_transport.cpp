@@ -484,12 +484,15 @@ Transport::Finished ProcessGroupTransport::finish_reduce(ParamGroup& group, bool
   if (state.reduces_coded) sum_coded(group);
   const double before = alone ? 1.0 : group.pre_divisor();
   std::vector<at::Tensor> segments;
-  for (int rank = 0; state.is_exchanged && rank < group.layout().world(); ++rank) {
-    const at::Tensor& memory = (rank == group.layout().rank() ? state.reduction : state.reduced).memory;
+  if (state.is_exchanged) {
     const size_t bytes = state.plan->segment_bytes;
-    segments.push_back(typed(memory, DType::byte, static_cast<size_t>(rank) * bytes, bytes));
+    for (int rank = 0; rank < group.layout().world(); ++rank) {
+      const at::Tensor& memory = (rank == group.layout().rank() ? state.reduction : state.reduced).memory;
+      segments.push_back(typed(memory, DType::byte, static_cast<size_t>(rank) * bytes, bytes));
+    }
+  } else {
+    segments.push_back((alone ? state.reduction : state.reduced).memory);
   }
-  if (!state.is_exchanged) segments.push_back((alone ? state.reduction : state.reduced).memory);
   Finished finished;
   finished.rows = std::make_unique<SegmentRows>(std::move(segments), state.plan->layout, group.reduce_type(),
                                                 group.averages() ? 1.0 : group.divisor() / before,

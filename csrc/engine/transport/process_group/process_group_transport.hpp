@@ -31,7 +31,7 @@ struct Collectives {
   PyRef all_to_all;       // (output, input) -> work; may leave this rank's part of the output unwritten
   PyRef wait;             // (work)
   PyRef may_replace;      // () -> bool: whether gather_in_place and all_to_all may replace the others now, null: never
-  // Of this size and more, gathered segments travel as messages (if may_replace), and memory is kept for the next unit.
+  // Of this size and more, segments travel as messages (if may_replace), and memory is kept for the next unit.
   size_t message_bytes = 0;
   size_t pack_below_bytes = kPackEverything;  // parameters of this size and more are gathered in place
 };
