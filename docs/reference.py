@@ -8,7 +8,6 @@ import os
 from fsdp2x.train.parse import show
 
 INTRO = "`fsdp2x train` reads these keys from a YAML file. On the command line, write `section.key=value`."
-MORE = "`fsdp2x grpo` also reads these keys. `fsdp2x config list --command grpo` prints them."
 
 
 def commands(parser: argparse.ArgumentParser) -> str:
@@ -29,17 +28,15 @@ def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.Argument
     return dict(found[0].choices) if found else {}
 
 
-def settings(train: dict[str, dict], grpo: dict[str, dict]) -> str:
-    """The page of all keys: those of ``fsdp2x train``, and those that ``fsdp2x grpo`` adds or means in another way."""
-    added = {key: row for key, row in grpo.items() if train.get(key) != row}
-    parts = ["# Settings", INTRO, *_sections(train, "##"), "## Settings of fsdp2x grpo", MORE, *_sections(added, "###")]
-    return "\n\n".join(parts) + "\n"
+def settings(rows: dict[str, dict]) -> str:
+    """The page of all keys of ``fsdp2x train``."""
+    return "\n\n".join(["# Settings", INTRO, *_sections(rows)]) + "\n"
 
 
-def _sections(rows: dict[str, dict], level: str) -> list[str]:
+def _sections(rows: dict[str, dict]) -> list[str]:
     by_section: dict[str, list[str]] = {}
     for key, row in rows.items():
         default = f"Default: `{show(row['default'])}`." if "default" in row else ""
         item = f"- `{key}` ({row['type']}): {row['help'].rstrip('.')}. {default}"
         by_section.setdefault(key.partition(".")[0], []).append(item.rstrip())
-    return [f"{level} {name}\n\n" + "\n".join(items) for name, items in by_section.items()]
+    return [f"## {name}\n\n" + "\n".join(items) for name, items in by_section.items()]

@@ -10,7 +10,6 @@ from mkdocs.structure.files import File, Files
 
 import reference
 from fsdp2x.train.cli import make_parser
-from fsdp2x.train.grpo.config import GrpoConfig
 from fsdp2x.train.load_config import list_keys
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,7 +28,7 @@ def on_files(files: Files, config) -> Files:
     pages = {page: (ROOT / source).read_text().replace("](../docs/", "](") for page, source in SOURCES.items()}
     pages["messages.md"] = messages.page(ROOT / "python/fsdp2x", ROOT / "csrc")
     pages["cli.md"] = reference.commands(make_parser())
-    pages["settings.md"] = reference.settings(list_keys(), list_keys(kind=GrpoConfig, dialects=()))
+    pages["settings.md"] = reference.settings(list_keys())
     for page, text in pages.items():
         files.append(File.generated(config, page, content=text))
     for picture in sorted((ROOT / "benchmarks/plots").iterdir()):

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from fsdp2x.grpo import GrpoConfig
 from fsdp2x.train.cli import make_parser
+from fsdp2x.train.config import TrainConfig
 from fsdp2x.train.parse import known_keys, sections_of
 from pages import CODE, ROOT, commands, fences, name_of, pages
 
@@ -81,9 +81,9 @@ def unknown_names(text):
 
 
 def unknown_keys(text):
-    pattern = rf"(?<![\w./-])(?:{'|'.join(sections_of(GrpoConfig))})\.[a-z_]+(?![\w(/.])"
+    pattern = rf"(?<![\w./-])(?:{'|'.join(sections_of(TrainConfig))})\.[a-z_]+(?![\w(/.])"
     found = {key for code in inline_code(text) for key in re.findall(pattern, code)}
-    return sorted(found - set(known_keys(GrpoConfig)) - NOT_KEYS)
+    return sorted(found - set(known_keys(TrainConfig)) - NOT_KEYS)
 
 
 @each_page

@@ -124,7 +124,7 @@ def parse_incomplete(translation: Translation, kind: type[Config]) -> Config:
 
 
 # Placeholders for settings that only a run needs.
-_STAND_INS = {"data.files": "[text]", "reward.functions": "[exact_match]", "rollout.addresses": "['http://engine']"}
+_STAND_INS = {"data.files": "[text]"}
 
 
 def _completed(translation: Translation) -> dict[str, Any]:

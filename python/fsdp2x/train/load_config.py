@@ -155,12 +155,6 @@ def detect(
         inner = {f"{key}.{name}" for name in value} if isinstance(value, Mapping) else set()
         return [OWN] * (key in own and (not others or bool(inner & known_keys(kind).keys()))) + others
 
-    reward = settings.get("reward")
-    if "reward" not in own and isinstance(reward, Mapping) and "functions" in reward:
-        raise ConfigError(
-            "this is a config of fsdp2x grpo, because it has reward.functions. Run it with fsdp2x grpo FILE. "
-            "Explain it with fsdp2x config explain FILE --command grpo. To plan memory, pass the model's config.json."
-        )
     owners = {key: owners_of(str(key), value) for key, value in settings.items()}
     sure = {names[0]: key for key, names in reversed(owners.items()) if len(names) == 1}
     if len(sure) > 1:

@@ -104,7 +104,6 @@ class Metrics:
         planned = values.get("planned_bytes")
         shown = {
             "loss": f"{values['loss']:.4f}",
-            **({"reward": f"{values['reward']:.3f}"} if "reward" in values else {}),
             "lr": f"{values['lr']:.2e}",
             "epoch": f"{values['epochs']:.2f}",
             **({} if self._bar is not None or left is None else {"left": _duration(left)}),

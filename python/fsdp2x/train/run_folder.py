@@ -28,9 +28,7 @@ logger = logging.getLogger(__name__)
 
 LOCK = "run.lock"
 # Files that a run writes into its output folder in addition to its checkpoints.
-_WRITTEN = (METRICS, "tensorboard", "profile", "memory", "adapter", "samples.jsonl", "engine")
-# The folder of PPO's critic among the checkpoints of its policy.
-CRITIC = "critic"
+_WRITTEN = (METRICS, "tensorboard", "profile", "memory", "adapter")
 
 
 class RunFolder:
@@ -119,7 +117,7 @@ class RunFolder:
         """Deletes the files that a run writes. Other files in the folders stay."""
         assert self.checkpoints is not None, "a run that saves nothing replaces nothing"
         doomed = [self.output / name for name in _WRITTEN]
-        doomed += [self.checkpoints / CRITIC, self.checkpoints / LATEST, self.checkpoints / BEST]
+        doomed += [self.checkpoints / LATEST, self.checkpoints / BEST]
         doomed += [*whole_checkpoints(self.checkpoints)]
         doomed += [path for pattern in (".old-*", ".tmp-*") for path in self.checkpoints.glob(pattern)]
         for path in doomed:

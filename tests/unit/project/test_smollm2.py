@@ -69,13 +69,10 @@ def test_without_a_registry_the_error_says_what_to_do(load, monkeypatch, tmp_pat
         module.fetch(tmp_path / "packages")
 
 
-def test_the_yaml_files_are_read_by_the_commands_that_their_heads_name():
+def test_the_yaml_file_is_read_by_the_command_that_its_head_names():
     from fsdp2x.train import load_config
-    from fsdp2x.train.grpo.load import load_grpo_config
 
-    for name, read_config in (("sft", load_config), ("grpo", load_grpo_config)):
-        text = (FOLDER / f"{name}.yaml").read_text()
-        assert f"-m fsdp2x {'train' if name == 'sft' else name} examples/smollm2/{name}.yaml" in text
-        config = read_config(FOLDER / f"{name}.yaml", [])
-        assert config.data.format == "jsonl" and config.parallel.param_dtype is None
-        assert config.train.batch_size is None  # so that a resumed run on other ranks keeps the global batch
+    assert "-m fsdp2x train examples/smollm2/sft.yaml" in (FOLDER / "sft.yaml").read_text()
+    config = load_config(FOLDER / "sft.yaml", [])
+    assert config.data.format == "jsonl" and config.parallel.param_dtype is None
+    assert config.train.batch_size is None  # so that a resumed run on other ranks keeps the global batch

@@ -133,12 +133,6 @@ def test_a_config_of_accelerate_is_recognized(said):
     assert "accelerate launch --config_file FILE -m fsdp2x.run script.py" in line
 
 
-def test_a_config_of_grpo_is_recognized(said):
-    text = OWN + "reward: {functions: ['reward.py:digits']}\nrollout: {engine: colocated}\n"
-    (line,) = said(text)
-    assert "this is a config of fsdp2x grpo" in line and "fsdp2x config explain FILE --command grpo" in line
-
-
 @pytest.mark.parametrize(
     "words",
     [

@@ -16,8 +16,6 @@ from fsdp2x.train.cli import main
 from fsdp2x.train.config import TrainConfig
 from fsdp2x.train.dialects import DIALECTS
 from fsdp2x.train.explain_config import explain
-from fsdp2x.train.grpo import dialects as grpo
-from fsdp2x.train.grpo.config import GrpoConfig
 from fsdp2x.train.load_config import translate
 from fsdp2x.train.parse import known_keys
 from fsdp2x.train.translate import Dialect, KeyResult, Row, Translation, becomes, interpolate
@@ -297,9 +295,8 @@ def nested(values: dict[str, Any]) -> dict:
 
 
 def translated(dialect: Dialect, values: dict[str, Any], role: str = "") -> Translation:
-    kind, dialects = (TrainConfig, DIALECTS) if dialect in DIALECTS else (GrpoConfig, grpo.DIALECTS)
     role = "ref_policy" if dialect.name == "nested" and role.startswith("models.ref_policy.") else ""
-    return translate(nested(values), [f"role={role}"] if role else (), kind, dialects)
+    return translate(nested(values), [f"role={role}"] if role else ())
 
 
 def companions(dialect: Dialect) -> dict[str, Any]:
@@ -319,7 +316,7 @@ def companions(dialect: Dialect) -> dict[str, Any]:
 def wrongs_of(dialect: Dialect, key: str, beside: dict[str, Any]) -> Iterator[str]:
     """Yields the effects of the row that differ from its description."""
     row, reached, results = dialect.rows[key], set(), []
-    known = known_keys(TrainConfig if dialect in DIALECTS else GrpoConfig)
+    known = known_keys(TrainConfig)
     for path in row.to:
         if path not in known and path.rpartition(".")[0] not in known:
             yield f"{key}: {path} is no setting of ours"
@@ -358,7 +355,7 @@ def nothing_of(row: Row, dialect: Dialect, beside: dict[str, Any]) -> dict[str, 
     return {other: value for other, value in beside.items() if not set(dialect.rows[other].to) & set(row.to)}
 
 
-@pytest.mark.parametrize("dialect", [*DIALECTS, *grpo.DIALECTS], ids=lambda dialect: dialect.name)
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
 def test_every_row_has_its_effect_or_its_refusal(dialect):
     """A row sets what it says it sets, or says why it has no effect, or refuses the value by the key's name."""
     beside = companions(dialect)

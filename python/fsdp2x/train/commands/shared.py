@@ -26,14 +26,6 @@ def mistake(error: Exception) -> int:
     return 2
 
 
-def split_words(words: list[str]) -> tuple[str, list[str], list[str]]:
-    """Returns path, overrides, and from the first flag on the words after `--`, which argparse leaves out."""
-    begins = [word.startswith("--") or word.endswith((".py", "python", "python3")) for word in words]
-    place = begins.index(True) if True in begins else len(words)
-    path, overrides = (words[0], words[1:place]) if place else ("", [])
-    return ("", [path, *overrides], words[place:]) if "=" in path else (path, overrides, words[place:])
-
-
 def _dtype(text: str) -> str:
     from fsdp2x.base.arguments import dtype_name
 

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any
 
 from fsdp2x.base.failures import ConfigError
-from fsdp2x.train.commands.shared import add_resume_from, mistake, positive, show, split_words
-
-if TYPE_CHECKING:
-    from fsdp2x.train.config import TrainConfig
-    from fsdp2x.train.translate import Dialect
+from fsdp2x.train.commands.shared import add_resume_from, mistake, positive, show
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -52,24 +47,6 @@ def _train(args: argparse.Namespace) -> int:
     return 0
 
 
-# The command that reads the config.
-_COMMAND: Any = {"dest": "reader", "choices": ("train", "grpo"), "default": "train"}
-_COMMAND |= {"help": "Command that reads the config. Default: train."}
-
-
-def _read_by(command: str) -> tuple[type[TrainConfig], tuple[Dialect, ...]]:
-    """Returns the class of a command's config, and the formats of other trainers that it reads."""
-    from fsdp2x.train import dialects
-    from fsdp2x.train.config import TrainConfig
-
-    if command == "train":
-        return TrainConfig, dialects.DIALECTS
-    from fsdp2x.train.grpo import dialects as grpo_dialects
-    from fsdp2x.train.grpo.config import GrpoConfig
-
-    return GrpoConfig, grpo_dialects.DIALECTS
-
-
 def _add_config(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser("config", help="explain a config, list all keys")
     actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -78,11 +55,10 @@ def _add_config(commands: argparse._SubParsersAction) -> None:
         help="show the meaning of each key",
         description=(
             "Show what each key of a training YAML means, which keys have no effect, what is missing to run it, "
-            "the mesh, and the units of the model. Trains nothing and makes no process group. Flags of other "
-            "trainers follow --, with --command grpo."
+            "the mesh, and the units of the model. Trains nothing and makes no process group."
         ),
     )
-    explain.add_argument("config", nargs="?", default="", metavar="CONFIG.yaml")
+    explain.add_argument("config", metavar="CONFIG.yaml")
     explain.add_argument("overrides", nargs="*", metavar="key=value", help="Settings that replace the file's.")
     explain.add_argument(
         "--world-size",
@@ -90,7 +66,6 @@ def _add_config(commands: argparse._SubParsersAction) -> None:
         metavar="N",
         help="Number of ranks. Default: from the config.",
     )
-    explain.add_argument("--command", **_COMMAND)
     explain.add_argument(
         "--local-world-size",
         type=positive,
@@ -103,35 +78,30 @@ def _add_config(commands: argparse._SubParsersAction) -> None:
     listing.add_argument(
         "--dialect",
         default="sections",
-        help="List keys of another format and what they become: flat, strategy and nested of train, roles, models and "
-        "flags of grpo, or all. Default: sections, fsdp2x's own.",
+        help="List keys of another format and what they become: flat, strategy, nested, or all. Default: sections, "
+        "fsdp2x's own.",
     )
-    listing.add_argument("--command", **_COMMAND)
     listing.add_argument("--json", action="store_true", help="Print one JSON object.")
     listing.set_defaults(run=_list)
 
 
 def _explain(args: argparse.Namespace) -> int:
     from fsdp2x.train.explain_config import explain
-    from fsdp2x.train.grpo.flags import read_flags
 
-    kind, dialects = _read_by(args.reader)
-    path, overrides, flags = split_words([args.config, *args.overrides])
-    sizes = {"world_size": args.world_size, "local_world_size": args.local_world_size}
-    found = explain(path, overrides, kind=kind, dialects=dialects, flags=read_flags(flags), **sizes)
+    found = explain(args.config, args.overrides, world_size=args.world_size, local_world_size=args.local_world_size)
     show(json.dumps(found.to_dict(), indent=1, default=str) if args.json else str(found))
     return 0
 
 
 def _list(args: argparse.Namespace) -> int:
+    from fsdp2x.train.dialects import DIALECTS
     from fsdp2x.train.load_config import list_keys
     from fsdp2x.train.parse import show as shown
 
-    kind, dialects = _read_by(args.reader)
-    rows = list_keys(args.dialect, kind, dialects)
+    rows = list_keys(args.dialect)
     if not rows:
-        known = ", ".join(["sections", *(dialect.name for dialect in dialects), "all"])
-        raise ConfigError(f"--dialect: expected one of {known} with --command {args.reader}, got {args.dialect!r}")
+        known = ", ".join(["sections", *(dialect.name for dialect in DIALECTS), "all"])
+        raise ConfigError(f"--dialect: expected one of {known}, got {args.dialect!r}")
     if args.json:
         show(json.dumps({key: {"default": None, **row} for key, row in rows.items()}, indent=1))
         return 0
