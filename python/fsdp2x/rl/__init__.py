@@ -1,6 +1,5 @@
-"""Policies and critics: log-probabilities without logits, advantages, corrections, losses, a frozen reference model."""
+"""Policies: log-probabilities without logits, advantages, corrections, losses, a frozen reference model."""
 
-from fsdp2x.rl.critic import ValueLoss, ValueModel, gae, value_loss
 from fsdp2x.rl.head import HeadScores, LogitTransform, head_scores
 from fsdp2x.rl.losses import (
     CISPO,
@@ -33,14 +32,10 @@ __all__ = [
     "RowTokens",
     "Scores",
     "StepCount",
-    "ValueLoss",
-    "ValueModel",
     "count_step",
-    "gae",
     "group_advantages",
     "head_scores",
     "importance_weights",
     "policy_loss",
     "score",
-    "value_loss",
 ]

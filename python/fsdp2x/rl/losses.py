@@ -136,7 +136,7 @@ def policy_loss(
     Args:
         scores: result of ``score`` for this row, with entropies if they are weighted.
         row: tokens of the row.
-        advantages: one for each packed sample of the rank, [samples], or one for each token, [1, positions].
+        advantages: one for each packed sample of the rank, [samples].
         count: result of ``count_step`` for the step.
         settings: the loss: ``rl.GRPO``, ``DAPO``, ``DR_GRPO`` (needs ``max_tokens``), ``GSPO``, ``CISPO``,
             ``REINFORCE``, or your own.
@@ -152,10 +152,7 @@ def policy_loss(
     for name, values in (("scores", logp), ("old", old), ("reference", reference), ("weights", weights)):
         if values is not None:
             row.check(values, f"policy_loss: {name}")
-    if advantages.ndim == 1:
-        advantages = row.spread(advantages)
-    row.check(advantages, "policy_loss: advantages")
-    advantages = advantages.detach().to(logp).where(row.has_label, 0.0)
+    advantages = row.spread(advantages).detach().to(logp)
     difference = logp - (logp.detach() if old is None else old.detach().to(logp))
     difference = difference.where(row.has_label, 0.0)
     of_token, clipped = _surrogate(settings, row, logp, difference, advantages)
@@ -173,8 +170,8 @@ def policy_loss(
         if scores.entropy is None:
             raise ValueError("policy_loss: an entropy_weight needs entropies. Call score(..., entropy=True).")
         of_token = of_token - settings.entropy_weight * scores.entropy
-    by_token = mean_factors("tokens", None, row, count, logp.dtype)
-    loss = (of_token * mean_factors(settings.mean, settings.max_tokens, row, count, logp.dtype)).sum()
+    by_token = _mean_factors("tokens", None, row, count, logp.dtype)
+    loss = (of_token * _mean_factors(settings.mean, settings.max_tokens, row, count, logp.dtype)).sum()
     with torch.no_grad():
         k3 = _kl("k3", -difference)
         means = [(values * by_token).sum() for values in (clipped, k3)]
@@ -221,7 +218,7 @@ def _kl(kind: str, difference: torch.Tensor) -> torch.Tensor:
     return k3.detach() + (k2 - k2.detach())
 
 
-def mean_factors(
+def _mean_factors(
     mean: str, max_tokens: int | None, row: RowTokens, count: StepCount, dtype: torch.dtype
 ) -> torch.Tensor:
     """Returns each token's factor before the sum, [1, positions] of ``dtype``. Zero without a label.
@@ -237,8 +234,8 @@ def mean_factors(
         return row.shares().to(dtype) * by_sample
     if max_tokens is None:
         raise ValueError(
-            'mean="constant" needs max_tokens, the same in all steps. For policies use dataclasses.replace(settings, '
-            "max_tokens=...), for critics value_loss(..., max_tokens=...)."
+            'mean="constant" needs max_tokens, the same in all steps. Pass dataclasses.replace(settings, '
+            "max_tokens=...)."
         )
     return labels * (by_sample / max_tokens)
 

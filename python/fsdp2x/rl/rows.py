@@ -50,7 +50,7 @@ class RowTokens:
         counted = torch.zeros(len(self.sample_ids), dtype=torch.int64, device=device)
         self.lengths = counted.index_add_(0, whole[self._labelled], self._labelled[self._labelled].long())
         self.has_label = self._cut(self._labelled)
-        self._whole_place, self._place = whole, self._cut(whole)
+        self._place = self._cut(whole)
 
     def _spans(self) -> Iterable[tuple[int, int]]:
         return zip(self._ends, self._ends[1:], strict=False)
@@ -89,38 +89,6 @@ class RowTokens:
             )
         values = values.to(self.has_label.device)
         return self._on_tokens(values[list(self.sample_ids)])
-
-    def on_last(self, values: torch.Tensor | Sequence[float]) -> torch.Tensor:
-        """Puts one value for each packed sample on its last label token: [1, positions], zero elsewhere.
-
-        Use it for rewards of complete responses, for ``gae``. A sample without labels loses its value.
-        """
-        positions = self._labelled[0].nonzero().flatten()
-        samples = self._whole_place[0, positions]
-        is_last = torch.zeros_like(self._labelled)
-        is_last[0, positions] = samples != torch.cat((samples[1:], samples.new_full((1,), -1)))[: len(samples)]
-        return self.spread(torch.as_tensor(values)).where(self._cut(is_last), 0.0)
-
-    def labels_of_samples(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (values, samples) of the full row's label tokens, in order: [..., labels] and int64 [labels].
-
-        Collective over the sequence-parallel ranks, if there are any.
-
-        Args:
-            values: [..., positions] of this rank.
-        """
-        if self._layout is not None and self._group is not None and self._group.size > 1:
-            parts = [torch.empty_like(values) for _ in range(self._group.size)]
-            dist.all_gather(parts, values.contiguous(), group=self._group.group)
-            values = self._layout.join(parts, dim=-1)
-        positions = self._labelled[0].nonzero().flatten()
-        return values[..., positions], self._whole_place[0, positions]
-
-    def put_labels(self, values: torch.Tensor) -> torch.Tensor:
-        """Puts values of the full row's label tokens, [labels], at those of this rank: [1, positions]."""
-        whole = torch.zeros(self._labelled.shape, dtype=values.dtype, device=values.device)
-        whole[self._labelled] = values
-        return self._cut(whole)
 
     def align(self, values: Sequence[torch.Tensor | Sequence[float]]) -> torch.Tensor:
         """Puts values of each sample's tokens where those tokens are predicted: fp32, [1, positions].
