@@ -1,18 +1,6 @@
-"""Samples rollouts: an engine that returns log-probabilities and takes new weights, and its client for trainers."""
+"""Samples responses of a model in this process, with their log-probabilities."""
 
 from fsdp2x.rl.rollout.batch import sample
-from fsdp2x.rl.rollout.client import ColocatedRollout, RolloutClient, RolloutError
-from fsdp2x.rl.rollout.dispatch import EngineState
 from fsdp2x.rl.rollout.sampling import Completion, Sampling
-from fsdp2x.rl.rollout.server import RolloutServer
 
-__all__ = [
-    "ColocatedRollout",
-    "Completion",
-    "EngineState",
-    "RolloutClient",
-    "RolloutError",
-    "RolloutServer",
-    "Sampling",
-    "sample",
-]
+__all__ = ["Completion", "Sampling", "sample"]

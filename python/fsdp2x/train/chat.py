@@ -16,7 +16,6 @@ from typing import Any
 
 from fsdp2x.base.failures import ConfigError, first_line
 from fsdp2x.models.sequence.packing import IGNORE
-from fsdp2x.rl.rollout.text import chat_ids, chat_template_of, render_chat
 from fsdp2x.train.rows import Row
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -48,6 +47,49 @@ def check_messages(messages: Any, where: str) -> list[dict[str, Any]]:
         if role == "assistant" and not content.strip() and not calls_tools:
             raise ConfigError(f"{where}: message {number}: the assistant's answer is empty.")
     return messages
+
+
+def chat_template_of(tokenizer: Any) -> str:
+    """The chat template of a transformers tokenizer.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        return tokenizer.get_chat_template()
+    except ValueError:
+        raise ConfigError(
+            "the tokenizer has no chat template. Set data.chat_template to the path of a jinja file, or save a "
+            "tokenizer with one in the folder of the model"
+        ) from None
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Any],
+    where: str,
+    *,
+    tools: list | None = None,
+    add_generation_prompt: bool = True,
+) -> str:
+    """Messages as text, up to where the assistant's answer begins. Errors start with ``where``.
+
+    Raises:
+        ConfigError: there is no chat template, or it fails.
+    """
+    chat_template_of(tokenizer)
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except Exception as error:  # jinja's, or raised by the template
+        raise ConfigError(f"{where}: the chat template failed: {first_line(error)}") from None
+
+
+def chat_ids(tokenizer: Any, messages: Sequence[Any], where: str, *, tools: list | None = None) -> list[int]:
+    """The same as token ids; the template has the special tokens."""
+    text = render_chat(tokenizer, messages, where, tools=tools)
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def render_prompt(

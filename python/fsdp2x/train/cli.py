@@ -12,10 +12,10 @@ from importlib.metadata import version
 from typing import Any
 
 from fsdp2x.base.failures import CheckpointError, ConfigError
-from fsdp2x.train.commands import convert, doctor, plan, rollout, selftest, train
+from fsdp2x.train.commands import convert, doctor, plan, selftest, train
 from fsdp2x.train.commands.shared import mistake
 
-COMMANDS = (train, plan, convert, rollout, selftest, doctor)
+COMMANDS = (train, plan, convert, selftest, doctor)
 EXAMPLES = """\
 examples:
   torchrun --nproc_per_node=2 -m fsdp2x.train run.yaml    train on two processes (`fsdp2x train run.yaml`: on one)

@@ -11,7 +11,6 @@ import torch
 from fsdp2x.base.failures import CheckpointError
 from fsdp2x.io.formats.safe_files import read_text
 from fsdp2x.io.hf.save import TOKENIZER_FILES
-from fsdp2x.rl.rollout.text import load_tokenizer
 from fsdp2x.train.config import ConfigError, as_config_error
 
 END_OF_TEXT = "<|endoftext|>"
@@ -68,11 +67,10 @@ class HuggingFaceTokenizer:
     """A tokenizer directory on this machine. Its special tokens in the text stay text."""
 
     def __init__(self, folder: str):
-        path = Path(folder).expanduser()
-        with as_config_error("data.tokenizer"):
-            self.inner: Any = load_tokenizer(str(path)) if path.is_dir() else None
-        if self.inner is None:
+        if not has_tokenizer(folder):
             raise ConfigError(f"data.tokenizer: got {folder!r}, expected 'bytes' or a local directory with a tokenizer")
+        with as_config_error("data.tokenizer"):
+            self.inner = _load_tokenizer(Path(folder).expanduser())
         # An id may lie beyond the number of entries.
         self.vocab_size = 1 + max(len(self.inner) - 1, *self.inner.get_vocab().values())
         self.eos_id = self.inner.eos_token_id
@@ -86,6 +84,15 @@ class HuggingFaceTokenizer:
 
     def save(self, folder: Path) -> None:
         self.inner.save_pretrained(str(folder))
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # what a damaged file makes transformers, tokenizers or sentencepiece raise
+        raise ValueError(f"the tokenizer in {folder} cannot be loaded: {' '.join(str(error).split())[:300]}") from None
 
 
 Tokenizer = ByteTokenizer | HuggingFaceTokenizer

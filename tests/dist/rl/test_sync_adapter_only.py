@@ -3,19 +3,16 @@
 import copy
 import os
 import signal
-import threading
 
 import pytest
 import test_sync_sglang as sglang_tests
 import test_sync_vllm as vllm_tests
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import fsdp2x
 from engines import Served, Store, new_address, peer
 from fsdp2x.rl.sync.receiver.engine_adapter import LoraParameters
-from fsdp2x.rollout import ColocatedRollout, RolloutClient, RolloutServer, Sampling
 from fsdp2x.sync import InProcess, Peer, SyncError
 from harness import dist_run, distributed
 from models import build
@@ -81,44 +78,6 @@ def test_an_engine_computes_what_the_trainer_does(ctx, over):
             sync.push(version=10)
         if served:
             same(logits(engine), logits(twin))
-
-
-@pytest.mark.parametrize("where", ["process", "colocated"])
-@distributed(world_sizes=(1, 2))
-def test_rollouts_sample_with_the_adapter(ctx, where):
-    """Log-probabilities of the tokens are the trainer's, and those of an engine that got merged weights."""
-    twin, model = adapted()
-    addresses, thread = [new_address()], None
-    dist.broadcast_object_list(addresses)
-    if where == "colocated":
-        engine, merged = ColocatedRollout(build("llama")), ColocatedRollout(build("llama"))
-    else:
-        if ctx.rank == 0:
-            server = RolloutServer(build("llama"), addresses[0])
-            thread = threading.Thread(target=server.serve, kwargs={"contact_s": LIMIT_S}, daemon=True)
-            thread.start()
-        engine, merged = RolloutClient(addresses[0], timeout_s=LIMIT_S), ColocatedRollout(build("llama"))
-    prompts = [[3, 4, 5], [7, 8]]
-    with fsdp2x.sync.connect(model, merged.target, merge_adapters=True) as sync:
-        sync.push(version=0)
-    with fsdp2x.sync.connect(model, engine.target, weights="adapter") as sync:
-        sync.push(version=5)
-    found = []
-    for one in (engine, merged):
-        one.ask(prompts, Sampling(6, temperature=0))
-        found.append(one.collect())
-    for here, there in zip(*found, strict=True):
-        ids = torch.tensor([[*prompts[here.prompt], *here.tokens]])
-        logs = twin(input_ids=ids).logits[0].log_softmax(-1)[len(prompts[here.prompt]) - 1 : -1]
-        wanted = logs.gather(1, torch.tensor(here.tokens)[:, None]).flatten()
-        torch.testing.assert_close(torch.tensor(here.log_probs), wanted, rtol=0, atol=1e-4)
-        assert here.tokens == there.tokens and here.spans == [(5, 6)]
-        torch.testing.assert_close(torch.tensor(here.log_probs), torch.tensor(there.log_probs), rtol=0, atol=1e-4)
-    if where == "process":
-        engine.close()
-        if thread is not None:
-            thread.join(LIMIT_S)
-            server.close()
 
 
 class Faulty(LoraParameters):

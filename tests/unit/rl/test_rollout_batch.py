@@ -1,6 +1,6 @@
-"""The engine's batch: rows of different lengths that join and leave are what each of them is alone."""
+"""The sampler's batch: rows of different lengths that join and leave are what each of them is alone."""
 
-import contextlib
+import dataclasses
 
 import pytest
 import torch
@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp2x.rl.rollout import batch as module
-from fsdp2x.rl.rollout.batch import Batch
 from fsdp2x.rl.rollout.draw import draw, uniforms
 from fsdp2x.rollout import Sampling, sample
 from models import VOCAB, build
@@ -30,33 +29,30 @@ MODELS = {
 }
 
 
-def plain_log_probs(model, row, temperature=1.0):
+def plain_log_probs(model, prompt, tokens, temperature):
     """Returns a response's log-probabilities from one forward without a cache: [tokens, vocabulary]."""
-    logits = model(input_ids=torch.tensor([row.tokens]), use_cache=False).logits[0, row.num_prompt - 1 : -1]
+    logits = model(input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     return (logits / (temperature or 1.0)).log_softmax(-1)
 
 
-def check_rows(model, request):
+def check(model, prompts, asked, completion):
     """Log-probabilities are those of the row alone, and greedy tokens are the likeliest."""
-    asked = request.sampling
-    for row in request.rows:
-        made = torch.tensor(row.tokens[row.num_prompt :])
-        assert 1 <= len(made) <= asked.max_tokens and sum(count for _, count in row.spans) == len(made)
-        assert not set(made[:-1].tolist()) & request.stops
-        assert len(made) == asked.max_tokens or int(made[-1]) in request.stops
-        expected = plain_log_probs(model, row, asked.temperature)
-        of_made = expected.gather(-1, made[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(row.log_probs), of_made, **TOLERANCE)
-        if asked.temperature == 0:
-            assert (of_made >= expected.amax(-1) - 1e-5).all()
+    made = torch.tensor(completion.tokens)
+    assert 1 <= len(made) <= asked.max_tokens and not set(made[:-1].tolist()) & set(asked.stop_ids)
+    assert len(made) == asked.max_tokens or int(made[-1]) in asked.stop_ids
+    expected = plain_log_probs(model, prompts[completion.prompt], completion.tokens, asked.temperature)
+    of_made = expected.gather(-1, made[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(completion.log_probs), of_made, **TOLERANCE)
+    if asked.temperature == 0:
+        assert (of_made >= expected.amax(-1) - 1e-5).all()
 
 
-prompts = st.lists(st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=12), min_size=1, max_size=4)
+prompts_of_requests = st.lists(st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=12), min_size=1, max_size=6)
 samplings = st.builds(
     Sampling,
     max_tokens=st.integers(1, 9),
-    num_samples=st.integers(1, 3),
-    temperature=st.sampled_from([0.0, 0.0, 0.7, 1.0]),
+    num_samples=st.integers(1, 4),
+    temperature=st.sampled_from([0.0, 0.7, 1.0]),
     stop_ids=st.sets(st.integers(3, VOCAB - 1), max_size=6).map(tuple),
     seed=st.integers(0, 3),
     top_p=st.sampled_from([1.0, 0.8]),
@@ -65,37 +61,35 @@ samplings = st.builds(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_rows_that_join_at_any_time_are_those_alone(name):
+def test_rows_that_join_at_any_time_are_those_alone(name, monkeypatch):
+    """A row joins when another one ends, so limits and stops decide when."""
     model = MODELS[name]()
+    monkeypatch.setattr(module, "_FILL_TOKENS", 16)
 
     @settings(max_examples=25, deadline=None, derandomize=True)
-    @given(
-        requests=st.lists(st.tuples(prompts, samplings, st.integers(0, 6)), min_size=1, max_size=4),
-        max_rows=st.integers(1, 9),
-        max_tokens=st.integers(21, 90),
-        dropped=st.none() | st.integers(0, 3),
-    )
-    def run(requests, max_rows, max_tokens, dropped):
-        batch = Batch(model, max_rows=max_rows, max_tokens=max_tokens)
-        taken, done = [], []
-        while requests or not batch.is_idle:
-            if requests and (batch.is_idle or requests[0][2] == 0):
-                asked, sampling, _ = requests.pop(0)
-                taken.append(batch.add(asked, sampling))
-            elif requests:
-                requests[0] = (*requests[0][:2], requests[0][2] - 1)
-            done += batch.step()
-            assert len(batch._rows) <= max_rows
-            limits = [row.limit for row in batch._rows]
-            assert len(limits) * max(limits, default=0) <= max_tokens
-            if len(taken) == dropped and taken[-1] not in done:
-                batch.drop(taken.pop())
-                dropped = None
-        assert sorted(map(id, done)) == sorted(map(id, taken))
-        for request in taken:
-            check_rows(model, request)
+    @given(prompts=prompts_of_requests, sampling=samplings, max_rows=st.integers(1, 9), max_tokens=st.integers(21, 90))
+    def run(prompts, sampling, max_rows, max_tokens):
+        found = sample(model, prompts, sampling, max_batch_rows=max_rows, max_batch_tokens=max_tokens)
+        assert [c.prompt for c in found] == [i for i in range(len(prompts)) for _ in range(sampling.num_samples)]
+        for completion in found:
+            check(model, prompts, sampling, completion)
 
     run()
+
+
+@pytest.mark.parametrize(
+    ("limits", "most"), [({}, 18), ({"max_batch_rows": 7}, 7), ({"max_batch_tokens": 50}, 50 // 14)]
+)
+def test_limits_bound_what_runs_together(limits, most, monkeypatch):
+    counts = []
+
+    def counted(logits, *others):
+        counts.append(len(logits))
+        return draw(logits, *others)
+
+    monkeypatch.setattr(module, "draw", counted)
+    sample(model_of("qwen3"), [[3] * 9] * 6, Sampling(5, 3, stop_ids=(4, 5)), **limits)
+    assert max(counts) == most
 
 
 def test_responses_do_not_depend_on_the_batch():
@@ -108,43 +102,14 @@ def test_responses_do_not_depend_on_the_batch():
         assert [c.tokens for c in found] == [c.tokens for c in expected]
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), **TOLERANCE)
-    batch = Batch(model)
-    batch.add([[3] * 9, [4]], Sampling(12, 2, seed=8))
-    batch.step()
-    request = batch.add(prompts[2:], sampling, numbers=[2, 3])
-    while not batch.is_idle:
-        batch.step()
-    assert [c.tokens for c in request.completions()] == [c.tokens for c in expected[6:]]
-    assert [c.tokens for c in sample(model, prompts[2:], sampling)] != [c.tokens for c in expected[6:]]
+    # Neither on other prompts nor on how many samples are drawn of each.
+    fewer = sample(model, prompts[:2], dataclasses.replace(sampling, num_samples=2))
+    assert [c.tokens for c in fewer] == [expected[index].tokens for index in (0, 1, 3, 4)]
 
 
-def test_a_cache_of_old_weights_is_computed_again(monkeypatch):
-    """New weights before each forward, several of them for one token, while rows of other lengths join."""
-    monkeypatch.setattr(module, "_FILL_TOKENS", 8)
-    models = [model_of("qwen3", seed=seed) for seed in range(2)]
-    held, version = model_of("qwen3"), 0
-
-    @contextlib.contextmanager
-    def weights():
-        held.load_state_dict(models[version % 2].state_dict())
-        yield version
-
-    batch = Batch(held, weights)
-    requests = [batch.add([[3, 4, 5], [6] * 7], Sampling(6, 2, seed=1))]
-    for version in (0, 0, 1, 2, 2):  # noqa: B007
-        batch.step()
-    requests.append(batch.add([[9] * 5], Sampling(3)))
-    while not batch.is_idle:
-        version += 1
-        batch.step()
-    assert requests[0].rows[0].spans == [(0, 2), (1, 1), (2, 2), (3, 1)]
-    for request in requests:
-        for row in request.rows:
-            made = torch.tensor(row.tokens[row.num_prompt :])
-            by_model = [plain_log_probs(one, row).gather(-1, made[:, None])[:, 0] for one in models]
-            versions = [v for v, count in row.spans for _ in range(count)]
-            expected = torch.stack([by_model[v % 2][place] for place, v in enumerate(versions)])
-            torch.testing.assert_close(torch.tensor(row.log_probs), expected, **TOLERANCE)
+def test_equal_prompts_have_their_own_random_numbers():
+    found = sample(model_of("qwen3"), [[3, 4]] * 4, Sampling(8, 4))
+    assert len({tuple(c.tokens) for c in found}) == 16
 
 
 # ---- drawing
@@ -185,7 +150,7 @@ def test_what_may_be_drawn(asked, monkeypatch):
     probs = (logits / 0.8).softmax(-1)
     num = 4000
     noise = uniforms(0, 0, 0, num)
-    tokens, log_probs = draw(logits.expand(num, -1), [sampling] * num, noise)
+    tokens, log_probs = draw(logits.expand(num, -1), sampling, noise)
     expected = allowed(probs.tolist(), sampling)
     assert set(tokens.tolist()) <= expected
     torch.testing.assert_close(log_probs, probs.log()[tokens], msg="before the truncation")
@@ -195,25 +160,13 @@ def test_what_may_be_drawn(asked, monkeypatch):
     assert ((counts - share).abs() < 5 * (share * (1 - share) / num).sqrt() + 1e-3).all()
 
 
-def test_rows_with_other_settings_are_drawn_apart():
-    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1)).mul(2)
-    asked = [Sampling(1), Sampling(1, temperature=0.0), Sampling(1, top_k=2), Sampling(1, temperature=2.0, top_p=0.3)]
-    noise = [0.3, 0.6, 0.99, 0.999999]
-    together = draw(logits, asked, noise)
-    for row, one in enumerate(asked):
-        alone = draw(logits[row : row + 1], [one], noise[row : row + 1])
-        assert together[0][row] == alone[0][0]
-        torch.testing.assert_close(together[1][row], alone[1][0])
-    assert together[0][1] == logits[1].argmax()
-
-
 def test_random_numbers_belong_to_a_response():
     assert uniforms(3, 1, 2, 5) == uniforms(3, 1, 2, 9)[:5]
     seen = {tuple(uniforms(seed, prompt, one, 2)) for seed in range(3) for prompt in range(3) for one in range(3)}
     assert len(seen) == 27 and all(0 <= number < 1 for pair in seen for number in pair)
     # The last token is never beyond the vocabulary, nor one of probability 0.
     logits = torch.zeros(1, VOCAB).index_fill(1, torch.tensor([VOCAB - 1]), -torch.inf)
-    assert draw(logits, [Sampling(1)], [1 - 2.0**-53])[0].item() == VOCAB - 2
+    assert draw(logits, Sampling(1), [1 - 2.0**-53])[0].item() == VOCAB - 2
 
 
 def test_logits_that_are_not_finite():
@@ -240,7 +193,7 @@ def test_layers_with_another_state_are_refused():
     ("limits", "said"),
     [
         ({"max_batch_rows": 0}, "must be at least 1, got 0, 65536"),
-        ({"max_batch_tokens": 5}, "need 6 positions, but the engine has max_batch_tokens=5"),
+        ({"max_batch_tokens": 5}, "need 6 positions, but max_batch_tokens=5"),
     ],
 )
 def test_limits_that_are_refused(limits, said):

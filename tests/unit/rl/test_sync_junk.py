@@ -11,15 +11,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from engines import SECRET, Served, new_address, push_by_hand
-from fsdp2x.rl.rollout.server import RolloutServer
 from fsdp2x.rl.sync.receiver.engine import WIRE, Parameters, bind_address, receive_frame, send_frame
 from fsdp2x.rl.sync.receiver.engine_tcp import greet_engine, split_address
 from fsdp2x.sync import Peer
 
-KINDS = b"hello layout begin bucket finish commit abort invite join status sample".split()
+KINDS = b"hello layout begin bucket finish commit abort invite join".split()
 FIELDS = "wire session tensors files mode version base bucket bytes deltas reason device".split()
 VALUES = torch.tensor([1.5, -2.0])
 LAYOUT = {"tensors": [["w", "float32", [2]]], "files": [64]}
@@ -49,17 +47,6 @@ def frame(magic, kind, num_files, more, text):
     return struct.pack("<8s8sIQ", magic, kind, num_files, min(len(text) + more, 2**64 - 1)) + text
 
 
-class Sampler(RolloutServer):
-    """Polled like a receiver; its model cannot sample."""
-
-    def __init__(self, address):
-        super().__init__(nn.Module(), address)
-        self.address = address
-
-    def poll(self, timeout_s):
-        return self.serve(contact_s=timeout_s)
-
-
 class Door(Served):
     """An engine that a thread serves, and how trainers come to it."""
 
@@ -67,9 +54,6 @@ class Door(Served):
         self.kind, self.weight = kind, torch.zeros(2)
         super().__init__(new_address("group" if kind == "tcp" else "memory"), Parameters({"w": self.weight}), 5.0)
         self.address = self.receiver.address
-
-    def make(self, address, *options):
-        return Sampler(address) if self.kind == "rollout" else super().make(address, *options)
 
     def dial(self):
         if self.kind == "tcp":
@@ -83,9 +67,9 @@ class Door(Served):
     def visit(self, introduced, begun, frames, num_bytes=None):
         """Says what belongs there, then so many bytes of ``frames``, and waits until it is let go."""
         with self.dial() as connection, contextlib.suppress(OSError):
-            if introduced and self.kind != "rollout":
+            if introduced:
                 self.ask(connection, "layout", LAYOUT)
-            if introduced and begun and self.kind != "rollout":
+            if introduced and begun:
                 self.ask(connection, "begin", {"mode": "full", "version": 2, "base": None})
             connection.settimeout(20)
             try:
@@ -107,15 +91,11 @@ class Door(Served):
 
     def require_service(self):
         """Checks that a client that follows the protocol gets correct answers."""
-        if self.kind == "rollout":
-            with self.dial() as connection:
-                assert "config" in self.ask(connection, "status", {})["error"], "this model has none"
-            return
         push_by_hand(Peer(self.address, secret=SECRET if self.kind == "tcp" else None), {"w": VALUES})
         assert torch.equal(self.weight, VALUES)
 
 
-@pytest.mark.parametrize("kind", ["unix", "tcp", "rollout"])
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
 def test_junk_ends_no_engine(kind):
     with Door(kind) as door:
 

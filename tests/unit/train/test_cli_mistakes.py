@@ -68,14 +68,13 @@ def right(folder):
         "config list": ["config", "list"],
         "plan": ["plan", config, "--world-size", "2", "--dtype", "torch.float32", "--param-dtype", "bf16"],
         "plan json": ["plan", str(folder / "hf/config.json"), "--world-size", "2"],
-        "rollout": ["rollout", hf, "--address", str(folder / "engine"), "--once", "0.1"],
         "doctor": ["doctor"],
         "selftest": ["selftest", "--world", "1", "--steps", "1"],
     }  # fmt: skip
 
 
 COMMANDS = ("train", "export", "convert hf", "convert ranks", "convert dcp", "config explain", "config list", "plan",
-            "plan json", "rollout", "doctor", "selftest")  # fmt: skip
+            "plan json", "doctor", "selftest")  # fmt: skip
 
 
 make_parser = functools.cache(cli.make_parser)
@@ -142,7 +141,6 @@ def cases(name, folder):
 FINE = {
     "train": ("parallel.fsdp_size=-3", "lora.target_modules=[nothing]", "train.compile_backend=nonsense"),
     "selftest": ("3.5",),  # seconds
-    "rollout": ("3.5", "nonsense" * 3),  # seconds; a path that a socket may have
 }
 # These commands do not use a run's files and devices. For a file without keys, they list the keys it needs.
 FINE["plan"] = (*FINE["train"], "model.config.vocab_size=100",

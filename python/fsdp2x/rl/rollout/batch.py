@@ -1,21 +1,14 @@
-"""``Batch`` and ``sample``: draw responses of a causal language model, for many requests in one batch.
+"""``sample``: draws responses of a causal language model, for many prompts in one batch.
 
-Rows of finished responses leave the batch and waiting ones join it between two tokens. Weights may also change there.
-The cache holds keys and values of the weights that made it, so a change computes it again. Every token's
-log-probability belongs to one version of the weights, given all tokens before it:
-
-    tokens    p0 p1 p2 | a0 a1 | a2 a3 a4
-    version              7  7    8  8  8       spans [(7, 2), (8, 3)]
+Rows of finished responses leave the batch and waiting ones join it between two tokens.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,189 +16,135 @@ from torch import nn
 
 from fsdp2x.rl.rollout.cache import RowCache
 from fsdp2x.rl.rollout.draw import draw, uniforms
-from fsdp2x.rl.rollout.sampling import Completion, Sampling, Version, check_prompts
-from fsdp2x.rl.rollout.text import Prompt, prompt_ids, response_text
+from fsdp2x.rl.rollout.sampling import Completion, Sampling, check_prompts
 
-MAX_BATCH_ROWS = 256
-MAX_BATCH_TOKENS = 65536
 # Tokens of one forward over prompts, with padding. More take memory and save no time.
 _FILL_TOKENS = 4096
 
 
-def _unchanging() -> AbstractContextManager[Version]:
-    return contextlib.nullcontext(None)
+def sample(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    max_batch_rows: int = 256,
+    max_batch_tokens: int = 65536,
+) -> list[Completion]:
+    """Draws ``num_samples`` responses for each of ``prompts``, those of one prompt in sequence.
+
+        completions = rollout.sample(model, [[1, 2, 3], [4, 5]], rollout.Sampling(max_tokens=64, num_samples=8))
+
+    It runs ``model`` as it is, on one device. Call ``model.eval()`` first. A sharded model samples inside
+    ``fsdp2x.unsharded``, where each rank may have another number of prompts.
+
+    Args:
+        model: a transformers model with a language-model head, whose layers keep keys and values.
+        prompts: token ids of each prompt.
+        sampling: sampling settings.
+        max_batch_rows: number of responses that are drawn together. Others wait.
+        max_batch_tokens: limit of these responses times their longest prompt and ``max_tokens``. It bounds the memory
+            of keys and values, plus up to a quarter of spare columns.
+
+    Returns:
+        A completion for each response.
+
+    Raises:
+        TypeError: a prompt has something else than token ids.
+        ValueError: a prompt cannot be continued, does not fit into ``max_batch_tokens``, or a limit is below 1.
+        NotImplementedError: layers keep other state, such as linear attention.
+        FloatingPointError: logits are NaN or infinite.
+    """
+    if max_batch_rows < 1 or max_batch_tokens < 1:
+        raise ValueError(
+            f"fsdp2x.rollout.sample: max_batch_rows and max_batch_tokens must be at least 1, got {max_batch_rows}, "
+            f"{max_batch_tokens}"
+        )
+    check_prompts(model, prompts, sampling)
+    rows = [
+        _Row(index, prompt, number, sampling)
+        for index, prompt in enumerate(prompts)
+        for number in range(sampling.num_samples)
+    ]
+    longest = max((row.limit for row in rows), default=0)
+    if longest > max_batch_tokens:
+        raise ValueError(
+            f"fsdp2x.rollout.sample: a prompt and max_tokens={sampling.max_tokens} need {longest} positions, but "
+            f"max_batch_tokens={max_batch_tokens}. Raise it, or lower max_tokens."
+        )
+    batch = _Batch(model, rows, sampling, max_batch_rows, max_batch_tokens)
+    while not batch.is_empty:
+        batch.step()
+    return [Completion(row.prompt, row.tokens[row.num_prompt :], row.log_probs) for row in rows]
 
 
-class Request:
-    """Prompts with their settings, and the responses so far."""
-
-    def __init__(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, admitted: Version, numbers: Sequence[int]
-    ) -> None:
-        self.sampling, self.admitted, self.stops = sampling, admitted, frozenset(sampling.stop_ids or ())
-        self.rows = [
-            Row(self, index, list(prompt), number, sample)
-            for index, (prompt, number) in enumerate(zip(prompts, numbers, strict=True))
-            for sample in range(sampling.num_samples)
-        ]
-        self.num_open = len(self.rows)
-
-    def completions(self, tokenizer: Any | None = None) -> list[Completion]:
-        """Returns the completions, those of one prompt in sequence."""
-        found = []
-        for row in self.rows:
-            prompt, tokens = row.tokens[: row.num_prompt], row.tokens[row.num_prompt :]
-            text = response_text(tokenizer, tokens)
-            found.append(Completion(row.prompt, tokens, row.log_probs, row.spans, self.admitted, prompt, text))
-        return found
-
-
-class Row:
+class _Row:
     """A prompt and one response to it."""
 
-    def __init__(self, request: Request, prompt: int, tokens: list[int], number: int, sample: int) -> None:
-        settings = request.sampling
-        self.request, self.prompt, self.tokens, self.num_prompt = request, prompt, tokens, len(tokens)
+    def __init__(self, index: int, prompt: Sequence[int], number: int, sampling: Sampling) -> None:
+        self.prompt, self.tokens, self.num_prompt = index, list(prompt), len(prompt)
+        self.limit = len(prompt) + sampling.max_tokens
         self.log_probs: list[float] = []
-        self.spans: list[tuple[Version, int]] = []
-        self.limit = len(tokens) + settings.max_tokens
-        is_drawn = settings.temperature > 0
-        self.noise = uniforms(settings.seed, number, sample, settings.max_tokens) if is_drawn else None
-
-    def append(self, token: int, log_prob: float, version: Version) -> bool:
-        """Appends a token. Returns whether the response ends with it."""
-        self.tokens.append(token)
-        self.log_probs.append(log_prob)
-        if self.spans and self.spans[-1][0] == version:
-            self.spans[-1] = (version, self.spans[-1][1] + 1)
-        else:
-            self.spans.append((version, 1))
-        return token in self.request.stops or len(self.tokens) == self.limit
+        is_drawn = sampling.temperature > 0
+        self.noise = uniforms(sampling.seed, index, number, sampling.max_tokens) if is_drawn else None
 
 
-class Batch:
+class _Batch:
     """Rows that run in ``model``, and rows that wait for a place. ``step`` draws a token of each running row."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        weights: Callable[[], AbstractContextManager[Version]] = _unchanging,
-        *,
-        max_rows: int = MAX_BATCH_ROWS,
-        max_tokens: int = MAX_BATCH_TOKENS,
+        self, model: nn.Module, rows: Sequence[_Row], sampling: Sampling, max_rows: int, max_tokens: int
     ) -> None:
-        """Makes an empty batch.
-
-        Args:
-            model: see ``sample``.
-            weights: see ``sample``.
-            max_rows: number of rows that run together.
-            max_tokens: limit of running rows times their longest prompt and ``max_tokens``. It bounds the memory of
-                keys and values, plus up to a quarter of spare columns.
-
-        Raises:
-            ValueError: a limit is below 1.
-        """
-        if max_rows < 1 or max_tokens < 1:
-            raise ValueError(
-                f"fsdp2x.rollout: max_batch_rows and max_batch_tokens must be at least 1, got {max_rows}, {max_tokens}"
-            )
-        self._model, self._weights, self._max_rows, self._max_tokens = model, weights, max_rows, max_tokens
-        self._rows: list[Row] = []  # those with a place; the first ones are in the cache, in this order
-        self._waiting: deque[Row] = deque()
-        self._cache: RowCache | None = None
-        self._num_cached = 0
-        self._version: Version = None
+        self._model, self._sampling, self._stops = model, sampling, frozenset(sampling.stop_ids)
+        self._max_rows, self._max_tokens = max_rows, max_tokens
+        self._rows: list[_Row] = []  # in the order of the cache
+        self._waiting = deque(rows)
+        self._cache = RowCache(model)
 
     @property
-    def is_idle(self) -> bool:
-        """Whether nothing is left to draw."""
+    def is_empty(self) -> bool:
         return not self._rows and not self._waiting
 
-    def add(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, numbers: Sequence[int] | None = None
-    ) -> Request:
-        """Adds a request. One without prompts is complete at once, and ``step`` does not return it.
-
-        Args:
-            prompts: token ids.
-            sampling: sampling settings.
-            numbers: index of each prompt for its random numbers. None: 0, 1, and so on.
-
-        Raises:
-            ValueError: a prompt cannot be continued, or does not fit into ``max_tokens``.
-        """
-        check_prompts(self._model, prompts, sampling)
-        with self._weights() as admitted:
-            request = Request(prompts, sampling, admitted, range(len(prompts)) if numbers is None else numbers)
-        longest = max((row.limit for row in request.rows), default=0)
-        if longest > self._max_tokens:
-            raise ValueError(
-                f"a prompt and max_tokens={sampling.max_tokens} need {longest} positions, but the engine has "
-                f"max_batch_tokens={self._max_tokens}. Raise it, or lower max_tokens."
-            )
-        self._waiting.extend(request.rows)
-        return request
-
     @torch.no_grad()
-    def step(self) -> list[Request]:
-        """Draws one token of each running row. Returns the requests that it completes."""
-        with self._weights() as version:
-            if version != self._version:
-                self.forget_cache()
-                self._version = version
-            self._admit()
-            logits = torch.cat(list(self._logits())).float()
-        self._num_cached = len(self._rows)
-        noise = [0.0 if row.noise is None else row.noise[len(row.log_probs)] for row in self._rows]
-        drawn = draw(logits, [row.request.sampling for row in self._rows], noise)
-        tokens, log_probs = (values.tolist() for values in drawn)
+    def step(self) -> None:
+        tokens, log_probs = self._draw(torch.cat(list(self._logits())).float())
         ended = []
         for row, token, log_prob in zip(self._rows, tokens, log_probs, strict=True):
-            if row.append(token, log_prob, version):
-                row.request.num_open -= 1
+            row.tokens.append(token)
+            row.log_probs.append(log_prob)
+            if token in self._stops or len(row.tokens) == row.limit:
                 ended.append(row)
         self._remove(ended)
-        return [request for request in dict.fromkeys(row.request for row in ended) if not request.num_open]
 
-    def forget_cache(self) -> None:
-        """Computes keys and values again before the next token, because the weights have changed."""
-        self._cache, self._num_cached = None, 0
-
-    def drop(self, request: Request) -> None:
-        """Drops a request whose trainer no longer waits."""
-        self._waiting = deque(row for row in self._waiting if row.request is not request)
-        self._remove([row for row in self._rows if row.request is request])
-
-    def clear(self) -> None:
-        """Drops all requests."""
-        self._rows, self._waiting = [], deque()
-        self.forget_cache()
-
-    def _admit(self) -> None:
-        longest = max((row.limit for row in self._rows), default=0)
-        while self._waiting and len(self._rows) < self._max_rows:
-            longest = max(longest, self._waiting[0].limit)
-            if (len(self._rows) + 1) * longest > self._max_tokens:
-                return
-            self._rows.append(self._waiting.popleft())
+    def _draw(self, logits: torch.Tensor) -> tuple[list[int], list[float]]:
+        noise = [row.noise[len(row.log_probs)] for row in self._rows if row.noise is not None]
+        tokens, log_probs = draw(logits, self._sampling, noise)
+        return tokens.tolist(), log_probs.tolist()
 
     def _logits(self) -> Iterator[torch.Tensor]:
-        """Yields the logits of the next tokens, [rows, vocabulary], in the order of ``_rows``, then all cached."""
-        cached, fresh = self._rows[: self._num_cached], self._rows[self._num_cached :]
-        if self._cache is None:
-            self._cache = RowCache(self._model)
-        if cached:
-            yield self._forward([row.tokens[-1:] for row in cached], [len(row.tokens) for row in cached], self._cache)
-        self._rows = cached
-        for group in _groups(fresh):
-            sequences = [rows[0].tokens for rows in group]
+        """Lets waiting rows join. Yields the logits of the next tokens, [rows, vocabulary], in the order of rows."""
+        joining = self._admitted()
+        if self._rows:
+            lengths = [len(row.tokens) for row in self._rows]
+            yield self._forward([row.tokens[-1:] for row in self._rows], lengths, self._cache)
+        for group in _groups(joining):
+            prompts = [rows[0].tokens for rows in group]
             filled = RowCache(self._model)
-            logits = self._forward(sequences, [len(tokens) for tokens in sequences], filled)
+            logits = self._forward(prompts, [len(prompt) for prompt in prompts], filled)
             index = torch.tensor([place for place, rows in enumerate(group) for _ in rows], device=logits.device)
             self._cache.join(filled, index)
-            self._rows = [*self._rows, *(row for rows in group for row in rows)]
+            self._rows += [row for rows in group for row in rows]
             yield logits[index]
+
+    def _admitted(self) -> list[_Row]:
+        """Returns the waiting rows that join the batch now."""
+        found: list[_Row] = []
+        longest = max((row.limit for row in self._rows), default=0)
+        while self._waiting and len(self._rows) + len(found) < self._max_rows:
+            longest = max(longest, self._waiting[0].limit)
+            if (len(self._rows) + len(found) + 1) * longest > self._max_tokens:
+                break
+            found.append(self._waiting.popleft())
+        return found
 
     def _forward(self, tokens: list[list[int]], lengths: list[int], cache: RowCache) -> torch.Tensor:
         """Returns logits of the last tokens, [rows, vocabulary]. ``lengths`` are those of the cache and ``tokens``."""
@@ -224,35 +163,29 @@ class Batch:
             inputs["attention_mask"] = (places >= first).long()
         return self._model(**inputs).logits[:, -1]
 
-    def _remove(self, rows: Sequence[Row]) -> None:
-        """Removes rows. Rows at the end move to their places, so that rows in the cache stay together."""
-        gone = {id(row) for row in rows}
-        if not gone:
-            return
-        old = self._rows
-        cached = [place for place in range(self._num_cached) if id(old[place]) not in gone]
-        holes = [place for place in range(len(cached)) if id(old[place]) in gone]
-        movers = [place for place in cached if place >= len(cached)]
-        kept = old[: len(cached)]
-        for hole, mover in zip(holes, movers, strict=True):
-            kept[hole] = old[mover]
-        self._rows = kept + [row for row in old[self._num_cached :] if id(row) not in gone]
-        self._num_cached = len(cached)
-        if not cached:
-            self.forget_cache()
-        elif self._cache is not None:
-            self._cache.keep(holes, movers, len(cached), max(len(row.tokens) for row in kept) - 1)
+    def _remove(self, ended: Sequence[_Row]) -> None:
+        """Removes rows. Rows at the end move to their places."""
+        gone = {id(row) for row in ended}
+        num_kept = len(self._rows) - len(gone)
+        if not num_kept:
+            self._rows, self._cache = [], RowCache(self._model)
+        elif gone:
+            holes = [place for place in range(num_kept) if id(self._rows[place]) in gone]
+            movers = [place for place in range(num_kept, len(self._rows)) if id(self._rows[place]) not in gone]
+            for hole, mover in zip(holes, movers, strict=True):
+                self._rows[hole] = self._rows[mover]
+            del self._rows[num_kept:]
+            self._cache.keep(holes, movers, num_kept, max(len(row.tokens) for row in self._rows) - 1)
 
 
-def _groups(rows: Sequence[Row]) -> Iterator[list[list[Row]]]:
-    """Yields forwards over full rows: sequences of similar lengths, each with the rows that share it."""
-    shared: dict[Any, list[Row]] = {}
+def _groups(rows: Sequence[_Row]) -> Iterator[list[list[_Row]]]:
+    """Yields forwards over prompts of similar lengths, each with the rows that share it."""
+    shared: dict[int, list[_Row]] = {}
     for row in rows:
-        # Responses to one prompt are equal only until their first token.
-        shared.setdefault(id(row) if row.log_probs else (id(row.request), row.prompt), []).append(row)
-    group: list[list[Row]] = []
-    for alike in sorted(shared.values(), key=lambda alike: len(alike[0].tokens)):
-        length = len(alike[0].tokens)
+        shared.setdefault(row.prompt, []).append(row)
+    group: list[list[_Row]] = []
+    for alike in sorted(shared.values(), key=lambda alike: alike[0].num_prompt):
+        length = alike[0].num_prompt
         if group and (len(group) + 1) * length > max(_FILL_TOKENS, length) or group and length > _similar(group):
             yield group
             group = []
@@ -261,51 +194,12 @@ def _groups(rows: Sequence[Row]) -> Iterator[list[list[Row]]]:
         yield group
 
 
-def _similar(group: list[list[Row]]) -> int:
-    """Returns the longest sequence for a group, so that padding takes no more time than another forward."""
-    return 2 * len(group[0][0].tokens) + 16
+def _similar(group: list[list[_Row]]) -> int:
+    """Returns the longest prompt for a group, so that padding takes no more time than another forward."""
+    return 2 * group[0][0].num_prompt + 16
 
 
 @functools.cache
 def _arguments(kind: type[nn.Module]) -> frozenset[str]:
     """Returns the argument names of a model's forward. transformers 5.24 renamed ``past_key_values`` to ``cache``."""
     return frozenset(inspect.signature(kind.forward).parameters)
-
-
-def sample(
-    model: nn.Module,
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    *,
-    weights: Callable[[], AbstractContextManager[Version]] = _unchanging,
-    max_batch_rows: int = MAX_BATCH_ROWS,
-    max_batch_tokens: int = MAX_BATCH_TOKENS,
-    tokenizer: Any | None = None,
-) -> list[Completion]:
-    """Draws ``num_samples`` responses for each of ``prompts``, those of one prompt in sequence.
-
-    It runs ``model`` as it is: in evaluation mode, unsharded, on one device.
-
-    Args:
-        model: a transformers model with a language-model head, whose layers keep keys and values.
-        prompts: token ids, or with ``tokenizer`` also text, or conversations as lists of messages.
-        sampling: sampling settings.
-        weights: a context manager around each forward that yields the version of the weights. They may change between
-            two forwards.
-        max_batch_rows: number of responses that are drawn together. Others wait.
-        max_batch_tokens: limit of these responses times their longest prompt and ``max_tokens``, for memory.
-        tokenizer: a transformers tokenizer, for prompts and answers as text.
-
-    Returns:
-        A completion for each response.
-
-    Raises:
-        ValueError: a prompt cannot be continued, or text lacks a tokenizer or chat template.
-        NotImplementedError: layers keep other state, such as linear attention.
-        FloatingPointError: logits are NaN or infinite.
-    """
-    batch = Batch(model, weights, max_rows=max_batch_rows, max_tokens=max_batch_tokens)
-    request = batch.add(prompt_ids(tokenizer, prompts), sampling)
-    while not batch.is_idle:
-        batch.step()
-    return request.completions(tokenizer)

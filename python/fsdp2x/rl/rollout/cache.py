@@ -42,8 +42,8 @@ class RowCache:
                 layers.append(layer)  # it keeps no state
             else:
                 raise NotImplementedError(
-                    f"fsdp2x.rollout: {type(model).__name__} has layers with a {type(layer).__name__}. This engine "
-                    "supports attention with keys and values only. Sample with vLLM or SGLang."
+                    f"fsdp2x.rollout.sample: {type(model).__name__} has layers with a {type(layer).__name__}, but only "
+                    "attention with keys and values is supported. Sample with vLLM or SGLang."
                 )
         #: The cache argument of the model.
         self.for_model = Cache(layers=layers)

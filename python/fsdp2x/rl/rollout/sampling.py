@@ -1,15 +1,13 @@
-"""``Sampling`` and ``Completion``: a request's settings, and an engine's answer."""
+"""``Sampling`` and ``Completion``: settings of the sampler, and its result."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 
 from torch import nn
 
 from fsdp2x.base.arguments import checked
-
-Version = int | str | None
 
 
 @checked
@@ -18,14 +16,14 @@ class Sampling:
     """Settings of sampling.
 
     ``seed``, the index of the prompt and the number of the sample determine the random numbers of a response. So it
-    does not depend on other requests, unless rounding decides between two tokens. The order is ``temperature``,
+    does not depend on other responses, unless rounding decides between two tokens. The order is ``temperature``,
     ``top_k``, ``top_p`` of the rest, and ``min_p``.
 
     Attributes:
         max_tokens: most tokens of a response, at least 1.
         num_samples: number of responses for each prompt.
         temperature: divisor of the logits. 0 takes the most likely token.
-        stop_ids: tokens that end a response, as its last token. None: those of the engine, by default none.
+        stop_ids: tokens that end a response, as its last token.
         seed: seed of the random numbers. Equal seeds, prompts and weights give equal responses, so ranks with the same
             prompts need different seeds.
         top_p: sum of probabilities of the smallest set of most likely tokens to draw from. 1: all.
@@ -39,7 +37,7 @@ class Sampling:
     max_tokens: int
     num_samples: int = 1
     temperature: float = 1.0
-    stop_ids: tuple[int, ...] | None = None
+    stop_ids: tuple[int, ...] = ()
     seed: int = 0
     top_p: float = 1.0
     top_k: int = 0
@@ -68,46 +66,33 @@ class Sampling:
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
-FIELDS = tuple(one.name for one in fields(Sampling))
-
-
 @dataclass(frozen=True)
 class Completion:
     """One response to a prompt.
 
     Attributes:
-        prompt: index of its prompt in the request.
+        prompt: index of its prompt.
         tokens: token ids of the response.
         log_probs: log-probability of each token when it was drawn.
-        spans: (version of the weights, number of tokens that it drew), in order.
-        admitted: version when the request began.
-        prompt_tokens: token ids of the prompt, even if it was text.
-        text: the response without special tokens, if the engine has a tokenizer.
     """
 
     prompt: int
     tokens: list[int]
     log_probs: list[float]
-    spans: list[tuple[Version, int]]
-    admitted: Version
-    prompt_tokens: list[int] = field(default_factory=list)
-    text: str | None = None
-
-    @property
-    def versions(self) -> list[Version]:
-        """Version of the weights for each token."""
-        return [version for version, count in self.spans for _ in range(count)]
 
 
 def check_prompts(model: nn.Module, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
     """Checks prompts against the model.
 
     Raises:
+        TypeError: a prompt has something else than token ids.
         ValueError: a prompt is empty, has tokens outside of the vocabulary, or leaves no room for the response.
     """
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     limit = getattr(config, "max_position_embeddings", None)
     for index, prompt in enumerate(prompts):
+        if not all(isinstance(token, int) for token in prompt):
+            raise TypeError(f"prompt {index} must be a list of token ids, got {prompt!r:.80}. Use the tokenizer first.")
         if len(prompt) == 0:
             raise ValueError(f"prompt {index} is empty. Begin it with a token.")
         if min(prompt) < 0 or max(prompt) >= config.vocab_size:
