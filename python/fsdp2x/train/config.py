@@ -156,18 +156,7 @@ class LoraConfig(Section):
 
 @dataclass(frozen=True)
 class DataConfig(Section):
-    files: list[str] = setting([], "text files or files of rows, folders (read recursively) or globs")
-    format: Literal["text", "jsonl", "parquet"] = setting(
-        "text", "text: plain text; jsonl, parquet: rows with messages, prompt and completion, or text"
-    )
-    columns: dict = setting(
-        {}, "names of columns that differ, by messages, prompt, completion, text and tools: {messages: conversation}"
-    )
-    chat_template: str | None = setting(None, "path of a jinja file that replaces the tokenizer's chat template", PATH)
-    truncation: Literal["error", "cut", "drop"] = setting(
-        "error", "rows of more than block_size tokens: an error, cut at the end, or dropped"
-    )
-    streaming: bool = setting(False, "keep rows on disk and render them when a step needs them, for large files")
+    files: list[str] = setting([], "text files, folders (read recursively) or globs")
     validation_files: list[str] = setting([], "files for evaluation, as data.files; they replace held_out")
     pattern: list[str] = setting(
         [], "name patterns such as '*.py' that a file must match one of; applies to folders and globs"
@@ -181,45 +170,23 @@ class DataConfig(Section):
         "'bytes' or a local directory with a HuggingFace tokenizer; unset: that of model.path, else bytes",
         PATH,
     )
-    block_size: int = setting(512, "tokens per training example; for rows, the most tokens of one", PAIRS)
+    block_size: int = setting(512, "tokens per training example; with packing, the most tokens of one", PAIRS)
     held_out: float = setting(
-        0.05, "fraction of the blocks or rows kept for evaluation; whole text files as far as possible", BELOW_1
+        0.05, "fraction of the examples kept for evaluation; whole text files as far as possible", BELOW_1
     )
     shuffle: bool = setting(True, "visit the blocks in a new seeded order every epoch")
     packing: bool = setting(
         False,
-        "rows or lines of text are samples, packed by data.max_tokens without seeing each other; false pads rows and "
+        "each line of text is a sample, and samples are packed by data.max_tokens without seeing each other; false "
         "cuts text into blocks",
     )
     max_tokens: int | None = setting(None, "with packing: most tokens of a rank's micro-batch; unset: block_size")
 
-    @property
-    def packs(self) -> bool:
-        """Whether micro-batches are rows of `max_tokens`."""
-        return self.packing
-
-    @property
-    def has_samples(self) -> bool:
-        """Whether examples differ in length."""
-        return self.packing or self.format != "text"
-
     def check(self) -> None:
-        rows = self.format != "text"
-        of_text, of_rows = f"with data.format={self.format}, which", "since data.format is text; set data.format=jsonl"
-        self.require("max_bytes", not rows or self.max_bytes is None, f"null {of_text} has no bytes of text")
-        for name in ("columns", "streaming"):
-            self.require(name, rows or not getattr(self, name), f"{'{}' if name == 'columns' else 'false'}, {of_rows}")
-        known = "keys of messages, prompt, completion, text and tools, with names of columns"
-        names = ("messages", "prompt", "completion", "text", "tools")
-        self.require("columns", all(k in names and isinstance(v, str) for k, v in self.columns.items()), known)
         self.require("validation_files", all(self.validation_files), "files, folders or globs, none of them empty")
         self.require(
             "files", bool(self.files) and all(self.files), "at least one file, folder or glob, none of them empty"
         )
-        self.check_budget()
-
-    def check_budget(self) -> None:
-        """Raises `ConfigError` if a micro-batch has no room for the longest sample."""
         longest = f"at least data.block_size={self.block_size}, the longest sample, or null"
         self.require("max_tokens", self.max_tokens is None or self.max_tokens >= self.block_size, longest)
 
@@ -405,20 +372,10 @@ class TrainSection(Section):
     seed: int = setting(0, "seed of the weights, of the data order and of each rank's generators")
     eval_every: int = setting(0, "steps between evaluations on held-out text, also at the end; 0: never", NOT_NEGATIVE)
     eval_blocks: int | None = setting(None, "most held-out blocks of an evaluation; unset: all", POSITIVE)
-    patience: int | None = setting(
-        None,
-        "end the run after this many evaluations in a row without a lower held-out loss; the best checkpoint is kept",
-        POSITIVE,
-    )
-    min_delta: float = setting(0.0, "decrease of the held-out loss that counts as lower", NOT_NEGATIVE)
     activation_checkpointing: bool = setting(False, "recompute the activations of each block in backward")
     compile: bool = setting(False, "torch.compile of each block")
     compile_backend: str = setting("inductor", "backend of torch.compile")
     deterministic: bool = setting(False, "deterministic algorithms only: two runs are bitwise equal")
-
-    def check(self) -> None:
-        asked = self.patience is None or self.eval_every > 0 or self.mode == "evaluate"
-        self.require("patience", asked, "train.eval_every as well, which says when to evaluate")
 
 
 @dataclass(frozen=True)

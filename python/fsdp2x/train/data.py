@@ -1,4 +1,4 @@
-"""Text files -> token blocks or samples, and the order in which ranks visit them (`labeled.py` reads rows).
+"""Text files -> token blocks or samples, and the order in which ranks visit them.
 
 One position counts the blocks that all ranks together have consumed since the start of the run, so that it means
 the same at any world size:
@@ -9,48 +9,88 @@ the same at any world size:
 
 from __future__ import annotations
 
+import fnmatch
+import glob
 import hashlib
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from fsdp2x.base.failures import rank_and_size
-from fsdp2x.models.sequence.packing import IGNORE
 from fsdp2x.train.config import ConfigError, DataConfig
-from fsdp2x.train.rows import find_files
 from fsdp2x.train.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+# Endings of files with one row a line or a record, which as text would train on braces and quotes.
+ROWS = (".jsonl", ".parquet")
 
-class SampleSet(Protocol):
-    """Token sequences of different lengths."""
 
-    def __len__(self) -> int: ...
+def find_files(
+    entries: Sequence[str], *, pattern: Sequence[str] = (), exclude: Sequence[str] = (), setting: str = "data.files"
+) -> list[Path]:
+    """Returns the files that the entries name, sorted and each once.
 
-    def __getitem__(self, part: slice) -> Self: ...
+    Args:
+        entries: files, folders (read recursively) or globs.
+        pattern: name patterns, one of which a file in a folder or glob must match. Empty: every file matches.
+        exclude: name patterns. A file is skipped if a part of its path matches one.
+        setting: beginning of error messages.
 
-    def sample(self, index: int) -> dict[str, torch.Tensor]:
-        """Returns one sample: `input_ids` and, unless every token is trained, `labels`; int64 `[length]` each."""
-        ...
+    Raises:
+        ConfigError: an entry names no file, or a file has rows instead of text.
+    """
+
+    def wanted(path: Path) -> bool:
+        if pattern and not any(fnmatch.fnmatch(path.name, one) for one in pattern):
+            return False
+        return not any(fnmatch.fnmatch(part, one) for part in path.parts for one in exclude)
+
+    found: set[Path] = set()
+    for entry in entries:
+        path = Path(entry).expanduser()
+        if path.is_dir():
+            candidates = [p for p in path.rglob("*") if p.is_file()]
+            kept = [p for p in candidates if wanted(p.relative_to(path))]
+        elif path.is_file():
+            kept = candidates = [path]
+        else:
+            candidates = [Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()]
+            kept = [p for p in candidates if wanted(p)]
+        if not kept:
+            if candidates:
+                why = f"{len(candidates)} files there, none passes data.pattern and data.exclude"
+            elif path.is_dir():
+                why = "a folder without files"
+            else:
+                why = "a device or a pipe, expected a file with text" if path.exists() else "no such file"
+            raise ConfigError(f"{setting}: {entry}: {why}")
+        found.update(kept)
+    rows = next((path for path in sorted(found) if path.suffix.lower() in ROWS), None)
+    if rows is not None:
+        raise ConfigError(
+            f"{setting}: {rows} has rows, and `fsdp2x train` reads text. Train on rows with `fsdp2x trl sft --config "
+            f"FILE`, or leave such files of a folder out with data.exclude=['*{rows.suffix}']."
+        )
+    return sorted(found)
 
 
 class Samples:
-    """Samples in memory, concatenated in one int32 tensor. `trained`, of the same length, says which tokens have
-    labels. None: all."""
+    """Token sequences of different lengths in memory, concatenated in one int32 tensor."""
 
-    def __init__(self, tokens: torch.Tensor, ends: list[int], trained: torch.Tensor | None = None):
-        self.tokens, self.ends, self.trained = tokens, ends, trained
+    def __init__(self, tokens: torch.Tensor, ends: list[int]):
+        self.tokens, self.ends = tokens, ends
 
     @classmethod
-    def joined(cls, samples: list[torch.Tensor], trained: list[torch.Tensor] | None = None) -> Samples:
+    def joined(cls, samples: list[torch.Tensor]) -> Samples:
         ends = [0]
         for sample in samples:
             ends.append(ends[-1] + len(sample))
-        tokens = torch.cat(samples) if samples else torch.empty(0, dtype=torch.int32)
-        return cls(tokens, ends, torch.cat(trained) if trained else None)
+        return cls(torch.cat(samples) if samples else torch.empty(0, dtype=torch.int32), ends)
 
     def __len__(self) -> int:
         return len(self.ends) - 1
@@ -58,25 +98,22 @@ class Samples:
     def __getitem__(self, part: slice) -> Samples:
         """Returns consecutive samples, which share the memory."""
         first, last, _ = part.indices(len(self))
-        return Samples(self.tokens, self.ends[first : max(last, first) + 1], self.trained)
+        return Samples(self.tokens, self.ends[first : max(last, first) + 1])
 
     def sample(self, index: int) -> dict[str, torch.Tensor]:
-        place = slice(self.ends[index], self.ends[index + 1])
-        tokens = self.tokens[place].to(torch.int64)
-        if self.trained is None:
-            return {"input_ids": tokens}
-        return {"input_ids": tokens, "labels": torch.where(self.trained[place], tokens, IGNORE)}
+        """Returns one sample as packing takes it: int64 `input_ids` of shape `[length]`."""
+        return {"input_ids": self.tokens[self.ends[index] : self.ends[index + 1]].to(torch.int64)}
 
 
 @dataclass(frozen=True)
 class Blocks:
     """Rows of `block_size` tokens, or samples of up to as many, for training and for evaluation.
 
-    int32, the same on every rank. In memory, except with `data.streaming`.
+    int32, in memory, the same on every rank.
     """
 
-    train: torch.Tensor | SampleSet
-    held_out: torch.Tensor | SampleSet
+    train: torch.Tensor | Samples
+    held_out: torch.Tensor | Samples
     num_files: int
     num_text_bytes: int
     fingerprint: str
@@ -122,15 +159,6 @@ def count_held_out(num_examples: int, fraction: float) -> int:
     if not fraction or num_examples < 2:
         return round(num_examples * fraction)
     return min(max(round(num_examples * fraction), 1), num_examples - 1)
-
-
-def split_held_out(num_rows: int, fraction: float, seed: int) -> tuple[torch.Tensor, int]:
-    """Returns indices of the training rows in order, then those that are held out, and the number of the latter."""
-    num_held_out = count_held_out(num_rows, fraction)
-    chosen = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))[:num_held_out]
-    is_held_out = torch.zeros(num_rows, dtype=torch.bool)
-    is_held_out[chosen] = True
-    return torch.argsort(is_held_out.to(torch.int8), stable=True), num_held_out
 
 
 class _Text(NamedTuple):
@@ -202,7 +230,7 @@ class BlockStream:
         return self.blocks.train[self._advance()].to(torch.int64)
 
     def next_samples(self) -> list[dict[str, torch.Tensor]]:
-        """Returns the next `batch_size` samples, as `SampleSet.sample` does."""
+        """Returns the next `batch_size` samples, as `Samples.sample` does."""
         assert not isinstance(self.blocks.train, torch.Tensor), "blocks have one length"
         return [self.blocks.train.sample(row) for row in self._advance()]
 

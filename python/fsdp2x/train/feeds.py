@@ -1,4 +1,4 @@
-"""Turns data into the losses of a step: blocks through the model's loss, samples packed or padded, sequences cut.
+"""Turns data into the losses of a step: blocks through the model's loss, samples packed, sequences cut.
 
 A feed yields the micro-batches of a step as calls. Each runs a forward and returns this rank's share of the loss. The
 mean over ranks of the sum of shares is the mean over all tokens of the step, and so are the gradients.
@@ -6,20 +6,19 @@ mean over ranks of the sum of shares is the mean over all tokens of the step, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from fsdp2x.base.failures import run_on_all_ranks
 from fsdp2x.models.sequence.attention import base_model, use_varlen_attention
 from fsdp2x.models.sequence.loss import count_label_tokens, token_mean_loss
-from fsdp2x.models.sequence.packing import IGNORE, micro_batches
+from fsdp2x.models.sequence.packing import IGNORE, PackedBatch, micro_batches
 from fsdp2x.models.sequence.parallel import apply_context_parallel, apply_ulysses, init_sequence_mesh
 from fsdp2x.train.config import ConfigError, DataConfig, SequenceRanks, as_config_error
-from fsdp2x.train.data import Blocks, BlockStream, SampleSet, held_out_batches
+from fsdp2x.train.data import Blocks, BlockStream, Samples, held_out_batches
 from fsdp2x.train.distributed import mean_over_ranks
 from fsdp2x.train.strategy import Batching
 
@@ -50,7 +49,7 @@ class BlockFeed:
         tokens = tokens.to(self.device, non_blocking=True)
         return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
-    def evaluate(self, blocks: torch.Tensor | SampleSet) -> float:
+    def evaluate(self, blocks: torch.Tensor | Samples) -> float:
         """Returns the mean loss per predicted token, the same on every rank. Collective."""
         loss_sum = weight_sum = 0.0
         for tokens, weight in self._held_out(blocks):
@@ -58,64 +57,47 @@ class BlockFeed:
             weight_sum += weight
         return mean_over_ranks(loss_sum, weight_sum, self.device)
 
-    def _held_out(self, blocks: torch.Tensor | SampleSet) -> list[tuple[torch.Tensor, float]]:
+    def _held_out(self, blocks: torch.Tensor | Samples) -> list[tuple[torch.Tensor, float]]:
         assert isinstance(blocks, torch.Tensor), "samples differ in length"
         rank, world_size = self.stream.rank, self.stream.world_size
         return held_out_batches(blocks, batch_size=self.batching.eval_batch_size, rank=rank, world_size=world_size)
 
 
-Sample = dict[str, torch.Tensor]
-
-
 @dataclass
 class SequenceFeed(BlockFeed):
-    """Samples, packed or padded, parts of sequences, or both. Every label has the same weight.
+    """Packed samples, parts of sequences, or both. Every label has the same weight.
 
     `context` cuts sequences over the ranks that share them. None: every rank has full ones. A step takes `batch_size`
-    x `accumulation` samples per rank. Packed, they form as many micro-batches as the fullest rank needs. Otherwise each
-    micro-batch is padded to its longest sample.
+    x `accumulation` blocks or samples per rank. Samples form as many micro-batches as the fullest rank needs.
     """
 
     data: DataConfig
     context: Any = None
 
     def step(self) -> tuple[list[Share], int]:
-        if not self.data.has_samples:
-            batches = (self.stream.next_batch() for _ in range(self.batching.accumulation))
-            return self._shares({"input_ids": batch, "labels": batch} for batch in batches)
-        return self._shares(
-            self._batches(lambda: [self.stream.next_samples() for _ in range(self.batching.accumulation)])
-        )
+        if self.data.packing:
+            batches = [self.stream.next_samples() for _ in range(self.batching.accumulation)]
+            return self._shares(self._pack(sample for batch in batches for sample in batch))
+        blocks = (self.stream.next_batch() for _ in range(self.batching.accumulation))
+        return self._shares({"input_ids": block, "labels": block} for block in blocks)
 
-    def evaluate(self, blocks: torch.Tensor | SampleSet) -> float:
+    def evaluate(self, blocks: torch.Tensor | Samples) -> float:
         if isinstance(blocks, torch.Tensor):
             shares, _ = self._shares(
                 {"input_ids": tokens, "labels": tokens if weight else torch.full_like(tokens, IGNORE)}
                 for tokens, weight in self._held_out(blocks)
             )
         else:
-            shares, _ = self._shares(self._batches(lambda: self._held_out_samples(blocks)))
+            shares, _ = self._shares(self._pack(self._held_out_samples(blocks)))
         return mean_over_ranks(sum(float(share()) for share in shares), 1.0, self.device)
 
-    def _held_out_samples(self, samples: SampleSet) -> list[list[Sample]]:
-        """Returns this rank's batches, the same number on every rank. An empty one gets a sample without labels."""
+    def _held_out_samples(self, samples: Samples) -> Iterator[dict[str, torch.Tensor]]:
         rank, size, readers = self.stream.rank, self.batching.eval_batch_size, self.stream.world_size
-        batches = []
-        for start in range(rank * size, len(samples) + rank * size, readers * size):
-            batch = [samples.sample(i) for i in range(start, min(start + size, len(samples)))]
-            if not batch and not self.data.packing:
-                first = samples.sample(0)
-                batch = [{**first, "labels": torch.full_like(first["input_ids"], IGNORE)}]
-            batches.append(batch)
-        return batches
+        for start in range(rank * size, len(samples), readers * size):
+            yield from (samples.sample(i) for i in range(start, min(start + size, len(samples))))
 
-    def _batches(self, read: Callable[[], list[list[Sample]]]) -> Iterable[Any]:
-        """Returns micro-batches of the samples of `read`. Collective if it renders rows, which may be wrong."""
-        batches = run_on_all_ranks(read, raising=ConfigError) if self.data.streaming else read()
-        if not self.data.packing:
-            return map(_pad, batches)
-        budget = self.data.max_tokens or self.data.block_size
-        return micro_batches([sample for batch in batches for sample in batch], budget)
+    def _pack(self, samples: Iterable[dict[str, torch.Tensor]]) -> Iterator[PackedBatch]:
+        return micro_batches(list(samples), self.data.max_tokens or self.data.block_size)
 
     def _shares(self, batches: Iterable[Any]) -> tuple[list[Share], int]:
         inputs, labels = [], []
@@ -126,10 +108,6 @@ class SequenceFeed(BlockFeed):
                 batch = batch.to(self.device)
             if self.context is not None:
                 batch = self.context.shard_inputs(batch)
-            elif isinstance(batch, dict):
-                labels.append(torch.nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=IGNORE))
-                inputs.append({**batch, "use_cache": False})
-                continue
             inputs.append(batch.inputs)
             labels.append(batch.next_labels)
         num_tokens = count_label_tokens(labels)
@@ -140,20 +118,6 @@ class SequenceFeed(BlockFeed):
         return token_mean_loss(self.model(**inputs).logits, labels, num_tokens)
 
 
-def _pad(samples: list[Sample]) -> Sample:
-    """Makes rows of one batch, `[samples, longest]`, padded on the right without labels."""
-
-    def rows(values: Iterable[torch.Tensor], padding: int) -> torch.Tensor:
-        return torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True, padding_value=padding)
-
-    ids = [sample["input_ids"] for sample in samples]
-    return {
-        "input_ids": rows(ids, 0),
-        "attention_mask": rows(map(torch.ones_like, ids), 0),
-        "labels": rows((sample.get("labels", sample["input_ids"]) for sample in samples), IGNORE),
-    }
-
-
 def _require_token_loss(model: torch.nn.Module, data: DataConfig, sequence_ranks: SequenceRanks) -> None:
     """Checks that the loss of tokens is all of the model's loss where only the former is computed."""
     config = base_model(model).config
@@ -162,13 +126,12 @@ def _require_token_loss(model: torch.nn.Module, data: DataConfig, sequence_ranks
     reasons = {
         f"parallel.sequence_parallel={sequence_ranks.total}": sequence_ranks.total > 1,
         "data.packing=true": data.packing,
-        f"data.format={data.format}": data.has_samples,
     }
     if reason := next((name for name, applies in reasons.items() if applies), None):
         raise ConfigError(
             "model.config.output_router_logits: got true, but the router's auxiliary loss of a batch is not that of "
             f"its parts or samples, so {reason} cannot include it. Set output_router_logits to false, in model.config "
-            "or in the config.json of model.path, or train on text without packing and sequence_parallel."
+            "or in the config.json of model.path, or train without packing and sequence_parallel."
         )
 
 
@@ -201,6 +164,5 @@ def make_feed(
     if data.packing:
         with as_config_error("data.packing"):
             use_varlen_attention(model)
-    if data.has_samples:
         return SequenceFeed(**common, data=data)
     return BlockFeed(**common)

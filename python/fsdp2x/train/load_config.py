@@ -193,10 +193,8 @@ def list_keys(
 
 IDLE: dict[tuple[str, ...], tuple[Callable[[TrainConfig], bool], str]] = {
     ("lora.alpha", "lora.dropout", "lora.target_modules"): (lambda c: c.lora.rank == 0, "lora.rank is 0"),
-    ("data.max_tokens",): (lambda c: not c.data.packs, "data.packing is false"),
+    ("data.max_tokens",): (lambda c: not c.data.packing, "data.packing is false"),
     ("data.held_out",): (lambda c: bool(c.data.validation_files), "data.validation_files replace it"),
-    ("data.truncation",): (lambda c: c.data.format == "text", "data.format is text"),
-    ("train.min_delta",): (lambda c: c.train.patience is None, "train.patience is null"),
     ("optimizer.betas", "optimizer.eps"): (lambda c: c.optimizer.name == "sgd", "optimizer.name is sgd"),
     ("optimizer.eps",): (lambda c: c.optimizer.name == "lion", "optimizer.name is lion"),
     ("optimizer.muon_lr_scale", "optimizer.muon_split", "optimizer.muon_ns_method", "optimizer.muon_ns_dtype"): (
@@ -229,8 +227,7 @@ IDLE: dict[tuple[str, ...], tuple[Callable[[TrainConfig], bool], str]] = {
     ),
     ("logging.wandb_options",): (lambda c: not c.logging.wandb, "logging.wandb is false"),
     ("optimizer", "schedule", "scaler", "train.clip", "train.steps", "train.epochs", "train.eval_every",
-     "train.patience", "train.activation_checkpointing", "parallel.accumulate",
-     "parallel.offload", "parallel.wire_gradients"): (
+     "train.activation_checkpointing", "parallel.accumulate", "parallel.offload", "parallel.wire_gradients"): (
         lambda c: c.train.mode == "evaluate",
         "train.mode is evaluate",
     ),

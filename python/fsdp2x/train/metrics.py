@@ -35,7 +35,7 @@ Logger = Callable[..., Any]
 class Metrics:
     """Writes one JSON object per line and flushes it, so that a killed run keeps every line it reported.
 
-    Lines: {"event": "start" | "train" | "eval" | "best" | "save" | "resume" | "interrupt" | "end", "step": n,
+    Lines: {"event": "start" | "train" | "eval" | "save" | "resume" | "interrupt" | "end", "step": n,
     "time": seconds since 1970, ...}. `loss_hex` is the loss as an exact hexadecimal float. All methods do nothing on
     other ranks.
     """

@@ -178,9 +178,9 @@ def refuse_unknown(unknown: Mapping[str, str], keys: Collection[str]) -> None:
     for shown, path in unknown.items():
         near = nearest_key(path, keys)
         near = shown.removesuffix(path) + near if near and shown.endswith(f".{path}") else near
-        said.append(
-            f"unknown key {shown}. Did you mean {near}?" if near else f"unknown key {shown}. See fsdp2x config list."
-        )
+        advice = ELSEWHERE.get(path) or ELSEWHERE.get(_BY_SYNONYM.get(_plain(path), ""))
+        advice = advice or (f"Did you mean {near}?" if near else "See fsdp2x config list.")
+        said.append(f"unknown key {shown}. {advice}")
     if said:
         raise ConfigError("\n".join(said))
 
@@ -224,17 +224,14 @@ _SYNONYMS = {
     "parallel.strategy": "shardingstrategy fsdp shardstrategy",
     "parallel.auto_wrap": "transformerlayerclstowrap fsdptransformerlayerclstowrap autowrappolicy",
     "parallel.offload": "cpuoffload offloadparams",
-    "data.format": "datasetformat dataformat datatype datasettype",
-    "data.columns": "columnmapping messagescolumn messageskey promptcolumn completioncolumn inputkey",
-    "data.chat_template": "template chattemplatepath",
-    "data.truncation": "truncationside truncationmode overlong overlongpolicy",
-    "data.streaming": "stream lazy streamdataset",
+    "data.format": "datasetformat dataformat datatype datasettype columnmapping messagescolumn messageskey "
+    "promptcolumn completioncolumn inputkey template chattemplatepath truncationside truncationmode overlong "
+    "overlongpolicy stream lazy streamdataset",
     "data.validation_files": "validationfile validationset evalfiles evalfile evaldata evaldataset "
     "evaldatapath valfiles",
     "data.held_out": "validationsplit validationsize valsize evalsplit validationfraction testsize",
     "data.packing": "pack samplepacking",
-    "train.patience": "earlystopping earlystoppingpatience",
-    "train.min_delta": "earlystoppingthreshold mindelta",
+    "train.patience": "earlystopping earlystoppingpatience earlystoppingthreshold mindelta",
     "data.files": "dataset trainfile trainfiles trainingfiles traindata datapath datasetpath datadir",
     "data.block_size": "seqlen seqlength sequencelength maxlength maxseqlen maxseqlength cutofflen contextlength",
     "data.tokenizer": "tokenizername tokenizerpath tokenizernameorpath",
@@ -244,6 +241,23 @@ _SYNONYMS = {
     "lora.target_modules": "loratarget loratargetmodules",
 }  # fmt: skip
 _BY_SYNONYM = {word: key for key, words in _SYNONYMS.items() for word in words.split()}
+# Keys of what other programs do, and which.
+_ROWS = (
+    "`fsdp2x train` reads text only and needs no such key. Train on rows and chats with `fsdp2x trl sft --config "
+    "FILE`, which takes the keys of TRL's SFTTrainer."
+)
+_BEST = (
+    "`fsdp2x train` runs all steps. Set train.eval_every and checkpoint.keep, and export the checkpoint with the "
+    "lowest loss among the eval lines of metrics.jsonl."
+)
+ELSEWHERE = {
+    **{f"data.{name}": _ROWS for name in ("format", "columns", "chat_template", "truncation", "streaming")},
+    **{f"train.{name}": _BEST for name in ("patience", "min_delta")},
+}
+
+
+def _plain(path: str) -> str:
+    return re.sub("[-_]", "", path.rpartition(".")[2].lower())
 
 
 def nearest_key(path: str, keys: Collection[str]) -> str:
@@ -254,7 +268,7 @@ def nearest_key(path: str, keys: Collection[str]) -> str:
     """
     section, _, last = path.rpartition(".")
     elsewhere = [key for key in keys if key.rpartition(".")[2] == last]
-    meant, _, value = _BY_SYNONYM.get(re.sub("[-_]", "", last.lower()), "").partition("=")
+    meant, _, value = _BY_SYNONYM.get(_plain(last), "").partition("=")
     siblings = {key.rpartition(".")[2]: key for key in keys if section and key.rpartition(".")[0] == section}
     longer = [key for name, key in siblings.items() if name.endswith(f"_{last}")]
     if elsewhere and (section or meant not in keys):

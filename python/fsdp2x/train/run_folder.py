@@ -21,7 +21,6 @@ from typing import TextIO
 
 from fsdp2x.base.failures import ConfigError
 from fsdp2x.io.checkpoint.directory import LATEST, candidates, whole_checkpoints
-from fsdp2x.train.early_stop import BEST
 from fsdp2x.train.metrics import METRICS, read_metrics
 
 logger = logging.getLogger(__name__)
@@ -117,7 +116,7 @@ class RunFolder:
         """Deletes the files that a run writes. Other files in the folders stay."""
         assert self.checkpoints is not None, "a run that saves nothing replaces nothing"
         doomed = [self.output / name for name in _WRITTEN]
-        doomed += [self.checkpoints / LATEST, self.checkpoints / BEST]
+        doomed.append(self.checkpoints / LATEST)
         doomed += [*whole_checkpoints(self.checkpoints)]
         doomed += [path for pattern in (".old-*", ".tmp-*") for path in self.checkpoints.glob(pattern)]
         for path in doomed:

@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 
-from fsdp2x.base.failures import CheckpointError
-from fsdp2x.io.formats.safe_files import read_text
 from fsdp2x.io.hf.save import TOKENIZER_FILES
-from fsdp2x.train.config import ConfigError, as_config_error
+from fsdp2x.train.config import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -27,9 +25,6 @@ class ByteTokenizer:
         if not text:
             return torch.empty(0, dtype=torch.int64)
         return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int64)
-
-    def decode(self, ids: list[int]) -> str:
-        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
     @functools.cached_property
     def inner(self) -> Any:
@@ -67,10 +62,7 @@ class HuggingFaceTokenizer:
     """A tokenizer directory on this machine. Its special tokens in the text stay text."""
 
     def __init__(self, folder: str):
-        if not has_tokenizer(folder):
-            raise ConfigError(f"data.tokenizer: got {folder!r}, expected 'bytes' or a local directory with a tokenizer")
-        with as_config_error("data.tokenizer"):
-            self.inner = _load_tokenizer(Path(folder).expanduser())
+        self.inner = _load(folder)
         # An id may lie beyond the number of entries.
         self.vocab_size = 1 + max(len(self.inner) - 1, *self.inner.get_vocab().values())
         self.eos_id = self.inner.eos_token_id
@@ -79,23 +71,24 @@ class HuggingFaceTokenizer:
         ids = self.inner(text.decode("utf-8", errors="replace"), add_special_tokens=False, verbose=False)["input_ids"]
         return torch.tensor(ids, dtype=torch.int64)
 
-    def decode(self, ids: list[int]) -> str:
-        return self.inner.decode(ids)
-
     def save(self, folder: Path) -> None:
         self.inner.save_pretrained(str(folder))
 
 
-def _load_tokenizer(folder: Path) -> Any:
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer
+
+
+def _load(folder: str) -> Any:
     from transformers import AutoTokenizer
 
+    path = Path(folder).expanduser()
+    if not has_tokenizer(path):
+        raise ConfigError(f"data.tokenizer: got {folder!r}, expected 'bytes' or a local directory with a tokenizer")
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # what a damaged file makes transformers, tokenizers or sentencepiece raise
-        raise ValueError(f"the tokenizer in {folder} cannot be loaded: {' '.join(str(error).split())[:300]}") from None
-
-
-Tokenizer = ByteTokenizer | HuggingFaceTokenizer
+        said = " ".join(str(error).split())[:300]
+        raise ConfigError(f"data.tokenizer: the tokenizer in {path} cannot be loaded: {said}") from None
 
 
 def has_tokenizer(folder: str | Path) -> bool:
@@ -123,12 +116,5 @@ def replaces_tokenizer(asked: str | None, model_path: str | None) -> bool:
     return asked == "bytes" or Path(asked).expanduser().resolve() != Path(model_path).expanduser().resolve()
 
 
-def make_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
-    """Makes the tokenizer. `chat_template`, a jinja file, replaces its template, also in what `save` writes."""
-    tokenizer = ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
-    if chat_template is not None:
-        try:
-            tokenizer.inner.chat_template = read_text(Path(chat_template).expanduser())
-        except CheckpointError as error:
-            raise ConfigError(f"data.chat_template: {error}") from None
-    return tokenizer
+def make_tokenizer(name: str) -> Tokenizer:
+    return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)

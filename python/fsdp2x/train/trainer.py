@@ -38,9 +38,7 @@ from fsdp2x.train.distributed import (
     open_world,
     sums_over_ranks,
 )
-from fsdp2x.train.early_stop import EarlyStop, point_to_best
 from fsdp2x.train.feeds import BlockFeed, make_feed
-from fsdp2x.train.labeled import LazySamples, read_labeled
 from fsdp2x.train.metrics import Logger, Metrics, Observer, WandbLogger, memory_bytes, planned_bytes, shard_report
 from fsdp2x.train.model import build_model, build_on_meta, check_folder, make_sharded
 from fsdp2x.train.run_folder import RunFolder, check_writable
@@ -54,7 +52,7 @@ from fsdp2x.train.strategy import (
     resolve_scaling,
     resolve_steps,
 )
-from fsdp2x.train.tokenizer import Tokenizer, choose_tokenizer, make_tokenizer, replaces_tokenizer
+from fsdp2x.train.tokenizer import choose_tokenizer, make_tokenizer, replaces_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +66,6 @@ class Trainer:
     (the mesh), `num_steps` of the whole run, `step` (optimizer steps done or skipped), `skipped` (whether the last one
     was).
     """
-
-    # Trainers of other data replace these.
-    _stream_class = BlockStream
-    _data_are = "text"
 
     @checked
     def __init__(self, config: TrainConfig, world: World | None = None, *, loggers: Sequence[Logger] = ()):
@@ -128,7 +122,7 @@ class Trainer:
             ns_dtype = resolve_ns_dtype(config.optimizer, world.device)
             self.optimizer = make_optimizer(self.model, config.optimizer, made.decays, config.train.clip, ns_dtype)
             self.schedule = Schedule(self.optimizer, config.schedule, config.optimizer.lr, self.num_steps)
-        self.stream = self._stream_class(
+        self.stream = BlockStream(
             self.blocks,
             batch_size=self.batching.batch_size,
             rank=world.rank // config.parallel.sequence_ranks.total,
@@ -138,8 +132,6 @@ class Trainer:
         )
         self.feed = self._make_feed()
         self.step, self.skipped = 0, False
-        patience = config.train.patience if self.training else None
-        self.early_stop = None if patience is None else EarlyStop(patience, config.train.min_delta)
         seed_all(config.train.seed, world.rank)
         Saver.of(self.model).lost_ranks = self.world.lost_ranks
         resume_from = config.checkpoint.resume_from
@@ -242,24 +234,19 @@ class Trainer:
             say("resumed from %s after step %d", resumed, self.step)
 
     def _size_of_step(self) -> tuple[int, str]:
-        return (self.blocks_per_step, "samples") if self.config.data.has_samples else (self.tokens_per_step, "tokens")
+        return (self.blocks_per_step, "samples") if self.config.data.packing else (self.tokens_per_step, "tokens")
 
     def _read_inputs(self):
         config = self.config
         name = choose_tokenizer(config.data.tokenizer, config.model.path)
-        tokenizer = make_tokenizer(name, config.data.chat_template)
-        blocks = self._read_data(tokenizer)
+        tokenizer = make_tokenizer(name)
+        blocks = read_blocks(config.data, tokenizer, config.train.seed)
         if config.train.eval_every and len(blocks.held_out) == 0:
-            what = f"no {self._data_are} for it"
-            raise ConfigError(f"train.eval_every asks for evaluation, but data.held_out=0 keeps {what}")
+            raise ConfigError("train.eval_every asks for evaluation, but data.held_out=0 keeps no text for it")
         if config.model.load == "rows":
             check_folder(config.model)
             return tokenizer, blocks, None
         return tokenizer, blocks, build_model(config.model, tokenizer, config.train.seed)
-
-    def _read_data(self, tokenizer: Tokenizer) -> Any:
-        read = read_blocks if self.config.data.format == "text" else read_labeled
-        return read(self.config.data, tokenizer, self.config.train.seed)
 
     def _check_text(self, read_by_rank_0: str) -> None:
         if self.blocks.fingerprint != read_by_rank_0:
@@ -293,7 +280,7 @@ class Trainer:
         last_saved = self.step if config.checkpoint.resume_from is not None else None
         tokens, since = 0, time.perf_counter()
         first = self.step + 1  # its duration says nothing about the others
-        while self.step < self.num_steps and not self._is_over:
+        while self.step < self.num_steps:
             begun = time.perf_counter()
             self.observer.before_step(self.step + 1)
             with self.world.lost_ranks.named(f"training step {self.step + 1}"):
@@ -326,12 +313,8 @@ class Trainer:
             pause = time.perf_counter()
             # Ranks agree to stop by the sum of each step, and again after each long operation.
             if config.train.eval_every and (self.step % config.train.eval_every == 0 or last) and not self._stops:
-                held_out = self._report_evaluation()
+                self._report_evaluation()
                 self._took("evaluation", time.perf_counter() - pause)
-                if self.early_stop is not None and self.early_stop.update(self.step, held_out):
-                    self._save_best()
-                    last_saved = self.step
-                last = last or self._is_over
                 self._stops = any_rank(self._is_interrupted, self.world.device)
             due = config.checkpoint.save_every and self.step % config.checkpoint.save_every == 0
             if (due or (last and config.checkpoint.save_last)) and last_saved != self.step:
@@ -346,10 +329,6 @@ class Trainer:
         if last_saved is None and config.checkpoint.save_last:
             self.save()
         checkpoint.wait(self.model)
-        if isinstance(self.blocks.train, LazySamples):
-            self.blocks.train.render.report(self.metrics.say, self.world.device)
-        if self.early_stop is not None:
-            self.early_stop.report(self.step, self.metrics, self.checkpoints)
         if config.lora.rank:
             path = save_adapter(self.model, self.output / "adapter", force=True)
             self.metrics.say("adapter: %s", path)
@@ -387,28 +366,15 @@ class Trainer:
 
     def _progress(self) -> dict[str, int]:
         """Returns how much text was read, in tokens, or in samples that differ in length."""
-        if self.config.data.has_samples:
+        if self.config.data.packing:
             return {"samples": self.stream.position}
         return {"tokens": self.stream.position * self.config.data.block_size}
 
-    def _report_evaluation(self) -> float:
+    def _report_evaluation(self) -> None:
         with self.world.lost_ranks.named(f"evaluation after step {self.step}"):
             held_out = self.evaluate()
         self.metrics.write("eval", self.step, loss=held_out)
         self.metrics.say("step %d  held-out loss %.4f", self.step, held_out)
-        return held_out
-
-    @property
-    def _is_over(self) -> bool:
-        return self.early_stop is not None and self.early_stop.is_over
-
-    def _save_best(self) -> None:
-        """Saves the checkpoint for `best`, and waits until it is written."""
-        path = self.save()
-        checkpoint.wait(self.model)
-        keep = self.config.checkpoint
-        on_rank_0(lambda: point_to_best(path, keep.keep, keep.keep_every), what=f"marking {path} as the best")
-        self.metrics.say("best held-out loss so far: %s", path)
 
     def train_step(self) -> tuple[float, float | None, float]:
         """Runs one optimizer step. Returns the loss (mean over ranks and micro-batches), gradient norm, and rate.
@@ -492,8 +458,7 @@ class Trainer:
             scheduler=self.schedule,
             scaler=self.scaler,
             data=self.stream,
-            extra={"config": dataclasses.asdict(self.config)}
-            | ({"early_stop": self.early_stop.state_dict()} if self.early_stop is not None else {}),
+            extra={"config": dataclasses.asdict(self.config)},
             form=config.form,
             keep=config.keep,
             marked=bool(config.keep_every and self.step % config.keep_every == 0),
@@ -529,8 +494,6 @@ class Trainer:
         }
         if self.scaler is not None and loaded.scaler:
             parts["scaler"] = (self.scaler, loaded.scaler)
-        if self.early_stop is not None and isinstance(loaded.extra, dict) and "early_stop" in loaded.extra:
-            parts["early_stop"] = (self.early_stop, loaded.extra["early_stop"])
         for name, (own, state) in parts.items():
             try:
                 said = own.load_state_dict(state)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoints import on_first
+from fsdp2x.train.metrics import read_metrics
 from harness import distributed
 from training import Said, losses, run, settings, shared_folder, weights, write_model
 
@@ -189,3 +190,42 @@ def test_weights_read_row_by_row_train_as_those_read_whole(ctx):
             run(settings(folder / "text", folder / load, model=model, data=data, train={"steps": 3}))
         dist.barrier()
         assert losses(folder / "whole") == losses(folder / "rows")
+
+
+@distributed
+def test_validation_files_and_what_a_line_says(ctx):
+    """Packed lines: a step counts samples, the last line has the whole progress."""
+    with shared_folder(ctx) as folder, Said() as said:
+        logging.getLogger("fsdp2x").setLevel(logging.INFO)
+        on_first(lambda: (folder / "other").write_text("yy\n" * 3))
+        trained = {"steps": None, "epochs": 2, "batch_size": 8, "accumulation": 1, "eval_every": 5}
+        data = {"validation_files": [str(folder / "other")], "packing": True}
+        trainer = run(settings(folder / "text", folder / "run", data=data, train=trained))
+        num_samples = len(trainer.blocks.train)
+        assert len(trainer.blocks.held_out) == 3 and trainer.num_steps == 2 * num_samples // (8 * ctx.world)
+        lines = [line for line in read_metrics(folder / "run/metrics.jsonl") if line["event"] == "train"]
+        assert lines[-1]["samples"] == 8 * ctx.world * trainer.num_steps and lines[-1]["seconds_left"] == 0
+        assert lines[-1]["epochs"] == round(lines[-1]["samples"] / num_samples, 4)
+        assert lines[0]["seconds_left"] is None and lines[1]["seconds_left"] > 0
+        assert all(line["planned_bytes"] > 0 and "used_bytes" in line for line in lines)
+        if ctx.rank == 0:
+            (last,) = [sentence for sentence in said if sentence.startswith(f"step {trainer.num_steps}  loss")]
+            assert all(word in last for word in ("  lr ", "  epoch ", "  left 0s", "  mem ", "(plan "))
+
+
+@distributed
+def test_validation_files_of_text_in_blocks(ctx):
+    with shared_folder(ctx) as folder:
+        on_first(lambda: [(folder / name).write_text(text) for name, text in (("a", "x" * 100), ("b", "y" * 50))])
+        config = settings(folder / "a", folder / "run", data={"validation_files": [str(folder / "b")]})
+        blocks = run(config).blocks
+        assert len(blocks.train) == 101 // 16 and set(blocks.held_out.flatten().tolist()) == {ord("y")}
+
+
+@distributed
+def test_a_step_larger_than_the_data_is_reported(ctx):
+    with shared_folder(ctx) as folder, Said() as said:
+        train = {"batch_size": 200, "accumulation": 1, "steps": 1}
+        trainer = run(settings(folder / "text", folder / "run", train=train))
+        if ctx.rank == 0:
+            assert any(f"there are only {len(trainer.blocks.train)} for training" in sentence for sentence in said)

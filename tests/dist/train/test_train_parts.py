@@ -148,7 +148,6 @@ def test_packing_sees_samples_alone(ctx, sequence_parallel):
 ROUTER_LOSS = {
     "plain": {},
     "packed": {"data": {"packing": True}},
-    "rows": {"data": {"format": "jsonl"}},
     "ulysses": {"parallel": {"sequence_parallel": 2}},
     "context": {"parallel": {"sequence_parallel": {"context": 2}}},
 }
@@ -160,17 +159,11 @@ ROUTER_LOSS = {
 def test_the_router_loss_is_never_left_out(ctx, way, lora):
     sections = {name: {**given} for name, given in ROUTER_LOSS[way].items()}
     with shared_folder(ctx) as folder:
-        text = folder / "text"
-        if way == "rows":
-            text = folder / "rows.jsonl"
-            if ctx.rank == 0:
-                text.write_text('{"text": "some words"}\n' * 40)
-            dist.barrier()
 
         def losses_of(wanted):
             name, train = str(wanted), {"steps": 1, "batch_size": 2}
             model = {"config": {**MOE, "output_router_logits": wanted, "router_aux_loss_coef": 1.0}}
-            config = settings(text, folder / name, model=model, train=train, **sections)
+            config = settings(folder / "text", folder / name, model=model, train=train, **sections)
             run({**config, "lora": {"rank": lora, "target_modules": ["q_proj"]}})
             dist.barrier()
             return [float.fromhex(value) for value in losses(folder / name).values()]

@@ -32,7 +32,6 @@ BASES = {
     "whole batch of four": {"train.accumulation": None, "train.batch_size": 2, "train.global_batch_size": 8},
     "packed": {"data.packing": True, "data.max_tokens": 32, "train.accumulation": 1},
     "spread experts": {"model.config": MOE, "parallel.expert_parallel": 2},
-    "evaluated": {"train.eval_every": 1},
     "hybrid": {"parallel.strategy": "HYBRID_SHARD", "parallel.fsdp_size": 2},
 }
 # Key -> (base, value): the plan changes, and is the report of the run.
@@ -86,7 +85,6 @@ SAME = {
     "data.block_size": ("run", 8),
     "data.held_out": ("run", 0.3),
     "data.shuffle": ("run", False),
-    "data.truncation": ("run", "drop"),
     "optimizer.lr": ("run", 1.0),
     "optimizer.adamw_lr": ("muon", 1.0),
     "optimizer.muon_lr_scale": ("muon", "original"),
@@ -120,8 +118,6 @@ SAME = {
     "train.seed": ("run", 4),
     "train.eval_every": ("run", 1),
     "train.eval_blocks": ("run", 1),
-    "train.patience": ("evaluated", 2),
-    "train.min_delta": ("run", 0.5),
     "train.activation_checkpointing": ("run", True),
     "train.compile": ("run", True),
     "train.compile_backend": ("run", "eager"),
@@ -142,10 +138,6 @@ SAME = {
 # Key -> why no run is compared with its plan here.
 ALONE = {
     "data.files": "where the text is: the other tests of this file have one",
-    "data.format": "rows are what tests/parity/train/test_sft_losses.py trains on",
-    "data.columns": "needs rows",
-    "data.streaming": "needs rows",
-    "data.chat_template": "a path",
     "data.validation_files": "where the text is",
     "parallel.device": "a test below: there is no GPU here",
     "parallel.offload": "a test below: it acts on GPUs",

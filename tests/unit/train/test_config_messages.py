@@ -6,7 +6,7 @@ import pytest
 
 import snippets
 from fsdp2x.train.cli import main
-from fsdp2x.train.parse import _SYNONYMS, known_keys
+from fsdp2x.train.parse import _SYNONYMS, ELSEWHERE, known_keys
 from training import MODEL, settings, write_model, write_text
 
 OWN = f"model: {{config: {json.dumps(MODEL)}}}\ndata: {{files: [text]}}\n"
@@ -50,10 +50,7 @@ WORDS = {
     "optimizer.lr_scheduler_type": "schedule.kind",
     "parallel.sharding_strategy": "parallel.strategy",
     "data.max_seq_length": "data.block_size",
-    "data.dataset_format": "data.format",
-    "data.fromat": "data.format",
     "data.validation_split": "data.held_out",
-    "train.early_stopping_patience": "train.patience",
     "train.eval_dataset": "data.validation_files",
 }
 
@@ -70,7 +67,20 @@ def test_other_trainers_words_are_known(said, word):
 
 def test_synonyms_mean_settings():
     words = [word for text in _SYNONYMS.values() for word in text.split()]
-    assert {key.partition("=")[0] for key in _SYNONYMS} <= known_keys().keys() and len(set(words)) == len(words)
+    meant = {key.partition("=")[0] for key in _SYNONYMS}
+    assert meant <= known_keys().keys() | ELSEWHERE.keys() and len(set(words)) == len(words)
+
+
+@pytest.mark.parametrize("key", ["data.format", "data.columns", "data.dataset_format", "data.streaming"])
+def test_keys_of_rows_name_the_command_for_them(said, key):
+    (line,) = said(OWN.replace("data: {", f"data: {{{key.removeprefix('data.')}: jsonl, "))
+    assert line.startswith(f"run.yaml:2: unknown key {key}. ") and "`fsdp2x trl sft --config FILE`" in line
+
+
+@pytest.mark.parametrize("word", ["patience", "min_delta", "early_stopping_patience"])
+def test_keys_of_early_stopping_name_what_does_it(said, word):
+    (line,) = said(OWN + f"train: {{{word}: 1}}\n")
+    assert line.startswith(f"run.yaml:3: unknown key train.{word}. ") and "metrics.jsonl" in line
 
 
 def test_all_unknown_keys_are_told_with_their_lines(said):
