@@ -107,9 +107,12 @@ def run_page(text: str, folder: Path) -> int:
         elif fence.language == "sh":
             printed = ""
             for command in commands(fence.text):
-                done = programs.run(*words_of(command), cwd=folder, timeout=SECONDS)
+                words, _, file = command.partition(" > ")
+                done = programs.run(*words_of(words), cwd=folder, timeout=SECONDS)
                 assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-                printed += done.stdout + done.stderr
+                if file:
+                    (folder / file).write_text(done.stdout)
+                printed += done.stderr if file else done.stdout + done.stderr
                 num_commands += 1
         elif fence.language == "text" and num_commands:
             missing = unseen(fence.text, printed)

@@ -11,8 +11,7 @@ import sys
 import pytest
 
 from fsdp2x.train.cli import make_parser
-from fsdp2x.train.config import TrainConfig
-from fsdp2x.train.parse import known_keys, sections_of
+from fsdp2x.train.parse import SECTIONS, known_keys
 from pages import CODE, ROOT, commands, fences, name_of, pages
 
 PAGES = {name_of(page): page.read_text() for page in pages()}
@@ -81,9 +80,9 @@ def unknown_names(text):
 
 
 def unknown_keys(text):
-    pattern = rf"(?<![\w./-])(?:{'|'.join(sections_of(TrainConfig))})\.[a-z_]+(?![\w(/.])"
+    pattern = rf"(?<![\w./-])(?:{'|'.join(SECTIONS)})\.[a-z_]+(?![\w(/.])"
     found = {key for code in inline_code(text) for key in re.findall(pattern, code)}
-    return sorted(found - set(known_keys(TrainConfig)) - NOT_KEYS)
+    return sorted(found - set(known_keys()) - NOT_KEYS)
 
 
 @each_page

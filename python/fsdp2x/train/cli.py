@@ -12,15 +12,16 @@ from importlib.metadata import version
 from typing import Any
 
 from fsdp2x.base.failures import CheckpointError, ConfigError
-from fsdp2x.train.commands import convert, doctor, plan, selftest, train
+from fsdp2x.train.commands import config, convert, doctor, plan, selftest, train
 from fsdp2x.train.commands.shared import mistake
 
-COMMANDS = (train, plan, convert, selftest, doctor)
+COMMANDS = (train, config, plan, convert, selftest, doctor)
 EXAMPLES = """\
 examples:
   torchrun --nproc_per_node=2 -m fsdp2x.train run.yaml    train on two processes (`fsdp2x train run.yaml`: on one)
   fsdp2x train run.yaml optimizer.lr=1e-4 --resume_from out/run
-  fsdp2x config explain run.yaml --world-size 8           show what each key means, without running anything
+  fsdp2x config explain run.yaml --world-size 8           show what it means, without running anything
+  fsdp2x config translate old.yaml > run.yaml             translate the config of another trainer
   fsdp2x plan config.json --world-size 32 --memory 80GiB  predict whether it fits
   fsdp2x export out/run folder                            write a checkpoint for from_pretrained
   fsdp2x doctor                                           show what this machine would use, and why

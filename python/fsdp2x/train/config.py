@@ -1,14 +1,13 @@
 """Defines the typed training configuration: one frozen dataclass per section, each field with its help text.
 
-`parse.py` reads YAML and overrides, `dialects.py` has the keys of other trainers, and `strategy.py` resolves settings
-that depend on the number of ranks.
+`parse.py` reads YAML and overrides, and `strategy.py` resolves settings that depend on the number of ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -426,9 +425,6 @@ class LoggingConfig(Section):
 class TrainConfig:
     """All settings of `fsdp2x train`, by section."""
 
-    # Lists that may not be empty, in addition to the model, and what is missing without them. Not a section: no type.
-    NEEDS = {"data.files": "data.files=FILES: the text"}
-
     model: ModelConfig
     data: DataConfig
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
@@ -439,15 +435,6 @@ class TrainConfig:
     train: TrainSection = dataclasses.field(default_factory=TrainSection)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
-
-    @staticmethod
-    def describe_step(sections: Mapping[str, Any], per_rank: int, accumulation: int, num_readers: int) -> str:
-        """The size of a step, for `fsdp2x config explain`; `sections` by name, without model and data."""
-        total = per_rank * accumulation * num_readers
-        return (
-            f"a step: {total} sequences ({per_rank} per rank x {accumulation} micro-batches x {num_readers} "
-            "data-parallel ranks)"
-        )
 
     def __post_init__(self) -> None:
         optimizer, parallel = self.optimizer, self.parallel

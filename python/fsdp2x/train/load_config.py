@@ -1,192 +1,174 @@
-"""Loads a run's config from its YAML file: fsdp2x's own sections, or the keys of another trainer (`dialects.py`).
+"""Reads the YAML file of a run with overrides, and says where a mistake is in it.
 
 It warns of keys without an effect, because a run without a warning would look as if they counted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdp2x.base.arguments import checked
 from fsdp2x.train.config import ConfigError, TrainConfig
-from fsdp2x.train.dialects import DIALECTS, no_role
 from fsdp2x.train.parse import (
-    Config,
+    SECTIONS,
     apply_overrides,
     check_sections,
-    first_leaf,
     key_lines,
     known_keys,
     parse_config,
     read_config_text,
     read_overrides,
     read_yaml,
-    refuse_unknown,
-    sections_of,
     type_name,
 )
-from fsdp2x.train.translate import Dialect, KeyResult, Translation
+from fsdp2x.train.translate import find_format, own_sections
 
 logger = logging.getLogger(__name__)
 
-Dialects = tuple[Dialect, ...]
-OWN = "sections"
+# Names of other trainers, and words without a section, for the checkpoint to resume from.
+_RESUMES = ("resume_from", "resume-from", "resume_from_checkpoint")
 
 
 @checked
 def load_config(path: str | Path, overrides: Iterable[str] = (), *, resume_from: str | None = None) -> TrainConfig:
-    """Reads a YAML file of any dialect and applies overrides such as `optimizer.lr=1e-3`. Raises `ConfigError`.
+    """Reads a YAML file and applies overrides such as `optimizer.lr=1e-3`. Raises `ConfigError`.
 
     `resume_from` replaces checkpoint.resume_from. Warnings name keys without an effect.
     """
-    return load(path, overrides, resume_from=resume_from, kind=TrainConfig, dialects=DIALECTS)
+    return ConfigFile.read(path, overrides).parse(resume_from=resume_from)
 
 
-def load(
-    path: str | Path, overrides: Iterable[str], *, resume_from: str | None, kind: type[Config], dialects: Dialects
-) -> Config:
-    """Does the same as `load_config` for a class `kind`, in its sections or in one of `dialects`."""
-    return config_of(translate_file(path, overrides, kind, dialects), kind, resume_from=resume_from)
+@dataclass(frozen=True)
+class ConfigFile:
+    """A file's settings with those of the command line, which are `overridden`, and the `lines` of its keys."""
 
+    path: str
+    settings: dict
+    lines: Mapping[str, int]
+    overridden: Collection[str]
 
-def config_of(translation: Translation, kind: type[Config], *, resume_from: str | None = None) -> Config:
-    """Returns the config of a translated file. Raises `ConfigError` as `load_config` does."""
-    path = translation.path
-    if translation.needs:
-        raise ConfigError(f"{path} lacks settings. To run it needs {'; '.join(translation.needs)}.")
-    with translation.told():
-        config = parse_config(translation.settings, kind)
-    if os.environ.get("RANK", "0") == "0":
-        for sentence in [*translation.without_effect(), *idle_settings(config, translation.settings)]:
-            logger.warning("%s: %s", path, translation.reword(sentence).removeprefix(f"{path}:"))
-    if resume_from is None:
-        return config
-    return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume_from=resume_from))
+    @classmethod
+    def read(cls, path: str | Path, overrides: Iterable[str] = ()) -> ConfigFile:
+        """Reads a file in fsdp2x's sections.
 
-
-def translate_file(
-    path: str | Path,
-    overrides: Iterable[str] = (),
-    kind: type[TrainConfig] = TrainConfig,
-    dialects: Dialects = DIALECTS,
-    flags: Mapping[str, Any] | None = None,
-) -> Translation:
-    """Reads a YAML file of any dialect. `overrides` are `key=value` in the file's dialect, or in fsdp2x's sections.
-
-    `flags` are more top-level keys, which replace the file's. An empty `path` reads no file.
-    """
-    overrides = list(overrides)
-    if not (path or overrides or flags):
-        raise ConfigError("expected CONFIG.yaml, or settings such as train.steps=100")
-    text = read_config_text(path) if path else ""
-    replaced = {flag.replace("-", "_") for flag in flags or ()}
-    settings = {key: one for key, one in read_yaml(path, text).items() if str(key).replace("-", "_") not in replaced}
-    settings |= flags or {}
-    given = {key for key, _ in read_overrides(overrides)} | set(flags or ())
-    source = Translation("", path=str(path or "the command line"), lines=key_lines(text), overridden=given)
-    with source.told():
-        found = translate(settings, overrides, kind, dialects)
-    return dataclasses.replace(found, path=source.path, lines=source.lines, overridden=source.overridden)
-
-
-# Keys of other trainers, and words without a section, that name the checkpoint to resume from.
-_RESUMES = ("resume_from", "resume-from", "resume_from_checkpoint")
-# Top-level keys of the file that `accelerate config` writes.
-_ACCELERATE = {"compute_environment", "fsdp_config", "num_processes", "num_machines", "deepspeed_config"}
-
-
-def translate(
-    settings: Mapping[str, Any],
-    overrides: Iterable[str] = (),
-    kind: type[TrainConfig] = TrainConfig,
-    dialects: Dialects = DIALECTS,
-) -> Translation:
-    """Returns the settings of `kind` from a mapping of any dialect.
-
-    Raises:
-        ConfigError: one mapping has keys of two dialects, a key is unknown (the message names the nearest), a value has
-            the wrong type, or a value is not supported.
-    """
-    ours, theirs, role = [], [], None
-    for text in overrides:
-        ((key, value),) = read_overrides([text])
-        if key in _RESUMES:
-            key, text = "checkpoint.resume_from", f"checkpoint.resume_from={text.partition('=')[2]}"
-        if key == "role":
-            role = str(value)
-        else:
-            is_ours = key.partition(".")[0] in sections_of(kind) and not any(key in one.rows for one in dialects)
-            (ours if is_ours else theirs).append(text)
-    settings = apply_overrides(settings, theirs)
-    dialect = detect(settings, kind, dialects)
-    if dialect is None:
-        found = Translation(OWN, settings)
-        no_role(role, found.title)
-    else:
-        found = dialect.translate(settings, role, apply_overrides({}, ours))
-        found.results += [KeyResult({}, "of the command line", True, key, value) for key, value in read_overrides(ours)]
-    found.settings = apply_overrides(found.settings, ours)
-    check_sections(found.settings, kind)
-    model = found.settings.get("model") or {}
-    if isinstance(model, Mapping) and not (model.get("config") or model.get("path")):
-        found.needs.append("model.path=FOLDER or model.config={model_type: ...}: the model")
-    for path, need in kind.NEEDS.items():
-        section, _, name = path.partition(".")
-        values = found.settings.get(section) or {}
-        if isinstance(values, Mapping) and not values.get(name):
-            found.needs.append(need)
-    return found
-
-
-def detect(
-    settings: Mapping[str, Any], kind: type[TrainConfig] = TrainConfig, dialects: Dialects = DIALECTS
-) -> Dialect | None:
-    """Returns the dialect that owns the top-level keys, or None for fsdp2x's. Shared keys alone decide nothing."""
-    own = sections_of(kind)
-    titles = {OWN: Translation.title, **{dialect.name: dialect.title for dialect in dialects}}
-
-    def owners_of(key: str, value: Any) -> list[str]:
-        others = [dialect.name for dialect in dialects if dialect.owns(key, value)]
-        inner = {f"{key}.{name}" for name in value} if isinstance(value, Mapping) else set()
-        return [OWN] * (key in own and (not others or bool(inner & known_keys(kind).keys()))) + others
-
-    owners = {key: owners_of(str(key), value) for key, value in settings.items()}
-    sure = {names[0]: key for key, names in reversed(owners.items()) if len(names) == 1}
-    if len(sure) > 1:
-        mixed = " and ".join(f"{key} of {titles[name]}" for name, key in reversed(sure.items()))
-        raise ConfigError(f"the file mixes {mixed}. Write it in one of them; the rest can go on the command line.")
-    name = next(iter(sure), None) or next((names[0] for names in owners.values() if names), None)
-    if name is None and settings:
-        if len(_ACCELERATE & settings.keys()) > 1:
+        Raises:
+            ConfigError: it is the file of another trainer, or has unknown keys.
+        """
+        if not str(path):
+            raise ConfigError("expected the path of a config, got an empty one")
+        file = cls.read_any(path, map(_named, overrides))
+        form = None if own_sections(file.settings) else find_format(file.settings)
+        if form is not None and "instead" in form:
+            raise ConfigError(f"{path}: the file has {form['title']}. {form['instead']}")
+        if form is not None:
             raise ConfigError(
-                "this is a config of accelerate, not of a training run. Start a script with it: "
-                "accelerate launch --config_file FILE -m fsdp2x.run script.py"
+                f"{path}: the file has {form['title']}. Translate it with `fsdp2x config translate {path} > "
+                "mine.yaml`, and use mine.yaml."
             )
-        unknown = {path: path for path in (first_leaf(str(key), value) for key, value in settings.items())}
-        refuse_unknown(unknown, [*known_keys(kind), *own, *(key for dialect in dialects for key in dialect.rows)])
-    return next((dialect for dialect in dialects if dialect.name == name), None)
+        with file.located():
+            check_sections(file.settings)
+        return file
+
+    @classmethod
+    def read_any(cls, path: str | Path, overrides: Iterable[str]) -> ConfigFile:
+        """Reads a file of any keys. An empty path reads no file."""
+        overrides = list(overrides)
+        text = read_config_text(path) if path else ""
+        settings = apply_overrides(read_yaml(path, text), overrides)
+        return cls(str(path), settings, key_lines(text), [key for key, _ in read_overrides(overrides)])
+
+    def line_of(self, key: str) -> str:
+        """Returns `FILE:LINE: ` for a key of the file, else an empty string."""
+        line = None if key in self.overridden else self.lines.get(key)
+        return "" if line is None else f"{self.path}:{line}: "
+
+    @contextlib.contextmanager
+    def located(self) -> Iterator[None]:
+        """Adds its line to a `ConfigError` of the block about a key of the file."""
+        try:
+            yield
+        except ConfigError as error:
+            raise ConfigError(self.locate(str(error))) from error.__cause__
+
+    def locate(self, message: str) -> str:
+        return "\n".join(map(self._locate, message.split("\n")))
+
+    def _locate(self, sentence: str) -> str:
+        found = re.match(r"(?:unknown key )?([^\s:]+?)(?:=\S*)?[.:,]? ", sentence)
+        return (self.line_of(found[1]) if found else "") + sentence
+
+    def parse(self, *, resume_from: str | None = None) -> TrainConfig:
+        """Returns the config of a run. Raises `ConfigError` if what only a run needs is missing."""
+        if self.missing:
+            raise ConfigError(f"{self.path} lacks settings. To run it needs {'; '.join(self.missing)}.")
+        with self.located():
+            config = parse_config(self.settings)
+        if os.environ.get("RANK", "0") == "0":
+            for sentence in idle_settings(config, self.settings):
+                logger.warning("%s: %s", self.path, self.locate(sentence).removeprefix(f"{self.path}:"))
+        if resume_from is None:
+            return config
+        return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume_from=resume_from))
+
+    @property
+    def missing(self) -> list[str]:
+        return missing_settings(self.settings)
 
 
-def list_keys(
-    dialect: str = OWN, kind: type[TrainConfig] = TrainConfig, dialects: Dialects = DIALECTS
-) -> dict[str, dict[str, Any]]:
-    """Returns keys of one dialect by name, of fsdp2x's sections ("sections"), or of everything ("all").
+_MODEL = ("model.path", "model.config")
 
-    Each has its ``type`` and ``help``, and the sections' keys also have their ``default``.
-    """
-    rows: dict[str, dict[str, Any]] = {}
-    if dialect in (OWN, "all"):
-        for key, known in known_keys(kind).items():
-            rows[key] = {"type": type_name(known.kind), "default": known.default, "help": known.help}
-    for other in dialects:
-        if dialect in (other.name, "all"):
-            rows |= {key: {"type": type_name(row.kind), "help": row.help} for key, row in other.rows.items()}
-    return rows
+
+def _named(override: str) -> str:
+    key, equals, value = override.partition("=")
+    return f"checkpoint.resume_from{equals}{value}" if key in _RESUMES else override
+
+
+def _is_set(settings: Mapping[str, Any], path: str) -> bool:
+    section, _, name = path.partition(".")
+    values = settings.get(section)
+    return isinstance(values, Mapping) and bool(values.get(name))
+
+
+def missing_settings(settings: Mapping[str, Any]) -> list[str]:
+    """Returns what a run needs in addition."""
+    missing = []
+    if not any(_is_set(settings, path) for path in _MODEL):
+        missing.append("model.path=FOLDER or model.config={model_type: ...}: the model")
+    if not _is_set(settings, "data.files"):
+        missing.append("data.files=FILES: the text")
+    return missing
+
+
+def parse_incomplete(settings: Mapping[str, Any]) -> TrainConfig:
+    """Returns the config of settings that may lack the text. Raises `ConfigError`."""
+    return parse_config(
+        settings if _is_set(settings, "data.files") else apply_overrides(settings, ["data.files=[text]"])
+    )
+
+
+def parse_sections(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the sections of settings that may lack text and model, without a model that is missing."""
+    if any(_is_set(settings, path) for path in _MODEL):
+        config = parse_incomplete(settings)
+        return {section: getattr(config, section) for section in SECTIONS}
+    config = parse_incomplete(apply_overrides(settings, ["model.path=folder"]))
+    return {section: getattr(config, section) for section in SECTIONS if section != "model"}
+
+
+def list_keys() -> dict[str, dict[str, Any]]:
+    """Returns the ``type``, ``default`` and ``help`` of all keys, by name."""
+    return {
+        key: {"type": type_name(known.kind), "default": known.default, "help": known.help}
+        for key, known in known_keys().items()
+    }
 
 
 # ---- settings that have no effect together with others: keys, or whole sections -> (when, why)
@@ -243,7 +225,7 @@ def idle_settings(config: TrainConfig, settings: Mapping[str, Any]) -> list[str]
         f"{section}.{name}": value
         for section, values in settings.items()
         for name, value in (values or {}).items()
-        if known_keys(type(config))[f"{section}.{name}"].default != getattr(getattr(config, section), name)
+        if known_keys()[f"{section}.{name}"].default != getattr(getattr(config, section), name)
     }
     return [
         f"{key}={value} has no effect: {why}"

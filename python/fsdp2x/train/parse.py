@@ -10,8 +10,9 @@ import re
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
+from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, Union
+from typing import Any, Literal, NamedTuple, Union
 
 from fsdp2x.base.arguments import DTYPE_NAMES, checked, dtype_name
 from fsdp2x.base.failures import CheckpointError
@@ -105,7 +106,7 @@ def first_leaf(path: str, value: Any) -> str:
 
 # ---- typed settings
 
-Config = TypeVar("Config", bound=TrainConfig)
+SECTIONS: dict[str, type] = typing.get_type_hints(TrainConfig)
 
 
 class KnownKey(NamedTuple):
@@ -115,19 +116,10 @@ class KnownKey(NamedTuple):
 
 
 @functools.cache
-def sections_of(kind: type[TrainConfig]) -> dict[str, type]:
-    """Returns the class of each section of a configuration."""
-    return typing.get_type_hints(kind)
-
-
-SECTIONS = sections_of(TrainConfig)
-
-
-@functools.cache
-def known_keys(kind: type[TrainConfig] = TrainConfig) -> dict[str, KnownKey]:
+def known_keys() -> dict[str, KnownKey]:
     """Returns every setting by its dotted path."""
     keys: dict[str, KnownKey] = {}
-    for section, cls in sections_of(kind).items():
+    for section, cls in SECTIONS.items():
         hints = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
             default = field.default_factory() if callable(field.default_factory) else field.default
@@ -136,32 +128,30 @@ def known_keys(kind: type[TrainConfig] = TrainConfig) -> dict[str, KnownKey]:
 
 
 @checked(own=("settings",))
-def parse_config(settings: Mapping[str, Any], kind: type[Config] = TrainConfig) -> Config:
-    """Returns a configuration of class `kind` from a nested mapping in fsdp2x's own sections."""
+def parse_config(settings: Mapping[str, Any]) -> TrainConfig:
+    """Returns the configuration of a nested mapping."""
     if not isinstance(settings, Mapping):
         raise ConfigError(f"config: got {describe(settings)}, expected a mapping")
-    check_sections(settings, kind)
-    return kind(**{section: build(section, settings, kind) for section in sections_of(kind)})
+    check_sections(settings)
+    return TrainConfig(**{section: build(section, settings) for section in SECTIONS})
 
 
-def build(section: str, settings: Mapping[str, Any], kind: type[TrainConfig] = TrainConfig) -> Any:
+def build(section: str, settings: Mapping[str, Any]) -> Any:
     """Returns one section of `settings`, with every value checked."""
     values = settings.get(section)
     if not isinstance(values, Mapping | None):
         raise ConfigError(f"{section}: got {describe(values)}, expected a mapping")
     given = {f"{section}.{name}": (name, value) for name, value in (values or {}).items()}
-    known = known_keys(kind)
-    return sections_of(kind)[section](
-        **{name: convert(known[path].kind, value, path) for path, (name, value) in given.items()}
+    return SECTIONS[section](
+        **{name: convert(known_keys()[path].kind, value, path) for path, (name, value) in given.items()}
     )
 
 
-def check_sections(settings: Mapping[str, Any], kind: type[TrainConfig] = TrainConfig) -> None:
+def check_sections(settings: Mapping[str, Any]) -> None:
     """Raises `ConfigError` for keys that no section has, with the nearest ones."""
-    sections = sections_of(kind)
-    known, wrong = [*known_keys(kind), *sections], []
+    known, wrong = [*known_keys(), *SECTIONS], []
     for section, values in settings.items():
-        if section not in sections:
+        if section not in SECTIONS:
             wrong.append(first_leaf(str(section), values))
         elif isinstance(values, Mapping):
             inner = {f"{section}.{name}": value for name, value in values.items()}
@@ -172,92 +162,47 @@ def check_sections(settings: Mapping[str, Any], kind: type[TrainConfig] = TrainC
 def refuse_unknown(unknown: Mapping[str, str], keys: Collection[str]) -> None:
     """Raises `ConfigError` with one line for each of the ``unknown`` keys, if there are any.
 
-    ``unknown`` maps a key as the user wrote it to the form of ``keys``. ``keys`` are the known keys, or rows by key.
+    ``unknown`` maps a key as the user wrote it to the form of ``keys``, the known ones.
     """
     said = []
     for shown, path in unknown.items():
         near = nearest_key(path, keys)
         near = shown.removesuffix(path) + near if near and shown.endswith(f".{path}") else near
-        advice = ELSEWHERE.get(path) or ELSEWHERE.get(_BY_SYNONYM.get(_plain(path), ""))
-        advice = advice or (f"Did you mean {near}?" if near else "See fsdp2x config list.")
-        said.append(f"unknown key {shown}. {advice}")
+        if elsewhere := _does_elsewhere(path):
+            said.append(f"unknown key {shown}. {elsewhere}")
+        elif near:
+            said.append(f"unknown key {shown}. Did you mean {near}?")
+        else:
+            said.append(f"unknown key {shown}. See fsdp2x config list.")
     if said:
         raise ConfigError("\n".join(said))
 
 
-# Names of other trainers for a setting, without dashes and underscores. A value after "=" is part of the suggestion.
-_SYNONYMS = {
-    "optimizer.lr": "lr learningrate peaklr maxlr",
-    "optimizer.name": "optim optimizertype",
-    "optimizer.betas": "beta1 beta2 adambeta1 adambeta2 adambetas",
-    "optimizer.eps": "epsilon adamepsilon adameps",
-    "optimizer.weight_decay": "wd decay adamweightdecay",
-    "schedule.kind": "lrscheduler lrschedulertype lrschedule scheduler schedulertype lrdecaystyle",
-    "schedule.warmup_steps": "warmup numwarmupsteps lrwarmupsteps warmupiters lrwarmupiters",
-    "schedule.warmup_ratio": "warmupfraction lrwarmupratio",
-    "schedule.min_lr_ratio": "minlrrate",
-    "train.epochs": "epoch numepochs numtrainepochs maxepochs maxepoch totalepochs nepochs",
-    "train.steps": "maxsteps numsteps totalsteps trainsteps maxiters iterations trainiters numtrainsteps",
-    "train.batch_size": "bs microbatchsize perdevicetrainbatchsize perdevicebatchsize localbatchsize bszperdevice",
-    "train.global_batch_size": "trainbatchsize totalbatchsize globalbsz",
-    "train.eval_batch_size": "perdeviceevalbatchsize",
-    "train.accumulation": "gradientaccumulation gradientaccumulationsteps gradaccum gradaccumsteps accumulationsteps "
-    "accumulategradbatches",
-    "train.clip": "gradclip clipgrad maxgradnorm gradnorm gradientclipping gradientclipval clipgradnorm maxnorm",
-    "train.seed": "randomseed",
-    "train.eval_every": "evalsteps evalinterval evaliters evalfreq evaluationinterval",
-    "train.activation_checkpointing": "gradientcheckpointing recompute acmode usegradientcheckpointing",
-    "train.compile": "torchcompile usecompile",
-    "checkpoint.save_every": "savesteps saveinterval savefreq checkpointevery checkpointinterval",
-    "checkpoint.keep": "savetotallimit keeplast maxcheckpoints",
-    "checkpoint.resume_from": "resume resumefromcheckpoint loadcheckpoint loaddir",
-    "checkpoint.folder": "checkpointdir ckptdir savedir",
-    "logging.output": "outputdir outdir out logdir savepath",
-    "logging.every": "loggingsteps loginterval logevery",
-    "logging.wandb": "usewandb reportto enablewandb",
-    "model.path": "modelname modelnameorpath pretrain pretrained pretrainedmodelnameorpath modelpath hfcheckpoint",
-    "model.dtype": "torchdtype",
-    "model.attn_implementation": "attention attn attnimplementation flashattn useflashattention",
-    "parallel.param_dtype": "precision mixedprecision computedtype",
-    "parallel.param_dtype=bfloat16": "bf16 bfloat16",
-    "parallel.param_dtype=float16": "fp16 float16 half amp",
-    "parallel.strategy": "shardingstrategy fsdp shardstrategy",
-    "parallel.auto_wrap": "transformerlayerclstowrap fsdptransformerlayerclstowrap autowrappolicy",
-    "parallel.offload": "cpuoffload offloadparams",
-    "data.format": "datasetformat dataformat datatype datasettype columnmapping messagescolumn messageskey "
-    "promptcolumn completioncolumn inputkey template chattemplatepath truncationside truncationmode overlong "
-    "overlongpolicy stream lazy streamdataset",
-    "data.validation_files": "validationfile validationset evalfiles evalfile evaldata evaldataset "
-    "evaldatapath valfiles",
-    "data.held_out": "validationsplit validationsize valsize evalsplit validationfraction testsize",
-    "data.packing": "pack samplepacking",
-    "train.patience": "earlystopping earlystoppingpatience earlystoppingthreshold mindelta",
-    "data.files": "dataset trainfile trainfiles trainingfiles traindata datapath datasetpath datadir",
-    "data.block_size": "seqlen seqlength sequencelength maxlength maxseqlen maxseqlength cutofflen contextlength",
-    "data.tokenizer": "tokenizername tokenizerpath tokenizernameorpath",
-    "lora.rank": "r lorar lorarank",
-    "lora.alpha": "loraalpha",
-    "lora.dropout": "loradropout",
-    "lora.target_modules": "loratarget loratargetmodules",
-}  # fmt: skip
-_BY_SYNONYM = {word: key for key, words in _SYNONYMS.items() for word in words.split()}
-# Keys of what other programs do, and which.
-_ROWS = (
-    "`fsdp2x train` reads text only and needs no such key. Train on rows and chats with `fsdp2x trl sft --config "
-    "FILE`, which takes the keys of TRL's SFTTrainer."
-)
-_BEST = (
-    "`fsdp2x train` runs all steps. Set train.eval_every and checkpoint.keep, and export the checkpoint with the "
-    "lowest loss among the eval lines of metrics.jsonl."
-)
-ELSEWHERE = {
-    **{f"data.{name}": _ROWS for name in ("format", "columns", "chat_template", "truncation", "streaming")},
-    **{f"train.{name}": _BEST for name in ("patience", "min_delta")},
-}
+# ---- keys of other trainers
+
+
+@functools.cache
+def foreign_keys() -> dict[str, Any]:
+    """Returns the table `keys.yaml`, which describes itself."""
+    import yaml
+
+    text = (resources.files("fsdp2x.train") / "keys.yaml").read_text(encoding="utf-8")
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+@functools.cache
+def _by_word() -> dict[str, str]:
+    return {word: key for key, words in foreign_keys()["names"].items() for word in words.split()}
 
 
 def _plain(path: str) -> str:
     return re.sub("[-_]", "", path.rpartition(".")[2].lower())
+
+
+def _does_elsewhere(path: str) -> str:
+    """Returns the sentence about a key that `fsdp2x train` leaves to another program, or an empty string."""
+    rows = foreign_keys()["elsewhere"]
+    return next((row["say"] for row in rows if {path, _plain(path)} & {*row["names"].split()}), "")
 
 
 def nearest_key(path: str, keys: Collection[str]) -> str:
@@ -268,24 +213,17 @@ def nearest_key(path: str, keys: Collection[str]) -> str:
     """
     section, _, last = path.rpartition(".")
     elsewhere = [key for key in keys if key.rpartition(".")[2] == last]
-    meant, _, value = _BY_SYNONYM.get(_plain(last), "").partition("=")
+    meant = _by_word().get(_plain(last), "")
+    is_known = meant.partition("=")[0] in keys
     siblings = {key.rpartition(".")[2]: key for key in keys if section and key.rpartition(".")[0] == section}
     longer = [key for name, key in siblings.items() if name.endswith(f"_{last}")]
-    if elsewhere and (section or meant not in keys):
+    if elsewhere and (section or not is_known):
         return (longer or elsewhere)[0]
     alike = difflib.get_close_matches(last, siblings, n=1, cutoff=0.8)
-    if meant and not alike:
-        # In another trainer's format, use the key of the nearest section that sets the same.
-        same = [key for key in keys if key == meant or meant in getattr(_row(keys, key), "to", ())]
-        if same:
-            best = max(same, key=lambda key: difflib.SequenceMatcher(None, key, path).ratio())
-            return f"{best}={value}" if value and best == meant else best
+    if is_known and not alike:
+        return meant
     alike = alike or difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)
     return siblings[alike[0]] if alike else next(iter(difflib.get_close_matches(path, keys, n=1, cutoff=0.7)), "")
-
-
-def _row(keys: Collection[str], key: str) -> Any:
-    return keys[key] if isinstance(keys, Mapping) else None
 
 
 def convert(kind: Any, value: Any, path: str) -> Any:

@@ -1,235 +1,294 @@
-"""Translates keys of other trainers to settings of fsdp2x's sections, by tables of rows (`dialects.py`).
+"""Translates a config of another trainer into fsdp2x's keys or TRL's, by the table `keys.yaml`, which says how.
 
-Every key of a file becomes settings, or has no effect for a reason, or raises an error that names it.
+Nothing runs in another trainer's keys: its user reads and keeps the result. Every key of the file becomes a setting,
+or is dropped for a reason, or raises an error that names it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from fsdp2x.train.config import ConfigError
-from fsdp2x.train.parse import convert, describe, known_keys, refuse_unknown, set_path, show
+from fsdp2x.train.parse import SECTIONS, describe, foreign_keys, load_yaml, refuse_unknown, set_path, show
+
+To = Literal["train", "sft", "grpo"]
+COLUMNS = {"train": ("train",), "sft": ("sft", "trl"), "grpo": ("grpo", "trl")}
+_UNKNOWN = object()
 
 
-@dataclass(frozen=True)
-class KeyResult:
-    """The result of one key: settings by dotted path, a remark, or no effect at all."""
-
-    became: Mapping[str, Any] = field(default_factory=dict)
-    remark: str = ""
-    used: bool = False  # whether it counts although it sets nothing
-    key: str = ""  # as the user wrote it
-    value: Any = None
-
-    @property
-    def has_effect(self) -> bool:
-        return bool(self.became) or self.used
-
-    def __str__(self) -> str:
-        if not self.became:
-            return self.remark if self.used else f"no effect: {self.remark}"
-        settings = ", ".join(f"{path}={show(value)}" for path, value in self.became.items())
-        return f"-> {settings}" + (f" ({self.remark})" if self.remark else "")
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of a table: the settings `to` that get the value, unchanged or changed `by` something.
-
-    `by` is a mapping (other values stay), or a function of the value and of the file's other keys. The function returns
-    a value or a `KeyResult`, or raises a `ConfigError` without the key's name. `kind` is the type of the value, by
-    default that of the first setting.
-    """
-
-    to: tuple[str, ...] = ()
-    by: Mapping[Any, Any] | Callable[[Any, Mapping[str, Any]], Any] | None = None
-    kind: Any = None
-    note: str = ""  # in the list of keys, after its settings
-    remark: str = ""  # next to its settings; for a row without settings, why it has no effect
-
-    @property
-    def help(self) -> str:
-        if self.to:
-            return f"-> {', '.join(self.to)}{self.note}"
-        return self.note or f"no effect: {self.remark}"
-
-    def apply(self, key: str, value: Any, given: Mapping[str, Any]) -> KeyResult:
-        setting = value
-        if isinstance(self.by, Mapping):
-            setting = self.by.get(value, value)
-        elif self.by is not None:
-            try:
-                setting = self.by(value, given)
-            except ConfigError as error:
-                raise ConfigError(f"{key}: {error}") from None
-        result = setting if isinstance(setting, KeyResult) else KeyResult(dict.fromkeys(self.to, setting), self.remark)
-        return replace(result, key=key, value=value)
-
-
-def becomes(*to: str, by: Any = None, kind: Any = None, note: str = "", remark: str = "") -> Row:
-    return Row(to, by, kind, note, remark)
-
-
-def no_effect(why: str, *keys: str) -> dict[str, Row]:
-    """Returns rows that are accepted, ignored, and reported."""
-    return dict.fromkeys(keys, Row(remark=why))
-
-
-def only(allowed: Any, why: str, otherwise: str, kind: Any = None) -> Row:
-    """Returns a row for a fixed behavior of fsdp2x. Any other value is an error that says what to do."""
-
-    def by(value: Any, _: Mapping[str, Any]) -> KeyResult:
-        if value != allowed:
-            raise ConfigError(f"got {show(value)}; {otherwise}")
-        return KeyResult(remark=f"as it is: {why}", used=True)
-
-    return Row(by=by, kind=kind or type(allowed), note=f"{show(allowed)} only: {why}")
-
-
-def table(blocks: Mapping[str, Mapping[str, str | Row]], kinds: Mapping[str, Any] | None = None) -> dict[str, Row]:
-    """Returns rows by dotted key from rows by block. A row that is a string is the setting that gets the value.
-
-    `kinds` has the types of settings, by default those of fsdp2x's sections.
-    """
-    kinds = kinds or {key: known.kind for key, known in known_keys().items()}
-    rows: dict[str, Row] = {}
-    for block, keys in blocks.items():
-        for key, row in keys.items():
-            row = Row((row,)) if isinstance(row, str) else row
-            kind = row.kind or (kinds[row.to[0]] if row.to else Any)
-            rows[f"{block}.{key}" if block else key] = replace(row, kind=kind)
-    return rows
+class Dropped(Exception):
+    """A key without effect, and why."""
 
 
 @dataclass
 class Translation:
-    """A file in fsdp2x's sections, the result of each key, and what is missing before it can run."""
+    """The settings for `to`, the key that made each of them by path, why keys were dropped, and keys by note."""
 
-    dialect: str
-    settings: dict = field(default_factory=dict)
-    results: list[KeyResult] = field(default_factory=list)
-    needs: list[str] = field(default_factory=list)
-    given: dict[str, Any] = field(default_factory=dict)  # values of the file, by the table's keys
-    title: str = "fsdp2x's own sections"  # of the dialect
-    overridden: set[str] = field(default_factory=set)  # settings of the command line
-    path: str = ""
-    lines: dict[str, int] = field(default_factory=dict)  # of the file's keys
-
-    @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """Makes a `ConfigError` inside name the user's key and its line instead of the resulting setting."""
-        try:
-            yield
-        except ConfigError as error:
-            raise ConfigError(self.reword(str(error))) from error.__cause__
-
-    def reword(self, message: str) -> str:
-        names: dict[str, str] = {}
-        for result in self.results:
-            if not result.key.startswith("("):
-                names |= {path: result.key for path in result.became if path not in {*names, *self.overridden}}
-        if names:
-            known = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
-            message = re.sub(rf"(?<![\w.])(?:{known})(?!\w|\.\w)", lambda found: names[found[0]], message)
-        return "\n".join(map(self._with_line, message.split("\n")))
-
-    def _with_line(self, sentence: str) -> str:
-        found = re.match(r"(?:unknown key )?([^\s:]+?)(?:=\S*)?[.:,]? ", sentence)
-        line = self.lines.get(found[1]) if found and found[1] not in self.overridden else None
-        return sentence if line is None else f"{self.path}:{line}: {sentence}"
-
-    def add(self, result: KeyResult) -> None:
-        """Adds the settings of a key. Another key of the file that set them differently is an error."""
-        for path, value in result.became.items():
-            other = next((other for other in self.results if path in other.became), None)
-            if other is not None and other.became[path] != value:
-                raise ConfigError(
-                    f"{result.key}: it means {path}={show(value)}, but {other.key} means {path}="
-                    f"{show(other.became[path])}. Omit one of them."
-                )
-            set_path(self.settings, path.split("."), value, "")
-        self.results.append(result)
-
-    def imply(self, what: str, path: str, value: Any, why: str) -> None:
-        """Adds a default setting of the dialect, unless a key has set it."""
-        if not any(path in result.became for result in self.results):
-            self.add(KeyResult({path: value}, why, key=what))
-
-    @property
-    def evaluates(self) -> bool:
-        return any(result.became.get("train.mode") == "evaluate" for result in self.results)
-
-    def without_effect(self) -> list[str]:
-        """Returns one sentence per reason, with all keys that it applies to."""
-        by_reason: dict[str, list[str]] = {}
-        for result in self.results:
-            if not result.has_effect:
-                by_reason.setdefault(result.remark, []).append(result.key)
-        return [f"no effect: {', '.join(keys)} ({reason})" for reason, keys in by_reason.items()]
-
-
-class ForeignKey(NamedTuple):
-    """One key of the file: the table's name, the user's, its value, and why it has no effect, if so."""
-
-    canonical: str
-    shown: str
-    value: Any
-    inert: str = ""
-
-
-def leaves(canonical: str, shown: str, value: Any, rows: Mapping[str, Row], inert: str = "") -> list[ForeignKey]:
-    """Returns the keys of one branch of the file. A mapping is a leaf if the table has a row for it."""
-    if canonical in rows or not (isinstance(value, Mapping) and value):
-        if canonical in rows or not any(key.startswith(canonical + ".") for key in rows):
-            return [ForeignKey(canonical, shown, value, inert)]
-        if value not in (None, {}):
-            raise ConfigError(f"{shown}: got {describe(value)}, expected a mapping")
-        return []
-    inner = [leaves(f"{canonical}.{name}", f"{shown}.{name}", one, rows, inert) for name, one in value.items()]
-    return list(itertools.chain(*inner))
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """A format. `owns(key, value)` recognizes a top-level key, `read(settings, role)` finds the leaves of a file, and
-    `finish(translation, ours)` adds implied settings after those of the command line."""
-
-    name: str
     title: str
-    rows: Mapping[str, Row]
-    owns: Callable[[str, Any], bool]
-    read: Callable[[Mapping[str, Any], str | None], list[ForeignKey]]
-    finish: Callable[[Translation, Mapping[str, Any]], None] = lambda *_: None
+    to: To
+    settings: dict[str, Any] = field(default_factory=dict)
+    made_by: dict[str, str] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, list[str]] = field(default_factory=dict)
 
-    def translate(self, settings: Mapping[str, Any], role: str | None, ours: Mapping[str, Any]) -> Translation:
-        """Translates a file. Checks all values before any row acts, because rows may read other keys of the file."""
-        # Misspelled keys come before the references that they break. A misspelled block reports one key.
-        unknown: dict[str, ForeignKey] = {}
-        for leaf in self.read(settings, role):
-            if leaf.canonical not in self.rows:
-                unknown.setdefault(self._unknown_part(leaf.canonical), leaf)
-        refuse_unknown({leaf.shown: leaf.canonical for leaf in unknown.values()}, self.rows)
-        checked = [
-            leaf._replace(value=convert(self.rows[leaf.canonical].kind, leaf.value, leaf.shown))
-            for leaf in self.read(interpolate(settings), role)
-        ]
-        given = {leaf.canonical: leaf.value for leaf in checked if not leaf.inert}
-        found = Translation(self.name, given=given, title=self.title)
-        for canonical, shown, value, inert in checked:
-            row = self.rows[canonical]
-            found.add(KeyResult({}, inert, False, shown, value) if inert else row.apply(shown, value, found.given))
-        self.finish(found, ours)
+    def set(self, path: str, value: Any, key: str) -> None:
+        """Sets a path. Another key of the file that set it differently is an error."""
+        if path in self.made_by and (former := _look_up(self.settings, path)) != value:
+            other = self.made_by[path]
+            raise ConfigError(
+                f"{key}: it means {path}={show(value)}, but {other} means {path}={show(former)}. Omit one of them."
+            )
+        self.made_by[path] = key
+        set_path(self.settings, path.split("."), value, "")
+
+
+def translate(settings: Mapping[str, Any], *, to: To | None = None, role: str | None = None) -> Translation:
+    """Translates a file. `to`: by default grpo if a key samples responses, else what the format is for.
+
+    Raises:
+        ConfigError: the file has no known format, a key is unknown (the message names the nearest), there are several
+            roles and none is named, two keys contradict each other, or a reference leads nowhere.
+    """
+    own, table = own_sections(settings), find_format(settings)
+    if own or table is None:
+        has = f"fsdp2x's own sections ({', '.join(own)})" if own else "no key of a trainer that fsdp2x knows"
+        raise ConfigError(f"the file has {has}, so there is nothing to translate")
+    if "instead" in table:
+        raise ConfigError(f"the file has {table['title']}. {table['instead']}")
+    form = Format(table)
+    form.choose(settings, to, role)
+    form.refuse_unknown(settings)  # misspelled keys come before the references that they break
+    found, leaves = Translation(table["title"], form.to), form.leaves(interpolate(settings))
+    given = {form.find(key)[0]: value for key, value in leaves.items()}
+    for key, value in leaves.items():
+        row = Row(key, form.column(key), given)
+        try:
+            made = row.apply(value)
+        except Dropped as reason:
+            found.dropped[form.unused_role(key) or key] = str(reason)
+            continue
+        for path, setting in made.items():
+            if setting is not None or form.to == "train":
+                found.set(path, setting, key)
+        for note in row.notes:
+            found.notes.setdefault(note, []).append(key)
+    for path, default in table.get("defaults", {}).get(form.to, {}).items():
+        column = {"to": path, **(default if isinstance(default, dict) else {"value": default})}
+        with contextlib.suppress(Dropped):
+            if path not in found.made_by:
+                set_path(found.settings, path.split("."), Row(path, column, given).apply(None)[path], "")
+    return found
+
+
+def own_sections(settings: Mapping[str, Any]) -> list[str]:
+    """Returns the sections of fsdp2x in a file. Flags of others have such names with plain values."""
+    return [key for key, value in settings.items() if key in SECTIONS and isinstance(value, Mapping | None)]
+
+
+def find_format(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the format that knows most of the top-level keys, or None if none knows one."""
+    forms = [*foreign_keys()["formats"].values()]
+    num_known = [sum(Format(form).has(str(key)) for key in settings) for form in forms]
+    return forms[num_known.index(max(num_known))] if any(num_known) else None
+
+
+def _look_up(settings: Any, path: str) -> Any:
+    for part in path.split("."):
+        settings = settings.get(part) if isinstance(settings, Mapping) else None
+    return settings
+
+
+class Format:
+    """The rows of a format, and which role of a file is translated to what."""
+
+    def __init__(self, table: dict[str, Any]) -> None:
+        self.rows, self.roles, self._prefixes = table["keys"], table.get("roles", []), table.get("prefixes", {})
+        self.role: str | None = None
+        self.to: To = table.get("to", "train")
+        known = [key.split(".") for key in (*self.rows, *(f"{role}." for role in self.roles))]
+        self._blocks = {".".join(parts[:end]) for parts in known for end in range(1, len(parts))}
+
+    def choose(self, settings: Mapping[str, Any], to: To | None, role: str | None) -> None:
+        """Chooses what to translate to, and the role."""
+        present = [one for one in self.roles if _look_up(settings, one) is not None]
+        if role is not None:
+            self.role = next((one for one in present if role in (one, one.rpartition(".")[2])), None)
+            if self.role is None:
+                raise ConfigError(f"--role: got {role}, but the file has {', '.join(present) or 'no roles'}")
+        rows = (self.find(key)[1] for key in self.leaves(settings))
+        if any(isinstance(row, dict) and list(row) == ["grpo"] for row in rows) and self.role in (None, *present[:1]):
+            self.to = "grpo"
+        self.to = to or self.to
+        if self.role is None and len(present) > 1 and self.to == "train":
+            raise ConfigError(f"the file has the roles {', '.join(present)}. Say which one with --role.")
+        self.role = self.role or next(iter(present), None)
+
+    def _split(self, path: str) -> tuple[str | None, str]:
+        """Returns the role of a path, and the rest."""
+        role = next((one for one in self.roles if path.startswith(f"{one}.")), None)
+        inner = path if role is None else path.removeprefix(f"{role}.")
+        for long, short in self._prefixes.items():
+            inner = short + inner.removeprefix(long) if f"{inner}.".startswith(f"{long}.") else inner
+        return role, inner
+
+    def find(self, path: str) -> tuple[str, Any]:
+        """Returns the name of a key in conditions, and its row, or `_UNKNOWN`."""
+        role, inner = self._split(path)
+        if role in (None, self.role):
+            return inner, self._row(inner)
+        row = self._row(path)
+        return path, {} if row is _UNKNOWN and self._row(inner) is not _UNKNOWN else row
+
+    def _row(self, name: str) -> Any:
+        starred = (key for key in self.rows if key.endswith("*") and name.startswith(key[:-1]))
+        return self.rows.get(name, self.rows.get(max(starred, key=len, default=""), _UNKNOWN))
+
+    def has(self, path: str) -> bool:
+        """Returns whether a path is a key, or a block of keys."""
+        return self.find(path)[1] is not _UNKNOWN or not self._blocks.isdisjoint((path, self._split(path)[1]))
+
+    def leaves(self, settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+        """Returns the keys of a file with their values. A mapping is the value of a key if there is a row for it."""
+        found: dict[str, Any] = {}
+        for name, value in settings.items():
+            path = f"{prefix}{name}"
+            is_row = self.find(path)[1] is not _UNKNOWN
+            if isinstance(value, Mapping) and value and not is_row:
+                found |= self.leaves(value, f"{path}.")
+            elif is_row or not self.has(path):
+                found[path] = value
+            elif value not in (None, {}):
+                raise ConfigError(f"{path}: got {describe(value)}, expected a mapping")
         return found
 
-    def _unknown_part(self, canonical: str) -> str:
-        """Returns the first part of a key that begins no known key."""
-        parts = itertools.accumulate(canonical.split("."), lambda one, two: f"{one}.{two}")
-        return next((part for part in parts if not any(f"{key}.".startswith(f"{part}.") for key in self.rows)), "")
+    def refuse_unknown(self, settings: Mapping[str, Any]) -> None:
+        """Raises `ConfigError` for unknown keys. A misspelled block reports one key."""
+        unknown: dict[str, str] = {}
+        for path in self.leaves(settings):
+            parts = itertools.accumulate(path.split("."), lambda one, two: f"{one}.{two}")
+            for wrong in itertools.islice((part for part in parts if not self.has(part)), 1):
+                unknown[wrong] = self._split(wrong)[1]
+        refuse_unknown(unknown, [*self.rows, *self._blocks])
+
+    def _columns(self, path: str) -> list:
+        row = self.find(path)[1]
+        return [row[name] for name in COLUMNS[self.to] if name in row] if isinstance(row, dict) else [row]
+
+    def unused_role(self, path: str) -> str | None:
+        """Returns the role of a key without a column, if another one is translated."""
+        role = self._split(path)[0]
+        return None if role == self.role or self._columns(path) else role
+
+    def column(self, path: str) -> Any:
+        """Returns the column of a key for what is translated to, or the reason why there is none."""
+        otherwise = "training on text has no such setting" if self.to == "train" else "TRL has no such setting"
+        if self.unused_role(path):
+            otherwise = f"this run is the role {self.role}"
+        return next(iter(self._columns(path)), otherwise)
+
+
+class Row:
+    """The column of a key, applied to its value. `given`: the values of all keys of the file."""
+
+    def __init__(self, key: str, column: Any, given: Mapping[str, Any]) -> None:
+        self.key, self.column, self.given = key, column, given
+        self.notes: list[str] = []
+
+    def apply(self, value: Any) -> dict[str, Any]:
+        """Returns settings by path. Raises `Dropped` if no column has one."""
+        made: dict[str, Any] = {}
+        reasons = []
+        for column in _listed(self.column):
+            try:
+                made |= self._apply(column, value)
+            except Dropped as reason:
+                reasons.append(reason)
+        if len(reasons) == len(_listed(self.column)):
+            raise reasons[0]
+        return made
+
+    def _apply(self, column: Any, value: Any) -> dict[str, Any]:
+        if column is None:
+            return {}
+        if isinstance(column, str):
+            return {_setting(column): value}
+        for word, wanted in (("if", True), ("unless", False)):
+            for condition in _listed(column.get(word, [])):
+                name, equals, expected = condition.partition("=")
+                other = self.given.get(name)
+                if (show(other) == expected if equals else other not in (None, False)) is not wanted:
+                    raise Dropped(f"{condition} is {'not ' if wanted else ''}given")
+        if "neutral" in column:
+            if value == column["neutral"]:
+                return {}
+            raise Dropped(column["why"])
+        if "count" in column:
+            value = count_devices(self.key, value)
+        changes = {"*": column["value"]} if "value" in column else column.get("map", {})
+        name = value if isinstance(value, Hashable) and value in changes else "*"
+        if name in changes:
+            value = self._filled(_setting(changes[name]), value)
+        self.notes += _listed(column.get("note", []))
+        if value is not None and {"plus", "times", "over"} & column.keys():
+            value = self._computed(value, *(_listed(column.get(word, [])) for word in ("times", "over", "plus")))
+        return dict.fromkeys(_listed(column["to"]), value)
+
+    def _filled(self, template: Any, value: Any) -> Any:
+        if isinstance(template, list):
+            return [self._filled(one, value) for one in template]
+        if isinstance(template, dict):
+            return {key: self._filled(one, value) for key, one in template.items()}
+        if isinstance(template, str) and template.startswith("$"):
+            return value if template == "$" else self._other(template[1:])
+        return template
+
+    def _other(self, text: str) -> Any:
+        """Returns the value of KEY=DEFAULT."""
+        name, equals, default = text.partition("=")
+        if self.given.get(name) is None and not equals:
+            raise Dropped(f"it needs {name}")
+        return load_yaml(default, "keys.yaml") if self.given.get(name) is None else self.given[name]
+
+    def _computed(self, value: Any, times: list, over: list, plus: list) -> Any:
+        def number(operand: Any) -> Any:
+            found = self._other(operand) if isinstance(operand, str) else operand
+            if type(found) not in (int, float):
+                raise ConfigError(f"{self.key}: got {describe(found)}, expected a number")
+            return found
+
+        result = math.prod(map(number, times), start=value if type(value) is int else number(value))
+        divisor = math.prod(map(number, over))
+        if divisor < 1 or (over and result % divisor):
+            raise ConfigError(f"{self.key}: {result} is no multiple of {divisor} ({' x '.join(map(str, over))})")
+        result = result // divisor if over else result
+        return round(result + sum(plus), 9)
+
+
+def _listed(value: Any) -> list:
+    return value if isinstance(value, list) else [value]
+
+
+def _setting(text: Any) -> Any:
+    """Returns a text of the table, or raises `Dropped` if it is a reason."""
+    if isinstance(text, str) and " " in text:
+        raise Dropped(text)
+    return text
+
+
+def count_devices(key: str, value: Any) -> int:
+    """Counts the ids of `[0, 1]` or of the text `list(range(0,2))`, which is parsed and never executed."""
+    if isinstance(value, list) and value and all(type(item) is int for item in value):
+        return len(value)
+    found = re.fullmatch(r"\s*(?:list\()?range\(\s*(?:(\d{1,9})\s*,\s*)?(\d{1,9})\s*\)\)?\s*", str(value))
+    if found is None or (count := int(found[2]) - int(found[1] or 0)) < 1:
+        raise ConfigError(f"{key}: got {value!r}, expected device ids: [0, 1] or list(range(0,2))")
+    return count
 
 
 # ---- references inside a file: `${models.policy_trainer.num_gpu}` is replaced by the value of that key
@@ -240,12 +299,12 @@ MOST_REFERENCES = 10_000
 MOST_CHARACTERS = 1 << 20
 
 
-def interpolate(settings: Mapping) -> dict:
+def interpolate(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a copy without references. A value that is one reference keeps its type. Inside other text it is text.
 
     Raises:
-        ConfigError: a key is missing, a reference leads to a mapping or in a circle, there are more than
-            `MOST_REFERENCES` (each counted as often as it is followed), or `${name:...}` would have to be computed.
+        ConfigError: a key is missing or a mapping, a reference leads in a circle or would have to be computed
+            (`${name:...}`), or there are more than `MOST_REFERENCES`, each counted as often as it is followed.
     """
     followed = itertools.count(1)
 
@@ -259,26 +318,18 @@ def interpolate(settings: Mapping) -> dict:
         if not isinstance(value, str) or "${" not in value:
             return value
         whole = REFERENCE.fullmatch(value.strip())
-        if whole is not None:
-            return follow(whole[1], key, depth)
-        text = REFERENCE.sub(lambda found: str(follow(found[1], key, depth)), value)
-        if "${" in text:
-            raise ConfigError(f"{key}: {value!r} is not a reference of the form ${{section.key}}")
-        return text
-
-    def follow(path: str, key: str, depth: int) -> Any:
-        value: Any = settings
-        for part in path.strip().split("."):
-            if not isinstance(value, Mapping) or part not in value:
-                computed = "would have to be computed. Write its value."
-                why = computed if ":" in path else "refers to a key that is not in the file"
-                raise ConfigError(f"{key}: ${{{path}}} {why}")
-            value = value[part]
-        if isinstance(value, Mapping):
-            raise ConfigError(f"{key}: ${{{path}}} refers to a section, expected a single value")
-        found = resolve(value, key, depth + 1)
-        if next(followed) > MOST_REFERENCES or (isinstance(found, str) and len(found) > MOST_CHARACTERS):
-            raise ConfigError(f"{key}: its references lead to more references, or to more text, than any config needs")
+        found = follow(whole, key, depth) if whole else REFERENCE.sub(lambda one: str(follow(one, key, depth)), value)
+        if isinstance(found, str) and (len(found) > MOST_CHARACTERS or "${" in found):
+            raise ConfigError(f"{key}: {value[:200]!r} is not a reference of the form ${{section.key}}, or too long")
         return found
+
+    def follow(reference: re.Match, key: str, depth: int) -> Any:
+        value = _look_up(settings, reference[1].strip())
+        if value is None or isinstance(value, Mapping):
+            wrong = "would have to be computed. Write its value." if ":" in reference[1] else "is no key with a value"
+            raise ConfigError(f"{key}: {reference[0]} {wrong}")
+        if next(followed) > MOST_REFERENCES:
+            raise ConfigError(f"{key}: its references lead to more references than any config needs")
+        return resolve(value, key, depth + 1)
 
     return resolve(settings, "", 0)

@@ -24,7 +24,7 @@ OVERRIDES = (
     "logging.tensorboard_dir=/dev/null/x", "checkpoint.folder=/dev/null/x", "parallel.expert_parallel=3",
     "model.dtype=float8", "parallel.expert_units=[Nothing]", "train.compile_backend=nonsense", "optimizer.lr=nan",
 )  # fmt: skip
-PATHS = ("CONFIG", "CONFIG.yaml", "CKPT", "DIR", "HF", "MODEL", "PATH")
+PATHS = ("CONFIG", "CONFIG.yaml", "CKPT", "DIR", "FILE", "HF", "MODEL", "PATH")
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,7 @@ def world(tmp_path_factory):
     torch.save(_weights(folder / "hf"), folder / "ranks/1/model_world_size_1_rank_0.pt")
     (folder / "empty").mkdir()
     (folder / "nothing").write_text("")
+    (folder / "old.yaml").write_text("data_path: text\nlr: 1.0\n")
     (folder / "garbage").write_bytes(bytes(range(256)) * 4)
     (folder / "text.yaml").write_text("just a sentence")
     (folder / "list.json").write_text(json.dumps([1, 2]))
@@ -66,6 +67,7 @@ def right(folder):
         "convert dcp": ["convert", "--to", "dcp", "--input-dir", hf, "--output-dir", str(folder / "out")],
         "config explain": ["config", "explain", config],
         "config list": ["config", "list"],
+        "config translate": ["config", "translate", str(folder / "old.yaml")],
         "plan": ["plan", config, "--world-size", "2", "--dtype", "torch.float32", "--param-dtype", "bf16"],
         "plan json": ["plan", str(folder / "hf/config.json"), "--world-size", "2"],
         "doctor": ["doctor"],
@@ -73,8 +75,8 @@ def right(folder):
     }  # fmt: skip
 
 
-COMMANDS = ("train", "export", "convert hf", "convert ranks", "convert dcp", "config explain", "config list", "plan",
-            "plan json", "doctor", "selftest")  # fmt: skip
+COMMANDS = ("train", "export", "convert hf", "convert ranks", "convert dcp", "config explain", "config list",
+            "config translate", "plan", "plan json", "doctor", "selftest")  # fmt: skip
 
 
 make_parser = functools.cache(cli.make_parser)

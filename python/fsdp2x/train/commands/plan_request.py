@@ -25,8 +25,7 @@ from fsdp2x.plan.report import MemoryReport, check_micro_batches, columns, reada
 from fsdp2x.sharding.transport import TransportKind
 from fsdp2x.train import ConfigError, TrainConfig
 from fsdp2x.train.config import SequenceRanks, as_config_error
-from fsdp2x.train.explain_config import parse_incomplete
-from fsdp2x.train.load_config import translate_file
+from fsdp2x.train.load_config import ConfigFile, parse_incomplete
 from fsdp2x.train.model import build_on_meta, offload_mode, prepare, unit_policy
 from fsdp2x.train.strategy import plan_mesh, resolve_batching, usual_node
 from fsdp2x.train.tokenizer import choose_tokenizer, make_tokenizer
@@ -274,10 +273,9 @@ def _read_training(
     Raises:
         ConfigError: a run would reject the settings, or their bytes cannot be predicted.
     """
-    translation = translate_file(path, overrides)
-    with translation.told():
-        config = parse_incomplete(translation, TrainConfig)
-        return _asked_by(config, world_size, local_world_size, given)
+    file = ConfigFile.read(path, overrides)
+    with file.located():
+        return _asked_by(parse_incomplete(file.settings), world_size, local_world_size, given)
 
 
 def _asked_by(

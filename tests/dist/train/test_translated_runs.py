@@ -1,4 +1,4 @@
-"""Configs of other trainers, run at tiny sizes: the model and the text are the only things that are put in."""
+"""Translated configs of other trainers, run at tiny sizes: only the model and the text are put in."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 
 import snippets
 from checkpoints import on_first
@@ -20,17 +21,22 @@ TINY_EXPERTS = f"model.config={ {**EXPERTS, 'num_key_value_heads': 2} }"
 SMALL = ("data.block_size=16", "parallel.timeout_s=30", "parallel.device=cpu", "logging.progress=off")
 
 
-def run(folder: Path, text: str, *overrides: str):
-    """Trains a config given as text; returns the trainer, and the lines of its metrics."""
+def run(folder: Path, text: str, *overrides: str, role: str | None = None):
+    """Trains a translated text; returns the trainer, and the lines of its metrics. Overrides are ours or theirs."""
     from fsdp2x.train import Trainer, load_config
     from fsdp2x.train.metrics import read_metrics
+    from fsdp2x.train.parse import SECTIONS, apply_overrides
+    from fsdp2x.train.translate import translate
 
-    path = folder / f"config-{dist.get_rank()}.yaml"
-    path.write_text(text, encoding="utf-8")
+    ours = [override for override in overrides if override.partition(".")[0] in SECTIONS]
+    theirs = [override for override in overrides if override not in ours]
     size = re.search(r"fsdp_size: *(\d+)", text)
     if size is not None and int(size[1]) > dist.get_world_size():
-        overrides += (f"parallel.fsdp_size={dist.get_world_size()}",)
-    trainer = Trainer(load_config(path, [*SMALL, *overrides]))
+        ours.append(f"parallel.fsdp_size={dist.get_world_size()}")
+    found = translate(apply_overrides(yaml.safe_load(text) or {}, theirs), to="train", role=role)
+    path = folder / f"config-{dist.get_rank()}.yaml"
+    path.write_text(yaml.safe_dump(found.settings))
+    trainer = Trainer(load_config(path, [*SMALL, *ours]))
     try:
         trainer.run()
         dist.barrier()
@@ -102,27 +108,27 @@ def test_blocks_by_role(ctx):
         assert logits == [torch.bfloat16]
 
 
-# Text, what is replaced in it, overrides, and what the run then is.
+# Text, what is replaced in it, a role, overrides, and what the run then is.
 RUNS = {
     "every key of a role": (
-        snippets.STRATEGY_ALL, ("[model.embed_tokens]", "~"), ("role=actor_train", TINY),
+        snippets.STRATEGY_ALL, ("[model.embed_tokens]", "~"), "actor_train", (TINY,),
         lambda run, lines: [line["step"] for line in lines if line["event"] == "save"] == [2, 3],
     ),
     "nested": (
-        snippets.NESTED_ALL, (),
+        snippets.NESTED_ALL, (), "policy_trainer",
         ("models.policy_trainer.load=FOLDER/model", "models.policy_trainer.meta_init=True",
          "runtime_args.eval_data_path=FOLDER/text/0.txt"),
         lambda run, lines: run.batching.accumulation == 2 and run.blocks.num_files == 6
         and [line["step"] for line in lines if line["event"] == "eval"] == [3],
     ),
     "packing by overrides alone": (
-        "", (),
+        "", (), None,
         (*(one for one in snippets.NESTED_OVERRIDES if "meta_init" not in one and "wandb" not in one), TINY_EXPERTS,
          "train.steps=3"),
         lambda run, lines: run.config.data.packing and run.config.data.max_tokens == 4096,
     ),
     "a reference": (
-        snippets.STRATEGY_INFER, (), ("model.path=FOLDER/model",),
+        snippets.STRATEGY_INFER, (), None, ("model.path=FOLDER/model",),
         lambda run, lines: run.optimizer is None
         and all(parameter.dtype == torch.bfloat16 for parameter in run.model.parameters())
         and 4 < next(line["loss"] for line in lines if line["event"] == "eval") < 7,
@@ -133,7 +139,7 @@ RUNS = {
 @distributed
 @pytest.mark.parametrize("name", RUNS)
 def test_configs_run(ctx, name):
-    text, replaced, overrides, is_as_said = RUNS[name]
+    text, replaced, role, overrides, is_as_said = RUNS[name]
     with shared_folder(ctx) as folder:
         save_model(folder / "model")
         overrides = [override.replace("FOLDER", str(folder)) for override in overrides]
@@ -141,6 +147,7 @@ def test_configs_run(ctx, name):
             folder,
             text.replace(*replaced) if replaced else text,
             *(*overrides, f"data.files={folder / 'text'}", f"logging.output={folder / 'run'}"),
+            role=role,
         )
         assert is_as_said(trainer, lines)
         assert trainer.optimizer is None or len(losses(lines)) == 3
