@@ -28,6 +28,7 @@ from fsdp2x.base.optimizer_hooks import original_number
 from fsdp2x.base.processes import Process, name_ended, own_host, require_own_process
 
 Group = dist.ProcessGroup | None
+E = TypeVar("E", bound=Exception)
 
 
 class CheckpointError(RuntimeError):
@@ -46,6 +47,26 @@ def first_line(error: BaseException) -> str:
     """Returns the first line of an error's text, at most 200 characters, or its type if it has no text."""
     text = str(error).strip()
     return text.splitlines()[0][:200] if text else type(error).__name__
+
+
+@contextlib.contextmanager
+def reworded(kind: type[E], say: str | Callable[[Exception], str], *caught: type[Exception]) -> Iterator[None]:
+    """Raises exceptions of the block as ``kind``, with ``say`` before their text, or with what ``say`` makes of them.
+
+    Args:
+        kind: the type to raise. An exception of this type passes, unless ``caught`` names it.
+        say: a setting or a place, or a function from the exception to the message.
+        caught: the types to reword. Default: those that mean an argument that does not fit.
+    """
+    caught = caught or (ValueError, TypeError, NotImplementedError, ImportError)
+    try:
+        yield
+    except caught as error:
+        is_kind = isinstance(error, kind)
+        if is_kind and kind not in caught:
+            raise
+        text = f"{say}: {' '.join(str(error).split())}" if isinstance(say, str) else say(error)
+        raise kind(text) from (error.__cause__ if is_kind else None)
 
 
 # --- public calls that ranks are in ---

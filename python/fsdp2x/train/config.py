@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -21,17 +20,6 @@ class TrainingError(RuntimeError):
 
 DType = Literal["float32", "bfloat16", "float16"]
 Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
-
-
-@contextlib.contextmanager
-def as_config_error(setting: str) -> Iterator[None]:
-    """Turns an error of the model inside the block into a `ConfigError` that names the setting."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (ValueError, TypeError, NotImplementedError, ImportError) as error:
-        raise ConfigError(f"{setting}: {' '.join(str(error).split())}") from None
 
 
 class Check(NamedTuple):

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from fsdp2x.base.failures import reworded
 from fsdp2x.sharding.wrap import plan_units
-from fsdp2x.train.config import TrainConfig, as_config_error
+from fsdp2x.train.config import ConfigError, TrainConfig
 from fsdp2x.train.load_config import ConfigFile, idle_settings, parse_sections
 from fsdp2x.train.model import build_on_meta, idle_expert_units, prepare, unit_policy
 from fsdp2x.train.parse import show
@@ -110,7 +111,7 @@ def _find_units(found: Explanation, config: TrainConfig) -> None:
     model = prepare(build_on_meta(config.model, dtype, tokenizer, attention), config)
     idle = idle_expert_units(model, config.parallel)
     found.idle += [f"parallel.expert_units={name}: {why}" for name, why in idle.items()]
-    with as_config_error("parallel.auto_wrap"):
+    with reworded(ConfigError, "parallel.auto_wrap"):
         units = plan_units(model, unit_policy(model, config.parallel))
     num_parameters = sum(p.numel() for p in model.parameters())
     found.model = f"{type(model).__name__} ({num_parameters:,} parameters)"

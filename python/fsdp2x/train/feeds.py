@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from fsdp2x.base.failures import reworded
 from fsdp2x.models.sequence.attention import base_model, use_varlen_attention
 from fsdp2x.models.sequence.loss import count_label_tokens, token_mean_loss
 from fsdp2x.models.sequence.packing import IGNORE, PackedBatch, micro_batches
 from fsdp2x.models.sequence.parallel import apply_context_parallel, apply_ulysses, init_sequence_mesh
-from fsdp2x.train.config import ConfigError, DataConfig, SequenceRanks, as_config_error
+from fsdp2x.train.config import ConfigError, DataConfig, SequenceRanks
 from fsdp2x.train.data import Blocks, BlockStream, Samples, held_out_batches
 from fsdp2x.train.distributed import mean_over_ranks
 from fsdp2x.train.strategy import Batching
@@ -153,7 +154,7 @@ def make_feed(
     _require_token_loss(model, data, sequence_ranks)
     common = {"model": model, "blocks": blocks, "stream": stream, "batching": batching, "device": device}
     if sequence_ranks.total > 1:
-        with as_config_error("parallel.sequence_parallel"):
+        with reworded(ConfigError, "parallel.sequence_parallel"):
             ulysses, size = sequence_ranks.ulysses, sequence_ranks.total
             if sequence_ranks.context == 1:
                 context = apply_ulysses(model, init_sequence_mesh(size, device.type).sequence)
@@ -162,7 +163,7 @@ def make_feed(
                 context = apply_context_parallel(model, mesh.sequence)
         return SequenceFeed(**common, data=data, context=context)
     if data.packing:
-        with as_config_error("data.packing"):
+        with reworded(ConfigError, "data.packing"):
             use_varlen_attention(model)
         return SequenceFeed(**common, data=data)
     return BlockFeed(**common)

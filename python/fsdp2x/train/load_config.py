@@ -5,17 +5,18 @@ It warns of keys without an effect, because a run without a warning would look a
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdp2x.base.arguments import checked
+from fsdp2x.base.failures import reworded
 from fsdp2x.train.config import ConfigError, TrainConfig
 from fsdp2x.train.parse import (
     SECTIONS,
@@ -90,13 +91,9 @@ class ConfigFile:
         line = None if key in self.overridden else self.lines.get(key)
         return "" if line is None else f"{self.path}:{line}: "
 
-    @contextlib.contextmanager
-    def located(self) -> Iterator[None]:
+    def located(self) -> AbstractContextManager[None]:
         """Adds its line to a `ConfigError` of the block about a key of the file."""
-        try:
-            yield
-        except ConfigError as error:
-            raise ConfigError(self.locate(str(error))) from error.__cause__
+        return reworded(ConfigError, lambda error: self.locate(str(error)), ConfigError)
 
     def locate(self, message: str) -> str:
         return "\n".join(map(self._locate, message.split("\n")))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import difflib
 import logging
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.base.failures import CheckpointError
+from fsdp2x.base.failures import CheckpointError, reworded
 from fsdp2x.io.hf.empty import build_empty, plain_config, read_config, read_hf_config
 from fsdp2x.io.hf.files import Checkpoint
 from fsdp2x.io.hf.layout import bars_of_rank_0
@@ -29,7 +28,7 @@ from fsdp2x.models.moe.units import apply_expert_patch, find_experts, use_groupe
 from fsdp2x.models.tiled_mlp import apply_tiled_mlp
 from fsdp2x.sharding.offload import HostOffloadPolicy, OffloadMode
 from fsdp2x.sharding.wrap import AutoWrap, plan_units
-from fsdp2x.train.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig, as_config_error
+from fsdp2x.train.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig
 from fsdp2x.train.parse import refuse_unknown
 from fsdp2x.train.schedule import decay_groups
 from fsdp2x.train.strategy import MeshPlan, plan_expert_mesh
@@ -103,17 +102,15 @@ def build_on_meta(
         return build_empty(model_class, read_hf_config(find_folder(config)), dtype, attn_implementation)
 
 
-@contextlib.contextmanager
-def _built_by_transformers(config: ModelConfig) -> Iterator[None]:
+def _built_by_transformers(config: ModelConfig) -> AbstractContextManager[None]:
     """Turns any exception of transformers into a `ConfigError` of one sentence."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        what = "model.config" if config.path is None else f"model.path={config.path}"
+    what = "model.config" if config.path is None else f"model.path={config.path}"
+
+    def say(error: Exception) -> str:
         said = " ".join(str(error).split())[:400]
-        raise ConfigError(f"{what}: transformers cannot build the model: {type(error).__name__}: {said}") from None
+        return f"{what}: transformers cannot build the model: {type(error).__name__}: {said}"
+
+    return reworded(ConfigError, say, Exception)
 
 
 def find_folder(config: ModelConfig) -> Path:
@@ -121,10 +118,8 @@ def find_folder(config: ModelConfig) -> Path:
     folder = Path(config.path or "").expanduser()
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path: got {config.path!r}, expected a local directory with a config.json")
-    try:
+    with reworded(ConfigError, "model.path", CheckpointError):
         read_config(folder / "config.json")
-    except CheckpointError as error:
-        raise ConfigError(f"model.path: {error}") from None
     return folder
 
 
@@ -133,10 +128,8 @@ def check_folder(config: ModelConfig) -> Path:
     folder = find_folder(config)
     if config.load == "whole" and not any(folder.glob("*.safetensors")):
         raise ConfigError(f"model.path: {config.path} has no *.safetensors. Use model.load=rows for other weights.")
-    try:
+    with reworded(ConfigError, "model.path", CheckpointError):
         Checkpoint([folder]).close()  # raises if files contradict themselves or their index
-    except CheckpointError as error:
-        raise ConfigError(f"model.path: {error}") from None
     return folder
 
 
@@ -208,7 +201,7 @@ def make_sharded(
             raise ConfigError("parallel.expert_parallel: ranks must load full experts first. Set model.load=whole.")
         empty = build_on_meta(config.model, torch.float32)
         policy = _told_policy(empty, parallel)
-        with as_config_error("model"):
+        with reworded(ConfigError, "model"):
             model = from_pretrained(
                 find_folder(config.model),
                 dtype=getattr(torch, config.model.dtype),
@@ -224,7 +217,7 @@ def make_sharded(
     if parallel.expert_parallel > 1:
         spread_experts(model, parallel, device, options)
         policy = True if policy is None else policy  # None would see that a part is already sharded
-    with as_config_error("parallel"):
+    with reworded(ConfigError, "parallel"):
         fully_shard(model, auto_wrap=policy, **options)
     _set_wire(model, parallel)
     return RunModel(model, **noted)
@@ -232,7 +225,7 @@ def make_sharded(
 
 def _set_wire(model: Any, parallel: ParallelConfig) -> None:
     if parallel.wire_weights is not None or parallel.wire_gradients is not None:
-        with as_config_error("parallel.wire_weights, parallel.wire_gradients"):
+        with reworded(ConfigError, "parallel.wire_weights, parallel.wire_gradients"):
             model.set_wire_dtype(weights=parallel.wire_weights, gradients=parallel.wire_gradients)
 
 
@@ -240,7 +233,7 @@ def _told_policy(model: torch.nn.Module, parallel: ParallelConfig) -> bool | lis
     if dist.get_rank() == 0:
         for name, why in idle_expert_units(model, parallel).items():
             logger.warning("parallel.expert_units=%s: %s", name, why)
-    with as_config_error("parallel"):
+    with reworded(ConfigError, "parallel"):
         return unit_policy(model, parallel)
 
 
@@ -248,19 +241,19 @@ def prepare(model: torch.nn.Module, config: TrainConfig) -> torch.nn.Module:
     """Makes all changes of the model before sharding, and returns the model to shard."""
     wanted, lora = config.model, config.lora
     if wanted.tiled_mlp:
-        with as_config_error("model.tiled_mlp"):
+        with reworded(ConfigError, "model.tiled_mlp"):
             apply_tiled_mlp(model, num_shards=wanted.tiled_mlp)
     if wanted.expert_patch:
-        with as_config_error("model.expert_patch"):
+        with reworded(ConfigError, "model.expert_patch"):
             apply_expert_patch(model)
     if wanted.grouped_gemm:
-        with as_config_error("model.grouped_gemm"):
+        with reworded(ConfigError, "model.grouped_gemm"):
             use_grouped_gemm(model)
     if lora.rank:
-        with as_config_error("lora"):
+        with reworded(ConfigError, "lora"):
             model = add_lora(model, dataclasses.asdict(lora))
     if wanted.freeze:
-        with as_config_error("model.freeze"):
+        with reworded(ConfigError, "model.freeze"):
             num_frozen = freeze_module_prefix(model, wanted.freeze)
         logger.info("%d parameters are frozen: %s", num_frozen, ", ".join(wanted.freeze))
     if config.train.mode == "evaluate":
@@ -338,7 +331,7 @@ def spread_experts(model: torch.nn.Module, config: ParallelConfig, device: torch
     shape, axes = plan_expert_mesh(config, dist.get_world_size())
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes)
     allowed = ("mp_policy", "reshard_after_forward", "transport", "timeout")
-    with as_config_error("parallel.expert_parallel"):
+    with reworded(ConfigError, "parallel.expert_parallel"):
         expert_parallel(model, mesh, **{k: options[k] for k in allowed})
 
 

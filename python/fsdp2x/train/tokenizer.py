@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fsdp2x.base.failures import reworded
 from fsdp2x.io.hf.save import TOKENIZER_FILES
 from fsdp2x.train.config import ConfigError
 
@@ -84,11 +85,9 @@ def _load(folder: str) -> Any:
     path = Path(folder).expanduser()
     if not has_tokenizer(path):
         raise ConfigError(f"data.tokenizer: got {folder!r}, expected 'bytes' or a local directory with a tokenizer")
-    try:
+    # A damaged file makes transformers, tokenizers and sentencepiece raise exceptions of any type.
+    with reworded(ConfigError, f"data.tokenizer: the tokenizer in {path} cannot be loaded", Exception):
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # what a damaged file makes transformers, tokenizers or sentencepiece raise
-        said = " ".join(str(error).split())[:300]
-        raise ConfigError(f"data.tokenizer: the tokenizer in {path} cannot be loaded: {said}") from None
 
 
 def has_tokenizer(folder: str | Path) -> bool:

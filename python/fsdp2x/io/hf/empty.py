@@ -5,17 +5,16 @@ It checks a config before transformers reads it.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import re
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp2x.base.failures import CheckpointError, first_line
+from fsdp2x.base.failures import CheckpointError, first_line, reworded
 from fsdp2x.io.formats.safe_files import read_json
 from fsdp2x.io.hf.files import Checkpoint
 from fsdp2x.io.names import ForeignModel
@@ -62,20 +61,15 @@ def empty_model(folder: Path) -> nn.Module:
         return build_empty(None, config, config.dtype or dtype_of_files(folder))
 
 
-@contextlib.contextmanager
-def told_of(path: Path) -> Iterator[None]:
+def told_of(path: Path) -> AbstractContextManager[None]:
     """Turns any exception of transformers about a config.json, or the one in a folder, into a `CheckpointError`."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        if error.strerror is None:
-            raise CheckpointError(f"{path}: {first_line(error)}") from None
-        raise CheckpointError(f"{error.filename or path}: {error.strerror}") from None
-    except Exception as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise CheckpointError(f"{_file_of(path)}: transformers cannot build the model: {reason}") from None
+
+    def say(error: Exception) -> str:
+        if isinstance(error, OSError):
+            return f"{error.filename or path if error.strerror else path}: {error.strerror or first_line(error)}"
+        return f"{_file_of(path)}: transformers cannot build the model: {type(error).__name__}: {first_line(error)}"
+
+    return reworded(CheckpointError, say, Exception)
 
 
 def read_hf_config(path: Path) -> Any:

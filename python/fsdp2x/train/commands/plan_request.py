@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp2x.base.failures import CheckpointError, reworded
 from fsdp2x.models.sequence.attention import find_decoder, head_counts, head_dims
 from fsdp2x.models.sequence.exchange import ExchangedBytes
 from fsdp2x.models.sequence.layout import Peers, RankPart
@@ -24,7 +25,7 @@ from fsdp2x.plan.plan import planned_facts, planned_report, usual_device
 from fsdp2x.plan.report import MemoryReport, check_micro_batches, columns, readable
 from fsdp2x.sharding.transport import TransportKind
 from fsdp2x.train import ConfigError, TrainConfig
-from fsdp2x.train.config import SequenceRanks, as_config_error
+from fsdp2x.train.config import SequenceRanks
 from fsdp2x.train.load_config import ConfigFile, parse_incomplete
 from fsdp2x.train.model import build_on_meta, offload_mode, prepare, unit_policy
 from fsdp2x.train.strategy import plan_mesh, resolve_batching, usual_node
@@ -245,15 +246,11 @@ def parse_bytes(text: str) -> int:
 
 def _build(path: Path, dtype: str | None) -> nn.Module:
     """Builds the model of a config.json without weights, in the requested dtype or the config's."""
-    from fsdp2x.base.failures import CheckpointError
     from fsdp2x.io.hf.empty import build_empty, read_hf_config, told_of
 
-    try:
-        with told_of(path):
-            config = read_hf_config(path)
-            return build_empty(None, config, getattr(torch, dtype) if dtype else config.dtype or torch.float32)
-    except CheckpointError as error:
-        raise ConfigError(f"config {error}") from None
+    with reworded(ConfigError, lambda error: f"config {error}", CheckpointError), told_of(path):
+        config = read_hf_config(path)
+        return build_empty(None, config, getattr(torch, dtype) if dtype else config.dtype or torch.float32)
 
 
 # ---- conversion of a training YAML to a plan
@@ -333,7 +330,7 @@ def _plan_sequences(model: nn.Module, config: TrainConfig, world_size: int, item
     if config.data.packing:
         rows, length = 1, config.data.max_tokens or length
     positions = rows * (length + -length % part.multiple)
-    with as_config_error("parallel.sequence_parallel"):
+    with reworded(ConfigError, "parallel.sequence_parallel"):
         shape = find_decoder(model).config
         layer = ExchangedBytes.of(positions, head_counts(shape), head_dims(shape), ranks, itemsize)
     layers, trains = shape.num_hidden_layers, config.train.mode == "train"
