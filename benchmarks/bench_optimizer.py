@@ -16,9 +16,9 @@ fp32, one thread a rank. A row counts only if norms and parameters agree at the 
 step reads parameter, gradient, and two moments, and writes all but the gradient.
 
 ``--offload``: steps of 12.6 M parameters in 12 units with shards in CPU memory. The sides differ in where AdamW runs:
-after backward or during it (``step_in_backward``), and on a thread bound to the rank's core or not. In the case
-``device`` the host is idle for 6 ms of each unit's backward, as if a GPU computed. In the case ``host`` the CPU
-computes. A row counts only if all sides have the same parameters, bit for bit.
+after backward or during it (``step_in_backward``). In the case ``device`` the host is idle for 6 ms of each unit's
+backward, as if a GPU computed. In the case ``host`` the CPU computes. A row counts only if all sides have the same
+parameters, bit for bit.
 """
 
 from __future__ import annotations
@@ -174,11 +174,8 @@ def run_case(case: Case, steps: int) -> dict:
     return result
 
 
-def offloading_side(
-    case: Case, device_s: float, core: int | None, in_backward: bool
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+def offloading_side(case: Case, device_s: float, in_backward: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
     import fsdp2x
-    from fsdp2x.base.native import _C
 
     model = build_model(case)
     policy = fsdp2x.HostOffloadPolicy("all", pin_memory=False)
@@ -187,20 +184,13 @@ def offloading_side(
         fsdp2x.fully_shard(unit, auto_wrap=False, offload_policy=policy)
     fsdp2x.fully_shard(model, auto_wrap=False, offload_policy=policy)
     optimizer = fsdp2x.optim.AdamW(model.parameters(), lr=1e-3, step_in_backward=in_backward)
-    threads = _C.StepThreads(1, [] if core is None else [core])
-    optimizer._in_backward.threads = threads
-    optimizer._on_device = _C.DeviceSteps(threads=None if core is None else threads)
     return model, optimizer
 
 
 def run_offload(case: Case, device_s: float, steps: int) -> dict:
-    cores = sorted(os.sched_getaffinity(0))
-    core = cores[dist.get_rank() % len(cores)]
     sides = {
-        "after": offloading_side(case, device_s, None, False),
-        "after, bound": offloading_side(case, device_s, core, False),
-        "in backward": offloading_side(case, device_s, None, True),
-        "in backward, bound": offloading_side(case, device_s, core, True),
+        "after": offloading_side(case, device_s, False),
+        "in backward": offloading_side(case, device_s, True),
     }
 
     def make(model: nn.Module, optimizer: torch.optim.Optimizer):

@@ -49,20 +49,17 @@ void bind_rules(py::module_& m, RuleList<Rules...>) {
 
 void bind_optim(py::module_& m) {
   py::class_<StepThreads, std::shared_ptr<StepThreads>>(m, "StepThreads")
-      .def(py::init<size_t, std::vector<int>>(), py::arg("num_threads"), py::arg("cores"))
+      .def(py::init<size_t>(), py::arg("num_threads"))
       .def("wait", &StepThreads::wait, py::call_guard<py::gil_scoped_release>())
-      .def("finish",
-           [](StepThreads& self) {
-             {
-               const py::gil_scoped_release released;
-               self.wait();
-             }
-             self.finish();
-           })
-      .def_property_readonly("num_threads", &StepThreads::num_threads);
+      .def("finish", [](StepThreads& self) {
+        {
+          const py::gil_scoped_release released;
+          self.wait();
+        }
+        self.finish();
+      });
   py::class_<DeviceSteps>(m, "DeviceSteps")
-      .def(py::init<const cuda::Kernels*, std::shared_ptr<StepThreads>>(), py::arg("on_host") = nullptr,
-           py::arg("threads") = nullptr)
+      .def(py::init<const cuda::Kernels*>(), py::arg("on_host") = nullptr)
       .def_property_readonly("num_plans", &DeviceSteps::num_plans);
   m.def(
       "adamw_step",

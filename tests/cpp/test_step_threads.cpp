@@ -1,6 +1,5 @@
 // Threads of optimizer steps: every element once, errors, the end of the object with work left, forked children.
 #include <gtest/gtest.h>
-#include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -37,7 +36,7 @@ std::vector<std::atomic<int>> fill(StepThreads& threads, const std::vector<int64
 
 TEST(StepThreads, RunsEveryElementOnce) {
   for (const size_t num_threads : {1, 2, 5}) {
-    StepThreads threads(num_threads, {});
+    StepThreads threads(num_threads);
     for (const std::vector<int64_t>& totals :
          {std::vector<int64_t>{}, {0}, {1}, {0, 7, 0}, {1 << 18, 1, 1 << 19}, {900'001, 0, 3, 1'000'000}}) {
       int64_t total = 0;
@@ -49,7 +48,7 @@ TEST(StepThreads, RunsEveryElementOnce) {
 }
 
 TEST(StepThreads, FinishThrowsTheFirstErrorAndGoesOn) {
-  StepThreads threads(2, {});
+  StepThreads threads(2);
   bool is_done = false;
   const auto fail = [](int64_t begin, int64_t) {
     if (begin > 0) throw std::runtime_error("no memory for a range");
@@ -63,7 +62,7 @@ TEST(StepThreads, FinishThrowsTheFirstErrorAndGoesOn) {
 TEST(StepThreads, EndsBehindWhatWasBegun) {
   std::atomic<int> num_ranges = 0;
   {
-    StepThreads threads(1, {});
+    StepThreads threads(1);
     threads.begin(
         int64_t{1} << 20,
         [&](int64_t, int64_t) {
@@ -75,33 +74,8 @@ TEST(StepThreads, EndsBehindWhatWasBegun) {
   EXPECT_EQ(num_ranges, 4);
 }
 
-TEST(StepThreads, RunsOnItsCoresAndElsewhereIfThoseAreNotToBeHad) {
-  cpu_set_t allowed;
-  ASSERT_EQ(::sched_getaffinity(0, sizeof(allowed), &allowed), 0);
-  int core = 0;
-  while (!CPU_ISSET(core, &allowed)) ++core;
-  for (const int wanted : {core, CPU_SETSIZE - 1}) {
-    StepThreads threads(1, {wanted});
-    int num_cores = 0;
-    threads.begin(
-        1,
-        [&](int64_t, int64_t) {
-          // The maker binds a thread that may run already.
-          for (int i = 0; i < 100 && (num_cores == 0 || (wanted == core && num_cores != 1)); ++i) {
-            cpu_set_t own;
-            ::sched_getaffinity(0, sizeof(own), &own);
-            num_cores = CPU_COUNT(&own);
-            std::this_thread::sleep_for(std::chrono::milliseconds(1));
-          }
-        },
-        nullptr);
-    threads.finish();
-    EXPECT_EQ(num_cores, wanted == core ? 1 : CPU_COUNT(&allowed));
-  }
-}
-
 TEST(StepThreads, AForkedChildStartsItsOwn) {
-  auto threads = std::make_unique<StepThreads>(1, std::vector<int>{});
+  auto threads = std::make_unique<StepThreads>(1);
   fill(*threads, {5}, false);
   threads->begin(
       1, [](int64_t, int64_t) { std::this_thread::sleep_for(std::chrono::milliseconds(50)); }, nullptr);

@@ -18,12 +18,10 @@
 
 #include <algorithm>
 #include <cstring>
-#include <memory>
 #include <utility>
 #include <vector>
 
 #include "engine/memory/device_kernels.hpp"
-#include "engine/optim/step_threads.hpp"
 #include "kernels/rules/optimizer_rules.hpp"
 
 namespace fsdp2x {
@@ -31,12 +29,9 @@ namespace fsdp2x {
 // State that an optimizer keeps between its steps.
 class DeviceSteps {
  public:
-  // `threads`: of steps on the host; null: torch's.
-  DeviceSteps(const cuda::Kernels* on_host, std::shared_ptr<StepThreads> threads)
-      : kernels_(on_host), threads_(std::move(threads)) {}
+  explicit DeviceSteps(const cuda::Kernels* on_host) : kernels_(on_host) {}
 
   const DeviceKernels& kernels() const { return kernels_; }
-  StepThreads* threads() const { return threads_.get(); }
   // Enqueues one step on the current streams. `grad_scale`: undefined, or one number that multiplies all gradients.
   template <class Iterator>
   void run(Iterator first, Iterator last, const at::Tensor& grad_scale);
@@ -48,7 +43,6 @@ class DeviceSteps {
   KeptPlans<cuda::FloatSegment>& plans_of(const cuda::FloatSegment&) { return float_plans_; }
 
   DeviceKernels kernels_;
-  std::shared_ptr<StepThreads> threads_;
   KeptPlans<cuda::AdamWSegment> adamw_plans_;
   KeptPlans<cuda::FloatSegment> float_plans_;
 };

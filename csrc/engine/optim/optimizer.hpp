@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "engine/optim/device_steps.hpp"
+#include "engine/optim/step_threads.hpp"
 #include "engine/torch/py_ref.hpp"
 
 namespace fsdp2x {

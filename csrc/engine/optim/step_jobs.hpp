@@ -99,14 +99,7 @@ void run_all(std::vector<Job>& jobs, DeviceSteps* on_device, const at::Tensor& g
     const ReleaseGil released;
     const std::vector<int64_t> numels = numels_of(jobs);
     const auto run_job = [&](size_t i, int64_t begin, int64_t end) { run(jobs[i], begin, end); };
-    const int64_t total = std::accumulate(numels.begin(), numels.end(), int64_t{0});
-    StepThreads* const threads = on_device == nullptr ? nullptr : on_device->threads();
-    if (threads == nullptr || total <= kGrainNumel) {
-      for_each_range(numels, run_job);
-    } else {
-      threads->begin(total, by_item(numels, run_job), nullptr);
-      threads->finish();
-    }
+    for_each_range(numels, run_job);
   }
   for (const Job& job : jobs) job.pair.bump_versions();
 }

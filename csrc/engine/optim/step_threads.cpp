@@ -2,7 +2,6 @@
 #include "engine/optim/step_threads.hpp"
 
 #include <pthread.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <condition_variable>
@@ -71,8 +70,7 @@ struct StepThreads::State {
   }
 };
 
-StepThreads::StepThreads(size_t num_threads, std::vector<int> cores)
-    : num_threads_(std::max<size_t>(num_threads, 1)), cores_(std::move(cores)) {}
+StepThreads::StepThreads(size_t num_threads) : num_threads_(std::max<size_t>(num_threads, 1)) {}
 
 StepThreads::~StepThreads() {
   if (!state_) return;
@@ -95,16 +93,9 @@ void StepThreads::start() {
   }
   if (state_) return;
   state_ = std::make_unique<State>();
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  for (const int core : cores_) {
-    if (core >= 0 && core < CPU_SETSIZE) CPU_SET(core, &set);
-  }
   for (size_t i = 0; i < num_threads_; ++i) {
     std::thread& thread = state_->threads.emplace_back([state = state_.get()] { state->serve(); });
     ::pthread_setname_np(thread.native_handle(), "fsdp2x_step");
-    // Cores may be taken from a process while it runs: then the thread stays where its maker may be.
-    if (!cores_.empty()) ::pthread_setaffinity_np(thread.native_handle(), sizeof(set), &set);
   }
 }
 

@@ -1,11 +1,10 @@
-// An optimizer's threads for steps on the host. They may be bound to cores, and work while the caller does. No torch.
+// An optimizer's threads for steps on the host, which work while the caller does. No torch.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <vector>
 
 #include "shm/process_guard.hpp"
 
@@ -15,8 +14,7 @@ namespace fsdp2x {
 // In a forked child they start again. One thread at a time may call.
 class StepThreads {
  public:
-  // `cores`: where they may run; empty: wherever their maker may.
-  StepThreads(size_t num_threads, std::vector<int> cores);
+  explicit StepThreads(size_t num_threads);
   ~StepThreads();
   StepThreads(const StepThreads&) = delete;
   StepThreads& operator=(const StepThreads&) = delete;
@@ -29,14 +27,11 @@ class StepThreads {
   // The same, calls what `done` says, and throws the first exception of a range.
   void finish();
 
-  size_t num_threads() const { return num_threads_; }
-
  private:
   struct State;
   void start();
 
   size_t num_threads_;
-  std::vector<int> cores_;
   cpu::ProcessGuard process_;
   std::unique_ptr<State> state_;
 };

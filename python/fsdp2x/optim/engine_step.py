@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2x.base.cores import step_cores
 from fsdp2x.base.native import _C
 from fsdp2x.base.optimizer_hooks import refuse_stale
 from fsdp2x.optim.clip import check_max_grad_norm, measure_in_step
@@ -34,9 +33,8 @@ class EngineStep(torch.optim.Optimizer):
 
     def _begin_afresh(self) -> None:
         """Makes the parts that belong to this object alone and are neither copied nor pickled."""
-        cores = step_cores()
-        self._threads = _C.StepThreads(cores.num_threads, list(cores.cores))
-        self._on_device = _C.DeviceSteps(threads=self._threads if cores.cores else None)
+        self._threads = _C.StepThreads(torch.get_num_threads())
+        self._on_device = _C.DeviceSteps()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

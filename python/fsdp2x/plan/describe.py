@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from fsdp2x.base.arguments import checked
-from fsdp2x.base.cores import step_cores
 from fsdp2x.base.native import _C
 from fsdp2x.lifecycle.tree import roots_of, unit_states
 from fsdp2x.lifecycle.unit import ShardedUnit
@@ -44,7 +43,6 @@ class ModelReport:
     transport: str
     stats: dict
     advice: tuple[str, ...] = ()
-    host_steps: str = ""  # where this rank steps what lies in host memory; empty: nothing does
     matrices: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -76,8 +74,6 @@ class ModelReport:
                 f", gather slots owned {self.stats['gather_slots_owned']} "
                 f"(peak {self.stats['peak_gather_bytes']:,} bytes), owners: {self.stats['owners']}"
             )
-        if self.host_steps:
-            tail += f"\nsteps on the host: {self.host_steps}"
         return "\n".join([*columns([head, *rows, total]), tail, *self.advice, *self.matrices])
 
 
@@ -102,13 +98,8 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
         transport=_transports(states),
         stats=root.stats() if root is not None else {},
         advice=tuple(advice(padding_in((group for state in states for group in state.groups), model))),
-        host_steps=step_cores().reason if any(_is_on_host(state) for state in states) else "",
         matrices=tuple(describe_groups(optimizer.param_groups, fqns)) if isinstance(optimizer, Muon) else (),
     )
-
-
-def _is_on_host(state: ShardedUnit) -> bool:
-    return any(group.offloads or group.ranks.device.type == "cpu" for group in state.groups)
 
 
 def _transports(states: list[ShardedUnit]) -> str:

@@ -51,13 +51,6 @@ def test_a_transport_that_does_not_exist(capsys, monkeypatch):
     assert report(capsys)[1].splitlines()[-1] == "can run: no, because of transport"
 
 
-def test_cores_for_optimizer_steps(capsys, monkeypatch):
-    assert "torch: no other rank" in by_name(capsys)[1]["would be used", "steps on the host"]["value"]
-    monkeypatch.setenv("FSDP2X_STEP_CORES", "on")
-    status, rows = by_name(capsys)
-    assert status == 1 and "expected auto or off" in rows["would be used", "steps on the host"]["value"]
-
-
 @pytest.mark.parametrize("num_gpus", [1, 2])
 def test_registered_memory_is_named_for_several_gpus(monkeypatch, num_gpus):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)

@@ -21,7 +21,7 @@ from fsdp2x.train.commands.shared import show
 GIB = 2**30
 PACKAGES = ("transformers", "tokenizers", "safetensors", "accelerate", "peft", "matplotlib", "tensorboard")
 VARIABLES = (
-    "FSDP2X_TRANSPORT", "FSDP2X_DEBUG", "FSDP2X_STEP_CORES", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
+    "FSDP2X_TRANSPORT", "FSDP2X_DEBUG", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
     "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_DIST_USE_NCCL2", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_DEBUG",
 )  # fmt: skip
 # A rank opens a shared-memory file and a socket for each rank of its host, in addition to data and libraries.
@@ -214,23 +214,6 @@ def _choices() -> Iterator[Finding]:
     if not dist.is_gloo_available():
         yield Finding(topic, "gloo", "missing in this torch", "wrong", "install a torch that has it")
     yield Finding(topic, "kernels", _kernels(has_gpu))
-    yield _step_cores(topic)
-
-
-def _step_cores(topic: str) -> Finding:
-    """Where the first rank would step what lies in host memory, with a rank for each GPU."""
-    import torch
-
-    from fsdp2x.base.cores import OPTION, step_cores
-
-    num_ranks = torch.cuda.device_count()
-    launched = {} if num_ranks < 2 or "LOCAL_WORLD_SIZE" in os.environ else {
-        "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(num_ranks), "TORCHELASTIC_RUN_ID": "doctor"
-    }  # fmt: skip
-    try:
-        return Finding(topic, "steps on the host", step_cores({**os.environ, **launched}).reason)
-    except ValueError as error:
-        return Finding(topic, "steps on the host", str(error), "wrong", f"unset {OPTION}")
 
 
 def _nccl(topic: str) -> Finding:
