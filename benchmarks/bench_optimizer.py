@@ -1,6 +1,6 @@
 """Measures clipping and AdamW of fsdp2x against torch's on FSDP2, alternating in one run.
 
-    python benchmarks/bench_optimizer.py [--cases units large] [--offload] [--steps 15] [--runs 1] [--json FILE]
+    python benchmarks/bench_optimizer.py [--cases units large] [--steps 15] [--runs 1] [--json FILE]
 
 Starts its own 2 ranks. All sides have the same weights, units, and gradients, before every step as backward left them.
 fp32, one thread a rank. A row counts only if norms and parameters agree at the end.
@@ -14,11 +14,6 @@ fp32, one thread a rank. A row counts only if norms and parameters agree at the 
 
 ``floor`` is the time of 28 bytes per element, at the speed of an in-place multiplication measured in the same run. A
 step reads parameter, gradient, and two moments, and writes all but the gradient.
-
-``--offload``: steps of 12.6 M parameters in 12 units with shards in CPU memory. The sides differ in where AdamW runs:
-after backward or during it (``step_in_backward``). In the case ``device`` the host is idle for 6 ms of each unit's
-backward, as if a GPU computed. In the case ``host`` the CPU computes. A row counts only if all sides have the same
-parameters, bit for bit.
 """
 
 from __future__ import annotations
@@ -52,35 +47,14 @@ CASES = {
 }
 
 
-OFFLOADED = Case(num_units=12, num_params=4, shape=(512, 512))
-OFFLOAD_PLACES = {"host": 0.0, "device": 6e-3}  # seconds of a unit's backward in which the host is idle
-
-
-class DeviceTime(torch.autograd.Function):
-    """Stands for a device that computes a unit's backward: the host is idle."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        time.sleep(ctx.seconds)
-        return grad, None
-
-
 class Unit(nn.Module):
     """A bag of parameters."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.weights = nn.ParameterList(nn.Parameter(torch.randn(case.shape)) for _ in range(case.num_params))
-        self.device_s = 0.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.device_s:
-            return DeviceTime.apply(x, self.device_s) + torch.stack([weight.sum() for weight in self.weights]).mean()
         return x * torch.stack([weight.square().mean() for weight in self.weights]).sum()
 
 
@@ -174,54 +148,6 @@ def run_case(case: Case, steps: int) -> dict:
     return result
 
 
-def offloading_side(case: Case, device_s: float, in_backward: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-    import fsdp2x
-
-    model = build_model(case)
-    policy = fsdp2x.HostOffloadPolicy("all", pin_memory=False)
-    for unit in model:
-        unit.device_s = device_s
-        fsdp2x.fully_shard(unit, auto_wrap=False, offload_policy=policy)
-    fsdp2x.fully_shard(model, auto_wrap=False, offload_policy=policy)
-    optimizer = fsdp2x.optim.AdamW(model.parameters(), lr=1e-3, step_in_backward=in_backward)
-    return model, optimizer
-
-
-def run_offload(case: Case, device_s: float, steps: int) -> dict:
-    sides = {
-        "after": offloading_side(case, device_s, False),
-        "in backward": offloading_side(case, device_s, True),
-    }
-
-    def make(model: nn.Module, optimizer: torch.optim.Optimizer):
-        def step(timer: harness.PhaseTimer) -> None:
-            x = torch.ones(1, requires_grad=True)
-            loss = model(x).sum()
-            timer.mark("forward")
-            loss.backward()
-            timer.mark("backward")
-            optimizer.step()
-            timer.mark("optimizer")
-            optimizer.zero_grad()
-
-        return step
-
-    samples = harness.alternate({name: make(*side) for name, side in sides.items()}, warmup=3, count=steps)
-    first, *others = ([param.to_local() for param in model.parameters()] for model, _ in sides.values())
-    assert all(torch.equal(one, other) for side in others for one, other in zip(first, side, strict=True))
-    return {name: sample.summary() for name, sample in samples.items()}
-
-
-def offload_rows(results: dict) -> list[list[str]]:
-    rows = [["backward on", "AdamW", "step, ms", "backward, ms", "optimizer, ms", "speedup"]]
-    for place, sides in results.items():
-        base = sides["after"]["step"]["median_ms"]
-        for name, found in sides.items():
-            times = [harness.spread(found[phase], 1) for phase in ("step", "backward", "optimizer")]
-            rows.append([place, name, *times, f"{base / found['step']['median_ms']:.2f}x"])
-    return rows
-
-
 def rows_of(results: dict) -> list[list[str]]:
     """The table: medians of each phase, and what memory speed allows."""
     header = [
@@ -246,7 +172,6 @@ def rows_of(results: dict) -> list[list[str]]:
 def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--offload", action="store_true", help="steps on the host, in backward and after it, instead")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--runs", type=int, default=1, help="times that it is all done, in new processes; needs --json")
     args = parser.parse_args()
@@ -255,13 +180,10 @@ def main() -> int:
     if "RANK" not in os.environ:
         return harness.launch(__file__, world=2, timeout_s=1800)
     rank = harness.start_group()
-    if args.offload:
-        results = {place: run_offload(OFFLOADED, wait_s, args.steps) for place, wait_s in OFFLOAD_PLACES.items()}
-    else:
-        results = {name: run_case(CASES[name], args.steps) for name in args.cases}
+    results = {name: run_case(CASES[name], args.steps) for name in args.cases}
     if rank == 0:
-        print(harness.table(offload_rows(results) if args.offload else rows_of(results)), flush=True)
-        harness.save(args.json, "offload" if args.offload else "optimizer", results)
+        print(harness.table(rows_of(results)), flush=True)
+        harness.save(args.json, "optimizer", results)
     dist.destroy_process_group()
     return 0
 

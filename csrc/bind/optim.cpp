@@ -48,16 +48,6 @@ void bind_rules(py::module_& m, RuleList<Rules...>) {
 }  // namespace
 
 void bind_optim(py::module_& m) {
-  py::class_<StepThreads, std::shared_ptr<StepThreads>>(m, "StepThreads")
-      .def(py::init<size_t>(), py::arg("num_threads"))
-      .def("wait", &StepThreads::wait, py::call_guard<py::gil_scoped_release>())
-      .def("finish", [](StepThreads& self) {
-        {
-          const py::gil_scoped_release released;
-          self.wait();
-        }
-        self.finish();
-      });
   py::class_<DeviceSteps>(m, "DeviceSteps")
       .def(py::init<const cuda::Kernels*>(), py::arg("on_host") = nullptr)
       .def_property_readonly("num_plans", &DeviceSteps::num_plans);
@@ -72,15 +62,6 @@ void bind_optim(py::module_& m) {
       },
       py::arg("groups"), py::arg("state"), py::arg("make_state"), py::arg("narrow_moments"), py::arg("stochastic"),
       py::arg("seed"), py::arg("on_device"), py::arg("grad_scale"));
-  m.def(
-      "adamw_begin",
-      [](const std::vector<AdamWTuple>& tuples, const py::dict& state, const py::function& make_state,
-         bool narrow_moments, const py::object& stochastic, uint64_t seed, StepThreads& threads) {
-        return adamw_begin(groups_of<AdamWGroup>(tuples), state.ptr(), make_state.ptr(),
-                           {narrow_moments, own_unless_none(stochastic), seed}, threads);
-      },
-      py::arg("groups"), py::arg("state"), py::arg("make_state"), py::arg("narrow_moments"), py::arg("stochastic"),
-      py::arg("seed"), py::arg("threads"));
   m.def("num_moment_blocks", &num_moment_blocks, py::arg("numel"));
   m.def("decode_moments", &decode_moments, py::arg("codes"), py::arg("scales"), py::arg("is_signed"));
   m.def("encode_moments", &encode_moments, py::arg("values"), py::arg("is_signed"));

@@ -242,11 +242,4 @@ LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyOb
   return left_over;
 }
 
-LeftOver adamw_begin(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state,
-                     const NarrowRules& rules, StepThreads& threads) {
-  LeftOver left_over;
-  begin_all(adamw_jobs(groups, state, make_state, rules, nullptr, left_over), threads);
-  return left_over;
-}
-
 }  // namespace fsdp2x

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "engine/optim/device_steps.hpp"
-#include "engine/optim/step_threads.hpp"
 #include "engine/torch/py_ref.hpp"
 
 namespace fsdp2x {
@@ -50,11 +49,6 @@ struct NarrowRules {
 // does not change them. The host waits for a number on a device only if it has parameters to step itself.
 LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state,
                     const NarrowRules& rules, DeviceSteps* on_device, const at::Tensor& grad_scale);
-
-// The same for parameters in CPU memory, in `threads` while the caller continues. Others are left over. The step ends
-// with StepThreads::finish(), which needs the GIL. Until then the caller keeps the parameters.
-LeftOver adamw_begin(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state,
-                     const NarrowRules& rules, StepThreads& threads);
 
 // Returns zero tensors, each with a separate storage, in one block of memory that lives as long as any of them.
 std::vector<at::Tensor> pooled_zeros(const std::vector<std::pair<std::vector<int64_t>, at::ScalarType>>& shapes);

@@ -20,15 +20,12 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
-#include <numeric>
 #include <utility>
 #include <vector>
 
 #include "engine/memory/local_tensor.hpp"
 #include "engine/optim/device_steps.hpp"
 #include "engine/optim/optimizer.hpp"
-#include "engine/optim/step_threads.hpp"
 #include "engine/torch/gil.hpp"
 #include "engine/torch/parallel.hpp"
 
@@ -69,13 +66,6 @@ inline const std::byte* const_bytes_at(const at::Tensor& tensor, int64_t index) 
   return static_cast<const std::byte*>(tensor.const_data_ptr()) + static_cast<size_t>(index) * tensor.element_size();
 }
 
-template <class Job>
-std::vector<int64_t> numels_of(const std::vector<Job>& jobs) {
-  std::vector<int64_t> numels;
-  for (const Job& job : jobs) numels.push_back(job.pair.param.tensor.numel());
-  return numels;
-}
-
 // Runs the jobs on a device and removes them from `jobs`.
 template <class Job>
 void run_on_device(std::vector<Job>& jobs, DeviceSteps& steps, const at::Tensor& grad_scale) {
@@ -97,27 +87,11 @@ void run_all(std::vector<Job>& jobs, DeviceSteps* on_device, const at::Tensor& g
   }
   {
     const ReleaseGil released;
-    const std::vector<int64_t> numels = numels_of(jobs);
-    const auto run_job = [&](size_t i, int64_t begin, int64_t end) { run(jobs[i], begin, end); };
-    for_each_range(numels, run_job);
+    std::vector<int64_t> numels;
+    for (const Job& job : jobs) numels.push_back(job.pair.param.tensor.numel());
+    for_each_range(numels, [&](size_t i, int64_t begin, int64_t end) { run(jobs[i], begin, end); });
   }
   for (const Job& job : jobs) job.pair.bump_versions();
-}
-
-// The same for jobs in CPU memory, in `threads`, while the caller continues. They end with StepThreads::finish(), which
-// needs the GIL. Until then the parameters' objects must live.
-template <class Job>
-void begin_all(std::vector<Job>&& jobs, StepThreads& threads) {
-  const std::vector<int64_t> numels = numels_of(jobs);
-  // Shards do not move while something holds their storage (Shards::may_move).
-  std::vector<c10::Storage> storages;
-  for (const Job& job : jobs) storages.push_back(job.pair.param.tensor.storage());
-  const auto kept = std::make_shared<const std::vector<Job>>(std::move(jobs));
-  const auto run_job = [kept](size_t i, int64_t begin, int64_t end) { run((*kept)[i], begin, end); };
-  threads.begin(std::accumulate(numels.begin(), numels.end(), int64_t{0}), by_item(numels, run_job),
-                [kept, storages = std::move(storages)] {
-                  for (const Job& job : *kept) job.pair.bump_versions();
-                });
 }
 
 // Calls take(group number, index, parameter, gradient) for every parameter with a gradient. If it returns false, the

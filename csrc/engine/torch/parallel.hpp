@@ -5,8 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <numeric>
-#include <utility>
 #include <vector>
 
 namespace fsdp2x {
@@ -18,13 +16,13 @@ inline constexpr int64_t kGrainNumel = 1 << 15;
 // depend on the number of threads, so the results of `run` must not depend on the ranges.
 void run_parallel(int64_t total, int64_t grain, const std::function<void(int64_t, int64_t)>& run);
 
-// A range of all elements of the items, one after the other, as calls of run(item, begin, end).
+// Calls run(item, begin, end) for ranges that together are every element of every item.
 template <class Run>
-auto by_item(const std::vector<int64_t>& numels, Run run) {
+void for_each_range(const std::vector<int64_t>& numels, const Run& run) {
   std::vector<int64_t> ends;
   int64_t total = 0;
   for (const int64_t numel : numels) ends.push_back(total += numel);
-  return [ends = std::move(ends), run = std::move(run)](int64_t begin, int64_t end) {
+  run_parallel(total, kGrainNumel, [&](int64_t begin, int64_t end) {
     auto item = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin());
     for (; begin < end; ++item) {
       const int64_t first = item == 0 ? 0 : ends[item - 1];
@@ -32,13 +30,7 @@ auto by_item(const std::vector<int64_t>& numels, Run run) {
       if (begin < stop) run(item, begin - first, stop - first);
       begin = stop;
     }
-  };
-}
-
-// Calls run(item, begin, end) for ranges that together are every element of every item.
-template <class Run>
-void for_each_range(const std::vector<int64_t>& numels, const Run& run) {
-  run_parallel(std::accumulate(numels.begin(), numels.end(), int64_t{0}), kGrainNumel, by_item(numels, std::cref(run)));
+  });
 }
 
 }  // namespace fsdp2x

@@ -184,21 +184,6 @@ def restore_gradient_hooks(param: torch.Tensor) -> None:
         param._post_accumulate_grad_hooks = hooks
 
 
-def gradient_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
-    """Returns the post-accumulate hooks, which torch can only add."""
-    return list((param._post_accumulate_grad_hooks or {}).values())
-
-
-def inside_backward() -> bool:
-    """Whether this thread runs nodes or hooks of a backward."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def call_after_backward(callback: Callable[[], None]) -> None:
-    """Calls ``callback`` at the end of the backward that runs in this thread; what it raises, the backward raises."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
 def set_spec(param: Any, spec: DTensorSpec) -> None:
     """Gives a DTensor an equal spec object, because an operation makes a new one."""
     param._spec = spec

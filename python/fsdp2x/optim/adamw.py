@@ -17,7 +17,6 @@ from fsdp2x.base.native import _C
 from fsdp2x.optim.clip import scaled
 from fsdp2x.optim.engine_step import EngineStep
 from fsdp2x.optim.host_moments import HostMoments, Wanted, selection, step_bytes
-from fsdp2x.optim.in_backward import StepInBackward, watch
 from fsdp2x.optim.local import dense_gradient, local_tensors, number
 from fsdp2x.optim.moments import (
     INT8,
@@ -55,25 +54,18 @@ class AdamW(EngineStep, torch.optim.AdamW):
         max_grad_norm: largest 2-norm of all gradients together. The step then clips like ``fsdp2x.clip_grad_norm_`` and
             is collective. It leaves gradients unchanged, and sets ``grad_norm``, the norm before clipping. None
             (default): no clipping.
-        step_in_backward: whether to step each parameter in CPU memory during backward, on threads of the optimizer, as
-            soon as its reduced gradient arrives. Backward returns after these steps, whose results are those of a later
-            step bit for bit. ``step()`` is still needed, for all other parameters. Gradients stay until
-            ``zero_grad()``. Accumulate with ``fsdp2x.accumulate``.
 
     Raises:
         NotImplementedError: ``capturable`` or ``differentiable`` is set, or in ``step``, ``stochastic_rounding`` meets
             a parameter that no kernel steps.
-        ValueError: a setting is out of range, ``stochastic_rounding`` lacks ``moments_dtype``, ``step_in_backward``
-            comes with ``max_grad_norm``, or parameters are from before ``fully_shard`` or gathered. Parameters that
-            ``fully_shard`` replaces later raise RuntimeError in ``step`` until ``rebind_optimizer``.
-        RuntimeError: with ``step_in_backward``, in ``step``: settings of a group or gradients have changed since
-            backward, or backward failed. In backward: a second gradient arrives before ``step``.
+        ValueError: a setting is out of range, ``stochastic_rounding`` lacks ``moments_dtype``, or parameters are from
+            before ``fully_shard`` or gathered. Parameters that ``fully_shard`` replaces later raise RuntimeError in
+            ``step`` until ``rebind_optimizer``.
     """
 
     keeps_host_state = True  # supports parameters whose state stays in CPU memory
     _name = "AdamW"
-    _kept = ("moments_dtype", "stochastic_rounding", "seed", "max_grad_norm", "step_in_backward")
-    step_in_backward = False
+    _kept = ("moments_dtype", "stochastic_rounding", "seed", "max_grad_norm")
 
     @checked
     def __init__(
@@ -94,7 +86,6 @@ class AdamW(EngineStep, torch.optim.AdamW):
         stochastic_rounding: bool = False,
         seed: int = 0,
         max_grad_norm: float | None = None,
-        step_in_backward: bool = False,
     ) -> None:
         self._prepare({"capturable": capturable, "differentiable": differentiable}, max_grad_norm)
         if moments_dtype not in (None, torch.float32, torch.bfloat16, INT8):
@@ -109,29 +100,16 @@ class AdamW(EngineStep, torch.optim.AdamW):
             )
         if not 0 <= seed < 2**64:
             raise ValueError(f"fsdp2x.optim.AdamW: seed is {seed}, expected an integer in [0, 2**64)")
-        if step_in_backward and max_grad_norm is not None:
-            raise ValueError(
-                "fsdp2x.optim.AdamW: step_in_backward=True steps before the norm of all gradients is known. Leave out "
-                "max_grad_norm or step_in_backward"
-            )
         self.moments_dtype, self.stochastic_rounding, self.seed = moments_dtype, stochastic_rounding, seed
-        self.step_in_backward = step_in_backward
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
-        self._watch()
 
     def _begin_afresh(self) -> None:
         super()._begin_afresh()
-        self._in_backward = StepInBackward(self._name, self._threads)
         self._host_moments = HostMoments()
         self._places: dict[Any, tuple[int, int, int]] = {}  # of DTensorSpecs, in the full parameter
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads like torch, but converts moments to ``moments_dtype`` without using their parameter's dtype.
-
-        Raises:
-            RuntimeError: with ``step_in_backward``, between backward and ``step``.
-        """
-        self._in_backward.refuse_loading()
+        """Loads like torch, but converts moments to ``moments_dtype`` without using their parameter's dtype."""
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         on_host = self._wanted_on_host()
         ours = {id(one.param) for one in on_host}
@@ -164,46 +142,26 @@ class AdamW(EngineStep, torch.optim.AdamW):
                 {name: value.to(dtype, copy=True).to(param.device) for name, value in values.items()}
             )
 
-    def _watch(self) -> None:
-        if self.step_in_backward:
-            watch(self, (param for group in self.param_groups for param in group["params"]))
-
     def step_scaled(self, grad_scale: Tensor | None) -> None:
         run = functools.partial(self._run, grad_scale)
-        stepped: set[int] = set()
-        if self.step_in_backward:
-            stepped = self._in_backward.settle(self._group_settings())
-            if stepped and grad_scale is not None:
-                raise RuntimeError("fsdp2x.optim.AdamW: max_grad_norm was set although step_in_backward=True")
-            self._watch()
-        on_host = self._wanted_on_host()
-        if on_host:
+        select: Select | None = None
+        if on_host := self._wanted_on_host():
             self._host_moments.step(self.state, on_host, run)
-            stepped |= {id(one.param) for one in on_host}
-        run(selection(lambda param: id(param) not in stepped) if stepped else None, self.state, self._on_device)
+            stepped = {id(one.param) for one in on_host}
+            select = selection(lambda param: id(param) not in stepped)
+        run(select, self.state, self._on_device)
 
-    @torch.no_grad()
-    def _begin_step(self, params: list[Tensor], threads: _C.StepThreads) -> set[int]:
-        """Begins the step of these parameters in ``threads``; returns the ids of those that are left to ``step()``."""
-        begun = {id(param) for param in params}
-        left_over = _C.adamw_begin(*self._of_step(selection(lambda param: id(param) in begun), self.state), threads)
-        return {id(self.param_groups[group]["params"][index]) for group, index in left_over}
-
-    def _group_settings(self) -> list[tuple]:
-        """The numbers of the parameter groups that a step uses."""
-        return [_settings(group, [])[1:] for group in self.param_groups]
-
-    def _of_step(self, select: Select | None, states: dict) -> tuple[list, dict, Callable, bool, Callable | None, int]:
-        """Arguments of the engine for a step of the parameters that ``select`` leaves in place."""
+    def _run(self, grad_scale: Tensor | None, select: Select | None, states: dict, on_device: _C.DeviceSteps) -> None:
+        """Steps the parameters that ``select`` leaves in place."""
         groups = [
             _settings(group, select(number, group["params"]) if select else group["params"])
             for number, group in enumerate(self.param_groups)
         ]
         place_of = self._place_of if self.stochastic_rounding else None
-        return groups, states, self._make_states, self.moments_dtype is not None, place_of, self.seed
-
-    def _run(self, grad_scale: Tensor | None, select: Select | None, states: dict, on_device: _C.DeviceSteps) -> None:
-        left_over = _C.adamw_step(*self._of_step(select, states), on_device, grad_scale)
+        is_narrow = self.moments_dtype is not None
+        left_over = _C.adamw_step(
+            groups, states, self._make_states, is_narrow, place_of, self.seed, on_device, grad_scale
+        )
         for group, params in self._left_to_torch(left_over):
             self._step_by_torch(group, params, states, grad_scale)
 

@@ -20,7 +20,6 @@ from fsdp2x.base.collectives import explained
 from fsdp2x.base.native import _C
 from fsdp2x.base.processes import require_own_process
 from fsdp2x.lifecycle.api import method_makers
-from fsdp2x.optim.in_backward import refuse_clipping
 from fsdp2x.optim.local import cut_like, dense_gradient, local_tensor, refuse_sparse
 
 
@@ -47,11 +46,9 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: ``norm_type`` is not positive.
-        RuntimeError: the norm is infinite or NaN and ``error_if_nonfinite`` is True; a gradient is sparse; an optimizer
-            with ``step_in_backward=True`` has some of the parameters.
+        RuntimeError: the norm is infinite or NaN and ``error_if_nonfinite`` is True; a gradient is sparse.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    refuse_clipping("clip_grad_norm_", params)
     norm_type = _checked_norm_type("clip_grad_norm_", float(norm_type))
     gradients, norm, factor = _measure("clip_grad_norm_", params, float(max_norm), norm_type)
     if error_if_nonfinite:

@@ -33,7 +33,6 @@ class EngineStep(torch.optim.Optimizer):
 
     def _begin_afresh(self) -> None:
         """Makes the parts that belong to this object alone and are neither copied nor pickled."""
-        self._threads = _C.StepThreads(torch.get_num_threads())
         self._on_device = _C.DeviceSteps()
 
     @torch.no_grad()

@@ -46,7 +46,6 @@ class HostOffloadPolicy(OffloadPolicy):
     and ``.grad`` in CPU memory. The first gather of each forward (and of each ``unshard()``) updates the copy on the
     device, and backward gathers from that copy.
 
-    With ``gradients`` and ``all``, ``fsdp2x.optim.AdamW(step_in_backward=True)`` steps on the CPU during backward.
 
     ``all``: like ``torch.distributed.fsdp.CPUOffloadPolicy``. The device keeps no shards between gathers.
 

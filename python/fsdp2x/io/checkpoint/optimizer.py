@@ -141,11 +141,8 @@ class Restore:
 
         `saved` has (shape, dtype) in place of tensors. Settings must be of the same kind as here. Optimizers of torch
         and fsdp2x keep tensors of their parameter's shape and single numbers, under the same keys for all parameters
-        of a group. Nothing is known of other optimizers. Raises RuntimeError if a step has begun in backward.
+        of a group. Nothing is known of other optimizers.
         """
-        for optimizer in self.optimizers:
-            if (in_backward := getattr(optimizer, "_in_backward", None)) is not None:
-                in_backward.refuse_loading()  # before the model is changed
         for group in self.groups:
             for home in _homes(group.members, saved["param_groups"]):
                 _require_same_rule(home, group.settings)
