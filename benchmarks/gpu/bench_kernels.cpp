@@ -195,21 +195,6 @@ void bench_changes(const Kernels& kernels, Report& report) {
                  [&](Stream stream) { kernels.mark_changes(args, stream); });
 }
 
-void bench_sgd(const Kernels& kernels, Report& report) {
-  constexpr int64_t kNumel = 200'000'000;
-  const Memory params(kNumel * 4), grads(kNumel * 4), buffers(kNumel * 4);
-  FloatSegment segment;
-  segment.param = static_cast<float*>(params.data());
-  segment.state = static_cast<float*>(buffers.data());
-  segment.numel = kNumel;
-  FloatArgs<SgdRule> args;
-  args.steps[0] = SgdRule::of(/*lr=*/1e-3, /*momentum=*/0.9, /*dampening=*/0.0, /*weight_decay=*/0.1, false, false);
-  args.grads[0] = grads.data();
-  const Uploaded plan(make_plan(std::vector{segment}));
-  report.measure("sgd: f32, momentum", 20 * kNumel,
-                 [&](Stream stream) { step_floats(kernels, plan.list(), args, stream); });
-}
-
 int run() {
   if (const std::string reason = device_memory::unavailable(); !reason.empty()) {
     std::fprintf(stderr, "%s\n", reason.c_str());
@@ -228,7 +213,6 @@ int run() {
   bench_adamw(kernels, report, DType::bf16, DType::f32, true);
   bench_adamw(kernels, report, DType::bf16, DType::bf16, false);
   bench_adamw(kernels, report, DType::bf16, DType::bf16, true);
-  bench_sgd(kernels, report);
   bench_changes(kernels, report);
   std::printf("\n]}\n");
   return 0;

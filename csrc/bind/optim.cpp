@@ -1,9 +1,9 @@
 // Binds optimizer steps and gradient clipping to fsdp2x._C, without decisions.
 #include "bind/parts.hpp"
 
+#include "engine/memory/storage.hpp"
 #include "engine/optim/clip.hpp"
 #include "engine/optim/coded_moments.hpp"
-#include "engine/optim/float_step.hpp"
 #include "engine/optim/optimizer.hpp"
 #include "engine/schedule/writable_shards.hpp"
 
@@ -12,37 +12,14 @@ namespace {
 
 // (params, lr, lr is float32, beta1, beta2, eps, 1 - lr * weight_decay, amsgrad, maximize)
 using AdamWTuple = std::tuple<py::list, double, bool, double, double, double, double, bool, bool>;
-template <class Group, class Tuple>
-std::vector<Group> groups_of(const std::vector<Tuple>& tuples) {
-  const auto make = [](const py::list& params, const auto&... settings) { return Group{own(params), settings...}; };
-  std::vector<Group> groups;
-  for (const Tuple& tuple : tuples) groups.push_back(std::apply(make, tuple));
+
+std::vector<AdamWGroup> groups_of(const std::vector<AdamWTuple>& tuples) {
+  const auto make = [](const py::list& params, const auto&... settings) {
+    return AdamWGroup{own(params), settings...};
+  };
+  std::vector<AdamWGroup> groups;
+  for (const AdamWTuple& tuple : tuples) groups.push_back(std::apply(make, tuple));
   return groups;
-}
-
-// `of` makes the rule of a group from the items of its tuple after the parameters.
-template <class Rule, class... Settings>
-void bind_rule(py::module_& m, Rule (*of)(Settings...)) {
-  m.def((std::string(Rule::kName) + "_step").c_str(),
-        [of](const std::vector<std::tuple<py::list, Settings...>>& tuples, const py::dict& state,
-             const py::function& make_state, std::optional<DeviceSteps*> on_device,
-             const std::optional<at::Tensor>& grad_scale) {
-          std::vector<FloatGroup<Rule>> groups;
-          for (const auto& tuple : tuples) {
-            const auto make = [of](const py::list& params, Settings... settings) {
-              return FloatGroup<Rule>{own(params), of(settings...)};
-            };
-            groups.push_back(std::apply(make, tuple));
-          }
-          return float_step(groups, state.ptr(), make_state.ptr(), on_device.value_or(nullptr),
-                            grad_scale.value_or(at::Tensor()));
-        },
-        py::arg("groups"), py::arg("state"), py::arg("make_state"), py::arg("on_device"), py::arg("grad_scale"));
-}
-
-template <class... Rules>
-void bind_rules(py::module_& m, RuleList<Rules...>) {
-  (bind_rule(m, &Rules::of), ...);
 }
 
 }  // namespace
@@ -56,7 +33,7 @@ void bind_optim(py::module_& m) {
       [](const std::vector<AdamWTuple>& tuples, const py::dict& state, const py::function& make_state,
          bool narrow_moments, const py::object& stochastic, uint64_t seed, std::optional<DeviceSteps*> on_device,
          const std::optional<at::Tensor>& grad_scale) {
-        return adamw_step(groups_of<AdamWGroup>(tuples), state.ptr(), make_state.ptr(),
+        return adamw_step(groups_of(tuples), state.ptr(), make_state.ptr(),
                           {narrow_moments, own_unless_none(stochastic), seed}, on_device.value_or(nullptr),
                           grad_scale.value_or(at::Tensor()));
       },
@@ -66,7 +43,6 @@ void bind_optim(py::module_& m) {
   m.def("decode_moments", &decode_moments, py::arg("codes"), py::arg("scales"), py::arg("is_signed"));
   m.def("encode_moments", &encode_moments, py::arg("values"), py::arg("is_signed"));
   m.def("pooled_zeros", &pooled_zeros, py::arg("shapes"));
-  bind_rules(m, FloatRules());
   py::class_<WritableShards>(m, "WritableShards")
       .def(py::init([](const py::object& param_groups) {
              return std::make_unique<WritableShards>(Gil::of_caller(), param_groups.ptr());

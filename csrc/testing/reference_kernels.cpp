@@ -89,21 +89,6 @@ void adamw(const AdamWList& list, const AdamWArgs& args, Stream) {
   run_tiles(AdamWBody<false>{list, args}, list.num_tiles);
 }
 
-template <class Rule>
-void run_floats(const FloatList& list, const void* args) {
-  run_tiles(FloatBody<Rule>{list, *static_cast<const FloatArgs<Rule>*>(args)}, list.num_tiles);
-}
-
-template <class... Rules>
-void run_rule(int rule, const FloatList& list, const void* args, RuleList<Rules...>) {
-  constexpr void (*kRun[])(const FloatList&, const void*) = {run_floats<Rules>...};
-  kRun[rule](list, args);
-}
-
-void step_floats(int rule, const FloatList& list, const void* args, Stream) {
-  run_rule(rule, list, args, FloatRules());
-}
-
 // Counts of all threads of a tile from their masks, and of their groups.
 struct BlockCounts {
   int counts[kThreads];
@@ -182,7 +167,6 @@ const Kernels& reference_kernels() {
       .clip_factor = clip_factor,
       .scale_gradients = scale_gradients,
       .adamw = adamw,
-      .step_floats = step_floats,
       .is_capturing = [](Stream) { return false; },
       .mark_changes = mark_changes,
       .list_changes = list_changes,

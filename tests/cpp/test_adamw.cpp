@@ -168,62 +168,6 @@ TEST_P(Optimizer, AdamWRefusesOtherTypes) {
   EXPECT_THROW(cpu::adamw(piece, AdamWStep()), Error);
 }
 
-TEST_P(Optimizer, SgdEqualsItsReference) {
-  std::mt19937_64 random(2);
-  for (const float weight_decay : {0.0f, 0.1f}) {
-    for (int mode = 0; mode < SgdRule::kNumMomentum; ++mode) {
-      const auto momentum = static_cast<SgdRule::Momentum>(mode);
-      const bool nesterov = momentum == SgdRule::first_nesterov || momentum == SgdRule::later_nesterov;
-      const bool later = momentum == SgdRule::later || momentum == SgdRule::later_nesterov;
-      for (const int64_t numel : kSizes) {
-        const SgdRule step{weight_decay, 0.9f, 0.7f, -0.05f, numel % 2 == 1 ? -1.0f : 1.0f, momentum};
-        Buffer param(DType::f32, numel), grad(DType::f32, numel), buffer(DType::f32, numel);
-        fill(param, numel, random);
-        fill(grad, numel, random);
-        fill(buffer, numel, random);
-        Buffer param_expected = param, buffer_expected = buffer;
-        for (int64_t i = 0; i < numel; ++i) {
-          float d = step.sign < 0.0f ? -grad.get_float(i) : grad.get_float(i);
-          if (weight_decay != 0.0f) d = std::fma(weight_decay, param.get_float(i), d);
-          if (momentum != SgdRule::none) {
-            const float b = later ? std::fma(step.rest, d, buffer.get_float(i) * step.momentum) : d;
-            buffer_expected.set(i, b);
-            d = nesterov ? std::fma(step.momentum, b, d) : b;
-          }
-          param_expected.set(i, std::fma(step.minus_lr, d, param.get_float(i)));
-        }
-        cpu::step_floats(step, static_cast<float*>(param.data()), static_cast<const float*>(grad.data()),
-                         static_cast<float*>(buffer.data()), numel);
-        EXPECT_TRUE(param.equals(param_expected, false)) << "momentum mode " << mode;
-        EXPECT_TRUE(buffer.equals(buffer_expected, false)) << "momentum mode " << mode;
-      }
-    }
-  }
-}
-
-TEST_P(Optimizer, LionEqualsItsReference) {
-  std::mt19937_64 random(6);
-  for (const int64_t numel : kSizes) {
-    const LionRule step{0.997f, 0.9f, 0.1f, 0.99f, 0.01f, -0.03f, numel % 2 == 1 ? -1.0f : 1.0f};
-    Buffer param(DType::f32, numel), grad(DType::f32, numel), average(DType::f32, numel);
-    fill(param, numel, random);
-    fill(grad, numel, random);
-    fill(average, numel, random);
-    Buffer param_expected = param, average_expected = average;
-    for (int64_t i = 0; i < numel; ++i) {
-      const float g = step.sign < 0.0f ? -grad.get_float(i) : grad.get_float(i), old = average.get_float(i);
-      const float direction = std::fma(0.1f, g, old * 0.9f);
-      const float sign = std::isnan(direction) ? direction : direction > 0.0f ? 1.0f : direction < 0.0f ? -1.0f : 0.0f;
-      param_expected.set(i, std::fma(-0.03f, sign, param.get_float(i) * 0.997f));
-      average_expected.set(i, std::fma(0.01f, g, old * 0.99f));
-    }
-    cpu::step_floats(step, static_cast<float*>(param.data()), static_cast<const float*>(grad.data()),
-                     static_cast<float*>(average.data()), numel);
-    EXPECT_TRUE(param.equals(param_expected, false)) << numel;
-    EXPECT_TRUE(average.equals(average_expected, false)) << numel;
-  }
-}
-
 TEST_P(Optimizer, SquaresAreSummedInF64) {
   std::mt19937_64 random(3);
   std::normal_distribution<float> normal;

@@ -243,66 +243,6 @@ TEST(AdamW, PlansRefuseWhatTheKernelCannotStep) {
   EXPECT_THROW(plan_with([](AdamWSegment& s) { s.source = kMaxTable; }), Error);
 }
 
-// --- rules of float32 ------------------------------------------------------------------------------------------------
-
-// Checks that a step of `rule` has the bits of the CPU's loops, which test_adamw.cpp compares with scalar references.
-template <class Rule>
-void steps_as_on_the_cpu(Rule rule, int64_t numel, size_t shift, float grad_scale, std::mt19937_64& random) {
-  Buffer param = normal_values(DType::f32, numel, random), grad = normal_values(DType::f32, numel, random),
-         state = normal_values(DType::f32, numel, random);
-  for (int64_t i = 0; i < numel; ++i) {
-    if (i % 5 == 1) grad.set(i, 0.0f);
-    if (i % 5 == 1 && i % 2 == 0) state.set(i, 0.0f);
-    if (i % 11 == 3) grad.set(i, std::numeric_limits<float>::quiet_NaN());
-  }
-  const Region params(bytes_of(param, numel), shift * 4), grads(bytes_of(grad, numel), shift * 4),
-      states(bytes_of(state, numel), shift * 4);
-  const Region scale(std::as_bytes(std::span(&grad_scale, 1)), 0);
-  FloatSegment segment;
-  segment.param = params.as<float>();
-  segment.state = rule.keeps_state() ? states.as<float>() : nullptr;
-  segment.numel = numel;
-  segment.source = 1;
-  segment.group = 2;
-  FloatArgs<Rule> args;
-  args.steps[2] = rule;
-  args.grads[1] = grads.data();
-  if (grad_scale != 1.0f) args.grad_scale = scale.as<float>();
-  std::vector<FloatSegment> segments(2, segment);
-  segments[0].source = 0;  // a gradient that is missing
-  const Uploaded plan(make_plan(segments));
-  step_floats(kernels(), plan.list(), args, nullptr);
-  rule.sign *= grad_scale;
-  cpu::step_floats(rule, static_cast<float*>(param.data()), static_cast<const float*>(grad.data()),
-                   static_cast<float*>(state.data()), numel);
-  EXPECT_TRUE(same(DType::f32, params.read(), bytes_of(param, numel)));
-  EXPECT_TRUE(same(DType::f32, states.read(), bytes_of(state, numel)));
-}
-
-TEST(FloatRules, EverySizeAlignmentAndVariant) {
-  std::mt19937_64 random(3);
-  for (const int64_t numel : kSizes) {
-    for (const size_t shift : {size_t{0}, size_t{1}}) {
-      for (const float grad_scale : {1.0f, 0.25f}) {
-        const auto trace = [&](const char* rule, int variant) {
-          return std::string(rule) + " variant " + std::to_string(variant) + ", " + std::to_string(numel) +
-                 " shifted by " + std::to_string(shift);
-        };
-        for (int mode = 0; mode < SgdRule::kNumMomentum; ++mode) {
-          for (const float weight_decay : {0.0f, 0.1f}) {
-            SgdRule rule{weight_decay, 0.9f, 0.7f, -0.05f, -1.0f, static_cast<SgdRule::Momentum>(mode)};
-            SCOPED_TRACE(trace("sgd", rule.variant()));
-            steps_as_on_the_cpu(rule, numel, shift, grad_scale, random);
-          }
-        }
-        SCOPED_TRACE(trace("lion", 0));
-        steps_as_on_the_cpu(LionRule{0.997f, 0.9f, 0.1f, 0.99f, 0.01f, -0.03f, -1.0f}, numel, shift, grad_scale,
-                            random);
-      }
-    }
-  }
-}
-
 // --- random rounding -------------------------------------------------------------------------------------------------
 
 TEST(Philox, KnownAnswers) {

@@ -18,7 +18,6 @@ OURS = fsdp2x.optim.AdamW
 OPTIMIZERS = {  # that do not know the host's state
     "torch's AdamW": torch.optim.AdamW,
     "torch's SGD": lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9),
-    "our SGD": lambda params, lr: fsdp2x.optim.SGD(params, lr=lr, momentum=0.9),
     "local RMSprop": lambda params, lr: fsdp2x.local_optimizer(torch.optim.RMSprop(params, lr=lr)),
 }
 OFFLOAD = CPUOffloadPolicy(pin_memory=False)  # pinning asks a driver

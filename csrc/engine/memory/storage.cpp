@@ -2,6 +2,7 @@
 #include "engine/memory/storage.hpp"
 
 #include "core/error.hpp"
+#include "core/layout.hpp"
 #include "engine/memory/device_copy.hpp"
 #include "engine/torch/torch_compat.hpp"
 #include "shm/huge_pages.hpp"
@@ -72,6 +73,21 @@ at::Tensor typed(const at::Tensor& memory, DType type, size_t offset, size_t num
 
 at::Tensor tensor_in_pool(const at::Tensor& pool, size_t offset, at::IntArrayRef sizes, at::ScalarType dtype) {
   return tensor_over(owning_pointer(pool, offset), sizes, dtype, pool.device());
+}
+
+std::vector<at::Tensor> pooled_zeros(const std::vector<std::pair<std::vector<int64_t>, at::ScalarType>>& shapes) {
+  size_t bytes = 0;
+  std::vector<size_t> offsets;
+  for (const auto& [sizes, type] : shapes) {
+    offsets.push_back(bytes);
+    bytes += align_up(static_cast<size_t>(c10::multiply_integers(sizes)) * c10::elementSize(type));
+  }
+  const at::Tensor pool = pool_memory(static_cast<int64_t>(bytes), at::TensorOptions()).zero_();
+  std::vector<at::Tensor> tensors;
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    tensors.push_back(tensor_in_pool(pool, offsets[i], shapes[i].first, shapes[i].second));
+  }
+  return tensors;
 }
 
 at::Tensor tensor_without_memory(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device) {

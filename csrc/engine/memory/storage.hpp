@@ -3,8 +3,11 @@
 
 #include <ATen/ATen.h>
 
+#include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "core/dtype.hpp"
 
@@ -21,6 +24,9 @@ at::Tensor typed(const at::Tensor& memory, DType type, size_t offset, size_t num
 
 // Returns a tensor with a separate StorageImpl over [offset, offset + its bytes) of `pool`, which it keeps alive.
 at::Tensor tensor_in_pool(const at::Tensor& pool, size_t offset, at::IntArrayRef sizes, at::ScalarType dtype);
+
+// Returns zero tensors, each with a separate storage, in one block of memory that lives as long as any of them.
+std::vector<at::Tensor> pooled_zeros(const std::vector<std::pair<std::vector<int64_t>, at::ScalarType>>& shapes);
 
 // Returns a contiguous tensor whose storage has its final size but no memory yet.
 at::Tensor tensor_without_memory(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device);

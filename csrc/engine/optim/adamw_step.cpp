@@ -1,36 +1,68 @@
 // The step of AdamW: its moments in fp32, bf16, or 8 bits, its step counts, and the source of its rounding bits.
 #include "engine/optim/optimizer.hpp"
 
+#include <torch/csrc/autograd/python_variable.h>
+
 #include <algorithm>
 #include <cmath>
+#include <span>
 #include <string>
 #include <utility>
 
 #include "core/error.hpp"
 #include "engine/memory/storage.hpp"
+#include "engine/optim/adamw_job.hpp"
 #include "engine/optim/coded_moments.hpp"
-#include "engine/optim/step_jobs.hpp"
-#include "kernels/cpu/optimizers.hpp"
-#include "kernels/rules/moment_codes.hpp"
+#include "engine/torch/gil.hpp"
+#include "engine/torch/parallel.hpp"
 
 namespace fsdp2x {
 namespace {
 
-struct AdamWJob {
-  using Args = cuda::AdamWArgs;
-  Pair pair;
-  at::Tensor exp_avg, exp_avg_sq, max_exp_avg_sq;                       // the last one undefined without amsgrad
-  at::Tensor exp_avg_scales, exp_avg_sq_scales, max_exp_avg_sq_scales;  // undefined unless moments are codes
-  at::Tensor count;
-  const AdamWGroup* group;  // until the numbers are there
-  AdamWStep step;
-  bool is_stochastic;
-  cpu::Rounding rounding;
+std::byte* bytes_at(const at::Tensor& tensor, int64_t index) {
+  return static_cast<std::byte*>(tensor.mutable_data_ptr()) + static_cast<size_t>(index) * tensor.element_size();
+}
 
-  static void launch(const cuda::Kernels& kernels, const cuda::AdamWList& list, const Args& args, cuda::Stream stream) {
-    kernels.adamw(list, args, stream);
+const std::byte* const_bytes_at(const at::Tensor& tensor, int64_t index) {
+  return static_cast<const std::byte*>(tensor.const_data_ptr()) + static_cast<size_t>(index) * tensor.element_size();
+}
+
+Pair pair_of(PyObject* param, const at::Tensor& grad, const DeviceSteps* on_device) {
+  const PyRef object = PyRef::steal(THPVariable_Wrap(grad));
+  if (!object) throw_python_error();
+  Pair pair{param, local_tensor(param), local_tensor(object.get())};
+  const at::Tensor& local = pair.param.tensor;
+  if (on_device != nullptr && local.defined() && on_device->kernels().serve(local.device())) {
+    pair.device = local.device();
   }
-};
+  return pair;
+}
+
+// Returns a borrowed reference, null if the key is missing.
+PyObject* look_up(PyObject* dict, PyObject* key) {
+  PyObject* value = PyDict_GetItemWithError(dict, key);
+  if (value == nullptr && PyErr_Occurred() != nullptr) throw_python_error();
+  return value;
+}
+
+// Calls function(group, index), which makes missing state.
+void call_maker(PyObject* function, size_t group, size_t index) {
+  const PyRef result = PyRef::steal(PyObject_CallFunction(function, "nn", group, index));
+  if (!result) throw_python_error();
+}
+
+// Returns the state of `param`, null if there is none yet.
+PyObject* state_of(PyObject* state, PyObject* param) {
+  PyObject* own = look_up(state, param);
+  if (own != nullptr && !PyDict_Check(own)) throw Error("optimizer: the state of a parameter is not a dict");
+  return own;
+}
+
+// Undefined if the key is missing.
+LocalTensor local_item(PyObject* dict, PyObject* key) {
+  PyObject* value = look_up(dict, key);
+  return value == nullptr ? LocalTensor() : local_tensor(value);
+}
 
 bool is_step_count(const at::Tensor& tensor) {
   return is_plain_memory(tensor) && tensor.scalar_type() == at::kFloat && tensor.numel() == 1;
@@ -45,12 +77,6 @@ MomentNames moment_names(const std::string& name) {
   return {interned(name.c_str()), interned((name + "_codes").c_str()), interned((name + "_scales").c_str())};
 }
 
-// A moment of a state: its memory, and its scales if the memory holds codes.
-struct MomentMemory {
-  at::Tensor memory, scales;
-};
-
-// Returns the moment. Undefined memory: the kernels cannot take it.
 MomentMemory moment_of(const Pair& pair, PyObject* state, const MomentNames& names, bool takes_narrow_moments) {
   if (takes_narrow_moments && look_up(state, names.codes) != nullptr) {
     LocalTensor codes = local_item(state, names.codes);
@@ -107,9 +133,8 @@ bool add_adamw_job(std::vector<AdamWJob>& jobs, const AdamWGroup& group, Pair&& 
     }
   }
   auto& [exp_avg, exp_avg_sq, largest] = moments;
-  jobs.push_back({std::move(pair), std::move(exp_avg.memory), std::move(exp_avg_sq.memory), std::move(largest.memory),
-                  std::move(exp_avg.scales), std::move(exp_avg_sq.scales), std::move(largest.scales),
-                  std::move(count.tensor), &group, AdamWStep(), false, cpu::Rounding()});
+  jobs.push_back({std::move(pair), std::move(exp_avg), std::move(exp_avg_sq), std::move(largest),
+                  std::move(count.tensor), &group});
   return true;
 }
 
@@ -146,27 +171,23 @@ void count_steps(std::vector<AdamWJob>& jobs) {
   }
 }
 
-float* scales_at(const at::Tensor& scales, int64_t begin) {
-  return scales.defined() ? scales.mutable_data_ptr<float>() + begin / kMomentBlock : nullptr;
-}
-
 void run(const AdamWJob& job, int64_t begin, int64_t end) {
-  if (job.exp_avg_scales.defined()) {  // a range steps the blocks that begin in it
+  if (job.is_coded()) {  // a range steps the blocks that begin in it
     begin = (begin + kMomentBlock - 1) / kMomentBlock * kMomentBlock;
     end = std::min((end + kMomentBlock - 1) / kMomentBlock * kMomentBlock, job.pair.param.tensor.numel());
     if (begin >= end) return;
   }
   cpu::AdamWPiece piece;
   piece.type = engine_dtype(job.pair.param.tensor.scalar_type());
-  piece.moments = engine_dtype(job.exp_avg.scalar_type());
+  piece.moments = engine_dtype(job.exp_avg.memory.scalar_type());
   piece.param = bytes_at(job.pair.param.tensor, begin);
   piece.grad = const_bytes_at(job.pair.grad.tensor, begin);
-  piece.exp_avg = bytes_at(job.exp_avg, begin);
-  piece.exp_avg_sq = bytes_at(job.exp_avg_sq, begin);
-  if (job.max_exp_avg_sq.defined()) piece.max_exp_avg_sq = bytes_at(job.max_exp_avg_sq, begin);
-  piece.exp_avg_scales = scales_at(job.exp_avg_scales, begin);
-  piece.exp_avg_sq_scales = scales_at(job.exp_avg_sq_scales, begin);
-  piece.max_exp_avg_sq_scales = scales_at(job.max_exp_avg_sq_scales, begin);
+  piece.exp_avg = bytes_at(job.exp_avg.memory, begin);
+  piece.exp_avg_sq = bytes_at(job.exp_avg_sq.memory, begin);
+  if (job.max_exp_avg_sq.memory.defined()) piece.max_exp_avg_sq = bytes_at(job.max_exp_avg_sq.memory, begin);
+  piece.exp_avg_scales = job.exp_avg.scales_at(begin);
+  piece.exp_avg_sq_scales = job.exp_avg_sq.scales_at(begin);
+  piece.max_exp_avg_sq_scales = job.max_exp_avg_sq.scales_at(begin);
   piece.numel = end - begin;
   cpu::Rounding rounding = job.rounding;
   rounding.offset = begin;
@@ -174,46 +195,11 @@ void run(const AdamWJob& job, int64_t begin, int64_t end) {
   cpu::adamw(piece, job.step);
 }
 
-bool is_coded(const AdamWJob& job) { return job.exp_avg_scales.defined(); }
-
-cuda::AdamWSegment segment_of(const AdamWJob& job) {
-  cuda::AdamWSegment segment;
-  segment.param = job.pair.param.tensor.mutable_data_ptr();
-  segment.exp_avg = job.exp_avg.mutable_data_ptr();
-  segment.exp_avg_sq = job.exp_avg_sq.mutable_data_ptr();
-  if (job.max_exp_avg_sq.defined()) segment.max_exp_avg_sq = job.max_exp_avg_sq.mutable_data_ptr();
-  segment.exp_avg_scales = scales_at(job.exp_avg_scales, 0);
-  segment.exp_avg_sq_scales = scales_at(job.exp_avg_sq_scales, 0);
-  segment.max_exp_avg_sq_scales = scales_at(job.max_exp_avg_sq_scales, 0);
-  if (job.is_stochastic) segment.numbers = {job.rounding.first, job.rounding.run, job.rounding.stride};
-  segment.type = engine_dtype(job.pair.param.tensor.scalar_type());
-  segment.moment_type = engine_dtype(job.exp_avg.scalar_type());
-  return segment;
-}
-
-bool stores_alike(const AdamWJob& job, const cuda::AdamWArgs& args) {
-  return args.coded == is_coded(job) && args.stochastic == job.is_stochastic &&
-         (!job.is_stochastic || args.rounding.step == job.rounding.key.step);
-}
-
-void set_storing(const AdamWJob& job, cuda::AdamWArgs& args) {
-  args.coded = is_coded(job);
-  args.stochastic = job.is_stochastic;
-  args.rounding = job.rounding.key;
-}
-
-// The jobs of all gradients that the kernels can take, with the numbers of their step.
+// Makes the jobs of all gradients that the kernels can take, with the numbers of their step.
 std::vector<AdamWJob> adamw_jobs(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state,
                                  const NarrowRules& rules, const DeviceSteps* on_device, LeftOver& left_over) {
   std::vector<AdamWJob> jobs;
-  std::vector<size_t> first_numbers;
-  size_t num_params = 0;
-  for (const AdamWGroup& group : groups) {
-    first_numbers.push_back(num_params);
-    num_params += list_size(group.params.get());
-  }
-  jobs.reserve(num_params);
-  left_over = for_each_gradient(groups, [&](size_t g, size_t i, PyObject* param, const at::Tensor& grad) {
+  const auto take = [&](size_t g, size_t i, size_t number, PyObject* param, const at::Tensor& grad) {
     PyObject* own = state_of(state, param);
     if (own == nullptr || PyDict_GET_SIZE(own) == 0) {
       call_maker(make_state, g, i);
@@ -222,14 +208,32 @@ std::vector<AdamWJob> adamw_jobs(const std::vector<AdamWGroup>& groups, PyObject
     }
     if (!add_adamw_job(jobs, groups[g], pair_of(param, grad, on_device), own, rules.narrow_moments)) return false;
     AdamWJob& job = jobs.back();
-    job.is_stochastic =
-        rules.stochastic && (job.pair.param.tensor.scalar_type() == at::kBFloat16 ||
-                             job.exp_avg.scalar_type() == at::kBFloat16 || job.exp_avg_scales.defined());
-    if (job.is_stochastic) job.rounding = rounding_of(rules, g, i, first_numbers[g] + i);
+    job.is_stochastic = rules.stochastic && (job.pair.param.tensor.scalar_type() == at::kBFloat16 ||
+                                             job.exp_avg.memory.scalar_type() == at::kBFloat16 || job.is_coded());
+    if (job.is_stochastic) job.rounding = rounding_of(rules, g, i, number);
     return true;
-  });
+  };
+  size_t number = 0;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    PyObject* params = groups[g].params.get();
+    for (size_t i = 0; i < list_size(params); ++i, ++number) {
+      PyObject* param = list_item(params, i);
+      const at::Tensor& grad = grad_of(param);
+      if (grad.defined() && !take(g, i, number, param, grad)) left_over.emplace_back(g, i);
+    }
+  }
   count_steps(jobs);
   return jobs;
+}
+
+// Runs the jobs on a device and removes them from `jobs`.
+void run_on_device(std::vector<AdamWJob>& jobs, DeviceSteps& steps, const at::Tensor& grad_scale) {
+  const auto lies_on_host = [&](const AdamWJob& job) { return !steps.kernels().serve(job.pair.param.tensor.device()); };
+  if (std::all_of(jobs.begin(), jobs.end(), lies_on_host)) return;
+  const auto first = std::stable_partition(jobs.begin(), jobs.end(), lies_on_host);
+  steps.run(std::span<const AdamWJob>(first, jobs.end()), grad_scale);
+  for (auto job = first; job != jobs.end(); ++job) job->pair.bump_versions();
+  jobs.erase(first, jobs.end());
 }
 
 }  // namespace
@@ -238,7 +242,19 @@ LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyOb
                     const NarrowRules& rules, DeviceSteps* on_device, const at::Tensor& grad_scale) {
   LeftOver left_over;
   std::vector<AdamWJob> jobs = adamw_jobs(groups, state, make_state, rules, on_device, left_over);
-  run_all(jobs, on_device, grad_scale);
+  if (on_device != nullptr) run_on_device(jobs, *on_device, grad_scale);
+  if (grad_scale.defined() && !jobs.empty()) {
+    // `sign` multiplies gradients in the kernels, and it is exactly 1 or -1.
+    const auto scale = static_cast<float>(grad_scale.item<double>());
+    for (AdamWJob& job : jobs) job.step.sign *= scale;
+  }
+  {
+    const ReleaseGil released;
+    std::vector<int64_t> numels;
+    for (const AdamWJob& job : jobs) numels.push_back(job.pair.param.tensor.numel());
+    for_each_range(numels, [&](size_t i, int64_t begin, int64_t end) { run(jobs[i], begin, end); });
+  }
+  for (const AdamWJob& job : jobs) job.pair.bump_versions();
   return left_over;
 }
 

@@ -1,5 +1,5 @@
-// Optimizer steps over the local tensors of many parameters, without DTensor dispatch. Only device plans are kept
-// between calls. Every function needs the GIL and releases it while kernels run.
+// AdamW over the local tensors of many parameters, without DTensor dispatch. Only device plans are kept between calls.
+// The function needs the GIL and releases it while kernels run.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -49,8 +49,5 @@ struct NarrowRules {
 // does not change them. The host waits for a number on a device only if it has parameters to step itself.
 LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyObject* make_state,
                     const NarrowRules& rules, DeviceSteps* on_device, const at::Tensor& grad_scale);
-
-// Returns zero tensors, each with a separate storage, in one block of memory that lives as long as any of them.
-std::vector<at::Tensor> pooled_zeros(const std::vector<std::pair<std::vector<int64_t>, at::ScalarType>>& shapes);
 
 }  // namespace fsdp2x

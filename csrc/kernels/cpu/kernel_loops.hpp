@@ -262,7 +262,6 @@ KernelTable make_table() {
   table.decode_wire[1] = decode_wire<WireFormat::fp8>;
   table.add_int8 = add_int8;
   table.encode_int8_with_errors = encode_int8_with_errors;
-  fill_rules(table.step_floats, FloatRules());
   return table;
 }
 

@@ -1,4 +1,4 @@
-// Loops of the optimizers and of stochastic rounding. Part of kernel_loops.hpp, with internal linkage in each table's
+// Loops of AdamW and of stochastic rounding. Part of kernel_loops.hpp, with internal linkage in each table's
 // source.
 #pragma once
 
@@ -27,31 +27,6 @@ void adamw(float* __restrict param, const float* __restrict grad, float* __restr
     if constexpr (kAmsgrad) max_exp_avg_sq[i] = v = largest_square(max_exp_avg_sq[i], v);
     param[i] = s.stepped(param[i], m, v);
   }
-}
-
-template <class Rule, int kVariant>
-void step_floats(const void* numbers, float* __restrict param, const float* __restrict grad, float* __restrict state,
-                 int64_t numel) {
-  const Rule rule = *static_cast<const Rule*>(numbers);
-  for (int64_t i = 0; i < numel; ++i) {
-    float p = param[i], s = 0.0f;
-    if constexpr (Rule::reads_state(kVariant)) s = state[i];
-    rule.step(kVariant, grad[i] * rule.sign, p, s);
-    if constexpr (Rule::writes_state(kVariant)) state[i] = s;
-    param[i] = p;
-  }
-}
-
-template <class Rule, int kVariant = 0>
-FloatLoop* fill_variants(FloatLoop* entry) {
-  *entry++ = step_floats<Rule, kVariant>;
-  if constexpr (kVariant + 1 < Rule::kNumVariants) entry = fill_variants<Rule, kVariant + 1>(entry);
-  return entry;
-}
-
-template <class... Rules>
-void fill_rules(FloatLoop* entry, RuleList<Rules...>) {
-  ((entry = fill_variants<Rules>(entry)), ...);
 }
 
 // --- stochastic rounding ---------------------------------------------------------------------------------------------

@@ -36,9 +36,6 @@ struct Arithmetic {
   void (*sum_squares)(const A* values, int64_t numel, double* lanes);
 };
 
-// Steps parameters by a rule of FloatRules. Variants without state do not read `state`.
-using FloatLoop = void (*)(const void* rule, float* param, const float* grad, float* state, int64_t numel);
-
 struct KernelTable {
   // cast[dst][src], null on the diagonal.
   void (*cast[kNumCastTypes][kNumCastTypes])(void* dst, const void* src, int64_t numel);
@@ -68,7 +65,6 @@ struct KernelTable {
   void (*add_int8)(float* sums, const uint8_t* codes, const float* scales, int64_t numel);
   void (*encode_int8_with_errors)(uint8_t* codes, float* scales, uint8_t* errors, float* error_scales,
                                   const float* values, int64_t numel);
-  FloatLoop step_floats[num_variants(FloatRules())];  // the variants of each rule, in their order
 };
 
 const KernelTable& kernel_table_base();

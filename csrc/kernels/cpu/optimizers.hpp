@@ -1,5 +1,4 @@
-// Optimizer steps on raw pointers: one pass over parameter, gradient, and state, by kernels/rules/optimizer_rules.hpp.
-// Each has a scalar reference in tests/cpp.
+// AdamW on raw pointers: one pass over parameter, gradient, and moments, by kernels/rules/optimizer_rules.hpp.
 #pragma once
 
 #include <cstdint>
@@ -44,12 +43,5 @@ void adamw(const AdamWPiece& piece, const AdamWStep& step);
 // (kernels/rules/moment_codes.hpp). `is_signed`: for exp_avg.
 void decode_moments(float* values, const uint8_t* codes, const float* scales, int64_t numel, bool is_signed);
 void encode_moments(uint8_t* codes, float* scales, const float* values, int64_t numel, bool is_signed);
-
-// Updates float32 parameters and their state, which may be null if the rule keeps none.
-template <class Rule>
-void step_floats(const Rule& rule, float* param, const float* grad, float* state, int64_t numel) {
-  const int loop = first_variant<Rule>(FloatRules()) + rule.variant();
-  kernel_table().step_floats[loop](&rule, param, grad, state, numel);
-}
 
 }  // namespace fsdp2x::cpu

@@ -63,14 +63,6 @@ struct AdamWArgs {
   RoundingKey rounding;
 };
 
-// Arguments of a rule of FloatRules.
-template <class Rule>
-struct FloatArgs {
-  Rule steps[kMaxGroups];
-  const void* grads[kMaxTable] = {};
-  const float* grad_scale = nullptr;
-};
-
 // Two arrays that are compared as bits, and the destination of the list of changes. Fields that only the list kernel
 // needs may be null while masks are made.
 struct ChangesArgs {
@@ -140,8 +132,6 @@ struct Kernels {
   // Runs one step over any number of ranges, in fp32. The parameter uses the moments before these are rounded to their
   // type.
   void (*adamw)(const AdamWList& list, const AdamWArgs& args, Stream stream);
-  // Does the same by the rule with this index in FloatRules. `args` are the FloatArgs of this rule.
-  void (*step_floats)(int rule, const FloatList& list, const void* args, Stream stream);
 
   // Returns whether work for `stream` becomes part of a graph instead of running. Enqueues nothing.
   bool (*is_capturing)(Stream stream);
@@ -161,11 +151,6 @@ struct Kernels {
   // Sums the values of all ranks' codes, in rank order, to dense f32. Not for fp8.
   void (*sum_wire)(const WireList& list, const SumWireArgs& args, Stream stream);
 };
-
-template <class Rule>
-void step_floats(const Kernels& kernels, const FloatList& list, const FloatArgs<Rule>& args, Stream stream) {
-  kernels.step_floats(index_of<Rule>(FloatRules()), list, &args, stream);
-}
 
 // Null if fsdp2x was built without nvcc.
 const Kernels* device_kernels();

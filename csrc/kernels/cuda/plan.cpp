@@ -197,14 +197,6 @@ AdamWPlan make_plan(std::vector<AdamWSegment> segments) {
   return cut(std::move(segments));
 }
 
-FloatPlan make_plan(std::vector<FloatSegment> segments) {
-  for (const FloatSegment& segment : segments) {
-    require_group(segment.group, kMaxGroups);
-    require_entry(segment.source);
-  }
-  return cut(std::move(segments));
-}
-
 WirePlan make_plan(std::vector<WireSegment> segments) {
   for (const WireSegment& segment : segments) {
     if (!computes(segment.type)) {

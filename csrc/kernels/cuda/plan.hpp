@@ -114,7 +114,7 @@ struct Numbers {
   bool operator==(const Numbers&) const = default;
 };
 
-// A range of elements that an optimizer steps. The pointers must stay valid as long as the plan is used. Only gradients
+// A range of elements that AdamW steps. The pointers must stay valid as long as the plan is used. Only gradients
 // may move.
 struct AdamWSegment {
   void* param = nullptr;
@@ -132,17 +132,6 @@ struct AdamWSegment {
   DType type = DType::f32;         // of the parameter and its gradient
   DType moment_type = DType::f32;  // f32, bf16, or byte (codes: all segments of a launch or none)
   bool operator==(const AdamWSegment&) const = default;
-};
-
-// The same for an optimizer of FloatRules.
-struct FloatSegment {
-  float* param = nullptr;
-  float* state = nullptr;  // null: the rule keeps none
-  int64_t numel = 0;
-  int64_t first_tile = 0;
-  int32_t source = 0;
-  int32_t group = 0;
-  bool operator==(const FloatSegment&) const = default;
 };
 
 // Values in pieces, and their codes, dense and from the beginning of a block on (core/wire_format.hpp). Offsets are
@@ -168,8 +157,6 @@ using ReducePlan = Plan<ReduceSegment>;
 using ReduceList = List<ReduceSegment>;
 using AdamWPlan = Plan<AdamWSegment>;
 using AdamWList = List<AdamWSegment>;
-using FloatPlan = Plan<FloatSegment>;
-using FloatList = List<FloatSegment>;
 using WirePlan = Plan<WireSegment>;
 using WireList = List<WireSegment>;
 
@@ -186,7 +173,6 @@ ReducePlan make_plan(std::vector<ReduceSegment> segments);
 // Also throws Error for moments that are neither f32, bf16, nor codes with scales, and for a group or gradient beyond
 // the tables of a launch.
 AdamWPlan make_plan(std::vector<AdamWSegment> segments);
-FloatPlan make_plan(std::vector<FloatSegment> segments);
 // Also throws Error for pieces of more than 2^31 elements.
 WirePlan make_plan(std::vector<WireSegment> segments);
 

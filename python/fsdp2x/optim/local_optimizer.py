@@ -14,7 +14,7 @@ import math
 import random
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, TypeVar
@@ -71,6 +71,19 @@ def local_optimizer(optimizer: OptimizerT) -> OptimizerT:
     optimizer._patch_step_function()
     _replace_wrapped_step(optimizer)
     return optimizer
+
+
+@checked
+def SGD(params: Iterable[Any], lr: float | Tensor = 1e-3, **settings: Any) -> torch.optim.SGD:
+    """Makes a ``torch.optim.SGD`` that steps over local shards: ``local_optimizer(torch.optim.SGD(params, lr, ...))``.
+
+    Args:
+        params, lr, settings: the arguments of ``torch.optim.SGD``.
+
+    Raises:
+        ValueError: a setting is out of range, or parameters are from before ``fully_shard`` or gathered.
+    """
+    return local_optimizer(torch.optim.SGD(params, lr, **settings))
 
 
 def _replace_wrapped_step(optimizer: torch.optim.Optimizer) -> None:

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp2x.optim.muon import named_matrices
 from fsdp2x.plan.facts import ModelFacts, PlannedUnit
 
-_NUM_MOMENTS = {"adamw": 2, "muon": 2, "lion": 1, "sgd": 0, "sgd_momentum": 1, "none": 0}
+_NUM_MOMENTS = {"adamw": 2, "muon": 2, "sgd": 0, "sgd_momentum": 1, "none": 0}
 _MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256}  # int8: a float32 scale for 256 elements
 _ROWS = (
     *("shards", "gradients", "optimizer", "buffers, unsharded parameters", "copies of shards on the device"),

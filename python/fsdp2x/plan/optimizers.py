@@ -10,7 +10,6 @@ import torch
 from fsdp2x.base.native import _C
 from fsdp2x.optim.adamw import AdamW
 from fsdp2x.optim.host_moments import buffer_bytes
-from fsdp2x.optim.lion import Lion
 from fsdp2x.optim.local import local_tensor
 from fsdp2x.optim.moments import INT8, moment_bytes, moments_dtype_of
 from fsdp2x.optim.muon import Muon, named_matrices
@@ -43,7 +42,6 @@ _WITH_MOMENTS_DTYPE = {"": None, "_float32": torch.float32, "_bfloat16": torch.b
 # The optimizers that can be planned. For Muon: parameters that are not matrices.
 PLANNED = {
     **{f"adamw{end}": _Kept(2, True, dtype, AdamW.keeps_host_state) for end, dtype in _WITH_MOMENTS_DTYPE.items()},
-    "lion": _Kept(1),
     **{f"muon{end}": _Kept(2, True, dtype) for end, dtype in _WITH_MOMENTS_DTYPE.items()},
     "sgd": _Kept(),
     "sgd_momentum": _Kept(1),
@@ -102,8 +100,8 @@ def optimizer_bytes(
     ``is_on_host`` says whether a parameter's state is in CPU memory while its model is on an accelerator.
 
     Raises:
-        ValueError: the state before the first step cannot be predicted, because the optimizer is not Adam, AdamW, Lion,
-            Muon, or SGD.
+        ValueError: the state before the first step cannot be predicted, because the optimizer is not Adam, AdamW, Muon,
+            or SGD.
     """
     total = on_host = 0
     for group in optimizer.param_groups:
@@ -125,7 +123,7 @@ def _local_bytes(tensor: torch.Tensor) -> int:
 
 
 def _kept_by(optimizer: torch.optim.Optimizer, group: dict) -> _Kept:
-    if isinstance(optimizer, Lion) or isinstance(optimizer, (Muon, *_TORCH_MUON)) and group.get("use_muon", True):
+    if isinstance(optimizer, (Muon, *_TORCH_MUON)) and group.get("use_muon", True):
         return _Kept(1)
     if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, Muon)):
         return _Kept(3 if group["amsgrad"] else 2, True, getattr(optimizer, "moments_dtype", None))

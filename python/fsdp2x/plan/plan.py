@@ -60,7 +60,7 @@ def plan_memory(
         transport: ``"process_group"``, or ``"shm"`` if all ranks of a group are on one host.
         device: ``"cuda"`` (with NCCL) or ``"cpu"``. None: the CPU with shared memory, else CUDA.
         offload: a mode of ``HostOffloadPolicy``.
-        optimizer: adamw, lion, muon with ``muon_param_groups(model)``, sgd, sgd_momentum, or none. A suffix sets the
+        optimizer: adamw, muon with ``muon_param_groups(model)``, sgd, sgd_momentum, or none. A suffix sets the
             ``moments_dtype`` of adamw or muon: adamw_float32, adamw_bfloat16, adamw_int8.
         auto_wrap, reshard_after_forward, mp_policy, ignored_params: see ``fully_shard``.
         expert_parallel: number of ranks that share the experts of a block.

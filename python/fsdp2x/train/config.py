@@ -180,14 +180,12 @@ class DataConfig(Section):
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section):
-    name: Literal["adamw", "lion", "muon", "sgd"] = setting(
+    name: Literal["adamw", "muon", "sgd"] = setting(
         "adamw", "optimizer; muon: for matrices, with AdamW for embeddings, the output head and fewer dims"
     )
     lr: float = setting(3e-4, "peak learning rate", POSITIVE)
     adamw_lr: float | None = setting(None, "with muon, peak learning rate of AdamW's parameters; unset: lr", POSITIVE)
-    betas: tuple[float, float] = setting(
-        (0.9, 0.95), "decay rates of AdamW's two moments, or of Lion's two averages", RATES
-    )
+    betas: tuple[float, float] = setting((0.9, 0.95), "decay rates of AdamW's two moments", RATES)
     eps: float = setting(1e-8, "AdamW's epsilon", POSITIVE)
     weight_decay: float = setting(
         0.1, "decay of parameters with two or more dims; norms and biases get none", NOT_NEGATIVE
@@ -230,12 +228,12 @@ class OptimizerConfig(Section):
 
     def check(self) -> None:
         name, coded = self.name, self.moments_dtype is not None
-        only_ours = "auto or fsdp2x, since torch has no Lion, and its Muon steps matrices alone"
+        only_ours = "auto or fsdp2x, since torch's Muon steps matrices alone"
         torchs = f"null, since optimizer.implementation is {self.implementation}, whose moments are torch's"
         unrounded = "false, since optimizer.moments_dtype is null and nothing is rounded"
         self.require("adamw_lr", self.adamw_lr is None or name == "muon", f"null, since optimizer.name is {name}")
         self.require("momentum", not self.momentum or name in ("sgd", "muon"), f"0, since optimizer.name is {name}")
-        self.require("implementation", name not in ("lion", "muon") or self.is_ours, only_ours)
+        self.require("implementation", name != "muon" or self.is_ours, only_ours)
         self.require("moments_dtype", not coded or name in ("adamw", "muon"), f"null, since optimizer.name is {name}")
         self.require("moments_dtype", not coded or self.is_ours, torchs)
         self.require("stochastic_rounding", coded or not self.stochastic_rounding, unrounded)

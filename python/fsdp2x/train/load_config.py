@@ -175,7 +175,6 @@ IDLE: dict[tuple[str, ...], tuple[Callable[[TrainConfig], bool], str]] = {
     ("data.max_tokens",): (lambda c: not c.data.packing, "data.packing is false"),
     ("data.held_out",): (lambda c: bool(c.data.validation_files), "data.validation_files replace it"),
     ("optimizer.betas", "optimizer.eps"): (lambda c: c.optimizer.name == "sgd", "optimizer.name is sgd"),
-    ("optimizer.eps",): (lambda c: c.optimizer.name == "lion", "optimizer.name is lion"),
     ("optimizer.muon_lr_scale", "optimizer.muon_split", "optimizer.muon_ns_method", "optimizer.muon_ns_dtype"): (
         lambda c: c.optimizer.name != "muon",
         "optimizer.name is not muon",

@@ -135,8 +135,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Makes an optimizer over the trainable parameters in two groups: fsdp2x's, or one of torch's loops.
 
-    fsdp2x's clips in its steps if there is a largest norm; torch's do not. Muon has its matrices in groups, by their
-    blocks, before those two, which are AdamW's.
+    fsdp2x's AdamW and Muon clip in their steps if there is a largest norm; others do not. Muon has its matrices in
+    groups, by their blocks, before those two, which are AdamW's.
     """
     named = optim.muon_param_groups(model, split=config.muon_split) if config.name == "muon" else []
     matrices = [{**group, "params": [p for _, p in group["params"]]} for group in named if group["use_muon"]]
@@ -155,10 +155,8 @@ def make_optimizer(
     ours = config.is_ours
     options: dict[str, Any] = {"max_grad_norm": max_grad_norm} if ours else TORCH_LOOPS[config.implementation]
     if config.name == "sgd":
-        make = optim.SGD if ours else torch.optim.SGD
-        return make(groups, lr=config.lr, momentum=config.momentum or 0.0, **options)
-    if config.name == "lion":
-        return optim.Lion(groups, lr=config.lr, betas=config.betas, **options)
+        rates = {"lr": config.lr, "momentum": config.momentum or 0.0}
+        return optim.SGD(groups, **rates) if ours else torch.optim.SGD(groups, **rates, **options)
     if config.moments_dtype is not None:
         options["moments_dtype"] = getattr(torch, config.moments_dtype) if config.moments_dtype != "int8" else "int8"
         options["stochastic_rounding"] = config.stochastic_rounding

@@ -60,7 +60,6 @@ OPTIMIZERS = {
     "torch.SGD": torch.optim.SGD,
     "fused": lambda params, lr: torch.optim.AdamW(params, lr=lr, fused=True),
     "AdamW": fsdp2x.optim.AdamW,
-    "SGD": fsdp2x.optim.SGD,
     "local": lambda params, lr: fsdp2x.local_optimizer(torch.optim.Adagrad(params, lr=lr)),
 }
 

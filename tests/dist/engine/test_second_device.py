@@ -87,7 +87,6 @@ def test_steps_are_stocks(ctx, library):
 
 OPTIMIZERS = {
     "ours": lambda params: fsdp2x.optim.AdamW(params, lr=1e-2),
-    "ours, SGD": lambda params: fsdp2x.optim.SGD(params, lr=1e-2, momentum=0.9),
     "torch's": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
 }
 

@@ -43,16 +43,14 @@ def test_bits_do_not_depend_on_the_number_of_threads():
 
 
 def run(ctx, threads: int) -> list[str]:
-    import fsdp2x
 
     torch.set_num_threads(threads)
     stochastic = {"moments_dtype": torch.bfloat16, "stochastic_rounding": True, "amsgrad": True}
     cases = [
-        (torch.float32, 0, fsdp2x.optim.AdamW, {}),
-        (torch.float32, 1, fsdp2x.optim.SGD, {"momentum": 0.9}),
-        (torch.float32, 1, fsdp2x.optim.AdamW, stochastic),
-        (torch.bfloat16, 0, fsdp2x.optim.AdamW, stochastic),
-        (torch.float32, 1, fsdp2x.optim.AdamW, {**stochastic, "moments_dtype": "int8"}),
+        (torch.float32, 0, {}),
+        (torch.float32, 1, stochastic),
+        (torch.bfloat16, 0, stochastic),
+        (torch.float32, 1, {**stochastic, "moments_dtype": "int8"}),
     ]
     digests = [train(*case) for case in cases]
     check_that_threads_work(threads)
@@ -66,7 +64,7 @@ def digest(tensors: list[torch.Tensor]) -> str:
     return total.hexdigest()
 
 
-def train(dtype: torch.dtype, shard_dim: int, optimizer_class, options: dict) -> str:
+def train(dtype: torch.dtype, shard_dim: int, options: dict) -> str:
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.tensor import DTensor, Shard
 
@@ -80,7 +78,7 @@ def train(dtype: torch.dtype, shard_dim: int, optimizer_class, options: dict) ->
 
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     fsdp2x.fully_shard(model, auto_wrap=False, transport="shm", mp_policy=policy, shard_placement_fn=placement)
-    optimizer = optimizer_class(model.parameters(), lr=1e-2, **options)
+    optimizer = fsdp2x.optim.AdamW(model.parameters(), lr=1e-2, **options)
     x = torch.ones(1, requires_grad=True)
     seen = []
     for _ in range(3):

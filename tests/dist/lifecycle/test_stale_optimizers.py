@@ -16,10 +16,9 @@ OPTIMIZERS = {
     "torch.SGD": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9),
     "torch.Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2, foreach=False),
     "AdamW": lambda groups: fsdp2x.optim.AdamW(groups, lr=1e-2),
-    "SGD": lambda groups: fsdp2x.optim.SGD(groups, lr=1e-2, momentum=0.9),
     "local": lambda groups: fsdp2x.local_optimizer(torch.optim.NAdam(groups, lr=1e-2)),
 }
-OURS = ("AdamW", "SGD", "local")
+OURS = ("AdamW", "local")
 
 
 def step(ctx, model, optimizer, number=0):

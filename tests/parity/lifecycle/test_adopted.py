@@ -214,7 +214,6 @@ OPTIMIZERS = {
     "torch": lambda params: torch.optim.AdamW(params, lr=1e-2),
     "fsdp2x": lambda params: fsdp2x.optim.AdamW(params, lr=1e-2),
     "8 bits": lambda params: fsdp2x.optim.AdamW(params, lr=1e-2, moments_dtype="int8"),
-    "sgd": lambda params: fsdp2x.optim.SGD(params, lr=1e-1, momentum=0.9),
 }
 
 

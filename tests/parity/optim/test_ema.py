@@ -21,7 +21,6 @@ DECAY = 0.75
 OPTIMIZERS = {
     "adamw": lambda model: fsdp2x.optim.AdamW(model.parameters(), lr=1e-2),
     "torch's": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
-    "sgd": lambda model: fsdp2x.optim.SGD(model.parameters(), lr=0.1),
     "local": lambda model: fsdp2x.local_optimizer(torch.optim.NAdam(model.parameters(), lr=1e-2)),
 }
 

@@ -5,7 +5,7 @@ import torch
 
 import fsdp2x
 from checkpoints import HANDED_OVER_BY, hand_over
-from fsdp2x.optim import EMA, AdamW, Lion, Muon
+from fsdp2x.optim import EMA, AdamW, Muon
 from harness import distributed
 from models import STACK_UNITS, Stack, train
 from reference import full, only_fsdp2x, params, same, shard
@@ -33,7 +33,6 @@ KINDS = {
         torch.bfloat16,
         lambda model: with_ema(AdamW(model.parameters(), lr=1e-2), 0.75, dtype=torch.float32),
     ),
-    "lion": (torch.float32, lambda model: with_ema(Lion(model.parameters(), lr=1e-2, weight_decay=0.1), 0.9)),
     "muon": (torch.float32, muon),
     "muon, int8 moments": (torch.bfloat16, lambda model: muon(model, moments_dtype="int8")),
 }

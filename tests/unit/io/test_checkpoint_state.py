@@ -134,7 +134,6 @@ OPTIMIZERS = {
     "Adagrad": torch.optim.Adagrad,
     "ASGD": torch.optim.ASGD,
     "Adamax": torch.optim.Adamax,
-    "Lion": fsdp2x.optim.Lion,
     "Muon": lambda params: fsdp2x.optim.Muon([{"params": [p], "use_muon": p.ndim == 2} for p in params]),
     "NAdam": torch.optim.NAdam,
     "RMSprop": torch.optim.RMSprop,

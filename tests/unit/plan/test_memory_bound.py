@@ -36,7 +36,7 @@ runs = st.fixed_dictionaries(
         "place": st.sampled_from(PLACES),
         "mp_policy": st.sampled_from(POLICIES),
         "reshard": st.sampled_from([None, True, False, 2]),
-        "optimizer": st.sampled_from([*OPTIMIZERS, "sgd_momentum", "lion"]),
+        "optimizer": st.sampled_from([*OPTIMIZERS, "sgd_momentum"]),
     }
 )
 

@@ -194,7 +194,6 @@ def test_unknown_optimizer_and_transport():
         ({"offload": "half"}, "offload: expected one of none, optimizer, gradients, all, got 'half'"),
         ({"device": "cuda", "transport": "shm"}, "expected process_group with device cuda"),
         ({"offload": "optimizer", "optimizer": "sgd_momentum"}, "Use gradients or all with sgd_momentum"),
-        ({"offload": "optimizer", "optimizer": "lion"}, "Use gradients or all with lion"),
         ({"offload": "optimizer", "optimizer": "muon_int8"}, "Use gradients or all with muon_int8"),
         ({"optimizer": "muon"}, "optimizer: got muon: .*no get_output_embeddings"),
     ],

@@ -57,10 +57,6 @@ FSDP2X_HOST_DEVICE void store_rounded(DType type, void* base, int64_t i, const f
   store_units<uint16_t, N>(base, i, codes);
 }
 
-FSDP2X_HOST_DEVICE bool is_word_aligned_or_null(const void* address) {
-  return address == nullptr || is_word_aligned(address);
-}
-
 // `kFloats`: parameter, gradient, and moments are f32.
 template <bool kStochastic, bool kFloats>
 struct AdamWStepper {
@@ -111,7 +107,7 @@ struct AdamWBody {
         segment, grad, args.steps[segment.group], args.grad_scale == nullptr ? 1.0f : *args.grad_scale, args.rounding};
     const bool use_vectors = is_word_aligned(grad) && is_word_aligned(segment.param) &&
                              is_word_aligned(segment.exp_avg) && is_word_aligned(segment.exp_avg_sq) &&
-                             is_word_aligned_or_null(segment.max_exp_avg_sq) &&
+                             is_word_aligned(segment.max_exp_avg_sq) &&
                              (!kStochastic || vectors_are_numbered(segment.numbers));
     const TileRange range = range_of(tile, segment.first_tile, segment.numel);
     // Only floats are stepped a word at a time, as `walk_written` says. Stochastic rounding is for other types.
@@ -122,46 +118,6 @@ struct AdamWBody {
       }
     }
     walk<kVectorNumel>(range, range.begin, use_vectors, thread, stepper);
-  }
-};
-
-template <class Rule>
-struct FloatStepper {
-  const FloatSegment& segment;
-  const void* grad;
-  Rule rule;
-  int variant;
-  float grad_scale;
-
-  template <int N>
-  FSDP2X_HOST_DEVICE void run(int64_t i) const {
-    float p[N], g[N], s[N] = {};
-    load_units<float, N>(grad, i, g);
-    load_units<float, N>(segment.param, i, p);
-    if (Rule::reads_state(variant)) load_units<float, N>(segment.state, i, s);
-    FSDP2X_UNROLL
-    for (int k = 0; k < N; ++k) rule.step(variant, g[k] * rule.sign * grad_scale, p[k], s[k]);
-    store_units<float, N>(segment.param, i, p);
-    if (Rule::writes_state(variant)) store_units<float, N>(segment.state, i, s);
-  }
-};
-
-template <class Rule>
-struct FloatBody {
-  static constexpr int kBlocks = 4;
-  FloatList list;
-  FloatArgs<Rule> args;
-  FSDP2X_HOST_DEVICE void run(int64_t tile, int thread) const {
-    const FloatSegment segment = list.segments[list.tile_segments[tile]];
-    const void* grad = args.grads[segment.source];
-    if (grad == nullptr) return;
-    const Rule rule = args.steps[segment.group];
-    const FloatStepper<Rule> stepper = {segment, grad, rule, rule.variant(),
-                                        args.grad_scale == nullptr ? 1.0f : *args.grad_scale};
-    const bool use_vectors =
-        is_word_aligned(grad) && is_word_aligned(segment.param) && is_word_aligned_or_null(segment.state);
-    const TileRange range = range_of(tile, segment.first_tile, segment.numel);
-    walk<kFloatVectorNumel>(range, range.begin, use_vectors, thread, stepper);
   }
 };
 

@@ -14,7 +14,6 @@ void add_up(const double* values, int64_t num, double* sums, Stream stream);
 void clip_factor(const double* square_sum, double max_norm, bool in_f64, double* norm, double* factor, Stream stream);
 void scale_gradients(const ReduceList& list, const TargetTable& targets, const double* factor, Stream stream);
 void adamw(const AdamWList& list, const AdamWArgs& args, Stream stream);
-void step_floats(int rule, const FloatList& list, const void* args, Stream stream);
 bool is_capturing(Stream stream);
 void mark_changes(const ChangesArgs& args, Stream stream);
 void list_changes(const ChangesArgs& args, Stream stream);

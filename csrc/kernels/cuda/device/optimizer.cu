@@ -1,4 +1,4 @@
-// Optimizer steps on the device.
+// AdamW on the device.
 #include "kernels/cuda/bodies/coded_adamw.hpp"
 #include "kernels/cuda/bodies/optimizer.hpp"
 #include "kernels/cuda/device/functions.hpp"
@@ -35,18 +35,6 @@ void launch_coded(const AdamWList& list, const AdamWArgs& args, Stream stream) {
   check_launch("adamw", list.num_tiles);
 }
 
-template <class Rule>
-void launch_floats(const FloatList& list, const void* args, Stream stream) {
-  const FloatBody<Rule> body = {list, *static_cast<const FloatArgs<Rule>*>(args)};
-  launch_tiles(Rule::kName, body, list.num_tiles, stream);
-}
-
-template <class... Rules>
-void launch_rule(int rule, const FloatList& list, const void* args, Stream stream, RuleList<Rules...>) {
-  constexpr void (*kLaunch[])(const FloatList&, const void*, Stream) = {launch_floats<Rules>...};
-  kLaunch[rule](list, args, stream);
-}
-
 }  // namespace
 
 namespace device {
@@ -56,10 +44,6 @@ void adamw(const AdamWList& list, const AdamWArgs& args, Stream stream) {
   if (args.coded) return launch_coded<false>(list, args, stream);
   if (args.stochastic) return launch_tiles("adamw", AdamWBody<true>{list, args}, list.num_tiles, stream);
   launch_tiles("adamw", AdamWBody<false>{list, args}, list.num_tiles, stream);
-}
-
-void step_floats(int rule, const FloatList& list, const void* args, Stream stream) {
-  launch_rule(rule, list, args, stream, FloatRules());
 }
 
 }  // namespace device

@@ -14,7 +14,6 @@ const Kernels* device_kernels() {
       .clip_factor = device::clip_factor,
       .scale_gradients = device::scale_gradients,
       .adamw = device::adamw,
-      .step_floats = device::step_floats,
       .is_capturing = device::is_capturing,
       .mark_changes = device::mark_changes,
       .list_changes = device::list_changes,
