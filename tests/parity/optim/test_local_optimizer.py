@@ -18,10 +18,12 @@ OPTIMIZERS = {
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
     "adamw_fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
     "adamax": lambda p: torch.optim.Adamax(p, lr=1e-2),
     "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "radam": lambda p: torch.optim.RAdam(p, lr=1e-2),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.5, centered=True),
     "rprop": lambda p: torch.optim.Rprop(p, lr=1e-2),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-1, momentum=0.9),
@@ -114,94 +116,17 @@ def test_schedulers_hooks_and_closures(ctx):
     assert fsdp2x.local_optimizer(optimizer) is optimizer
 
 
-@distributed(world_sizes=(2,))
-def test_an_error_in_a_step_leaves_the_optimizer_whole(ctx):
-    class Failing(torch.optim.SGD):
-        def step(self, closure=None):
-            if self.fails:
-                raise ArithmeticError("on purpose")
-
-    Failing.fails = False
-    model = ours(ctx)
-    optimizer = fsdp2x.local_optimizer(Failing(model.parameters(), lr=0.1))
-    Failing.fails = True
-    model(inputs(ctx.rank)).sum().backward()
-    with pytest.raises(ArithmeticError):
-        optimizer.step()
-    assert all(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"])
-
-
-class Update(torch.optim.Optimizer):
+class Custom(torch.optim.Optimizer):
     """Made of one function of a group and the state of each parameter."""
 
     def __init__(self, params, update, lr=1e-2):
-        super().__init__(params, {"lr": lr, "distance": 1e-6})
+        super().__init__(params, {"lr": lr})
         self._update = update
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            group["params"] and self._update(group, self.state)
-
-
-def each(update):
-    """``update(param, grad, state, lr)`` of each parameter that has a gradient."""
-
-    def of_group(group, state):
-        for param in group["params"]:
-            if param.grad is not None:
-                update(param, param.grad, state[param], group["lr"])
-
-    return of_group
-
-
-def novograd(param, grad, state, lr):
-    state["second"] = 0.9 * state.get("second", grad.square().sum()) + 0.1 * grad.square().sum()
-    param.sub_(lr * grad / state["second"].sqrt())
-
-
-def lamb(param, grad, state, lr):
-    state["mean"] = 0.9 * state.get("mean", torch.zeros_like(param)) + grad
-    param.sub_(lr * param.norm() / state["mean"].norm() * state["mean"])
-
-
-def lars(param, grad, state, lr):
-    param.sub_(lr * (param.norm() / grad.norm() if param.ndim > 1 else 1.0) * grad)
-
-
-def stable_adamw(param, grad, state, lr):
-    state["second"] = 0.99 * state.get("second", grad.square()) + 0.01 * grad.square()
-    rms = (grad.square() / state["second"]).mean().sqrt()  # 1 in the first step
-    param.sub_(lr / rms.clamp(min=1.0) * grad / state["second"].sqrt())
-
-
-def cautious(param, grad, state, lr):
-    state["mean"] = 0.9 * state.get("mean", torch.zeros_like(param)) + grad
-    mask = (state["mean"] * grad > 0).float()
-    param.sub_(lr * state["mean"].sign() * mask / mask.mean().clamp(min=0.01))
-
-
-def prodigy(group, state):
-    found = 0.0
-    for param in group["params"]:
-        start = state[param].setdefault("start", param.clone())
-        found += float((param.grad * (start - param)).sum())
-    group["distance"] = max(group["distance"], found)
-    for param in group["params"]:
-        param.sub_(group["lr"] * group["distance"] * param.grad)
-
-
-def factored(param, grad, state, lr):
-    if param.ndim == 2 and min(param.shape) >= 128:
-        state["rows"] = grad.square().mean(1)
-        grad = grad / state["rows"].sqrt()[:, None]
-    param.sub_(lr * grad)
-
-
-def clip_all(group, state):
-    norm = torch.stack([param.grad.norm() for param in group["params"]]).norm()
-    for param in group["params"]:
-        param.sub_(group["lr"] * param.grad * min(1.0, 1000.0 / float(norm)))
+            self._update(group, self.state)
 
 
 def count_all(group, state):
@@ -210,42 +135,79 @@ def count_all(group, state):
         param.sub_(group["lr"] / state["all"]["steps"] * param.grad.sign())
 
 
-REFUSED = {
-    "novograd": each(novograd),
-    "lamb": each(lamb),
-    "lars": each(lars),
-    "stable adamw": each(stable_adamw),
-    "cautious": each(cautious),
-    "prodigy": prodigy,
-    "factored if large": each(factored),
-    "clips inside": clip_all,
-    "centralized": each(lambda param, grad, state, lr: param.sub_(lr * (grad - grad.mean()))),
-    "scaled by shape": each(lambda param, grad, state, lr: param.sub_(lr * max(1, len(param) // 130) * grad)),
-    "noise": each(lambda param, grad, state, lr: param.add_(lr * torch.randn_like(param))),
-    "raises": each(lambda param, grad, state, lr: param.sub_(state["missing"])),
-}
+def factored(group, state):
+    for param in group["params"]:
+        state[param]["rows"] = param.grad.square().mean(-1)
 
 
-def wide() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return fsdp2x.fully_shard(torch.nn.Sequential(torch.nn.Linear(130, 260), torch.nn.Linear(260, 8)))
+def fail(group, state):
+    raise ArithmeticError("on purpose")
+
+
+class OtherDefaults(torch.optim.SGD):
+    def __init__(self, params):
+        super().__init__(params, lr=0.1, momentum=0.5)
+
+
+class Clipping(torch.optim.SGD):
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+        return super().step(closure)
+
+
+class Normalizing(torch.optim.SGD):
+    def _init_group(self, group, params, grads, *rest):
+        sparse = super()._init_group(group, params, grads, *rest)
+        grads[:] = [grad / grad.norm() for grad in grads]
+        return sparse
 
 
 @distributed(world_sizes=(2,))
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_element_wise_is_refused(ctx, name):
-    """By what it does; the optimizer, its parameters and random numbers stay. A learning rate of 0 hides nothing."""
-    only_fsdp2x(ctx)
-    model = wide()
-    optimizer = Update(model.parameters(), REFUSED[name], lr=0.0)
-    before, generator = params(model), torch.get_rng_state()
-    with pytest.raises(NotImplementedError, match="local_optimizer: Update .*element-wise: .*Use it without") as caught:
+@pytest.mark.parametrize("kind", [Clipping, Normalizing, Custom])
+def test_a_class_that_is_not_known_needs_a_word(ctx, kind):
+    """Also a subclass that changes the step of a known one. Nothing changes, and a later call may say the word."""
+    model = ours(ctx)
+    optimizer = kind(model.parameters(), *([count_all] if kind is Custom else [0.1]))
+    with pytest.raises(NotImplementedError, match=f"{kind.__name__} is not known .* pass elementwise=True"):
         fsdp2x.local_optimizer(optimizer)
-    assert ("KeyError: 'missing'" in str(caught.value)) == (name == "raises")
-    same(params(model), before)
-    assert torch.equal(torch.get_rng_state(), generator) and type(optimizer) is Update
-    assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.0
-    assert optimizer.param_groups[0]["distance"] == 1e-6 and all(param.grad is None for param in model.parameters())
+    assert type(optimizer) is kind
+    fsdp2x.local_optimizer(optimizer, elementwise=True)
+    train(ctx, model, optimizer)
+
+
+@distributed(world_sizes=(2,))
+def test_a_subclass_with_the_same_step_is_known(ctx):
+    models = ours(ctx), ours(ctx)
+    optimizers = fsdp2x.local_optimizer(OtherDefaults(models[0].parameters())), OtherDefaults(models[1].parameters())
+    same(*(train(ctx, model, optimizer) for model, optimizer in zip(models, optimizers, strict=True)))
+    same(*map(params, models))
+    assert type(optimizers[0]).__name__ == "LocalOtherDefaults"
+
+
+@distributed(world_sizes=(2,))
+def test_sgd(ctx):
+    model, twin = ours(ctx), shard_stock(Stack(), STACK_UNITS)
+    settings = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
+    optimizer, expected = (
+        fsdp2x.optim.SGD(model.parameters(), **settings),
+        torch.optim.SGD(twin.parameters(), **settings),
+    )
+    same(train(ctx, model, optimizer), train(ctx, twin, expected))
+    same(params(model), params(twin))
+    with pytest.raises(ValueError, match="Nesterov"):
+        fsdp2x.optim.SGD(model.parameters(), nesterov=True)
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize(("update", "error"), [(factored, NotImplementedError), (fail, ArithmeticError)])
+def test_an_error_in_a_step_leaves_the_optimizer_whole(ctx, update, error):
+    """Such as the one about state that cannot belong to an element-wise step."""
+    model = ours(ctx)
+    optimizer = fsdp2x.local_optimizer(Custom(model.parameters(), update), elementwise=True)
+    model(inputs(ctx.rank)).sum().backward()
+    with pytest.raises(error, match="Custom keeps 'rows' of shape|on purpose"):
+        optimizer.step()
+    assert all(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"])
 
 
 def even() -> torch.nn.Module:
@@ -297,8 +259,8 @@ def test_torchs_others_step_as_over_stock_and_are_refused(ctx, name, kind):
     if TORCH_MINOR == 15:  # what docs/works-with.md says
         assert kind not in trains or not isinstance(found, str)
         assert kind in trains or (trains and ctx.world == 1) or found == "RuntimeError"
-    with pytest.raises(NotImplementedError, match="element-wise"):
-        fsdp2x.local_optimizer(make(shard(ctx, build(), units)))
+    with pytest.raises(NotImplementedError, match="is not element-wise"):
+        fsdp2x.local_optimizer(make(shard(ctx, build(), units)), elementwise=True)
 
 
 @distributed(world_sizes=(2,))
@@ -313,30 +275,24 @@ def test_what_is_no_optimizer_and_what_steps_shards_already(ctx):
 @distributed(world_sizes=(2,))
 def test_groups_schedulers_and_state_of_all_parameters(ctx):
     """A scheduler from before; a group that is added; what is kept for all parameters together; foreign references."""
-    only_fsdp2x(ctx)
     results = []
-    for wrap in (fsdp2x.local_optimizer, lambda one: one):
-        model = wide()
-        optimizer = Update(list(model[0].parameters()), count_all)
+    for wrap in (partial(fsdp2x.local_optimizer, elementwise=True), lambda one: one):
+        model = ours(ctx)
+        first, *others = model.parameters()
+        optimizer = Custom([first], count_all)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
         assert wrap(optimizer) is optimizer
-        optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 1e-3})
-        for _ in range(3):
-            model(torch.ones(2, 130)).square().sum().backward()
+        optimizer.add_param_group({"params": others, "lr": 1e-3})
+        for step in range(3):
+            model(inputs(ctx.rank, step)).square().sum().backward()
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
         assert optimizer.state["all"]["steps"] == 6 and optimizer.param_groups[0]["lr"] == 1e-2 / 8
         results.append(params(model))
     same(*results)
-    updates = [count_all]
-    late = fsdp2x.local_optimizer(Update(list(model[0].parameters()), lambda *given: updates[-1](*given)))
-    updates.append(each(lars))
-    with pytest.raises(NotImplementedError, match="not element-wise"):
-        late.add_param_group({"params": list(model[1].parameters())})
-    assert len(late.param_groups) == 1
 
-    class Hidden(Update):
+    class Hidden(Custom):
         def __init__(self, given):
             super().__init__(given, None)
             self.own = self.param_groups[0]["params"][:1]
@@ -345,7 +301,7 @@ def test_groups_schedulers_and_state_of_all_parameters(ctx):
             for param in self.own:
                 self.state[param]["steps"] = 1
 
-    hidden = fsdp2x.local_optimizer(Hidden([model[0].weight]))
+    hidden = fsdp2x.local_optimizer(Hidden([first]), elementwise=True)
     with pytest.raises(NotImplementedError, match="that it keeps outside of its groups"):
         hidden.step()
 

@@ -58,7 +58,7 @@ def run(make: Make, is_local: bool) -> tuple[list[float], nn.Module]:
     try:
         optimizer, twin = make(params), make(plain)
         if is_local:
-            fsdp2x.local_optimizer(optimizer)
+            fsdp2x.local_optimizer(optimizer, elementwise=True)
         for step in range(4):
             torch.manual_seed(10 * step + dist.get_rank())
             x = torch.randn(16, 64)
