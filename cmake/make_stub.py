@@ -14,7 +14,7 @@ STUB = Path(__file__).resolve().parent.parent / "python/fsdp2x/_C.pyi"
 HEAD = '''"""Written by `make stub` from the compiled module; not to be edited."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
 import torch
 '''
@@ -63,9 +63,7 @@ def _positional(signature: str) -> str:
 
 
 def _function(name: str, function: object, indent: str = "") -> list[str]:
-    signatures = _signatures(name, function.__doc__)
-    mark = [f"{indent}@overload"] if len(signatures) > 1 else []
-    return [line for signature in signatures for line in [*mark, f"{indent}def {name}{signature}: ..."]]
+    return [f"{indent}def {name}{signature}: ..." for signature in _signatures(name, function.__doc__)]
 
 
 def _property(name: str, member: property) -> list[str]:

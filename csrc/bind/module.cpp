@@ -239,8 +239,14 @@ void bind_transports(py::module_& m) {
 }
 
 void bind_root(py::module_& m) {
-  py::class_<Root, std::shared_ptr<Root>>(m, "Root")
+  py::class_<RootSettings, std::shared_ptr<RootSettings>>(m, "RootSettings")
       .def(py::init<>())
+      .def_readwrite("is_last_backward", &RootSettings::is_last_backward)
+      .def_readwrite("manual_finalization", &RootSettings::manual_finalization)
+      .def("set_post_optimizer_event",
+           [](RootSettings& self, const py::object& event) { self.post_optimizer_event = own(event); });
+  py::class_<Root, std::shared_ptr<Root>>(m, "Root")
+      .def(py::init<std::shared_ptr<RootSettings>>(), py::arg("settings"))
       .def("add_unit", &Root::add_unit, py::arg("unit"), py::arg("transports"))
       .def("add_post_forward", &Root::add_post_forward, py::arg("group"), py::arg("transport"))
       .def("add_agreement", &Root::add_agreement, py::arg("agreement"))
@@ -255,18 +261,10 @@ void bind_root(py::module_& m) {
       .def("synchronize_gradients", &Root::synchronize_gradients, py::arg("units"))
       .def_property_readonly("in_forward", [](const Root& self) { return self.schedule().in_forward(); })
       .def_property_readonly("in_backward", [](const Root& self) { return self.schedule().in_backward(); })
-      .def_property(
-          "is_last_backward", [](const Root& self) { return self.schedule().settings().is_last_backward; },
-          [](Root& self, bool value) { self.schedule().settings().is_last_backward = value; })
-      .def_property(
-          "manual_finalization", [](const Root& self) { return self.schedule().settings().manual_finalization; },
-          [](Root& self, bool value) { self.schedule().settings().manual_finalization = value; })
       .def("set_max_reduce_buffers",
            [](Root& self, size_t num) {
              for (const auto& transport : self.transports()) transport->set_max_reduce_buffers(num);
            })
-      .def("set_post_optimizer_event",
-           [](Root& self, const py::object& event) { self.set_post_optimizer_event(own_unless_none(event)); })
       // (kind, last owner, address, bytes) of the memory that transports lend to units.
       .def("loans",
            [](const Root& self) {
@@ -408,9 +406,8 @@ void bind_group(py::module_& m) {
 }
 
 void bind_unit(py::module_& m) {
-  py::class_<UnitOptions>(m, "UnitOptions")
+  py::class_<UnitOptions, std::shared_ptr<UnitOptions>>(m, "UnitOptions")
       .def(py::init<>())
-      .def(py::init<const UnitOptions&>(), py::arg("other"))
       .def_readwrite("reshard_after_forward", &UnitOptions::reshard_after_forward)
       .def_readwrite("reshard_without_grad", &UnitOptions::reshard_without_grad)
       .def_readwrite("reshard_after_backward", &UnitOptions::reshard_after_backward)
@@ -427,8 +424,8 @@ void bind_unit(py::module_& m) {
       .def_readwrite("wire_weights", &UnitOptions::wire_weights)
       .def_readwrite("wire_gradients", &UnitOptions::wire_gradients);
   py::class_<Unit, std::shared_ptr<Unit>>(m, "Unit")
-      .def(py::init<std::string, at::Device, std::vector<std::shared_ptr<ParamGroup>>, UnitOptions>(), py::arg("name"),
-           py::arg("device"), py::arg("groups"), py::arg("options"))
+      .def(py::init<std::string, at::Device, std::vector<std::shared_ptr<ParamGroup>>, std::shared_ptr<UnitOptions>>(),
+           py::arg("name"), py::arg("device"), py::arg("groups"), py::arg("options"))
       .def("rename", &Unit::rename, py::arg("name"), py::arg("fqns"))
       .def("set_groups", &Unit::set_groups, py::arg("groups"))
       .def("begin_unshard", &Unit::begin_unshard)
@@ -458,8 +455,6 @@ void bind_unit(py::module_& m) {
            })
       .def_property_readonly("name", [](const Unit& unit) { return unit.name(); })
       .def_readonly("groups", &Unit::groups)
-      .def_property_readonly(
-          "options", [](Unit& unit) { return &unit.options; }, py::return_value_policy::reference_internal)
       .def_property_readonly("param_state", [](const Unit& unit) { return to_string(unit.param_state()); })
       .def_property_readonly("phase", [](const Unit& unit) { return to_string(unit.phase()); });
   py::class_<UnitCall>(m, "UnitCall").def("end", &UnitCall::end, py::call_guard<py::gil_scoped_release>());
@@ -472,6 +467,7 @@ void bind_unit(py::module_& m) {
            py::arg("backward_hooks"))
       .def("set_marks", &UnitHooks::set_marks, py::arg("mark_inputs"), py::arg("mark_output"))
       .def("add_backward_hooks", &UnitHooks::add_backward_hooks)
+      .def("lazy_init", &UnitHooks::lazy_init)
       .def("set_unit", &UnitHooks::set_unit)
       .def("set_all",
            [](UnitHooks& hooks, const std::vector<std::shared_ptr<UnitHooks>>& all) {

@@ -144,7 +144,7 @@ size_t PlannedSteps::add_transport(TransportKind kind, const PlannedRanks& ranks
       transports_.push_back(std::make_unique<DeviceTransportMemory>(ranks, effects_.whole()));
       break;
   }
-  if (!transports_.back()->overlaps()) schedule_.settings().is_synchronous = true;
+  if (!transports_.back()->overlaps()) schedule_.set_synchronous();
   return transports_.size() - 1;
 }
 

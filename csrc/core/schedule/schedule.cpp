@@ -49,7 +49,7 @@ void Schedule::finalize_backward() {
     if (unit->options_.reshard_after_backward) reshard(*unit);
   }
   flush(alive);
-  if (settings_.is_last_backward) order_.clear(alive);
+  if (settings_->is_last_backward) order_.clear(alive);
   backward_.finalized = reductions_.backward_number();
 }
 
@@ -156,7 +156,7 @@ void Schedule::prefetch_forward(ScheduledUnit& unit, bool was_gathered) {
     }
     return;
   }
-  if (!next || (settings_.is_synchronous && !effects_.may_overlap(*next))) return;
+  if (!next || (is_synchronous_ && !effects_.may_overlap(*next))) return;
   if (next->param_state_ != ParamState::sharded || !next->has_params() || next->is_written_in_forward_) return;
   gathers_.drop_rows(*next);
   prefetch(*next, Section::forward_prefetch);
@@ -303,7 +303,7 @@ void Schedule::post_backward(ScheduledUnit& unit, std::optional<uint64_t> number
 
 bool Schedule::is_due(const ScheduledUnit& unit, const ScheduledGroup& group) const {
   if (group.is_open()) return true;
-  if (settings_.manual_finalization || !reductions_.is_awaited(unit, group)) return false;
+  if (settings_->manual_finalization || !reductions_.is_awaited(unit, group)) return false;
   return !effects_.expects_gradients(group);
 }
 
@@ -315,7 +315,7 @@ void Schedule::reduce(ScheduledUnit& unit) {
   for (ScheduledGroup* const group : unit.groups_) {
     if (is_due(unit, *group)) reductions_.post(unit, *group, forward_.counts);
   }
-  if (settings_.is_synchronous) reductions_.finish_pending();
+  if (is_synchronous_) reductions_.finish_pending();
 }
 
 void Schedule::publish(uint64_t position) {
@@ -335,10 +335,10 @@ void Schedule::end_backward() {
       section = effects_.open_section(unit, Section::post_backward_reshard);
     }
     sweep(unit);
-    if (!unit.options_.requires_gradient_sync || settings_.manual_finalization) reductions_.pack_pending(unit);
+    if (!unit.options_.requires_gradient_sync || settings_->manual_finalization) reductions_.pack_pending(unit);
     if (unit.options_.reshard_after_backward) reshard(unit);
   }
-  if (!settings_.manual_finalization) flush(alive);
+  if (!settings_->manual_finalization) flush(alive);
   for (const auto& unit : alive) {
     if (unit->param_state_ == ParamState::gathering) gathers_.cancel(*unit);
     unit->set_phase(Phase::idle);
@@ -346,7 +346,7 @@ void Schedule::end_backward() {
   backward_.has_begun = false;
   reductions_.end_backward();
   effects_.end_pass();
-  if (settings_.is_last_backward) order_.clear(alive);
+  if (settings_->is_last_backward) order_.clear(alive);
 }
 
 void Schedule::abandon_backward() {

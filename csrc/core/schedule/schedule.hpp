@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "core/schedule/effects.hpp"
@@ -18,7 +19,13 @@ namespace fsdp2x {
 // All units below one root module.
 class Schedule {
  public:
-  explicit Schedule(Effects& effects) : effects_(effects), gathers_(effects), reductions_(effects) {}
+  // What the user sets on a root, read at each use. It exists before the schedule does, and outlives it.
+  struct Settings {
+    bool is_last_backward = true;
+    bool manual_finalization = false;
+  };
+  explicit Schedule(Effects& effects, std::shared_ptr<const Settings> settings = std::make_shared<Settings>())
+      : effects_(effects), settings_(std::move(settings)), gathers_(effects), reductions_(effects) {}
   Schedule(const Schedule&) = delete;
   Schedule& operator=(const Schedule&) = delete;
 
@@ -27,14 +34,8 @@ class Schedule {
   // Returns the live units.
   ScheduledUnits units() const;
 
-  struct Settings {
-    // Finish each reduction immediately, and prefetch by a prediction only units that may overlap.
-    bool is_synchronous = false;
-    bool is_last_backward = true;
-    bool manual_finalization = false;
-  };
-  Settings& settings() { return settings_; }
-  const Settings& settings() const { return settings_; }
+  // From now on, finishes each reduction immediately, and prefetches by a prediction only units that may overlap.
+  void set_synchronous() { is_synchronous_ = true; }
 
   // --- calls of the user ---
   void begin_unshard(ScheduledUnit& unit);
@@ -137,7 +138,8 @@ class Schedule {
 
   Effects& effects_;
   std::vector<std::weak_ptr<ScheduledUnit>> units_;
-  Settings settings_;
+  std::shared_ptr<const Settings> settings_;
+  bool is_synchronous_ = false;
   Gathers gathers_;
   ForwardOrder order_;
   Reductions reductions_;

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -16,7 +17,7 @@
 
 namespace fsdp2x {
 
-// Options that the user's setters change, read at each use.
+// Options that the user's setters change, read at each use. They exist before the unit does, and outlive it.
 struct UnitOptions : ScheduleOptions {
   bool reduce_unused_params = false;
   bool keep_unsharded_storage = false;  // keep the same memory at every unshard
@@ -47,11 +48,14 @@ inline uint32_t flags_of(const UnitOptions& options, bool odd_steps) {
 class UnitFacts : public ScheduledUnit {
  public:
   RangeNames ranges;
-  UnitOptions options;
+  UnitOptions& options;
 
  protected:
-  UnitFacts(std::string unit_name, UnitOptions unit_options)
-      : ScheduledUnit(unit_name, options), ranges(unit_name), options(std::move(unit_options)) {}
+  UnitFacts(std::string unit_name, const std::shared_ptr<UnitOptions>& unit_options)
+      : ScheduledUnit(unit_name, *unit_options), ranges(unit_name), options(*unit_options), options_(unit_options) {}
+
+ private:
+  std::shared_ptr<UnitOptions> options_;  // the user's object, which setters change
 };
 
 }  // namespace fsdp2x

@@ -53,6 +53,7 @@ class UnitHooks {
   void add_backward_hooks(const std::vector<py::object>& more) {
     backward_hooks_.insert(backward_hooks_.end(), more.begin(), more.end());
   }
+  void lazy_init() const { calls_.lazy_init(); }
   // Null: the next forward calls `lazy_init`.
   void set_unit(std::shared_ptr<Unit> unit);
   // Sets the hooks of all units of a root, in the order of its units. Called on the root's own hooks.

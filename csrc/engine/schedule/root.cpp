@@ -20,7 +20,7 @@ void Root::add_unit(const std::shared_ptr<Unit>& unit, const std::vector<std::sh
     effects_.add_transport(transports[i]);
     transports[i]->register_group(unit->groups[i]);
     if (transports[i]->is_synchronous()) {
-      schedule_.settings().is_synchronous = true;
+      schedule_.set_synchronous();
       blocks().keep_nothing();
     }
   }
@@ -63,7 +63,7 @@ void Root::end_backward() {
   static const std::string name = "FSDP::root_post_backward_callback";
   const ProfileRange callback(name);
   schedule_.end_backward();
-  if (!schedule_.settings().manual_finalization) effects_.raise_error_of_hook();
+  if (!settings_->manual_finalization) effects_.raise_error_of_hook();
 }
 
 void Root::leave_backward() noexcept {

@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "core/schedule/schedule.hpp"
@@ -14,8 +15,13 @@
 
 namespace fsdp2x {
 
+struct RootSettings : Schedule::Settings {
+  PyRef post_optimizer_event;  // the next forward's gathers wait for it, once; null: for everything enqueued before it
+};
+
 class Root : public std::enable_shared_from_this<Root> {
  public:
+  explicit Root(std::shared_ptr<RootSettings> settings) : settings_(std::move(settings)) {}
   // Adds a unit with one transport for each of its groups, in the same order on every rank.
   void add_unit(const std::shared_ptr<Unit>& unit, const std::vector<std::shared_ptr<Transport>>& transports);
   // Sets the transport of the smaller world that `group` reshards to after forward.
@@ -56,15 +62,15 @@ class Root : public std::enable_shared_from_this<Root> {
   void reset();
   // See Transport::release_idle. Also frees unused gradient blocks.
   void release_idle();
-  // Sets the event that the next forward's gathers wait for, once. Null: everything enqueued before it.
-  void set_post_optimizer_event(PyRef event) { effects_.set_post_optimizer_event(std::move(event)); }
+  RootSettings& settings() { return *settings_; }
 
   Counters& counters() const { return effects_.commons()->counters; }
   BlockPool& blocks() const { return effects_.commons()->blocks; }
 
  private:
+  std::shared_ptr<RootSettings> settings_;
   TensorEffects effects_{*this};
-  Schedule schedule_{effects_};
+  Schedule schedule_{effects_, settings_};
   std::thread::id forward_thread_;
 };
 

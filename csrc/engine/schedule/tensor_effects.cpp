@@ -262,7 +262,7 @@ void TensorEffects::begin_forward(uint64_t number, const ScheduledUnits& units) 
   const ProfileRange range(name);
   for (const auto& shared : shared_groups_) shared->enter_forward(number);
   release_unused_gradients(units);
-  const PyRef after = std::exchange(post_optimizer_event_, PyRef());
+  const PyRef after = std::exchange(root_.settings().post_optimizer_event, PyRef());
   for (const auto& transport : transports_) transport->begin_forward(after);
   // An optimizer on a separate stream may still read gradients. Then their memory may only serve this step's
   // reductions, which are ordered after that stream.

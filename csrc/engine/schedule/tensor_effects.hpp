@@ -41,7 +41,6 @@ class TensorEffects final : public Effects {
   // Returns the state that the groups of the units share.
   const std::shared_ptr<Commons>& commons() const { return commons_; }
   WaitingGradients& waiting() { return waiting_; }
-  void set_post_optimizer_event(PyRef event) { post_optimizer_event_ = std::move(event); }
   static void release_unused_gradients(const ScheduledUnits& units);
   // Reports to the peers that this rank's pass has raised.
   void leave_pass(const std::string& why) noexcept;
@@ -129,8 +128,7 @@ class TensorEffects final : public Effects {
   Pass last_pass_;
   std::weak_ptr<const Backward> backward_;  // lives as long as the graph task that queued the callback
   std::exception_ptr error_of_hook_;
-  std::string lost_;            // a parameter that lost a change
-  PyRef post_optimizer_event_;  // the next forward's gathers wait for it, once; null: for everything enqueued before it
+  std::string lost_;  // a parameter that lost a change
 };
 
 }  // namespace fsdp2x

@@ -25,8 +25,8 @@ std::set<Unit*>& live_units(const Gil& /*gil*/) {
 bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
 Unit::Unit(std::string unit_name, at::Device unit_device, std::vector<std::shared_ptr<ParamGroup>> unit_groups,
-           UnitOptions unit_options)
-    : UnitFacts(std::move(unit_name), std::move(unit_options)), device(unit_device) {
+           const std::shared_ptr<UnitOptions>& unit_options)
+    : UnitFacts(std::move(unit_name), unit_options), device(unit_device) {
   set_groups(std::move(unit_groups));
   live_units(Gil::of_caller()).insert(this);
 }

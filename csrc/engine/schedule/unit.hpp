@@ -24,7 +24,8 @@ bool inside_backward();
 class Unit final : public UnitFacts {
  public:
   // `groups` have at least one parameter each; a unit without parameters has no group.
-  Unit(std::string name, at::Device device, std::vector<std::shared_ptr<ParamGroup>> groups, UnitOptions options);
+  Unit(std::string name, at::Device device, std::vector<std::shared_ptr<ParamGroup>> groups,
+       const std::shared_ptr<UnitOptions>& options);
   ~Unit() override;
   // Renames the unit and its parameters, while it is sharded and before it joins a root. `fqns` has one list for each
   // group.

@@ -15,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp2x.base import torch_private
 from fsdp2x.base.arguments import checked
+from fsdp2x.lifecycle.hooks import register_hooks
+from fsdp2x.lifecycle.lazy_init import lazy_init
 from fsdp2x.lifecycle.module import FSDPModule
-from fsdp2x.lifecycle.state import UnitState
 from fsdp2x.lifecycle.tree import get_state
-from fsdp2x.lifecycle.unit import UnitSettings, mark_managed
+from fsdp2x.lifecycle.unit import ShardedUnit, UnitSettings, mark_managed
 from fsdp2x.sharding import collect
 from fsdp2x.sharding.collect import group_by_ranks, place
 from fsdp2x.sharding.mesh import ShardGroup, default_mesh, shard_group
@@ -129,13 +130,14 @@ def fully_shard(
     ignored = ignored_params or set()
 
     def shard(modules: Iterable[nn.Module], reshard: bool | int | None, keeps_for_backward: bool = False) -> None:
-        state, roots = UnitState(), tuple(torch_private.root_modules(list(modules)))
+        state, roots = ShardedUnit(), tuple(torch_private.root_modules(list(modules)))
         torch_private.register_state(roots, "fully_shard", state)
         try:
             classes = [_sharded_class(type(root)) for root in roots]
             managed = collect.managed_modules(roots, lambda inner: get_state(inner) is not None)
             groups = _shard_params(roots, managed, settings, ignored, shard_placement_fn, buffer_dtype)
             state.configure(roots, managed, groups, settings, reshard)
+            register_hooks(state, managed, lazy_init)
             for root, cls in zip(roots, classes, strict=True):
                 root.__class__ = cls
         except BaseException:

@@ -255,7 +255,7 @@ def check_wire_formats(state: ShardedUnit) -> None:
         NotImplementedError: fsdp2x has no kernels for the device, or fewer ranks keep the weights after forward.
         ValueError: gradients are not summed in float32, or are summed by a custom collective.
     """
-    options = state.live_options()
+    options = state.options
     if not uses_wire_formats(options):
         return
     where = f"fsdp2x: wire formats of unit '{state.name}'"
@@ -286,8 +286,13 @@ def check_wire_formats(state: ShardedUnit) -> None:
                 )
 
 
-def set_wire_formats(states: list[Any], weights: _C.WireFormat, gradients: _C.WireFormat) -> None:
-    """Sets the formats of ``states``, all or none. Collective if they shared memory until now.
+def set_wire_formats(
+    states: list[ShardedUnit],
+    weights: _C.WireFormat,
+    gradients: _C.WireFormat,
+    apply_comms: Callable[[ShardedUnit], None],
+) -> None:
+    """Sets the formats of ``states``, all or none, by ``apply_comms``. Collective if they shared memory until now.
 
     Raises:
         RuntimeError: a forward or backward is running.
@@ -295,13 +300,13 @@ def set_wire_formats(states: list[Any], weights: _C.WireFormat, gradients: _C.Wi
     """
     if any(state.is_running for state in states):
         raise RuntimeError("wire formats cannot be set during forward or backward. Set them between two steps.")
-    before = [(state, state.live_options().wire_weights, state.live_options().wire_gradients) for state in states]
+    before = [(state, state.options.wire_weights, state.options.wire_gradients) for state in states]
     try:
         for state in states:
             _set_formats(state, weights, gradients)
             check_wire_formats(state)
         for state in states:
-            state.apply_comms()
+            apply_comms(state)
     except BaseException:
         for found in before:
             _set_formats(*found)
@@ -309,5 +314,5 @@ def set_wire_formats(states: list[Any], weights: _C.WireFormat, gradients: _C.Wi
 
 
 def _set_formats(state: ShardedUnit, weights: _C.WireFormat, gradients: _C.WireFormat) -> None:
-    options = state.live_options()
+    options = state.options
     options.wire_weights, options.wire_gradients = weights, gradients

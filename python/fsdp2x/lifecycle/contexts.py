@@ -13,6 +13,7 @@ from typing import Literal, get_args
 from torch import nn
 
 from fsdp2x.base.arguments import checked
+from fsdp2x.lifecycle.lazy_init import lazy_init, make_unit
 from fsdp2x.lifecycle.module import FSDPModule
 from fsdp2x.lifecycle.tree import units_of
 
@@ -50,20 +51,17 @@ def accumulate(model: nn.Module, *, last: bool, before_last: BeforeLast = "nothi
         yield
         return
     before = [
-        (state, state.live_options().requires_gradient_sync, state.live_options().requires_all_reduce)
-        for state in states
+        (state.options, state.options.requires_gradient_sync, state.options.requires_all_reduce) for state in states
     ]
     try:
-        for state in states:
+        for options, *_ in before:
             if before_last == "nothing":
-                state.live_options().requires_gradient_sync = False
-            state.live_options().requires_all_reduce = False
+                options.requires_gradient_sync = False
+            options.requires_all_reduce = False
         yield
     finally:
-        # Looked up again, because the options move into the engine's unit at the first forward.
-        for state, sync, all_reduce in before:
-            state.live_options().requires_gradient_sync = sync
-            state.live_options().requires_all_reduce = all_reduce
+        for options, sync, all_reduce in before:
+            options.requires_gradient_sync, options.requires_all_reduce = sync, all_reduce
 
 
 @checked
@@ -90,18 +88,15 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     """
     states = units_of(model, "unsharded")
     if isinstance(model, FSDPModule) and all(state.is_root is None for state in states):
-        model._get_fsdp_state().lazy_init()
+        lazy_init(model._get_fsdp_state())
     for state in states:
-        state.make_unit()
-    before = [
-        (state, state.live_options().reshard_after_forward, state.live_options().reshard_without_grad)
-        for state in states
-    ]
+        make_unit(state)
+    before = [(state, state.options.reshard_after_forward, state.options.reshard_without_grad) for state in states]
     mine = [state for state in states if state.made_unit.param_state != "UNSHARDED"]
     try:
         for state in states:
-            state.live_options().reshard_after_forward = False
-            state.live_options().reshard_without_grad = False
+            state.options.reshard_after_forward = False
+            state.options.reshard_without_grad = False
         # Gather one unit ahead. Staging for more would add to the memory of all units.
         for state, following in itertools.zip_longest(mine, mine[1:]):
             state.made_unit.begin_unshard()
@@ -113,7 +108,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
         for state, reshard, without_grad in before:
             # A unit that became the root inside keeps its parameters for backward, unless set otherwise.
             keeps = bool(state.is_root and state.auto_reshard)
-            state.live_options().reshard_after_forward = reshard and not keeps
-            state.live_options().reshard_without_grad = without_grad or keeps
+            state.options.reshard_after_forward = reshard and not keeps
+            state.options.reshard_without_grad = without_grad or keeps
         for state in mine:
             state.reshard()

@@ -32,19 +32,22 @@ def _held_by_modules(state: ShardedUnit) -> Callable[[], ShardedUnit]:
     return cast("Callable[[], ShardedUnit]", weakref.ref(state))
 
 
-def register_hooks(state: ShardedUnit, managed: list[nn.Module]) -> None:
-    """Registers the engine's hooks for ``state``. ``managed`` are the modules of its parameters."""
+def register_hooks(state: ShardedUnit, managed: list[nn.Module], lazy_init: Callable[[ShardedUnit], None]) -> None:
+    """Registers the engine's hooks for ``state``, which call ``lazy_init`` before the first forward.
+
+    ``managed`` are the modules of its parameters.
+    """
     weak = _held_by_modules(state)
 
     @skips_checks
-    def lazy_init() -> None:
-        weak().lazy_init()
+    def begin() -> None:
+        lazy_init(weak())
 
     def explain(error: BaseException) -> None:
         explain_error(error, weak())
 
     hooked = [weakref.ref(hooks) for hooks in torch_private.backward_hooks(managed)]
-    hooks = state.hooks = _C.UnitHooks(list(state.modules), lazy_init, explain, is_running, hooked)
+    hooks = state.hooks = _C.UnitHooks(list(state.modules), begin, explain, is_running, hooked)
     hooks.set_marks(mark_inputs, mark_output)
 
     # Hooks, and all Python that the engine calls from them, stay outside of compiled graphs.
@@ -69,13 +72,13 @@ def _checks_pools(weak: Callable[[], ShardedUnit], pre_forward: Callable) -> Cal
     return call
 
 
-def follow_modules_of(root: ShardedUnit) -> None:
-    """Makes ``root`` check its modules before each of its forwards."""
+def follow_modules_of(root: ShardedUnit, follow_modules: Callable[[ShardedUnit], None]) -> None:
+    """Calls ``follow_modules`` on ``root`` before each of its forwards."""
     weak = _held_by_modules(root)
 
     @torch.compiler.disable
     def follow(module, args):
-        weak().follow_modules()
+        follow_modules(weak())
         watch_entries(weak())
 
     root.modules[0].register_forward_pre_hook(follow, prepend=True)
@@ -89,15 +92,15 @@ def watch_entries(root: ShardedUnit) -> None:
 
     If there are no units below, only modules that hold all weights: a hook on each small module would cost time.
     """
-    if torch.is_grad_enabled() or root.entered is not None:
+    if torch.is_grad_enabled() or root.as_root.entered is not None:
         return
-    root.entered = lambda: None
+    root.as_root.entered = lambda: None
     owners = {id(module) for param in root.params for module, _ in param.owners}
     below = managed_modules(root.modules, lambda module: get_state(module) is not None)[:-1]  # the root comes last
     for module in below:
         inner = {id(each) for each in module.modules()}
         holds_units = any(get_state(each) is not None for each in module.modules())
-        if holds_units or owners <= inner or len(root.tree) > 1 and id(module) in owners:
+        if holds_units or owners <= inner or len(root.as_root.tree) > 1 and id(module) in owners:
             _watch(root, module)
 
 
@@ -110,13 +113,16 @@ def _watch(root: ShardedUnit, module: nn.Module) -> None:
         state = weak()
         if state.root is not None and (state.root.in_backward or not _begins_forward(state)):
             return None
-        state.entered = weakref.ref(module)
+        state.as_root.entered = weakref.ref(module)
         return state.hooks.pre_forward(module, args, kwargs)
 
     def leave(module: nn.Module, args: tuple, output):
-        if torch.compiler.is_compiling() or (state := weak()).entered() is not module or depth_of(module) > 1:
+        if torch.compiler.is_compiling():
             return None
-        state.entered = lambda: None
+        state = weak()
+        if state.as_root.entered() is not module or depth_of(module) > 1:
+            return None
+        state.as_root.entered = lambda: None
         return state.hooks.post_forward(module, args, output)
 
     module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
@@ -127,7 +133,7 @@ def _begins_forward(state: ShardedUnit) -> bool:
     """Returns whether the root is between steps and sharded, or an interrupt ended its forward."""
     if state.root is None or not state.root.in_forward:
         return state.made_unit.param_state == "SHARDED"
-    entered = state.entered()
+    entered = state.as_root.entered()
     return entered is not None and not depth_of(entered) and not depth_of(state.modules[0])
 
 
@@ -138,7 +144,7 @@ def explain_error(error: BaseException, root: ShardedUnit) -> None:
     """Adds a note if ``error`` came from a sharded weight that was used outside of its unit's forward."""
     if not isinstance(error, RuntimeError) or "DTensor" not in str(error):
         return
-    owners = {id(param.param): (param.fqn, state) for state in root.tree for param in state.params}
+    owners = {id(param.param): (param.fqn, state) for state in root.as_root.tree for param in state.params}
     found = _sharded_in(error.__traceback__, owners)
     if not found:
         return

@@ -16,8 +16,9 @@ from fsdp2x.base.optimizer_hooks import refuse_swapped
 from fsdp2x.lifecycle import pending_gradients
 from fsdp2x.lifecycle.changes import moving
 from fsdp2x.lifecycle.comms import own_collective, set_wire_formats, wire_formats_of
-from fsdp2x.lifecycle.state import UnitState
+from fsdp2x.lifecycle.lazy_init import apply_comms, follow_modules, make_unit, remake_transports
 from fsdp2x.lifecycle.tree import get_state, refuse_unregistered
+from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.sharding.mesh import reduction_group
 from fsdp2x.sharding.transport import has_streams
 
@@ -29,7 +30,7 @@ _TorchReductionHandle = getattr(torch_fsdp, "GradientReductionHandle", object)  
 class UnshardHandle(torch_fsdp.UnshardHandle):
     """Handle of a gather that ``FSDPModule.unshard(async_op=True)`` started."""
 
-    def __init__(self, state: UnitState | None) -> None:
+    def __init__(self, state: ShardedUnit | None) -> None:
         self._state = state
 
     def wait(self) -> None:
@@ -45,11 +46,11 @@ class UnshardHandle(torch_fsdp.UnshardHandle):
 class GradientReductionHandle(_TorchReductionHandle):
     """Handle of reductions that ``FSDPModule.finalize_backward(async_op=True)`` started."""
 
-    def __init__(self, state: UnitState | None) -> None:
+    def __init__(self, state: ShardedUnit | None) -> None:
         self._state = state
         if state is not None:
-            self._generation = state.generation
-            state.reduction_pending = True
+            self._generation = state.as_root.generation
+            state.as_root.reduction_pending = True
 
     def wait(self) -> None:
         """Waits until all gradients are reduced and in ``.grad``.
@@ -59,11 +60,11 @@ class GradientReductionHandle(_TorchReductionHandle):
         """
         if self._state is None:
             return
-        if self._state.generation != self._generation:
+        if self._state.as_root.generation != self._generation:
             raise RuntimeError("This gradient reduction handle was invalidated")
         assert self._state.root is not None, "finalize_backward needs a root"
         self._state.root.finalize_backward()
-        self._state.reduction_pending = False
+        self._state.as_root.reduction_pending = False
         self._state = None
 
 
@@ -84,20 +85,20 @@ class FSDPModule(_TorchFSDPModule):
         self.__init__(*args, **kwargs)
         return self
 
-    def _get_fsdp_state(self) -> UnitState:
+    def _get_fsdp_state(self) -> ShardedUnit:
         state = get_state(cast("nn.Module", self))
-        if not isinstance(state, UnitState):
+        if state is None:
             raise AssertionError(f"No FSDP state found on {type(self).__name__}")
         return state
 
-    def _states(self, recurse: bool) -> Iterator[UnitState]:
+    def _states(self, recurse: bool) -> Iterator[ShardedUnit]:
         for module in self.modules() if recurse else (self,):
             if isinstance(module, FSDPModule):
                 yield module._get_fsdp_state()
 
     def _set_option(self, name: str, value: Any, recurse: bool) -> None:
         for state in self._states(recurse):
-            setattr(state.live_options(), name, value)
+            setattr(state.options, name, value)
 
     def reshard(self) -> None:
         """Frees this unit's full parameters and registers the sharded ones. Not recursive."""
@@ -112,7 +113,7 @@ class FSDPModule(_TorchFSDPModule):
                 also waits.
         """
         state = self._get_fsdp_state()
-        state.make_unit()
+        make_unit(state)
         if async_op:
             state.made_unit.begin_unshard()
             return UnshardHandle(state)
@@ -139,7 +140,7 @@ class FSDPModule(_TorchFSDPModule):
     @checked
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Sets whether the next backward is the last before the next forward. Until then the recorded order is kept."""
-        self._get_fsdp_state().set_is_last_backward(is_last_backward)
+        self._get_fsdp_state().root_settings.is_last_backward = is_last_backward
 
     @checked
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -183,7 +184,7 @@ class FSDPModule(_TorchFSDPModule):
         state = self._get_fsdp_state()
         state.comms.all_reduce_hook = hook
         state.comms.all_reduce_hook_stream = stream if has_streams(state.ranks.device) else None
-        state.apply_comms()
+        apply_comms(state)
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gathers this unit through ``comm`` over the process group. Not recursive.
@@ -200,13 +201,13 @@ class FSDPModule(_TorchFSDPModule):
         """
         state = self._get_fsdp_state()
         state.comms.all_gather = own_collective("set_custom_all_gather", comm)
-        state.apply_comms()
+        apply_comms(state)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduces through ``comm`` (torch's ``ReduceScatter`` protocol). See :meth:`set_custom_all_gather`."""
         state = self._get_fsdp_state()
         state.comms.reduce_scatter = own_collective("set_custom_reduce_scatter", comm)
-        state.apply_comms()
+        apply_comms(state)
 
     @checked
     def set_manual_backward_finalization(self, enabled: bool) -> None:
@@ -220,9 +221,7 @@ class FSDPModule(_TorchFSDPModule):
             raise RuntimeError("set_manual_backward_finalization must be called on the root FSDP module")
         if state.root is not None and state.root.in_backward:
             raise RuntimeError("set_manual_backward_finalization cannot change mode during backward")
-        state.manual_finalization = enabled
-        if state.root is not None:
-            state.root.manual_finalization = enabled
+        state.root_settings.manual_finalization = enabled
 
     @checked
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
@@ -306,7 +305,7 @@ class FSDPModule(_TorchFSDPModule):
             for group in state.groups:
                 if enable:
                     reduction_group(group.ranks)
-            state.apply_comms()
+            apply_comms(state)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Makes the gathers of the next forward wait for ``event`` instead of for all earlier work. Root only.
@@ -325,11 +324,7 @@ class FSDPModule(_TorchFSDPModule):
                 f"fsdp2x.FSDPModule.set_post_optim_event: event must be a torch.Event, got {event!r}. Record one "
                 "after the optimizer's step."
             )
-        state = self._get_fsdp_state()
-        if state.root is None:
-            state.post_optimizer_event = event
-        else:
-            state.root.set_post_optimizer_event(event)
+        self._get_fsdp_state().root_settings.set_post_optimizer_event(event)
 
     @checked
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -346,9 +341,9 @@ class FSDPModule(_TorchFSDPModule):
         refuse_unregistered(caller, list(self._states(True)), registered=enable)
         state = self._get_fsdp_state()
         memory = "process_group" if enable else None
-        if memory != state.comm_memory:
-            state.comm_memory = memory
-            state.remake_transports("memory")
+        if memory != state.comms.memory:
+            state.comms.memory = memory
+            remake_transports(state, "memory")
 
     @checked
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
@@ -377,8 +372,8 @@ class FSDPModule(_TorchFSDPModule):
                 f"{state.ranks.device.type}."
             )
         refuse_unregistered("FSDPModule.set_symm_mem_for_comm", list(self._states(True)), registered=True)
-        state.comm_memory = "symmetric"
-        state.remake_transports("memory")
+        state.comms.memory = "symmetric"
+        remake_transports(state, "memory")
 
     @checked(own=("max_input_buffers",))
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -393,7 +388,7 @@ class FSDPModule(_TorchFSDPModule):
         if not isinstance(max_input_buffers, int) or isinstance(max_input_buffers, bool) or max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers!r}")
         for state in self._states(recurse):
-            state.max_reduce_buffers = max_input_buffers
+            state.comms.max_reduce_buffers = max_input_buffers
             state.apply_reduce_buffers()
 
     @checked
@@ -419,7 +414,7 @@ class FSDPModule(_TorchFSDPModule):
             RuntimeError: called during forward or backward.
         """
         formats = wire_formats_of("fsdp2x.FSDPModule.set_wire_dtype", weights, gradients)
-        set_wire_formats(list(self._states(recurse)), *formats)
+        set_wire_formats(list(self._states(recurse)), *formats, apply_comms)
 
     @checked
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -485,10 +480,10 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """
     modules = sharded_modules("share_comm_ctx", modules)
     states = [module._get_fsdp_state() for module in modules]
-    layers = next((state.layers for state in states if state.layers is not None), {})
+    layers = next((state.comms.layers for state in states if state.comms.layers is not None), {})
     for state in states:
-        state.layers = layers
-        state.remake_transports("streams")
+        state.comms.layers = layers
+        remake_transports(state, "streams")
 
 
 @checked
@@ -508,7 +503,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         state = self._get_fsdp_state()
         hooks = state.hooks
         try:
-            state.follow_modules()
+            follow_modules(state)
             if (changed := hooks.pre_forward(self, args, kwargs)) is not None:
                 args, kwargs = changed
             output = original(*args, **kwargs)

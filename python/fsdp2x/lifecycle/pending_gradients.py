@@ -76,7 +76,7 @@ def synchronize_gradients(self: nn.Module) -> None:
         RuntimeError: called during forward or backward, or gradients were lost with those of a failed backward.
     """
     states = unit_states(self)
-    options = [state.live_options() for state in states]
+    options = [state.options for state in states]
     before = [(each.requires_gradient_sync, each.requires_all_reduce) for each in options]
     try:
         for each in options:

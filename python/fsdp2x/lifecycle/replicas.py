@@ -47,20 +47,19 @@ def require_equal_shards(root: ShardedUnit) -> None:
     Raises:
         ValueError: see ``require_equal``. The next forward tries again.
     """
-    if root.has_equal_replicas:
+    if root.as_root.has_equal_replicas:
         return
-    require_equal("fully_shard", shard_copies(root.tree), shard_groups(root.tree))
-    root.has_equal_replicas = True
-    for state in root.tree:
+    tree = root.as_root.tree
+    require_equal("fully_shard", shard_copies(tree), shard_groups(tree))
+    root.as_root.has_equal_replicas = True
+    for state in tree:
         state.hooks.set_unit(state.unit)
 
 
 def check_again(state: ShardedUnit) -> None:
     """Makes the next forward of the root compare its replicas. Called after shards of ``state`` were loaded."""
-    root = state.root_state()
-    if root is None or not root.has_equal_replicas:
-        return
-    if root.is_running:
+    root = state.shared
+    if not root.has_equal_replicas or state.is_running:
         return
     if shard_copies(root.tree):
         root.has_equal_replicas = False

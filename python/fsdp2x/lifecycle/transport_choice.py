@@ -42,7 +42,7 @@ class TransportChoice:
 
     def __init__(self, root: ShardedUnit) -> None:
         """``root`` has the same tree on every rank, in the same order."""
-        tree = root.tree
+        tree = root.as_root.tree
         needs_group = next((needed for state in tree if (needed := state.needs_group)), "")
         if needs_group and root.transport == TransportKind.SHM:
             raise ValueError(
@@ -51,9 +51,11 @@ class TransportChoice:
             )
         self._name = TransportKind.PROCESS_GROUP if needs_group else root.transport
         self._timeout = root.timeout
-        self._comm_memory = next((state.comm_memory for state in tree if state.comm_memory is not None), None)
+        self._comm_memory = next((one.comms.memory for one in tree if one.comms.memory is not None), None)
         # Streams. Roots that were given the same dict share them.
-        self._layers: dict[torch.device, Any] = next((one.layers for one in tree if one.layers is not None), {})
+        self._layers: dict[torch.device, Any] = next(
+            (one.comms.layers for one in tree if one.comms.layers is not None), {}
+        )
         self._model = f"{root.number.kind} {root.number.number}"
         self._checks_ranks = all(state.checks_ranks for state in tree)
         self._units = [(state.name, group) for state in tree for group in state.groups]
@@ -243,6 +245,6 @@ def facts_of(name: str, group: ShardedParamGroup, *, with_training: bool = False
         if with_training:
             facts.append("trained" if sharded.param.requires_grad else "frozen")
         if (state := group.unit_state()) is not None:
-            facts += describe_wire_formats(state.live_options())
+            facts += describe_wire_formats(state.options)
         params.append((sharded.label, tuple(facts)))
     return UnitParams(name, tuple(params))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
 from fsdp2x.base import torch_private
-from fsdp2x.lifecycle.unit import Place, ShardedUnit
+from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.sharding.sharded_param import ShardedParam
 
 
@@ -57,7 +56,7 @@ def find_tree(root: ShardedUnit) -> list[ShardedUnit]:
                 f"FSDP state has already been lazily initialized for {name}\n"
                 "FSDP requires running forward through the root module first"
             )
-        if state is not root and state.manual_finalization:
+        if state is not root and state.root_settings.manual_finalization:
             raise RuntimeError(
                 f"set_manual_backward_finalization must be called on the root FSDP module, not on '{name}'"
             )
@@ -122,21 +121,12 @@ def refuse_unregistered(
     ``separate`` and ``registered`` are what ``caller`` is about to set.
     """
     separate = separate or any(state.comms.separate_reduction for state in tree)
-    if separate and (registered or any(state.comm_memory is not None for state in tree)):
+    if separate and (registered or any(state.comms.memory is not None for state in tree)):
         raise ValueError(
             f"fsdp2x.{caller}: set_separate_reduce_scatter_group reduces over another process group than the one with "
             "registered memory. Reductions would be slower than with one setting alone. Use either it, or "
             "set_symm_mem_for_comm or set_allocate_memory_from_process_group_for_comm."
         )
-
-
-def places_in(modules: Iterable[nn.Module]) -> list[Place]:
-    """Returns the places where ``modules`` register parameters now."""
-    found = []
-    for module in modules:
-        if names := frozenset(name for name, param in module._parameters.items() if param is not None):
-            found.append((weakref.ref(module), names))
-    return found
 
 
 def units_of(model: nn.Module, caller: str) -> list[ShardedUnit]:

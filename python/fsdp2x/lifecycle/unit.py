@@ -1,6 +1,6 @@
-"""The result of one ``fully_shard`` call: modules, parameters and settings. It makes neither a root nor a transport.
+"""The result of one ``fully_shard`` call: modules, parameters and settings.
 
-``state.UnitState`` adds lazy initialization. The other modules of this folder come between the two.
+``lazy_init.py`` makes the engine's objects for it. The other modules of this folder come between the two.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.base import torch_private
-from fsdp2x.base.failures import UnitNumber
+from fsdp2x.base.failures import UnitNumber, number_unit
 from fsdp2x.base.native import _C
-from fsdp2x.sharding.mesh import ShardGroup
+from fsdp2x.sharding.mesh import ShardGroup, smaller_world
 from fsdp2x.sharding.offload import Offload
 from fsdp2x.sharding.param_group import ShardedParamGroup
 from fsdp2x.sharding.sharded_param import ShardedParam
@@ -49,14 +49,17 @@ class WeakTuple:
 
 
 @dataclass
-class CustomComms:
-    """Collectives and hooks that the user set on a unit, before or after the engine's groups exist."""
+class CommSettings:
+    """What the user set about the communication of a unit, before or after the engine's groups exist."""
 
     all_gather: Any = None
     reduce_scatter: Any = None
     all_reduce_hook: Callable[[torch.Tensor], Any] | None = None
     all_reduce_hook_stream: Any = None
     separate_reduction: bool = False  # over a separate process group
+    memory: str | None = None  # allocator of gather buffers: "process_group", "symmetric"; None: torch
+    max_reduce_buffers: int | None = None  # None: the engine's default
+    layers: dict[torch.device, Any] | None = None  # streams of several roots; None: the root has its own
 
     @property
     def is_custom(self) -> bool:
@@ -76,11 +79,23 @@ class UnitSettings:
     checks_ranks: bool
 
 
+class RootState:
+    """What only the unit of a root module has."""
+
+    tree = WeakTuple()  # all units of the root
+
+    def __init__(self) -> None:
+        self.modules_seen: tuple = ()  # by the last forward; see ``changes.snapshot``
+        self.has_equal_replicas = False  # set since the last load
+        self.entered: Any = None  # weak reference to the module below that was called instead of it; None: not watched
+        self.reduction_pending = False  # a handle of finalize_backward was not waited for
+        self.generation = 0  # counts resets, which invalidate handles
+
+
 class ShardedUnit(StateNames, torch_private.State):
     """One unit. Attributes without a comment are arguments of the call."""
 
     modules = WeakTuple()
-    tree = WeakTuple()  # all units below a root; set on the root only
     ranks: ShardGroup
     mp_policy: MixedPrecisionPolicy
     offload: Offload
@@ -96,44 +111,55 @@ class ShardedUnit(StateNames, torch_private.State):
         self.places: list[Place] = []  # of all parameters when the unit was made, including ignored ones
         self.auto_reshard = True  # reshard_after_forward was None: the root keeps its parameters
         self.post_forward_world: int | None = None  # reshard_after_forward as an int
-        self.is_root: bool | None = None  # decided at lazy initialization
-        self.unit: _C.Unit | None = None  # made at lazy initialization or by an earlier unshard()
-        self.root: _C.Root | None = None  # shared by all units of one root module; provisional until is_root is decided
-        self.modules_seen: tuple = ()  # by the root's last forward; see ``changes.snapshot``
-        self.options = _C.UnitOptions()  # moves into the engine's unit at lazy initialization
-        self.names: list[str] = []  # FQNs of the modules from the root
+        self.options = _C.UnitOptions()  # the engine's unit reads them as well
+        self.comms = CommSettings()
         self.prefetch: dict[
             str, list[weakref.ref[ShardedUnit]]
         ] = {}  # engine setter -> units, set before or after the unit exists
         self.raw_buffers: RawBuffers = []  # from to_empty, until the next forward
-        self.comms = CustomComms()  # the user's collectives and hooks
-        self.root_state: Callable[[], ShardedUnit | None] = lambda: None  # weak reference to the state of the root
+        self.names: list[str] = []  # FQNs of the modules from the root
+        self.unit: _C.Unit | None = None  # made at lazy initialization or by an earlier unshard()
+        self.is_root: bool | None = None  # decided at lazy initialization
+        self.root: _C.Root | None = None  # shared by all units of one root module; provisional until is_root is decided
+        self.root_settings = _C.RootSettings()  # of `root`; the unit's own before there is one
+        self.root_unit: Callable[[], ShardedUnit | None] = lambda: None  # weak reference to the unit of the root module
+        self.as_root = RootState()  # used if this unit is the root
         # Several threads may reach one root first. While one of them makes it, the ranks communicate without the GIL.
         # Ranks that are threads of one process have separate models.
-        self._initializing = threading.RLock()
-        # Read on the root only.
-        self.has_equal_replicas = False  # set since the last load
-        self.entered: Any = None  # weak reference to the module below that was called instead of it; None: not watched
-        self.is_last_backward = True
-        self.post_optimizer_event: Any = None  # set before there is a root
-        self.manual_finalization = False
-        self.reduction_pending = False  # a handle of finalize_backward was not waited for
-        self.generation = 0  # counts resets, which invalidate handles
-        self.comm_memory: str | None = None  # allocator of gather buffers: "process_group", "symmetric"; None: torch
-        self.max_reduce_buffers: int | None = None  # None: the engine's default
-        self.layers: dict[torch.device, Any] | None = None  # streams of several roots; None: the root has its own
+        self.initializing = threading.RLock()
 
-    def lazy_init(self) -> None:
-        """Makes this unit's module a root, at the first forward. See ``UnitState``."""
-        raise NotImplementedError
+    def configure(
+        self,
+        modules: tuple[nn.Module, ...],
+        managed: list[nn.Module],
+        groups: list[ShardedParamGroup],
+        settings: UnitSettings,
+        reshard_after_forward: bool | int | None,
+    ) -> None:
+        """Makes this the unit of ``modules``. ``managed`` are the modules of its parameters."""
+        vars(self).update(vars(settings))
+        ranks, policy = settings.ranks, settings.mp_policy
+        self.modules = modules
+        # Before the unit has parameters, so ranks with models of different shapes count alike and errors name shapes.
+        self.number = number_unit(self, ranks.mesh.mesh.flatten().tolist())
+        self.groups, self.places = groups, _places_in(managed)
+        for group in groups:
+            group.unit_state = weakref.ref(self)
+        self.auto_reshard = reshard_after_forward is None
+        gathers_alone = any(param.spec.unsharded is not None or param.is_wrapper for param in self.params)
+        self.post_forward_world = smaller_world(
+            reshard_after_forward, [ranks, *(group.ranks for group in groups)], gathers_alone=gathers_alone
+        )
+        is_off = reshard_after_forward is False or reshard_after_forward == 1 and reshard_after_forward is not True
+        self.options.reshard_after_forward = not is_off
+        self.options.cast_forward_inputs = policy.cast_forward_inputs
+        self.options.param_dtype = policy.param_dtype
+        self.options.output_dtype = policy.output_dtype
 
-    def make_unit(self) -> None:
-        """Makes the engine's unit before the first forward. See ``UnitState``."""
-        raise NotImplementedError
-
-    def follow_modules(self) -> None:
-        """Adopts parameters that the modules of a root registered since its last forward. See ``UnitState``."""
-        raise NotImplementedError
+    @property
+    def shared(self) -> RootState:
+        """What the units of a root share. The unit's own before there is a root."""
+        return (self.root_unit() or self).as_root
 
     @property
     def made_unit(self) -> _C.Unit:
@@ -144,10 +170,10 @@ class ShardedUnit(StateNames, torch_private.State):
     @property
     def needs_group(self) -> str:
         """Names the settings of this unit that need a process group. Empty if there are none."""
-        options, plain = self.live_options(), _C.WireFormat.plain
+        formats, plain = (self.options.wire_weights, self.options.wire_gradients), _C.WireFormat.plain
         if self.comms.is_custom:
             return "custom collectives"
-        return "wire formats" if (options.wire_weights, options.wire_gradients) != (plain, plain) else ""
+        return "wire formats" if formats != (plain, plain) else ""
 
     @property
     def is_running(self) -> bool:
@@ -157,8 +183,7 @@ class ShardedUnit(StateNames, torch_private.State):
     @property
     def units_of_root(self) -> list[ShardedUnit]:
         """This unit and all units under its root, or only this unit before there is a root."""
-        root = self.root_state()
-        return [self, *(root.tree if root is not None else ())]
+        return [self, *self.shared.tree]
 
     @property
     def params(self) -> list[ShardedParam]:
@@ -170,24 +195,13 @@ class ShardedUnit(StateNames, torch_private.State):
         """FQNs of the modules, ``<root>`` for the root itself."""
         return ", ".join(name or "<root>" for name in self.names) or type(self.modules[0]).__name__
 
-    def live_options(self):
-        """The settings that the engine reads: the unit's, once it exists."""
-        return self.options if self.unit is None else self.unit.options
-
     def set_reshard_after_forward(self, reshard: bool) -> None:
         """Acts from the next forward on. No smaller world keeps the parameters any more."""
         self.post_forward_world = None
         for group in self.groups:
             if group.engine is not None:
                 group.engine.clear_post_forward()
-        options = self.live_options()
-        options.reshard_after_forward, options.reshard_without_grad = reshard, False
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Applies to the whole root."""
-        (self.root_state() or self).is_last_backward = is_last_backward
-        if self.root is not None:
-            self.root.is_last_backward = is_last_backward
+        self.options.reshard_after_forward, self.options.reshard_without_grad = reshard, False
 
     def set_prefetch(self, setter: str, targets: list[ShardedUnit]) -> None:
         self.prefetch[setter] = [weakref.ref(target) for target in targets]
@@ -202,20 +216,17 @@ class ShardedUnit(StateNames, torch_private.State):
 
     def apply_reduce_buffers(self) -> None:
         """Passes the number of reduction buffers to the engine: the largest that a unit of the root asks for."""
-        root_state = self.root_state()
-        if self.root is None or root_state is None:
-            return
-        wanted = [state.max_reduce_buffers for state in root_state.tree if state.max_reduce_buffers is not None]
-        if wanted:
+        wanted = [num for state in self.shared.tree if (num := state.comms.max_reduce_buffers) is not None]
+        if self.root is not None and wanted:
             self.root.set_max_reduce_buffers(max(wanted))
 
     def check_finalization(self) -> None:
         """Checks the conditions of ``finalize_backward``, with FSDP2's messages."""
-        if self.reduction_pending:
+        if self.as_root.reduction_pending:
             raise RuntimeError("The previous gradient reduction must be waited on before finalizing backward again")
         if not self.is_root:
             raise RuntimeError("finalize_backward must be called on the root FSDP module")
-        if not self.manual_finalization:
+        if not self.root_settings.manual_finalization:
             raise RuntimeError(
                 "finalize_backward requires manual backward finalization. Call set_manual_backward_finalization(True) "
                 "before forward"
@@ -241,7 +252,6 @@ class ShardedUnit(StateNames, torch_private.State):
     def forget_unit(self) -> None:
         """Undoes ``make_unit``."""
         if self.unit is not None:
-            self.options = _C.UnitOptions(self.unit.options)
             self.unit.retire()
         self.unit = self.root = None
         for group in self.groups:
@@ -254,14 +264,14 @@ class ShardedUnit(StateNames, torch_private.State):
             RuntimeError: units of the tree hold unreduced gradients.
         """
         refuse_unreduced(self.units_of_root)
-        for state in (self.root_state() or self).tree or (self,):
+        for state in self.shared.tree or (self,):
             state.forget_unit()
             state.hooks.set_unit(None)  # type: ignore[arg-type]  # the stub has no Optional
 
     def check_pools(self) -> None:
         """Checks before each forward of a root, with FSDP2X_DEBUG=1, that no shard has left its pool."""
         if self.is_root:
-            for state in self.tree:
+            for state in self.as_root.tree:
                 for group in state.groups:
                     group.check_pool()
 
@@ -271,13 +281,22 @@ class ShardedUnit(StateNames, torch_private.State):
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
         if self.root is None:
             return
-        for state in self.tree:
+        for state in self.as_root.tree:
             state.hooks.forget_progress()
             for sharded in state.params:
                 sharded.param.grad = None
-        self.reduction_pending = False
-        self.generation += 1
+        self.as_root.reduction_pending = False
+        self.as_root.generation += 1
         self.root.reset()
+
+
+def _places_in(modules: Iterable[nn.Module]) -> list[Place]:
+    """Returns the places where ``modules`` register parameters now."""
+    found = []
+    for module in modules:
+        if names := frozenset(name for name, param in module._parameters.items() if param is not None):
+            found.append((weakref.ref(module), names))
+    return found
 
 
 def mark_managed(module: nn.Module) -> None:

@@ -120,6 +120,6 @@ def _report(state: ShardedUnit, names: dict[int, str], fqns: dict[int, str]) -> 
         trainable_elements=sum(param.local_size.numel() for param in params if param.param.requires_grad),
         shard_bytes=sum(layout.shard_pool_bytes for layout in layouts),
         slot_bytes=sum(layout.slot_bytes for layout in layouts),
-        reshard_after_forward=state.live_options().reshard_after_forward,
+        reshard_after_forward=state.options.reshard_after_forward,
         param_state=state.unit.param_state if state.unit is not None else "SHARDED",
     )

@@ -35,9 +35,9 @@ def facts_of_model(model: nn.Module) -> ModelFacts:
     names = {id(module): name for name, module in model.named_modules()}
     states = unit_states(model)
     below = {id(inner) for state in states for inner in _below(state, states)}
-    buffers = (state.max_reduce_buffers for state in states if state.max_reduce_buffers is not None)
+    buffers = (one.comms.max_reduce_buffers for one in states if one.comms.max_reduce_buffers is not None)
     common = {  # settings of one unit that apply to its whole root
-        "registers_memory": any(state.comm_memory is not None for state in states),
+        "registers_memory": any(state.comms.memory is not None for state in states),
         "max_reduce_buffers": max(buffers, default=None),
     }
     units = tuple(_unit_of_state(state, names, common, is_root=id(state) not in below) for state in states)
@@ -56,7 +56,7 @@ def _below(outer: ShardedUnit, states: list[ShardedUnit]) -> list[ShardedUnit]:
 
 
 def _unit_of_state(state: ShardedUnit, names: dict[int, str], common: dict[str, Any], *, is_root: bool) -> PlannedUnit:
-    options = state.live_options()
+    options = state.options
     reshards = options.reshard_after_forward and not (is_root and state.auto_reshard)
     return PlannedUnit(
         name=", ".join(names.get(id(module), "?") or "<root>" for module in state.modules),
@@ -75,7 +75,7 @@ def _unit_of_state(state: ShardedUnit, names: dict[int, str], common: dict[str, 
 
 def _group_of_state(state: ShardedUnit, group: ShardedParamGroup, common: dict[str, Any]) -> GroupFacts:
     ranks, small_ranks = group.ranks, None
-    comms, options = state.comms, state.live_options()
+    comms, options = state.comms, state.options
     if state.post_forward_world is not None and not group.is_replicated:
         small = post_forward_group(ranks, state.post_forward_world)
         small_ranks = _ranks(small, state, group, common, replicas=1)

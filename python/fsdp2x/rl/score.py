@@ -26,9 +26,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from fsdp2x.base import torch_private
+from fsdp2x.lifecycle.lazy_init import release_memory
 from fsdp2x.lifecycle.module import FSDPModule
 from fsdp2x.lifecycle.sleep import sleep, wake
-from fsdp2x.lifecycle.state import UnitState
 from fsdp2x.lifecycle.tree import units_of
 from fsdp2x.models.sequence.attention import base_model
 from fsdp2x.rl.head import HeadScores, LogitTransform, head_scores
@@ -372,8 +372,8 @@ class Reference:
         if kind is not None:
             return  # the other ranks may be in another call
         for state in self._states:
-            if isinstance(state, UnitState) and state.is_root:
-                state.release_memory()
+            if state.is_root:
+                release_memory(state)
         self._fall_asleep()
 
     @torch.no_grad()

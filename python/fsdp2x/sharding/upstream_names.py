@@ -179,26 +179,24 @@ class _StateContext:
 
     @read_only()
     def all_states(self) -> list:
-        root_state = self._unit_state.root_state()
-        return list(root_state.tree) if root_state is not None else []
+        return list(self._unit_state.shared.tree)
 
     @property
     def is_last_backward(self) -> bool:
-        return (self._unit_state.root_state() or self._unit_state).is_last_backward
+        return self._unit_state.root_settings.is_last_backward
 
     @is_last_backward.setter
     def is_last_backward(self, value: bool) -> None:
-        self._unit_state.set_is_last_backward(value)
+        self._unit_state.root_settings.is_last_backward = value
 
 
 @refuse(STATE)
 class StateNames:
     """Mixed into ``ShardedUnit``, which has these attributes."""
 
-    root_state: Any
-    is_last_backward: Any
-    set_is_last_backward: Any
-    lazy_init: Any
+    root_settings: Any
+    shared: Any
+    hooks: Any
     finish_held_backwards: Any
     is_root: Any
     groups: Any
@@ -211,7 +209,7 @@ class StateNames:
     root: Any
 
     def _lazy_init(self) -> None:
-        self.lazy_init()
+        self.hooks.lazy_init()
 
     def _root_post_backward_final_callback(self) -> None:
         """Reduces pending gradients. Pipeline frameworks call it after ``group.post_backward()`` of all units."""
@@ -296,7 +294,7 @@ class GroupNames:
         state = self.unit_state()
         if state.post_forward_world is not None:
             return mesh_info_of(post_forward_group(self.ranks, state.post_forward_world))
-        return self.mesh_info if state.live_options().reshard_after_forward else None
+        return self.mesh_info if state.options.reshard_after_forward else None
 
     @post_forward_mesh_info.setter
     def post_forward_mesh_info(self, info: Any) -> None:
@@ -330,7 +328,7 @@ class GroupNames:
 
     @read_only("call module.set_reshard_after_backward()")
     def reshard_after_backward(self) -> bool:
-        return self.unit_state().live_options().reshard_after_backward
+        return self.unit_state().options.reshard_after_backward
 
     @read_only()
     def modules(self) -> tuple:

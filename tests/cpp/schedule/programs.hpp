@@ -56,7 +56,7 @@ class Rank {
   template <class... Args>
   explicit Rank(const Program& program, Args&&... args)
       : program_(program), effects_(std::forward<Args>(args)...), schedule_(effects_) {
-    schedule_.settings().is_synchronous = program.is_synchronous;
+    if (program.is_synchronous) schedule_.set_synchronous();
     for (size_t i = 0; i < program.units.size(); ++i) {
       units_.push_back(std::make_shared<RecordedUnit>(static_cast<int>(i), program.units[i].trains));
       units_.back()->options.reshard_after_forward = program.reshards_after_forward;

@@ -27,7 +27,7 @@ from reference import full, params, same, shard
 
 
 def groups_of(model) -> list:
-    return [group for state in model._get_fsdp_state().tree for group in state.groups]
+    return [group for state in model._get_fsdp_state().as_root.tree for group in state.groups]
 
 
 def resting(model) -> list[bool]:

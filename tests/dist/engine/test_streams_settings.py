@@ -119,7 +119,7 @@ def test_symmetric_memory(ctx):
     patch(symmetric, "get_mem_pool", lambda device: f"pool of {device}").start()
     patch(symmetric, "rendezvous", lambda memory, group: exchanged.append((memory.data_ptr(), group))).start()
     patch(torch, "get_device_module", lambda device: module).start()
-    model.blocks[0]._get_fsdp_state().comm_memory = "symmetric"  # as the setter does on a CUDA mesh
+    model.blocks[0]._get_fsdp_state().comms.memory = "symmetric"  # as the setter does on a CUDA mesh
     for number in range(3):
         step(model, ctx, number)
         model.zero_grad()
@@ -189,12 +189,12 @@ def test_roots_share_streams(ctx):
         for loss in reversed(losses):
             loss.backward()
     assert streams.races(recorder.entries) == []
-    layers = [stage._get_fsdp_state().layers for stage in stages]
+    layers = [stage._get_fsdp_state().comms.layers for stage in stages]
     assert layers[0] is layers[1] and list(layers[0].values()) == [recorder] and layers[2] is None
     same(grads(stages[0]), grads(stages[1]))
     step(stages[2], ctx)
     fsdp2x.share_comm_ctx(stages)
-    assert stages[2]._get_fsdp_state().layers is layers[0]
+    assert stages[2]._get_fsdp_state().comms.layers is layers[0]
     step(stages[2], ctx)
 
 

@@ -26,7 +26,7 @@ OFF, ON = (False, False), (True, True)
 
 def settings(model):
     states = filter(None, map(fsdp2x.fully_shard.state, model.modules()))
-    return [(state.live_options().requires_gradient_sync, state.live_options().requires_all_reduce) for state in states]
+    return [(state.options.requires_gradient_sync, state.options.requires_all_reduce) for state in states]
 
 
 @both_transports

@@ -196,7 +196,7 @@ def test_is_last_backward_holds_from_before_the_first_forward(ctx):
         model.set_is_last_backward(False)
         model(inputs(ctx.rank))
         assert model._get_fsdp_state()._state_ctx.is_last_backward is False
-        assert model._get_fsdp_state().root.is_last_backward is False
+        assert model._get_fsdp_state().root_settings.is_last_backward is False
 
 
 @distributed(world_sizes=(2,))

@@ -21,7 +21,12 @@ TIMEOUT_S = 20.0
 
 def all_reduce_of(transport="shm", timeout_s=TIMEOUT_S):
     replicas = SimpleNamespace(replicate_group=dist.group.WORLD, device=torch.device("cpu"))
-    root = SimpleNamespace(tree=(), transport=transport, timeout=timedelta(seconds=timeout_s), number=UnitNumber())
+    root = SimpleNamespace(
+        as_root=SimpleNamespace(tree=()),
+        transport=transport,
+        timeout=timedelta(seconds=timeout_s),
+        number=UnitNumber(),
+    )
     return TransportChoice(root).all_reduce_of(replicas)
 
 
