@@ -22,7 +22,7 @@ from fsdp2x.lifecycle.tree import get_state
 from fsdp2x.lifecycle.unit import ShardedUnit, UnitSettings, mark_managed
 from fsdp2x.sharding import collect
 from fsdp2x.sharding.collect import group_by_ranks, place
-from fsdp2x.sharding.mesh import ShardGroup, default_mesh, shard_group
+from fsdp2x.sharding.mesh import Keep, ShardGroup, default_mesh, shard_group
 from fsdp2x.sharding.offload import offload_of
 from fsdp2x.sharding.param_group import ShardedParamGroup
 from fsdp2x.sharding.shapes import even_placement
@@ -111,7 +111,7 @@ def fully_shard(
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
     _check_modules(modules)
-    _check_reshard(reshard_after_forward)
+    keep = Keep.of(reshard_after_forward)
     _check_mesh_dims(dp_mesh_dims)
     transport = check_transport(transport)
     # Without a plan and without sharded children, the call does what FSDP2's does.
@@ -129,29 +129,26 @@ def fully_shard(
     )
     ignored = ignored_params or set()
 
-    def shard(modules: Iterable[nn.Module], reshard: bool | int | None, keeps_for_backward: bool = False) -> None:
+    def shard(modules: Iterable[nn.Module], keep: Keep) -> None:
         state, roots = ShardedUnit(), tuple(torch_private.root_modules(list(modules)))
         torch_private.register_state(roots, "fully_shard", state)
         try:
             classes = [_sharded_class(type(root)) for root in roots]
             managed = collect.managed_modules(roots, lambda inner: get_state(inner) is not None)
             groups = _shard_params(roots, managed, settings, ignored, shard_placement_fn, buffer_dtype)
-            state.configure(roots, managed, groups, settings, reshard)
+            state.configure(roots, managed, groups, settings, keep)
             register_hooks(state, managed, lazy_init)
             for root, cls in zip(roots, classes, strict=True):
                 root.__class__ = cls
         except BaseException:
             torch_private.forget_state(roots, "fully_shard")
             raise
-        state.options.reshard_without_grad = keeps_for_backward  # backward, if there is one, needs it at once
         for inner in managed:
             mark_managed(inner)
 
     for plan in plans:
-        own = plan.reshard_after_forward
-        keeps = own is False and reshard_after_forward is not False
-        shard(plan.modules, reshard_after_forward if own is None else own, keeps)
-    shard(modules, reshard_after_forward)
+        shard(plan.modules, keep.in_unit(plan.reshard_after_forward))
+    shard(modules, keep)
     return module
 
 
@@ -235,14 +232,6 @@ def _check_mesh_dims(dp_mesh_dims: Any) -> None:
         raise TypeError(
             "fully_shard: dp_mesh_dims must be torch's DataParallelMeshDims, such as "
             f'DataParallelMeshDims(shard="fsdp"), got {dp_mesh_dims!r}'
-        )
-
-
-def _check_reshard(reshard_after_forward: bool | int | None) -> None:
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
-        raise ValueError(
-            "reshard_after_forward should be a bool or an int representing the group size to reshard to, not "
-            f"{reshard_after_forward!r}"
         )
 
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp2x.base import torch_private
 from fsdp2x.base.failures import UnitNumber, number_unit
 from fsdp2x.base.native import _C
-from fsdp2x.sharding.mesh import ShardGroup, smaller_world
+from fsdp2x.sharding.mesh import Keep, ShardGroup, post_forward_group
 from fsdp2x.sharding.offload import Offload
 from fsdp2x.sharding.param_group import ShardedParamGroup
 from fsdp2x.sharding.sharded_param import ShardedParam
@@ -134,7 +134,7 @@ class ShardedUnit(StateNames, torch_private.State):
         managed: list[nn.Module],
         groups: list[ShardedParamGroup],
         settings: UnitSettings,
-        reshard_after_forward: bool | int | None,
+        keep: Keep,
     ) -> None:
         """Makes this the unit of ``modules``. ``managed`` are the modules of its parameters."""
         vars(self).update(vars(settings))
@@ -145,16 +145,33 @@ class ShardedUnit(StateNames, torch_private.State):
         self.groups, self.places = groups, _places_in(managed)
         for group in groups:
             group.unit_state = weakref.ref(self)
-        self.auto_reshard = reshard_after_forward is None
-        gathers_alone = any(param.spec.unsharded is not None or param.is_wrapper for param in self.params)
-        self.post_forward_world = smaller_world(
-            reshard_after_forward, [ranks, *(group.ranks for group in groups)], gathers_alone=gathers_alone
-        )
-        is_off = reshard_after_forward is False or reshard_after_forward == 1 and reshard_after_forward is not True
-        self.options.reshard_after_forward = not is_off
+        self.auto_reshard = keep.fully_in_root
+        self.post_forward_world = self._smaller_world(keep)
+        self.options.reshard_after_forward = keep.ranks != 1
+        self.options.reshard_without_grad = keep.until_backward
         self.options.cast_forward_inputs = policy.cast_forward_inputs
         self.options.param_dtype = policy.param_dtype
         self.options.output_dtype = policy.output_dtype
+
+    def _smaller_world(self, keep: Keep) -> int | None:
+        """Returns the number of ranks that keep the parameters after forward. None if it is one or all.
+
+        Raises:
+            ValueError: it does not divide the number of ranks.
+            NotImplementedError: a parameter is model-parallel or has an all-gather extension.
+        """
+        for group in self.groups:
+            keep.smaller_world(group.ranks.world)
+        if keep.ranks in (None, 1, self.ranks.world):
+            return None
+        if any(param.spec.unsharded is not None or param.is_wrapper for param in self.params):
+            raise NotImplementedError(
+                "Resharding to smaller mesh is not supported for DTensor parameters and all-gather extensions. Use "
+                "reshard_after_forward=True or False."
+            )
+        for group in self.groups:
+            post_forward_group(group.ranks, keep.ranks)
+        return keep.ranks
 
     @property
     def shared(self) -> RootState:

@@ -20,7 +20,7 @@ from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.models.moe.parallel import cuts_columns, spreadable
 from fsdp2x.plan.facts import Collectives, GroupFacts, ModelFacts, PlannedMesh, PlannedUnit, Wire, group_facts
 from fsdp2x.sharding import collect
-from fsdp2x.sharding.mesh import ShardGroup, post_forward_group
+from fsdp2x.sharding.mesh import Keep, ShardGroup, post_forward_group
 from fsdp2x.sharding.offload import Offload
 from fsdp2x.sharding.param_group import ShardedParamGroup
 from fsdp2x.sharding.shapes import Padding, ParamFacts, even_placement, keeps_dtype, padding_in, padding_of
@@ -173,7 +173,7 @@ def facts_of_plan(
         ValueError: ``auto_wrap`` names no module, an int ``reshard_after_forward`` does not divide the world, or there
             are no experts to spread.
     """
-    policy = mp_policy or MixedPrecisionPolicy()
+    policy, keep = mp_policy or MixedPrecisionPolicy(), Keep.of(reshard_after_forward)
     ignored = set(ignored_params)
     planned: set[nn.Module] = set()
     names = {module: name for name, module in model.named_modules()}
@@ -189,7 +189,7 @@ def facts_of_plan(
     plans: list[tuple] = [((module,), None) for module in spread]
     plans += [(plan.modules, plan.reshard_after_forward) for plan in inner]
     for modules, own in [*plans, ((model,), None)]:
-        wanted = reshard_after_forward if own is None else own
+        wanted = keep.in_unit(own)
         managed = collect.managed_modules(modules, planned.__contains__)
         owned = collect.collect_params(managed, ignored)
         planned.update(modules)
@@ -204,13 +204,13 @@ def facts_of_plan(
             if told := padding_of(param_names[one.param], facts, ours.world):
                 padded.append(told)
         trains = [one.param.requires_grad for one in owned]
-        small = _small_ranks(wanted, ours) if owned else None
+        small = wanted.smaller_world(ours.world) if owned else None
         counted = group_facts(
             params,
             trains,
             policy,
             ours,
-            small_ranks=small,
+            small_ranks=None if small is None else _small_ranks(small, ours),
             offload=offload if group is None else Offload(),
             # The gradients of spread experts are divided by another number than that of their ranks.
             collectives=Collectives(averages=group is None),
@@ -224,7 +224,7 @@ def facts_of_plan(
                 groups=(counted,) if owned else (),
                 num_params=len(owned),
                 num_elements=sum(math.prod(one.size) for one in params),
-                reshards_after_forward=modules != (model,) if wanted is None else wanted is True or wanted > 1,
+                reshards_after_forward=wanted.ranks != 1 and not (wanted.fully_in_root and modules == (model,)),
                 expert_parallel=1 if group is None else ep,
             )
         )
@@ -249,17 +249,8 @@ def _param_of_plan(
     return ParamFacts(name, one.param.shape, dim, one.param.dtype, keeps_dtype(one.param, policy))
 
 
-def _small_ranks(reshard: bool | int | None, ranks: PlannedMesh) -> PlannedMesh | None:
-    if reshard is None or isinstance(reshard, bool):
-        return None
-    if not 1 <= reshard <= ranks.world or ranks.world % reshard:
-        raise ValueError(
-            f"If passing reshard_after_forward as an int, it should be a factor of {ranks.world}, not {reshard}"
-        )
-    if reshard in (1, ranks.world):
-        return None
-    rank = ranks.rank % reshard
-    return replace(ranks, key=("after forward", ranks.key), world=reshard, rank=rank, replicas=1)
+def _small_ranks(world: int, ranks: PlannedMesh) -> PlannedMesh:
+    return replace(ranks, key=("after forward", ranks.key), world=world, rank=ranks.rank % world, replicas=1)
 
 
 def _unsharded_bytes(model: nn.Module, sharded: set[tuple[int, str]]) -> int:

@@ -234,35 +234,42 @@ def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names[0]] if len(names) == 1 else torch_private.flatten_mesh(mesh[names], "_".join(names))
 
 
-def smaller_world(
-    reshard_after_forward: bool | int | None, ranks: list[ShardGroup], *, gathers_alone: bool
-) -> int | None:
-    """Returns the number of ranks that keep the parameters after forward. None if it is one or all.
+@dataclass(frozen=True)
+class Keep:
+    """What ranks keep of a unit's parameters from forward to backward. ``Keep()`` is ``reshard_after_forward=True``."""
 
-    Args:
-        reshard_after_forward: the argument of ``fully_shard``.
-        ranks: the ranks of the unit, then those of its groups.
-        gathers_alone: whether a parameter of the unit is model-parallel or has an all-gather extension.
+    ranks: int | None = None  # over which they stay sharded; None: all, 1: each rank keeps them in full
+    fully_in_root: bool = False  # each rank keeps them in full if the unit is the root
+    until_backward: bool = False  # a forward without grad, which has no backward, frees them
 
-    Raises:
-        ValueError: an int does not divide the number of ranks.
-        NotImplementedError: an int together with ``gathers_alone``.
-    """
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return None
-    for world in (group.world for group in ranks[1:]):
-        if not 1 <= reshard_after_forward <= world or world % reshard_after_forward:
+    @staticmethod
+    def of(reshard_after_forward: bool | int | None) -> Keep:
+        """Decodes the argument of ``fully_shard``."""
+        if reshard_after_forward is None or reshard_after_forward is True:
+            return Keep(fully_in_root=reshard_after_forward is None)
+        if not isinstance(reshard_after_forward, int):
             raise ValueError(
-                f"If passing reshard_after_forward as an int, it should be a factor of {world}, not "
-                f"{reshard_after_forward}"
+                "reshard_after_forward should be a bool or an int representing the group size to reshard to, not "
+                f"{reshard_after_forward!r}"
             )
-    if reshard_after_forward in (1, ranks[0].world):
-        return None
-    if gathers_alone:
-        raise NotImplementedError(
-            "Resharding to smaller mesh is not supported for DTensor parameters and all-gather extensions. Use "
-            "reshard_after_forward=True or False."
-        )
-    for group in ranks[1:]:
-        post_forward_group(group, reshard_after_forward)
-    return reshard_after_forward
+        return Keep(1 if reshard_after_forward is False else reshard_after_forward)
+
+    def in_unit(self, reshard_after_forward: bool | None) -> Keep:
+        """Returns what a unit keeps whose plan has its own ``reshard_after_forward``. None: it has none."""
+        if reshard_after_forward is None:
+            return self
+        return Keep() if reshard_after_forward else Keep(1, until_backward=self != Keep(1))
+
+    def smaller_world(self, world: int) -> int | None:
+        """Returns over how many ranks of ``world`` parameters stay sharded. None: over all, or they are kept in full.
+
+        Raises:
+            ValueError: the number does not divide ``world``.
+        """
+        if self.ranks is None:
+            return None
+        if not 1 <= self.ranks <= world or world % self.ranks:
+            raise ValueError(
+                f"If passing reshard_after_forward as an int, it should be a factor of {world}, not {self.ranks}"
+            )
+        return None if self.ranks in (1, world) else self.ranks
