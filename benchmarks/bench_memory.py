@@ -8,8 +8,7 @@ return freed memory to the kernel, and train with torch's AdamW. Meanwhile this 
 (shared pages in equal parts) every few milliseconds.
 
 ``peak`` is the largest sum during the steps, ``resting`` the sum after them. Losses of all sides must agree. fp32, one
-thread a rank. ``plan`` is what fsdp2x's memory_report estimates for all ranks, without activations. ``bound`` is the
-lower bound of the plan.
+thread a rank. ``plan`` is what fsdp2x's memory_report estimates for all ranks, without activations.
 """
 
 from __future__ import annotations
@@ -29,12 +28,9 @@ from typing import IO
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import harness
 from bench_step import build_model
-from fsdp2x.plan.bound import memory_bound
-from fsdp2x.plan.plan import planned_facts
 from peers import ZeRO3, has_deepspeed, shard_stock
 from step_cases import CASES, Case
 
@@ -66,8 +62,6 @@ def run_rank(side: str, case: Case, rank: int, world: int, port: int, steps: int
     model = build_model(case)
     counted = {}
     if side == "fsdp2x":
-        bound = memory_bound(planned_facts(model, world, transport="shm"), "adamw", MixedPrecisionPolicy())
-        counted = {"bound": bound.peak_bytes, "bound, resting": bound.resting_bytes}
         fsdp2x.fully_shard(model)
     elif side == "stock":
         shard_stock(model)
@@ -76,7 +70,7 @@ def run_rank(side: str, case: Case, rank: int, world: int, port: int, steps: int
     optimizer = None if zero3 else torch.optim.AdamW(optimizer_model.parameters(), lr=1e-4)
     if side == "fsdp2x":
         report = fsdp2x.memory_report(model, optimizer)
-        counted |= {"plan": report.peak_bytes, "plan, resting": report.resting_bytes}
+        counted = {"plan": report.peak_bytes, "plan, resting": report.resting_bytes}
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     dist.barrier()
@@ -250,7 +244,7 @@ def rows_of(results: list[dict]) -> list[list[str]]:
         for what in ("built", "resting", "peak"):
             ratio = result["fsdp2x"][what] / result["stock"][what]
             rows.append([*head, what, *(f"{result[side][what] / 2**20:.0f}" for side in sides), f"{ratio:.2f}x"])
-        counted = ("plan", "bound", "plan, resting", "bound, resting")
+        counted = ("plan", "plan, resting")
         for what in [what for what in counted if what in result["fsdp2x"]]:
             rows.append([*head, what, *[""] * (len(sides) - 1), f"{result['fsdp2x'][what] / 2**20:.0f}", ""])
     return rows

@@ -2,5 +2,6 @@
 
 from fsdp2x.plan.plan import plan_memory
 from fsdp2x.plan.report import MemoryReport, memory_report
+from fsdp2x.plan.request import PlanRequest
 
-__all__ = ["MemoryReport", "memory_report", "plan_memory"]
+__all__ = ["MemoryReport", "PlanRequest", "memory_report", "plan_memory"]

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2x
 import models
-from fsdp2x.plan.bound import MemoryBound, memory_bound
 from fsdp2x.plan.plan import planned_facts, planned_report
 from fsdp2x.plan.report import MemoryReport
-from fsdp2x.plan.steps import MicroBatches
+from fsdp2x.plan.request import PlanRequest
 from fsdp2x.sharding.wrap import plan_units
+from memory_bound import MemoryBound, memory_bound
 from reference import shard_stock
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -82,8 +82,9 @@ class Case:
 
     def plan(self, width: int, world: int, **options) -> tuple[MemoryReport, MemoryBound]:
         """The plan of rank 0, on a device unless `options` say otherwise, and its bound."""
-        facts = planned_facts(self.build(width), world, mp_policy=POLICY, **{**self.options, **options})
-        return planned_report(facts, self.optimizer, MicroBatches()), memory_bound(facts, self.optimizer, POLICY)
+        request = PlanRequest(world, optimizer=self.optimizer, mp_policy=POLICY, **{**self.options, **options})
+        facts = planned_facts(self.build(width), request)
+        return planned_report(facts, request), memory_bound(facts, self.optimizer, POLICY)
 
     def stock(self, width: int) -> dict[str, int]:
         """Bytes of FSDP2's tensors on this rank."""

@@ -162,7 +162,7 @@ class ShardedUnit(StateNames, torch_private.State):
         """
         for group in self.groups:
             keep.smaller_world(group.ranks.world)
-        if keep.ranks in (None, 1, self.ranks.world):
+        if keep.ranks is None or keep.ranks in (1, self.ranks.world):
             return None
         if any(param.spec.unsharded is not None or param.is_wrapper for param in self.params):
             raise NotImplementedError(

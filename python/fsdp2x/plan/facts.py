@@ -107,20 +107,17 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
-class Collectives:
-    """Settings of a unit that decide where a device's collectives read and write."""
+class GroupSettings:
+    """Settings that decide where the bytes of a group are."""
 
+    offload: Offload = Offload()
     gathers_packed: bool = False  # by a custom function, or with the inputs of extensions
     reduces_aside: bool = False  # into memory that is not the gradients'
+    reduces_unused: bool = False
     averages: bool = True  # divides while it sums
-
-
-@dataclass(frozen=True)
-class Wire:
-    """Wire formats by the names of ``set_wire_dtype``. None: no format."""
-
-    weights: str | None = None
-    gradients: str | None = None
+    may_rest: bool = True  # none of its shards is in the pool of another group
+    wire_weights: str | None = None  # by the names of ``set_wire_dtype``; None: no format
+    wire_gradients: str | None = None
 
 
 def _count(
@@ -128,30 +125,27 @@ def _count(
     shapes: list[_C.ParamShape],
     trains: Sequence[bool],
     ranks: PlannedMesh,
-    reduces_unused: bool = False,
+    settings: GroupSettings,
     small: GroupFacts | None = None,
-    offload: Offload = Offload(),  # noqa: B008 (a tuple)
-    collectives: Collectives = Collectives(),
-    wire: Wire = Wire(),
-    may_rest: bool = True,
 ) -> GroupFacts:
+    offload = settings.offload
     layout = _C.Layout(shapes, ranks.world, ranks.rank, ranks.has_streams)
     training = layout.training(trains)
     trained = [shape for shape, is_trained in zip(shapes, trains, strict=True) if is_trained]
     gradients = [shape.numel * shape.compute.itemsize for shape in trained]  # autograd's, in bytes
     offloads = offload.of_shards and ranks.has_streams
-    averages = collectives.averages and all(shape.reduce != torch.float16 for shape in trained)
+    averages = settings.averages and all(shape.reduce != torch.float16 for shape in trained)
     below = transport.pack_below_bytes(ranks.gathers, ranks.world)
-    packs_all = collectives.gathers_packed or (collectives.reduces_aside and not ranks.has_streams)
+    packs_all = settings.gathers_packed or (settings.reduces_aside and not ranks.has_streams)
     pack_below = _C.PACK_EVERYTHING if below is None or packs_all else below
-    exchanges = ranks.gathers == "messages" and not collectives.reduces_aside
+    exchanges = ranks.gathers == "messages" and not settings.reduces_aside
     plan = _C.ReductionPlan(layout, trains)
     reduced_bytes = training.reduce_segment_bytes
     rows_are_pool = ranks.has_streams and training.can_reduce_in_place
-    segment_bytes, coded_bytes, wire_bytes = _wire_bytes(layout, training, ranks, wire)
-    gathers_coded = wire.weights is not None and ranks.world > 1
-    if wire.weights is not None and ranks.has_streams:  # without codes, a device may gather in place
-        gathers_coded = gathers_coded and _C.gathers_codes(layout, WEIGHTS[wire.weights])
+    segment_bytes, coded_bytes, wire_bytes = _wire_bytes(layout, training, ranks, settings)
+    gathers_coded = settings.wire_weights is not None and ranks.world > 1
+    if settings.wire_weights is not None and ranks.has_streams:  # without codes, a device may gather in place
+        gathers_coded = gathers_coded and _C.gathers_codes(layout, WEIGHTS[settings.wire_weights])
     packed_segment = _C.packed_segment_bytes(layout, pack_below, on_cpu=not ranks.has_streams)
     return GroupFacts(
         ranks=ranks,
@@ -180,29 +174,30 @@ def _count(
             training.gradient_pool_bytes, training.flagged_segment_bytes if rows_are_pool and not offloads else 0
         ),
         staging_bytes=(segment_bytes if gathers_coded else packed_segment) * ranks.world,
-        reduces_in_place=rows_are_pool and not offloads and not collectives.reduces_aside,
+        reduces_in_place=rows_are_pool and not offloads and not settings.reduces_aside,
         offloads=offloads,
         reduced_bytes=reduced_bytes,
         keeps_shards=offloads and offload.mode == "gradients",
         landing_bytes=0 if not offloads or not trained or rows_are_pool and averages else max(reduced_bytes, 1),
-        rests=ranks.transport.shares_memory and ranks.world > 1 and layout.can_rest_in_slot and may_rest,
+        rests=ranks.transport.shares_memory and ranks.world > 1 and layout.can_rest_in_slot and settings.may_rest,
         keeps_host_state=offload.mode == "optimizer" and ranks.has_streams,
-        reduces_unused=reduces_unused,
+        reduces_unused=settings.reduces_unused,
         small=small,
         params=tuple(params),
         trains=tuple(trains),
     )
 
 
-def _wire_bytes(layout: Any, training: Any, ranks: PlannedMesh, wire: Wire) -> tuple[int, int, int]:
+def _wire_bytes(layout: Any, training: Any, ranks: PlannedMesh, settings: GroupSettings) -> tuple[int, int, int]:
     """Returns a rank's gathered and reduced segment in their formats, and the bytes that both keep."""
     segment, coded, kept = layout.gather_segment_bytes, 0, 0
-    if ranks.world > 1 and segment and wire.weights is not None:
-        segment = _C.wire_gather_bytes(layout, WEIGHTS[wire.weights])
+    weights, gradients = settings.wire_weights, settings.wire_gradients
+    if ranks.world > 1 and segment and weights is not None:
+        segment = _C.wire_gather_bytes(layout, WEIGHTS[weights])
         kept = 0 if ranks.has_streams else segment  # a device encodes for each gather
-    if ranks.world > 1 and training.reduce_segment_bytes and wire.gradients is not None:
-        coded = _C.wire_reduce_bytes(training, GRADIENTS[wire.gradients])
-        kept += coded * ranks.world if wire.gradients == "int8" else 0
+    if ranks.world > 1 and training.reduce_segment_bytes and gradients is not None:
+        coded = _C.wire_reduce_bytes(training, GRADIENTS[gradients])
+        kept += coded * ranks.world if gradients == "int8" else 0
     return segment, coded, kept
 
 
@@ -211,22 +206,13 @@ def group_facts(
     requires_grad: Sequence[bool],
     policy: MixedPrecisionPolicy,
     ranks: PlannedMesh,
-    *,
+    settings: GroupSettings,
     small_ranks: PlannedMesh | None = None,
-    reduces_unused: bool = False,
-    offload: Offload = Offload(),  # noqa: B008 (a tuple)
-    collectives: Collectives = Collectives(),
-    wire: Wire = Wire(),
-    may_rest: bool = True,
 ) -> GroupFacts:
-    """Counts one group.
-
-    ``small_ranks``: the smaller world that keeps the rows after forward. ``may_rest``: whether none of its shards is in
-    the pool of another group.
-    """
+    """Counts one group. ``small_ranks``: the smaller world that keeps the rows after forward."""
     shapes = layout_shapes(params, policy.param_dtype, policy.reduce_dtype)
     trains = [wanted and shape.original in REDUCIBLE for shape, wanted in zip(shapes, requires_grad, strict=True)]
     small = None
     if small_ranks is not None:
-        small = _count(params, kept_shapes(shapes), [False] * len(shapes), small_ranks, may_rest=False)
-    return _count(params, shapes, trains, ranks, reduces_unused, small, offload, collectives, wire, may_rest)
+        small = _count(params, kept_shapes(shapes), [False] * len(shapes), small_ranks, GroupSettings(may_rest=False))
+    return _count(params, shapes, trains, ranks, settings, small)

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from fsdp2x.base.arguments import checked
-from fsdp2x.lifecycle.contexts import BEFORE_LAST
+from fsdp2x.lifecycle.contexts import BeforeLast
 from fsdp2x.lifecycle.tree import roots_of, units_of
 from fsdp2x.lifecycle.unit import ShardedUnit
-from fsdp2x.plan.bound import MemoryBound
 from fsdp2x.plan.facts import GroupFacts, ModelFacts, PlannedUnit
 from fsdp2x.plan.optimizers import StateBytes, optimizer_bytes
 from fsdp2x.plan.sources import facts_of_model
@@ -140,10 +139,7 @@ class MemoryReport:
         return {**result, **{name: getattr(self, name) for name in sums}}
 
     def __str__(self) -> str:
-        return self.table()
-
-    def table(self, bound: MemoryBound | None = None) -> str:
-        """Returns a table of units, and rows with bytes, next to their lower bounds if there are any."""
+        """Returns a table of units, and rows with bytes."""
         head = ("unit", "params", "elements", "shard", "pad", "gradients", "slot", "scratch", "reshard")
         rows = [
             (
@@ -160,16 +156,13 @@ class MemoryReport:
         shown = [
             (name, readable(size or 0), note) for name, size, note in self.sizes() if size or note or name == "at rest"
         ]
-        if bound is not None:
-            bounds = {"": "lower bound", **{name: readable(size) for name, size in bound.rows()}}
-            shown = [(name, size, bounds.get(name, ""), note) for name, size, note in [("", "plan", ""), *shown]]
         ranks = f"{self.world} rank(s)" + (f" x {self.replicas} replicas" if self.replicas > 1 else "")
         return "\n".join(
             [
                 *lines,
                 "",
                 f"rank {self.rank} of {ranks}, transport {self.transport}",
-                *columns(shown, {0, len(shown[0]) - 1}),
+                *columns(shown, {0, 2}),
                 *self.advice,
             ]
         )
@@ -218,7 +211,7 @@ def memory_report(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     micro_batches: int = 1,
-    before_last: str = "nothing",
+    before_last: BeforeLast = "nothing",
 ) -> MemoryReport:
     """Counts the bytes that this rank holds between steps and at the peak of a training step. Not collective.
 
@@ -235,20 +228,12 @@ def memory_report(
     Raises:
         ValueError: nothing in ``model`` is sharded, or the state of ``optimizer`` cannot be predicted.
     """
-    accumulation = check_micro_batches("fsdp2x.memory_report", micro_batches, before_last)
+    accumulation = MicroBatches(micro_batches, before_last)
     states = units_of(model, "memory_report")
     stats = [root.stats() for root in roots_of(states)]
     measured = {name: sum(one[name] for one in stats) for name in _MEASURED} if stats else None
     state_bytes = optimizer_bytes(optimizer, _on_host(states)) if optimizer is not None else None
     return report_of(facts_of_model(model), state_bytes, measured, accumulation)
-
-
-def check_micro_batches(caller: str, num: int, before_last: str) -> MicroBatches:
-    if num < 1:
-        raise ValueError(f"{caller}: micro_batches must be at least 1, got {num}")
-    if before_last not in BEFORE_LAST:
-        raise ValueError(f"{caller}: before_last must be one of {', '.join(BEFORE_LAST)}, got {before_last!r}")
-    return MicroBatches(num, before_last)
 
 
 def _on_host(states: list[ShardedUnit]) -> Callable[[torch.Tensor], bool]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,14 +17,15 @@ from fsdp2x.lifecycle.comms import wire_names_of
 from fsdp2x.lifecycle.tree import unit_states
 from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.models.moe.parallel import cuts_columns, spreadable
-from fsdp2x.plan.facts import Collectives, GroupFacts, ModelFacts, PlannedMesh, PlannedUnit, Wire, group_facts
+from fsdp2x.plan.facts import GroupFacts, GroupSettings, ModelFacts, PlannedMesh, PlannedUnit, group_facts
+from fsdp2x.plan.request import PlanRequest
 from fsdp2x.sharding import collect
 from fsdp2x.sharding.mesh import Keep, ShardGroup, post_forward_group
 from fsdp2x.sharding.offload import Offload
 from fsdp2x.sharding.param_group import ShardedParamGroup
 from fsdp2x.sharding.shapes import Padding, ParamFacts, even_placement, keeps_dtype, padding_in, padding_of
 from fsdp2x.sharding.transport import TransportKind, has_streams
-from fsdp2x.sharding.wrap import AutoWrap, plan_units, should_auto_wrap
+from fsdp2x.sharding.wrap import plan_units, should_auto_wrap
 
 # ---- from the units of a sharded model
 
@@ -79,23 +79,26 @@ def _group_of_state(state: ShardedUnit, group: ShardedParamGroup, common: dict[s
     if state.post_forward_world is not None and not group.is_replicated:
         small = post_forward_group(ranks, state.post_forward_world)
         small_ranks = _ranks(small, state, group, common, replicas=1)
+    wire_weights, wire_gradients = wire_names_of(options)
+    settings = GroupSettings(
+        offload=group.offload,
+        gathers_packed=comms.all_gather is not None or any(param.extension is not None for param in group.params),
+        reduces_aside=comms.reduce_scatter is not None
+        or has_streams(group.ranks.device)
+        and (comms.all_reduce_hook is not None or common["registers_memory"]),
+        reduces_unused=options.reduce_unused_params,
+        averages=not options.force_sum_reduction and options.divide_factor in (None, ranks.world * ranks.replicas),
+        may_rest=not any(param.is_alias for param in group.params),
+        wire_weights=wire_weights,
+        wire_gradients=wire_gradients,
+    )
     return group_facts(
         [param.facts for param in group.params],
         [param.param.requires_grad for param in group.params],
         state.mp_policy,
         _ranks(ranks, state, group, common, ranks.replicas, _replicas_share(state, group)),
-        small_ranks=small_ranks,
-        reduces_unused=options.reduce_unused_params,
-        offload=group.offload,
-        collectives=Collectives(
-            gathers_packed=comms.all_gather is not None or any(param.extension is not None for param in group.params),
-            reduces_aside=comms.reduce_scatter is not None
-            or has_streams(group.ranks.device)
-            and (comms.all_reduce_hook is not None or common["registers_memory"]),
-            averages=not options.force_sum_reduction and options.divide_factor in (None, ranks.world * ranks.replicas),
-        ),
-        wire=Wire(*wire_names_of(options)),
-        may_rest=not any(param.is_alias for param in group.params),
+        settings,
+        small_ranks,
     )
 
 
@@ -154,27 +157,18 @@ def _replicas_share(state: ShardedUnit, group: ShardedParamGroup) -> bool:
 
 
 def facts_of_plan(
-    model: nn.Module,
-    ranks: PlannedMesh,
-    *,
-    auto_wrap: AutoWrap = None,
-    reshard_after_forward: bool | int | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    ignored_params: Collection[nn.Parameter] = (),
-    offload: Offload = Offload(),  # noqa: B008 (a tuple)
-    experts: ExpertRanks | None = None,
-    wire: Wire = Wire(),  # noqa: B008 (frozen)
+    model: nn.Module, request: PlanRequest, ranks: PlannedMesh, experts: ExpertRanks | None
 ) -> ModelFacts:
-    """Returns the facts of what ``fully_shard`` with these arguments would make of ``model``. Changes nothing.
+    """Returns the facts of what ``fully_shard`` over ``ranks`` would make of ``model``. Changes nothing.
 
-    ``experts``: how ``expert_parallel`` spread those of the model.
+    ``experts``: how ``expert_parallel`` spreads those of the model.
 
     Raises:
         ValueError: ``auto_wrap`` names no module, an int ``reshard_after_forward`` does not divide the world, or there
             are no experts to spread.
     """
-    policy, keep = mp_policy or MixedPrecisionPolicy(), Keep.of(reshard_after_forward)
-    ignored = set(ignored_params)
+    policy, keep, auto_wrap = request.mp_policy, Keep.of(request.reshard_after_forward), request.auto_wrap
+    ignored, offload = set(request.ignored_params), Offload(request.offload)
     planned: set[nn.Module] = set()
     names = {module: name for name, module in model.named_modules()}
     param_names = {param: name for name, param in model.named_parameters()}
@@ -205,17 +199,15 @@ def facts_of_plan(
                 padded.append(told)
         trains = [one.param.requires_grad for one in owned]
         small = wanted.smaller_world(ours.world) if owned else None
-        counted = group_facts(
-            params,
-            trains,
-            policy,
-            ours,
-            small_ranks=None if small is None else _small_ranks(small, ours),
+        settings = GroupSettings(
             offload=offload if group is None else Offload(),
             # The gradients of spread experts are divided by another number than that of their ranks.
-            collectives=Collectives(averages=group is None),
-            wire=wire,
+            averages=group is None,
+            wire_weights=request.wire_weights,
+            wire_gradients=request.wire_gradients,
         )
+        small_ranks = None if small is None else _small_ranks(small, ours)
+        counted = group_facts(params, trains, policy, ours, settings, small_ranks)
         found.append(
             PlannedUnit(
                 name=", ".join(names[module] or "<root>" for module in modules),

@@ -68,6 +68,10 @@ class MicroBatches:
     num: int = 1
     before_last: str = "nothing"
 
+    def __post_init__(self) -> None:
+        if self.num < 1:
+            raise ValueError(f"micro_batches must be at least 1, got {self.num}")
+
     @property
     def backwards(self) -> list[_C.PlannedBackward]:
         """Returns the first backward, those between, and the last: whether it reduces, and how many are like it."""

@@ -196,6 +196,7 @@ NEEDS = {
     "fsdp2x.convert.ranks_to_hf": lambda w: {"hf_dir": w.written(write_model, "hf"), "ckpt_dir": _ranks_file(w),
                                              "save_dir": w.own("out"), "iteration": 1},
     "fsdp2x.export.stream": lambda w: {"model": w.sharded()},
+    "fsdp2x.memory.PlanRequest": lambda w: {"world_size": 4},
     "fsdp2x.memory.plan_memory": lambda w: {"model": w.plain(), "world_size": 4},
     "fsdp2x.moe.apply_expert_patch": lambda w: {"model": models.build("qwen3_moe")},
     "fsdp2x.moe.expert_parallel": lambda w: {"model": models.build("qwen3_moe"), "mesh": w.mesh()},

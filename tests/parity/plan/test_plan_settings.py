@@ -11,7 +11,7 @@ import fsdp2x
 from checkpoints import on_first
 from fsdp2x.memory import plan_memory
 from fsdp2x.train import ConfigError, Trainer, parse_config
-from fsdp2x.train.commands.plan_request import Request, make_plan
+from fsdp2x.train.commands.plan_request import make_plan
 from fsdp2x.train.parse import known_keys
 from harness import distributed
 from training import MODEL, settings, shared_folder, write_model, write_text
@@ -183,7 +183,7 @@ def write_models(folder) -> None:
 def planned(folder, config: dict, world: int = 2, **options):
     path = folder / "plan.yaml"
     path.write_text(yaml.safe_dump(config))
-    return make_plan(Request(str(path), world_size=world, **options))
+    return make_plan(str(path), world, **options)
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +277,7 @@ def test_copies_for_saves_in_the_background(ctx):
         if ctx.rank == 0:
             plan = planned(folder, config)
             assert saved.num_bytes <= plan.staging_bytes < 1.5 * saved.num_bytes
-            assert "saves in the background" in str(plan)
+            assert "saves in the background" in plan.text()
             assert plan.peak_bytes == plan.report.peak_bytes + plan.staging_bytes
 
 
@@ -323,5 +323,5 @@ def test_what_ranks_that_share_sequences_send_and_keep(folder, recomputes, kept,
     assert sent == layer * 4 * 2 * 2 * (2 + recomputes)
     found = plan.to_dict()["sequences"]
     assert found == {"ulysses": 2, "context": 2, "positions": 32, "kept_bytes": kept, "sent_bytes": sent}
-    assert "sequences over 4 ranks (Ulysses 2 x context 2): 8 of 32 positions a rank" in str(plan)
+    assert "sequences over 4 ranks (Ulysses 2 x context 2): 8 of 32 positions a rank" in plan.text()
     assert planned(folder, prepare(folder, "run", {})).to_dict()["sequences"] is None

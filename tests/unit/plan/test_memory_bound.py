@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from drawn import drawn_settings
-from fsdp2x.plan.bound import memory_bound
 from fsdp2x.plan.plan import planned_facts, planned_report
-from fsdp2x.plan.steps import MicroBatches
+from fsdp2x.plan.request import PlanRequest
+from memory_bound import memory_bound
 
 BF16, FP32 = torch.bfloat16, torch.float32
 POLICIES = [MixedPrecisionPolicy(), MixedPrecisionPolicy(BF16, FP32), MixedPrecisionPolicy(BF16, BF16)]
@@ -66,15 +66,16 @@ def check(units, ties, world, replicas, place, mp_policy, reshard, optimizer):
         optimizer = "adamw"
     reshard = reshard if reshard != 2 or world % 2 == 0 else None
     options = {"replicas": replicas, "auto_wrap": ["Unit"], "mp_policy": mp_policy, "reshard_after_forward": reshard}
-    facts = planned_facts(model, world * replicas, **options, **place)
-    report = planned_report(facts, optimizer, MicroBatches())
+    request = PlanRequest(world * replicas, optimizer=optimizer, **options, **place)
+    facts = planned_facts(model, request)
+    report = planned_report(facts, request)
     bound = memory_bound(facts, optimizer, mp_policy)
 
     def padded(param: nn.Parameter, copies: int) -> int:
         """Rank 0 may have a row more than the average."""
         return PARAM_SLACK_BYTES + copies * 4 * (param.numel() // param.shape[0])
 
-    said = report.table(bound)
+    said = f"{report}\n{bound}"
     slack = sum(padded(param, 1) for param in model.parameters()) + UNIT_SLACK_BYTES * len(model)
     for name in ("shard_bytes", "gradient_bytes", "optimizer_bytes", "resident_shard_bytes", "unsharded_bytes"):
         lower, found = getattr(bound, name), getattr(report, name)

@@ -1,7 +1,6 @@
 """`fsdp2x plan`: reads configs of both kinds, plans without a process group, and names mistakes in one sentence."""
 
 import json
-import re
 
 import pytest
 import torch.distributed as dist
@@ -10,8 +9,7 @@ from torch import nn
 
 from fsdp2x.base.failures import ConfigError
 from fsdp2x.memory import plan_memory
-from fsdp2x.plan.plan import PlanError
-from fsdp2x.plan.report import _folded, readable
+from fsdp2x.plan.report import _folded
 from fsdp2x.train.cli import main
 from fsdp2x.train.commands.plan_request import COLUMNS, WORDS, explanation, parse_bytes
 from models import Stack
@@ -114,22 +112,6 @@ def test_whether_it_fits(config, capsys):
 
 
 @pytest.mark.parametrize(
-    ("device", "use"), [("cuda", "to run next to the compute"), ("cpu", "that stay for the next step")]
-)
-def test_a_lower_bound_is_next_to_the_rows(config, capsys, device, use):
-    options = (config, "--world-size", 4, "--device", device)
-    _, plan = plan_json(capsys, *options)
-    report, bound = plan["report"], plan["bound"]
-    assert bound and all(0 <= size <= report[name] for name, size in bound.items())
-    assert main(["plan", *map(str, options), "--explain"]) == 0
-    text = capsys.readouterr().out
-    peak = f"{readable(report['peak_bytes'])} +{readable(bound['peak_bytes'])}"
-    assert re.search(rf"\npeak, without activations +{peak}\n", text), text
-    assert f"more at the peak: buffers of gathers and reductions {use}" in text
-    assert "above the bound at rest: 64-byte alignment" in text and "\nlower bound  " in text
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["missing.json", "--world-size", "2"], "missing.json: no such file"),
@@ -181,17 +163,17 @@ def test_sizes_that_are_none(text):
 
 
 def test_unknown_optimizer_and_transport():
-    with pytest.raises(PlanError, match="expected one of adamw"):
+    with pytest.raises(ConfigError, match="expected one of adamw"):
         plan_memory(Stack(), 2, optimizer="rprop")
-    with pytest.raises(PlanError, match="expected process_group or shm"):
+    with pytest.raises(ValueError, match="transport must be 'process_group' or 'shm', got 'nccl'"):
         plan_memory(Stack(), 2, transport="nccl")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "tpu"}, "device: expected cuda or cpu, got 'tpu'"),
-        ({"offload": "half"}, "offload: expected one of none, optimizer, gradients, all, got 'half'"),
+        ({"device": "tpu"}, "device must be 'cuda', 'cpu' or None, got 'tpu'"),
+        ({"offload": "half"}, "offload must be 'none', 'optimizer', 'gradients' or 'all', got 'half'"),
         ({"device": "cuda", "transport": "shm"}, "expected process_group with device cuda"),
         ({"offload": "optimizer", "optimizer": "sgd_momentum"}, "Use gradients or all with sgd_momentum"),
         ({"offload": "optimizer", "optimizer": "muon_int8"}, "Use gradients or all with muon_int8"),
@@ -199,7 +181,7 @@ def test_unknown_optimizer_and_transport():
     ],
 )
 def test_what_no_device_can_do(options, message):
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(ValueError, match=message):
         plan_memory(Stack(), 2, **options)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 
 from fsdp2x.plan.optimizers import PLANNED
@@ -88,11 +87,12 @@ def _auto_wrap(text: str) -> bool | list[str]:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from fsdp2x.train.commands.plan_request import Request, make_plan, parse_bytes
+    from fsdp2x.train.commands.plan_request import make_plan, parse_bytes
 
-    names = {field.name for field in dataclasses.fields(Request)}
-    options = {name: value for name, value in vars(args).items() if name in names}
+    others = ("run", "command", "memory", "explain", "json")
     memory_bytes = parse_bytes(args.memory) if args.memory is not None else None
-    plan = make_plan(Request(**options, memory_bytes=memory_bytes))
-    show(json.dumps(plan.to_dict(), indent=1) if args.json else str(plan))
-    return 1 if plan.fits is False else 0
+    plan = make_plan(**{name: value for name, value in vars(args).items() if name not in others})
+    show(
+        json.dumps(plan.to_dict(memory_bytes), indent=1) if args.json else plan.text(memory_bytes, explain=args.explain)
+    )
+    return 1 if plan.fits(memory_bytes) is False else 0

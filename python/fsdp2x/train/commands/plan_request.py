@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp2x.base.arguments import dtype_of
 from fsdp2x.base.failures import CheckpointError, reworded
 from fsdp2x.models.sequence.attention import find_decoder, head_counts, head_dims
 from fsdp2x.models.sequence.exchange import ExchangedBytes
 from fsdp2x.models.sequence.layout import Peers, RankPart
-from fsdp2x.plan.bound import MemoryBound, memory_bound
-from fsdp2x.plan.plan import planned_facts, planned_report, usual_device
-from fsdp2x.plan.report import MemoryReport, check_micro_batches, columns, readable
+from fsdp2x.plan.plan import planned_facts, planned_report
+from fsdp2x.plan.report import MemoryReport, columns, readable
+from fsdp2x.plan.request import PlanRequest
 from fsdp2x.sharding.transport import TransportKind
 from fsdp2x.train import ConfigError, TrainConfig
 from fsdp2x.train.config import SequenceRanks
@@ -33,50 +34,6 @@ from fsdp2x.train.tokenizer import choose_tokenizer, make_tokenizer
 
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
 _DECIMAL_UNITS = {"K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to plan. None: the value of the config, or the default of `fully_shard`."""
-
-    config: str
-    overrides: Sequence[str] = ()
-    world_size: int = 1
-    local_world_size: int | None = None
-    replicas: int | None = None
-    dtype: str | None = None
-    param_dtype: str | None = None
-    reduce_dtype: str | None = None
-    reshard_after_forward: bool | int | None = None
-    auto_wrap: bool | list[str] | None = None
-    transport: str | None = None
-    device: str | None = None
-    offload: str | None = None
-    optimizer: str | None = None
-    expert_parallel: int | None = None
-    expert_fsdp_size: int | None = None
-    micro_batches: int | None = None
-    before_last: str | None = None
-    memory_bytes: int | None = None
-    wire_weights: str | None = None
-    wire_gradients: str | None = None
-    explain: bool = False
-
-
-@dataclass(frozen=True)
-class Settings(Request):
-    """A request whose gaps are filled."""
-
-    local_world_size: int = 1
-    replicas: int = 1
-    dtype: str = "float32"
-    transport: str = TransportKind.PROCESS_GROUP
-    device: str = "cuda"
-    offload: str = "none"
-    optimizer: str = "adamw"
-    expert_parallel: int = 1
-    micro_batches: int = 1
-    before_last: str = "nothing"
 
 
 @dataclass(frozen=True)
@@ -105,128 +62,115 @@ class MemoryPlan:
 
     model: str
     num_parameters: int
-    request: Settings
+    request: PlanRequest
+    dtypes: Mapping[str, str | None]  # of parameters, compute, and reduction, by name
     report: MemoryReport
-    bound: MemoryBound
     sequences: SequencePlan | None = None  # for a YAML whose ranks share sequences
     staging_bytes: int = 0  # most CPU memory for saves in the background
-    dtype_is_the_models: bool = False  # the request names none, so it comes from config.json
+    dtype_is_the_models: bool = False  # nobody named one, so it comes from config.json
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes that a rank's device holds, without activations."""
-        return self.report.device_peak_bytes + (self.staging_bytes if self.request.device == "cpu" else 0)
+        return self.report.device_peak_bytes + (0 if self.request.on_cuda else self.staging_bytes)
 
-    @property
-    def fits(self) -> bool | None:
-        """Whether that fits into the memory. None if no memory was given."""
-        limit = self.request.memory_bytes
-        return None if limit is None else self.peak_bytes <= limit
+    def fits(self, memory_bytes: int | None) -> bool | None:
+        """Returns whether that fits into the memory. None if no memory was given."""
+        return None if memory_bytes is None else self.peak_bytes <= memory_bytes
 
-    def to_dict(self) -> dict[str, Any]:
-        request = self.request
+    def to_dict(self, memory_bytes: int | None = None) -> dict[str, Any]:
+        names = (
+            *("reshard_after_forward", "auto_wrap", "optimizer", "device", "offload", "expert_parallel"),
+            *("expert_fsdp_size", "micro_batches", "before_last"),
+        )
         return {
             "model": self.model,
             "num_parameters": self.num_parameters,
-            "world_size": request.world_size,
-            "policy": {
-                name: getattr(request, name)
-                for name in (
-                    *("dtype", "param_dtype", "reduce_dtype", "reshard_after_forward", "auto_wrap", "optimizer"),
-                    *("device", "offload", "expert_parallel", "expert_fsdp_size", "micro_batches", "before_last"),
-                )
-            },
-            "memory_bytes": request.memory_bytes,
-            "fits": self.fits,
+            "world_size": self.request.world_size,
+            "policy": {**self.dtypes, **{name: getattr(self.request, name) for name in names}},
+            "memory_bytes": memory_bytes,
+            "fits": self.fits(memory_bytes),
             "staging_bytes": self.staging_bytes,
             "sequences": None if self.sequences is None else dataclasses.asdict(self.sequences),
             "report": self.report.to_dict(),
-            "bound": dataclasses.asdict(self.bound),
         }
 
     @property
     def headline(self) -> str:
         """The planned run in one line."""
-        request = self.request
-        computes = f", computed in {request.param_dtype}" if request.param_dtype else ""
-        head = f"{self.model}: {self.num_parameters:,} parameters in {request.dtype}{computes}, {request.optimizer}"
-        head += f", on {request.device}" + (f", offload {request.offload}" if request.offload != "none" else "")
+        request, computed = self.request, self.dtypes["param_dtype"]
+        computes = f", computed in {computed}" if computed else ""
+        head = f"{self.model}: {self.num_parameters:,} parameters in {self.dtypes['dtype']}{computes}"
+        head += f", {request.optimizer}, on {request.device}"
+        if request.offload != "none":
+            head += f", offload {request.offload}"
         if request.expert_parallel > 1:
             head += f", experts over {request.expert_parallel} ranks"
         if request.micro_batches > 1:
             head += f", {request.micro_batches} micro-batches a step"
         return head
 
-    def __str__(self) -> str:
-        request, report = self.request, self.report
+    def text(self, memory_bytes: int | None = None, *, explain: bool = False) -> str:
         lines = [self.headline]
-        if self.dtype_is_the_models and request.optimizer != "none":
-            lines += remark_on_dtype(request.dtype, request.param_dtype)
-        lines += ["", report.table(self.bound), *above_bound(report, self.bound)]
+        if self.dtype_is_the_models and self.request.optimizer != "none":
+            lines += remark_on_dtype(str(self.dtypes["dtype"]), self.dtypes["param_dtype"])
+        lines += ["", str(self.report)]
         if self.sequences is not None:
             lines.append(f"{self.sequences}; activations, not in the peak")
         if self.staging_bytes:
             lines.append(f"saves in the background: up to {readable(self.staging_bytes)} of CPU memory in addition")
-        if request.memory_bytes is not None:
-            room = request.memory_bytes - self.peak_bytes
-            verdict = f"fits, {readable(room)} left for activations" if self.fits else f"too big by {readable(-room)}"
-            lines.append(f"{readable(request.memory_bytes)} a rank: {verdict}")
-        if request.explain:
-            lines += ["", explanation(report)]
+        if memory_bytes is not None:
+            room = memory_bytes - self.peak_bytes
+            verdict = f"fits, {readable(room)} left for activations" if room >= 0 else f"too big by {readable(-room)}"
+            lines.append(f"{readable(memory_bytes)} a rank: {verdict}")
+        if explain:
+            lines += ["", explanation(self.report)]
         return "\n".join(lines)
 
 
-def make_plan(request: Request) -> MemoryPlan:
+def make_plan(config: str, world_size: int, overrides: Sequence[str] = (), **given: Any) -> MemoryPlan:
     """Reads the config, builds the model on the meta device, and plans it.
+
+    Args:
+        config: config.json of a HuggingFace model or its folder, or a training YAML.
+        world_size: number of all ranks.
+        overrides: settings that replace the YAML's.
+        given: arguments of `PlanRequest`, and `dtype`, `param_dtype`, and `reduce_dtype` by name. They replace what the
+            config says, if they are not None.
 
     Raises:
         ConfigError: the config cannot be read, or does not fit the request.
     """
-    local_world_size = request.local_world_size or usual_node(request.world_size)
-    path = Path(request.config).expanduser()
-    stages_saves = dtype_is_the_models = False
-    sequences = None
-    if path.is_dir() or path.suffix == ".json":
-        if request.overrides:
-            raise ConfigError(f"{request.overrides[0]}: key=value settings need a training YAML, got {path.name}")
-        model, dtype_is_the_models = _build(path, request.dtype), request.dtype is None
-        request = _filled(request, {"dtype": str(model.config.dtype).removeprefix("torch.")})
+    given = {name: value for name, value in given.items() if value is not None}
+    given.setdefault("local_world_size", usual_node(world_size))
+    path = Path(config).expanduser()
+    stages_saves, sequences = False, None
+    is_model = path.is_dir() or path.suffix == ".json"
+    if is_model:
+        if overrides:
+            raise ConfigError(f"{overrides[0]}: key=value settings need a training YAML, got {path.name}")
+        model = _build(path, given.get("dtype"))
+        asked = {"dtype": str(model.config.dtype).removeprefix("torch.")}
     else:
-        given = dataclasses.asdict(request)
-        model, asked, stages_saves, sequences = _read_training(
-            path, request.overrides, request.world_size, local_world_size, given
-        )
-        request = _filled(request, asked)
-    request = _filled(
-        request, {"transport": TransportKind.SHM if request.device == "cpu" else TransportKind.PROCESS_GROUP}
+        model, asked, stages_saves, sequences = _read_training(path, overrides, world_size, given)
+    settings: dict[str, Any] = {**asked, **given}
+    settings.setdefault(
+        "transport", TransportKind.SHM if settings.get("device") == "cpu" else TransportKind.PROCESS_GROUP
     )
-    request = _filled(request, {"device": usual_device(str(request.transport)), "local_world_size": local_world_size})
-    settings = Settings(**{name: value for name, value in vars(request).items() if value is not None})
-    names = ("replicas", "transport", "device", "offload", "auto_wrap", "reshard_after_forward", "expert_parallel",
-             "expert_fsdp_size", "local_world_size", "wire_weights", "wire_gradients")  # fmt: skip
-    options: dict[str, Any] = {
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=getattr(torch, settings.param_dtype) if settings.param_dtype else None,
-            reduce_dtype=getattr(torch, settings.reduce_dtype) if settings.reduce_dtype else None,
-        ),
-        **{name: getattr(settings, name) for name in names},
-    }
+    settings.setdefault("device", "cpu" if settings["transport"] == TransportKind.SHM else "cuda")
+    dtypes = {name: settings.pop(name, None) for name in ("dtype", "param_dtype", "reduce_dtype")}
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype_of(dtypes["param_dtype"]), reduce_dtype=dtype_of(dtypes["reduce_dtype"])
+    )
     try:
-        micro_batches = check_micro_batches("plan", settings.micro_batches, settings.before_last)
-        facts = planned_facts(model, settings.world_size, **options)
-        report = planned_report(facts, settings.optimizer, micro_batches)
-        bound = memory_bound(facts, settings.optimizer, options["mp_policy"])
+        request = PlanRequest(world_size, mp_policy=policy, **settings)
+        report = planned_report(planned_facts(model, request), request)
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(str(error)) from None
     saved = report.shard_bytes - report.pad_bytes + (report.optimizer_bytes or 0) + report.unsharded_bytes
     numel = sum(param.numel() for param in model.parameters())
-    staging = saved if stages_saves else 0
-    return MemoryPlan(type(model).__name__, numel, settings, report, bound, sequences, staging, dtype_is_the_models)
-
-
-def _filled(request: Request, values: dict[str, Any]) -> Request:
-    """Fills gaps of the request with values."""
-    return replace(request, **{name: value for name, value in values.items() if getattr(request, name) is None})
+    staging, says_no_dtype = saved if stages_saves else 0, is_model and "dtype" not in given
+    return MemoryPlan(type(model).__name__, numel, request, dtypes, report, sequences, staging, says_no_dtype)
 
 
 def parse_bytes(text: str) -> int:
@@ -257,29 +201,30 @@ def _build(path: Path, dtype: str | None) -> nn.Module:
 
 
 def _read_training(
-    path: Path, overrides: Sequence[str], world_size: int, local_world_size: int, given: dict[str, Any]
+    path: Path, overrides: Sequence[str], world_size: int, given: dict[str, Any]
 ) -> tuple[nn.Module, dict[str, Any], bool, SequencePlan | None]:
     """Reads the settings of a planned run.
 
     `given`: values that the caller has decided, such as the device, on which other settings depend.
 
     Returns:
-        The model; arguments of `plan_memory`, with `dtype` and dtypes of the policy by name; whether CPU memory
-        keeps a copy of what is saved; and the exchanges of ranks that share sequences.
+        The model; arguments of `PlanRequest`, with `dtype` and dtypes of the policy by name; whether CPU memory keeps a
+        copy of what is saved; and the exchanges of ranks that share sequences.
 
     Raises:
         ConfigError: a run would reject the settings, or their bytes cannot be predicted.
     """
     file = ConfigFile.read(path, overrides)
     with file.located():
-        return _asked_by(parse_incomplete(file.settings), world_size, local_world_size, given)
+        return _asked_by(parse_incomplete(file.settings), world_size, given)
 
 
 def _asked_by(
-    config: TrainConfig, world_size: int, local_world_size: int, given: dict[str, Any]
+    config: TrainConfig, world_size: int, given: dict[str, Any]
 ) -> tuple[nn.Module, dict[str, Any], bool, SequencePlan | None]:
     parallel, optimizer = config.parallel, config.optimizer
     _refuse_unpredictable(config)
+    local_world_size = given["local_world_size"]
     mesh = plan_mesh(parallel, world_size, local_world_size)
     trains = config.train.mode == "train"
     shares_memory = TransportKind.SHM in (given.get("transport"), parallel.transport)
@@ -364,7 +309,7 @@ def _micro_batches(config: TrainConfig, num_readers: int) -> int:
     return -(-batching.batch_size * batching.accumulation // samples_per_row)
 
 
-# ---- explanations: rows and columns (`--explain`), the difference to the bound, float32 parameters
+# ---- explanations: rows and columns (`--explain`), float32 parameters
 
 
 WORDS = {
@@ -389,7 +334,6 @@ WORDS = {
     "of it on the device": "the rest",
     "sent in a step": "bytes that leave this rank: gathers of forward and backward, reductions of backward",
 }
-BOUND = "what any engine needs that gathers and reduces one unit at a time, from the parameters and settings alone"
 COLUMNS = {
     "elements": "numbers in the full unit",
     "shard": "bytes of this rank's rows",
@@ -413,20 +357,9 @@ def remark_on_dtype(dtype: str, param_dtype: str | None) -> list[str]:
     ]
 
 
-def above_bound(report: MemoryReport, bound: MemoryBound) -> list[str]:
-    """Returns lines that explain what a plan holds above its lower bound."""
-    at_rest = report.resting_bytes - bound.resting_bytes
-    in_step = report.peak_bytes - bound.peak_bytes - at_rest
-    use = "to run next to the compute" if report.step_bytes is not None else "that stay for the next step"
-    return [
-        f"{readable(at_rest)} above the bound at rest: 64-byte alignment, uneven rows, and rows without a bound",
-        f"{readable(max(in_step, 0))} more at the peak: buffers of gathers and reductions {use}",
-    ]
-
-
 def explanation(report: MemoryReport) -> str:
     """Explains the rows of this report, and the columns of its units."""
     names = [name for name, size, note in report.sizes() if size or note or name == "at rest"]
-    rows = [*((name, WORDS[name]) for name in names), ("lower bound", BOUND)]
+    rows = [(name, WORDS[name]) for name in names]
     heads = list(COLUMNS.items())
     return "\n".join(["columns of units", *columns(heads, {0, 1}), "", "rows", *columns(rows, {0, 1})])

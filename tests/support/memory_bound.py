@@ -20,7 +20,6 @@ one unit at a time needs as much.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 
 from torch import nn
@@ -31,10 +30,6 @@ from fsdp2x.plan.facts import ModelFacts, PlannedUnit
 
 _NUM_MOMENTS = {"adamw": 2, "muon": 2, "sgd": 0, "sgd_momentum": 1, "none": 0}
 _MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256}  # int8: a float32 scale for 256 elements
-_ROWS = (
-    *("shards", "gradients", "optimizer", "buffers, unsharded parameters", "copies of shards on the device"),
-    *("at rest", "peak, without activations", "of it in host memory", "of it on the device"),
-)
 
 
 @dataclass(frozen=True)
@@ -50,10 +45,6 @@ class MemoryBound:
     peak_bytes: int
     host_bytes: int
     device_peak_bytes: int
-
-    def rows(self) -> Iterator[tuple[str, int]]:
-        """The bounds with the names of ``MemoryReport.sizes``."""
-        return zip(_ROWS, astuple(self), strict=True)
 
 
 @dataclass
