@@ -332,19 +332,19 @@ def test_10_assigned_data_and_merged_adapters(ctx, transport):
 
 @distributed(world_sizes=(2,))
 def test_10_data_assigned_after_the_first_forward(ctx):
-    """This check has a cost, so only FSDP2X_DEBUG=1 runs it. It looks before each forward, on the rank in question."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FSDP2X_DEBUG", "1")
-        model = shard(ctx, Stack(), STACK_UNITS)
+    """Every rank names the shard that one rank replaced."""
+    model = shard(ctx, Stack(), STACK_UNITS)
     expected = full(model(inputs(ctx.rank)))
     same(full(model(inputs(ctx.rank))), expected)
     model.reshard()
     weight = model.blocks[1].up.weight
     whole = weight._local_tensor
-    weight._local_tensor = whole.clone()
-    with pytest.raises(RuntimeError, match=r"blocks.1.up.weight.*has left its pool.*copy_"):
-        model(inputs(ctx.rank))
+    if ctx.rank == 1:
+        weight._local_tensor = whole.clone()
+    with pytest.raises(RuntimeError, match=r"blocks.1.up.weight.*on rank 1 has left its pool.*copy_"):
+        fsdp2x.check_module_states(model)
     weight._local_tensor = whole
+    fsdp2x.check_module_states(model)
     same(full(model(inputs(ctx.rank))), expected)
 
 

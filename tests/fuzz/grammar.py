@@ -100,7 +100,6 @@ class Grammar:
             columns=self.chance(5),
             late_hooks=self.chance(3),
             meta=self.chance(8),
-            checked=self.chance(5),
         )
 
     # --- operations ---

@@ -74,7 +74,6 @@ class Program(_Short):
     columns: bool = False  # Parameters are sharded along dim 1 if that is even.
     late_hooks: bool = False  # Hooks are registered after sharding.
     meta: bool = False  # The model is sharded on the meta device and filled afterwards.
-    checked: bool = False  # The program runs with FSDP2X_DEBUG.
 
     def __str__(self) -> str:
         ops = "".join(f"    {one!r},\n" for one in self.ops)

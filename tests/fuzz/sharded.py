@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed.fsdp as stock
@@ -198,10 +196,6 @@ class Ours(Sharded):
 
     def accumulation(self, before_last):
         return fsdp2x.accumulate(self.model, last=False, before_last=before_last)
-
-    def shard(self):
-        with mock.patch.dict(os.environ, {"FSDP2X_DEBUG": str(int(self.program.checked))}):
-            super().shard()
 
     def make_optimizer(self, kind, params):
         if kind == "ours":

@@ -9,7 +9,6 @@ root. After a forward without gradients nothing is gathered, so these modules wo
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -52,8 +51,6 @@ def register_hooks(state: ShardedUnit, managed: list[nn.Module], lazy_init: Call
 
     # Hooks, and all Python that the engine calls from them, stay outside of compiled graphs.
     before = hooks.pre_forward
-    if os.environ.get("FSDP2X_DEBUG", "0") not in ("", "0"):
-        before = _checks_pools(weak, before)
     if imported_package() is not None:
         before = follow_inputs(before)
     before = torch_private.outside_graphs(before)
@@ -62,14 +59,6 @@ def register_hooks(state: ShardedUnit, managed: list[nn.Module], lazy_init: Call
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, always_call=True)
     watch_loading(state, {id(m): m for param in state.params for m, _ in param.owners}.values())
-
-
-def _checks_pools(weak: Callable[[], ShardedUnit], pre_forward: Callable) -> Callable:
-    def call(module, args, kwargs):
-        weak().check_pools()
-        return pre_forward(module, args, kwargs)
-
-    return call
 
 
 def follow_modules_of(root: ShardedUnit, follow_modules: Callable[[ShardedUnit], None]) -> None:

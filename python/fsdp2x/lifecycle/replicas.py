@@ -169,7 +169,8 @@ def check_module_states(model: nn.Module, *, buffers: bool = True) -> None:
     """Compares copies on several ranks bit by bit, through checksums. Collective over the mesh of ``model``.
 
     It compares shards over the replicate axis, as do the first forward and the first one after a load. It compares
-    buffers and ignored parameters over all ranks of the mesh.
+    buffers and ignored parameters over all ranks of the mesh. It also checks that the shards are those that forward
+    uses.
 
     Args:
         model: a module that contains FSDP units.
@@ -178,10 +179,16 @@ def check_module_states(model: nn.Module, *, buffers: bool = True) -> None:
     Raises:
         ValueError: copies differ (on every rank, with the first differing names and two ranks), or nothing in
             ``model`` is sharded.
-        RuntimeError: a parameter is on the meta device.
+        RuntimeError: a parameter is on the meta device, or other code replaced the memory of a shard. The latter is
+            raised on every rank.
     """
     states = units_of(model, "check_module_states")
     _refuse_meta(model, "check_module_states")
+    lost = next(filter(None, (group.lost_shard() for state in states for group in state.groups)), "")
+    for group in _groups_of_all(states):
+        lost = next(filter(None, exchange(lost, group, "check of shards")), "")
+    if lost:
+        raise RuntimeError(f"fsdp2x.check_module_states: {lost}")
     copies = shard_copies(states)
     for group in _groups_of_all(states):
         copies[group] = {**copies.get(group, {}), **_copied(model, buffers)}

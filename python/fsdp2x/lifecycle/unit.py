@@ -285,13 +285,6 @@ class ShardedUnit(StateNames, torch_private.State):
             state.forget_unit()
             state.hooks.set_unit(None)  # type: ignore[arg-type]  # the stub has no Optional
 
-    def check_pools(self) -> None:
-        """Checks before each forward of a root, with FSDP2X_DEBUG=1, that no shard has left its pool."""
-        if self.is_root:
-            for state in self.as_root.tree:
-                for group in state.groups:
-                    group.check_pool()
-
     def reset(self) -> None:
         """Drops the running iteration: every unit of this root is resharded and idle, and its gradients are gone."""
         if self.is_root is False:

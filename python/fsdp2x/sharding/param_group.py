@@ -319,24 +319,23 @@ class ShardedParamGroup(GroupNames):
                 found.append((local, offset))
         return found
 
-    def check_pool(self) -> None:
-        """Checks that every shard is still where the engine reads it.
-
-        Raises:
-            RuntimeError: other code gave a sharded parameter new memory after the first forward.
-        """
+    def lost_shard(self) -> str:
+        """Says which shard is not where the engine reads it: other code replaced its memory after the first forward."""
+        if self.engine is None:
+            return ""
         pool = self._present_pool
         for sharded, offset in zip(self.params, self._offsets, strict=True):
             local = sharded.local
             is_kept = not sharded.is_pooled or local.numel() == 0 or sharded.was_moved(local)
             if is_kept or _lies_at(local, pool, offset):
                 continue
-            raise RuntimeError(
-                f"fsdp2x: the shard of parameter {sharded.fqn!r} on rank {self.ranks.rank} has left its pool: "
-                "something assigned to the `.data` of its local tensor, or replaced it, after the first forward. "
-                "Training would use the old values. Write in place (`param.copy_()`), or load full tensors with "
-                "torch's set_model_state_dict(..., StateDictOptions(full_state_dict=True)) or fsdp2x.load_hf."
+            return (
+                f"the shard of parameter {sharded.fqn!r} on rank {self.ranks.rank} has left its pool: something "
+                "assigned to the `.data` of its local tensor, or replaced it, after the first forward. Training would "
+                "use the old values. Write in place (`param.copy_()`), or load full tensors with torch's "
+                "set_model_state_dict(..., StateDictOptions(full_state_dict=True)) or fsdp2x.load_hf."
             )
+        return ""
 
     def make_engine_group(self) -> None:
         """Makes the ``_C.ParamGroup`` over these parameters.

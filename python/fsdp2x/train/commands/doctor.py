@@ -21,7 +21,7 @@ from fsdp2x.train.commands.shared import show
 GIB = 2**30
 PACKAGES = ("transformers", "tokenizers", "safetensors", "accelerate", "peft", "matplotlib", "tensorboard")
 VARIABLES = (
-    "FSDP2X_TRANSPORT", "FSDP2X_DEBUG", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
+    "FSDP2X_TRANSPORT", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
     "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_DIST_USE_NCCL2", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_DEBUG",
 )  # fmt: skip
 # A rank opens a shared-memory file and a socket for each rank of its host, in addition to data and libraries.
