@@ -127,6 +127,7 @@ class ShardedUnit(StateNames, torch_private.State):
         # Several threads may reach one root first. While one of them makes it, the ranks communicate without the GIL.
         # Ranks that are threads of one process have separate models.
         self.initializing = threading.RLock()
+        self.seal()
 
     def configure(
         self,

@@ -72,6 +72,7 @@ class ShardedParamGroup(GroupNames):
             self.find_extensions()
             self._adopt()
         self._take_places(placed)
+        self.seal()
 
     def _take_places(self, placed: list[Placed]) -> None:
         """Registers the sharded parameters in place of the originals."""

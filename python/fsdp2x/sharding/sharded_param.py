@@ -44,6 +44,9 @@ class ShardedParam(ParamNames):
     fqn: str = ""
     shown: dict = field(default_factory=dict)  # weak references to the pending gradients that users have read
 
+    def __post_init__(self) -> None:
+        self.seal()
+
     @property
     def label(self) -> str:
         """Name for messages: the FQN, or before lazy initialization the name in the first owner."""
