@@ -16,7 +16,7 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
@@ -42,6 +42,7 @@ def dtype_of(value: Any) -> Any:
 F = TypeVar("F", bound=Callable)
 Accepts = Callable[[Any], bool]
 
+_COLLECTIONS = (list, tuple, set, frozenset, Collection, Iterable, Iterator, Sequence)
 # Examples for arguments where users often pass something similar.
 _EXAMPLES = {
     "DeviceMesh": 'such as torch.distributed.device_mesh.init_device_mesh("cpu", (world_size,))',
@@ -139,22 +140,34 @@ def _name_of(function: Callable) -> str:
 
 
 def _accepts(hint: Any) -> Accepts:
+    """Returns a test for values of this type. It takes anything for a TypeVar and for a protocol."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any or isinstance(hint, TypeVar) and hint.__bound__ is None:
-        return lambda value: True
-    if isinstance(hint, TypeVar):
-        return _accepts(hint.__bound__)
+    kind = origin or hint
     if origin in (Union, types.UnionType):
         options = [_accepts(arg) for arg in args]
         return lambda value: any(option(value) for option in options)
     if origin is Literal:
         kinds = tuple(_kinds_of_values(hint))
         return lambda value: isinstance(value, kinds) and value in args
-    if origin is type:
-        return lambda value: isinstance(value, type)
-    if origin is not None and origin is not Callable and isinstance(origin, type):
-        return _container(origin, [_accepts(arg) for arg in args if arg is not Ellipsis])
-    return _plain(origin or hint)
+    if kind is Callable:
+        return callable
+    if kind in (int, float):
+        number = Integral if kind is int else Real
+        return lambda value: isinstance(value, number) and not isinstance(value, bool)
+    if kind in (Path, os.PathLike):
+        return lambda value: isinstance(value, os.PathLike)
+    if kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
+        return lambda value: True
+    if kind in _COLLECTIONS:
+        return functools.partial(_is_collection, [_accepts(arg) for arg in args if arg is not Ellipsis])
+    return lambda value: isinstance(value, kind)
+
+
+def _is_collection(items: list[Accepts], value: Any) -> bool:
+    if not hasattr(value, "__iter__") or isinstance(value, str | bytes | Mapping):
+        return False  # a string is a collection of strings, but never meant as one
+    can_be_read = isinstance(value, list | tuple | set | frozenset)  # an iterator may be read only once
+    return not items or not can_be_read or all(any(item(one) for item in items) for one in value)
 
 
 def _kinds_of_values(hint: Any) -> set[type]:
@@ -163,43 +176,6 @@ def _kinds_of_values(hint: Any) -> set[type]:
     if typing.get_origin(hint) is Literal:
         return {type(arg) for arg in args}
     return {kind for arg in args for kind in _kinds_of_values(arg)}
-
-
-def _plain(kind: Any) -> Accepts:
-    if kind is Callable:
-        return callable
-    if kind is int:
-        return lambda value: isinstance(value, Integral) and not isinstance(value, bool)
-    if kind is float:
-        return lambda value: isinstance(value, Real) and not isinstance(value, bool)
-    if kind in (Path, os.PathLike):
-        return lambda value: isinstance(value, os.PathLike)
-    if kind is list:
-        return _container(list, [])
-    if not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
-        return lambda value: True
-    return lambda value: isinstance(value, kind)
-
-
-def _container(origin: type, items: list[Accepts]) -> Accepts:
-    if issubclass(origin, Mapping):
-        return lambda value: isinstance(value, Mapping)
-    # A string is a sequence of strings, but never meant as one.
-    base = {list: Sequence, set: Collection, tuple: Sequence}.get(origin, origin)
-
-    def accepts(value: Any) -> bool:
-        if isinstance(value, str | bytes | Mapping):
-            return False
-        if base is Sequence and not isinstance(value, Sequence):
-            # Tensors and arrays are not registered as Sequences.
-            return hasattr(value, "__len__") and hasattr(value, "__getitem__")
-        if not isinstance(value, base):
-            return False
-        if not items or not isinstance(value, list | tuple | set | frozenset):
-            return True  # an iterator may be read only once
-        return all(any(item(one) for item in items) for one in value)
-
-    return accepts
 
 
 # ---- descriptions
@@ -218,12 +194,8 @@ def _words(hint: Any) -> list[str]:
         return [word for arg in args for word in _words(arg)]
     if origin is Literal:
         return [repr(arg) for arg in args]
-    if isinstance(hint, TypeVar):
-        return _words(hint.__bound__)
     if hint is type(None):
         return ["None"]
-    if origin is type:
-        return ["a class"]
     if origin is Callable or hint is Callable:
         return ["a function"]
     if origin is not None and args:

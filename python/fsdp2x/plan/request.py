@@ -21,7 +21,7 @@ from fsdp2x.sharding.transport import TransportKind
 from fsdp2x.sharding.wrap import AutoWrap
 
 
-@checked(own=("auto_wrap",))
+@checked
 @dataclass(frozen=True)
 class PlanRequest:
     """A run whose memory :func:`plan_memory` predicts: arguments of ``fully_shard``, an optimizer, and a step.
