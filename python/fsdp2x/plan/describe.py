@@ -14,7 +14,6 @@ from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.optim.muon import Muon
 from fsdp2x.optim.muon_split import describe_groups
 from fsdp2x.plan.report import columns
-from fsdp2x.sharding.shapes import advice, padding_in
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class UnitReport:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """All units of a model. ``str()`` prints a table, and ``advice`` if padding takes much more than the parameters.
+    """All units of a model. ``str()`` prints a table.
 
     ``matrices``: the blocks that ``Muon`` orthogonalizes, one line for all layers.
     """
@@ -42,7 +41,6 @@ class ModelReport:
     world: int
     transport: str
     stats: dict
-    advice: tuple[str, ...] = ()
     matrices: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -74,7 +72,7 @@ class ModelReport:
                 f", gather slots owned {self.stats['gather_slots_owned']} "
                 f"(peak {self.stats['peak_gather_bytes']:,} bytes), owners: {self.stats['owners']}"
             )
-        return "\n".join([*columns([head, *rows, total]), tail, *self.advice, *self.matrices])
+        return "\n".join([*columns([head, *rows, total]), tail, *self.matrices])
 
 
 @checked
@@ -97,7 +95,6 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
         world=states[0].ranks.world,
         transport=_transports(states),
         stats=root.stats() if root is not None else {},
-        advice=tuple(advice(padding_in((group for state in states for group in state.groups), model))),
         matrices=tuple(describe_groups(optimizer.param_groups, fqns)) if isinstance(optimizer, Muon) else (),
     )
 

