@@ -337,11 +337,14 @@ def _tie(group, index: int, state: ShardedUnit, module: nn.Module, name: str) ->
 
 
 def _adopt_in(state: ShardedUnit, entries: list[OwnedParam]) -> None:
-    if not state.offload.of_shards:
+    settings = state.settings
+    if not settings.offload.of_shards:
         collect.move_to_device([entry.param for entry in entries], state.ranks.device)
     ranks = replicated_ranks(state.ranks)
     with torch.inference_mode(False):
-        group = ReplicatedParamGroup([Placed(entry, ranks, 0) for entry in entries], state.mp_policy, state.offload)
+        group = ReplicatedParamGroup(
+            [Placed(entry, ranks, 0) for entry in entries], settings.mp_policy, settings.offload
+        )
     group.unit_state = weakref.ref(state)
     state.groups.append(group)
     modules = list({id(module): module for entry in entries for module, _ in entry.owners}.values())

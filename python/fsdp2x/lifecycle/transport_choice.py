@@ -44,20 +44,21 @@ class TransportChoice:
         """``root`` has the same tree on every rank, in the same order."""
         tree = root.as_root.tree
         needs_group = next((needed for state in tree if (needed := state.needs_group)), "")
-        if needs_group and root.transport == TransportKind.SHM:
+        settings = root.settings
+        if needs_group and settings.transport == TransportKind.SHM:
             raise ValueError(
                 f'fully_shard: {needs_group} need a process group, but got transport="shm". Use '
                 'transport="process_group" or "auto".'
             )
-        self._name = TransportKind.PROCESS_GROUP if needs_group else root.transport
-        self._timeout = root.timeout
+        self._name = TransportKind.PROCESS_GROUP if needs_group else settings.transport
+        self._timeout = settings.timeout
         self._comm_memory = next((one.comms.memory for one in tree if one.comms.memory is not None), None)
         # Streams. Roots that were given the same dict share them.
         self._layers: dict[torch.device, Any] = next(
             (one.comms.layers for one in tree if one.comms.layers is not None), {}
         )
         self._model = f"{root.number.kind} {root.number.number}"
-        self._checks_ranks = all(state.checks_ranks for state in tree)
+        self._checks_ranks = all(state.settings.checks_ranks for state in tree)
         self._units = [(state.name, group) for state in tree for group in state.groups]
         self._on_device = any(has_streams(group.ranks.device) for _, group in self._units)
         self._known: dict[Any, GroupInfo | None] = {}

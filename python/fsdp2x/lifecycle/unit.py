@@ -93,16 +93,11 @@ class RootState:
 
 
 class ShardedUnit(StateNames, torch_private.State):
-    """One unit. Attributes without a comment are arguments of the call."""
+    """One unit. ``fully_shard`` registers it on its modules, shards their parameters, and then configures it."""
 
     modules = WeakTuple()
-    ranks: ShardGroup
-    mp_policy: MixedPrecisionPolicy
-    offload: Offload
-    transport: str
-    timeout: timedelta | None
-    checks_ranks: bool
-    hooks: _C.UnitHooks  # made by `fully_shard`
+    settings: UnitSettings
+    hooks: _C.UnitHooks
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,11 +133,9 @@ class ShardedUnit(StateNames, torch_private.State):
         keep: Keep,
     ) -> None:
         """Makes this the unit of ``modules``. ``managed`` are the modules of its parameters."""
-        vars(self).update(vars(settings))
-        ranks, policy = settings.ranks, settings.mp_policy
-        self.modules = modules
+        self.settings, self.modules, policy = settings, modules, settings.mp_policy
         # Before the unit has parameters, so ranks with models of different shapes count alike and errors name shapes.
-        self.number = number_unit(self, ranks.mesh.mesh.flatten().tolist())
+        self.number = number_unit(self, settings.ranks.mesh.mesh.flatten().tolist())
         self.groups, self.places = groups, _places_in(managed)
         for group in groups:
             group.unit_state = weakref.ref(self)
@@ -173,6 +166,11 @@ class ShardedUnit(StateNames, torch_private.State):
         for group in self.groups:
             post_forward_group(group.ranks, keep.ranks)
         return keep.ranks
+
+    @property
+    def ranks(self) -> ShardGroup:
+        """The ranks of the call's mesh. Groups may have others."""
+        return self.settings.ranks
 
     @property
     def shared(self) -> RootState:

@@ -103,7 +103,7 @@ def _transports(states: list[ShardedUnit]) -> str:
     groups = [group for state in states for group in state.groups if not group.is_replicated]
     engines = [group.engine for group in groups if group.engine is not None]
     return ", ".join(dict.fromkeys(engine.transport_name for engine in engines)) or (
-        f"{states[0].transport} (not initialized)"
+        f"{states[0].settings.transport} (not initialized)"
     )
 
 

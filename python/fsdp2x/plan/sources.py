@@ -90,7 +90,7 @@ def _group_of_state(state: ShardedUnit, group: ShardedParamGroup, common: dict[s
     return group_facts(
         [param.facts for param in group.params],
         [param.param.requires_grad for param in group.params],
-        state.mp_policy,
+        state.settings.mp_policy,
         _ranks(ranks, state, group, common, ranks.replicas, _replicas_share(state, group)),
         settings,
         small_ranks,
@@ -136,7 +136,7 @@ def _transport_of(state: ShardedUnit, group: ShardedParamGroup) -> TransportKind
 
 def _may_share(state: ShardedUnit, group: ShardedParamGroup) -> bool:
     on_cpu = group.ranks.device.type == "cpu"
-    return on_cpu and state.transport != TransportKind.PROCESS_GROUP and not state.needs_group
+    return on_cpu and state.settings.transport != TransportKind.PROCESS_GROUP and not state.needs_group
 
 
 def _replicas_share(state: ShardedUnit, group: ShardedParamGroup) -> bool:

@@ -101,7 +101,7 @@ class StateNames(PrivateNames):
     name: Any
     unit: Any
     auto_reshard: Any
-    mp_policy: Any
+    settings: Any
     modules: Any
     ranks: Any
     root: Any
@@ -150,7 +150,7 @@ class StateNames(PrivateNames):
 
     @property
     def _mp_policy(self):
-        return self.mp_policy
+        return self.settings.mp_policy
 
     @property
     def _modules(self):

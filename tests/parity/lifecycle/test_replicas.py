@@ -23,8 +23,7 @@ def all_reduce_of(transport="shm", timeout_s=TIMEOUT_S):
     replicas = SimpleNamespace(replicate_group=dist.group.WORLD, device=torch.device("cpu"))
     root = SimpleNamespace(
         as_root=SimpleNamespace(tree=()),
-        transport=transport,
-        timeout=timedelta(seconds=timeout_s),
+        settings=SimpleNamespace(transport=transport, timeout=timedelta(seconds=timeout_s)),
         number=UnitNumber(),
     )
     return TransportChoice(root).all_reduce_of(replicas)
