@@ -183,26 +183,3 @@ class Interrupt:
             # Not through logging, whose lock the interrupted code may hold.
             os.write(2, b"\nfsdp2x: " + name + b" received: stopping after what runs now. Press Ctrl-C again to quit")
             os.write(2, b" without saving.\n")
-
-
-class KillWarning:
-    """Warns once if torchrun would kill an interrupted run before its checkpoint is complete."""
-
-    def __init__(self) -> None:
-        self._longest_s, self._longest_save_s = 0.0, 0.0
-        launched = "TORCHELASTIC_RUN_ID" in os.environ
-        self._limit_s = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")) if launched else float("inf")
-
-    def measured(self, kind: str, seconds: float, save_s: float) -> str | None:
-        """Takes the duration of a step or an evaluation, and of the last save. Returns the warning once."""
-        self._longest_s, self._longest_save_s = max(seconds, self._longest_s), max(save_s, self._longest_save_s)
-        needed_s, limit_s = self._longest_s + self._longest_save_s, self._limit_s
-        if needed_s <= limit_s:
-            return None
-        self._limit_s = float("inf")
-        then = f" and a save {self._longest_save_s:.0f} s" if self._longest_save_s else ""
-        return (
-            f"one {kind} takes up to {self._longest_s:.0f} s{then}, but torchrun kills its ranks {limit_s:.0f} s after "
-            "Ctrl-C or SIGTERM, before a checkpoint is complete. Set "
-            f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={2 * needed_s:.0f} in torchrun's environment"
-        )

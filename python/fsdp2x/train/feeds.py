@@ -19,7 +19,7 @@ from fsdp2x.models.sequence.loss import count_label_tokens, token_mean_loss
 from fsdp2x.models.sequence.packing import IGNORE, PackedBatch, micro_batches
 from fsdp2x.models.sequence.parallel import apply_context_parallel, apply_ulysses, init_sequence_mesh
 from fsdp2x.train.config import ConfigError, DataConfig, SequenceRanks
-from fsdp2x.train.data import Blocks, BlockStream, Samples, held_out_batches
+from fsdp2x.train.data import BlockStream, Samples, held_out_batches
 from fsdp2x.train.distributed import mean_over_ranks
 from fsdp2x.train.strategy import Batching
 
@@ -31,7 +31,6 @@ class BlockFeed:
     """Blocks of equal length, different on each rank."""
 
     model: torch.nn.Module
-    blocks: Blocks
     stream: BlockStream
     batching: Batching
     device: torch.device
@@ -138,7 +137,6 @@ def _require_token_loss(model: torch.nn.Module, data: DataConfig, sequence_ranks
 
 def make_feed(
     model: torch.nn.Module,
-    blocks: Blocks,
     stream: BlockStream,
     batching: Batching,
     data: DataConfig,
@@ -152,7 +150,7 @@ def make_feed(
         ConfigError: the model rejects a setting, or its own loss has a part that this feed would leave out.
     """
     _require_token_loss(model, data, sequence_ranks)
-    common = {"model": model, "blocks": blocks, "stream": stream, "batching": batching, "device": device}
+    common = {"model": model, "stream": stream, "batching": batching, "device": device}
     if sequence_ranks.total > 1:
         with reworded(ConfigError, "parallel.sequence_parallel"):
             ulysses, size = sequence_ranks.ulysses, sequence_ranks.total

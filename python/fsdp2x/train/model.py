@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.base.failures import CheckpointError, reworded
+from fsdp2x.base.failures import CheckpointError, reworded, run_on_all_ranks
 from fsdp2x.io.hf.empty import build_empty, plain_config, read_config, read_hf_config
 from fsdp2x.io.hf.files import Checkpoint
 from fsdp2x.io.hf.layout import bars_of_rank_0
@@ -29,6 +29,7 @@ from fsdp2x.models.tiled_mlp import apply_tiled_mlp
 from fsdp2x.sharding.offload import HostOffloadPolicy, OffloadMode
 from fsdp2x.sharding.wrap import AutoWrap, plan_units
 from fsdp2x.train.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig
+from fsdp2x.train.metrics import memory_bytes
 from fsdp2x.train.parse import refuse_unknown
 from fsdp2x.train.schedule import decay_groups
 from fsdp2x.train.strategy import MeshPlan, plan_expert_mesh
@@ -163,31 +164,35 @@ def make_hf_config(config: ModelConfig, tokenizer: Tokenizer | None) -> Any:
 
 
 @dataclass(frozen=True)
-class RunModel:
-    """The model of a run, with the sizes and shapes of its full parameters from before sharding."""
+class Model:
+    """The sharded model of a run, with the sizes and shapes of its full parameters from before sharding.
 
-    model: torch.nn.Module
+    `bytes_before`: memory of the process before, on a CPU, where it has the interpreter and its libraries.
+    """
+
+    module: torch.nn.Module
+    bytes_before: int
     num_parameters: int
     decays: dict[str, bool]
     assets_config: Any
 
 
-def make_sharded(
+def make_model(
     config: TrainConfig,
-    model: torch.nn.Module | None,
     tokenizer: Tokenizer,
     plan: MeshPlan,
     device: torch.device,
     param_dtype: torch.dtype | None,
-) -> RunModel:
-    """Prepares and shards the model. Collective. With `model` None, it makes the model on meta and ranks read rows.
+) -> Model:
+    """Reads, prepares and shards the model. Collective. With `model.load=rows`, ranks read the rows of their shards.
 
     Raises:
         ConfigError: settings do not fit the model.
     """
     parallel = config.parallel
+    whole = run_on_all_ranks(lambda: _read_whole(config, tokenizer), raising=ConfigError)
+    noted: dict[str, Any] = {"bytes_before": 0 if device.type == "cuda" else memory_bytes(device)}
     options = sharding(parallel, plan, device, param_dtype)
-    noted: dict[str, Any] = {}
 
     def ready(whole: torch.nn.Module) -> torch.nn.Module:
         check_vocabulary(whole, tokenizer)
@@ -196,9 +201,7 @@ def make_sharded(
         noted.update(num_parameters=sum(p.numel() for p in whole.parameters()), decays=decay_groups(whole))
         return whole
 
-    if model is None:
-        if parallel.expert_parallel > 1:
-            raise ConfigError("parallel.expert_parallel: ranks must load full experts first. Set model.load=whole.")
+    if whole is None:
         empty = build_on_meta(config.model, torch.float32)
         policy = _told_policy(empty, parallel)
         with reworded(ConfigError, "model"):
@@ -211,8 +214,8 @@ def make_sharded(
                 **options,
             )
         _set_wire(model, parallel)
-        return RunModel(model, **noted)
-    model = ready(model.to(device))
+        return Model(model, **noted)
+    model = ready(whole.to(device))
     policy = _told_policy(model, parallel)
     if parallel.expert_parallel > 1:
         spread_experts(model, parallel, device, options)
@@ -220,7 +223,16 @@ def make_sharded(
     with reworded(ConfigError, "parallel"):
         fully_shard(model, auto_wrap=policy, **options)
     _set_wire(model, parallel)
-    return RunModel(model, **noted)
+    return Model(model, **noted)
+
+
+def _read_whole(config: TrainConfig, tokenizer: Tokenizer) -> torch.nn.Module | None:
+    if config.model.load == "whole":
+        return build_model(config.model, tokenizer, config.train.seed)
+    if config.parallel.expert_parallel > 1:
+        raise ConfigError("parallel.expert_parallel: ranks must load full experts first. Set model.load=whole.")
+    check_folder(config.model)
+    return None
 
 
 def _set_wire(model: Any, parallel: ParallelConfig) -> None:

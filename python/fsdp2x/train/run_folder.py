@@ -12,7 +12,6 @@ import fcntl
 import json
 import logging
 import os
-import shutil
 import socket
 import tempfile
 from collections.abc import Sequence
@@ -20,7 +19,8 @@ from pathlib import Path
 from typing import TextIO
 
 from fsdp2x.base.failures import ConfigError
-from fsdp2x.io.checkpoint.directory import LATEST, candidates, whole_checkpoints
+from fsdp2x.io.checkpoint.directory import LATEST, candidates, remove, whole_checkpoints
+from fsdp2x.train.config import TrainConfig
 from fsdp2x.train.metrics import METRICS, read_metrics
 
 logger = logging.getLogger(__name__)
@@ -33,11 +33,17 @@ _WRITTEN = (METRICS, "tensorboard", "profile", "memory", "adapter")
 class RunFolder:
     """The locked output folder and folder of checkpoints of this run. `release` unlocks them."""
 
-    def __init__(self, output: Path, checkpoints: Path | None) -> None:
-        """`checkpoints` None: the run saves nothing."""
-        self.output, self.checkpoints = output, checkpoints
+    def __init__(self, output: Path, checkpoints: Path, *, saves: bool) -> None:
+        """A run that only evaluates saves nothing."""
+        self.output, self.checkpoints, self.saves = output, checkpoints, saves
         self._locks: dict[Path, TextIO] = {}
         self._is_owner = False
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> RunFolder:
+        output, folder = Path(config.logging.output).expanduser(), config.checkpoint.folder
+        checkpoints = Path(folder).expanduser() if folder else output / "checkpoints"
+        return cls(output, checkpoints, saves=config.train.mode == "train")
 
     def claim(self, pids: Sequence[int]) -> None:
         """Locks the folders for this run and makes missing ones. Rank 0 calls it before the other ranks join.
@@ -61,7 +67,7 @@ class RunFolder:
 
     def _folders(self) -> dict[str, Path]:
         folders = {"logging.output": self.output}
-        if self.checkpoints is not None and self.checkpoints.resolve() != self.output.resolve():
+        if self.saves and self.checkpoints.resolve() != self.output.resolve():
             folders["checkpoint.folder"] = self.checkpoints
         return folders
 
@@ -92,7 +98,7 @@ class RunFolder:
         Raises:
             ConfigError: the folders have work of another run that is neither resumed nor to be overwritten.
         """
-        if self.checkpoints is None:
+        if not self.saves:
             return
         output, checkpoints = self.output.resolve(), self.checkpoints.resolve()
         own = checkpoints.is_relative_to(output)
@@ -114,16 +120,10 @@ class RunFolder:
 
     def delete_former_run(self) -> None:
         """Deletes the files that a run writes. Other files in the folders stay."""
-        assert self.checkpoints is not None, "a run that saves nothing replaces nothing"
-        doomed = [self.output / name for name in _WRITTEN]
-        doomed.append(self.checkpoints / LATEST)
-        doomed += [*whole_checkpoints(self.checkpoints)]
-        doomed += [path for pattern in (".old-*", ".tmp-*") for path in self.checkpoints.glob(pattern)]
-        for path in doomed:
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+        leftovers = [path for pattern in (".old-*", ".tmp-*") for path in self.checkpoints.glob(pattern)]
+        doomed = [*(self.output / name for name in _WRITTEN), self.checkpoints / LATEST, *leftovers]
+        for path in [*doomed, *whole_checkpoints(self.checkpoints)]:
+            remove(path)
 
     def release(self) -> None:
         for path, file in self._locks.items():

@@ -167,34 +167,6 @@ def test_a_scheduler_that_asks_again_does_not_lose_the_checkpoint():
         assert interrupt.number == signal.SIGTERM
 
 
-@pytest.mark.parametrize(("launched", "limit", "warned"), [(True, "9", [2]), (True, "", []), (False, "9", [])])
-def test_a_run_that_would_be_killed_before_its_save_warns_once(monkeypatch, launched, limit, warned):
-    from fsdp2x.train.distributed import KillWarning
-
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
-    if launched:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    if limit:
-        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", limit)
-    warning = KillWarning()
-    said = [
-        warning.measured(*took)
-        for took in (("step", 4.0, 0.0), ("step", 3.0, 4.0), ("step", 1.0, 6.0), ("step", 9.0, 6.0))
-    ]
-    assert [number for number, one in enumerate(said) if one] == warned
-    if warned:
-        assert "takes up to 4 s and a save 6 s" in said[2] and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=20 in" in said[2]
-
-
-def test_torchruns_limit_is_told_before_anybody_interrupts(config, tmp_path):
-    env = programs.environment(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="0")
-    words = (*torchrun(tmp_path), "-m", "fsdp2x.train", config, "train.steps=4", "train.accumulation=1")
-    done = programs.run(*words, env=env, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("but torchrun kills its ranks 0 s after Ctrl-C or SIGTERM") == 1
-
-
 def test_torchruns_echo_of_ctrl_c_is_no_second_one(monkeypatch):
     from fsdp2x.train.distributed import Interrupt
 
@@ -249,21 +221,21 @@ def test_the_demo_in_few_steps(tmp_path):
 
 
 def test_a_slip_of_ours_keeps_its_traceback(config, caplog, monkeypatch):
-    from fsdp2x.train import trainer
+    from fsdp2x.train import model
     from fsdp2x.train.cli import main
 
-    monkeypatch.setattr(trainer, "build_model", lambda *args: 1 // 0)
+    monkeypatch.setattr(model, "build_model", lambda *args: 1 // 0)
     assert main(["train", str(config)]) == 2
     assert "ZeroDivisionError" in caplog.text and "Traceback" in caplog.text
 
 
 def test_ctrl_c_before_training_is_reported(config, capfd, monkeypatch):
-    from fsdp2x.train import trainer
+    from fsdp2x.train import model
     from fsdp2x.train.cli import main
 
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer, "build_model", interrupt)
+    monkeypatch.setattr(model, "build_model", interrupt)
     assert main(["train", str(config)]) == 130
     assert "fsdp2x: interrupted\n" in capfd.readouterr().err

@@ -134,19 +134,23 @@ def test_two_runs_in_one_folder(ctx):
 def test_locks_that_are_there(tmp_path):
     """A lock that no process holds blocks no run. One that a rank still holds does, even after rank 0 has ended."""
     (tmp_path / LOCK).write_text("left from a run that was killed")
-    first, other_rank = RunFolder(tmp_path, None), RunFolder(tmp_path, None)
+
+    def folder():
+        return RunFolder(tmp_path, tmp_path, saves=False)
+
+    first, other_rank = folder(), folder()
     first.claim([os.getpid()])
     other_rank.join()
     with pytest.raises(
         ConfigError, match=rf"another run .* is still running. End its processes .kill {os.getpid()}., or choose"
     ):
-        RunFolder(tmp_path, None).claim([1])
+        folder().claim([1])
     for file in first._locks.values():  # as the kernel does
         file.close()
     with pytest.raises(ConfigError, match="is still running"):
-        RunFolder(tmp_path, None).claim([1])
+        folder().claim([1])
     other_rank.release()
-    second = RunFolder(tmp_path, None)
+    second = folder()
     second.claim([1])
     second.release()
     assert not list(tmp_path.iterdir())

@@ -108,7 +108,7 @@ def test_sequence_parallel(ctx, parallel):
     with shared_folder(ctx) as folder:
         _, plain = numbers(folder, "plain")
         trainer, sliced = numbers(folder, "sliced", parallel={"sequence_parallel": 2, **parallel})
-        assert trainer.num_readers == ctx.world // 2 and trainer.blocks_per_step == 8
+        assert trainer.inputs.num_readers == ctx.world // 2 and trainer.inputs.blocks_per_step == 8
         assert sliced == pytest.approx(plain, abs=1e-5)
 
 
@@ -130,7 +130,7 @@ def test_packing_sees_samples_alone(ctx, sequence_parallel):
             )
         )
         trainer = Trainer(config)
-        model = build_model(config.model, trainer.tokenizer, config.train.seed)
+        model = build_model(config.model, trainer.inputs.tokenizer, config.train.seed)
         order = [trainer.blocks.train.sample(trainer.stream._block_at(i))["input_ids"] for i in range(6)]
         assert len({len(sample) for sample in order}) > 1
         total = sum(model(input_ids=s[None], labels=s[None]).loss * (len(s) - 1) for s in order)

@@ -44,7 +44,7 @@ def unsharded_steps(trainer, config):
     from fsdp2x.train.model import build_model
     from fsdp2x.train.schedule import Schedule, decay_groups, make_optimizer
 
-    model = build_model(config.model, trainer.tokenizer, config.train.seed)
+    model = build_model(config.model, trainer.inputs.tokenizer, config.train.seed)
     optimizer = make_optimizer(
         model, OptimizerConfig(lr=config.optimizer.lr, implementation="for_loop"), decay_groups(model)
     )

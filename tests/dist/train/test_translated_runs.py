@@ -40,7 +40,7 @@ def run(folder: Path, text: str, *overrides: str, role: str | None = None):
     try:
         trainer.run()
         dist.barrier()
-        return trainer, read_metrics(trainer.output / "metrics.jsonl")
+        return trainer, read_metrics(trainer.inputs.folder.output / "metrics.jsonl")
     finally:
         trainer.close()
 
@@ -69,7 +69,7 @@ def test_flat(ctx, example):
             *(f"checkpoint_root={folder / 'saved'}", f"tensorboard_path={folder / 'events'}"),
             f"logging.output={folder / 'run'}",
         )
-        assert trainer.plan.name == "FULL_SHARD" and trainer.tokenizer.vocab_size == 257
+        assert trainer.plan.name == "FULL_SHARD" and trainer.inputs.tokenizer.vocab_size == 257
         assert trainer.scaler is None  # a CPU computes in float32
         assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.1, 0.0]
         got = losses(lines)
@@ -85,7 +85,7 @@ def test_flat(ctx, example):
 
         saved = transformers.AutoTokenizer.from_pretrained(str(resolve(folder / "saved") / "hf"))
         ids = saved("line 3 of file", add_special_tokens=False)["input_ids"]
-        assert ids == trainer.tokenizer.encode(b"line 3 of file").tolist()
+        assert ids == trainer.inputs.tokenizer.encode(b"line 3 of file").tolist()
         assert saved.decode(ids) == "line 3 of file"
 
 
@@ -103,7 +103,7 @@ def test_blocks_by_role(ctx):
         assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
         logits = []
         handle = trainer.model.register_forward_hook(lambda module, args, output: logits.append(output.logits.dtype))
-        trainer.feed.step()[0][0]()
+        trainer.steps.feed.step()[0][0]()
         handle.remove()
         assert logits == [torch.bfloat16]
 
@@ -118,7 +118,7 @@ RUNS = {
         snippets.NESTED_ALL, (), "policy_trainer",
         ("models.policy_trainer.load=FOLDER/model", "models.policy_trainer.meta_init=True",
          "runtime_args.eval_data_path=FOLDER/text/0.txt"),
-        lambda run, lines: run.batching.accumulation == 2 and run.blocks.num_files == 6
+        lambda run, lines: run.inputs.batching.accumulation == 2 and run.blocks.num_files == 6
         and [line["step"] for line in lines if line["event"] == "eval"] == [3],
     ),
     "packing by overrides alone": (
@@ -159,7 +159,7 @@ def test_two_ranks_a_sequence_and_two_copies_by_role(ctx):
         text = snippets.STRATEGY_ULYSSES.replace("fsdp_size: 4", "fsdp_size: 2").replace(": 256", ": 2")
         files = (f"data.files={folder / 'text'}", f"logging.output={folder / 'run'}")
         trainer, lines = run(folder, text, TINY, *files, "train.steps=2")
-        assert trainer.plan.shape == (2, 2) and trainer.num_readers == 2 and len(losses(lines)) == 2
+        assert trainer.plan.shape == (2, 2) and trainer.inputs.num_readers == 2 and len(losses(lines)) == 2
 
 
 @distributed

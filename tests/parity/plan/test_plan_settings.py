@@ -217,7 +217,8 @@ def check(ctx, base: str, key: str, value) -> None:
             batches = plan.request.micro_batches
             before_last = config["parallel"].get("accumulate", "nothing")
             run = fsdp2x.memory_report(trainer.model, trainer.optimizer, micro_batches=batches, before_last=before_last)
-            assert config["data"].get("packing") or not trainer.training or batches == trainer.batching.accumulation
+            counted = config["data"].get("packing") or trainer.optimizer is None
+            assert counted or batches == trainer.inputs.batching.accumulation
             expected = {**run.to_dict(), "optimizer_bytes": run.optimizer_bytes or 0}
             assert plan.report.to_dict() == expected, f"{key}\n{plan.report}\n{run}"
         finally:
@@ -271,7 +272,7 @@ def test_copies_for_saves_in_the_background(ctx):
         trainer = Trainer(parse_config(config))
         try:
             trainer.train_step()
-            saved = fsdp2x.checkpoint.save(trainer.checkpoints, trainer.model, trainer.optimizer, step=1)
+            saved = fsdp2x.checkpoint.save(trainer.inputs.folder.checkpoints, trainer.model, trainer.optimizer, step=1)
         finally:
             trainer.close()
         if ctx.rank == 0:
