@@ -380,9 +380,6 @@ class CheckpointConfig(Section):
 @dataclass(frozen=True)
 class LoggingConfig(Section):
     output: str = setting("out/run", "folder of this run: metrics.jsonl, tensorboard/, checkpoints/", PATH)
-    overwrite: bool = setting(
-        False, "delete an earlier run in output and in checkpoint.folder when this one begins; otherwise it is kept"
-    )
     every: int = setting(1, "steps between log lines", COUNT)
     tensorboard: bool = setting(False, "also write TensorBoard events")
     tensorboard_dir: str | None = setting(None, "folder of the events; unset: tensorboard/ in output", PATH)
@@ -434,9 +431,4 @@ class TrainConfig:
             "offload",
             parallel.offload in (False, "none") or parallel.expert_parallel == 1,
             "none with parallel.expert_parallel, whose experts stay on the device",
-        )
-        self.logging.require(
-            "overwrite",
-            not self.logging.overwrite or self.train.mode == "train",
-            "false with train.mode=evaluate, which trains nothing in place of what it would delete",
         )

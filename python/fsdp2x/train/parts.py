@@ -80,7 +80,7 @@ def _claim(config: TrainConfig, folder: RunFolder, world: World) -> None:
     if not world.is_main:
         return
     folder.claim(world.lost_ranks.local_pids)
-    folder.refuse_former_run(config.checkpoint.resume_from, config.logging.overwrite)
+    folder.refuse_former_run(config.checkpoint.resume_from)
     if folder.saves:
         repair(folder.checkpoints)
 
@@ -166,10 +166,8 @@ class Output:
         loggers: Sequence[Logger],
         closing: ExitStack,
     ) -> Output:
-        """Opens the metrics of a run that begins after `first_step`. Deletes a former run if configured."""
+        """Opens the metrics of a run that begins after `first_step`."""
         world, folder, logging = inputs.world, inputs.folder, config.logging
-        if world.is_main and logging.overwrite:
-            folder.delete_former_run()
 
         def begin_wandb() -> WandbLogger | None:
             options = {"dir": str(folder.output), **logging.wandb_options}

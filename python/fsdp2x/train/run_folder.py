@@ -19,15 +19,13 @@ from pathlib import Path
 from typing import TextIO
 
 from fsdp2x.base.failures import ConfigError
-from fsdp2x.io.checkpoint.directory import LATEST, candidates, remove, whole_checkpoints
+from fsdp2x.io.checkpoint.directory import candidates
 from fsdp2x.train.config import TrainConfig
 from fsdp2x.train.metrics import METRICS, read_metrics
 
 logger = logging.getLogger(__name__)
 
 LOCK = "run.lock"
-# Files that a run writes into its output folder in addition to its checkpoints.
-_WRITTEN = (METRICS, "tensorboard", "profile", "memory", "adapter")
 
 
 class RunFolder:
@@ -92,38 +90,24 @@ class RunFolder:
             logger.warning("%s: it cannot be locked (%s): do not start a second run in it", folder, error.strerror)
         self._locks[path] = file
 
-    def refuse_former_run(self, resume_from: str | None, overwrite: bool) -> None:
+    def refuse_former_run(self, resume_from: str | None) -> None:
         """Lets a run that saves begin in empty folders, or continue the run that is there.
 
         Raises:
-            ConfigError: the folders have work of another run that is neither resumed nor to be overwritten.
+            ConfigError: the folders have work of another run, with which this one would mix.
         """
-        if not self.saves:
-            return
         output, checkpoints = self.output.resolve(), self.checkpoints.resolve()
         own = checkpoints.is_relative_to(output)
         path = None if resume_from is None else Path(resume_from).expanduser().resolve()
         resumes = path is not None and (path.is_relative_to(checkpoints) or own and path == output)
-        if overwrite and resumes:
-            raise ConfigError(
-                f"logging.overwrite: got true with checkpoint.resume_from={resume_from}, which is in the folder to be "
-                "emptied. Omit one of them."
-            )
         found = former_work(self.output, self.checkpoints)
-        if found and not resumes and not overwrite:
+        if self.saves and found and not resumes:
             other = "logging.output=FOLDER" + ("" if own else " and checkpoint.folder=FOLDER")
             raise ConfigError(
                 f"logging.output: {found} of an earlier run. To continue it set checkpoint.resume_from="
-                f"{self.output if own else self.checkpoints} (--resume_from), to keep it choose another folder with "
-                f"{other}, to delete it set logging.overwrite=true."
+                f"{self.output if own else self.checkpoints} (--resume_from). To keep it choose another folder with "
+                f"{other}. Otherwise delete the folder."
             )
-
-    def delete_former_run(self) -> None:
-        """Deletes the files that a run writes. Other files in the folders stay."""
-        leftovers = [path for pattern in (".old-*", ".tmp-*") for path in self.checkpoints.glob(pattern)]
-        doomed = [*(self.output / name for name in _WRITTEN), self.checkpoints / LATEST, *leftovers]
-        for path in [*doomed, *whole_checkpoints(self.checkpoints)]:
-            remove(path)
 
     def release(self) -> None:
         for path, file in self._locks.items():
@@ -153,7 +137,7 @@ def check_writable(setting: str, folder: Path) -> None:
 
 
 def former_work(output: Path, checkpoints: Path) -> str:
-    """Returns the work in these folders that another run would mix with or delete, or an empty string."""
+    """Returns the work in these folders that another run would mix with, or an empty string."""
     saved = [path.name for path in candidates(checkpoints)]
     parts = [f"{checkpoints} has {saved[0]}"] if saved else []
     path = output / METRICS

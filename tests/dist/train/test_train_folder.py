@@ -15,7 +15,7 @@ from harness import distributed
 from training import losses, run, settings, shared_folder
 
 STEPS = {"steps": 3}
-WAYS = ("checkpoint.resume_from=", "--resume_from", "logging.output=FOLDER", "logging.overwrite=true")
+WAYS = ("checkpoint.resume_from=", "--resume_from", "logging.output=FOLDER", "delete the folder")
 
 
 def digest(folder):
@@ -79,27 +79,6 @@ def test_a_resumed_run_goes_on_in_its_folder(ctx, resume_from):
         dist.barrier()
         assert list(losses(folder / "run")) == [1, 2, 3, 4]
         assert not list((folder / "run").rglob(LOCK))
-
-
-@distributed
-def test_overwriting_deletes_what_a_run_wrote_when_the_next_one_can_begin(ctx):
-    with shared_folder(ctx) as folder:
-        run(config(folder))
-        if ctx.rank == 0:
-            (folder / "run/notes.txt").write_text("mine")
-        dist.barrier()
-        before = digest(folder / "run")
-        logging = {"output": str(folder / "run"), "progress": "off", "overwrite": True}
-        resume = {"resume_from": str(folder / "run")}
-        refused(ctx, config(folder, logging=logging, checkpoint=resume), "logging.overwrite", "Omit one of them")
-        refused(ctx, config(folder, logging=logging, model={"config": None, "path": "/no/model"}), "model.path")
-        assert digest(folder / "run") == before
-        run(config(folder, logging=logging, train={"steps": 1}))
-        dist.barrier()
-        assert list(losses(folder / "run")) == [1]
-        names = sorted(path.name for path in (folder / "run/checkpoints").iterdir())
-        assert names == ["latest", "step-000001"]
-        assert (folder / "run/notes.txt").read_text() == "mine"
 
 
 @distributed

@@ -127,7 +127,6 @@ SAME = {
     "checkpoint.form": ("run", "full"),
     "checkpoint.keep": ("run", 1),
     "checkpoint.keep_every": ("run", 1),
-    "logging.overwrite": ("run", True),
     "logging.every": ("run", 2),
     "logging.tensorboard": ("run", True),
     "logging.wandb_options": ("run", {"project": "x"}),
