@@ -66,10 +66,10 @@ if(FSDP2X_UNITY)
   set_target_properties(_C PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP UNITY_BUILD_RELOCATABLE ON)
 endif()
 
-# The test extension: see csrc/testing/README.md.
+# The test extension: see tests/cpp/device/README.md.
 if(FSDP2X_TESTING)
-  Python_add_library(_C_testing MODULE WITH_SOABI "${PROJECT_SOURCE_DIR}/csrc/testing/module.cpp"
-                     "${PROJECT_SOURCE_DIR}/csrc/testing/recording_layer.cpp")
+  Python_add_library(_C_testing MODULE WITH_SOABI "${PROJECT_SOURCE_DIR}/tests/cpp/device/module.cpp"
+                     "${PROJECT_SOURCE_DIR}/tests/cpp/device/recording_layer.cpp")
   target_compile_features(_C_testing PRIVATE cxx_std_20)
   target_include_directories(_C_testing PRIVATE "${PROJECT_SOURCE_DIR}/csrc")
   target_include_directories(_C_testing SYSTEM PRIVATE "${torch_dir}/include" "${torch_dir}/include/torch/csrc/api/include")

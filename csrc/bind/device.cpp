@@ -15,8 +15,7 @@ void bind_device(py::module_& m) {
   py::enum_<Lane>(m, "Lane")
       .value("compute", Lane::compute)
       .value("copy_in", Lane::copy_in)
-      .value("copy_out", Lane::copy_out)
-      .value("host", Lane::host);
+      .value("copy_out", Lane::copy_out);
   py::class_<DeviceEvent>(m, "DeviceEvent");
   // Lanes and events for Python's own copies to and from the device.
   py::class_<DeviceLayer, std::shared_ptr<DeviceLayer>>(m, "DeviceLayer")
@@ -31,16 +30,7 @@ void bind_device(py::module_& m) {
             const LaneScope scope(self, lane);
             self.transfer(target, source);
           },
-          py::arg("lane"), py::arg("target"), py::arg("source"))
-      // Notes another access to memory on a lane.
-      .def(
-          "touches",
-          [](DeviceLayer& self, Lane lane, const std::string& operation, const std::string& subject,
-             const std::vector<at::Tensor>& reads, const std::vector<at::Tensor>& writes) {
-            const LaneScope scope(self, lane);
-            self.touches(operation.c_str(), subject, reads, writes);
-          },
-          py::arg("lane"), py::arg("operation"), py::arg("subject"), py::arg("reads"), py::arg("writes"));
+          py::arg("lane"), py::arg("target"), py::arg("source"));
   py::class_<TorchLayer, DeviceLayer, std::shared_ptr<TorchLayer>>(m, "TorchLayer")
       .def(py::init<at::Device>(), py::arg("device"));
   py::class_<DeviceTransport, Transport, std::shared_ptr<DeviceTransport>>(m, "DeviceTransport")

@@ -1,8 +1,8 @@
 // The executor of the reference kernels: host memory, no streams.
 #include <cstdlib>
 
+#include "device/reference_kernels.hpp"
 #include "executor.hpp"
-#include "testing/reference_kernels.hpp"
 
 namespace fsdp2x::cuda {
 

@@ -5,15 +5,23 @@ everything in host order and notes which operation touches which bytes, so the c
 operations touch the same bytes and one of them writes, a chain of events must order them.
 """
 
+import functools
 import weakref
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
+from fsdp2x import FSDPModule
 from fsdp2x.base import agreement
-from fsdp2x.lifecycle import api
+from fsdp2x.lifecycle import api, comms, transport_choice
+from fsdp2x.optim.adamw import AdamW
+from fsdp2x.optim.host_moments import HostMoments
+from fsdp2x.optim.local import local_tensor
 from fsdp2x.sharding import transport
 from models import Stack, inputs
 from testing_extension import testing
@@ -42,7 +50,105 @@ def install(pack_below_bytes: int = 0, grouped: bool = True, with_kernels: bool 
     mock.patch.object(transport, "pack_below_bytes", lambda gathers, world: pack_below).start()
     # After a failure, ranks that have used a device cannot use their group again. Later tests of these processes do.
     mock.patch.object(agreement, "_agreements", weakref.WeakKeyDictionary()).start()
+    _note_collectives(recorder)
+    _note_moments(recorder)
+    users = Users(recorder)
+    mock.patch.dict(torch_module._global_forward_pre_hooks, {"users": users.before_forward}).start()
+    _after(torch.autograd, "backward", users.after_backward)
     return recorder
+
+
+def _after(owner: Any, name: str, note: Callable) -> None:
+    """Calls ``note`` with the arguments of a function after it has returned."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*args, **keywords):
+        result = original(*args, **keywords)
+        note(*args, **keywords)
+        return result
+
+    mock.patch.object(owner, name, call).start()
+
+
+def _note_collectives(recorder) -> None:
+    """Notes what the process groups' collectives, the user's, and hooks read and write."""
+
+    def gather(*args) -> None:
+        *_, output, source = args
+        recorder.note_work("all_gather", [source], [output])
+
+    def scatter(*args) -> None:
+        *_, output, source, average = args
+        recorder.note_work(f"reduce_scatter ({'average' if average else 'sum'})", [source], [output])
+
+    _after(transport, "_all_gather_now", gather)
+    _after(comms, "_gather_copies", gather)
+    _after(comms._ExtensionGathers, "all_gather", gather)
+    _after(
+        transport, "_all_gather_group", lambda _, outputs, sources: recorder.note_work("all_gather", sources, outputs)
+    )
+    _after(transport, "_reduce_scatter_now", scatter)
+    _after(comms, "_scatter_copies", scatter)
+    _after(transport, "_all_to_all_now", lambda _, output, source: recorder.note_work("all_to_all", [source], [output]))
+    _after(transport_choice, "_all_reduce", lambda *args: recorder.note_work("all_reduce", [args[2]], [args[2]]))
+    _after(comms, "_call_hook", lambda *args: recorder.note_work("hook", [args[2]], [args[2]]))
+
+
+def _note_moments(recorder) -> None:
+    """Notes steps over moments from host memory, and that users may write to those between steps."""
+    known: weakref.WeakSet = weakref.WeakSet()
+    step_on = HostMoments._step_on
+
+    def begin(self, device, blocks, *args) -> None:
+        memory = [block.memory for block in blocks if block in known]
+        recorder.note_work("moments", memory, memory, on_host=True)
+        known.update(blocks)
+        step_on(self, device, blocks, *args)
+
+    def stepped(optimizer, grad_scale, select, states, on_device) -> None:
+        if states is not optimizer.state:
+            moments = [local_tensor(value) for state in states.values() for value in state.values()]
+            recorder.note_work("step", moments, moments)
+
+    mock.patch.object(HostMoments, "_step_on", begin).start()
+    _after(AdamW, "_run", stepped)
+
+
+class Users:
+    """Notes that users read and write shards and gradients before a root's forward, and gradients after a backward."""
+
+    def __init__(self, recorder) -> None:
+        self._recorder = recorder
+        self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def before_forward(self, module: nn.Module, args: tuple) -> None:
+        root = module._get_fsdp_state().root if isinstance(module, FSDPModule) else None
+        if root is None or root.in_forward or root.in_backward:
+            return
+        self._roots.add(module)
+        self._note([module], with_shards=True)
+
+    def after_backward(self, *args, **keywords) -> None:
+        if torch._C._current_graph_task_id() == -1:  # not in a backward around it
+            self._note(self._roots, with_shards=False)
+
+    def _note(self, modules, with_shards: bool) -> None:
+        states = {each._get_fsdp_state() for one in modules for each in one.modules() if isinstance(each, FSDPModule)}
+        memory: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+        for state in states:
+            for group in state.groups if state.unit is not None else ():
+                touched = memory[bool(group.offloads)]
+                # A user who starts a gather ahead of forward must not write to its shards before it has ended.
+                if with_shards and state.unit.param_state != "GATHERING":
+                    touched.append(group.engine.pool)
+                # With manual finalization, users must not touch gradients until their reduction ends.
+                if not state.root.manual_finalization or state.unit.phase == "IDLE":
+                    grads = [param.param.grad for param in group.params]
+                    touched += [local_tensor(grad) for grad in grads if grad is not None]
+        for on_host, touched in memory.items():
+            if touched:
+                self._recorder.note_work("optimizer", touched, touched, on_host=on_host)
 
 
 class Accesses:

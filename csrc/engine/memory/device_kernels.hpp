@@ -57,7 +57,9 @@ class KeptPlans {
     if (kept_.size() <= launch) kept_.resize(launch + 1);
     std::unique_ptr<Kept>& kept = kept_[launch];
     if (kept == nullptr || kept->plan.memory.device() != device || kept->segments != segments) {
-      kept.reset(new Kept{segments, {cuda::make_plan(segments), device, Arrival::in_order}, current_stream(device)});
+      cuda::Plan<Segment> plan = cuda::make_plan(segments);
+      at::Tensor memory = at::empty({static_cast<int64_t>(memory_bytes(plan))}, at::device(device).dtype(at::kByte));
+      kept.reset(new Kept{segments, {std::move(plan), std::move(memory), Arrival::in_order}, current_stream(device)});
       ++num_built_;
     }
     // The plan is freed in the order of the stream that it was made on.

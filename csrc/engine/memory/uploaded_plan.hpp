@@ -23,11 +23,18 @@ enum class Arrival {
 };
 
 template <class Segment>
+size_t memory_bytes(const cuda::Plan<Segment>& plan) {
+  return std::max<size_t>(plan.image_bytes(), 1);
+}
+
+template <class Segment>
 struct UploadedPlan {
-  UploadedPlan(cuda::Plan<Segment> made, at::Device device, Arrival arrival = Arrival::now) : plan(std::move(made)) {
-    at::Tensor image = host_memory_for(device, at::kByte, std::max<size_t>(plan.image_bytes(), 1));
+  // `target`: memory_bytes() of the device.
+  UploadedPlan(cuda::Plan<Segment> made, at::Tensor target, Arrival arrival)
+      : plan(std::move(made)), memory(std::move(target)) {
+    const at::Tensor image = host_memory_for(memory.device(), at::kByte, memory_bytes(plan));
     plan.write_image(image.data_ptr());
-    memory = image.to(device, at::kByte, /*non_blocking=*/arrival == Arrival::in_order);
+    memory.copy_(image, /*non_blocking=*/arrival == Arrival::in_order);
   }
   cuda::List<Segment> list() const { return plan.list(memory.const_data_ptr()); }
 

@@ -83,9 +83,7 @@ class _Block:
     def __init__(self, mark: HostState, members: list[Wanted]) -> None:
         self.members = members
         self.memory = torch.zeros(max(block_bytes(members), 1), dtype=torch.uint8, pin_memory=mark.pin_memory)
-        self.name = f"moments {mark.group}"
         self.steps = _C.DeviceSteps()  # plans refer to the memory they step
-        self.has_stepped = False
         self.moments: list[_Moment] = []
         offset = 0
         for one in members:
@@ -205,8 +203,6 @@ class HostMoments:
         buffers = [
             torch.empty(block.memory.numel(), dtype=torch.uint8, device=device) for block in blocks[:num_buffers]
         ]
-        known = [block.memory for block in blocks if block.has_stepped]
-        layer.touches(_C.Lane.host, "moments", "", known, known)
         layer.record(began, compute)  # memory is new in the order of the compute stream
         layer.wait(copy_in, began)
         try:
@@ -215,14 +211,12 @@ class HostMoments:
                 buffer = buffers[k][: block.memory.numel()]
                 if number >= _NUM_BUFFERS:
                     layer.wait(copy_in, events["moments left"][k])
-                block.has_stepped = True
                 layer.transfer(copy_in, buffer, block.memory)
                 layer.record(events["moments arrived"][k], copy_in)
                 layer.wait(compute, events["moments arrived"][k])
                 ours = {id(one.param) for one in block.members} & stepped
                 chosen = selection(lambda param, ours=ours: id(param) in ours)
                 run(chosen, block.on_device(buffer, states, stepped), block.steps)
-                layer.touches(compute, "step", block.name, [buffer], [buffer])
                 layer.record(events["moments stepped"][k], compute)
                 layer.wait(copy_out, events["moments stepped"][k])
                 layer.transfer(copy_out, block.memory, buffer)

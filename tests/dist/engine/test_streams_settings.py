@@ -77,6 +77,7 @@ def test_memory_of_the_process_group(ctx):
 
         def allocate(num_bytes):
             taken.append(torch.empty(num_bytes, dtype=torch.uint8))
+            recorder.note_work("take", [], taken[-1:])
             return taken[-1]
 
         return allocate if kind == "process_group" else None

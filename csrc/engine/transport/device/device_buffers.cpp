@@ -29,7 +29,6 @@ void DeviceBuffers::open(int id, size_t bytes) {
   buffer.stream = layer_->current_stream();
   buffer.block = allocate_(bytes);
   buffer.memory = tensor_over_storage(buffer.storage, buffer.block);
-  touches("take", buffer);
 }
 
 int DeviceBuffers::acquire(size_t bytes, const std::string& owner, bool* is_new) {
@@ -59,16 +58,10 @@ void DeviceBuffers::drop(int id, bool has_waited) {
     layer_->wait(Lane::compute, *buffer.ready);
     layer_->wait(Lane::compute, *buffer.free);
   }
-  touches("give_back", buffer);
   ledger_.close(id);
   point_storage(*buffer.storage.unsafeGetStorageImpl(), nullptr, layer_->device());
   buffer.memory = at::Tensor();
-  buffer.block = at::Tensor();
-}
-
-void DeviceBuffers::touches(const char* operation, const DeviceBuffer& buffer) const {
-  const LaneScope scope(*layer_, Lane::compute);
-  layer_->touches(operation, name_, {}, buffer.memory);
+  layer_->free(std::exchange(buffer.block, at::Tensor()));
 }
 
 void DeviceBuffers::drop_idle() {

@@ -66,8 +66,6 @@ class DeviceBuffers {
  private:
   void open(int id, size_t bytes);
   void drop(int id, bool has_waited);
-  // For records: others may write to the memory before it is taken and after it is given back.
-  void touches(const char* operation, const DeviceBuffer& buffer) const;
 
   std::string name_;
   std::shared_ptr<DeviceLayer> layer_;

@@ -21,9 +21,7 @@ std::unique_ptr<DeviceBuffers> DeviceContext::make_buffers(const std::string& na
 }
 
 at::Tensor DeviceContext::allocate(size_t bytes) {
-  if (!collectives_.allocate) {
-    return at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).device(layer_->device()));
-  }
+  if (!collectives_.allocate) return layer_->allocate(bytes);
   pybind11::gil_scoped_acquire gil;
   const PyRef size = PyRef::steal(PyLong_FromSize_t(bytes));
   const PyRef memory = PyRef::steal(PyObject_CallFunctionObjArgs(collectives_.allocate.get(), size.get(), nullptr));

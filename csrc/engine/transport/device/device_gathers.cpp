@@ -41,10 +41,6 @@ void DeviceGathers::set_keeps(bool keeps) {
   staging_->set_keeps(keeps);
 }
 
-bool DeviceGathers::is_running(const ParamGroup& group) const {
-  return group.gather().slot.id >= 0 && !groups_[group.index()].is_finished;
-}
-
 void DeviceGathers::write_pool(ParamGroup& group, const CopyProgram& rows, const void* slot) {
   context_.layer().copy(rows, slot, group.pool().data_ptr());
   context_.layer().record(*per_group(group).pool_event, Lane::compute);
@@ -184,16 +180,12 @@ void DeviceGathers::call_all_gather(ParamGroup& group, Plan& plan, DeviceBuffer&
   }
   if (!done) throw_collective_error(gil, group, group.calls().explain, "all-gather");
   ++group.counters().python_calls;
-  context_.layer().gathers(group.name(), lists.first.get(), lists.second.get());
 }
 
 void DeviceGathers::finish(ParamGroup& group) {
-  PerGroup& state = per_group(group);
-  DeviceBuffer& slot = (*slots_)[group.gather().slot.id];
-  context_.layer().wait(Lane::compute, *slot.ready);
+  context_.layer().wait(Lane::compute, *(*slots_)[group.gather().slot.id].ready);
   close(group);
-  state.is_finished = true;
-  context_.layer().touches("use", group.name(), slot.memory, {});
+  per_group(group).is_finished = true;
 }
 
 void DeviceGathers::release(ParamGroup& group) {
@@ -204,9 +196,7 @@ void DeviceGathers::release(ParamGroup& group) {
   }
   if (id < 0) return close(group);
   DeviceBuffer& slot = (*slots_)[id];
-  if (state.is_finished) {
-    context_.layer().touches("use", group.name(), slot.memory, {});
-  } else {  // unused, but its gather may still read the pool that an optimizer writes next
+  if (!state.is_finished) {  // unused, but its gather may still read the pool that an optimizer writes next
     context_.layer().wait(Lane::compute, *slot.ready);
     close(group);
   }

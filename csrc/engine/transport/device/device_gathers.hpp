@@ -30,8 +30,6 @@ class DeviceGathers {
   void finish(ParamGroup& group);
   void release(ParamGroup& group);
   void write_pool(ParamGroup& group, const CopyProgram& rows, const void* slot);
-  // Returns whether a gather of the group is on its way.
-  bool is_running(const ParamGroup& group) const;
   DeviceBuffers& slots() const { return *slots_; }
 
  private:

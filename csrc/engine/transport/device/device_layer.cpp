@@ -27,6 +27,12 @@ DeviceLayer::DeviceLayer(at::Device device, const cuda::Kernels* kernels)
 
 DeviceLayer::~DeviceLayer() = default;
 
+at::Tensor DeviceLayer::allocate(size_t bytes) {
+  return at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).device(device_));
+}
+
+at::Tensor DeviceLayer::host_memory(at::ScalarType type, size_t numel) { return host_memory_for(device_, type, numel); }
+
 void DeviceLayer::copy(const CopyProgram& program, const void* src, void* dst) {
   run_copies_on(device_, runner_ ? runner_->copy(program, src, dst, native_stream()) : program.copies, src, dst);
 }
@@ -103,6 +109,18 @@ void DeviceLayer::write_rows(SegmentPlan& plan, const std::vector<RowItem>& item
   }
 }
 
+void DeviceLayer::write_host_rows(const Layout& layout, const at::Tensor& rows, const GradientTargets& targets,
+                                  double divisor) {
+  for (size_t i = 0; i < targets.size(); ++i) {
+    if (!targets[i]) continue;
+    const ParamPlace& place = layout.params()[i];
+    const auto* const row = static_cast<const std::byte*>(rows.const_data_ptr()) + place.reduce_segment_offset;
+    if (row == targets[i]->data || place.shard_numel == 0) continue;
+    scale_into(at::kCPU, place.shape.orig, targets[i]->data, place.shape.reduce, row, place.shard_numel, divisor,
+               targets[i]->accumulate);
+  }
+}
+
 const PlanRunner& DeviceLayer::coder() const {
   if (runner_) return *runner_;
   throw Error("fsdp2x: wire formats need fsdp2x's kernels, and there are none for " + device_.str() +
@@ -122,6 +140,8 @@ void DeviceLayer::sum_codes(const WireProgram& program, const void* segments, si
                             double divisor, void* values) {
   coder().sum_codes(program, segments, segment_bytes, num_ranks, divisor, values, native_stream());
 }
+
+void DeviceLayer::zero(const at::Tensor& memory) { memory.zero_(); }
 
 void DeviceLayer::divide(const at::Tensor& memory, double divisor) { memory.div_(divisor); }
 

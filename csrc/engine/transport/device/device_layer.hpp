@@ -8,7 +8,6 @@
 #include <c10/core/StreamGuard.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -89,6 +88,15 @@ class FSDP2X_VISIBLE DeviceLayer {
   // Returns the stream in whose order torch's allocator gives memory now. nullopt: there is only one order.
   virtual std::optional<c10::Stream> current_stream() { return std::nullopt; }
 
+  // --- memory ---
+  // Takes memory from torch's allocator in the order of the current stream, and gives it back.
+  virtual at::Tensor allocate(size_t bytes);
+  virtual void free(at::Tensor /*memory*/) {}
+  // Keeps `memory`, of another stream's order, from its allocator until the work that the current stream has is done.
+  virtual void hold(const at::Tensor& memory) { memory.record_stream(*current_stream()); }
+  // Returns CPU memory for copies from and to the device.
+  virtual at::Tensor host_memory(at::ScalarType type, size_t numel);
+
   // --- kernels, on the current lane: one launch each if the device has fsdp2x kernels ---
   // Casts into the slot or the staging, and copies out of the staging.
   virtual void copy(const CopyProgram& program, const void* src, void* dst);
@@ -100,6 +108,9 @@ class FSDP2X_VISIBLE DeviceLayer {
   // type.
   virtual void write_rows(SegmentPlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,
                           double divisor);
+  // Does the same on the host: `rows` is a copy of a segment of `layout` in CPU memory.
+  virtual void write_host_rows(const Layout& layout, const at::Tensor& rows, const GradientTargets& targets,
+                               double divisor);
   // Encodes values into the segments of a wire format. Needs fsdp2x kernels. `errors`: int8 rounding errors, read from
   // the last call and updated. Null: errors are dropped. Parameters that are not `filled` are coded as zeros. Empty:
   // all are filled.
@@ -110,29 +121,15 @@ class FSDP2X_VISIBLE DeviceLayer {
   virtual void sum_codes(const WireProgram& program, const void* segments, size_t segment_bytes, int num_ranks,
                          double divisor, void* values);
   // Work on flat memory.
+  virtual void zero(const at::Tensor& memory);
   virtual void divide(const at::Tensor& memory, double divisor);
   virtual void add(const at::Tensor& target, const at::Tensor& source);
   virtual void assign(const at::Tensor& target, const at::Tensor& source);
   // Copies between device and host memory. Pinned memory stays alive until the copy is done.
   virtual void transfer(const at::Tensor& target, const at::Tensor& source);
 
-  // Returns `memory`, of another stream's order, to its allocator after all work that the current stream has so far.
-  virtual void hold(const at::Tensor& memory) { memory.record_stream(*current_stream()); }
-
   // Returns whether work on the compute lane is captured into a graph.
   virtual bool in_capture() { return false; }
-
-  // --- notes for the recording layer about memory uses of others on the current lane ---
-  // Notes a use by torch, a collective, or a user hook. Undefined tensors are left out.
-  virtual void touches(const char* /*operation*/, const std::string& /*subject*/, at::TensorList /*reads*/,
-                       at::TensorList /*writes*/) {}
-  // Notes a collective over Python lists of tensors.
-  virtual void gathers(const std::string& /*subject*/, PyObject* /*outputs*/, PyObject* /*inputs*/) {}
-  // Notes that the host writes reduced rows into gradients. They lie in `memory` as in a segment of `layout`.
-  virtual void lands(const std::string& /*subject*/, const Layout& /*layout*/, const at::Tensor& /*memory*/,
-                     const GradientTargets& /*targets*/) {}
-  // Notes that users may write to the memory that `memory_of` returns, on the device or the host, as an optimizer does.
-  virtual void lets_users_write(const std::function<std::vector<at::Tensor>(bool on_host)>& /*memory_of*/) {}
 
  protected:
   friend class LaneScope;

@@ -9,7 +9,6 @@
 
 #include "core/error.hpp"
 #include "engine/memory/storage.hpp"
-#include "engine/memory/uploaded_plan.hpp"
 #include "engine/transport/agreement.hpp"
 #include "engine/transport/transport.hpp"
 
@@ -129,8 +128,6 @@ void DeviceReductions::call_reduce_scatter(ParamGroup& group, const Reduction& r
                                                                group.averages() ? Py_True : Py_False, nullptr));
   if (!done) throw_collective_error(gil, group, group.calls().explain, "reduction");
   ++group.counters().python_calls;
-  context_.layer().touches(group.averages() ? "reduce_scatter (average)" : "reduce_scatter (sum)", group.name(), input,
-                           output);
 }
 
 DeviceWireGradients* DeviceReductions::wire_of(ParamGroup& group, const SegmentPlan& plan) {
@@ -164,12 +161,8 @@ void DeviceReductions::reduce_coded(ParamGroup& group, DeviceWireGradients& wire
     if (!done) throw_collective_error(gil, group, group.calls().explain, "reduction");
     ++group.counters().python_calls;
   }
-  context_.layer().touches("all_to_all", group.name(), sent, received);
-  if (group.calls().all_reduce_hook || group.has_replicas()) {  // the user's hook sees the pads, and the all-reduce
-                                                                // sends them
-    running.rows.zero_();
-    context_.layer().touches("zero", group.name(), {}, running.rows);
-  }
+  // The user's hook sees the pads, and the all-reduce sends them.
+  if (group.calls().all_reduce_hook || group.has_replicas()) layer.zero(running.rows);
   // If a plain collective would average, the all-reduce over the replicas will.
   wire.sum(layer, received.const_data_ptr(), group.averages() ? group.layout().world() : 1.0, running.rows.data_ptr());
 }
@@ -203,7 +196,6 @@ void DeviceReductions::reduce_over_replicas(ParamGroup& group, Reduction& runnin
                                                                group.averages() ? Py_True : Py_False, nullptr));
   if (!done) throw_collective_error(gil, group, group.calls().explain_all_reduce, "all-reduce");
   ++group.counters().python_calls;
-  context_.layer().touches("all_reduce", group.name(), rows, rows);
 }
 
 void DeviceReductions::keep_partial(ParamGroup& group, Reduction& running) {
@@ -258,10 +250,8 @@ void DeviceRows::retire(Lane lane) {
 
 void DeviceRows::run_hook(const Gil& gil, const PyRef& hook) {
   const LaneScope scope(reductions_.context_.layer(), reduction_.lane);
-  const at::Tensor rows =
-      typed(reduction_.rows, group_.reduce_type(), 0, reduction_.plan->layout->reduce_segment_bytes());
-  call_hook(gil, hook, rows);
-  reductions_.context_.layer().touches("hook", group_.name(), rows, rows);
+  call_hook(gil, hook,
+            typed(reduction_.rows, group_.reduce_type(), 0, reduction_.plan->layout->reduce_segment_bytes()));
 }
 
 std::unique_ptr<ReducedRows> DeviceRows::to_host(const Gil& gil) {
@@ -315,10 +305,8 @@ void DeviceReductions::ask_for_flags(const ParamGroup& group, const Reduction& r
   const DType type = group.reduce_type();
   const size_t num = running.has_gradient.size();
   if (!state.flags.defined()) {
-    state.flags = host_memory_for(layer.device(), at::kFloat, num);
+    state.flags = layer.host_memory(at::kFloat, num);
     state.flags_there = layer.make_event(group.name() + ".flags");
-    const LaneScope scope(layer, Lane::host);
-    layer.touches("take", "flags", {}, state.flags);
   }
   const LaneScope scope(layer, running.lane);
   layer.transfer(state.flags,
@@ -332,8 +320,6 @@ void DeviceReductions::read_flags(const ParamGroup& group, Reduction& running) {
   for (size_t i = 0; i < running.has_gradient.size(); ++i) {
     running.has_gradient[i] = state.flags.const_data_ptr<float>()[i] > 0.0F ? 1 : 0;
   }
-  const LaneScope scope(context_.layer(), Lane::host);
-  context_.layer().touches("read flags", group.name(), state.flags, {});
 }
 
 std::unique_ptr<ReducedRows> DeviceReductions::finish(ParamGroup& group) {

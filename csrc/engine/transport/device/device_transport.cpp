@@ -41,8 +41,6 @@ void DeviceTransport::register_group(const std::shared_ptr<ParamGroup>& group) {
 
 void DeviceTransport::begin_forward(const PyRef& after) {
   if (memory_.are_on_their_way()) reductions_.end();  // left by a backward that raised
-  // Between two forwards, users step optimizers, write values, read gradients, and set them to None.
-  let_users_write(/*with_shards=*/true);
   host_shards_.may_change();
   gathers_.set_keeps(context_.keeps() || after);
   host_shards_.set_keeps(context_.keeps() || after);
@@ -64,22 +62,6 @@ void DeviceTransport::end_backward() {
   end_forward();  // gathers of this backward have read the shards too
   host_shards_.may_change();
   reductions_.end();
-  let_users_write(/*with_shards=*/false);
-}
-
-void DeviceTransport::let_users_write(bool with_shards) {
-  context_.layer().lets_users_write([&](bool on_host) {
-    std::vector<at::Tensor> pools;
-    for (const auto& weak : groups_) {
-      const auto group = weak.lock();
-      if (!group || group->offloads() != on_host) continue;
-      // A user who starts a gather ahead of forward must not write to its shards before it has ended.
-      if (with_shards && !gathers_.is_running(*group)) pools.push_back(group->pool());
-      // With manual finalization, users must not touch gradients until their reduction ends.
-      if (!group->is_posted()) pools.push_back(group->gradients().pool());
-    }
-    return pools;
-  });
 }
 
 bool DeviceTransport::needs_room(const ParamGroup& group, std::optional<size_t> param) {

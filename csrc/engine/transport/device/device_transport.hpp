@@ -72,8 +72,6 @@ class DeviceTransport final : public Transport {
   std::vector<Loan> loans() const override;
 
  private:
-  void let_users_write(bool with_shards);
-
   DeviceContext context_;
   ReduceMemory memory_;
   HostShards host_shards_;

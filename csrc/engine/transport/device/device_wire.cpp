@@ -103,8 +103,7 @@ void DeviceWireGradients::sum(DeviceLayer& layer, const void* segments, double d
 
 void DeviceWireGradients::forget_errors(DeviceContext& context) {
   if (!errors_.defined()) return;
-  errors_.zero_();
-  context.layer().touches("zero", "errors", {}, errors_);
+  context.layer().zero(errors_);
 }
 
 }  // namespace fsdp2x

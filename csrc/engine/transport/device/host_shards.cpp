@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/memory/device_copy.hpp"
-
 namespace fsdp2x {
 
 namespace {
@@ -49,19 +47,7 @@ class HostRows final : public ReducedRows {
 
 void HostRows::write(const GradientTargets& targets) {
   layer_.synchronize(downloaded_);
-  const DType type = group_.reduce_type();
-  for (size_t i = 0; i < targets.size(); ++i) {
-    if (!targets[i]) continue;
-    const ParamPlace& place = layout_->params()[i];
-    const auto* rows = static_cast<const std::byte*>(memory.const_data_ptr()) + place.reduce_segment_offset;
-    if (rows == targets[i]->data || place.shard_numel == 0) continue;
-    scale_into(at::kCPU, place.shape.orig, targets[i]->data, type, rows, place.shard_numel, divisor_,
-               targets[i]->accumulate);
-  }
-  {
-    const LaneScope scope(layer_, Lane::host);
-    layer_.lands(group_.name(), *layout_, memory, targets);
-  }
+  layer_.write_host_rows(*layout_, memory, targets, divisor_);
   give_back();
 }
 

@@ -17,20 +17,21 @@ namespace {
 template <class Segment>
 struct LayerPlan {
   LayerPlan(cuda::Plan<Segment> plan, DeviceLayer& layer)
-      : image(std::move(plan), layer.device()), home(layer.current_stream()) {
+      : image(upload(std::move(plan), layer)), home(layer.current_stream()) {}
+  static UploadedPlan<Segment> upload(cuda::Plan<Segment> plan, DeviceLayer& layer) {
     const LaneScope scope(layer, Lane::host);  // it waits until the plan has arrived
-    layer.touches("take", "plan", {}, image.memory);
+    at::Tensor memory = layer.allocate(memory_bytes(plan));
+    return {std::move(plan), std::move(memory), Arrival::now};
   }
   cuda::List<Segment> list(DeviceLayer& layer) const {
     if (home && home != layer.current_stream()) layer.hold(image.memory);
-    layer.touches("read plan", "", image.memory, {});
     return image.list();
   }
   // Call before it is freed.
   void end(DeviceLayer& layer) const {
     std::optional<StreamScope> scope;
     if (home) scope.emplace(layer, *home);
-    layer.touches("give_back", "plan", {}, image.memory);
+    layer.free(image.memory);
   }
 
   UploadedPlan<Segment> image;

@@ -2,11 +2,12 @@
 // fsdp2x._C, which must be imported first.
 #include <torch/csrc/utils/pybind.h>
 
+#include <string>
 #include <utility>
 #include <vector>
 
-#include "testing/recording_layer.hpp"
-#include "testing/reference_kernels.hpp"
+#include "device/recording_layer.hpp"
+#include "device/reference_kernels.hpp"
 
 namespace py = pybind11;
 
@@ -26,6 +27,12 @@ PYBIND11_MODULE(_C_testing, m) {
   py::class_<RecordingLayer, fsdp2x::DeviceLayer, std::shared_ptr<RecordingLayer>>(m, "RecordingLayer")
       .def(py::init<bool>(), py::arg("with_kernels"))
       .def("clear", &RecordingLayer::clear)
+      .def(
+          "note_work",
+          [](RecordingLayer& self, const std::string& operation, const std::vector<at::Tensor>& reads,
+             const std::vector<at::Tensor>& writes,
+             bool on_host) { self.note_work(operation, reads, writes, on_host); },
+          py::arg("operation"), py::arg("reads"), py::arg("writes"), py::arg("on_host") = false)
       .def("use_stream", &RecordingLayer::use_stream, py::arg("number"))
       .def("wait_stream", &RecordingLayer::wait_stream, py::arg("number"))
       .def("begin_capture", &RecordingLayer::begin_capture)

@@ -1,5 +1,5 @@
 // The kernels on the host: the same bodies, tile after tile and thread after thread.
-#include "testing/reference_kernels.hpp"
+#include "device/reference_kernels.hpp"
 
 #include "kernels/cuda/bodies/changes.hpp"
 #include "kernels/cuda/bodies/coded_adamw.hpp"

@@ -1,11 +1,11 @@
 // A device layer for tests.
-#include "testing/recording_layer.hpp"
+#include "device/recording_layer.hpp"
 
-#include <torch/csrc/autograd/python_variable.h>
-
+#include <algorithm>
 #include <utility>
 
-#include "testing/reference_kernels.hpp"
+#include "device/reference_kernels.hpp"
+#include "kernels/cuda/kernels.hpp"
 
 namespace fsdp2x {
 
@@ -14,7 +14,8 @@ namespace {
 struct NamedEvent final : DeviceEvent {
   explicit NamedEvent(std::string event_name) : name(std::move(event_name)) {}
   std::string name;
-  uint64_t capture = 0;  // the capture that recorded it last
+  uint64_t capture = 0;                // the capture that recorded it last
+  std::vector<MemoryRange> delivered;  // by the transfer that it followed
 };
 
 // Streams by number: those of lanes, then the user's second one and the others.
@@ -76,18 +77,80 @@ std::vector<MemoryRange> ranges_of(at::TensorList tensors) {
   return ranges;
 }
 
-std::vector<MemoryRange> ranges_of(PyObject* list) {
-  std::vector<MemoryRange> ranges;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
-    ranges.push_back(range_of(THPVariable_Unpack(PyList_GET_ITEM(list, i))));
+bool overlap(const MemoryRange& one, const MemoryRange& other) {
+  const auto* const begin = static_cast<const std::byte*>(one.data);
+  const auto* const other_begin = static_cast<const std::byte*>(other.data);
+  return begin < other_begin + other.bytes && other_begin < begin + one.bytes;
+}
+
+bool overlap(const std::vector<MemoryRange>& some, const MemoryRange& other) {
+  return std::any_of(some.begin(), some.end(), [&](const MemoryRange& one) { return overlap(one, other); });
+}
+
+// The engine's open profiler ranges, which name the unit that it works on.
+thread_local std::vector<std::string> open_ranges;
+
+std::unique_ptr<at::ObserverContext> begin_range(const at::RecordFunction& range) {
+  open_ranges.emplace_back(range.name());
+  return nullptr;
+}
+
+void end_range(const at::RecordFunction&, at::ObserverContext*) {
+  if (!open_ranges.empty()) open_ranges.pop_back();  // empty: it began before the recorder was made
+}
+
+std::string current_unit() {
+  for (auto range = open_ranges.rbegin(); range != open_ranges.rend(); ++range) {
+    if (!range->starts_with("FSDP::")) continue;
+    const size_t begin = range->find(" (");
+    return begin == std::string::npos ? "<root>" : range->substr(begin + 2, range->size() - begin - 3);
   }
-  return ranges;
+  return "";
+}
+
+// The reference kernels. Each launch also notes that it reads its plan.
+RecordingLayer* launching = nullptr;
+
+template <auto kKernel>
+struct Recorded;
+template <class List, class... Rest, void (*cuda::Kernels::*kKernel)(const List&, Rest...)>
+struct Recorded<kKernel> {
+  static void run(const List& list, Rest... rest) {
+    launching->note_plan(list.segments);
+    (cuda::reference_kernels().*kKernel)(list, rest...);
+  }
+};
+
+const cuda::Kernels& recorded_kernels() {
+  static const cuda::Kernels kernels = [] {
+    cuda::Kernels table = cuda::reference_kernels();
+    table.copy = Recorded<&cuda::Kernels::copy>::run;
+    table.pack_gradients = Recorded<&cuda::Kernels::pack_gradients>::run;
+    table.reduce = Recorded<&cuda::Kernels::reduce>::run;
+    table.encode_wire = Recorded<&cuda::Kernels::encode_wire>::run;
+    table.decode_wire = Recorded<&cuda::Kernels::decode_wire>::run;
+    table.sum_wire = Recorded<&cuda::Kernels::sum_wire>::run;
+    return table;
+  }();
+  return kernels;
+}
+
+bool is_slot(const std::string& event) { return event.starts_with("slot"); }
+
+// Returns the key of a slot, which its two events share.
+std::string slot_of(const std::string& event) {
+  const size_t end = event.find(' ');
+  return event.substr(0, event.find('.')) + (end == std::string::npos ? "" : event.substr(end));
 }
 
 }  // namespace
 
 RecordingLayer::RecordingLayer(bool with_kernels)
-    : DeviceLayer(at::kCPU, with_kernels ? &cuda::reference_kernels() : nullptr) {}
+    : DeviceLayer(at::kCPU, with_kernels ? &recorded_kernels() : nullptr),
+      range_observer_(at::addGlobalCallback(
+          at::RecordFunctionCallback(begin_range, end_range).scopes({at::RecordScope::USER_SCOPE}))) {}
+
+RecordingLayer::~RecordingLayer() { at::removeCallback(range_observer_); }
 
 std::unique_ptr<DeviceEvent> RecordingLayer::make_event(const std::string& name) {
   // Each transport has a separate event of a name.
@@ -156,6 +219,13 @@ void RecordingLayer::record(DeviceEvent& event, Lane lane) {
   auto& named = static_cast<NamedEvent&>(event);
   const int on = stream_of(lane);
   named.capture = in_capture_ && captured_.contains(on) ? num_captures_ : 0;
+  if (is_slot(named.name)) {
+    if (named.name.find(".ready") != std::string::npos) slots_[slot_of(named.name)] = written_on(name_of(on));
+    if (lane == Lane::compute && named.name.find(".free") != std::string::npos) note_use(named.name);
+  }
+  const bool follows_transfer =
+      !entries_.empty() && entries_.back().operation == "transfer" && entries_.back().lane == name_of(on);
+  named.delivered = follows_transfer ? entries_.back().writes : std::vector<MemoryRange>();
   entries_.push_back({"record", name_of(on), named.name, {}, {}});
 }
 
@@ -166,56 +236,76 @@ void RecordingLayer::wait(Lane lane, DeviceEvent& event) {
   const bool waits = named.capture == (in_capture_ ? num_captures_ : 0);
   if (waits && in_capture_) captured_.insert(on);
   entries_.push_back({waits ? "wait" : "skip", name_of(on), named.name, {}, {}});
+  if (lane == Lane::compute && is_slot(named.name) && named.name.find(".ready") != std::string::npos) {
+    note_use(named.name);
+  }
 }
 
 void RecordingLayer::synchronize(DeviceEvent& event) {
-  entries_.push_back({"wait", lane_name(Lane::host), static_cast<NamedEvent&>(event).name, {}, {}});
+  const auto& named = static_cast<const NamedEvent&>(event);
+  entries_.push_back({"wait", lane_name(Lane::host), named.name, {}, {}});
+  if (!named.delivered.empty()) entries_.push_back({"read", lane_name(Lane::host), named.name, named.delivered, {}});
+}
+
+std::vector<MemoryRange> RecordingLayer::written_on(const std::string& lane) const {
+  auto begin = entries_.rbegin();
+  const auto is_wait = [&](const Entry& entry) {
+    return entry.lane == lane && (entry.operation == "wait" || entry.operation == "skip");
+  };
+  while (begin != entries_.rend() && !is_wait(*begin)) ++begin;
+  std::vector<MemoryRange> written;
+  for (auto entry = begin.base(); entry != entries_.end(); ++entry) {
+    if (entry->lane != lane) continue;
+    std::erase_if(written, [&](const MemoryRange& range) { return overlap(entry->reads, range); });
+    written.insert(written.end(), entry->writes.begin(), entry->writes.end());
+  }
+  return written;
+}
+
+void RecordingLayer::note_use(const std::string& event) {
+  entries_.push_back({"use", name_of(stream_of(Lane::compute)), current_unit(), slots_[slot_of(event)], {}});
+}
+
+// --- memory ---
+
+std::string RecordingLayer::current_name() const {
+  return lane_ == Lane::host ? lane_name(Lane::host) : name_of(current_);
+}
+
+at::Tensor RecordingLayer::allocate(size_t bytes) {
+  at::Tensor memory = DeviceLayer::allocate(bytes);
+  note("take", "", {}, {range_of(memory)});
+  return memory;
+}
+
+void RecordingLayer::free(at::Tensor memory) {
+  entries_.push_back({"give_back", name_of(stream_of(Lane::compute)), "", {}, {range_of(memory)}});
+  std::erase_if(slots_, [&](const auto& slot) { return overlap(slot.second, range_of(memory)); });
 }
 
 void RecordingLayer::hold(const at::Tensor& memory) { note("hold", "plan", {range_of(memory)}, {}); }
 
+at::Tensor RecordingLayer::host_memory(at::ScalarType type, size_t numel) {
+  at::Tensor memory = DeviceLayer::host_memory(type, numel);
+  entries_.push_back({"take", lane_name(Lane::host), "flags", {}, {range_of(memory)}});
+  return memory;
+}
+
+// --- notes ---
+
 void RecordingLayer::note(const std::string& operation, const std::string& subject,
                           const std::vector<MemoryRange>& reads, const std::vector<MemoryRange>& writes) {
-  const std::string lane = lane_ == Lane::host ? lane_name(Lane::host) : name_of(current_);
-  entries_.push_back({operation, lane, subject, reads, writes});
+  launching = this;
+  entries_.push_back({operation, current_name(), subject, reads, writes});
 }
 
-void RecordingLayer::touches(const char* operation, const std::string& subject, at::TensorList reads,
-                             at::TensorList writes) {
-  note(operation, subject, ranges_of(reads), ranges_of(writes));
+void RecordingLayer::note_work(const std::string& operation, at::TensorList reads, at::TensorList writes,
+                               bool on_host) {
+  const std::string lane = on_host ? lane_name(Lane::host) : current_name();
+  entries_.push_back({operation, lane, current_unit(), ranges_of(reads), ranges_of(writes)});
 }
 
-void RecordingLayer::gathers(const std::string& subject, PyObject* outputs, PyObject* inputs) {
-  note("all_gather", subject, ranges_of(inputs), ranges_of(outputs));
-}
-
-void RecordingLayer::lands(const std::string& subject, const Layout& layout, const at::Tensor& memory,
-                           const GradientTargets& targets) {
-  std::vector<MemoryRange> written;
-  bool in_place = false, is_new = false;
-  for (size_t i = 0; i < targets.size(); ++i) {
-    if (!targets[i]) continue;
-    const ParamPlace& place = layout.params()[i];
-    is_new = is_new || targets[i]->is_new;
-    if (place.shard_numel == 0) continue;
-    const bool lies_there = static_cast<const std::byte*>(memory.const_data_ptr()) + place.reduce_segment_offset ==
-                            static_cast<const std::byte*>(targets[i]->data);
-    in_place = in_place || lies_there;
-    if (!lies_there) written.push_back({targets[i]->data, bytes_of(place.shape.orig, place.shard_numel)});
-  }
-  // The device is the CPU, so new CPU memory may just have been a device gradient.
-  if (is_new) written.clear();
-  note(in_place ? "land in place" : "land by copy", subject, {range_of(memory)}, written);
-}
-
-void RecordingLayer::lets_users_write(const std::function<std::vector<at::Tensor>(bool on_host)>& memory_of) {
-  for (const bool on_host : {false, true}) {
-    const std::vector<MemoryRange> pools = ranges_of(memory_of(on_host));
-    if (on_host && pools.empty()) return;
-    const LaneScope scope(*this, on_host ? Lane::host : Lane::compute);
-    note("optimizer", "", pools, pools);
-  }
-}
+void RecordingLayer::note_plan(const void* segments) { note("read plan", "", {{segments, 1}}, {}); }
 
 // --- work ---
 
@@ -264,6 +354,27 @@ void RecordingLayer::write_rows(SegmentPlan& plan, const std::vector<RowItem>& i
   DeviceLayer::write_rows(plan, items, segment, divisor);
 }
 
+void RecordingLayer::write_host_rows(const Layout& layout, const at::Tensor& rows, const GradientTargets& targets,
+                                     double divisor) {
+  std::vector<MemoryRange> written;
+  bool in_place = false, is_new = false;
+  for (size_t i = 0; i < targets.size(); ++i) {
+    if (!targets[i]) continue;
+    const ParamPlace& place = layout.params()[i];
+    is_new = is_new || targets[i]->is_new;
+    if (place.shard_numel == 0) continue;
+    const bool lies_there = static_cast<const std::byte*>(rows.const_data_ptr()) + place.reduce_segment_offset ==
+                            static_cast<const std::byte*>(targets[i]->data);
+    in_place = in_place || lies_there;
+    if (!lies_there) written.push_back({targets[i]->data, bytes_of(place.shape.orig, place.shard_numel)});
+  }
+  // The device is the CPU, so new CPU memory may just have been a device gradient.
+  if (is_new) written.clear();
+  entries_.push_back(
+      {in_place ? "land in place" : "land by copy", lane_name(Lane::host), current_unit(), {range_of(rows)}, written});
+  DeviceLayer::write_host_rows(layout, rows, targets, divisor);
+}
+
 void RecordingLayer::encode(const WireProgram& program, const void* values, void* segments, void* errors,
                             const std::vector<uint8_t>& filled) {
   std::vector<MemoryRange> reads = touched_values(program, values);
@@ -287,6 +398,11 @@ void RecordingLayer::sum_codes(const WireProgram& program, const void* segments,
                                double divisor, void* values) {
   note("sum_codes", "", touched_codes(program, segments, segment_bytes, num_ranks), touched_values(program, values));
   DeviceLayer::sum_codes(program, segments, segment_bytes, num_ranks, divisor, values);
+}
+
+void RecordingLayer::zero(const at::Tensor& memory) {
+  note("zero", "", {}, {range_of(memory)});
+  DeviceLayer::zero(memory);
 }
 
 void RecordingLayer::divide(const at::Tensor& memory, double divisor) {

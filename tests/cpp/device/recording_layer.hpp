@@ -1,6 +1,8 @@
 // A device layer for tests. It runs plans on CPU memory in host order and records the device's work: which lane does
-// what to which bytes, and which lanes wait for each other.
+// what to which bytes, and which lanes wait for each other. Tests note what torch, collectives, and users do.
 #pragma once
+
+#include <ATen/record_function.h>
 
 #include <map>
 #include <set>
@@ -28,6 +30,7 @@ class RecordingLayer final : public DeviceLayer {
 
   // Uses the reference kernels, or torch's operations in their place.
   explicit RecordingLayer(bool with_kernels);
+  ~RecordingLayer() override;
 
   std::unique_ptr<DeviceEvent> make_event(const std::string& name) override;
   void record(DeviceEvent& event, Lane lane) override;
@@ -36,28 +39,33 @@ class RecordingLayer final : public DeviceLayer {
   std::optional<c10::Stream> stream(Lane) override { return std::nullopt; }
   Lane current_lane() const override { return lane_; }
   std::optional<c10::Stream> current_stream() override;
+  at::Tensor allocate(size_t bytes) override;
+  void free(at::Tensor memory) override;
   void hold(const at::Tensor& memory) override;
+  at::Tensor host_memory(at::ScalarType type, size_t numel) override;
   void copy(const CopyProgram& program, const void* src, void* dst) override;
   void pack(SegmentPlan& plan, const std::vector<PackItem>& items, const std::vector<uint8_t>& flags,
             const at::Tensor& buffer) override;
   void write_rows(SegmentPlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,
                   double divisor) override;
+  void write_host_rows(const Layout& layout, const at::Tensor& rows, const GradientTargets& targets,
+                       double divisor) override;
   void encode(const WireProgram& program, const void* values, void* segments, void* errors,
               const std::vector<uint8_t>& filled) override;
   void decode(const WireProgram& program, const void* segments, void* values) override;
   void sum_codes(const WireProgram& program, const void* segments, size_t segment_bytes, int num_ranks, double divisor,
                  void* values) override;
+  void zero(const at::Tensor& memory) override;
   void divide(const at::Tensor& memory, double divisor) override;
   void add(const at::Tensor& target, const at::Tensor& source) override;
   void assign(const at::Tensor& target, const at::Tensor& source) override;
   void transfer(const at::Tensor& target, const at::Tensor& source) override;
   bool in_capture() override { return in_capture_; }
-  void touches(const char* operation, const std::string& subject, at::TensorList reads, at::TensorList writes) override;
-  void gathers(const std::string& subject, PyObject* outputs, PyObject* inputs) override;
-  void lands(const std::string& subject, const Layout& layout, const at::Tensor& memory,
-             const GradientTargets& targets) override;
-  void lets_users_write(const std::function<std::vector<at::Tensor>(bool on_host)>& memory_of) override;
 
+  // Notes work of others on the current lane or on the host.
+  void note_work(const std::string& operation, at::TensorList reads, at::TensorList writes, bool on_host);
+  // Notes that a kernel reads its plan.
+  void note_plan(const void* segments);
   const std::vector<Entry>& entries() const { return entries_; }
   void clear() { entries_.clear(); }
   // Switches the user to another stream (0 is the first), as `with torch.cuda.stream(..)` does. Call outside of all
@@ -79,8 +87,13 @@ class RecordingLayer final : public DeviceLayer {
   // Returns the stream of `lane` here.
   int stream_of(Lane lane) const;
   static std::string name_of(int stream);
+  std::string current_name() const;
   void note(const std::string& operation, const std::string& subject, const std::vector<MemoryRange>& reads,
             const std::vector<MemoryRange>& writes);
+  // The compute lane reads a gather slot from the wait for its `ready` to the record of its `free`.
+  void note_use(const std::string& event);
+  // Returns what the lane has written since its last wait and has not read itself.
+  std::vector<MemoryRange> written_on(const std::string& lane) const;
 
   Lane lane_ = Lane::compute;
   int current_ = 0;          // the current stream: a lane's number, or a higher number for a user stream
@@ -90,7 +103,9 @@ class RecordingLayer final : public DeviceLayer {
   bool in_capture_ = false;
   std::set<int> captured_;  // streams that have followed the captured one
   std::vector<Entry> entries_;
-  std::map<std::string, int> names_;  // of events, and how often
+  std::map<std::string, int> names_;                       // of events, and how often
+  std::map<std::string, std::vector<MemoryRange>> slots_;  // by the name of their events: gathered memory
+  at::CallbackHandle range_observer_;
 };
 
 }  // namespace fsdp2x
