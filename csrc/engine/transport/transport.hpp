@@ -36,7 +36,7 @@ class Transport {
   // the next step.
   virtual bool is_synchronous() const { return false; }
   // Returns whether a prediction may prefetch the group in forward although the transport is synchronous.
-  virtual bool may_overlap(const ParamGroup& /*group*/) const { return false; }
+  virtual bool may_overlap(const ParamGroup& /*group*/) { return false; }
   // Gives the group its index, in the same order on every rank.
   virtual void register_group(const std::shared_ptr<ParamGroup>& group) = 0;
 

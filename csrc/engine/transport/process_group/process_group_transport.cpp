@@ -47,23 +47,41 @@ void ProcessGroupTransport::register_group(const std::shared_ptr<ParamGroup>& gr
   state.in_place = plan_gather_on_cpu(group->layout(), collectives_.pack_below_bytes);
 }
 
-bool ProcessGroupTransport::may_replace() const {
+bool ProcessGroupTransport::may_replace(const ParamGroup& group) {
   if (!collectives_.may_replace) return false;
-  const pybind11::gil_scoped_acquire gil;
-  const PyRef answer = PyRef::steal(PyObject_CallNoArgs(collectives_.may_replace.get()));
-  if (!answer) throw_python_error();
-  return answer.get() == Py_True;
+  const Pass& pass = group.pass();
+  if (pass.kind == PassKind::outside || pass != asked_in_) {
+    const pybind11::gil_scoped_acquire gil;
+    const PyRef answer = PyRef::steal(PyObject_CallNoArgs(collectives_.may_replace.get()));
+    if (!answer) throw_python_error();
+    may_replace_ = answer.get() == Py_True;
+    asked_in_ = pass;
+  }
+  return may_replace_;
 }
 
-bool ProcessGroupTransport::may_overlap(const ParamGroup& group) const {
-  const bool has_large = !group.gathers_alone() && !groups_.at(group.index()).in_place.direct.empty();
+bool ProcessGroupTransport::may_overlap(const ParamGroup& group) {
+  const bool has_large = !group.gathers_alone() && !per_group(group).in_place.direct.empty();
   const bool is_plain = group.options().wire_weights == WireFormat::plain;
-  return has_large && is_plain && !group.calls().all_gather && !group.calls().reduce_scatter && may_replace();
+  return has_large && is_plain && !group.calls().all_gather && !group.calls().reduce_scatter && may_replace(group);
 }
 
-std::vector<size_t> ProcessGroupTransport::message_parts(const ParamGroup& group, size_t segment_bytes) const {
+ProcessGroupTransport::Route ProcessGroupTransport::gather_route(ParamGroup& group) {
+  if (group.options().wire_weights != WireFormat::plain) return Route::coded;
+  per_group(group).wire_gather.reset();
+  return may_overlap(group) ? Route::messages : Route::collective;
+}
+
+ProcessGroupTransport::Route ProcessGroupTransport::reduce_route(ParamGroup& group) {
+  if (group.layout().world() == 1) return Route::collective;
+  if (group.options().wire_gradients != WireFormat::plain) return Route::coded;
+  per_group(group).wire_reduction.reset();
+  return !group.calls().reduce_scatter && may_replace(group) ? Route::messages : Route::collective;
+}
+
+std::vector<size_t> ProcessGroupTransport::message_parts(const ParamGroup& group, size_t segment_bytes) {
   const bool is_large = segment_bytes >= collectives_.message_bytes;
-  if (group.calls().all_gather || !is_large || !may_replace()) return {};
+  if (group.calls().all_gather || !is_large || !may_replace(group)) return {};
   return {segment_bytes};
 }
 
@@ -105,21 +123,21 @@ void ProcessGroupTransport::give_back(at::Tensor& memory, bool keeps) {
   memory = at::Tensor();
 }
 
-void ProcessGroupTransport::wait(const ParamGroup& group, Staging& staging, const char* operation) {
-  if (!staging.work) return;
+void ProcessGroupTransport::wait(const ParamGroup& group, Posted& posted, const char* operation) {
+  if (!posted.work) return;
   pybind11::gil_scoped_acquire gil;
-  const PyRef work = std::move(staging.work);
+  const PyRef work = std::move(posted.work);
   if (work.get() == Py_None) return;  // of a synchronous collective
   const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(collectives_.wait.get(), work.get(), nullptr));
   if (!done) throw_collective_error(gil, group, group.calls().explain, operation);
 }
 
 template <typename Close>
-void ProcessGroupTransport::end(const ParamGroup& group, Staging& staging, const char* operation, const Close& close) {
+void ProcessGroupTransport::end(const ParamGroup& group, Posted& posted, const char* operation, const Close& close) {
   const std::shared_ptr<Agreement>& agreement = group.shard_seat().agreement;
-  if (agreement && agreement->is_broken()) staging.work = PyRef();
+  if (agreement && agreement->is_broken()) posted.work = PyRef();
   try {
-    wait(group, staging, operation);
+    wait(group, posted, operation);
   } catch (...) {
     close();
     throw;
@@ -139,26 +157,20 @@ void ProcessGroupTransport::begin_forward(const PyRef& /*after*/) {
   is_in_forward_ = true;
 }
 
-void ProcessGroupTransport::start(ParamGroup& group, const PyRef& collective, Staging& staging,
-                                  const at::Tensor& output, const at::Tensor& input, const char* operation,
-                                  PyObject* option) {
+void ProcessGroupTransport::start(ParamGroup& group, const PyRef& collective, Posted& posted, const at::Tensor& output,
+                                  const at::Tensor& input, const char* operation, PyObject* option) {
   pybind11::gil_scoped_acquire gil;
   const PyRef py_output = PyRef::steal(THPVariable_Wrap(output));
   const PyRef py_input = PyRef::steal(THPVariable_Wrap(input));
-  staging.work =
+  posted.work =
       PyRef::steal(PyObject_CallFunctionObjArgs(collective.get(), py_output.get(), py_input.get(), option, nullptr));
-  if (!staging.work) throw_collective_error(gil, group, group.calls().explain, operation);
+  if (!posted.work) throw_collective_error(gil, group, group.calls().explain, operation);
   ++group.counters().python_calls;
 }
 
-bool ProcessGroupTransport::begin_coded_gather(ParamGroup& group, bool pools_stand_still) {
+void ProcessGroupTransport::begin_coded_gather(ParamGroup& group, bool pools_stand_still) {
   PerGroup& state = per_group(group);
   const WireFormat format = group.options().wire_weights;
-  state.gathers_coded = format != WireFormat::plain;
-  if (!state.gathers_coded) {
-    state.wire_gather.reset();
-    return false;
-  }
   if (!state.wire_gather || state.wire_gather->format() != format) {
     state.wire_gather = std::make_unique<WireGather>(group.layout(), format);
   }
@@ -170,7 +182,6 @@ bool ProcessGroupTransport::begin_coded_gather(ParamGroup& group, bool pools_sta
   const at::Tensor& segment = wire.segment(gil, group, pools_stand_still ? num_forwards_ : kNoForward);
   start(group, group.calls().all_gather ? group.calls().all_gather : collectives_.all_gather, state.gather,
         state.gather.memory, segment, "all-gather");
-  return true;
 }
 
 bool ProcessGroupTransport::can_send_pool(const ParamGroup& group) const {
@@ -182,11 +193,9 @@ bool ProcessGroupTransport::can_send_pool(const ParamGroup& group) const {
   });
 }
 
-bool ProcessGroupTransport::begin_gather_in_place(ParamGroup& group, bool pools_stand_still) {
+void ProcessGroupTransport::begin_gather_in_place(ParamGroup& group, bool pools_stand_still) {
   PerGroup& state = per_group(group);
   const GatherPlan& plan = state.in_place;
-  if (!may_overlap(group)) return false;
-  state.gathers_in_place = true;
   const auto world = static_cast<size_t>(group.layout().world());
   const auto rank = static_cast<size_t>(group.layout().rank());
   std::vector<size_t> parts;
@@ -225,7 +234,6 @@ bool ProcessGroupTransport::begin_gather_in_place(ParamGroup& group, bool pools_
   }
   if (from_pool) fill_own_rows();  // while gloo's threads send
   ++group.counters().python_calls;
-  return true;
 }
 
 void ProcessGroupTransport::begin_gather(ParamGroup& group, bool pools_stand_still) {
@@ -236,8 +244,19 @@ void ProcessGroupTransport::begin_gather(ParamGroup& group, bool pools_stand_sti
     return;
   }
   ahead_ = &state;
-  state.gathers_in_place = false;
-  if (begin_coded_gather(group, pools_stand_still) || begin_gather_in_place(group, pools_stand_still)) return;
+  state.gather.route = gather_route(group);
+  switch (state.gather.route) {
+    case Route::coded:
+      return begin_coded_gather(group, pools_stand_still);
+    case Route::messages:
+      return begin_gather_in_place(group, pools_stand_still);
+    case Route::collective:
+      return begin_packed_gather(group);
+  }
+}
+
+void ProcessGroupTransport::begin_packed_gather(ParamGroup& group) {
+  PerGroup& state = per_group(group);
   const size_t segment = group.layout().gather_segment_bytes();
   const auto rank = static_cast<size_t>(group.layout().rank());
   const DType wire = wire_type(group.layout());
@@ -262,7 +281,7 @@ void ProcessGroupTransport::finish_gather(ParamGroup& group) {
   PerGroup& state = per_group(group);
   if (ahead_ == &state) ahead_ = nullptr;
   wait(group, state.gather, "all-gather");
-  if (state.gathers_in_place) {
+  if (state.gather.route == Route::messages) {
     if (!state.in_place.staging_to_slot.empty()) {
       run_copies_on(at::kCPU, state.in_place.staging_to_slot, state.gather.memory.const_data_ptr(),
                     group.gather().write);
@@ -270,7 +289,7 @@ void ProcessGroupTransport::finish_gather(ParamGroup& group) {
     return give_back(state.gather.memory);
   }
   open_slot(group);  // not before, because a prefetched unit holds its staging only
-  if (state.gathers_coded) {
+  if (state.gather.route == Route::coded) {
     state.wire_gather->decode(state.gather.memory.const_data_ptr(), group.gather().write);
   } else {
     run_copies_on(at::kCPU, state.segments_to_slot, state.gather.memory.const_data_ptr(), group.gather().write);
@@ -282,7 +301,8 @@ void ProcessGroupTransport::release_gather(ParamGroup& group) {
   PerGroup& state = per_group(group);
   const std::shared_ptr<Agreement>& agreement = group.shard_seat().agreement;
   // gloo may then still write into a slot that the group keeps for its next gather.
-  const bool is_spoiled = state.gathers_in_place && state.gather.work && agreement && agreement->is_broken();
+  const bool is_spoiled =
+      state.gather.route == Route::messages && state.gather.work && agreement && agreement->is_broken();
   if (ahead_ == &state) ahead_ = nullptr;
   end(group, state.gather, "all-gather", [&] {  // not before, because peers may still send into the slot
     give_back(state.gather.memory);
@@ -307,7 +327,7 @@ bool ProcessGroupTransport::needs_room(const ParamGroup& group, std::optional<si
 
 void ProcessGroupTransport::make_room(ParamGroup&) {
   for (PerGroup& other : groups_) {
-    if (!other.gathers_in_place) wait(*other.group, other.gather, "all-gather");
+    if (other.gather.route != Route::messages) wait(*other.group, other.gather, "all-gather");
   }
 }
 
@@ -315,8 +335,8 @@ void ProcessGroupTransport::open_scratch(ParamGroup& group) {
   PerGroup& state = per_group(group);
   if (state.plan != nullptr) return;
   SegmentPlan& plan = state.plans.of(group);
-  state.reduction.memory = take(plan.segment_bytes * static_cast<size_t>(group.layout().world()));
-  if (group.calls().all_reduce_hook) state.reduction.memory.zero_();  // the user's hook sees the pads
+  state.packed = take(plan.segment_bytes * static_cast<size_t>(group.layout().world()));
+  if (group.calls().all_reduce_hook) state.packed.zero_();  // the user's hook sees the pads
   std::fill(state.filled.begin(), state.filled.end(), uint8_t{0});
   state.plan = &plan;
   ++num_scratches_;
@@ -326,12 +346,12 @@ void ProcessGroupTransport::close_scratch(PerGroup& state) {
   // Next, the sharded gradients take memory. If gradients are reduced in a wider dtype than the parameters', the peak
   // would then be higher than without kept memory.
   const size_t slot_bytes = state.group->layout().slot_bytes();
-  const bool is_wide = !KeptMemory::is_alike(state.reduction.memory.nbytes(), slot_bytes);
+  const bool is_wide = !KeptMemory::is_alike(state.packed.nbytes(), slot_bytes);
   const bool keeps = ahead_ != nullptr && !is_wide && !state.group->calls().reduce_memory;
   give_back(state.reduced.memory, keeps);
-  give_back(state.reduction.memory, keeps);
+  give_back(state.packed, keeps);
   if (!keeps) kept_.clear();
-  state.reduces_coded = state.is_exchanged = false;
+  state.reduced.route = Route::collective;
   state.plan = nullptr;
   --num_scratches_;
 }
@@ -349,9 +369,9 @@ void ProcessGroupTransport::pack(ParamGroup& group, size_t i, const at::Tensor& 
   const DType type = engine_dtype(dense.scalar_type());
   const auto& copies = state.plan->copies_of(i, type);
   if (state.filled[i]) {
-    add_on(at::kCPU, copies, dense.const_data_ptr(), state.reduction.memory.data_ptr());
+    add_on(at::kCPU, copies, dense.const_data_ptr(), state.packed.data_ptr());
   } else {
-    run_copies_on(at::kCPU, copies, dense.const_data_ptr(), state.reduction.memory.data_ptr());
+    run_copies_on(at::kCPU, copies, dense.const_data_ptr(), state.packed.data_ptr());
     state.filled[i] = 1;
   }
 }
@@ -361,7 +381,7 @@ std::vector<at::Tensor> ProcessGroupTransport::take_packed(ParamGroup& group) {
   std::vector<at::Tensor> taken(group.params().size());
   if (state.plan == nullptr) return taken;
   for (size_t i = 0; i < taken.size(); ++i) {
-    if (state.filled[i]) taken[i] = state.plan->unpacked(i, group.reduce_type(), state.reduction.memory);
+    if (state.filled[i]) taken[i] = state.plan->unpacked(i, group.reduce_type(), state.packed);
   }
   close_scratch(state);
   return taken;
@@ -380,22 +400,18 @@ void ProcessGroupTransport::fill_gaps(ParamGroup& group) {
   for (size_t i = 0; i < flags.size(); ++i) {
     const ParamPlace& place = layout.params()[i];
     if (state.filled[i] || !place.shape.trainable) continue;
-    typed(state.reduction.memory, type, 0, segment * static_cast<size_t>(layout.world()))
+    packed_values(group)
         .view({layout.world(), -1})
         .narrow(1, static_cast<int64_t>(place.reduce_segment_offset) / element, place.padded_shard_numel)
         .zero_();
   }
   flags.resize(state.plan->flags_numel());
-  run_copies_on(at::kCPU, {state.plan->flags_to_segments}, flags.data(), state.reduction.memory.data_ptr());
+  run_copies_on(at::kCPU, {state.plan->flags_to_segments}, flags.data(), state.packed.data_ptr());
 }
 
-bool ProcessGroupTransport::begin_coded_reduce(ParamGroup& group) {
+void ProcessGroupTransport::begin_coded_reduce(ParamGroup& group) {
   PerGroup& state = per_group(group);
   const WireFormat format = group.options().wire_gradients;
-  if (format == WireFormat::plain) {
-    state.wire_reduction.reset();
-    return false;
-  }
   check_wire_type(group);
   if (!state.wire_reduction || state.wire_reduction->format() != format ||
       &state.wire_reduction->plan() != state.plan) {
@@ -405,39 +421,46 @@ bool ProcessGroupTransport::begin_coded_reduce(ParamGroup& group) {
   const size_t bytes = wire.segment_bytes() * static_cast<size_t>(group.layout().world());
   agree_on_shards(group, Operation::all_to_all, wire.segment_bytes(), DType::byte);
   at::Tensor sent = take(bytes);
-  wire.encode(state.reduction.memory.const_data_ptr(), state.filled, sent.mutable_data_ptr());
-  give_back(state.reduction.memory);
-  state.reduction.memory = std::move(sent);
+  wire.encode(state.packed.const_data_ptr(), state.filled, sent.mutable_data_ptr());
+  give_back(state.packed);
+  state.packed = std::move(sent);
   state.reduced.memory = take(bytes);
-  state.reduces_coded = true;
-  start(group, collectives_.all_to_all, state.reduced, state.reduced.memory, state.reduction.memory, "reduction");
-  return true;
+  start(group, collectives_.all_to_all, state.reduced, state.reduced.memory, state.packed, "reduction");
 }
 
-bool ProcessGroupTransport::begin_exchange(ParamGroup& group) {
+void ProcessGroupTransport::begin_exchange(ParamGroup& group) {
   PerGroup& state = per_group(group);
-  if (group.calls().reduce_scatter || !may_replace()) return false;
   const size_t segment = state.plan->segment_bytes;
   agree_on_shards(group, Operation::all_to_all, segment, group.reduce_type());
   state.reduced.memory = take(segment * static_cast<size_t>(group.layout().world()));
-  state.is_exchanged = true;
   const PyRef& separate = group.calls().separate_all_to_all;
-  start(group, separate ? separate : collectives_.all_to_all, state.reduced, state.reduced.memory,
-        state.reduction.memory, "reduction");
-  return true;
+  start(group, separate ? separate : collectives_.all_to_all, state.reduced, state.reduced.memory, state.packed,
+        "reduction");
 }
 
 void ProcessGroupTransport::begin_reduce(ParamGroup& group, ForwardCounts) {
   open_scratch(group);
   PerGroup& state = per_group(group);
   fill_gaps(group);
-  const int world = group.layout().world();
-  if (world == 1 || begin_coded_reduce(group)) return;
+  state.reduced.route = reduce_route(group);
+  if (group.layout().world() == 1) return;
+  if (state.reduced.route == Route::coded) return begin_coded_reduce(group);
+  if (const double before = group.pre_divisor(); before != 1.0) packed_values(group).div_(before);
+  if (state.reduced.route == Route::messages) return begin_exchange(group);
+  begin_reduce_scatter(group);
+}
+
+at::Tensor ProcessGroupTransport::packed_values(const ParamGroup& group) {
+  const PerGroup& state = per_group(group);
+  const size_t bytes = state.plan->segment_bytes * static_cast<size_t>(group.layout().world());
+  return typed(state.packed, group.reduce_type(), 0, bytes);
+}
+
+void ProcessGroupTransport::begin_reduce_scatter(ParamGroup& group) {
+  PerGroup& state = per_group(group);
   const DType type = group.reduce_type();
   const size_t segment = state.plan->segment_bytes;
-  at::Tensor input = typed(state.reduction.memory, type, 0, segment * static_cast<size_t>(world));
-  if (const double before = group.pre_divisor(); before != 1.0) input.div_(before);
-  if (begin_exchange(group)) return;
+  at::Tensor input = packed_values(group);
   agree_on_shards(group, Operation::reduce_scatter, segment, type);
   const GroupCalls& calls = group.calls();
   at::Tensor output;
@@ -445,7 +468,7 @@ void ProcessGroupTransport::begin_reduce(ParamGroup& group, ForwardCounts) {
     at::Tensor copy = allocate(group, calls.reduce_memory, type, input.nbytes(), "reduction");
     state.reduced.memory = output = allocate(group, calls.reduce_memory, type, segment, "reduction");
     copy.copy_(input);
-    state.reduction.memory = input = std::move(copy);  // same size
+    state.packed = input = std::move(copy);  // same size
     tally_.take(segment);
   } else {
     state.reduced.memory = take(segment);
@@ -461,7 +484,7 @@ void ProcessGroupTransport::sum_coded(ParamGroup& group) {
   at::Tensor rows = take(state.plan->segment_bytes);
   const auto own = static_cast<size_t>(group.layout().rank()) * state.wire_reduction->segment_bytes();
   std::memcpy(static_cast<std::byte*>(state.reduced.memory.mutable_data_ptr()) + own,
-              static_cast<const std::byte*>(state.reduction.memory.const_data_ptr()) + own,
+              static_cast<const std::byte*>(state.packed.const_data_ptr()) + own,
               state.wire_reduction->segment_bytes());
   // The user's hook sees the pads, and the all-reduce sends them.
   if (group.calls().all_reduce_hook || group.has_replicas()) rows.zero_();
@@ -481,22 +504,23 @@ Transport::Finished ProcessGroupTransport::finish_reduce(ParamGroup& group, bool
   PerGroup& state = per_group(group);
   wait(group, state.reduced, "reduction");
   const bool alone = group.layout().world() == 1;
-  if (state.reduces_coded) sum_coded(group);
+  if (state.reduced.route == Route::coded) sum_coded(group);
   const double before = alone ? 1.0 : group.pre_divisor();
   std::vector<at::Tensor> segments;
-  if (state.is_exchanged) {
+  const bool is_exchanged = state.reduced.route == Route::messages;
+  if (is_exchanged) {
     const size_t bytes = state.plan->segment_bytes;
     for (int rank = 0; rank < group.layout().world(); ++rank) {
-      const at::Tensor& memory = (rank == group.layout().rank() ? state.reduction : state.reduced).memory;
+      const at::Tensor& memory = rank == group.layout().rank() ? state.packed : state.reduced.memory;
       segments.push_back(typed(memory, DType::byte, static_cast<size_t>(rank) * bytes, bytes));
     }
   } else {
-    segments.push_back((alone ? state.reduction : state.reduced).memory);
+    segments.push_back(alone ? state.packed : state.reduced.memory);
   }
   Finished finished;
   finished.rows = std::make_unique<SegmentRows>(std::move(segments), state.plan->layout, group.reduce_type(),
                                                 group.averages() ? 1.0 : group.divisor() / before,
-                                                state.is_exchanged && group.averages());
+                                                is_exchanged && group.averages());
   close_scratch(state);
   return finished;
 }
@@ -522,7 +546,7 @@ void ProcessGroupTransport::release_idle() {
   kept_.clear();
   for (PerGroup& state : groups_) {
     state.wire_gather.reset();
-    if (!state.reduces_coded) state.wire_reduction.reset();
+    if (state.reduced.route != Route::coded) state.wire_reduction.reset();
   }
 }
 

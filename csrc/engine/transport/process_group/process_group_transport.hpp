@@ -42,7 +42,7 @@ class ProcessGroupTransport final : public Transport {
 
   const char* name() const override { return "process_group"; }
   bool is_synchronous() const override { return true; }
-  bool may_overlap(const ParamGroup& group) const override;
+  bool may_overlap(const ParamGroup& group) override;
   void register_group(const std::shared_ptr<ParamGroup>& group) override;
   void begin_forward(const PyRef& after) override;
   void end_forward() override;
@@ -67,16 +67,23 @@ class ProcessGroupTransport final : public Transport {
   std::vector<Loan> loans() const override;
 
  private:
-  // Memory of one gather or one reduction, in bytes unless a custom collective allocated it.
-  struct Staging {
+  // How the bytes of a gather or a reduction travel.
+  enum class Route : uint8_t {
+    collective,  // one collective of rank-major segments
+    messages,    // straight into the slot, or gradients from each rank to each other, which are summed here
+    coded,       // in a wire format
+  };
+  // The last posted gather or reduction. Its memory is in bytes unless a custom collective allocated it.
+  struct Posted {
     at::Tensor memory;
     PyRef work;
+    Route route = Route::collective;
   };
   struct PerGroup {
     const ParamGroup* group = nullptr;
-    Staging gather;
-    Staging reduction;                   // W segments laid end to end
-    Staging reduced;                     // this rank's summed segment
+    Posted gather;
+    Posted reduced;                      // this rank's summed segment, with messages those of the other ranks
+    at::Tensor packed;                   // gradients: W segments laid end to end
     std::vector<Copy> segments_to_slot;  // of all ranks, laid end to end
     GatherPlan in_place;                 // gathers large parameters straight into the slot
     SegmentPlans plans;
@@ -84,27 +91,28 @@ class ProcessGroupTransport final : public Transport {
     std::vector<uint8_t> filled;                    // by parameter: whether it is packed
     std::unique_ptr<WireGather> wire_gather;        // null: weights travel in the compute dtype
     std::unique_ptr<WireReduction> wire_reduction;  // likewise for gradients, with their rounding errors
-    bool gathers_coded = false;                     // of the running gather
-    bool gathers_in_place = false;                  // likewise
-    bool reduces_coded = false;                     // of the posted reduction
-    bool is_exchanged = false;                      // likewise, `reduced` holds the segments of the other ranks
   };
-  bool may_replace() const;  // see Collectives
+  bool may_replace(const ParamGroup& group);  // see Collectives, asked once in each pass
+  Route gather_route(ParamGroup& group);
+  Route reduce_route(ParamGroup& group);
   // Returns the outputs of a packed gather that runs as messages, in bytes of a rank. Empty if it does not.
-  std::vector<size_t> message_parts(const ParamGroup& group, size_t segment_bytes) const;
-  // Starts a collective with (output, input, `option` unless it is null) and stores its work in `staging`.
-  void start(ParamGroup& group, const PyRef& collective, Staging& staging, const at::Tensor& output,
+  std::vector<size_t> message_parts(const ParamGroup& group, size_t segment_bytes);
+  // Starts a collective with (output, input, `option` unless it is null) and stores its work in `posted`.
+  void start(ParamGroup& group, const PyRef& collective, Posted& posted, const at::Tensor& output,
              const at::Tensor& input, const char* operation, PyObject* option = nullptr);
-  bool begin_coded_gather(ParamGroup& group, bool pools_stand_still);
-  bool begin_gather_in_place(ParamGroup& group, bool pools_stand_still);
+  void begin_packed_gather(ParamGroup& group);
+  void begin_coded_gather(ParamGroup& group, bool pools_stand_still);
+  void begin_gather_in_place(ParamGroup& group, bool pools_stand_still);
   // Whether a gather in place can send the shards from their pool. Otherwise, for example after a cast, it sends this
   // rank's rows in the slot.
   bool can_send_pool(const ParamGroup& group) const;
-  bool begin_coded_reduce(ParamGroup& group);
-  bool begin_exchange(ParamGroup& group);
+  void begin_coded_reduce(ParamGroup& group);
+  void begin_exchange(ParamGroup& group);
+  void begin_reduce_scatter(ParamGroup& group);
   void sum_coded(ParamGroup& group);
   void open_slot(ParamGroup& group);
   void open_scratch(ParamGroup& group);
+  at::Tensor packed_values(const ParamGroup& group);  // in the reduce dtype
   void close_scratch(PerGroup& state);
   void fill_gaps(ParamGroup& group);  // zeros and flags
   at::Tensor take(size_t bytes);      // from `kept_`, if one fits
@@ -113,16 +121,18 @@ class ProcessGroupTransport final : public Transport {
   at::Tensor allocate(const ParamGroup& group, const PyRef& memory, DType type, size_t bytes, const char* operation);
   // Ends the use of memory. `keeps`: the next unit will need as much soon.
   void give_back(at::Tensor& memory, bool keeps = false);
-  void wait(const ParamGroup& group, Staging& staging, const char* operation);
+  void wait(const ParamGroup& group, Posted& posted, const char* operation);
   // Waits for a collective whose result is not needed, unless it may never end. Then the backend keeps its memory.
   // Calls `close` in any case.
   template <typename Close>
-  void end(const ParamGroup& group, Staging& staging, const char* operation, const Close& close);
+  void end(const ParamGroup& group, Posted& posted, const char* operation, const Close& close);
   PerGroup& per_group(const ParamGroup& group);
 
   Collectives collectives_;
   SlotLedger gather_ledger_;
   std::vector<at::Tensor> slot_memory_;  // by slot, undefined while the slot is free
+  Pass asked_in_;                        // the pass of the last answer of may_replace
+  bool may_replace_ = false;
   uint64_t num_forwards_ = 0;
   bool is_in_forward_ = false;
   size_t num_scratches_ = 0;
