@@ -104,17 +104,17 @@ py::dict stats_of(const Root& root) {
 // Copies contiguous CPU tensors of the same sizes past the caches, on the threads that this rank owns.
 void stream_copies(const std::vector<at::Tensor>& targets, const std::vector<at::Tensor>& sources) {
   if (targets.size() != sources.size()) throw Error("stream_copies: as many targets as sources are needed");
-  std::vector<int64_t> sizes;
+  Items items;
   for (size_t i = 0; i < targets.size(); ++i) {
     for (const at::Tensor& tensor : {targets[i], sources[i]}) {
       if (!tensor.is_cpu() || !tensor.is_contiguous()) throw Error("stream_copies: contiguous CPU tensors are needed");
     }
     if (targets[i].nbytes() != sources[i].nbytes())
       throw Error("stream_copies: a target and its source differ in size");
-    sizes.push_back(static_cast<int64_t>(sources[i].nbytes()));
+    items.add(static_cast<int64_t>(sources[i].nbytes()));
   }
   const py::gil_scoped_release released;
-  for_each_range(sizes, [&](size_t i, int64_t begin, int64_t end) {
+  items.for_each_range([&](size_t i, int64_t begin, int64_t end) {
     cpu::stream_copy(static_cast<std::byte*>(targets[i].data_ptr()) + begin,
                      static_cast<const std::byte*>(sources[i].const_data_ptr()) + begin,
                      static_cast<size_t>(end - begin));

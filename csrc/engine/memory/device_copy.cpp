@@ -42,11 +42,10 @@ void run_copies_on(at::Device device, const std::vector<Copy>& copies, const voi
     int64_t total = 0;
     for (const Copy& copy : copies) total += copy.count * copy.piece_numel;
     if (total <= kGrainNumel) return cpu::run_copies(copies, src, dst);
-    std::vector<int64_t> numels;
-    for (const Copy& copy : copies) numels.push_back(copy.count * copy.piece_numel);
-    for_each_range(numels,
-                   [&](size_t i, int64_t begin, int64_t end) { cpu::run_copy(copies[i], begin, end, src, dst); });
-    return;
+    Items items;
+    for (const Copy& copy : copies) items.add(copy.count * copy.piece_numel);
+    return items.for_each_range(
+        [&](size_t i, int64_t begin, int64_t end) { cpu::run_copy(copies[i], begin, end, src, dst); });
   }
   for (const Copy& copy : copies) {
     view_of(device, copy.dst, dst, copy.dst_offset, copy.count, copy.piece_numel, copy.dst_stride)

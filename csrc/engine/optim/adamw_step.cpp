@@ -250,9 +250,9 @@ LeftOver adamw_step(const std::vector<AdamWGroup>& groups, PyObject* state, PyOb
   }
   {
     const ReleaseGil released;
-    std::vector<int64_t> numels;
-    for (const AdamWJob& job : jobs) numels.push_back(job.pair.param.tensor.numel());
-    for_each_range(numels, [&](size_t i, int64_t begin, int64_t end) { run(jobs[i], begin, end); });
+    Items items;
+    for (const AdamWJob& job : jobs) items.add(job.pair.param.tensor.numel());
+    items.for_each_range([&](size_t i, int64_t begin, int64_t end) { run(jobs[i], begin, end); });
   }
   for (const AdamWJob& job : jobs) job.pair.bump_versions();
   return left_over;

@@ -164,14 +164,14 @@ std::vector<size_t> LocalGradients::multiply(const at::Tensor& factor) const {
 
 void LocalGradients::multiply_on_host(double factor) const {
   std::vector<at::Tensor> tensors;
-  std::vector<int64_t> numels;
+  Items items;
   for (const Entry& entry : entries_) {
     if (entry.place != Place::host) continue;
     tensors.push_back(entry.local.tensor);
-    numels.push_back(entry.local.tensor.numel());
+    items.add(entry.local.tensor.numel());
   }
   const ReleaseGil released;
-  for_each_range(numels, [&](size_t i, int64_t begin, int64_t end) {
+  items.for_each_range([&](size_t i, int64_t begin, int64_t end) {
     auto* data = static_cast<std::byte*>(tensors[i].mutable_data_ptr());
     data += static_cast<size_t>(begin) * tensors[i].element_size();
     cpu::multiply(engine_dtype(tensors[i].scalar_type()), data, end - begin, factor);

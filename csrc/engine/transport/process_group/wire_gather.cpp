@@ -57,9 +57,9 @@ void WireGather::encode(const void* pool, std::byte* segment) const {
 }
 
 void WireGather::decode(const void* segments, void* slot) const {
-  std::vector<int64_t> numels;
-  for (const WireRows& rows : rows_) numels.push_back(rows.copy.count * rows.copy.piece_numel);
-  for_each_range(numels, [&](size_t i, int64_t begin, int64_t end) {
+  Items items;
+  for (const WireRows& rows : rows_) items.add(rows.copy.count * rows.copy.piece_numel);
+  items.for_each_range([&](size_t i, int64_t begin, int64_t end) {
     decode(rows_[i], begin, end, static_cast<const std::byte*>(segments), static_cast<std::byte*>(slot));
   });
 }

@@ -57,7 +57,7 @@ void HostAllReduce::run(const at::Tensor& values, bool average) {
   piece.dst = data;
   piece.piece_numel = piece.src_stride = numel;
   if (average) piece.divisor = static_cast<double>(group_->world());
-  for_each_range({numel}, [&](size_t, int64_t begin, int64_t end) { cpu::reduce(piece, begin, end); });
+  run_parallel(numel, kGrainNumel, [&](int64_t begin, int64_t end) { cpu::reduce(piece, begin, end); });
   group_->consume_reduction(unit, turn.epoch);
 }
 

@@ -17,7 +17,6 @@
 #include "engine/memory/device_copy.hpp"
 #include "engine/memory/storage.hpp"
 #include "engine/torch/gil.hpp"
-#include "engine/torch/parallel.hpp"
 #include "kernels/cpu/kernels.hpp"
 
 namespace fsdp2x {
@@ -40,18 +39,17 @@ class SummedRows final : public ReducedRows {
 
 namespace {
 
-// Returns a hash of the unit's layout and divisors. Ranks compare it, so that unit number n means the same on all
-// ranks.
-uint64_t tag_of(const ParamGroup& group) {
-  uint64_t tag = 1469598103934665603ULL;  // FNV-1a
-  for (const ParamPlace& place : group.layout().params()) {
+uint64_t hashed(uint64_t hash, uint64_t value) { return (hash ^ value) * 1099511628211ULL; }  // FNV-1a
+
+uint64_t tag_of(const Layout& layout) {
+  uint64_t tag = 1469598103934665603ULL;
+  for (const ParamPlace& place : layout.params()) {
     for (const int64_t value :
          {place.shape.outer, place.shape.dim, place.shape.inner, static_cast<int64_t>(place.shape.reduce)}) {
-      tag = (tag ^ static_cast<uint64_t>(value)) * 1099511628211ULL;
+      tag = hashed(tag, static_cast<uint64_t>(value));
     }
   }
-  const double divisor = group.unit().options.divide_factor.value_or(0.0);
-  return (tag ^ std::bit_cast<uint64_t>(divisor)) * 1099511628211ULL;
+  return tag;
 }
 
 }  // namespace
@@ -66,7 +64,9 @@ SharedMemoryTransport::~SharedMemoryTransport() = default;
 void SharedMemoryTransport::register_group(const std::shared_ptr<ParamGroup>& group) {
   group->set_index(static_cast<uint32_t>(scratches_.size()));
   gathers_of_.emplace_back();
-  scratches_.emplace_back().filled.assign(group->params().size(), kNotPacked);
+  Scratch& scratch = scratches_.emplace_back();
+  scratch.filled.assign(group->params().size(), kNotPacked);
+  scratch.layout_tag = tag_of(group->layout());
   if (group_) group_->set_unit_name(group->index(), group->name());
 }
 
@@ -278,6 +278,11 @@ std::vector<at::Tensor> SharedMemoryTransport::take_packed(ParamGroup& group) {
   return taken;
 }
 
+uint64_t SharedMemoryTransport::tag_of_reduction(const ParamGroup& group) {
+  const double divisor = group.options().divide_factor.value_or(0.0);
+  return hashed(scratch_of(group).layout_tag, std::bit_cast<uint64_t>(divisor));
+}
+
 void SharedMemoryTransport::begin_reduce(ParamGroup& group, ForwardCounts forwards) {
   open_scratch(group);
   if (group.options().reduce_unused_params) fill_unused(group);
@@ -286,7 +291,7 @@ void SharedMemoryTransport::begin_reduce(ParamGroup& group, ForwardCounts forwar
   ++scratch.epoch;
   if (!group_) return;
   std::memcpy(scratch.data, scratch.filled.data(), scratch.filled.size());
-  group_->post_reduction(group.index(), scratch.epoch, tag_of(group), scratch.slot.offset, forwards);
+  group_->post_reduction(group.index(), scratch.epoch, tag_of_reduction(group), scratch.slot.offset, forwards);
 }
 
 double SharedMemoryTransport::before_sum(const ParamGroup& group) const { return group_ ? group.pre_divisor() : 1.0; }
@@ -320,7 +325,7 @@ bool SharedMemoryTransport::needs_empty_reduction(const ParamGroup& group) const
 Transport::Finished SharedMemoryTransport::finish_reduce(ParamGroup& group, bool flush) {
   if (group_) {
     const ReleaseGil released;
-    const cpu::Joined joined = group_->join_reduction(group.index(), scratch_of(group).epoch, tag_of(group),
+    const cpu::Joined joined = group_->join_reduction(group.index(), scratch_of(group).epoch, tag_of_reduction(group),
                                                       group.unit().backward_position(), flush);
     if (joined == cpu::Joined::later) return {.is_later = true, .rows = nullptr};
   }
@@ -374,20 +379,21 @@ void SharedMemoryTransport::add_rows(const ParamGroup& group, const Sources& sou
   piece.count = place.shape.outer;
   piece.piece_numel = place.rows.size() * place.shape.inner;
   piece.src_stride = place.shape.dim * place.shape.inner;
+  row_sums_.items.add(piece.count * piece.piece_numel);
   row_sums_.pieces.push_back(piece);
 }
 
 void SharedMemoryTransport::begin_rows(const ParamGroup& group, const Sources& sources) {
   row_sums_.pieces.clear();
+  row_sums_.items.clear();
   row_sums_.pointers.resize(group.params().size() * sources.scratches.size());
   row_sums_.types.resize(row_sums_.pointers.size());
 }
 
 void SharedMemoryTransport::sum_rows() {
   const ReleaseGil released;
-  std::vector<int64_t> numels;
-  for (const cpu::ReducePiece& piece : row_sums_.pieces) numels.push_back(piece.count * piece.piece_numel);
-  for_each_range(numels, [&](size_t i, int64_t begin, int64_t end) { cpu::reduce(row_sums_.pieces[i], begin, end); });
+  row_sums_.items.for_each_range(
+      [&](size_t i, int64_t begin, int64_t end) { cpu::reduce(row_sums_.pieces[i], begin, end); });
 }
 
 void SharedMemoryTransport::sum_into(const ParamGroup& group, const Sources& sources, const GradientTargets& targets) {

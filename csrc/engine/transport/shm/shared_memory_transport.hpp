@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/torch/parallel.hpp"
 #include "engine/transport/segment_plans.hpp"
 #include "engine/transport/shm/resting_slot.hpp"
 #include "engine/transport/transport.hpp"
@@ -56,6 +57,7 @@ class SharedMemoryTransport final : public Transport {
     std::vector<uint8_t> filled;  // by parameter, see Packed
     bool wide = false;            // everything is in the reduce dtype
     uint64_t epoch = 0;           // of the last posted reduction
+    uint64_t layout_tag = 0;      // a hash of the group's layout
     SegmentPlans plans;           // of sums for replicas
   };
   struct Closing {  // a scratch that a peer may still read
@@ -71,6 +73,9 @@ class SharedMemoryTransport final : public Transport {
   };
   RestingSlot* resting_slot(ParamGroup& group);
   Scratch& scratch_of(const ParamGroup& group) { return scratches_[group.index()]; }
+  // Returns a hash of the group's layout and divisor. Ranks compare it, so that unit number n means the same on all
+  // ranks.
+  uint64_t tag_of_reduction(const ParamGroup& group);
   void post_rows(ParamGroup& group);
   static void write_rows(ParamGroup& group);
   void open_scratch(ParamGroup& group);
@@ -97,6 +102,7 @@ class SharedMemoryTransport final : public Transport {
     std::vector<cpu::ReducePiece> pieces;
     std::vector<const void*> pointers;
     std::vector<DType> types;
+    Items items;  // the pieces' elements
   };
   // Begin the sums, add one piece for a parameter (completed with its sources), and run them all.
   void begin_rows(const ParamGroup& group, const Sources& sources);
