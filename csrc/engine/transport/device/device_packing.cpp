@@ -32,14 +32,14 @@ void DevicePacking::open(const ParamGroup& group) {
 
 void DevicePacking::close(PerGroup& state) {
   std::fill(state.held.begin(), state.held.end(), at::Tensor());
-  state.buffer = -1;
+  state.buffer.reset();
   state.plan = nullptr;
   --num_open_;
 }
 
 bool DevicePacking::needs_room(const ParamGroup& group, std::optional<size_t> param) {
   const PerGroup& state = per_group(group);
-  if (state.buffer >= 0) return false;
+  if (state.buffer) return false;
   if (param && !state.held[*param].defined()) return false;  // held, but not this parameter
   const SegmentPlan& plan = state.plan != nullptr ? *state.plan : plan_of(group);
   return memory_.needs_room(group, plan.segment_bytes * static_cast<size_t>(group.layout().world()));
@@ -70,7 +70,7 @@ std::vector<at::Tensor> DevicePacking::take_whole(ParamGroup& group) {
   if (state.plan == nullptr) return taken;
   for (size_t i = 0; i < taken.size(); ++i) {
     if (state.filled[i]) {
-      taken[i] = state.plan->unpacked(i, group.reduce_type(), memory_.buffer(state.buffer).memory);
+      taken[i] = state.plan->unpacked(i, group.reduce_type(), memory_.buffer(*state.buffer).memory);
     }
   }
   drop(group);
@@ -96,17 +96,17 @@ DevicePacking::Packed DevicePacking::take(ParamGroup& group) {
 bool DevicePacking::drop(const ParamGroup& group) {
   PerGroup& state = per_group(group);
   if (state.plan == nullptr) return false;
-  if (state.buffer >= 0) memory_.give_back_buffer(state.buffer);
+  if (state.buffer) memory_.give_back_buffer(*state.buffer);
   close(state);
   return true;
 }
 
 void DevicePacking::open_buffer(const ParamGroup& group) {
   PerGroup& state = per_group(group);
-  if (state.buffer >= 0) return;
+  if (state.buffer) return;
   state.buffer = memory_.take_buffer(group, state.plan->segment_bytes * static_cast<size_t>(group.layout().world()));
   // The user's hook sees the bytes between the rows.
-  if (group.calls().all_reduce_hook) memory_.buffer(state.buffer).memory.zero_();
+  if (group.calls().all_reduce_hook) memory_.buffer(*state.buffer).memory.zero_();
 }
 
 at::Tensor DevicePacking::pool_to_pack(ParamGroup& group) {
@@ -114,7 +114,7 @@ at::Tensor DevicePacking::pool_to_pack(ParamGroup& group) {
   const bool is_plain = is_alone(group) && !group.calls().reduce_scatter && !group.calls().all_reduce_hook;
   const bool is_whole = group.averages() || group.divisor() == 1.0;
   // A buffer that is already open holds gradients from backwards without gradient sync, so add to it there.
-  if (!is_plain || !is_whole || group.offloads() || state.buffer >= 0) return {};
+  if (!is_plain || !is_whole || group.offloads() || state.buffer) return {};
   if (!state.plan->layout->can_reduce_in_place()) return {};
   pybind11::gil_scoped_acquire gil;
   const auto pool = group.gradients().take_pool(gil, state.plan->layout);
@@ -129,7 +129,7 @@ at::Tensor DevicePacking::pack_held(ParamGroup& group, bool for_reduction) {
   if (!has_held && !for_reduction) return {};
   const at::Tensor pool = for_reduction ? pool_to_pack(group) : at::Tensor();
   if (!pool.defined()) open_buffer(group);
-  const at::Tensor target = pool.defined() ? pool : memory_.buffer(state.buffer).memory;
+  const at::Tensor target = pool.defined() ? pool : memory_.buffer(*state.buffer).memory;
   const Layout& layout = *state.plan->layout;
   std::vector<PackItem> items;
   std::vector<at::Tensor> alive;

@@ -32,7 +32,7 @@ class DevicePacking {
   // Everything that a reduction reads. Taking it empties the group's held state.
   struct Packed {
     SegmentPlan* plan = nullptr;
-    int buffer = -1;                    // in ReduceMemory, none: `memory` is the gradient pool
+    std::optional<BufferId> buffer;     // none: `memory` is the gradient pool
     at::Tensor memory;                  // W segments, laid end to end
     std::vector<uint8_t> filled;        // by parameter: it has a gradient here
     std::vector<uint8_t> has_gradient;  // likewise, or is reduced as zeros
@@ -51,7 +51,7 @@ class DevicePacking {
     SegmentPlan* plan = nullptr;   // of the held gradients, null: none
     std::vector<at::Tensor> held;  // gradients that are not packed yet
     std::vector<uint8_t> filled;   // by parameter: packed
-    int buffer = -1;               // in ReduceMemory
+    std::optional<BufferId> buffer;
   };
   PerGroup& per_group(const ParamGroup& group) { return groups_[group.index()]; }
   void open(const ParamGroup& group);

@@ -24,7 +24,7 @@ at::Tensor DeviceReductions::rows_for(ParamGroup& group, Reduction& running) {
   const size_t bytes = running.plan->segment_bytes;
   const bool is_plain =
       !group.calls().reduce_scatter && !group.calls().all_reduce_hook && !context_.keeps() && !group.offloads();
-  const bool stays = !group.has_replicas() || (group.options().requires_all_reduce && state.partial < 0);
+  const bool stays = !group.has_replicas() || (group.options().requires_all_reduce && !state.partial);
   if (is_plain && stays && group.layout().world() > 1 && running.plan->layout->can_reduce_in_place()) {
     pybind11::gil_scoped_acquire gil;
     if (const auto pool = group.gradients().take_pool(gil, running.plan->layout)) {
@@ -32,76 +32,87 @@ at::Tensor DeviceReductions::rows_for(ParamGroup& group, Reduction& running) {
       return pool->narrow(0, 0, static_cast<int64_t>(bytes));
     }
   }
-  bool is_new = false;
-  running.segment = memory_.take_segment(group, bytes, &is_new);
-  return memory_.segment(running.segment).memory.narrow(0, 0, static_cast<int64_t>(bytes));
+  running.segment = memory_.take_segment(group, bytes);
+  return memory_.segment(*running.segment).memory.narrow(0, 0, static_cast<int64_t>(bytes));
 }
 
 void DeviceReductions::begin(ParamGroup& group, DevicePacking::Packed packed) {
   PerGroup& state = per_group(group);
-  DeviceLayer& layer = context_.layer();
-  const SegmentPlan& plan = *packed.plan;
-  const auto segment_bytes = static_cast<int64_t>(plan.segment_bytes);
   Reduction running;
   running.plan = packed.plan;
   running.has_gradient = std::move(packed.has_gradient);
   running.is_certain = packed.is_certain;
-  if (packed.buffer < 0) {  // in the gradient pool
-    running.rows = packed.memory.narrow(0, 0, segment_bytes);
+  if (!packed.buffer) {  // in the gradient pool
+    running.rows = packed.memory.narrow(0, 0, static_cast<int64_t>(packed.plan->segment_bytes));
     running.lane = Lane::compute;
     state.running = std::move(running);
     return;
   }
   state.unsent = packed.buffer;
-  if (!running.is_certain && layer.in_capture()) {
+  if (!running.is_certain && context_.layer().in_capture()) {
     throw Error("fsdp2x: the backward of unit '" + group.name() +
                 "' is captured into a CUDA graph and gives some parameters no gradient, so the host would have to wait "
                 "for the flags of the other ranks. Use all parameters, freeze the unused ones, or call "
                 "set_reduce_scatter_unused_params(True) on the unit.");
   }
+  take_memory(group, packed, running);
+  reduce_over_shards(group, packed, running);
+  end_collective(group, running);
+  state.running = std::move(running);
+}
+
+void DeviceReductions::take_memory(ParamGroup& group, const DevicePacking::Packed& packed, Reduction& running) {
+  PerGroup& state = per_group(group);
+  DeviceLayer& layer = context_.layer();
+  const SegmentPlan& plan = *packed.plan;
   const int world = group.layout().world();
-  DeviceWireGradients* const wire = world > 1 ? wire_of(group, plan) : nullptr;
-  if (world > 1) {
-    agree_on_shards(group, wire == nullptr ? Operation::reduce_scatter : Operation::all_to_all,
-                    wire == nullptr ? plan.segment_bytes : wire->bytes(), group.reduce_type());
-  }
-  const at::Tensor input =
-      typed(packed.memory, group.reduce_type(), 0, plan.segment_bytes * static_cast<size_t>(world));
+  const DeviceWireGradients* const wire = world > 1 ? wire_of(group, plan) : nullptr;
   running.divisor = group.averages() ? 1.0 : group.divisor();
-  if (world > 1 && group.reduce_type() == DType::f16) {
-    const double before = group.pre_divisor();
-    if (before != 1.0) layer.divide(input, before);
-    running.divisor /= before;
-  }
   if (world == 1) {
-    running.rows = packed.memory.narrow(0, 0, segment_bytes);
+    running.rows = packed.memory.narrow(0, 0, static_cast<int64_t>(plan.segment_bytes));
     running.buffer = packed.buffer;
   } else {
+    agree_on_shards(group, wire == nullptr ? Operation::reduce_scatter : Operation::all_to_all,
+                    wire == nullptr ? plan.segment_bytes : wire->bytes(), group.reduce_type());
+    if (group.reduce_type() == DType::f16) {
+      const double before = group.pre_divisor();
+      if (before != 1.0) layer.divide(input_of(group, packed), before);
+      running.divisor /= before;
+    }
     running.rows = rows_for(group, running);  // new memory is new in the order of the compute lane
   }
   // A user's collective may allocate and copy freely.
   running.lane = group.calls().reduce_scatter ? Lane::compute : Lane::reduce;
   state.running = running;  // if the rest raises, drop() gives back what it has
-  if (wire != nullptr) {
-    bool is_new = false;
-    state.running.codes = running.codes = memory_.take_segment(group, 2 * wire->bytes(), &is_new);
-  }
+  if (wire != nullptr) state.running.codes = running.codes = memory_.take_segment(group, 2 * wire->bytes());
   if (running.lane != Lane::compute) context_.follow_compute(running.lane);
-  for (const int segment : {running.segment, running.codes}) {
-    if (segment >= 0) layer.wait(running.lane, *memory_.segment(segment).free);
+  for (const auto segment : {running.segment, running.codes}) {
+    if (segment) layer.wait(running.lane, *memory_.segment(*segment).free);
   }
-  if (world > 1) {
-    const LaneScope scope(layer, running.lane);
-    if (wire != nullptr) {
-      reduce_coded(group, *wire, running, input, packed.filled);
-    } else {
-      call_reduce_scatter(group, running, input);
-    }
+}
+
+at::Tensor DeviceReductions::input_of(const ParamGroup& group, const DevicePacking::Packed& packed) {
+  const size_t bytes = packed.plan->segment_bytes * static_cast<size_t>(group.layout().world());
+  return typed(packed.memory, group.reduce_type(), 0, bytes);
+}
+
+void DeviceReductions::reduce_over_shards(ParamGroup& group, const DevicePacking::Packed& packed,
+                                          const Reduction& running) {
+  if (group.layout().world() == 1) return;
+  const LaneScope scope(context_.layer(), running.lane);
+  if (running.codes) {
+    reduce_coded(group, *per_group(group).wire, running, input_of(group, packed), packed.filled);
+  } else {
+    call_reduce_scatter(group, running, input_of(group, packed));
   }
-  running.number = memory_.begin(std::exchange(state.unsent, -1), running.lane);
-  if (running.codes >= 0) {
-    state.running.codes = -1;
-    memory_.retire_segment(std::exchange(running.codes, -1), running.number, running.lane);
+}
+
+void DeviceReductions::end_collective(ParamGroup& group, Reduction& running) {
+  PerGroup& state = per_group(group);
+  running.number = memory_.begin(*std::exchange(state.unsent, std::nullopt), running.lane);
+  if (running.codes) {
+    state.running.codes.reset();
+    memory_.retire_segment(*std::exchange(running.codes, std::nullopt), running.number, running.lane);
   }
   if (group.has_replicas()) {
     reduce_over_replicas(group, running);
@@ -110,7 +121,6 @@ void DeviceReductions::begin(ParamGroup& group, DevicePacking::Packed packed) {
     running.lane = Lane::all_reduce;
   }
   if (!running.is_certain && running.rows.defined()) ask_for_flags(group, running);
-  state.running = std::move(running);
 }
 
 void DeviceReductions::call_reduce_scatter(ParamGroup& group, const Reduction& running, const at::Tensor& input) {
@@ -149,7 +159,7 @@ void DeviceReductions::reduce_coded(ParamGroup& group, DeviceWireGradients& wire
   const ProfileRange range(group.unit().ranges.reduce_scatter);
   DeviceLayer& layer = context_.layer();
   const auto bytes = static_cast<int64_t>(wire.bytes());
-  const at::Tensor& codes = memory_.segment(running.codes).memory;
+  const at::Tensor& codes = memory_.segment(*running.codes).memory;
   const at::Tensor sent = codes.narrow(0, 0, bytes), received = codes.narrow(0, bytes, bytes);
   wire.encode(layer, packed.const_data_ptr(), filled, sent.data_ptr());
   {
@@ -171,14 +181,14 @@ void DeviceReductions::reduce_over_replicas(ParamGroup& group, Reduction& runnin
   PerGroup& state = per_group(group);
   const DType type = group.reduce_type();
   const at::Tensor rows = typed(running.rows, type, 0, running.rows.nbytes());
-  if (state.partial >= 0) {
-    DeviceBuffer& partial = memory_.segment(state.partial);
+  if (state.partial) {
+    DeviceBuffer& partial = memory_.segment(*state.partial);
     if (state.partial_plan != running.plan->layout) {
       throw_frozen_while_partial(group);
     }
     const LaneScope scope(context_.layer(), running.lane);
     context_.layer().add(rows, typed(partial.memory, type, 0, rows.nbytes()));
-    memory_.retire_segment(std::exchange(state.partial, -1), running.number, running.lane);
+    memory_.retire_segment(*std::exchange(state.partial, std::nullopt), running.number, running.lane);
     group.note_merged_partial();
   }
   if (!group.options().requires_all_reduce) {
@@ -200,21 +210,21 @@ void DeviceReductions::reduce_over_replicas(ParamGroup& group, Reduction& runnin
 
 void DeviceReductions::keep_partial(ParamGroup& group, Reduction& running) {
   PerGroup& state = per_group(group);
-  if (running.segment < 0) {  // one rank: the packed gradients are the rows
+  if (!running.segment) {  // one rank: the packed gradients are the rows
     bool is_new = false;
     const auto bytes = running.rows.nbytes();
     running.segment = memory_.take_segment(group, bytes, &is_new);
-    DeviceBuffer& segment = memory_.segment(running.segment);
+    DeviceBuffer& segment = memory_.segment(*running.segment);
     if (is_new) context_.follow_compute(running.lane);
     context_.layer().wait(running.lane, *segment.free);
     const DType type = group.reduce_type();
     const LaneScope scope(context_.layer(), running.lane);
     context_.layer().assign(typed(segment.memory, type, 0, bytes), typed(running.rows, type, 0, bytes));
-    context_.layer().record(*memory_.buffer(running.buffer).free, running.lane);
+    context_.layer().record(*memory_.buffer(*running.buffer).free, running.lane);
   }
-  state.partial = std::exchange(running.segment, -1);
+  state.partial = std::exchange(running.segment, std::nullopt);
   state.partial_plan = running.plan->layout;
-  context_.layer().record(*memory_.segment(state.partial).ready, running.lane);
+  context_.layer().record(*memory_.segment(*state.partial).ready, running.lane);
   group.note_partial();
   running = Reduction();
 }
@@ -244,8 +254,8 @@ class DeviceRows final : public ReducedRows {
 };
 
 void DeviceRows::retire(Lane lane) {
-  if (reduction_.segment < 0) return;
-  reductions_.memory_.retire_segment(std::exchange(reduction_.segment, -1), reduction_.number, lane);
+  if (!reduction_.segment) return;
+  reductions_.memory_.retire_segment(*std::exchange(reduction_.segment, std::nullopt), reduction_.number, lane);
 }
 
 void DeviceRows::run_hook(const Gil& gil, const PyRef& hook) {
@@ -259,8 +269,8 @@ std::unique_ptr<ReducedRows> DeviceRows::to_host(const Gil& gil) {
       reductions_.host_shards_.download(gil, group_, reduction_.rows, *reduction_.plan,
                                         std::move(reduction_.has_gradient), reduction_.divisor, reduction_.lane);
   retire(Lane::copy_out);
-  if (reduction_.buffer >= 0) {
-    reductions_.context_.layer().record(*reductions_.memory_.buffer(reduction_.buffer).free, Lane::copy_out);
+  if (reduction_.buffer) {
+    reductions_.context_.layer().record(*reductions_.memory_.buffer(*reduction_.buffer).free, Lane::copy_out);
   }
   return rows;
 }
@@ -294,8 +304,8 @@ void DeviceRows::write(const GradientTargets& targets) {
   scope_.emplace(layer, reduction_.lane);
   if (!items.empty()) layer.write_rows(*reduction_.plan, items, reduction_.rows, reduction_.divisor);
   retire(reduction_.lane);
-  if (reduction_.buffer >= 0) {
-    layer.record(*reductions_.memory_.buffer(reduction_.buffer).free, reduction_.lane);
+  if (reduction_.buffer) {
+    layer.record(*reductions_.memory_.buffer(*reduction_.buffer).free, reduction_.lane);
   }
 }
 
@@ -332,28 +342,28 @@ std::unique_ptr<ReducedRows> DeviceReductions::finish(ParamGroup& group) {
 void DeviceReductions::drop(const ParamGroup& group) {
   PerGroup& state = per_group(group);
   if (group.is_posted()) context_.join(state.running.lane);  // it writes to memory that may be freed next
-  for (const int segment : {state.running.segment, state.running.codes}) {
-    if (segment >= 0) memory_.give_back_segment(segment, state.running.lane);
+  for (const auto segment : {state.running.segment, state.running.codes}) {
+    if (segment) memory_.give_back_segment(*segment, state.running.lane);
   }
   if (state.wire) {  // the errors belong to the dropped gradients
     const LaneScope scope(context_.layer(), Lane::reduce);
     state.wire->forget_errors(context_);
   }
-  if (state.unsent >= 0) memory_.give_back_buffer(std::exchange(state.unsent, -1));
+  if (state.unsent) memory_.give_back_buffer(*std::exchange(state.unsent, std::nullopt));
   state.running = Reduction();
 }
 
 std::unique_ptr<SegmentRows> DeviceReductions::partial(const ParamGroup& group) {
   PerGroup& state = per_group(group);
-  if (state.partial < 0) return nullptr;
-  DeviceBuffer& segment = memory_.segment(state.partial);
+  if (!state.partial) return nullptr;
+  DeviceBuffer& segment = memory_.segment(*state.partial);
   context_.layer().wait(Lane::compute, *segment.ready);
   return std::make_unique<SegmentRows>(std::vector{segment.memory}, state.partial_plan, group.reduce_type(), 1.0);
 }
 
 void DeviceReductions::drop_partial(const ParamGroup& group) {
   PerGroup& state = per_group(group);
-  if (state.partial >= 0) memory_.give_back_segment(std::exchange(state.partial, -1), Lane::reduce);
+  if (state.partial) memory_.give_back_segment(*std::exchange(state.partial, std::nullopt), Lane::reduce);
 }
 
 void DeviceReductions::end() {

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "engine/params/param_group.hpp"
@@ -29,7 +30,7 @@ class DeviceReductions {
   std::unique_ptr<ReducedRows> finish(ParamGroup& group);
   // Drops the enqueued reduction.
   void drop(const ParamGroup& group);
-  bool has_partial(const ParamGroup& group) const { return groups_[group.index()].partial >= 0; }
+  bool has_partial(const ParamGroup& group) const { return groups_[group.index()].partial.has_value(); }
   std::unique_ptr<SegmentRows> partial(const ParamGroup& group);
   void drop_partial(const ParamGroup& group);
   // Orders the compute lane after all reductions.
@@ -42,11 +43,11 @@ class DeviceReductions {
   friend class DeviceRows;
   // A reduction that is enqueued and not written.
   struct Reduction {
-    at::Tensor rows;      // this rank's segment, undefined: kept as a partial sum
-    int segment = -1;     // in ReduceMemory, else `rows` is in `buffer` or the group's gradient pool
-    int buffer = -1;      // in ReduceMemory, for a single rank whose packed gradients are its rows
-    int codes = -1;       // in ReduceMemory: sent and received segments in a wire format
-    uint64_t number = 0;  // in ReduceMemory, 0: none on its way
+    at::Tensor rows;                   // this rank's segment, undefined: kept as a partial sum
+    std::optional<SegmentId> segment;  // of `rows`, none: they are in `buffer` or the group's gradient pool
+    std::optional<BufferId> buffer;    // of a single rank, whose packed gradients are its rows
+    std::optional<SegmentId> codes;    // sent and received segments in a wire format
+    uint64_t number = 0;               // in ReduceMemory, 0: none on its way
     SegmentPlan* plan = nullptr;
     Lane lane = Lane::reduce;
     double divisor = 1.0;               // what remains to divide by
@@ -55,14 +56,21 @@ class DeviceReductions {
   };
   struct PerGroup {
     Reduction running;
-    int unsent = -1;   // in ReduceMemory: a buffer that no collective reads yet
-    int partial = -1;  // in ReduceMemory: reduced over the shards, waits for the all-reduce
+    std::optional<BufferId> unsent;    // a buffer that no collective reads yet
+    std::optional<SegmentId> partial;  // reduced over the shards, waits for the all-reduce
     std::shared_ptr<const Layout> partial_plan;
     std::unique_ptr<DeviceWireGradients> wire;  // while gradients travel in a wire format
     at::Tensor flags;                           // sums of all ranks' flags in CPU memory, once requested
     std::unique_ptr<DeviceEvent> flags_there;
   };
   PerGroup& per_group(const ParamGroup& group) { return groups_[group.index()]; }
+  // The steps of begin(): the rows and codes that the reduction writes, the collective over the shards, and the work
+  // that follows it.
+  void take_memory(ParamGroup& group, const DevicePacking::Packed& packed, Reduction& running);
+  void reduce_over_shards(ParamGroup& group, const DevicePacking::Packed& packed, const Reduction& running);
+  void end_collective(ParamGroup& group, Reduction& running);
+  // Returns the packed gradients in the reduce dtype.
+  static at::Tensor input_of(const ParamGroup& group, const DevicePacking::Packed& packed);
   at::Tensor rows_for(ParamGroup& group, Reduction& running);
   void call_reduce_scatter(ParamGroup& group, const Reduction& running, const at::Tensor& input);
   // Null: gradients are sent in the reduce dtype.

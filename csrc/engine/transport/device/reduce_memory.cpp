@@ -8,30 +8,31 @@ namespace fsdp2x {
 ReduceMemory::ReduceMemory(DeviceContext& context)
     : context_(context), buffers_(context.make_buffers("reduce buffer")), segments_(context.make_buffers("segment")) {}
 
-int ReduceMemory::take_buffer(const ParamGroup& group, size_t buffer_bytes) {
+BufferId ReduceMemory::take_buffer(const ParamGroup& group, size_t buffer_bytes) {
   bool is_new = false;
-  const int id = buffers_->acquire(buffer_bytes, group.name(), &is_new);
+  const BufferId id{buffers_->acquire(buffer_bytes, group.name(), &is_new)};
   context_.layer().wait(Lane::compute, *buffer(id).free);
   return id;
 }
 
-void ReduceMemory::give_back_buffer(int id) {
+void ReduceMemory::give_back_buffer(BufferId id) {
   context_.layer().record(*buffer(id).free, Lane::compute);
-  buffers_->release(id);
+  buffers_->release(static_cast<int>(id));
 }
 
-int ReduceMemory::take_segment(const ParamGroup& group, size_t bytes, bool* is_new) {
-  return segments_->acquire(bytes, group.name(), is_new);
+SegmentId ReduceMemory::take_segment(const ParamGroup& group, size_t bytes, bool* is_new) {
+  bool unused = false;
+  return SegmentId{segments_->acquire(bytes, group.name(), is_new != nullptr ? is_new : &unused)};
 }
 
-void ReduceMemory::give_back_segment(int id, Lane lane) {
+void ReduceMemory::give_back_segment(SegmentId id, Lane lane) {
   context_.layer().record(*segment(id).free, lane);
-  segments_->release(id);
+  segments_->release(static_cast<int>(id));
 }
 
-uint64_t ReduceMemory::begin(int buffer_id, Lane lane) {
-  context_.layer().record(*buffer(buffer_id).free, lane);
-  return queue_.begin(buffer_id, buffers_->ledger().bytes_of(buffer_id));
+uint64_t ReduceMemory::begin(BufferId id, Lane lane) {
+  context_.layer().record(*buffer(id).free, lane);
+  return queue_.begin(static_cast<int>(id), buffers_->ledger().bytes_of(static_cast<int>(id)));
 }
 
 size_t ReduceMemory::allowed_before(const ParamGroup& group, size_t bytes) const {
@@ -54,9 +55,9 @@ void ReduceMemory::give_back(const ReductionQueue::Reduction& reduction, bool ha
   for (const int id : reduction.segments) segments_->release(id, has_waited);
 }
 
-void ReduceMemory::retire_segment(int id, uint64_t number, Lane lane) {
+void ReduceMemory::retire_segment(SegmentId id, uint64_t number, Lane lane) {
   context_.layer().record(*segment(id).free, lane);
-  if (!queue_.add_segment(number, id)) segments_->release(id);
+  if (!queue_.add_segment(number, static_cast<int>(id))) segments_->release(static_cast<int>(id));
 }
 
 void ReduceMemory::end() {

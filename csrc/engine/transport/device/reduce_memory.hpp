@@ -12,21 +12,26 @@
 
 namespace fsdp2x {
 
+// Packed gradients of all ranks, and segments of one rank: indices into different pools.
+enum class BufferId : int {};
+enum class SegmentId : int {};
+
 class ReduceMemory {
  public:
   explicit ReduceMemory(DeviceContext& context);
 
-  DeviceBuffer& buffer(int id) { return (*buffers_)[id]; }
-  DeviceBuffer& segment(int id) { return (*segments_)[id]; }
+  DeviceBuffer& buffer(BufferId id) { return (*buffers_)[static_cast<int>(id)]; }
+  DeviceBuffer& segment(SegmentId id) { return (*segments_)[static_cast<int>(id)]; }
   // Takes a buffer that the compute lane may write to. needs_room() must be false.
-  int take_buffer(const ParamGroup& group, size_t buffer_bytes);
+  BufferId take_buffer(const ParamGroup& group, size_t buffer_bytes);
   // Gives a buffer back after the compute lane has waited for its last use.
-  void give_back_buffer(int id);
-  int take_segment(const ParamGroup& group, size_t bytes, bool* is_new);
-  void give_back_segment(int id, Lane lane);
+  void give_back_buffer(BufferId id);
+  // `is_new`: see DeviceBuffers::acquire. Null: the lane that uses it follows the compute lane anyway.
+  SegmentId take_segment(const ParamGroup& group, size_t bytes, bool* is_new = nullptr);
+  void give_back_segment(SegmentId id, Lane lane);
 
   // Notes that a reduction on `lane` reads the buffer. Returns its number.
-  uint64_t begin(int buffer, Lane lane);
+  uint64_t begin(BufferId buffer, Lane lane);
   bool are_on_their_way() const { return queue_.size() > 0; }
   // Returns whether too many reductions are on their way to pack `bytes` of the group's gradients for another one.
   // needs_room_beside() is for the backward that runs next to the last one.
@@ -36,7 +41,7 @@ class ReduceMemory {
   void make_room(const ParamGroup& group, size_t bytes);
   void make_room_beside() { retire(queue_.allowed_beside()); }
   // Gives back written rows together with the reduction's buffer. `lane` is the one that writes them.
-  void retire_segment(int id, uint64_t reduction, Lane lane);
+  void retire_segment(SegmentId id, uint64_t reduction, Lane lane);
   // Orders the compute lane after all reductions and gives their memory back.
   void end();
 
