@@ -68,24 +68,16 @@ std::vector<Param> params_of(const std::vector<ParamTuple>& tuples) {
 }
 
 py::dict stats_of(const Root& root) {
-  static constexpr std::pair<const char*, size_t TransportStats::*> kSums[] = {
-      {"gather_slots_owned", &TransportStats::gather_slots_owned},
-      {"gather_slot_bytes", &TransportStats::gather_slot_bytes},
-      {"peak_gather_bytes", &TransportStats::peak_gather_bytes},
-      {"scratch_slots_owned", &TransportStats::scratch_slots_owned},
-      {"scratch_bytes", &TransportStats::scratch_bytes},
-      {"resident_shard_bytes", &TransportStats::resident_shard_bytes},
-      {"wire_bytes", &TransportStats::wire_bytes},
-      {"transport_allocations", &TransportStats::num_allocations},
-  };
-  TransportStats stats;
-  for (const auto& transport : root.transports()) {
-    const TransportStats part = transport->stats();
-    for (const auto& [name, member] : kSums) stats.*member += part.*member;
-    if (stats.owners.empty() || part.owners != "empty") stats.owners = part.owners;
-  }
+  const TransportStats stats = root.transport_stats();
   py::dict result;
-  for (const auto& [name, member] : kSums) result[name] = stats.*member;
+  result["gather_slots_owned"] = stats.gather_slots_owned;
+  result["gather_slot_bytes"] = stats.gather_slot_bytes;
+  result["peak_gather_bytes"] = stats.peak_gather_bytes;
+  result["scratch_slots_owned"] = stats.scratch_slots_owned;
+  result["scratch_bytes"] = stats.scratch_bytes;
+  result["resident_shard_bytes"] = stats.resident_shard_bytes;
+  result["wire_bytes"] = stats.wire_bytes;
+  result["transport_allocations"] = stats.num_allocations;
   result["owners"] = stats.owners;
   result["gradient_block_allocations"] = root.blocks().num_allocations();
   result["gathers"] = root.counters().gathers;

@@ -59,7 +59,7 @@ Slot SlotLedger::reserve(size_t bytes, const std::string& owner, size_t alignmen
 size_t SlotLedger::index_of(int id) const {
   if (id < 0 || static_cast<size_t>(id) >= slots_.size()) {
     throw Error("slot ledger: slot " + std::to_string(id) + " is not one of the " + std::to_string(slots_.size()) +
-                " slots. Owned now: " + owners());
+                " slots. Owned now: " + listed(owners()));
   }
   return static_cast<size_t>(id);
 }
@@ -70,7 +70,7 @@ SlotLedger::Entry& SlotLedger::owned_entry(int id) {
     throw Error("slot ledger: slot " + std::to_string(id) +
                 (found.reserved ? " is reserved for '" + found.owner + "'"
                                 : " was released twice. Its last owner was '" + found.owner + "'") +
-                ". Owned now: " + owners());
+                ". Owned now: " + listed(owners()));
   }
   return found;
 }
@@ -91,15 +91,20 @@ size_t SlotLedger::num_owned() const {
   return static_cast<size_t>(std::count_if(slots_.begin(), slots_.end(), [](const Entry& e) { return e.owned; }));
 }
 
-std::string SlotLedger::owners() const {
-  std::string text;
+std::vector<std::string> SlotLedger::owners() const {
+  std::vector<std::string> owned;
   for (const Entry& entry : slots_) {
     if (!entry.owned) continue;
-    if (!text.empty()) text += "; ";
-    text +=
-        "slot " + std::to_string(entry.slot.id) + " (" + std::to_string(entry.slot.bytes) + " bytes): " + entry.owner;
+    owned.push_back("slot " + std::to_string(entry.slot.id) + " (" + std::to_string(entry.slot.bytes) +
+                    " bytes): " + entry.owner);
   }
-  return text.empty() ? "empty" : text;
+  return owned;
+}
+
+std::string listed(const std::vector<std::string>& owners) {
+  std::string text;
+  for (const std::string& owner : owners) text += (text.empty() ? "" : "; ") + owner;
+  return text.empty() ? "nothing" : text;
 }
 
 }  // namespace fsdp2x

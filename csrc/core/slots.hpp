@@ -40,8 +40,8 @@ class SlotLedger {
   size_t owned_bytes() const { return owned_bytes_; }
   size_t peak_owned_bytes() const { return peak_owned_bytes_; }
   const Slot& slot(int id) const { return slots_[index_of(id)].slot; }
-  // Returns "slot 0 (4096 bytes): layers.0; slot 3 (8192 bytes): root" or "empty", for errors and tests.
-  std::string owners() const;
+  // Returns the owned slots in words, such as "slot 0 (4096 bytes): layers.0", for errors and tests.
+  std::vector<std::string> owners() const;
 
  private:
   struct Entry {
@@ -62,5 +62,8 @@ class SlotLedger {
   size_t owned_bytes_ = 0;
   size_t peak_owned_bytes_ = 0;
 };
+
+// Lists owners in an error.
+std::string listed(const std::vector<std::string>& owners);
 
 }  // namespace fsdp2x

@@ -91,7 +91,7 @@ TEST(Slots, AReservedOneIsNobodyElses) {
   EXPECT_EQ(ledger.arena_bytes(), kPage);
   EXPECT_EQ(ledger.owned_bytes(), 0u);
   EXPECT_EQ(ledger.num_owned(), 0u);
-  EXPECT_EQ(ledger.owners(), "empty");
+  EXPECT_TRUE(ledger.owners().empty());
   EXPECT_EQ(ledger.acquire(2 * kPage, "c").offset, 3 * kPage);
   EXPECT_EQ(ledger.acquire(kPage, "d").id, free);
   EXPECT_THROW(ledger.release(reserved.id), Error);
@@ -102,12 +102,12 @@ TEST(Slots, AReservedOneIsNobodyElses) {
 
 TEST(Slots, NamesTheOwners) {
   SlotLedger ledger(kPage);
-  EXPECT_EQ(ledger.owners(), "empty");
+  EXPECT_TRUE(ledger.owners().empty());
   ledger.acquire(kPage, "layers.0");
   const int b = ledger.acquire(kPage, "layers.1").id;
   ledger.acquire(2 * kPage, "root");
   ledger.release(b);
-  EXPECT_EQ(ledger.owners(), "slot 0 (4096 bytes): layers.0; slot 2 (8192 bytes): root");
+  EXPECT_EQ(listed(ledger.owners()), "slot 0 (4096 bytes): layers.0; slot 2 (8192 bytes): root");
 }
 
 TEST(Slots, RefusesNonsense) {
@@ -159,7 +159,7 @@ TEST(Slots, RandomHistoriesAreDeterministicAndDisjoint) {
       ASSERT_EQ(one.num_owned(), live.size());
     }
     for (const Slot& slot : live) one.release(slot.id);
-    EXPECT_EQ(one.owners(), "empty");
+    EXPECT_TRUE(one.owners().empty());
     EXPECT_EQ(one.owned_bytes(), 0u);
   }
 }

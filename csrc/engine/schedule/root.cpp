@@ -32,6 +32,12 @@ void Root::add_post_forward(const ParamGroup& group, const std::shared_ptr<Trans
   transport->register_group(group.post_forward());
 }
 
+TransportStats Root::transport_stats() const {
+  TransportStats sums;
+  for (const auto& transport : transports()) sums += transport->stats();
+  return sums;
+}
+
 std::vector<std::shared_ptr<Unit>> Root::units() const {
   std::vector<std::shared_ptr<Unit>> alive;
   for (auto& unit : schedule_.units()) alive.push_back(std::static_pointer_cast<Unit>(std::move(unit)));

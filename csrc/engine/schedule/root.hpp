@@ -31,6 +31,8 @@ class Root : public std::enable_shared_from_this<Root> {
   // Adds the agreement of a process group of the transports or the replicas. Its ranks learn when a pass raises.
   void add_agreement(const std::shared_ptr<Agreement>& agreement) { effects_.add_agreement(agreement); }
   const std::vector<std::shared_ptr<Transport>>& transports() const { return effects_.transports(); }
+  // Returns the sums over the transports.
+  TransportStats transport_stats() const;
   std::vector<std::shared_ptr<Unit>> units() const;
   Schedule& schedule() { return schedule_; }
   const Schedule& schedule() const { return schedule_; }

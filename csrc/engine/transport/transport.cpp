@@ -5,6 +5,19 @@
 
 namespace fsdp2x {
 
+TransportStats& TransportStats::operator+=(const TransportStats& other) {
+  gather_slots_owned += other.gather_slots_owned;
+  gather_slot_bytes += other.gather_slot_bytes;
+  peak_gather_bytes += other.peak_gather_bytes;
+  scratch_slots_owned += other.scratch_slots_owned;
+  scratch_bytes += other.scratch_bytes;
+  resident_shard_bytes += other.resident_shard_bytes;
+  wire_bytes += other.wire_bytes;
+  num_allocations += other.num_allocations;
+  owners.insert(owners.end(), other.owners.begin(), other.owners.end());
+  return *this;
+}
+
 void throw_unfrozen(const ParamGroup& group, size_t param) {
   throw Error("fsdp2x: parameter '" + group.params()[param].fqn() +
               "' was unfrozen while its unit holds unreduced gradients. Change requires_grad between optimizer steps.");

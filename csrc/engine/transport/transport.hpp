@@ -25,7 +25,9 @@ struct TransportStats {
   size_t resident_shard_bytes = 0;  // copies of offloaded shards on a device
   size_t wire_bytes = 0;            // kept for wire formats: encoded weights and rounding errors of gradients
   size_t num_allocations = 0;       // total blocks of memory taken and windows mapped
-  std::string owners;
+  std::vector<std::string> owners;  // of slots, in words
+
+  TransportStats& operator+=(const TransportStats& other);
 };
 
 class Transport {

@@ -70,7 +70,7 @@ class ModelReport:
         if self.stats:
             tail += (
                 f", gather slots owned {self.stats['gather_slots_owned']} "
-                f"(peak {self.stats['peak_gather_bytes']:,} bytes), owners: {self.stats['owners']}"
+                f"(peak {self.stats['peak_gather_bytes']:,} bytes), owners: {'; '.join(self.stats['owners']) or 'none'}"
             )
         return "\n".join([*columns([head, *rows, total]), tail, *self.matrices])
 

@@ -56,7 +56,7 @@ class ModelRank {
     uint64_t state = ++num_calls_;
     const auto add = [&state](uint64_t value) { state = (state ^ value) * 0x100000001b3ULL; };
     for (const SlotLedger* ledger : {&gathers_, &scratches_}) {
-      for (const char letter : ledger->owners()) add(static_cast<uint64_t>(letter));
+      for (const char letter : listed(ledger->owners())) add(static_cast<uint64_t>(letter));
       for (size_t id = 0; id < ledger->num_slots(); ++id) add(ledger->slot(static_cast<int>(id)).num_uses);
     }
     for (const Reduction& reduction : closing_) add(reduction.unit * 1000 + reduction.epoch);

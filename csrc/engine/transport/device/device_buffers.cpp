@@ -4,6 +4,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include "core/error.hpp"
+#include "core/slots.hpp"
 #include "engine/memory/storage.hpp"
 
 namespace fsdp2x {
@@ -43,7 +44,7 @@ int DeviceBuffers::acquire(size_t bytes, const std::string& owner, bool* is_new)
 
 void DeviceBuffers::release(int id, bool has_waited) {
   if (!ledger_.is_owned(id))
-    throw Error("fsdp2x: " + name_ + std::to_string(id) + " was released twice. Owned: " + owners());
+    throw Error("fsdp2x: " + name_ + std::to_string(id) + " was released twice. Owned: " + listed(owners()));
   ledger_.release(id, [&](int unkept) { drop(unkept, has_waited); });
 }
 
@@ -75,16 +76,15 @@ void DeviceBuffers::set_keeps(bool keeps) {
   ledger_.set_keeps(keeps);
 }
 
-std::string DeviceBuffers::owners() const {
-  std::string text;
+std::vector<std::string> DeviceBuffers::owners() const {
+  std::vector<std::string> owned;
   for (size_t i = 0; i < buffers_.size(); ++i) {
     const DeviceBuffer& buffer = *buffers_[i];
     if (!ledger_.is_owned(static_cast<int>(i))) continue;
-    if (!text.empty()) text += "; ";
-    text +=
-        name_ + " " + std::to_string(i) + " (" + std::to_string(buffer.memory.nbytes()) + " bytes): " + buffer.owner;
+    owned.push_back(name_ + " " + std::to_string(i) + " (" + std::to_string(buffer.memory.nbytes()) +
+                    " bytes): " + buffer.owner);
   }
-  return text.empty() ? "empty" : text;
+  return owned;
 }
 
 }  // namespace fsdp2x

@@ -61,7 +61,7 @@ class DeviceBuffers {
 
   const BufferLedger& ledger() const { return ledger_; }
   void forget_peak() { ledger_.forget_peak(); }
-  std::string owners() const;
+  std::vector<std::string> owners() const;  // see SlotLedger::owners
 
  private:
   void open(int id, size_t bytes);
