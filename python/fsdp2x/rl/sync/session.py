@@ -14,6 +14,7 @@ of a target is kept as a value until all buckets are done, so no rank leaves the
 
 from __future__ import annotations
 
+import enum
 import itertools
 import time
 import warnings
@@ -48,6 +49,23 @@ from fsdp2x.rl.sync.wire import describe_wire, layout_digest, lies_in_ring, plan
 from fsdp2x.sharding.transport import check_transport
 
 _numbers = itertools.count()  # numbers of sessions; those of the first rank count
+
+
+class SessionState(enum.Enum):
+    """State of a session, the same on every rank."""
+
+    FRESH = "fresh"  # nothing was committed
+    OPEN = "open"  # a push is running
+    CLEAN = "clean"  # engines hold the last committed version
+    TORN = "torn"  # a push failed, so engines may hold two versions
+    CLOSED = "closed"
+
+
+_MOVES: dict[SessionState, tuple[SessionState, ...]]
+_MOVES = dict.fromkeys(SessionState, (SessionState.OPEN, SessionState.CLOSED))
+# A failed push of an adapter restores the state before it.
+_MOVES[SessionState.OPEN] = tuple(state for state in SessionState if state is not SessionState.OPEN)
+_MOVES[SessionState.CLOSED] = (SessionState.CLOSED,)
 
 
 @checked
@@ -210,7 +228,7 @@ class Session:
             [[ranks.index(rank) for rank in ring] for ring in of_rank] for of_rank in (rings, everywhere[0])
         )
         self._snapshot = Snapshot(plans) if deltas else None
-        self._state = self._state_before = "fresh"
+        self._state = self._state_before = SessionState.FRESH
         self._version: int | str | None = None
         self._rings: dict = {}
         self._has_rings = False
@@ -229,12 +247,12 @@ class Session:
     @property
     def version(self) -> int | str | None:
         """The last committed version. None before the first commit and while engines are torn."""
-        return self._version if self._state == "clean" else None
+        return self._version if self._state is SessionState.CLEAN else None
 
     @property
     def is_torn(self) -> bool:
         """Whether a push failed midway, so that engines may hold weights of two versions."""
-        return self._state == "torn"
+        return self._state is SessionState.TORN
 
     def require_clean(self) -> None:
         """Raises unless engines hold the weights of one version. Use it before generating in this process.
@@ -242,9 +260,9 @@ class Session:
         Raises:
             RuntimeError: a push failed or is running, and no full one was committed since.
         """
-        if self._state in ("open", "torn"):
+        if self._state in (SessionState.OPEN, SessionState.TORN):
             raise RuntimeError(
-                f"fsdp2x.sync: the engine's weights are {self._state}, because a push was not committed. Do not "
+                f"fsdp2x.sync: the engine's weights are {self._state.value}, because a push was not committed. Do not "
                 'generate before push(version=..., mode="full") succeeds.'
             )
 
@@ -273,12 +291,11 @@ class Session:
             plan.begin()
         try:
             self._state_before = self._state
-            self._move("open")
+            self._move(SessionState.OPEN)
             self._settle(version, self._guarded("begin", lambda: self._begin(version, engine_mode)))
             buckets = self._buckets(mode)
             failure = self._guarded("load", lambda: self._target.take(buckets))
-            for _ in buckets if self._gather_error is None else ():
-                pass  # the other ranks are in these gathers
+            drain(buckets)
             if self._gather_error is not None:
                 raise self._gather_error
             self._settle(version, failure)
@@ -291,7 +308,7 @@ class Session:
             raise
         finally:
             self._gather_error = failure = None  # their tracebacks refer to this frame and to the memory of buckets
-        self._move("clean")
+        self._move(SessionState.CLEAN)
         self._version = version
         self._report.seconds = time.perf_counter() - began
         return self._report
@@ -300,7 +317,7 @@ class Session:
         """Releases the engines, which keep their weights, and the memory. Not collective."""
         self._target.close()
         self._rings, self._has_rings, self._snapshot = {}, False, None
-        self._state = "closed"
+        self._move(SessionState.CLOSED)
 
     def __enter__(self) -> Session:
         return self
@@ -334,16 +351,17 @@ class Session:
 
     def _why_not(self, mode: str) -> tuple[str, str] | None:
         """Returns (kind of error, sentence) if this rank cannot push, else None."""
-        if self._state == "closed":
+        if self._state is SessionState.CLOSED:
             return "runtime", "the session is closed. Connect again."
-        if self._state == "open":
+        if self._state is SessionState.OPEN:
             return "runtime", "a push of this session is running in another thread"
         if mode not in ("full", "delta"):
             return "value", f'mode must be "full" or "delta", got {mode!r}'
         if mode == "delta" and self._snapshot is None:
             return "value", "this session keeps no snapshot to compare with. Connect with deltas=True."
-        if mode == "delta" and self._state != "clean":
-            why = "nothing was committed yet" if self._state == "fresh" else "the last push failed, so engines are torn"
+        if mode == "delta" and self._state is not SessionState.CLEAN:
+            is_fresh = self._state is SessionState.FRESH
+            why = "nothing was committed yet" if is_fresh else "the last push failed, so engines are torn"
             return "value", f'{why}. Push mode="full" first.'
         if (step := running_step(self._model)) is not None:
             return "runtime", f"a {step} of the model is running. Push between two steps."
@@ -409,7 +427,7 @@ class Session:
 
     def _tear(self, reason: str, has_changed: bool) -> None:
         """Ends a failed push. ``has_changed``: engines may hold two versions."""
-        self._move("torn" if has_changed else self._state_before)
+        self._move(SessionState.TORN if has_changed else self._state_before)
         try:
             if self._receives:
                 self._target.abort(reason)
@@ -418,15 +436,13 @@ class Session:
 
     def _give_up(self, error: BaseException) -> None:
         """Makes memory and connections again after a failed gather, because ranks may be at different places."""
-        if self._state == "open":
+        if self._state is SessionState.OPEN:
             self._tear(f"a trainer failed: {type(error).__name__}: {error}", has_changed=self._adapter is None)
         self._target.close()
         self._rings, self._has_rings = {}, False
 
-    def _move(self, state: str) -> None:
-        ends = ("clean", "torn") if self._adapter is None else ("clean", "torn", self._state_before)
-        allowed = {"fresh": ("open",), "clean": ("open",), "torn": ("open",), "open": ends, "closed": ()}
-        assert state in allowed[self._state], f"a session that is {self._state} cannot be {state}"
+    def _move(self, state: SessionState) -> None:
+        assert state in _MOVES[self._state], f"a session that is {self._state.value} cannot be {state.value}"
         self._state = state
 
     # ---- buckets
@@ -511,3 +527,9 @@ class Session:
             count = sum(changes.counts[index])
             self._report.num_changed += count
             self._report.bytes_sent += count * (POSITION_BYTES + entry.dtype.itemsize)
+
+
+def drain(buckets: Iterator[PushBucket]) -> None:
+    """Gathers the buckets that this rank's target did not take, because the other ranks wait in these gathers."""
+    for _ in buckets:
+        pass
