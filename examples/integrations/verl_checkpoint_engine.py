@@ -2,13 +2,14 @@
 
 actor_rollout_ref.rollout.checkpoint_engine.backend=fsdp2x
 actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_checkpoint_engine   # on the workers' PYTHONPATH
-+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.fsdp2x.secret=...     # where rollouts run on other hosts too
++actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.fsdp2x.group=gloo     # or nccl: rollouts on other hosts
 """
 
 import asyncio
 import functools
 import queue
 import secrets
+import socket
 
 import ray.util
 import torch
@@ -18,7 +19,7 @@ from verl.workers.engine import FSDPEngine
 
 import fsdp2x
 from fsdp2x.rl.sync.receiver.engine import Receiver
-from fsdp2x.rl.sync.receiver.engine_tcp import TcpReceiver
+from fsdp2x.rl.sync.receiver.engine_group import GroupReceiver
 
 TIMEOUT_S = 300.0
 
@@ -29,31 +30,42 @@ class Fsdp2xCheckpointEngine(CheckpointEngine):
 
     trainer = None  # whose weights verl sends: noted when verl asks for them
 
-    def __init__(self, bucket_size, is_master=None, dtype="bfloat16", secret=None):
-        self.bucket_size, self.is_rollout = bucket_size, is_master is None
-        self.dtype, self.secret = getattr(torch, dtype), secret
-        self.receiver: Receiver | TcpReceiver | None = None
-        self.target: fsdp2x.sync.Peer | None = None
+    def __init__(self, bucket_size, is_master=None, dtype="bfloat16", group=None):
+        self.bucket_size, self.is_master, self.is_rollout = bucket_size, is_master, is_master is None
+        self.dtype, self.group = getattr(torch, dtype), group
+        self.receiver: Receiver | None = None
+        self.target: fsdp2x.sync.Peer | fsdp2x.sync.GroupPeer | None = None
 
     def prepare(self):
-        if not self.is_rollout:
-            return {}
-        # One bucket, so trainers wait for a slow rollout.
-        self.arrived = queue.Queue(maxsize=1)
-        if self.secret is None:
-            self.receiver = Receiver(f"@fsdp2x-verl-{secrets.token_hex(8)}", self._put, timeout_s=TIMEOUT_S)
-        else:
-            address = f"tcp://{ray.util.get_node_ip_address()}:0"
-            self.receiver = TcpReceiver(address, self._put, secret=self.secret, timeout_s=TIMEOUT_S)
-        return {"address": self.receiver.address}
+        """Returns where this process listens: each rollout, or the trainers' master for their group with rollouts."""
+        if self.is_rollout:
+            # One bucket, so trainers wait for a slow rollout.
+            self.arrived = queue.Queue(maxsize=1)
+            if self.group is None:
+                self.receiver = Receiver(f"@fsdp2x-verl-{secrets.token_hex(8)}", self._put, timeout_s=TIMEOUT_S)
+                return {"address": self.receiver.address}
+        elif self.is_master and self.group is not None:
+            host = ray.util.get_node_ip_address()
+            with socket.create_server((host, 0)) as free:
+                return {"address": f"tcp://{host}:{free.getsockname()[1]}"}
+        return {}
 
     @classmethod
     def build_topology(cls, actor_wg_world_size, rollout_world_size, metadata):
-        addresses = [each["address"] for each in metadata[actor_wg_world_size:]]
-        return {"addresses": [addresses] * actor_wg_world_size}, {"addresses": [None] * rollout_world_size}
+        place = {"addresses": [each["address"] for each in metadata if each], "num_rollouts": rollout_world_size}
+        return tuple(
+            {key: [value] * world_size for key, value in place.items()}
+            for world_size in (actor_wg_world_size, rollout_world_size)
+        )
 
-    def init_process_group(self, addresses):
-        self.target = None if addresses is None else fsdp2x.sync.Peer(addresses, secret=self.secret)
+    def init_process_group(self, addresses, num_rollouts):
+        if self.is_rollout:
+            if self.group is not None:
+                self.receiver = GroupReceiver(addresses[0], self._put, timeout_s=TIMEOUT_S)
+        elif self.group is None:
+            self.target = fsdp2x.sync.Peer(addresses)
+        else:
+            self.target = fsdp2x.sync.GroupPeer(addresses[0], num_rollouts, backend=self.group)
 
     async def send_weights(self, weights, global_steps=None):
         """``weights``, verl's generator of gathered parameters, is not drawn from."""

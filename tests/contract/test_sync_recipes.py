@@ -48,7 +48,7 @@ def merged(twin):
 # ---- verl: the backend of examples/integrations, by verl's registry
 
 
-BACKENDS = {"memory": ({}, {}), "tcp": ({"secret": "of trainers and rollouts"}, {}), "lora": ({}, {"merge": True})}
+BACKENDS = {"memory": ({}, {}), "group": ({"group": "gloo"}, {}), "lora": ({}, {"merge": True})}
 
 
 @pytest.mark.parametrize("kind", BACKENDS)

@@ -1,14 +1,12 @@
 """Two GPUs: an engine on the second receives buckets through NCCL, in a group separate from the trainers'."""
 
-import socket
-
 import pytest
 import torch
 
 import fsdp2x
 from engine_process import digests
-from engines import OVER, EngineProcess
-from fsdp2x.sync import Peer
+from engines import EngineProcess, new_address
+from fsdp2x.sync import GroupPeer
 from harness import distributed
 from models import STACK_UNITS, Stack
 from one_gpu import needs_gpu
@@ -27,9 +25,8 @@ def test_an_engine_on_the_second_device(ctx):
 
     torch.cuda.set_device(0)
     model = shard(ctx, Stack(width=64, hidden=96), STACK_UNITS, mesh=init_device_mesh("cuda", (1,)))
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    target = Peer(address, **{**OVER["group"], "group": "nccl"})
+    address = new_address("group")
+    target = GroupPeer(address, 1, backend="nccl")
     with EngineProcess(address, environment={"CUDA_VISIBLE_DEVICES": "1"}) as engine:
         with fsdp2x.sync.connect(model, target, bucket_bytes=20_000, timeout_s=60) as sync:
             for version in range(3):

@@ -24,7 +24,7 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-ENGINE_FILES = ("engine.py", "engine_tcp.py", "engine_group.py", "vllm_worker.py")
+ENGINE_FILES = ("engine.py", "engine_group.py", "vllm_worker.py")
 FOLDER = ROOT / "build" / "vllm"
 WANTED = (HERE / "requirements.txt").read_text()
 TORCH, VLLM = WANTED.split()

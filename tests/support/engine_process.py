@@ -1,6 +1,6 @@
 """An engine in a process of its own, for tests: nothing of fsdp2x but the files that engines are given.
 
-    python engine_process.py PATH_OF_ENGINE_PY ADDRESS BUCKET_IN_WHICH_IT_DIES SECRET
+    python engine_process.py PATH_OF_ENGINE_PY ADDRESS
 
 Answers each line of its standard input with the state of the weights and their digests, as JSON.
 """
@@ -24,23 +24,14 @@ def digests(weights):
     return found
 
 
-def main(path, address, last_bucket, secret):
+def main(path, address):
     sys.path.insert(0, os.path.dirname(path))
-    engine = importlib.import_module("engine")
-    assert "fsdp2x" not in sys.modules
-    weights, num_calls = {}, 0
-
-    def load(items):
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == last_bucket:
-            os._exit(9)
-        weights.update(items)
-
+    weights = {}
     if address.startswith("tcp:"):
-        receiver = importlib.import_module("engine_tcp").TcpReceiver(address, load, secret=secret, timeout_s=20)
+        make = importlib.import_module("engine_group").GroupReceiver
     else:
-        receiver = engine.Receiver(address, load, timeout_s=20)
+        make = importlib.import_module("engine").Receiver
+    receiver = make(address, weights.update, timeout_s=10)
     assert "fsdp2x" not in sys.modules
     print("ready", flush=True)
     while True:
@@ -53,4 +44,4 @@ def main(path, address, last_bucket, secret):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], sys.argv[2])

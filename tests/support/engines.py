@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import threading
@@ -17,13 +18,11 @@ import fsdp2x
 from fsdp2x.io.names import TensorSpec
 from fsdp2x.rl.sync.receiver import engine as engine_file
 from fsdp2x.rl.sync.receiver.engine import Parameters, Receiver
-from fsdp2x.rl.sync.receiver.engine_tcp import TcpReceiver
+from fsdp2x.rl.sync.receiver.engine_group import GroupReceiver
 from fsdp2x.rl.sync.targets.base import PushBucket, WireLayout
-from fsdp2x.sync import Peer, SyncError
+from fsdp2x.sync import GroupPeer, Peer, SyncError
 
-# Routes to receivers: the target's options besides the address.
-SECRET = "of the engines of the tests"
-OVER = {"memory": {}, "device": {"memory": "device"}, "group": {"secret": SECRET}}
+OVER = ("memory", "device", "group")  # routes to receivers
 
 
 def wire(model, **options) -> dict[str, torch.Tensor]:
@@ -87,15 +86,11 @@ class Served:
     """A receiver whose thread polls until the block ends, and no exception ends it before."""
 
     def __init__(self, address, sink, timeout_s=20.0):
-        self.receiver = self.make(address, sink, timeout_s)
+        make = GroupReceiver if address.startswith("tcp:") else Receiver
+        self.receiver = make(address, sink, timeout_s=timeout_s)
         self.versions = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
-
-    def make(self, address, sink, timeout_s):
-        if address.startswith("tcp:"):
-            return TcpReceiver(address, sink, secret=SECRET, timeout_s=timeout_s)
-        return Receiver(address, sink, timeout_s=timeout_s)
 
     def _serve(self):
         while not self._stop.is_set():
@@ -116,7 +111,17 @@ class Served:
 
 
 def new_address(over="memory"):
-    return "tcp://127.0.0.1:0" if "secret" in OVER[over] else f"@fsdp2x-test-{secrets.token_hex(8)}"
+    if over != "group":
+        return f"@fsdp2x-test-{secrets.token_hex(8)}"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+
+
+def target_of(over, addresses, rank=0):
+    """A target that reaches receivers at these addresses, one for all of them over a group."""
+    if over == "group":
+        return GroupPeer(addresses[0], len(addresses), rank=rank)
+    return Peer(addresses, rank=rank, memory="device" if over == "device" else "host")
 
 
 @contextlib.contextmanager
@@ -127,11 +132,13 @@ def peer(ctx, *sinks, rank=0, timeout_s=20.0, over="memory"):
             stack.enter_context(device_handles.installed())
         served = []
         if ctx.rank == rank:
-            served = [stack.enter_context(Served(new_address(over), sink, timeout_s)) for sink in sinks]
+            address = new_address(over)
+            places = [address if over == "group" else new_address() for _ in sinks]
+            made = [Served(place, sink, timeout_s) for place, sink in zip(places, sinks, strict=True)]
+            served = [stack.enter_context(one) for one in made]
         addresses = [[one.receiver.address for one in served]]
         dist.broadcast_object_list(addresses, src=rank)
-        target = Peer(addresses[0], rank=rank, **OVER[over])
-        yield target, (served if len(served) > 1 else served[0]) if served else None
+        yield target_of(over, addresses[0], rank), (served if len(served) > 1 else served[0]) if served else None
 
 
 def push_by_hand(target, tensors, version=1, timeout_s=20.0):
@@ -156,14 +163,14 @@ def push_when_noticed(sync, version):
 
 
 class EngineProcess:
-    """`engine_process.py`, which listens when this returns; a context manager that ends it.
+    """`engine_process.py`, which polls when this returns; a context manager that ends it.
 
     ``prepare(pid)`` makes the network of a process that has one of its own.
     """
 
-    def __init__(self, address, last_bucket=0, prepare=None, environment=None):
+    def __init__(self, address, prepare=None, environment=None):
         script = Path(__file__).with_name("engine_process.py")
-        command = [sys.executable, script, engine_file.__file__, address, str(last_bucket), SECRET]
+        command = [sys.executable, script, engine_file.__file__, address]
         if prepare is not None:
             command = ["unshare", "--net", "sh", "-c", 'read line; exec "$@"', "sh", *command]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

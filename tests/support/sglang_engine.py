@@ -52,7 +52,7 @@ class Member:
     """A worker in a weights-update group, with its own thread.
 
     It joins the group under the names that torch's functions use. SGLang calls these, but a thread in the trainer's
-    process cannot (`test_sync_group.py` calls them). A bucket has no gaps, like SGLang's own.
+    process cannot (`test_sync_sglang.py` calls them). A bucket has no gaps, like SGLang's own.
     """
 
     def __init__(self, about, rank):

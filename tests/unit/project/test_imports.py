@@ -45,7 +45,7 @@ def test_only_one_file_imports_the_engine_and_rooms_never_import_the_package():
 
 def test_import_needs_torch_alone():
     """transformers, peft, yaml and others are imported where they are used, and may be absent."""
-    known = {*sys.stdlib_module_names, "fsdp2x", "torch", "numpy", "engine", "engine_tcp", "engine_group"}
+    known = {*sys.stdlib_module_names, "fsdp2x", "torch", "numpy", "engine", "engine_group"}
     found = {name for path in PACKAGE.rglob("*.py") for name in imports_of(path, only_at_import=True)}
     assert {name.split(".")[0] for name in found} <= known
 

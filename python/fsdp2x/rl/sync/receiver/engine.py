@@ -15,15 +15,15 @@ each with one answer, over a Unix socket. Tensors are in memory files, whose des
 
 A frame is a head (magic, kind, number of descriptors, bytes) and JSON. A delta is ``count`` positions (int64, in the
 flattened tensor), then as many values. Each part begins at a multiple of 8 bytes. Nothing is unpickled. An answer has
-``ok`` or an error's text. An engine generates in state ``initial`` or ``clean`` (a committed version). It does not
-generate while a push is ``open``. If a push ends early, the engine is ``torn`` until a full push. A push of an adapter
-(mode "adapter") changes nothing before its commit. If it ends early, state and adapter do not change.
+``ok`` or an error's text. ``WeightsState`` says when an engine generates. A push of an adapter (mode "adapter")
+changes nothing before its commit. If it ends early, state and adapter do not change.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
+import enum
 import json
 import math
 import mmap
@@ -50,8 +50,30 @@ class WireError(RuntimeError):
     """The other side is gone, is too late, or uses another protocol."""
 
 
+# Engines reject an adapter with this message if their weights already include one.
+MERGED_BASE = (
+    "the weights that were pushed last have an adapter merged in. Push the base alone before an adapter "
+    '(connect(params=lambda name, param: "lora_" not in name)).'
+)
+
+
 class TornWeights(RuntimeError):
     """The engine holds some weights of one version and some of another, so it must not generate."""
+
+
+class WeightsState(enum.Enum):
+    """State of an engine's weights."""
+
+    INITIAL = "initial"  # the engine's own, so it generates
+    CLEAN = "clean"  # a committed version, so it generates
+    OPEN = "open"  # a push is running
+    TORN = "torn"  # a push ended early: nothing is generated until a full push
+
+
+_MOVES: dict[WeightsState, tuple[WeightsState, ...]]
+_MOVES = dict.fromkeys(WeightsState, (WeightsState.OPEN, WeightsState.TORN))
+# A push of an adapter that ends early restores the state before it.
+_MOVES[WeightsState.OPEN] = (WeightsState.CLEAN, WeightsState.TORN, WeightsState.INITIAL)
 
 
 # ---- frames
@@ -116,6 +138,25 @@ def receive_frame(connection: socket.socket, deadline: float) -> tuple[str, dict
     except BaseException:
         close_files(files)
         raise
+
+
+class SocketLine:
+    """A trainer's connection. ``EngineGroup`` of ``engine_group.py`` has the same methods."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+
+    def is_closed(self) -> bool:
+        return is_closed(self.socket)
+
+    def receive(self, deadline: float) -> tuple[str, dict[str, Any], list[int]]:
+        return receive_frame(self.socket, deadline)
+
+    def answer(self, body: Mapping[str, Any], deadline: float) -> None:
+        send_frame(self.socket, _ANSWER, body, deadline)
+
+    def close(self) -> None:
+        self.socket.close()
 
 
 def close_files(files: list[int]) -> None:
@@ -254,13 +295,16 @@ class Receiver:
         keeps_tensors        False: ``load`` copies what it needs. Default True: it gets copies
     """
 
-    def __init__(self, address: str, sink: Any, *, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self, address: str, sink: Any, *, timeout_s: float = 300.0, held: Mapping[str, Any] | None = None
+    ) -> None:
         """Listens at ``address``.
 
         Args:
             address: "@name", which leaves no file, or the path of a socket, which must not exist.
             sink: function or object that takes the weights.
             timeout_s: seconds that a trainer may be silent in the middle of a push.
+            held: ``status`` of a receiver of the same sink, which this one replaces.
 
         Raises:
             OSError: the address is taken.
@@ -269,26 +313,31 @@ class Receiver:
         self._load = sink.load if hasattr(sink, "load") else sink
         self._sink = sink
         self._copies = getattr(sink, "keeps_tensors", True)
-        self._state, self._version, self._reason = "initial", None, ""
+        self._state, self._version, self._reason = WeightsState.INITIAL, None, ""
+        self._is_merged = self._will_be_merged = False  # whether the weights include an adapter
+        if held is not None:
+            self._state, self._version, self._reason = WeightsState(held["state"]), held["version"], held["reason"]
+            self._is_merged = held["is_merged"]
         self._weights = threading.RLock()  # held while generating, and from begin to commit or abort
         self._layout: list[tuple[str, torch.dtype, list[int]]] = []
         self._buffers: list[ReceiveBuffer] = []
-        self._next, self._is_finished = None, False
+        self._next: int | str = ""  # version of this push
+        self._is_finished = False
         self._adapter: dict[str, Any] | None = None  # what the trainer pushes in place of weights
-        self._is_merged = self._will_be_merged = False  # whether the weights include an adapter
         self._staged: dict[str, torch.Tensor] = {}  # tensors of the incoming adapter
         self._install: Any = None  # installs it
-        self._before: tuple[str, Any, str] = ("initial", None, "")  # state, version and session before this push
+        self._before: tuple[WeightsState, Any, str] = (self._state, None, "")  # and session, before this push
         self._session, self._version_of = "", ""  # of the connected trainers, and of those that committed
         self._num_ends = 0  # of pushes, and of trainers' visits
         self._heard_at = 0.0  # time of the last answer
-        self._connection: socket.socket | None = None
+        self._line: Any = None  # to the trainers
         self._listener = self._listen()
 
     @property
     def status(self) -> dict[str, Any]:
-        """``state``, the last committed ``version``, and why the weights are torn."""
-        return {"state": self._state, "version": self._version, "reason": self._reason, "pid": os.getpid()}
+        """``state``, the last committed ``version``, why the weights are torn, and whether they hold an adapter."""
+        about = {"is_merged": self._is_merged, "pid": os.getpid()}
+        return {"state": self._state.value, "version": self._version, "reason": self._reason, **about}
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[int | str | None]:
@@ -298,16 +347,22 @@ class Receiver:
             TornWeights: the weights are not of one version.
         """
         with self._weights:
-            if self._state not in ("initial", "clean"):
+            if self._state not in (WeightsState.INITIAL, WeightsState.CLEAN):
                 raise TornWeights(
-                    f"the weights are {self._state} ({self._reason}). Do not generate until a full push is committed."
+                    f"the weights are {self._state.value} ({self._reason}). Do not generate until a full push is "
+                    "committed."
                 )
             yield self._version
 
     @property
     def sockets(self) -> list[socket.socket]:
         """Sockets that are readable when ``poll`` has work, for engines that also wait for others."""
-        return [self._listener] + ([self._connection] if self._connection is not None else [])
+        return [self._listener] + ([self._line.socket] if self._line is not None else [])
+
+    @property
+    def has_trainer(self) -> bool:
+        """Whether a trainer is connected."""
+        return self._line is not None and not self._line.is_closed()
 
     def poll(self, timeout_s: float = 0.0) -> int | str | None:
         """Answers requests, waiting up to ``timeout_s`` for the first. Once a push begins, stays to its end.
@@ -320,9 +375,8 @@ class Receiver:
             ready, _, _ = select.select(self.sockets, [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
                 return None
-            connection = self._connection
-            if connection is not None and connection in ready:
-                if (version := self._answer_one(connection)) is not None:
+            if self._line is not None and self._line.socket in ready:
+                if (version := self._answer()) is not None:
                     return version
             elif self._listener in ready:
                 self._accept()
@@ -337,7 +391,7 @@ class Receiver:
         Raises:
             WireError: no push begins in ``contact_s`` seconds.
         """
-        if self._connection is not None and is_closed(self._connection):
+        if not self.has_trainer:
             self.release("the trainer has left")
         deadline, num_ends, self._heard_at = time.monotonic() + contact_s, self._num_ends, 0.0
         while self._num_ends == num_ends:
@@ -354,7 +408,7 @@ class Receiver:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.address)
 
-    # methods that `engine_tcp.py` overrides
+    # ---- methods that `engine_group.py` overrides
 
     def _listen(self) -> socket.socket:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -362,46 +416,46 @@ class Receiver:
             listener.listen()
             return listener.dup()
 
-    def _admit(self) -> socket.socket | None:
-        """Returns the connecting trainer, or None for another process."""
-        connection, _ = self._listener.accept()
-        if peer_uid(connection) == os.getuid():
-            return connection
-        return connection.close()
+    def _is_last(self, kind: str) -> bool:
+        """Returns whether the engine goes on after this request. From begin on, it stays to the end of the push."""
+        return self._state is not WeightsState.OPEN
 
     def _map(self, sizes: list[int], files: list[int]) -> list[ReceiveBuffer]:
         if len(files) != len(sizes):
             raise WireError(f"{len(files)} memory files, the layout names {len(sizes)}")
         return [mapped_file(file, size) for file, size in zip(files, sizes, strict=True)]
 
-    def _accept(self) -> None:
-        connection = self._admit()
-        if connection is not None and self._connection is not None:
-            deadline = time.monotonic() + self._timeout_s
-            with connection, contextlib.suppress(WireError):
-                send_frame(connection, _ANSWER, {"ok": False, "error": "another trainer is connected"}, deadline)
-        elif connection is not None:
-            self._connection = connection
+    # ---- requests
 
-    def _answer_one(self, connection: socket.socket) -> int | str | None:
-        """Answers a request. From begin on, answers all to the end of the push."""
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        line = SocketLine(connection)
+        if peer_uid(connection) != os.getuid():
+            line.close()
+        elif self._line is None:
+            self._line = line
+        else:
+            with connection, contextlib.suppress(WireError):
+                answer = {"ok": False, "error": "another trainer is connected"}
+                line.answer(answer, time.monotonic() + self._timeout_s)
+
+    def _answer(self) -> int | str | None:
+        """Answers requests to the last one for now. Returns the version that was committed, if any."""
+        line = self._line
         with contextlib.ExitStack() as held:
             while True:
+                kind, is_committed = "", False
                 try:
-                    kind, body, files = receive_frame(connection, time.monotonic() + self._timeout_s)
+                    kind, body, files = line.receive(time.monotonic() + self._timeout_s)
+                    if kind in ("begin", "abort"):
+                        held.enter_context(self._weights)
+                    answer = self._handle(kind, body, files)
+                    is_committed = kind == "commit" and answer["ok"]
+                    line.answer({**self.status, **answer}, time.monotonic() + self._timeout_s)
                 except WireError as error:
                     self.release(str(error))
-                    return None
-                if kind in ("begin", "abort"):
-                    held.enter_context(self._weights)
-                answer = self._handle(kind, body, files)
-                try:
-                    deadline = time.monotonic() + self._timeout_s
-                    send_frame(connection, _ANSWER, {**self.status, **answer}, deadline)
-                except WireError as error:
-                    self.release(str(error))
-                if self._state != "open" or self._connection is None:
-                    return self._version if kind == "commit" and answer["ok"] else None
+                if self._line is None or self._is_last(kind):
+                    return self._version if is_committed else None
 
     def _handle(self, kind: str, body: dict[str, Any], files: list[int]) -> dict[str, Any]:
         try:
@@ -411,7 +465,7 @@ class Receiver:
             return {"ok": True, **(handle(body, files) or {})}
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            if self._state == "open":
+            if self._state is WeightsState.OPEN:
                 # After a bad bucket the trainers finish their gathers and then abort. Until then, do not generate.
                 self._reason = self._reason or text
                 if kind != "bucket":
@@ -421,15 +475,14 @@ class Receiver:
             self._heard_at = time.monotonic()
             close_files(files)
 
+    def _move(self, state: WeightsState) -> None:
+        if state not in _MOVES[self._state]:
+            raise WireError(f"weights that are {self._state.value} cannot become {state.value}")
+        self._state = state
+
     def _tell_sink(self, method: str, *args: Any) -> None:
         """Calls an optional method of the sink."""
         getattr(self._sink, method, lambda *_: None)(*args)
-
-    @property
-    def _trainer(self) -> socket.socket:
-        """Returns the connection of the current request."""
-        assert self._connection is not None, "requests come over a connection"
-        return self._connection
 
     def _on_hello(self, body: dict[str, Any], files: list[int]) -> None:
         if body["wire"] != WIRE:
@@ -437,6 +490,8 @@ class Receiver:
         self._session = body["session"]
 
     def _on_layout(self, body: dict[str, Any], files: list[int]) -> None:
+        if self._state is WeightsState.OPEN:
+            raise WireError("a layout in the middle of a push")
         layout = [(name, _dtype(dtype), list(shape)) for name, dtype, shape in body["tensors"]]
         self._adapter, self._will_be_merged = body.get("adapter"), body.get("merged", False)
         if self._adapter is None:
@@ -458,30 +513,28 @@ class Receiver:
                 raise NotImplementedError(
                     'this engine takes no deltas, because its sink has no apply_delta. Push mode="full".'
                 )
-            if self._state != "clean" or (self._version, self._version_of) != (body["base"], self._session):
-                held = f"{self._version!r}{'' if self._version_of == self._session else ' of another session'}"
+            is_own = self._version_of == self._session
+            if self._state is not WeightsState.CLEAN or self._version != body["base"] or not is_own:
+                held = f"{self._version!r}{'' if is_own else ' of another session'} and is {self._state.value}"
                 raise ValueError(
-                    f"a delta to version {body['base']!r}, but this engine holds {held} and is {self._state}. Push "
-                    'mode="full".'
+                    f'a delta to version {body["base"]!r}, but this engine holds {held}. Push mode="full".'
                 )
         if mode == "adapter":
-            if self._state == "torn":
+            if self._state is WeightsState.TORN:
                 raise TornWeights(f"the base is torn ({self._reason}). Push all weights before an adapter.")
             if self._is_merged:
-                raise ValueError(
-                    "the weights that were pushed last have an adapter merged in. Push the base alone before an "
-                    'adapter (connect(params=lambda name, param: "lora_" not in name)).'
-                )
+                raise ValueError(MERGED_BASE)
             self._tell_sink("start", mode)
-        self._before, self._staged, self._install = (self._state, self._version, self._version_of), {}, None
-        self._reason, self._is_finished = "", False
-        self._state, self._next = "open", body["version"]
+        before = (self._state, self._version, self._version_of)
+        self._move(WeightsState.OPEN)
+        self._before, self._staged, self._install = before, {}, None
+        self._reason, self._is_finished, self._next = "", False, version
         if mode != "adapter":
             self._tell_sink("start", mode)
 
     def _on_bucket(self, body: dict[str, Any], files: list[int]) -> None:
-        if self._state != "open":
-            raise WireError(f"a bucket while the weights are {self._state}")
+        if self._state is not WeightsState.OPEN:
+            raise WireError(f"a bucket while the weights are {self._state.value}")
         if self._reason:
             return  # an earlier bucket failed; the trainers know it and will abort
         items = []
@@ -502,8 +555,8 @@ class Receiver:
             buffer.release()
 
     def _on_finish(self, body: dict[str, Any], files: list[int]) -> None:
-        if self._state != "open" or self._reason:
-            raise WireError(f"an end of a push while the weights are {self._state} ({self._reason})")
+        if self._state is not WeightsState.OPEN or self._reason:
+            raise WireError(f"an end of a push while the weights are {self._state.value} ({self._reason})")
         if self._adapter is not None:
             missing = next((name for name, _, _ in self._layout if name not in self._staged), None)
             if missing is not None:
@@ -514,15 +567,17 @@ class Receiver:
         self._is_finished = True
 
     def _on_commit(self, body: dict[str, Any], files: list[int]) -> None:
-        if self._state != "open" or not self._is_finished or body["version"] != self._next:
-            raise WireError(f"a commit of {body['version']!r} while the weights are {self._state} ({self._reason})")
+        if self._state is not WeightsState.OPEN or not self._is_finished or body["version"] != self._next:
+            state = f"{self._state.value} ({self._reason})"
+            raise WireError(f"a commit of {body['version']!r} while the weights are {state}")
         if self._install is not None:
             self._install()
         else:
             self._is_merged = self._will_be_merged
             self._tell_sink("drop_adapter")
         self._staged, self._install = {}, None
-        self._state, self._version, self._version_of = "clean", body["version"], self._session
+        self._move(WeightsState.CLEAN)
+        self._version, self._version_of = body["version"], self._session
         self._num_ends += 1
 
     def _on_abort(self, body: dict[str, Any], files: list[int]) -> None:
@@ -535,25 +590,27 @@ class Receiver:
         A failed push of an adapter changed nothing.
         """
         if self._adapter is not None:
-            if self._state == "open":
-                self._state, self._version, self._version_of = self._before
+            if self._state is WeightsState.OPEN:
+                before, self._version, self._version_of = self._before
+                self._move(before)
                 self._staged, self._install, self._reason = {}, None, ""
             return
-        if self._state != "torn":
+        if self._state is not WeightsState.TORN:
             try:
                 self._tell_sink("abort", reason)
             except Exception as error:
                 reason = f"{reason}; and then abort raised {type(error).__name__}: {error}"
-        self._state, self._reason = "torn", self._reason or reason
+            self._move(WeightsState.TORN)
+        self._reason = self._reason or reason
 
     def release(self, reason: str) -> None:
         """Releases the trainer and its memory. A running push is torn."""
-        if self._state == "open":
+        if self._state is WeightsState.OPEN:
             self.tear(f"the trainer is gone in the middle of a push: {reason}")
         self._layout, self._buffers, self._adapter = [], [], None
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        if self._line is not None:
+            self._line.close()
+            self._line = None
             self._num_ends += 1
 
 
@@ -566,9 +623,7 @@ def _dtype(name: str) -> torch.dtype:
 
 # ---- GPU memory that trainers share
 
-# Positions among the arguments of `rebuild_cuda_tensor`.
-_DEVICE = 6
-_SIZE, _STORAGE, _BYTES, _COUNTER, _COUNTER_OFFSET, _EVENT, _EVENT_SYNC = 1, 7, 8, 11, 12, 13, 14
+_SIZE, _OFFSET, _DEVICE, _STORAGE = 1, 3, 6, 7  # positions among the arguments of `rebuild_cuda_tensor`
 
 
 def describe_handle(arguments: tuple) -> dict[str, Any]:
@@ -576,15 +631,9 @@ def describe_handle(arguments: tuple) -> dict[str, Any]:
 
     The GPU's number may differ in another process.
     """
-    return {
-        "uuid": arguments[_DEVICE],
-        "bytes": arguments[_SIZE][0],
-        "offset": arguments[3],
-        "storage": arguments[_STORAGE].hex(),
-        "storage_bytes": [arguments[_BYTES], arguments[_BYTES + 1]],
-        "counter": [arguments[_COUNTER].hex(), arguments[_COUNTER_OFFSET]],
-        "event": [arguments[_EVENT].hex(), bool(arguments[_EVENT_SYNC])],
-    }
+    storage = [one.hex() if isinstance(one, bytes) else one for one in arguments[_STORAGE:]]
+    (num_bytes,) = arguments[_SIZE]
+    return {"uuid": arguments[_DEVICE], "bytes": num_bytes, "offset": arguments[_OFFSET], "storage": storage}
 
 
 def device_of(uuid: str) -> int:
@@ -605,7 +654,5 @@ def device_of(uuid: str) -> int:
 def opened_memory(handle: Mapping[str, Any]) -> torch.Tensor:
     """Returns the flat bytes of a handle. All its readers and writers see the same memory."""
     head = (torch.Tensor, torch.Size([handle["bytes"]]), (1,), handle["offset"], torch.UntypedStorage, torch.uint8)
-    tail = (bytes.fromhex(handle["storage"]), *handle["storage_bytes"], False)
-    counter, event = handle["counter"], handle["event"]
-    tail += (bytes.fromhex(counter[0]), counter[1], bytes.fromhex(event[0]), event[1])
-    return reductions.rebuild_cuda_tensor(*head, device_of(handle["uuid"]), *tail)
+    storage = [bytes.fromhex(one) if isinstance(one, str) else one for one in handle["storage"]]
+    return reductions.rebuild_cuda_tensor(*head, device_of(handle["uuid"]), *storage)

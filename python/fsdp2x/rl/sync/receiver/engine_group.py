@@ -1,10 +1,20 @@
-"""The process group of ``Peer("tcp://...", group=...)``: broadcasts buckets from a trainer's rank to engines.
+"""Engines on other hosts, for both sides: a process group of a trainer's rank, which hosts its store, and the engines.
 
-Needs torch and ``engine.py`` in the same folder. The group is independent: neither side needs a default group, and an
-existing one is not touched. Rank 0 is the trainer's and keeps the store where all connect. Engines get ranks in the
-order in which they connect. If a member is lost, all leave, and the next push makes a new group. Like torch's groups it
-needs no secret and encrypts nothing, so use it inside the network of a cluster. With NCCL, both sides need compatible
-releases.
+    trainer    GroupPeer("tcp://10.0.0.7:7000", num_engines=2)    the group's store listens there
+    engines    GroupReceiver("tcp://10.0.0.7:7000", sink)         polls like a ``Receiver``
+
+Needs torch and ``engine.py`` in the same folder. Requests are those of ``engine.py``: rank 0, the trainer's, broadcasts
+each to all engines, and every engine sends its answer. A bucket's bytes are one more broadcast. The store's keys:
+
+    fsdp2x            the current group as JSON {name, size, backend, timeout_s, num_pushes}; {torn, reason} for
+                      members of a group whose last push failed; "{}" for no group; "" when the store ends
+    NAME/engines      number of engines that came; an engine's number is its rank
+    NAME/refused      why an engine cannot join
+
+The group is independent: neither side needs a default group, and an existing one is not touched. If a member dies,
+hangs, or fails in it, the group ends for all. The next push makes another one, which engines join by themselves. Like
+torch's groups it needs no secret and encrypts nothing. Whoever reaches the store's port can join, so use it inside the
+network of a cluster. NCCL carries buckets only, and needs compatible releases on all members.
 """
 
 from __future__ import annotations
@@ -12,11 +22,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import ipaddress
+import json
 import os
-import secrets
+import queue
+import re
 import socket
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,15 +37,85 @@ import torch
 import torch.distributed as dist
 
 if __package__:
-    from .engine import WireError
+    from .engine import ReceiveBuffer, Receiver, WireError
 else:
-    from engine import WireError
+    from engine import ReceiveBuffer, Receiver, WireError
 
-_GLANCE_S, _LOOK_S = 5e-5, 0.05  # intervals between checks of a broadcast and of its members
+SCHEME = "tcp://"
+CURRENT, NO_GROUP, NO_MORE = "fsdp2x", "{}", ""  # a key of the store, and two of its values
+LOOK_S = 0.05  # interval between looks at the store
+_RETRY_S, _STORE_S = 0.5, 10.0  # interval between attempts to reach a store; limit of its operations
+_MAX_TEXT_BYTES = 1 << 28
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Returns host and port of "tcp://host:port". An IPv6 host is in brackets.
+
+    Raises:
+        ValueError: it is not such an address.
+    """
+    parts = urllib.parse.urlsplit(address)
+    if not address.startswith(SCHEME) or not parts.hostname or parts.port is None:
+        raise ValueError(f'expected an address such as "tcp://10.0.0.7:7000", got {address!r}')
+    return parts.hostname, parts.port
+
+
+def join_address(host: str, port: int) -> str:
+    """Returns "tcp://host:port"."""
+    return f"{SCHEME}[{host}]:{port}" if ":" in host else f"{SCHEME}{host}:{port}"
+
+
+def own_host(others: Sequence[str]) -> str:
+    """Returns the address of this host as hosts ``others`` reach it: one of the network unless all are this host.
+
+    Raises:
+        OSError: one of them is unknown or out of reach.
+    """
+    found = []
+    for other in others:
+        family, kind, _, _, place = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # a datagram socket, so nothing is sent
+            found.append(probe.getsockname()[0])
+    return next((host for host in found if not ipaddress.ip_address(host).is_loopback), found[0])
+
+
+def open_store(host: str, port: int) -> dist.TCPStore:
+    """Returns a store that listens at an address of this host. Port 0 takes a free one.
+
+    Raises:
+        WireError: there is none, because the port is taken or the address is not one of this host.
+    """
+    try:
+        door = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        port, limit = door.getsockname()[1], datetime.timedelta(seconds=_STORE_S)
+        options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": door.detach()}
+        return dist.TCPStore(host, port, timeout=limit, **options)
+    except (OSError, RuntimeError) as error:
+        raise WireError(f"no store of torch.distributed at {host}:{port}: {error}") from error
+
+
+def join_store(host: str, port: int) -> dist.TCPStore:
+    """Returns a connection to a store. A connection serves one thread at a time.
+
+    Raises:
+        WireError: it is out of reach.
+    """
+    try:
+        socket.create_connection((host, port), _STORE_S).close()  # torch would log each attempt that fails
+        return dist.TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=_STORE_S))
+    except (OSError, RuntimeError) as error:
+        raise WireError(f"cannot reach the trainer's store, {host}:{port}: {error}") from error
+
+
+# ---- groups
 
 
 class BroadcastGroup:
-    """A member's view of the group: it first knows the store, then all join at the same time."""
+    """A member's view of a process group: it first knows the store, then all join at the same time.
+
+    If a method raises, this process has left the group. ``deadline`` is in seconds of ``time.monotonic``.
+    """
 
     def __init__(
         self, invitation: Mapping[str, Any], store: dist.TCPStore, host: str, device_index: int | None = None
@@ -42,7 +125,7 @@ class BroadcastGroup:
         Args:
             invitation: ``backend``, "gloo" for CPU memory or "nccl" for a GPU's; ``size``, the number of members; and
                 ``name`` of the group.
-            store: the store of the group.
+            store: a connection to the group's store.
             host: address of this host that the others reach; gloo listens there.
             device_index: the GPU. None: the current one.
 
@@ -53,7 +136,6 @@ class BroadcastGroup:
         self._name = invitation["name"]
         self._store: Any = store  # None after leaving the group
         self._group: Any = None
-        self._has_met = False
         if self._backend == "gloo" and dist.is_gloo_available():
             self.device = torch.device("cpu")
         elif self._backend == "nccl" and dist.is_nccl_available() and torch.cuda.is_available():
@@ -61,69 +143,24 @@ class BroadcastGroup:
         else:
             raise WireError(f"no process group of {self._backend!r} is possible here: its library or a GPU is missing")
 
-    @classmethod
-    def opened(cls, backend: str, num_engines: int, host: str, timeout_s: float) -> tuple[BroadcastGroup, dict]:
-        """Makes the trainer's member and the invitation for engines. ``timeout_s`` limits operations of the store.
-
-        Args:
-            backend: "gloo" or "nccl".
-            num_engines: number of engines.
-            host: address where the store and gloo listen. "" lets the store listen at all addresses of this host.
-            timeout_s: limit of the store's operations in seconds.
-
-        Raises:
-            WireError: this process cannot be a member, or there is no store at ``host``.
-        """
-        try:
-            door = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-            port, limit = door.getsockname()[1], datetime.timedelta(seconds=timeout_s)
-            options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": door.detach()}
-            store = dist.TCPStore(host or "localhost", port, timeout=limit, **options)
-        except (OSError, RuntimeError) as error:
-            raise WireError(f"no store of torch.distributed at {host or 'this host'}: {error}") from error
-        name = f"fsdp2x-{secrets.token_hex(8)}"
-        invitation = {"backend": backend, "size": num_engines + 1, "name": name, "port": port}
-        return cls(invitation, store, host), invitation
-
-    @classmethod
-    def invited(
-        cls, invitation: Mapping[str, Any], trainer: str, host: str, timeout_s: float, device_index: int | None
-    ) -> BroadcastGroup:
-        """Makes an engine's member. ``trainer`` is the address of the trainer's host.
-
-        Raises:
-            WireError: this process cannot be a member, or the trainer's store is out of reach.
-        """
-        try:
-            limit = datetime.timedelta(seconds=timeout_s)
-            store = dist.TCPStore(trainer, invitation["port"], is_master=False, timeout=limit)
-        except RuntimeError as error:
-            raise WireError(f"cannot reach the trainer's store, {trainer}:{invitation['port']}: {error}") from error
-        return cls(invitation, store, host, device_index)
-
-    def join(self, is_trainer: bool, deadline: float, is_lost: Callable[[], bool]) -> None:
+    def join(self, rank: int, deadline: float, is_lost: Callable[[], bool]) -> None:
         """Becomes a member. NCCL's members only connect in their first broadcast.
 
         Raises:
-            WireError: they did not come by ``deadline``, in seconds of ``time.monotonic``, or ``is_lost`` reports that
-                one will not. This process has then left the group.
+            WireError: the others did not come in time, or ``is_lost`` reports that one will not.
         """
-        self._group, reason = self._within(lambda: self._made(self._store, is_trainer, deadline), deadline, is_lost)
-        if reason:
-            self.close()
-            raise WireError(f"no group of {self._size} members by {self._backend}: {reason}")
+        self._group = self._within(lambda _: self._made(self._store, rank, deadline), deadline, is_lost)
 
-    def _made(self, store: dist.TCPStore, is_trainer: bool, deadline: float) -> Any:
+    def _made(self, store: dist.TCPStore, rank: int, deadline: float) -> Any:
         limit, places = _until(deadline), store
         # The prefix of torch's own functions for a group of this name, so that engines that use them can join.
-        for prefix in (self._name, f"{self._name}/", f"{self.device.type}/"):
+        for prefix in (self._name, f"{self._name}/", "cpu/" if self._backend == "gloo" else "cuda/"):
             places = dist.PrefixStore(prefix, places)
         store.set_timeout(limit)
-        rank = 0 if is_trainer else store.add(f"engines of {self._name}", 1)
         if self._backend == "gloo":
             gloo: Any = dist.ProcessGroupGloo  # whose options torch's stubs lack
-            options, device = gloo._Options(), gloo.create_device
-            options._devices = [device(hostname=self._host) if self._host else device()]
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname=self._host)]
             options._timeout, options._threads = limit, 1
             return gloo(places, rank, self._size, options)
         options = dist.ProcessGroupNCCL.Options()
@@ -131,47 +168,27 @@ class BroadcastGroup:
         with _without_watchdog():
             return dist.ProcessGroupNCCL(places, rank, self._size, options)
 
-    def meet(self, deadline: float, is_lost: Callable[[], bool]) -> None:
-        """Broadcasts nothing, so that a group that cannot work is known before weights are at stake.
+    def broadcast(self, data: torch.Tensor, deadline: float, is_lost: Callable[[], bool] = lambda: False) -> None:
+        """Broadcasts rank 0's ``data``, contiguous on ``device``, to all others, and waits.
 
         Raises:
-            WireError: see ``broadcast``.
+            WireError: it failed, was too late, or ``is_lost`` reports a lost member.
         """
-        self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device), deadline, is_lost)
-
-    def broadcast(self, data: torch.Tensor, deadline: float, is_lost: Callable[[], bool]) -> None:
-        """Broadcasts the trainer's ``data``, contiguous bytes on ``device``, to all others. The current stream waits.
-
-        Raises:
-            WireError: it failed, was too late, or ``is_lost`` reports a lost member. This process has then left the
-                group.
-        """
-        work, reason = self._launched(data, deadline, is_lost)
-        if not reason:
-            reason = _wait_until(work.is_completed, deadline, is_lost) or _said(work.wait)[1]
-        if reason:
-            del work  # the error keeps this frame, and the group ends with its last reference
-            self.close()
-            raise WireError(f"a broadcast of {len(data)} bytes failed: {reason}")
-
-    def _launched(self, data: torch.Tensor, deadline: float, is_lost: Callable[[], bool]) -> tuple[Any, str]:
         options = dist.BroadcastOptions()
         options.rootRank, options.timeout = 0, _until(deadline)
-        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        stream = torch.cuda.current_stream(data.device) if data.is_cuda else None
 
-        def launch() -> Any:
+        def act(group: Any) -> None:
             with torch.cuda.stream(stream):  # None changes nothing
-                return self._group.broadcast([data], options)
+                group.broadcast([data], options).wait()
 
-        if self._has_met:
-            return _said(launch)
-        self._has_met = True
-        return self._within(launch, deadline, is_lost)  # in the first one NCCL waits until all have come
+        self._within(act, deadline, is_lost)
 
     def end(self, deadline: float) -> None:
         """Leaves the group after everything sent has arrived. All members do so at the same time."""
         if self._group is not None:
-            self._within(self._group.shutdown, deadline, lambda: False)
+            with contextlib.suppress(WireError):
+                self._within(lambda group: group.shutdown(), deadline)
         self.close()
 
     def close(self) -> None:
@@ -179,63 +196,44 @@ class BroadcastGroup:
         held = [self._group]
         self._group = self._store = None
         if held[0] is not None:
-            _said(held[0].abort)  # gloo's does nothing: its group ends with its object, which waits
+            with contextlib.suppress(Exception):
+                held[0].abort()  # gloo's does nothing: its group ends with its object, which waits
             threading.Thread(target=held.clear, name="fsdp2x-group", daemon=True).start()
 
-    def _within(self, act: Callable[[], Any], deadline: float, is_lost: Callable[[], bool]) -> tuple[Any, str]:
-        """Returns the result of a call that may wait for members without a limit, or why it failed.
+    def _within(self, act: Callable[[Any], Any], deadline: float, is_lost: Callable[[], bool] = lambda: False) -> Any:
+        """Returns what ``act`` does with torch's group, which may wait for members without a limit.
 
-        A thread makes the call, and is abandoned if the call is too late.
+        A thread calls it, and is abandoned if the call is too late. No frame of this one refers to torch's group, which
+        ends with its last reference, because errors keep frames.
         """
         done, found = threading.Event(), []
 
         def run() -> None:
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)
-            found.append(_said(act))
+            try:
+                if self.device.type == "cuda":
+                    torch.cuda.set_device(self.device)
+                found.append((act(self._group), ""))
+            except Exception as error:
+                found.append((None, _reason(error)))
             done.set()
 
         threading.Thread(target=run, name="fsdp2x-group", daemon=True).start()
-        reason = _wait_until(lambda: done.wait(_GLANCE_S), deadline, is_lost)
-        return (None, reason) if reason else found[0]
+        while not done.wait(LOOK_S) and not found:
+            if time.monotonic() > deadline:
+                found.append((None, "not in time: a member hangs or is busy"))
+            elif is_lost():
+                found.append((None, "a member has left or failed"))
+        result, reason = found[0]
+        if reason:
+            self.close()
+            raise WireError(f"the group of {self._size} members by {self._backend} failed: {reason}")
+        return result
 
 
-def common_host(hosts: Sequence[str]) -> str:
-    """Returns where the trainer of a group listens, whom engines know by ``hosts``. "" for several addresses.
-
-    Raises:
-        WireError: one address is local to this host and another is not, so engines could not reach each other.
-    """
-    names = sorted(set(hosts))
-    if len(names) > 1 and any(ipaddress.ip_address(name).is_loopback for name in names):
-        raise WireError(
-            f"engines that know this host as {names} cannot reach each other in a group. Use addresses of the network "
-            "for all of them."
-        )
-    return names[0] if len(names) == 1 else ""
-
-
-def _said(act: Callable[[], Any]) -> tuple[Any, str]:
-    """Returns the result of a call, or why it failed. Keeps no frame of it."""
-    try:
-        return act(), ""
-    except Exception as error:
-        return None, str(error) or type(error).__name__
-
-
-def _wait_until(is_done: Callable[[], bool], deadline: float, is_lost: Callable[[], bool]) -> str:
-    """Waits, and returns why it gave up, or an empty string."""
-    look = time.monotonic() + _LOOK_S
-    while not is_done():
-        now = time.monotonic()
-        if now > deadline:
-            return "not in time: a member hangs or is busy"
-        if now > look:
-            look = now + _LOOK_S
-            if is_lost():
-                return "a member has left or failed"
-        time.sleep(_GLANCE_S)
-    return ""
+def _reason(error: Exception) -> str:
+    """Returns an error's text without gloo's place in its source and advice."""
+    text = re.sub(r"^\[\S+\] ", "", str(error)).partition(". This is typically")[0] or type(error).__name__
+    return "not in time: a member hangs or is busy" if "imed out waiting" in text else text
 
 
 @contextlib.contextmanager
@@ -255,3 +253,201 @@ def _without_watchdog() -> Iterator[None]:
 
 def _until(deadline: float) -> datetime.timedelta:
     return datetime.timedelta(seconds=max(deadline - time.monotonic(), 1e-3))
+
+
+class EngineGroup(BroadcastGroup):
+    """A trainer and engines: a group of gloo for requests and answers, and with NCCL a second one for buckets."""
+
+    def __init__(self, invitation: Mapping[str, Any], place: tuple[str, int], device_index: int | None = None) -> None:
+        """Prepares a member of the group whose store listens at ``place``."""
+        host = own_host([place[0]])
+        super().__init__({**invitation, "backend": "gloo"}, join_store(*place), host)
+        self._buckets: BroadcastGroup | None = None
+        if invitation["backend"] != "gloo":
+            self._buckets = BroadcastGroup(invitation, join_store(*place), host, device_index)
+            self.device = self._buckets.device
+
+    def join(self, rank: int, deadline: float, is_lost: Callable[[], bool]) -> None:
+        """Joins, and broadcasts nothing, so that a group that cannot work is known before weights are at stake."""
+        super().join(rank, deadline, is_lost)
+        if self._buckets is not None:
+            self._buckets.join(rank, deadline, is_lost)
+        self.broadcast_bucket(torch.zeros(1, dtype=torch.uint8, device=self.device), deadline, is_lost)
+
+    def broadcast_bucket(self, *args: Any) -> None:
+        """Broadcasts bytes on ``device``. See ``broadcast``."""
+        (self if self._buckets is None else self._buckets).broadcast(*args)
+
+    def ask(self, kind: str, body: Mapping[str, Any], deadline: float) -> None:
+        """Sends a request to all engines."""
+        for part in _packed({"kind": kind, **body}):
+            self.broadcast(part, deadline)
+
+    def receive(self, deadline: float) -> tuple[str, dict[str, Any], list[int]]:
+        """Returns (kind, body, no descriptors) of a request."""
+        body = self._unpacked(lambda part: self.broadcast(part, deadline))
+        return str(body.pop("kind", "")), body, []
+
+    def answer(self, body: Mapping[str, Any], deadline: float) -> None:
+        """Answers a request."""
+        for part in _packed(body):
+            self._within(lambda group, part=part: group.send([part], 0, 0).wait(_until(deadline)), deadline)
+
+    def hear(self, rank: int, deadline: float) -> dict[str, Any]:
+        """Returns an engine's answer."""
+
+        def fill(part: torch.Tensor) -> None:
+            self._within(lambda group: group.recv([part], rank, 0).wait(_until(deadline)), deadline)
+
+        return self._unpacked(fill)
+
+    def _unpacked(self, fill: Callable[[torch.Tensor], None]) -> dict[str, Any]:
+        """Returns the JSON object of two parts, its size and its bytes."""
+        fill(size := torch.zeros(1, dtype=torch.int64))
+        try:
+            if not 0 < (num_bytes := int(size)) <= _MAX_TEXT_BYTES:
+                raise ValueError(f"{num_bytes} bytes")
+            fill(text := torch.empty(num_bytes, dtype=torch.uint8))
+            if not isinstance(value := json.loads(text.numpy().tobytes()), dict):
+                raise ValueError(f"a {type(value).__name__}")
+            return value
+        except (ValueError, RecursionError) as error:  # RecursionError comes from nested JSON
+            self.close()
+            raise WireError(f"a member sends no JSON object: {error}") from error
+
+    def is_closed(self) -> bool:
+        """Returns whether this process has left the group."""
+        return self._store is None or self._buckets is not None and self._buckets._store is None
+
+    def close(self) -> None:
+        super().close()
+        if self._buckets is not None:
+            self._buckets.close()
+
+
+def _packed(value: Mapping[str, Any]) -> list[torch.Tensor]:
+    text = bytearray(json.dumps(value, separators=(",", ":")).encode())
+    return [torch.tensor([len(text)]), torch.frombuffer(text, dtype=torch.uint8)]
+
+
+# ---- the engine's side
+
+
+class GroupReceiver(Receiver):
+    """A ``Receiver`` for trainers on any host: ``GroupPeer("tcp://host:port", num_engines=...)``.
+
+    A thread looks for the trainers' store, joins their group, and the next one if a group ends. So an engine may start
+    before or after the trainers. In addition to the weights it needs memory for the largest bucket, on the group's
+    device.
+    """
+
+    def __init__(self, address: str, sink: Any, **options: Any) -> None:
+        """Looks for trainers, and does not wait for them.
+
+        Args:
+            address: "tcp://host:port" where the trainers' store listens.
+            sink: function or object that takes the weights.
+            options: those of ``Receiver``.
+
+        Raises:
+            ValueError: another kind of address.
+        """
+        self._place = split_address(address)
+        # The group of a push that begins, or why the last push has torn the weights.
+        self._news: queue.Queue[EngineGroup | str] = queue.Queue()
+        self._ended = threading.Event()
+        # That of this thread, because another one joins.
+        self._device_index = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        super().__init__(address, sink, **options)
+        threading.Thread(target=self._look_for_stores, name="fsdp2x-engine", daemon=True).start()
+
+    def _look_for_stores(self) -> None:
+        while not self._ended.is_set():
+            # Whatever a store holds, the engine goes on.
+            with contextlib.suppress(OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
+                self._follow(join_store(*self._place))
+            self._ended.wait(_RETRY_S)
+
+    def _follow(self, store: dist.TCPStore) -> None:
+        """Joins the groups of a store, one after the other, and reports their pushes to ``poll``."""
+        group, name, num_pushes, is_whole = None, "", 0, False
+        try:
+            while not self._ended.wait(LOOK_S) and (text := store.get(CURRENT).decode()) != NO_MORE:
+                invitation = json.loads(text)
+                if "name" in invitation and invitation["name"] != name:
+                    if group is not None:
+                        group.close()
+                    name, num_pushes = invitation["name"], 0
+                    group = self._joined(store, invitation)
+                    is_whole = group is not None
+                if group is not None and invitation.get("num_pushes", 0) > num_pushes:
+                    num_pushes = invitation["num_pushes"]
+                    self._news.put(group)
+                if is_whole and invitation.get("torn") == name:
+                    is_whole = False
+                    self._news.put(str(invitation["reason"]))
+        finally:
+            if group is not None:
+                group.close()
+
+    def _joined(self, store: dist.TCPStore, invitation: Mapping[str, Any]) -> EngineGroup | None:
+        name, deadline = invitation["name"], time.monotonic() + invitation["timeout_s"]
+        rank = store.add(f"{name}/engines", 1)
+        if rank >= invitation["size"]:
+            return None  # perhaps in place of an engine that is gone: the next group is without that one
+        try:
+            group = EngineGroup(invitation, self._place, self._device_index)
+            group.join(rank, deadline, lambda: json.loads(store.get(CURRENT) or "{}").get("name") != name)
+            return group
+        except (OSError, WireError) as error:
+            store.set(f"{name}/refused", f"engine {rank} at {socket.gethostname()}: {error}")
+            return None
+
+    # ---- what differs from sockets
+
+    def _listen(self) -> None:
+        """Returns no socket, because a thread looks for trainers."""
+
+    @property
+    def sockets(self) -> list[socket.socket]:
+        """None: poll it regularly."""
+        return []
+
+    def _is_last(self, kind: str) -> bool:
+        return kind in ("commit", "abort")  # members follow a push to its end
+
+    def poll(self, timeout_s: float = 0.0) -> int | str | None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if self._line is not None and self._line.is_closed():
+                self.release("the group has ended")
+            try:
+                news = self._news.get(timeout=min(max(deadline - time.monotonic(), 1e-6), LOOK_S))
+            except queue.Empty:
+                if time.monotonic() >= deadline:
+                    return None
+                continue
+            if isinstance(news, str):
+                self.release(news)
+                self.tear(news)
+                continue
+            if self._line is not news:
+                self.release("another group replaces it")
+                self._line = news
+            if (version := self._answer()) is not None:
+                return version
+
+    def _map(self, sizes: list[int], files: list[int]) -> list[ReceiveBuffer]:
+        self._memory = torch.empty(*sizes, dtype=torch.uint8, device=self._line.device)
+        return [ReceiveBuffer(self._memory)]
+
+    def _on_bucket(self, body: dict[str, Any], files: list[int]) -> None:
+        if not self._buffers or not 0 <= body["bytes"] <= len(self._memory):
+            raise WireError(f"a bucket of {body['bytes']} bytes, for which no layout has made room")
+        self._line.broadcast_bucket(self._memory[: body["bytes"]], time.monotonic() + self._timeout_s)
+        super()._on_bucket(body, files)
+
+    def close(self) -> None:
+        """Leaves the trainers and frees their bytes."""
+        self._ended.set()
+        self.release("the engine was closed")

@@ -3,9 +3,9 @@
     vllm serve MODEL --worker-extension-cls fsdp2x.sync.vllm_worker.Fsdp2xWorker      with VLLM_SERVER_DEV_MODE=1
     LLM(MODEL, worker_extension_cls="fsdp2x.sync.vllm_worker.Fsdp2xWorker")
 
-This file, ``engine.py``, ``engine_tcp.py`` and ``engine_group.py`` need torch, the standard library, and vLLM. If
-fsdp2x is not installed, copy them to a folder on the engine's PYTHONPATH, and use ``vllm_worker.Fsdp2xWorker``. It
-follows the code of vLLM 0.32.0. `tests/servers` runs it in that release, on CPUs.
+This file, ``engine.py`` and ``engine_group.py`` need torch, the standard library, and vLLM. If fsdp2x is not installed,
+copy them to a folder on the engine's PYTHONPATH, and use ``vllm_worker.Fsdp2xWorker``. It follows the code of vLLM
+0.32.0. `tests/servers` runs it in that release, on CPUs.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 if __package__:
-    from .engine import Receiver, is_closed
-    from .engine_tcp import SCHEME, TcpReceiver, own_host
+    from .engine import Receiver
+    from .engine_group import GroupReceiver
 else:
-    from engine import Receiver, is_closed
-    from engine_tcp import SCHEME, TcpReceiver, own_host
+    from engine import Receiver
+    from engine_group import GroupReceiver
 
 
 ADAPTER_SCHEME = "fsdp2x://"  # of paths of adapters that workers hold
@@ -60,30 +60,24 @@ class Fsdp2xWorker:
     device: Any  # of the worker that they are added to
 
     @_as_value
-    def fsdp2x_listen(self) -> dict[str, Any]:
-        """Opens this worker's receiver once. Returns where it listens, and what it holds."""
-        if not hasattr(self, "fsdp2x_receiver"):
-            self.fsdp2x_reload = LayerwiseReload(self)
-            address = f"@fsdp2x-vllm-{os.getpid()}-{secrets.token_hex(8)}"
-            self.fsdp2x_receiver = Receiver(address, self.fsdp2x_reload)
-        return self._fsdp2x_address()
+    def fsdp2x_listen(self, group: str | None = None) -> dict[str, Any]:
+        """Opens this worker's receiver once, or lets it join the ``group`` at this address instead.
 
-    @_as_value
-    def fsdp2x_listen_tcp(self, secret: str, trainer: str) -> dict[str, Any]:
-        """Listens for trainers on other hosts instead. ``trainer`` is one of their addresses, which selects ours."""
-        held = self.fsdp2x_receiver
-        if getattr(self, "fsdp2x_secret", None) != secret:
-            if any(not is_closed(connection) for connection in held.sockets[1:]):
+        Returns:
+            Where it listens, what it holds, and values that identify the worker and its host.
+        """
+        held = getattr(self, "fsdp2x_receiver", None)
+        if held is None:
+            self.fsdp2x_reload = LayerwiseReload(self)
+            self.fsdp2x_name = f"@fsdp2x-vllm-{os.getpid()}-{secrets.token_hex(8)}"
+            self.fsdp2x_receiver = held = Receiver(self.fsdp2x_name, self.fsdp2x_reload)
+        if group is not None and group != held.address:
+            if held.has_trainer:
                 raise RuntimeError("another trainer is connected")
             held.close()
-            address = f"{SCHEME}{own_host(trainer)}:0"
-            self.fsdp2x_receiver = TcpReceiver(address, self.fsdp2x_reload, secret=secret, held=held.status)
-            self.fsdp2x_secret = secret
-        return self._fsdp2x_address()
-
-    def _fsdp2x_address(self) -> dict[str, Any]:
-        receiver = self.fsdp2x_receiver
-        return {**receiver.status, "address": receiver.address, "place": place_of_process()}
+            self.fsdp2x_receiver = held = GroupReceiver(group, self.fsdp2x_reload, held=held.status)
+        about = {"address": held.address, "worker": self.fsdp2x_name, "place": place_of_process()}
+        return {**held.status, **about}
 
     @_as_value
     def fsdp2x_receive(self, covers_all: bool, contact_s: float) -> dict[str, Any]:
@@ -106,8 +100,9 @@ class Fsdp2xWorker:
 
     @_as_value
     def fsdp2x_release(self) -> dict[str, Any]:
-        """Releases the trainers' memory."""
-        self.fsdp2x_receiver.release("the trainer's session was closed")
+        """Releases the trainers' memory, and leaves their group."""
+        self.fsdp2x_receiver.close()
+        self.fsdp2x_receiver = Receiver(self.fsdp2x_name, self.fsdp2x_reload, held=self.fsdp2x_receiver.status)
         return self.fsdp2x_receiver.status
 
 

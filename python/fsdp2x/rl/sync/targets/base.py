@@ -145,13 +145,6 @@ class BackgroundCall(threading.Thread):
             self.error = error
 
 
-# Engines reject an adapter with this message if their weights already include one.
-MERGED_BASE = (
-    "the weights that were pushed last have an adapter merged in. Push the base alone before an adapter "
-    '(connect(params=lambda name, param: "lora_" not in name)).'
-)
-
-
 class TargetError(RuntimeError):
     """A target that failed at a known place."""
 
@@ -209,3 +202,38 @@ class EngineTarget:
 
     def close(self) -> None:
         """Releases the engine."""
+
+
+class PipelinedTarget(EngineTarget):
+    """A target whose engines load a bucket while the ranks gather the next one."""
+
+    _delivered: tuple[PushBucket, Callable[[], None]] | None = None  # bucket without an answer, and what waits for it
+    _failure: Failure | None = None
+
+    def _deliver(self, bucket: PushBucket) -> Callable[[], None]:
+        """Gives the bucket to engines. Returns what waits for their answers and raises for one that failed."""
+        raise NotImplementedError
+
+    def take(self, buckets: Iterator[PushBucket]) -> None:
+        self._delivered = self._failure = None
+        for bucket in buckets:
+            self._await_answers()
+            if self._failure is not None:
+                continue  # to the last one, because the other ranks are in these gathers
+            try:
+                self._delivered, bucket.wait = (bucket, self._deliver(bucket)), self._await_answers
+            except Exception as error:
+                self._failure = bucket.failure("load", str(error))
+        self._await_answers()
+        if self._failure is not None:
+            raise TargetError(self._failure)
+
+    def _await_answers(self) -> None:
+        """Waits until all engines have loaded the last bucket, or it is known why not."""
+        if self._delivered is None:
+            return
+        (bucket, wait), self._delivered = self._delivered, None
+        try:
+            wait()
+        except Exception as error:
+            self._failure = bucket.failure("load", str(error))

@@ -8,7 +8,8 @@ from typing import Any, Literal
 import torch
 
 from fsdp2x.base.arguments import checked
-from fsdp2x.rl.sync.targets.base import MERGED_BASE, EngineTarget, PushBucket, TargetError, WireLayout
+from fsdp2x.rl.sync.receiver.engine import MERGED_BASE
+from fsdp2x.rl.sync.targets.base import EngineTarget, PushBucket, TargetError, WireLayout
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 import base64
 import contextlib
 import pickle
+import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -26,18 +27,9 @@ from torch.multiprocessing import reductions
 
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.memory_file import aligned_starts, collect_handed
-from fsdp2x.rl.sync.receiver.engine import WireError
-from fsdp2x.rl.sync.receiver.engine_group import BroadcastGroup, common_host
-from fsdp2x.rl.sync.receiver.engine_tcp import own_host
-from fsdp2x.rl.sync.targets.base import (
-    MERGED_BASE,
-    EngineTarget,
-    Failure,
-    PushBucket,
-    TargetError,
-    WireLayout,
-    refuse_adapters,
-)
+from fsdp2x.rl.sync.receiver.engine import MERGED_BASE, WireError
+from fsdp2x.rl.sync.receiver.engine_group import BroadcastGroup, open_store, own_host
+from fsdp2x.rl.sync.targets.base import PipelinedTarget, PushBucket, WireLayout, refuse_adapters
 from fsdp2x.rl.sync.targets.routes import ControlError, Routes, phase, server_addresses
 from fsdp2x.rl.sync.targets.transports import HandedMemory
 
@@ -45,7 +37,7 @@ _MISSING = "start SGLang 0.5.10 or newer"
 _IDLE_S = 60  # until aborted requests have left the scheduler
 
 
-class Sglang(EngineTarget):
+class Sglang(PipelinedTarget):
     """SGLang servers, by their addresses.
 
         Sglang("http://127.0.0.1:30000")                   whose workers see the GPU of this rank; also a list of them
@@ -98,8 +90,6 @@ class Sglang(EngineTarget):
         self._has_begun = False
         self._asleep: set[str] = set()
         self._pool = self._make_pool()
-        self._sent: tuple[PushBucket, list[Future]] | None = None
-        self._failure: Failure | None = None
         self._adapter: dict[str, Any] | None = None
         self._staged: dict[str, torch.Tensor] = {}
         self._is_merged = self._will_be_merged = False  # whether the servers' weights include an adapter
@@ -134,7 +124,7 @@ class Sglang(EngineTarget):
         refuse_adapters(layout, "SGLang loads adapters by separate requests")
         self._adapter, self._staged, self._swapped = layout.adapter, {}, []
         self._will_be_merged = layout.is_merged
-        self._failure, self._sent, self._has_begun = None, None, False
+        self._has_begun = False
         with phase("begin"):
             for server in self._servers:
                 server.timeout_s = timeout_s
@@ -192,14 +182,18 @@ class Sglang(EngineTarget):
                 for spec, tensor in zip(bucket.specs, bucket.tensors, strict=True):
                     self._staged[spec.name] = tensor.detach().to("cpu", copy=True)
             return
-        for bucket in buckets:
-            self._answered()
-            if self._failure is None and bucket.tensors:
-                self._sent = bucket, self._group.send(bucket) if self._group is not None else self._send(bucket)
-                bucket.wait = self._answered
-        self._answered()
-        if self._failure is not None:
-            raise TargetError(self._failure)
+        super().take(buckets)
+
+    def _deliver(self, bucket: PushBucket) -> Callable[[], None]:
+        send = self._send if self._group is None else self._group.send
+        answers = send(bucket) if bucket.tensors else []
+
+        def wait() -> None:
+            reasons = [str(error) for error in (answer.exception() for answer in answers) if error is not None]
+            if reasons:
+                raise ControlError("; ".join(reasons))
+
+        return wait
 
     def _send(self, bucket: PushBucket) -> list[Future]:
         counts = [self._num_workers[server.name] for server in self._servers]
@@ -212,15 +206,6 @@ class Sglang(EngineTarget):
 
     def _load(self, server: Routes, payloads: list[str]) -> None:
         _ask(server, "/update_weights_from_tensor", {"serialized_named_tensors": payloads, **_BUCKET})
-
-    def _answered(self) -> None:
-        """Waits until all servers have loaded the last bucket, or it is known why not."""
-        if self._sent is None:
-            return
-        (bucket, answers), self._sent = self._sent, None
-        reasons = [str(error) for error in (answer.exception() for answer in answers) if error is not None]
-        if reasons:
-            self._failure = bucket.failure("load", "; ".join(reasons))
 
     def finish(self, version: int | str) -> None:
         if self._adapter is not None:
@@ -283,7 +268,7 @@ class Sglang(EngineTarget):
         if self._adapter is not None:
             return self._restore(self._adapter)
         self._abandon_group()
-        self._answered()
+        self._await_answers()
         for server in self._servers if self._has_begun else ():
             # Some may already run again if another one failed at its commit.
             self._quietly(server, "/pause_generation", {"mode": self._pause})
@@ -409,20 +394,22 @@ class UpdateGroup:
         timeout_s = min(server.timeout_s for server in servers)
         deadline = time.monotonic() + timeout_s
         try:
-            hosts = [own_host(urlsplit(server.name).hostname or "").strip("[]") for server in servers]
-            self._group, invitation = BroadcastGroup.opened(backend, sum(counts), common_host(hosts), timeout_s)
+            host = own_host([urlsplit(server.name).hostname or "" for server in servers])
+            store = open_store(host, 0)
+            self._name, size = f"fsdp2x-{secrets.token_hex(8)}", 1 + sum(counts)
+            self._group = BroadcastGroup({"backend": backend, "size": size, "name": self._name}, store, host)
         except (OSError, WireError) as error:
             raise ControlError(f"no group with {servers[0].name}: {error}") from error
-        self._name = invitation["name"]
-        about = {"master_port": invitation["port"], "world_size": invitation["size"]}
+        about = {"master_address": host, "master_port": store.port, "world_size": size}
+        del store  # errors keep this frame, and the store must end with the group, because servers wait in it
         about |= {"group_name": self._name, "backend": backend}
         answers, rank = [], 1
-        for server, host, count in zip(servers, hosts, counts, strict=True):
-            body = {**about, "master_address": host, "rank_offset": rank}
+        for server, count in zip(servers, counts, strict=True):
+            body = {**about, "rank_offset": rank}
             answers.append(self._ask(server, "/init_weights_update_group", body))
             rank += count
         try:
-            self._group.join(True, deadline, lambda: any(map(_has_failed, answers)))
+            self._group.join(0, deadline, lambda: any(map(_has_failed, answers)))
             reasons = [str(error) for error in (answer.exception() for answer in answers) if error is not None]
         except WireError as error:
             reasons = [str(answer.exception()) for answer in answers if _has_failed(answer)] + [str(error)]

@@ -1,64 +1,38 @@
-"""Delivers buckets to receivers: in memory that receivers on this host map, or by a broadcast to any host."""
+"""What carries buckets to engines: files and GPU memory that engines on this host map, or bytes to broadcast."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.multiprocessing import reductions
 
 from fsdp2x.base import torch_private
-from fsdp2x.base.memory_file import MemoryFile, collect_handed
+from fsdp2x.base.memory_file import MemoryFile
 from fsdp2x.base.native import _C
-from fsdp2x.rl.sync.receiver import engine, engine_group, engine_tcp
+from fsdp2x.rl.sync.receiver import engine
 from fsdp2x.rl.sync.targets.base import PushBucket, WireLayout
 
 DEVICE_ARGUMENT = 6  # of `rebuild_cuda_tensor`: the device's number, which need not be the same in the other process
 
 
-class BucketTransport:
-    """The interface of transports for ``Peer``. One bucket is in transit at a time."""
+class BucketMemory:
+    """Flat ``bytes`` that buckets are copied to, one at a time, and files of the layout in which they need no copy."""
 
-    is_group = False  # receivers are members of a process group; if one is lost, all connect again
-    files: Mapping[int, int] = {}  # descriptors of the layout's files that receivers map, and their numbers
-    memory: torch.Tensor  # flat bytes for a bucket that is in no file; receivers number it after the files
+    files: Mapping[int, int] = {}  # descriptors of the layout's files that engines map, and their numbers
 
-    def prepare(self, layout: WireLayout) -> None:
-        """Prepares the next push."""
-        raise NotImplementedError
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.bytes = memory  # engines number it after the files
 
-    def connect(self, address: str, timeout_s: float) -> socket.socket:
-        """Connects to a receiver of the same user on this host.
-
-        Raises:
-            OSError: there is none.
-        """
-        return connected(address, timeout_s)
-
-    def invite(self, receivers: Collection[socket.socket], timeout_s: float) -> dict[str, Any] | None:
-        """Returns what all receivers get before they ``join`` a group. None if there is no group, or they joined.
-
-        Raises:
-            engine.WireError: no group is possible.
-        """
-        return None
-
-    def join(self, deadline: float, is_lost: Callable[[], bool]) -> None:
-        """Joins the group with the receivers. ``is_lost`` returns True if one of them cannot come.
-
-        Raises:
-            engine.WireError: they did not come in time.
-        """
-
-    def describe_memory(self) -> tuple[dict[str, Any], list[int]]:
-        """Returns a receiver's description of the memory of buckets, and the descriptors to send with it."""
-        raise NotImplementedError
+    def describe(self) -> tuple[dict[str, Any], list[int]]:
+        """Returns what an engine must know of the memory, and the descriptors to send with it."""
+        return {"files": [len(self.bytes)]}, []
 
     def place(self, bucket: PushBucket, indices: Mapping[str, int]) -> dict[str, Any]:
-        """Copies tensors that are in no file of the layout to ``memory``. Returns the body of the bucket's request.
+        """Copies tensors that are in no file of the layout. Returns the body of the bucket's request.
 
         ``indices`` are positions of the names in the layout.
         """
@@ -85,125 +59,41 @@ class BucketTransport:
 
     def _copied(self, tensor: torch.Tensor, begin: int) -> int:
         end = begin + tensor.nbytes
-        self.memory[begin:end].view(tensor.dtype).copy_(tensor.reshape(-1))
+        self.bytes[begin:end].view(tensor.dtype).copy_(tensor.reshape(-1))
         return end
 
-    def deliver(self, deadline: float, is_lost: Callable[[], bool]) -> None:
-        """Sends the placed bucket, after all receivers got the request.
 
-        Raises:
-            engine.WireError: it did not reach all of them.
-        """
-
-    def close(self) -> None:
-        """Frees the memory."""
-
-
-class FileTransport(BucketTransport):
-    """Receivers map the ring that buckets are gathered into.
+class FileMemory(BucketMemory):
+    """Engines map the ring that buckets are gathered into.
 
     Some tensors are not in it: un-fused experts, merged adapters, parameters over several axes, weights on a device,
     and deltas that a process group has gathered. They are copied to a file of this rank.
     """
 
-    def __init__(self) -> None:
-        self._own: MemoryFile | None = None
-        self._sizes: list[int] = []
-
-    def prepare(self, layout: WireLayout) -> None:
-        if self._own is None:
-            self._own = MemoryFile("fsdp2x-sync", layout.spare_bytes)
-            self.memory = self._own.bytes
+    def __init__(self, layout: WireLayout) -> None:
+        self._own = MemoryFile("fsdp2x-sync", layout.spare_bytes)
+        super().__init__(self._own.bytes)
         self.files = {descriptor: number for number, (descriptor, _) in enumerate(layout.files)}
         self._sizes = [*(num_bytes for _, num_bytes in layout.files), self._own.num_bytes]
 
-    def describe_memory(self) -> tuple[dict[str, Any], list[int]]:
-        assert self._own is not None, "prepared before"
+    def describe(self) -> tuple[dict[str, Any], list[int]]:
         return {"files": self._sizes}, [*self.files, self._own.file]
 
-    def close(self) -> None:
-        self._own, self.memory = None, torch.empty(0)
 
+class DeviceMemory(BucketMemory):
+    """Engines on this host map a buffer of this rank's GPU, once for all pushes of a layout."""
 
-class IpcTransport(BucketTransport):
-    """Receivers on this host map a buffer of this rank's GPU, once for all pushes of a layout."""
+    def __init__(self, layout: WireLayout) -> None:
+        self._handed = HandedMemory(accelerator_or_cpu(), room_for(layout))
+        super().__init__(self._handed.bytes)
 
-    def __init__(self) -> None:
-        self._handed: HandedMemory | None = None
-
-    def prepare(self, layout: WireLayout) -> None:
-        if self._handed is None:
-            self._handed = HandedMemory(accelerator_or_cpu(), room_for(layout))
-            self.memory = self._handed.bytes
-
-    def describe_memory(self) -> tuple[dict[str, Any], list[int]]:
-        assert self._handed is not None, "prepared before"
+    def describe(self) -> tuple[dict[str, Any], list[int]]:
         return {"files": [], "device": engine.describe_handle(self._handed.device_handle())}, []
 
     def place(self, bucket: PushBucket, indices: Mapping[str, int]) -> dict[str, Any]:
         body = super().place(bucket, indices)
-        assert self._handed is not None, "prepared before"
         self._handed.synchronize()
         return body
-
-    def close(self) -> None:
-        self._handed, self.memory = None, torch.empty(0)
-        collect_handed()
-
-
-class BroadcastTransport(BucketTransport):
-    """Broadcasts each bucket to all receivers at once, in a process group with them. Requests use TCP."""
-
-    is_group = True
-
-    def __init__(self, secret: str, backend: str, num_engines: int) -> None:
-        self._secret, self._backend, self._num_engines = secret, backend, num_engines
-        self._group: engine_group.BroadcastGroup | None = None
-        self._room, self._num_bytes = 0, 0
-
-    def prepare(self, layout: WireLayout) -> None:
-        self._room = room_for(layout)
-
-    def connect(self, address: str, timeout_s: float) -> socket.socket:
-        connection = socket.create_connection(engine_tcp.split_address(address), timeout_s)
-        try:
-            engine_tcp.set_options(connection)
-            engine_tcp.greet_engine(connection, self._secret, timeout_s)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    def invite(self, receivers: Collection[socket.socket], timeout_s: float) -> dict[str, Any] | None:
-        if self._group is not None:
-            return None
-        host = engine_group.common_host([receiver.getsockname()[0] for receiver in receivers])
-        opened = engine_group.BroadcastGroup.opened(self._backend, self._num_engines, host, timeout_s)
-        self._group, invitation = opened
-        self.memory = torch.empty(self._room, dtype=torch.uint8, device=self._group.device)
-        return invitation
-
-    def join(self, deadline: float, is_lost: Callable[[], bool]) -> None:
-        assert self._group is not None, "invited before"
-        self._group.join(True, deadline, is_lost)
-        self._group.meet(deadline, is_lost)
-
-    def describe_memory(self) -> tuple[dict[str, Any], list[int]]:
-        return {"files": [self._room]}, []
-
-    def place(self, bucket: PushBucket, indices: Mapping[str, int]) -> dict[str, Any]:
-        body = super().place(bucket, indices)
-        self._num_bytes = body["bytes"]
-        return body
-
-    def deliver(self, deadline: float, is_lost: Callable[[], bool]) -> None:
-        assert self._group is not None, "joined before"
-        self._group.broadcast(self.memory[: self._num_bytes], deadline, is_lost)
-
-    def close(self) -> None:
-        if self._group is not None:
-            self._group.close()
-        self._group, self.memory = None, torch.empty(0)
 
 
 def room_for(layout: WireLayout) -> int:
@@ -213,7 +103,11 @@ def room_for(layout: WireLayout) -> int:
 
 
 def connected(address: str, timeout_s: float) -> socket.socket:
-    """Returns a connection to a receiver of the same user on this host."""
+    """Returns a connection to a receiver of the same user on this host.
+
+    Raises:
+        OSError: there is none.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout_s)

@@ -1,26 +1,28 @@
 """``Vllm``: vLLM servers, or an ``LLM`` of this process.
 
     wake weights, pause | begin, buckets, finish, commit | reset caches, label, wake the KV cache, resume
-         control        |   sockets and memory files     |                  control
+         control        |   dialogue with workers        |                  control
 
-Weights go to the receiver of each worker, as with ``Peer``: in memory files on this host, by broadcasts to others. A
-worker has no receive loop: one call of all workers (``fsdp2x_receive``) lasts as long as a push. vLLM accepts no other
-calls meanwhile, so control comes before and after.
+Weights go to the receiver of each worker: in memory files on this host (``Peer``), by broadcasts to others
+(``GroupPeer``). A worker has no receive loop: one call of all workers (``fsdp2x_receive``) lasts as long as a push.
+vLLM accepts no other calls meanwhile, so control comes before and after.
 """
 
 from __future__ import annotations
 
 import contextlib
-import secrets
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from fsdp2x.base.arguments import checked
-from fsdp2x.rl.sync.receiver.engine_tcp import SCHEME, own_host
+from fsdp2x.rl.sync.receiver.engine import WireError
+from fsdp2x.rl.sync.receiver.engine_group import SCHEME, join_address, own_host
 from fsdp2x.rl.sync.receiver.vllm_worker import adapter_path, place_of_process
 from fsdp2x.rl.sync.targets.base import BackgroundCall, EngineTarget, PushBucket, WireLayout, refuse_adapters
+from fsdp2x.rl.sync.targets.dialogue import Dialogue
+from fsdp2x.rl.sync.targets.group_peer import GroupPeer
 from fsdp2x.rl.sync.targets.peer import Peer
 from fsdp2x.rl.sync.targets.routes import ControlError, Routes, phase, server_addresses
 
@@ -34,8 +36,8 @@ class Vllm(EngineTarget):
         Vllm(llm)                                         an LLM of this rank's process; Vllm(None) on ranks without one
 
     Each worker gets full tensors and takes its part (tensor and pipeline parallel). If a server's worker runs on
-    another host, all workers get weights by broadcasts, and requests on a port with a secret that the server's HTTP
-    carries. A commit is labeled ``str(version)``.
+    another host, all workers join a group with this rank (``GroupPeer``) at an address that they get by HTTP. A commit
+    is labeled ``str(version)``.
 
     With ``connect(weights="adapter")`` requests name the adapter. A server takes ``"model": NAME`` and must run with
     ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``. An ``LLM`` with ``enable_lora=True`` takes
@@ -74,8 +76,8 @@ class Vllm(EngineTarget):
             partial: whether parameters that a push omits (``connect(params=...)``) keep the engine's values. Otherwise,
                 and always after ``sleep(2)``, a missing parameter is an error.
             memory: see ``Peer``. ``"device"`` shares a buffer on this rank's GPU, which workers must see, by CUDA IPC.
-            group: see ``Peer``; it also serves workers on this host. None: memory files if all workers run on the host
-                of the rank that talks to them, else ``"gloo"``.
+            group: backend of ``GroupPeer``, also for workers on this host. None: memory files if all workers run on
+                the host of the rank that talks to them, else ``"gloo"``.
 
         Raises:
             TypeError: ``engine`` is of another type.
@@ -98,9 +100,8 @@ class Vllm(EngineTarget):
         self._layout: WireLayout | None = None
         self._adapter: dict[str, Any] | None = None
         self._committed: int | str | None = None  # version of the adapter
-        self._peer: Peer | None = None
-        self._addresses: list[str] = []
-        self._secret = secrets.token_hex()  # for workers on other hosts
+        self._peer: Dialogue | None = None
+        self._known: Any = None  # the workers of ``_peer``
         self._calls: dict[str, BackgroundCall] = {}  # of each engine's workers, during a push
         self._timeout_s, self._is_committing = 0.0, False
 
@@ -264,12 +265,12 @@ class Vllm(EngineTarget):
         self._peer.close()
         if not self._calls:
             self._each_quietly(lambda control: control.call("fsdp2x_release"))
-        self._peer, self._addresses = None, []
+        self._peer = self._known = None
 
     # ---- parts
 
     @property
-    def _workers(self) -> Peer:
+    def _workers(self) -> Dialogue:
         assert self._peer is not None, "begin finds the workers"
         return self._peer
 
@@ -284,38 +285,40 @@ class Vllm(EngineTarget):
         """Returns what the workers of each engine hold. Asks each time, because they may change."""
         answers = {c.name: _values(c.name, c.call("fsdp2x_listen")) for c in self._controls}
         states = {name: {answer["state"] for answer in said} for name, said in answers.items()}
-        here = place_of_process()
         everyone = [answer for said in answers.values() for answer in said]
-        by_tcp = self._group is not None or any(
-            answer["place"] != here or answer["address"].startswith(SCHEME) for answer in everyone
-        )
-        if by_tcp and self._memory == "device":
+        here, group = place_of_process(), self._group
+        if any(answer["place"] != here or answer["address"].startswith(SCHEME) for answer in everyone):
+            group = group or "gloo"
+        known = group, [answer["worker"] for answer in everyone]
+        if known != self._known:
+            if self._peer is not None:
+                self._peer.close()
+            self._peer = self._make_peer(group, [answer["address"] for answer in everyone])
+            self._known = known
+        if isinstance(self._peer, GroupPeer):
+            for control in self._controls:
+                _values(control.name, control.call("fsdp2x_listen", self._peer.listen()))
+        return states
+
+    def _make_peer(self, group: Any, addresses: list[str]) -> Dialogue:
+        if group is None:
+            return Peer(addresses, memory=self._memory)
+        if self._memory == "device":
             raise ControlError(
                 'a worker runs on another host, which does not see this GPU\'s memory. Use memory="host".'
             )
-        if by_tcp:
-            everyone = [answer for control in self._controls for answer in self._listen_tcp(control)]
-        addresses = [answer["address"] for answer in everyone]
-        if addresses != self._addresses:
-            if self._peer is not None:
-                self._peer.close()
-            secret = self._secret if by_tcp else None
-            self._peer = Peer(addresses, secret=secret, memory=self._memory, group=self._group)
-            self._addresses = addresses
-        return states
-
-    def _listen_tcp(self, control: ServerControl | LocalControl) -> list[dict[str, Any]]:
-        """Makes the workers of an engine listen on a port."""
-        if control.host is None:
+        if (far := next((control for control in self._controls if control.host is None), None)) is not None:
             raise ControlError(
-                f"a worker of {control.name} runs on another host or in another network namespace, and reaches no "
-                "memory of this one. Start a server there, and give Vllm its address."
+                f"a worker of {far.name} runs on another host or in another network namespace, and reaches no memory "
+                "of this one. Start a server there, and give Vllm its address."
             )
         try:
-            trainer = own_host(control.host)
-        except OSError as error:
-            raise ControlError(f"{control.name}: cannot reach its host: {error}") from error
-        return _values(control.name, control.call("fsdp2x_listen_tcp", self._secret, trainer))
+            host = own_host([control.host or "" for control in self._controls])
+            peer = GroupPeer(join_address(host, 0), len(addresses), backend=group)
+            peer.listen()
+        except (OSError, WireError) as error:
+            raise ControlError(f"{self._controls[0].name}: cannot reach its host: {error}") from error
+        return peer
 
     def _require_idle(self) -> None:
         self._calls = {name: call for name, call in self._calls.items() if call.is_alive()}
