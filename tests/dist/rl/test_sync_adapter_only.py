@@ -99,13 +99,14 @@ class Faulty(LoraParameters):
         return lambda: (self._fail("commit"), install())
 
 
+@pytest.mark.parametrize("over", ["memory", "group"])
 @distributed(world_sizes=(2,))
-def test_a_failed_push_leaves_the_adapter_of_before(ctx):
+def test_a_failed_push_leaves_the_adapter_of_before(ctx, over):
     """Wherever it fails, all ranks know, and the next push heals. Only a commit leaves two engines at two versions."""
     twin, model = adapted()
     engines = [build("llama"), build("llama")]
     sinks = [LoraParameters(engines[0]), Faulty(engines[1])]
-    with peer(ctx, *sinks) as (target, served):
+    with peer(ctx, *sinks, over=over) as (target, served):
         with fsdp2x.sync.connect(model, target, weights="adapter", timeout_s=20) as sync:
             sync.push(version=0)
             before = logits(twin)

@@ -12,6 +12,7 @@ import fsdp2x
 import memory
 from engines import Store, peer
 from fsdp2x.base.native import _C
+from fsdp2x.rl.sync.receiver.engine_group import EngineGroup
 from fsdp2x.sync import InProcess
 from harness import distributed
 from reference import params, same, shard
@@ -194,3 +195,30 @@ def test_bytes_in_memory_files(ctx, transport):
             same(store.weights, expected)
             # The pages: what rounds the buckets up, and what ranks write of themselves.
             assert wire_bytes <= written <= wire_bytes + len(expected) * _C.ALIGN_BYTES + 2 * mmap.PAGESIZE
+
+
+@distributed(world_sizes=(2,))
+def test_bytes_that_are_broadcast(ctx):
+    """Each bucket once for all engines, from one rank, in a group that is apart from the trainers' own."""
+    model = Routed()
+    expected, wire_bytes = model.wire(torch.bfloat16)
+    shard(ctx, model)
+    stores, default, sizes = [Store(), Store()], dist.group.WORLD, []
+    with peer(ctx, *stores, over="group") as (target, served), pytest.MonkeyPatch.context() as patch:
+        with fsdp2x.sync.connect(model, target, bucket_bytes=600_000, **OPTIONS) as sync:
+            sync.push(version=0)
+            broadcast = EngineGroup.broadcast_bucket
+
+            def count(group, data, *limits):
+                sizes.append(len(data) if group is target._group else 0)
+                broadcast(group, data, *limits)
+
+            patch.setattr(EngineGroup, "broadcast_bucket", count)
+            report = sync.push(version=1)
+        sizes = [size for size in sizes if size]
+        assert report.num_buckets > 1 and len(sizes) == (report.num_buckets if served else 0)
+        assert not served or wire_bytes <= sum(sizes) <= wire_bytes + len(expected) * _C.ALIGN_BYTES
+        for one, store in zip(served or (), stores, strict=bool(served)):
+            assert one.receiver.status["version"] == 1
+            same(store.weights, expected)
+    assert dist.group.WORLD is default

@@ -1,14 +1,17 @@
 """Pushes into SGLang: its sessions and its traps, with one worker and with several, before sessions and with them."""
 
 import contextlib
+import datetime
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import device_handles
 import fsdp2x
 from engines import step, wire
+from fsdp2x.rl.sync.receiver.engine_group import BroadcastGroup, open_store
 from fsdp2x.sync import Sglang, SyncError
 from harness import distributed
 from models import STACK_UNITS, mixed_stack
@@ -111,6 +114,33 @@ def test_a_broadcast_that_a_server_refuses(ctx, route):
             sync.push(version=2)
             holds(servers, wire(model))
             assert [server.generate() for server in servers] == [("2", "2")] * len(servers)
+
+
+@distributed(world_sizes=(3,))
+def test_groups_that_torch_makes(ctx):
+    """Engines that call torch's own functions, as SGLang's do, meet the trainer's rank, which calls none of them."""
+    port, name, data = [None], "update", torch.arange(1000).to(torch.uint8)
+    if ctx.rank == 0:
+        store = open_store("127.0.0.1", 0)
+        port = [store.port]
+    dist.broadcast_object_list(port)
+    if ctx.rank == 0:
+        group = BroadcastGroup({"name": name, "size": 3, "backend": "gloo"}, store, "127.0.0.1")
+        group.join(0, time.monotonic() + 30, lambda: False)
+        group.broadcast(data, time.monotonic() + 30)
+        group.close()
+    else:
+        limit, c10d = datetime.timedelta(seconds=30), dist.distributed_c10d
+        store, rank, size = next(c10d.rendezvous(f"tcp://127.0.0.1:{port[0]}", ctx.rank, 3, timeout=limit))
+        made, _ = c10d._new_process_group_helper(
+            size, rank, [], "gloo", dist.PrefixStore(name, store), group_name=name, timeout=limit
+        )
+        c10d._world.pg_group_ranks[made] = {index: index for index in range(size)}
+        got = torch.zeros_like(data)
+        dist.broadcast(got, src=0, group=made)
+        dist.destroy_process_group(made)
+        assert torch.equal(got, data)
+    dist.barrier()
 
 
 @distributed(world_sizes=(2,))

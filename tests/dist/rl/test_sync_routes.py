@@ -1,28 +1,21 @@
-"""Inference servers that refuse a request or never answer it, in every route of a push.
-
-Every rank raises in time, no server generates meanwhile, and the next push fixes it.
-"""
+"""Inference servers that refuse a request or never answer it, in every route of a push."""
 
 import contextlib
 import http.client
 import json
 import socket
-import time
 from urllib.parse import urlsplit
 
 import pytest
 import test_sync_sglang
 import test_sync_vllm
 import torch.distributed as dist
-from test_sync_deaths import belongings, eventually
+from test_sync_faults import SLACK_S, TIMEOUT_S, belongings, eventually, fails
 
 import fsdp2x
 from engines import step, wire
-from fsdp2x.sync import SyncError
 from harness import distributed
 from http_server import http_server
-
-TIMEOUT_S, SLACK_S = 1.0, 5.0
 
 
 class Silence:
@@ -38,14 +31,12 @@ class Silence:
 
     def answer(self, request, text):
         route = urlsplit(request.path).path.strip("/")
-        route = json.loads(text)["method"] if route == "collective_rpc" else route
-        is_silent = route == self.route
+        is_silent = (json.loads(text)["method"] if route == "collective_rpc" else route) == self.route
         if is_silent and self.how == "refused":
             self.route = None
             return 400, b'{"message": "out of order"}'
         if not is_silent or self.how == "heard":
-            server = http.client.HTTPConnection(self._place)
-            with contextlib.closing(server):
+            with contextlib.closing(http.client.HTTPConnection(self._place)) as server:
                 server.request(request.command, request.path, text, {"Content-Type": "application/json"})
                 answer = server.getresponse()
                 data = answer.read()
@@ -78,65 +69,26 @@ def behind_silence(ctx, target):
         yield type(target)(address[0]), silence
 
 
-def goes_wrong(ctx, sync, silence, route, how, phase, text):
-    """A push of version 1 during which a route does."""
-    if silence:
-        silence.route, silence.how = route, how
-    dist.barrier()
-    sync._timeout_s = TIMEOUT_S  # of this push alone: the others may be slow on a busy machine
-    began = time.monotonic()
-    with pytest.raises(SyncError, match=text) as caught:
-        sync.push(version=1)
-    seconds = time.monotonic() - began
-    sync._timeout_s = 20.0
-    error = caught.value
-    fields = (str(error), error.phase, error.bucket, error.rank)
-    everywhere = [None] * ctx.world
-    dist.all_gather_object(everywhere, fields)
-    assert everywhere == [fields] * ctx.world
-    assert fields[1:] == (phase, 0 if phase == "load" else None, 0)
-    # The rank that talks to the server also tells it that the push has ended.
-    assert TIMEOUT_S * (how != "refused") <= seconds < TIMEOUT_S * (1 + (ctx.rank == 0)) + SLACK_S
-    assert sync.is_torn and sync.version is None
-    dist.barrier()
-
-
+# Phases of the routes. "*": it behaves like another route of its phase, so it is tested with --full.
 SGLANG = {
-    "server_info": "begin",
-    "pause_generation": "begin",
-    "resume_memory_occupation": "begin",
-    "begin_weight_update": "begin",
-    "update_weights_from_tensor": "load",
-    "end_weight_update": "finish",
-    "flush_cache": "commit",
-    "update_weight_version": "commit",
-    "continue_generation": "commit",
-}
+    "server_info": "begin", "pause_generation": "begin*", "resume_memory_occupation": "begin*",
+    "begin_weight_update": "begin", "update_weights_from_tensor": "load", "end_weight_update": "finish*",
+    "flush_cache": "commit", "update_weight_version": "commit*", "continue_generation": "commit*",
+}  # fmt: skip
 VLLM = {
-    "server_info": "begin",
-    "fsdp2x_listen": "begin",
-    "get_world_size": "begin",
-    "is_sleeping": "begin",
-    "wake_up": "begin",
-    "pause": "begin",
-    "fsdp2x_receive": "begin",
-    "reset_prefix_cache": "commit",
-    "reset_encoder_cache": "commit",
-    "update_weight_version": "commit",
-    "resume": "commit",
-}
+    "server_info": "begin", "fsdp2x_listen": "begin", "get_world_size": "begin*", "is_sleeping": "begin*",
+    "wake_up": "begin*", "pause": "begin", "fsdp2x_receive": "begin", "reset_prefix_cache": "commit",
+    "reset_encoder_cache": "commit*", "update_weight_version": "commit*", "resume": "commit*",
+}  # fmt: skip
 # Routes for which a request that was done but not answered matters most.
 HEARD = {"end_weight_update", "continue_generation", "fsdp2x_receive", "resume"}
-# Routes that behave like another route of their phase.
-LIKE_OTHERS = {"pause_generation", "update_weight_version", "get_world_size", "is_sleeping", "wake_up"}
-LIKE_OTHERS |= {"reset_encoder_cache", "resume_memory_occupation", "end_weight_update", "continue_generation", "resume"}
 
 
 def cases():
     """(server, route, how)."""
     found = []
     for server, phases in (("sglang", SGLANG), ("vllm", VLLM)):
-        found += [(server, route, "silent", route not in LIKE_OTHERS) for route in phases]
+        found += [(server, route, "silent", "*" not in phase) for route, phase in phases.items()]
         # A wake that comes twice ends SGLang, and nothing tells whether one came.
         found += [(server, route, "heard", route in HEARD) for route in phases if route != "resume_memory_occupation"]
         found += [(server, route, "refused", True) for route in phases if not route.startswith("fsdp2x")]
@@ -159,24 +111,24 @@ def running(ctx, server):
 def told(server, route, how):
     """(phase, what the error says, whether the server is paused, whether it has the label of the push)."""
     path = "collective_rpc" if route.startswith("fsdp2x") else route
-    phase, text = (SGLANG if server == "sglang" else VLLM)[route], f"does not answer /{path}: timed out"
-    if how == "refused":
-        text = f"answers /{path} with 400: .*out of order"
+    phase = (SGLANG if server == "sglang" else VLLM)[route].strip("*")
+    text = f"answers /{path} with 400: .*out of order" if how == "refused" else f"does not answer /{path}: timed out"
     is_labelled = route in ("continue_generation", "resume") or (route, how) == ("update_weight_version", "heard")
     if server == "sglang":
         return phase, text, route != "server_info" and (route != "pause_generation" or how != "silent"), is_labelled
     is_paused = route in ("fsdp2x_receive", "wake_up") or phase == "commit" or (route, how) == ("pause", "heard")
     # This request lasts as long as a push. The error comes if no server takes it, or if it does not end.
-    if route == "fsdp2x_receive":
-        phase, text = (
-            ("commit", "committed, but did not return within 1 s") if how == "heard" else (phase, "cannot receive in t")
-        )
+    if route == "fsdp2x_receive" and how == "heard":
+        phase, text = "commit", "committed, but did not return within 1 s"
+    elif route == "fsdp2x_receive":
+        text = "cannot receive in t"
     return phase, text, is_paused, is_labelled
 
 
 @pytest.mark.parametrize(("server", "route", "how"), cases())
 @distributed(world_sizes=(2,))
-def test_a_route_that_fails(ctx, server, route, how):
+def test_a_route_of_a_server(ctx, server, route, how):
+    """No server generates with torn weights meanwhile."""
     phase, text, is_paused, is_labelled = told(server, route, how)
     with contextlib.ExitStack() as stack:
         model, target, servers, check = stack.enter_context(running(ctx, server))
@@ -187,15 +139,20 @@ def test_a_route_that_fails(ctx, server, route, how):
         step(model)
         if route in ("resume_memory_occupation", "wake_up"):
             target.sleep()
-        goes_wrong(ctx, sync, silence, route, how, phase, text)
+        if silence:
+            silence.route, silence.how = route, how
+        dist.barrier()
+        sync._timeout_s = TIMEOUT_S  # of this push alone: the others may be slow on a busy machine
+        seconds = fails(ctx, sync, phase, 0 if phase == "load" else None, 0, text, version=1)
+        # The rank that talks to the server also tells it that the push has ended.
+        assert TIMEOUT_S * (how != "refused") <= seconds < TIMEOUT_S * (1 + (ctx.rank == 0)) + SLACK_S
+        dist.barrier()
         for one in servers:
             assert (one.mode is not None) == is_paused, "it generates with torn weights"
             assert one.version == ("1" if is_labelled else "0")
         if route == "fsdp2x_receive":
-            sync._timeout_s = TIMEOUT_S
-            with pytest.raises(SyncError, match="still runs the previous push. Restart it"):
-                sync.push(version=1)
-            sync._timeout_s = 20.0
+            fails(ctx, sync, "begin", None, 0, "still runs the previous push. Restart it", version=1)
+        sync._timeout_s = 20.0
         if silence:
             silence.end()
         dist.barrier()
