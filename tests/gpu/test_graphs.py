@@ -1,7 +1,7 @@
 """One GPU: CUDA graphs of forwards, of complete steps, and of modules between units.
 
 A failed capture makes the process unusable, so each test has fresh processes. FSDP2's captures are no reference. The
-CPU recorder decides what counts as a capture (tests/dist/engine/test_streams_user.py), and this test confirms it.
+CPU recorder decides what counts as a capture (tests/dist/engine/test_streams.py), and this test confirms it.
 """
 
 import copy
