@@ -122,16 +122,19 @@ def test_frozen_weights_under_adapters(ctx, transport):
 
 @distributed(world_sizes=(4,))
 @both_transports
-def test_rows_in_a_smaller_world_after_forward(ctx, transport):
+@pytest.mark.parametrize("num", [1, 3])
+@pytest.mark.parametrize("before_last", ["nothing", "reduce_scatter"])
+def test_replicas_and_several_backwards(ctx, transport, num, before_last):
     only_fsdp2x(ctx)
-    check(shard(ctx, Stack(), STACK_UNITS, transport=transport, reshard_after_forward=2), run_stack)
+    model = shard(ctx, Stack(), STACK_UNITS, transport=transport, mesh=mesh_of("2d", ctx.world))
+    check(model, run_stack, num=num, before_last=before_last)
 
 
 @distributed(world_sizes=(4,))
 @both_transports
-def test_replicas(ctx, transport):
+def test_rows_in_a_smaller_world_after_forward(ctx, transport):
     only_fsdp2x(ctx)
-    check(shard(ctx, Stack(), STACK_UNITS, transport=transport, mesh=mesh_of("2d", ctx.world)), run_stack)
+    check(shard(ctx, Stack(), STACK_UNITS, transport=transport, reshard_after_forward=2), run_stack)
 
 
 @distributed(world_sizes=(1, 3))
@@ -172,16 +175,6 @@ def test_blocks_of_the_host_in_which_gradients_arrive(ctx):
     assert len(groups) < blocks <= len(groups) + 3
 
 
-@distributed(world_sizes=(4,))
-@pytest.mark.parametrize("before_last", ["nothing", "reduce_scatter"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_several_backwards_with_replicas(ctx, transport, before_last):
-    only_fsdp2x(ctx)
-    mesh = mesh_of("2d", ctx.world)
-    model = shard(ctx, Stack(num=4, width=48, hidden=80), UNITS, mesh=mesh, transport=transport)
-    check(model, run_stack, num=3, before_last=before_last)
-
-
 @distributed(world_sizes=(2,))
 def test_gradients_that_are_added_to_on_the_host(ctx):
     """A gradient that arrives on the host has a separate block until it is added."""
@@ -220,15 +213,18 @@ def test_settings_that_move_memory(ctx, setting):
     check(model, run_stack)
 
 
-def check_plan(ctx, model, wrapped, run, *, replicas: int = 1, optimizer: str = "adamw", **options) -> None:
+def check_plan(ctx, mode: str, mesh: str = "1d", **options) -> None:
     """Every number planned for a device equals the one measured on rank 0 after some steps."""
-    mode = options.pop("mode", "none")
-    plan = fsdp2x.memory.plan_memory(model, ctx.world, device="cuda", offload=mode, replicas=replicas,
-                                     optimizer=optimizer, **options)  # fmt: skip
-    trained = wrapped(offload_policy=fsdp2x.HostOffloadPolicy(mode, pin_memory=False), **options)
-    make = {"adamw": fsdp2x.optim.AdamW, "sgd": lambda params: fsdp2x.optim.SGD(params, lr=0.1)}[optimizer]
-    optimizer = make(trained.parameters())
-    check(trained, run, optimizer=optimizer)
+    only_fsdp2x(ctx)
+    streams.install(pack_below_bytes=3000)
+    model = Stack(num=4, width=48, hidden=80)
+    replicas = 2 if mesh == "2d" else 1
+    plan = plan_memory(model, ctx.world, device="cuda", offload=mode, replicas=replicas, auto_wrap=True, **options)
+    policy = fsdp2x.HostOffloadPolicy(mode, pin_memory=False)
+    where = {"mesh": mesh_of(mesh, ctx.world), "transport": "streams", "offload_policy": policy}
+    trained = shard(ctx, copy.deepcopy(model), UNITS, **where, **options)
+    optimizer = fsdp2x.optim.AdamW(trained.parameters())
+    check(trained, run_stack, optimizer=optimizer)
     report = fsdp2x.memory_report(trained, optimizer)
     assert {name: getattr(plan, name) for name in LEDGER} == report.measured or report.rank != 0, f"{plan}\n{report}"
     if report.rank == 0:
@@ -239,45 +235,14 @@ def check_plan(ctx, model, wrapped, run, *, replicas: int = 1, optimizer: str = 
 @pytest.mark.parametrize("mode", ["none", "optimizer", "gradients", "all"])
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"mp_policy": POLICIES["bf16"]}])
 def test_the_plan_of_a_device(ctx, mode, options):
-    only_fsdp2x(ctx)
-    streams.install(pack_below_bytes=3000)
-    model = Stack(num=4, width=48, hidden=80)
-
-    def wrapped(**given):
-        given.pop("auto_wrap")
-        return shard(ctx, copy.deepcopy(model), UNITS, transport="streams", **given)
-
-    check_plan(ctx, model, wrapped, run_stack, mode=mode, auto_wrap=True, **options)
-
-
-@distributed(world_sizes=(2,))
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-@pytest.mark.parametrize("mode", ["none", "gradients"])
-def test_the_plan_of_a_device_for_huggingface_models(ctx, name, mode):
-    only_fsdp2x(ctx)
-    streams.install(pack_below_bytes=2000)
-    model = models.build(name)
-
-    def wrapped(**given):
-        return shard_auto(ctx, copy.deepcopy(model), transport="streams", **given)
-
-    check_plan(ctx, model, wrapped, run_text, mode=mode, optimizer="sgd")
+    check_plan(ctx, mode, **options)
 
 
 @distributed(world_sizes=(4,))
 @pytest.mark.parametrize("mode", ["none", "gradients"])
-@pytest.mark.parametrize("options", [{"replicas": 2}, {"reshard_after_forward": 2}])
+@pytest.mark.parametrize("options", [{"mesh": "2d"}, {"reshard_after_forward": 2}])
 def test_the_plan_of_replicas_and_of_a_smaller_world(ctx, mode, options):
-    only_fsdp2x(ctx)
-    streams.install(pack_below_bytes=3000)
-    model = Stack(num=4, width=48, hidden=80)
-    mesh = mesh_of("2d" if "replicas" in options else "1d", ctx.world)
-
-    def wrapped(**given):
-        given.pop("auto_wrap")
-        return shard(ctx, copy.deepcopy(model), UNITS, transport="streams", mesh=mesh, **given)
-
-    check_plan(ctx, model, wrapped, run_stack, mode=mode, auto_wrap=True, **options)
+    check_plan(ctx, mode, **options)
 
 
 @distributed(world_sizes=(2,))
@@ -340,36 +305,3 @@ def test_gathers_in_place_over_gloo(ctx, policy, setting):
         if setting == "wire format":
             model.set_wire_dtype(weights="int8")
         check(model, lambda one: one(torch.randn(2, 32)).float().square().mean().backward())
-
-
-@distributed(world_sizes=(2,))
-def test_pages_of_shared_memory(ctx):
-    """The plan of all ranks together is what the kernel holds for the engine's shared memory."""
-    only_fsdp2x(ctx)
-    before = set(memory.shared_files())
-    model = shard(ctx, Stack(num=4, width=256, hidden=512), UNITS, transport="shm")
-    plan = fsdp2x.memory_report(model)
-    for _ in range(3):
-        run_stack(model)
-    dist.barrier()
-    (pages,) = [size for inode, size in memory.shared_files().items() if inode not in before]
-    # Shards in fp32 rest in their slots: all of them lie there.
-    planned = ctx.world * (plan.shard_bytes + plan.own_gather_slot_bytes + plan.scratch_bytes)
-    # Rings and records on top; the last page of a slot may never be written.
-    assert planned - 65536 <= pages <= planned + 131072
-
-
-@distributed(world_sizes=(2,))
-@pytest.mark.parametrize("transport", ["shm", "process_group"])
-@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
-def test_plan_of_a_meta_model_is_the_report_of_the_real_one(ctx, transport, name):
-    only_fsdp2x(ctx)
-    for options in ({}, {"reshard_after_forward": False, "mp_policy": POLICIES["bf16"]}, {"auto_wrap": False}):
-        with torch.device("meta"):
-            planned = plan_memory(models.build(name), ctx.world, transport=transport, device="cpu", **options)
-        model = fsdp2x.fully_shard(models.build(name), transport=transport, **options)
-        report = fsdp2x.memory_report(model, torch.optim.AdamW(model.parameters()))
-        if ctx.rank == 0:
-            assert planned == report
-        else:
-            assert planned.shard_bytes == report.shard_bytes and planned.optimizer_bytes >= report.optimizer_bytes
