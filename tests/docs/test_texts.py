@@ -1,4 +1,4 @@
-"""README.md and the pages of docs/ only name existing files, names of the package, keys, commands, and messages."""
+"""README.md and docs/ only name existing files, names, keys, commands, and messages. Their sentences are short."""
 
 import ast
 import functools
@@ -98,6 +98,32 @@ def test_programs_are_programs(name):
             ast.parse(fence.text)
 
 
+# ---- sentences
+
+MAX_WORDS = 35
+# docs/glossary.md has the terms to use instead. Pages of docs/engine keep the terms of the code.
+WORDS = re.compile(
+    r"\b(nobody|whoever|beside|foretold|dear|anew|twins?|mends?|in silence|without a word|is told|are told|of ours|"
+    r"of theirs|of hers|for good|held to|the way out)\b",
+    re.IGNORECASE,
+)
+
+
+def sentences(text):
+    """The prose of a page in sentences, without code and link targets."""
+    blocks = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", without_fences(text))
+    prose = [" ".join(block.split()) for block in blocks if not block.lstrip().startswith(("|", "#", "-" * 3, ":"))]
+    plain = [re.sub(r"`[^`]*`", "X", re.sub(r"\]\([^)]*\)", "]", one)) for one in prose]
+    return [sentence for one in plain for sentence in re.split(r"(?<=[.!?:])\s+", one)]
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name.startswith("docs/") and "/engine/" not in name])
+def test_sentences_are_short_and_plain(name):
+    found = sentences(PAGES[name])
+    assert [one for one in found if len(re.findall(r"[A-Za-z'-]+", one)) > MAX_WORDS] == []
+    assert [one for one in found if WORDS.search(one)] == []
+
+
 # ---- commands that are shown and not run
 
 
@@ -116,7 +142,7 @@ def check_command(command):
 
 
 @each_page
-def test_commands_that_are_shown_could_be_run(name, monkeypatch):
+def test_commands_that_are_shown_could_be_run(name):
     text = PAGES[name]
     shown = [command for fence in fences(text) if fence.language == "bash" for command in commands(fence.text)]
     shown += [code for code in inline_code(text) if code.startswith("make ") and code.split()[1].islower()]
