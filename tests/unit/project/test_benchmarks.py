@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -52,25 +51,6 @@ def test_a_row_below_all_recorded_runs_is_found(history, result):
     (found,) = history.regressions(lines, {"step_cpu_2ranks": result})
     assert found == "step_cpu_2ranks, comm: FSDP2: 4.69x, the 5 runs before had 5.36x and more"
     assert history.regressions(lines[:4], {"step_cpu_2ranks": result}) == []
-
-
-def test_pictures_without_results_are_left_out(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(FOLDER)
-    import draw
-
-    for name, path in {"HERE": ".", "PLOTS": "plots", "CURVE": "none.json", "MEMORY_STEP": "step.svg"}.items():
-        monkeypatch.setattr(draw, name, tmp_path / path)
-    draw.PLOTS.mkdir()
-    draw.PLOTS.joinpath("memory.svg").touch()  # of results that are gone
-    tmp_path.joinpath("README.md").write_text(f"# Title\n\n{draw.BEGIN}\nold\n{draw.END}\n\nText\n")
-    shutil.copy(FOLDER / "results/step_cpu_2ranks.json", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["draw.py", "--results", str(tmp_path)])
-    assert draw.main() == 0
-    assert [file.name for file in draw.PLOTS.iterdir()] == ["speed.svg"]
-    page = tmp_path.joinpath("README.md").read_text()
-    assert page.startswith(f"# Title\n\n{draw.BEGIN}\n\n![Speed of a training step")
-    assert page.endswith(f"(plots/speed.svg)\n\n{draw.END}\n\nText\n")
-    assert "memory.svg is left out: no results of bench_memory.py" in capsys.readouterr().err
 
 
 @pytest.mark.full
