@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.session import close_session
-from harness.tables import thin_out
+from harness.tables import thin_out, world_of
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: slow or exotic; runs with --full")
     config.addinivalue_line("markers", "each_pair: any two values of two arguments meet; otherwise each occurs")
+    config.addinivalue_line("markers", "each_world: every number of ranks; otherwise, of those above two, the smallest")
     config.addinivalue_line("markers", "shows(claim): which claim of gpu/verdict.py a test is about")
     if config.getoption("--verdict"):
         sys.path.append(str(Path(__file__).parent / "gpu"))
@@ -55,13 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
     # Within a file, one world size after the other: fewer pools are alive at a time.
-    items.sort(key=lambda item: (str(item.path), _world(item)))
-
-
-def _world(item: pytest.Item) -> int:
-    callspec = getattr(item, "callspec", None)
-    world = callspec.params.get("world", 0) if callspec is not None else 0
-    return world if isinstance(world, int) else 0
+    items.sort(key=lambda item: (str(item.path), world_of(item)))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -75,6 +75,7 @@ def groups_of_reductions(run) -> set:
 
 @distributed(world_sizes=(2, 3, 4))
 @pytest.mark.parametrize("early", [True, False])
+@pytest.mark.each_world
 def test_a_group_for_reductions(ctx, early):
     only_fsdp2x(ctx)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp")) if ctx.world == 4 else None

@@ -9,15 +9,33 @@ import pytest
 def thin_out(items: list[pytest.Item]) -> None:
     """Keeps enough cases to use each value of each argument, and marks the rest `full`. The world size is an argument.
 
-    For a test marked `each_pair`, the cases cover all pairs of values of two arguments.
+    Of several worlds of more than two ranks, the smallest one stays, unless the test is marked `each_world`. For a test
+    marked `each_pair`, the cases cover all pairs of values of two arguments.
     """
     tests = defaultdict(list)
     for item in items:
         if hasattr(item, "callspec") and not item.get_closest_marker("full"):
             tests[item.path, item.originalname, *item.callspec.params].append(item)
-    for cases in tests.values():
+    for cases in map(_without_larger_worlds, tests.values()):
         for item in set(cases) - _chosen(cases, 2 if cases[0].get_closest_marker("each_pair") else 1):
             item.add_marker("full")
+
+
+def _without_larger_worlds(cases: list[pytest.Item]) -> list[pytest.Item]:
+    worlds = {world_of(item) for item in cases}
+    largest = min((world for world in worlds if world > 2), default=0)
+    if largest == max(worlds) or not largest or cases[0].get_closest_marker("each_world"):
+        return cases
+    for item in cases:
+        if world_of(item) > largest:
+            item.add_marker("full")
+    return [item for item in cases if world_of(item) <= largest]
+
+
+def world_of(item: pytest.Item) -> int:
+    """The number of ranks of a distributed test, or 0."""
+    world = item.callspec.params.get("world", 0) if hasattr(item, "callspec") else 0
+    return world if isinstance(world, int) else 0
 
 
 def _chosen(cases: list[pytest.Item], strength: int) -> set[pytest.Item]:

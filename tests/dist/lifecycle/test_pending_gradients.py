@@ -47,6 +47,7 @@ def held_back(ctx, model, number, before_last, scale=1.0):
 @distributed(world_sizes=(1, 2, 3, 4))
 @pytest.mark.parametrize("before_last", ["nothing", "reduce_scatter"])
 @both_transports
+@pytest.mark.each_world
 def test_zero_grad_of_any_module(ctx, transport, before_last):
     """It clears its gradients, whatever the earlier micro-batch communicated. The next sum has all other gradients."""
     only_fsdp2x(ctx)

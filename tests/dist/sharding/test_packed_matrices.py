@@ -45,6 +45,7 @@ def packed(whole, blocks, mesh, data=None, dim=None):
 
 @distributed(world_sizes=(2, 4, 6))
 @pytest.mark.parametrize(("blocks", "dim"), [(2, None), (4, None), (6, None), (2, 1), (3, 1)])
+@pytest.mark.each_world
 def test_full_tensors_have_the_rows_in_order(ctx, blocks, dim):
     only_fsdp2x(ctx)
     tensor = 1 if ctx.world == 2 else 2

@@ -256,6 +256,7 @@ class Optional(nn.Module):
 @distributed(world_sizes=(2, 3, 4))
 @pytest.mark.parametrize("reshard", [None, False])
 @both_transports
+@pytest.mark.each_world
 def test_units_that_one_rank_alone_has_gradients_of(ctx, transport, reshard):
     """In the middle of a backward, and at its end; over all transports, without a setting; on 4 ranks with replicas."""
     only_fsdp2x(ctx)

@@ -193,3 +193,10 @@ def test_values_of_two_arguments_meet(names, num):
         met = {(case[one], case[other]) for case in stay}
         assert (met == set(itertools.product(axes[one], axes[other]))) == bool(names)
         assert {value for value, _ in met} == set(axes[one]) and {value for _, value in met} == set(axes[other])
+
+
+@pytest.mark.parametrize(("name", "worlds"), [("each_world", {1, 2, 3, 4}), ("none", {1, 2, 3})])
+def test_the_smallest_of_the_larger_worlds_stays(name, worlds):
+    cases = [Case((name,), world=world) for world in (1, 2, 3, 4)]
+    thin_out(cases)
+    assert {case.callspec.params["world"] for case in cases if "full" not in case.names} == worlds
