@@ -48,7 +48,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: build wheel cuda-compiler demo demo-real test test-full test-cpp test-ptx test-real test-vllm lint stub format docs docs-serve docs-shoot bench bench-record sanitize gpu-kernels gpu-test gpu-test-8 gpu-bench clean help
+.PHONY: build wheel cuda-compiler demo demo-real test test-full test-project test-cpp test-ptx test-real test-vllm lint stub format docs docs-serve docs-shoot bench bench-record sanitize gpu-kernels gpu-test gpu-test-8 gpu-bench clean help
 
 help:
 	@echo "make build     .venv with torch $(TORCH_VERSION), the tools and fsdp2x (editable, compiled in build/dev)"
@@ -56,6 +56,7 @@ help:
 	@echo "make demo      the main job on real text, in a few minutes; results in out/demo"
 	@echo "make demo-real  a pretrained chat model from the registry, tuned in 20 minutes; results in out/smollm2"
 	@echo "make test      ctest and pytest; test-full adds the slow tests"
+	@echo "make test-project  the tests of the build, the wheel, the harness, and the pages"
 	@echo "make docs      the site of docs/ in build/site, warnings are errors; docs-serve shows it, docs-shoot draws it"
 	@echo "make lint      ruff, clang-format, imports and pyrefly's types; format applies the first two"
 	@echo "make sanitize  the C++ tests under ASan and UBSan"
@@ -111,21 +112,32 @@ DEMO_ARGS ?=
 demo-real: build
 	$(RUN_PYTHON) examples/smollm2/demo.py $(DEMO_ARGS)
 
+# The model checkers explore every order of the same program: they run again when it has changed, and with CI=1.
+MODELS = build/cpp/tests/cpp/test_shm_model build/cpp/tests/cpp/test_schedule_model
 test-cpp: $(TOOLS)
 	$(CMAKE) -S . -B build/cpp $(CMAKE_FLAGS) -DFSDP2X_BUILD_EXTENSION=OFF -DFSDP2X_BUILD_TESTS=ON
 	$(CMAKE) --build build/cpp
-	$(CTEST) --test-dir build/cpp --output-on-failure --no-tests=error --parallel $(JOBS)
+	if [ -z "$(CI)$(FSDP2X_FULL)" ] && sha256sum --status --check build/cpp/models.passed 2>/dev/null; \
+	then without="-LE model"; fi; \
+	$(CTEST) --test-dir build/cpp --output-on-failure --no-tests=error --parallel $(JOBS) $$without && \
+	sha256sum $(MODELS) > build/cpp/models.passed
 
 # Without tests/ptx, tests/real and tests/servers, which have targets of their own. Several processes, a file to each,
 # where pytest-xdist is there; the files of tests/unit, which are short, come last.
-PYTEST = $(RUN_PYTHON) -m pytest tests --ignore=tests/ptx --ignore=tests/real --ignore=tests/servers \
+PYTEST = $(RUN_PYTHON) -m pytest \
   $$($(RUN_PYTHON) -c 'import xdist; print("-n $(JOBS) --dist loadfile --no-loadscope-reorder")' 2>/dev/null)
+TESTS = tests --ignore=tests/ptx --ignore=tests/real --ignore=tests/servers
+# The build, the wheel, the harness, and pages as sessions: few changes concern them.
+PROJECT_TESTS = tests/unit/project tests/docs/test_pages.py
 test: build test-cpp
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) $(TESTS) $(addprefix --ignore=,$(PROJECT_TESTS)) $(PYTEST_ARGS)
+
+test-project: build
+	$(PYTEST) $(PROJECT_TESTS) $(PYTEST_ARGS)
 
 test-full: export FSDP2X_FULL := 1
 test-full: build test-cpp
-	$(PYTEST) --full $(PYTEST_ARGS)
+	$(PYTEST) $(TESTS) --full $(PYTEST_ARGS)
 
 sanitize: $(TOOLS)
 	$(CMAKE) -S . -B build/sanitize $(CMAKE_FLAGS) -DCMAKE_BUILD_TYPE=RelWithDebInfo -DFSDP2X_SANITIZE=ON \
