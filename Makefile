@@ -48,7 +48,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: build wheel cuda-compiler demo demo-real test test-full test-project test-cpp test-ptx test-real test-vllm lint stub format docs docs-serve docs-shoot bench bench-record sanitize gpu-kernels gpu-test gpu-test-8 gpu-bench clean help
+.PHONY: build wheel cuda-compiler demo demo-real test test-full test-project durations test-cpp test-ptx test-real test-vllm lint stub format docs docs-serve docs-shoot bench bench-record sanitize gpu-kernels gpu-test gpu-test-8 gpu-bench clean help
 
 help:
 	@echo "make build     .venv with torch $(TORCH_VERSION), the tools and fsdp2x (editable, compiled in build/dev)"
@@ -57,6 +57,7 @@ help:
 	@echo "make demo-real  a pretrained chat model from the registry, tuned in 20 minutes; results in out/smollm2"
 	@echo "make test      ctest and pytest; test-full adds the slow tests"
 	@echo "make test-project  the tests of the build, the wheel, the harness, and the pages"
+	@echo "make durations  each folder's share of the time of make test, which CI compares, in tests/durations.json"
 	@echo "make docs      the site of docs/ in build/site, warnings are errors; docs-serve shows it, docs-shoot draws it"
 	@echo "make lint      ruff, clang-format, imports and pyrefly's types; format applies the first two"
 	@echo "make sanitize  the C++ tests under ASan and UBSan"
@@ -134,6 +135,10 @@ test: build test-cpp
 
 test-project: build
 	$(PYTEST) $(PROJECT_TESTS) $(PYTEST_ARGS)
+
+# Records each folder's share of the time, which a complete run with CI=1 compares. On a quiet machine.
+durations: build
+	$(PYTEST) $(TESTS) $(addprefix --ignore=,$(PROJECT_TESTS)) --shares write
 
 test-full: export FSDP2X_FULL := 1
 test-full: build test-cpp

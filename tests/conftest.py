@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.session import close_session
+from harness.shares import watch_shares
 from harness.tables import thin_out, world_of
 
 
@@ -22,6 +23,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--verdict", type=Path, help="tests of a device: end with a page of what they show, in a file, too"
     )
+    parser.addoption(
+        "--shares", choices=("check", "write"), help="compare each folder's share of the time with durations.json"
+    )
     parser.addoption("--fuzz-seed", type=int, default=0, help="of the first program that tests/fuzz draws")
 
 
@@ -35,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from verdict import Verdict
 
         config.pluginmanager.register(Verdict(config.getoption("--verdict")))
+    watch_shares(config)
 
 
 @pytest.hookimpl(wrapper=True)

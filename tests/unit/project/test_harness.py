@@ -15,6 +15,7 @@ from harness import DistributedTestError, RankPool, dist_run, distributed, progr
 from harness.context import Body
 from harness.pool import check
 from harness.session import current_session
+from harness.shares import outgrown
 from harness.tables import thin_out
 
 
@@ -200,3 +201,11 @@ def test_the_smallest_of_the_larger_worlds_stays(name, worlds):
     cases = [Case((name,), world=world) for world in (1, 2, 3, 4)]
     thin_out(cases)
     assert {case.callspec.params["world"] for case in cases if "full" not in case.names} == worlds
+
+
+def test_a_folder_that_outgrows_its_share_is_named():
+    recorded = {"dist/io": 0.8, "unit/io": 0.2}
+    assert outgrown({"dist/io": 60.0, "unit/io": 40.0}, recorded) == [
+        "unit/io: 40.0% of the time of all tests, recorded are 20.0%"
+    ]
+    assert outgrown({"dist/io": 8.0, "unit/io": 2.0, "new": 0.1}, recorded) == []
