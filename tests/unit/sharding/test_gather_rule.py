@@ -41,19 +41,23 @@ def packed_mib(shapes: list[_C.ParamShape], gathers: str, world: int) -> int:
     return _C.packed_segment_bytes(layout, 2**63 if below is None else below) * world // MIB
 
 
-@pytest.mark.parametrize("world", [2, 8, 64, 512])
-def test_grouped_gathers_are_few_large_ones_and_the_rest(world):
-    """All of them take one launch, for every world size."""
-    packed = {name: packed_mib(shapes, "grouped", world) for name, shapes in UNITS.items()}
-    assert packed == {"dense": 16, "experts": EXPERTS_MIB[world], "fused": 0, "tower": 48}
+# A grouped gather takes one launch for every number of ranks. Gathers in turn must outlast a launch, and the latency of
+# that many ranks. How many run at once is not known of other backends, so they gather in one piece.
+PACKED_MIB = [
+    *(("grouped", world, {"dense": 16, "fused": 0, "tower": 48}) for world in EXPERTS_MIB),
+    ("in turn", 2, {"dense": 80, "fused": 0, "tower": 48}),
+    ("in turn", 64, {"dense": 416, "fused": 384, "tower": 48}),
+    ("in turn", 512, {"dense": 416, "fused": 1152, "tower": 1052}),
+    ("unknown", 2, {"dense": 416, "fused": 1152, "tower": 1050}),
+    ("unknown", 64, {"dense": 416, "fused": 1152, "tower": 1050}),
+]
 
 
-@pytest.mark.parametrize(("world", "dense", "fused"), [(2, 80, 0), (8, 80, 0), (64, 416, 384), (512, 416, 1152)])
-def test_gathers_in_turn_are_those_that_outlast_a_launch(world, dense, fused):
-    """A gather must also outlast the latency of that many ranks. At 64, a dense layer gathers nothing alone."""
-    packed = {name: packed_mib(shapes, "in turn", world) for name, shapes in UNITS.items()}
-    tower = 1052 if world == 512 else 48
-    assert packed == {"dense": dense, "experts": EXPERTS_MIB[world], "fused": fused, "tower": tower}
+@pytest.mark.parametrize(("gathers", "world", "expected"), PACKED_MIB)
+def test_what_shares_a_gather(gathers, world, expected):
+    found = {name: packed_mib(shapes, gathers, world) for name, shapes in UNITS.items()}
+    assert found == {**expected, "experts": EXPERTS_MIB[world]}
+    assert (transport.pack_below_bytes(gathers, world) is None) == (gathers == "unknown")
 
 
 def plan_of(shapes: list[_C.ParamShape], gathers: str, world: int) -> tuple[int, int]:
@@ -78,13 +82,6 @@ def test_stacked_experts_are_gathered_by_block_where_that_costs_less_than_copyin
     assert plan_of(STACKED, "unknown", world) == (0, 4608)
     # 5 ranks do not divide 3072 rows evenly.
     assert plan_of([_C.ParamShape(2, 3072, 4096, *TYPES)], "grouped", 5) == (0, 48)
-
-
-@pytest.mark.parametrize("world", [2, 64])
-def test_others_gather_in_one_piece(world):
-    assert transport.pack_below_bytes("unknown", world) is None
-    packed = {name: packed_mib(shapes, "unknown", world) for name, shapes in UNITS.items()}
-    assert packed == {"dense": 416, "experts": EXPERTS_MIB[world], "fused": 1152, "tower": 1050}
 
 
 @pytest.mark.parametrize(
