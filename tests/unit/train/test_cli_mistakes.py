@@ -5,6 +5,7 @@ import functools
 import json
 import logging
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import yaml
 
 from fsdp2x.train import cli
 from fsdp2x.train.cli import main
+from mistakes import faults_of
 from training import settings, write_model, write_text
 
 OVERRIDES = (
@@ -75,9 +77,7 @@ def right(folder):
     }  # fmt: skip
 
 
-COMMANDS = ("train", "export", "convert hf", "convert ranks", "convert dcp", "config explain", "config list",
-            "config translate", "plan", "plan json", "doctor", "selftest")  # fmt: skip
-
+COMMANDS = tuple(right(Path()))
 
 make_parser = functools.cache(cli.make_parser)
 
@@ -169,27 +169,9 @@ def test_one_argument_is_wrong(world, name, capfd, caplog, monkeypatch):
     for words in cases(name, world):
         if any(word.endswith(FINE.get(name, ())) for word in words[1:]) and FINE.get(name):
             continue
-        caplog.clear()
         shutil.rmtree(world / "out", ignore_errors=True)
         shutil.rmtree(world / "new", ignore_errors=True)
-        try:
-            status = main(words)
-        except SystemExit as stop:
-            status = stop.code
-        except BaseException as error:
-            status = error
-        said = capfd.readouterr()
-        lines = said.err.strip().splitlines()
-        problems = []
-        if isinstance(status, BaseException):
-            problems.append(f"raised {type(status).__name__}: {status}")
-        elif status == 0:
-            problems.append("was taken")
-        elif not lines or "error: " not in lines[-1]:
-            problems.append(f"ended with {lines[-1:]}")
-        if any(record.exc_info for record in caplog.records) or "Traceback" in said.err:
-            problems.append(f"traceback: {[r.exc_info[1] for r in caplog.records if r.exc_info]}")
-        if problems:
+        if faults := faults_of(words, capfd, caplog):
             shown = " ".join(word.replace(str(world), "") for word in words)
-            wrong.append(f"{shown}\n    {'; '.join(problems)}")
+            wrong.append(f"{shown}\n    {'; '.join(faults)}")
     assert not wrong, "\n".join(wrong)
