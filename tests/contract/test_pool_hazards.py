@@ -106,29 +106,6 @@ def test_02_moving_the_sharded_model(ctx, transport):
     assert_pooled(model)
 
 
-@distributed(world_sizes=(2,))
-def test_03_optimizer_made_before_sharding(ctx):
-    """It still holds the old parameters. The new ones are never replaced, so any way of rebinding works."""
-    model = Stack()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    old = dict(model.named_parameters())
-    shard(ctx, model, STACK_UNITS)
-    new = dict(model.named_parameters())
-    assert list(old) == list(new) and not any(old[name] is new[name] for name in old)
-    # As accelerate does it: by name.
-    for group in optimizer.param_groups:
-        names = [next(name for name, param in old.items() if param is held) for held in group["params"]]
-        group["params"] = [new[name] for name in names]
-    before = params(model)
-    step(ctx, model, optimizer)
-    model.state_dict()
-    model.load_state_dict(model.state_dict())
-    step(ctx, model, optimizer)
-    assert all(param is new[name] for name, param in model.named_parameters())
-    assert all(not torch.equal(value, before[name]) for name, value in params(model).items())
-    assert_pooled(model)
-
-
 @pytest.mark.parametrize("accumulate", [False, True])
 @both_transports
 @distributed(world_sizes=(2,))

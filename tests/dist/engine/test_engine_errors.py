@@ -41,14 +41,6 @@ def refused(function, *errors):
 
 
 @distributed(world_sizes=(1,))
-def test_container_without_forward(ctx):
-    for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})):
-        message = refused(lambda container=container: fully_shard_of(ctx)(container), ValueError)
-        assert "does not support containers that do not implement forward" in message
-        assert type(container).__name__ in message
-
-
-@distributed(world_sizes=(1,))
 def test_already_sharded(ctx):
     model = shard(ctx, Stack(), STACK_UNITS)
     for module in (model, model.blocks[0]):

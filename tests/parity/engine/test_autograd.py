@@ -296,23 +296,6 @@ def test_post_accumulate_hooks_inside_forward(ctx):
 
 @distributed(world_sizes=(2,))
 @both_transports
-def test_freezing_toggled_mid_training(ctx, transport):
-    def run(model):
-        results = steps(ctx, model, num=1)
-        for part in (model.blocks[0], model.blocks[1].up, model.head):
-            part.requires_grad_(False)
-        results += steps(ctx, model, num=2)
-        model.blocks[1].requires_grad_(True)
-        results += steps(ctx, model, num=1)
-        model.requires_grad_(True)
-        return results + steps(ctx, model, num=1)
-
-    results = parity(ctx, Stack(), run, STACK_UNITS, transport=transport)
-    assert [sum(grad is not None for grad in result[1].values()) for result in results] == [16, 8, 8, 10, 16]
-
-
-@distributed(world_sizes=(2,))
-@both_transports
 def test_a_branch_that_does_not_run(ctx, transport):
     """The same parameters get no gradient on any rank: `.grad` stays None."""
 

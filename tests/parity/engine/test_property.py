@@ -1,12 +1,8 @@
 """Random module trees, cuttings and world sizes: the sharded model computes what the unsharded one computes."""
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import strategies as st
 from torch import nn
 
 import trees
@@ -31,12 +27,6 @@ def test_random_trees(request, world):
 @pytest.mark.parametrize("world", [*NUM_EXAMPLES, 5])
 def test_many_random_trees(request, world):
     explore(request, world, check, 100, shrink=True, cases=trees.cases(world, depth=3))
-
-
-@pytest.mark.parametrize("world", (1, 2))
-def test_a_scalar_anywhere_is_refused(request, world):
-    cases = st.builds(lambda case, seed: replace(case, options={"at": seed}), trees.cases(world), st.integers(0, 99))
-    explore(request, world, check_scalar, 5, shrink=False, cases=cases)
 
 
 def _input(case: Case, step: int, number: int, rank: int) -> torch.Tensor:
@@ -130,39 +120,3 @@ def _compare(where: str, case: Case, ours: dict, theirs: dict) -> None:
             assert ours[name] is None, f"{where}{name}: {ours[name]} instead of None"
         else:
             same(ours[name], expected.detach(), where + name, **_tolerance(case, expected.dtype))
-
-
-class _Scalar(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.temperature = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, x):
-        return x * self.temperature
-
-
-def check_scalar(ctx, case: Case) -> None:
-    """Body: a 0-dim parameter in some module of the tree: the unit that gets it refuses, by the parameter's name."""
-    model = trees.build(case)
-    units = trees.units_of(case, model)
-    places = [module for module in model.modules() if isinstance(module, nn.Sequential)]
-    places[case.options["at"] % len(places)].append(_Scalar())
-    names = {name for name, _ in model.named_parameters()}
-    for modules, reshard in units:
-        target = modules[0] if len(modules) == 1 else modules
-        if any(param.dim() == 0 for one in modules for param in one.parameters()):
-            with pytest.raises(ValueError, match="scalar parameters.*temperature"):
-                _fully_shard(ctx)(target, reshard_after_forward=reshard)
-            break
-        _fully_shard(ctx)(target, reshard_after_forward=reshard)
-    else:
-        raise AssertionError("no unit got the scalar")
-    assert {name for name, _ in model.named_parameters()} == names
-
-
-def _fully_shard(ctx) -> Callable:
-    from torch.distributed.fsdp import fully_shard
-
-    import fsdp2x
-
-    return fully_shard if ctx.impl == "torch" else fsdp2x.fully_shard

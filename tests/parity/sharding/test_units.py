@@ -104,40 +104,6 @@ def test_structure_is_upstreams(ctx):
 
 
 @distributed(world_sizes=(2,))
-@both_transports
-def test_two_models_in_one_process(ctx, transport):
-    """A student and a frozen teacher, and two students whose steps interleave."""
-
-    class Distill(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.student, self.other = Stack(seed=1), Stack(seed=2)
-
-    models = Distill()
-
-    def run(pair):
-        results = []
-        for step in range(3):
-            x = inputs(ctx.rank, step)
-            with torch.no_grad():
-                target = pair.other(x)
-            first = (pair.student(x) - target).square().mean()
-            second = pair.other(x).square().mean()
-            first.backward()
-            second.backward()
-            results += [first.detach(), second.detach(), grads(pair)]
-            pair.zero_grad()
-        return results
-
-    twin = copy.deepcopy(models)
-    for part in (twin.student, twin.other):
-        shard_stock(part, STACK_UNITS)
-    for part in (models.student, models.other):
-        shard(ctx, part, STACK_UNITS, transport=transport)
-    same(run(models), run(twin))
-
-
-@distributed(world_sizes=(2,))
 @pytest.mark.parametrize("reshard", [True, False])
 @both_transports
 def test_no_grad_eval_and_train_again(ctx, reshard, transport):
