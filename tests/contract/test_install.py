@@ -108,7 +108,7 @@ def test_installed_name_shards_with_our_engine(ctx):
         torch_fsdp.fully_shard(model)
         assert isinstance(model, fsdp2x.FSDPModule) and isinstance(model, torch_fsdp.FSDPModule)
         assert torch_fsdp.fully_shard.state(model) is fsdp2x.fully_shard.state(model) is model._get_fsdp_state()
-        with pytest.raises(AssertionError, match="can only be applied to a module once"):
+        with pytest.raises(AssertionError, match="module once"):
             torch_fsdp.fully_shard(model)
     # Sharded models stay ours.
     model(inputs(ctx.rank)).sum().backward()

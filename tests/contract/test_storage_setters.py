@@ -51,7 +51,7 @@ def test_kept_storage_stays_where_it_is(ctx, transport, reshard):
 def test_kept_storage_and_a_smaller_world(ctx):
     only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS, reshard_after_forward=2)
-    with pytest.raises(NotImplementedError, match="set_keep_unsharded_storage.*2 ranks after forward"):
+    with pytest.raises(NotImplementedError, match="set_keep_unsharded_storage.*2 ranks"):
         model.set_keep_unsharded_storage(True)
     model.set_keep_unsharded_storage(False)
     step(model, ctx)
@@ -107,9 +107,7 @@ def test_ranks_that_would_not_find_each_other(ctx):
     model = shard(ctx, Stack(), STACK_UNITS, transport="process_group", mesh=mesh)
     if ctx.rank == 1:
         dist.new_group([1], use_local_synchronization=True)
-    with pytest.raises(
-        RuntimeError, match=r"ranks \[0, 2\] have made another number of process groups than the others of \[0, 1, 2\]"
-    ):
+    with pytest.raises(RuntimeError, match=r"ranks \[0, 2\] have made .* \[0, 1, 2\]"):
         model.set_separate_reduce_scatter_group()
     if ctx.rank != 1:
         dist.new_group([ctx.rank], use_local_synchronization=True)
@@ -149,7 +147,7 @@ def test_no_group_beside_memory_that_is_registered_with_another(ctx, order):
     ]
     first, second = calls[::-1] if order == "group first" else calls
     first()
-    with pytest.raises(ValueError, match="reduces over another process group than the one"):
+    with pytest.raises(ValueError, match="reduces over another process group"):
         second()
         step(model, ctx)
     if order == "memory first":
@@ -174,5 +172,5 @@ def test_not_while_a_step_runs(ctx):
     only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS)
     model.blocks[0].register_forward_hook(lambda *args: model.set_separate_reduce_scatter_group())
-    with pytest.raises(RuntimeError, match="cannot be called during forward or backward"):
+    with pytest.raises(RuntimeError, match="cannot be called during"):
         model(torch.randn(2, 6))

@@ -126,7 +126,7 @@ def test_resharding_to_fewer_ranks_is_an_argument(ctx):
     """Upstream's next forward fails where this is written; its parameters have a mesh of their own."""
     only_fsdp2x(ctx)
     model = shard(ctx, net(), UNITS)
-    with pytest.raises(AttributeError, match=r"Pass reshard_after_forward=2 to fully_shard"):
+    with pytest.raises(AttributeError, match="reshard_after_forward=2"):
         through_names(2)(model)
 
 
@@ -165,7 +165,7 @@ def test_the_training_state_is_told_only_what_it_is(ctx):
     loss.backward()
     for group in groups:
         group._training_state = TrainingState.IDLE
-    with pytest.raises(AttributeError, match=r"reset_iter_state\(\) on the root"):
+    with pytest.raises(AttributeError, match="reset_iter_state"):
         groups[0]._training_state = TrainingState.FORWARD
 
 
@@ -235,7 +235,7 @@ def test_a_backward_cannot_be_ended_while_it_runs(ctx):
     group.post_backward()  # nothing was run, nothing is done
     hidden = model(inputs(ctx.rank))
     hidden.register_hook(lambda _: group.post_backward())
-    with pytest.raises(RuntimeError, match=r"unit '0' must be called after backward completes"):
+    with pytest.raises(RuntimeError, match="unit '0' must be called after"):
         hidden.sum().backward()
 
 

@@ -172,5 +172,5 @@ def test_sleep_and_wake(ctx, mode):
 def test_an_optimizer_that_cannot(ctx):
     only_fsdp2x(ctx)
     model = on_gpu(ctx, Stack(width=WIDTH, hidden=96), "optimizer")
-    with pytest.raises(RuntimeError, match=r"Use fsdp2x.optim.AdamW, or mode='gradients' or 'all'"):
+    with pytest.raises(RuntimeError, match="Use fsdp2x.optim.AdamW"):
         train(model, torch.optim.AdamW(model.parameters()), ctx, range(1))

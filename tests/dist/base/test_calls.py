@@ -63,7 +63,7 @@ CALLS = {
 
 
 def refused(call, side):
-    with pytest.raises(ValueError, match="the ranks are in different calls: rank 0 in .*, rank 1 in .*") as raised:
+    with pytest.raises(ValueError, match="different calls: rank 0 in .*, rank 1 in ") as raised:
         call(side)
     return str(raised.value)
 
@@ -92,7 +92,7 @@ def test_buckets_of_two_passes_in_another_order(ctx, transport):
     side = Side(None, transport, 0)
     one, other = (fsdp2x.export.stream(side.model, 64, names="model") for _ in range(2))
     next(one), next(other)
-    with pytest.raises(ValueError, match="is at another bucket, or in another pass"):
+    with pytest.raises(ValueError, match="at another bucket"):
         next(other if ctx.rank == 1 else one)
 
 

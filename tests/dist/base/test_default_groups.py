@@ -59,5 +59,5 @@ def test_no_group_is_all_ranks(ctx, name):
 def test_alone_asks_nobody(ctx, name):
     if ctx.rank == 0:
         assert CALLS[name](0, group="alone") == 4
-        with pytest.raises(ValueError, match="group must be ProcessGroup, 'alone' or None"):
+        with pytest.raises(ValueError, match="group must be .*'alone'"):
             CALLS[name](0, group="all")

@@ -60,7 +60,7 @@ def test_on_a_device_it_is_refused(ctx):
         return dataclasses.replace(group(*args), device=torch.device("cuda", 0))
 
     with mock.patch.object(api, "shard_group", on_cuda):
-        with pytest.raises(ValueError, match=r"timeout=0:00:09 acts on CPU meshes only.*on cuda.*init_process_group"):
+        with pytest.raises(ValueError, match="timeout=0:00:09 acts on .*cuda"):
             fsdp2x.fully_shard(Stack(), timeout=timedelta(seconds=9))
     for wrong in (5, timedelta(0), timedelta(seconds=-1)):
         with pytest.raises((ValueError, TypeError), match="timeout"):

@@ -84,7 +84,7 @@ def test_two_models_write_to_one_folder_one_after_the_other(ctx, second_is_async
             with pytest.MonkeyPatch.context() as patch:
                 held = Held(patch)
                 first = actor.save(folder / "run", step=step, async_save=True)
-                with pytest.raises(checkpoint.CheckpointError, match=f"another model's step-00000{step} is being wr"):
+                with pytest.raises(checkpoint.CheckpointError, match=f"step-00000{step} is being written"):
                     critic.save(folder / "run", step=1, async_save=second_is_async)
                 held.go.set()
                 first.wait()

@@ -194,12 +194,12 @@ def test_arguments_are_checked(ctx):
     ):
         with pytest.raises(ValueError, match=message):
             checkpoint.save("/nowhere", training.model, **{"step": 1, **keywords})
-    with pytest.raises(ValueError, match="one file, so form must be 'full'"):
+    with pytest.raises(ValueError, match="form must be 'full'"):
         checkpoint.save("/nowhere/one.pt", training.model, step=1)
-    with pytest.raises(TypeError, match=r"optimizer must be Optimizer, a collection of Optimizer or None, got \[3\]"):
+    with pytest.raises(TypeError, match=r"optimizer must be .*got \[3\]"):
         checkpoint.save("/nowhere", training.model, [3], step=1)
     other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
-    with pytest.raises(checkpoint.CheckpointError, match=r"the optimizer steps a parameter of shape \(3,\)"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"optimizer steps .*\(3,\)"):
         checkpoint.save("/nowhere", training.model, other, step=1)
     with pytest.raises(checkpoint.CheckpointError, match="no such checkpoint"):
         checkpoint.load("/nowhere", training.model)
@@ -353,7 +353,5 @@ def test_kill_at_random_moments(tmp_path, seed):
 
 @distributed(world_sizes=(1, 2))
 def test_a_checkpoint_that_is_not_there_is_named_once(ctx):
-    with pytest.raises(
-        CheckpointError, match=r"^loading checkpoint nothere: no such checkpoint. Pass a checkpoint folder"
-    ):
+    with pytest.raises(CheckpointError, match="^loading checkpoint nothere: no such checkpoint"):
         checkpoint.load("nothere", torch.nn.Linear(2, 2))

@@ -163,7 +163,7 @@ def test_what_is_missing_is_named(ctx):
             path = folder / form
             checkpoint.save(path, training.model, step=1, form=form)
             fresh = Training()
-            with pytest.raises(checkpoint.CheckpointError, match=r"it lacks optimizer, scheduler\. strict=False"):
+            with pytest.raises(checkpoint.CheckpointError, match=r"lacks optimizer, scheduler.*strict=False"):
                 checkpoint.load(path, fresh.model, fresh.optimizer, scheduler=fresh.schedule)
             loaded = checkpoint.load(path, fresh.model, fresh.optimizer, scheduler=fresh.schedule, strict=False)
             assert loaded.missing == ["optimizer", "scheduler"]
@@ -187,7 +187,7 @@ def test_nothing_is_executed_unless_told(ctx):
     with shared_folder() as folder:
         training = Training()
         strange = {"set": {1, 2}, "path": folder}
-        with pytest.raises(checkpoint.CheckpointError, match=r"extra \(dict\) holds more than .* trusted=True"):
+        with pytest.raises(checkpoint.CheckpointError, match="extra .* trusted=True"):
             training.save(folder, extra=strange)
         assert list(folder.iterdir()) == []
         for form in FORMS:
@@ -251,12 +251,12 @@ def test_plain_states_of_no_known_cut_are_refused(ctx, form):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight]["rows"] = torch.zeros(model.weight.to_local().shape[0])
     with shared_folder() as folder:
-        with pytest.raises(fsdp2x.checkpoint.CheckpointError, match="the optimizer's rows of weight is a plain tensor"):
+        with pytest.raises(fsdp2x.checkpoint.CheckpointError, match="rows of weight is a plain tensor"):
             fsdp2x.checkpoint.save(folder, model, optimizer, step=1, form=form)
         tiny = fsdp2x.fully_shard(nn.Linear(1, 1, bias=False))
         optimizer = torch.optim.SGD(tiny.parameters(), lr=0.1)
         optimizer.state[tiny.weight]["whole"] = torch.zeros(1, 1)
-        with pytest.raises(fsdp2x.checkpoint.CheckpointError, match="of the shard on rank 0, but with that of"):
+        with pytest.raises(fsdp2x.checkpoint.CheckpointError, match="shard on rank 0"):
             fsdp2x.checkpoint.save(folder, tiny, optimizer, step=1, form=form)
         kept = torch.full_like(tiny.weight.to_local(), 3.0)  # empty on the second rank
         optimizer.state[tiny.weight] = {"moment": kept.clone()}
@@ -415,7 +415,7 @@ def test_what_stock_lacks_is_named(ctx):
         stock = Training(impl="torch")
         dcp.save({"model": {"stack.head.weight": stock.model.stack.head.weight}}, checkpoint_id=folder)
         training = Training()
-        with pytest.raises(checkpoint.CheckpointError, match=r"it lacks .*embed.weight, .* and \d+ more"):
+        with pytest.raises(checkpoint.CheckpointError, match=r"lacks .*embed.weight.*\d+ more"):
             checkpoint.load(folder, training.model)
         loaded = checkpoint.load(folder, training.model, strict=False)
         assert "embed.weight" in loaded.missing and "stack.head.weight" not in loaded.missing

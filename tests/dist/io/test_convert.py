@@ -115,7 +115,7 @@ def test_checkpoints_of_training(ctx):
                 data = bytearray(damaged.read_bytes())
                 data[len(data) // 2] ^= 1
                 damaged.write_bytes(data)
-                with pytest.raises(CheckpointError, match="__1_0.distcp: damaged, its contents are not those"):
+                with pytest.raises(CheckpointError, match="__1_0.distcp: damaged"):
                     dcp_to_hf(folder / "run", folder / "out", folder / "origin", force=True)
                 assert sorted(file.name for file in folder.iterdir()) == ["expected", "origin", "out", "run"]
             dist.barrier()
@@ -138,7 +138,7 @@ def test_files_of_ranks(ctx, name):
         if ctx.rank == 0:
             check_same_folder(folder, ranks_to_hf(folder / "origin", folder / "ckpt", folder / "out", 7), index=False)
             (checkpoint / "model_world_size_3_rank_1.pt").unlink()
-            with pytest.raises(CheckpointError, match=r"7: the files of ranks \[1\] of 3 are missing"):
+            with pytest.raises(CheckpointError, match=r"ranks \[1\] of 3 are missing"):
                 ranks_to_hf(folder / "origin", folder / "ckpt", folder / "elsewhere", 7)
 
 

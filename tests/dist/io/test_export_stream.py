@@ -206,7 +206,7 @@ def test_adapter_weights_have_the_names_of_adapter_files(ctx):
 @distributed(world_sizes=(2,))
 def test_refusals(ctx):
     model = shard(ctx, nn.Linear(4, 4))
-    with pytest.raises(ValueError, match="names must be 'hf' or 'model', got 'x'"):
+    with pytest.raises(ValueError, match="names must be .*got 'x'"):
         fsdp2x.export.stream(model, names="x")
     with pytest.raises(ValueError, match="transport must be one of"):
         fsdp2x.export.stream(model, transport="carrier pigeon")

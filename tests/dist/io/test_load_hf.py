@@ -373,7 +373,7 @@ def test_errors_reach_all_ranks(ctx, mode):
                 fsdp2x.load_hf(model, mine, mode=mode, **QUIET)
         fsdp2x.load_hf(model, mine if mode == "broadcast" else folder, mode=mode, **QUIET)
         same(whole(model), params(build("qwen3")))
-        with pytest.raises(ValueError, match="mode must be 'auto', 'each' or 'broadcast', got 'x'"):
+        with pytest.raises(ValueError, match="mode must be .*got 'x'"):
             fsdp2x.load_hf(model, folder, mode="x")
     with refuses("config.json"):
         fsdp2x.from_pretrained(folder)

@@ -244,9 +244,9 @@ def test_save_pretrained_of_a_sharded_model_writes_what_the_whole_one_does(ctx, 
             model.save_pretrained(folder / "state", state_dict=make().state_dict())
             same(tensors(folder / "state"), tensors(folder / "expected"))
         refused = {"push_to_hub": True} if kind == "plain" else {"safe_serialization": False}
-        with pytest.raises(NotImplementedError, match=r"is not supported for a sharded model. Call fsdp2x.save_hf"):
+        with pytest.raises(NotImplementedError, match="not supported .*fsdp2x.save_hf"):
             model.save_pretrained(folder / "no", **refused)
-        with pytest.raises(NotImplementedError, match=r"upload the folder by `hf upload"):
+        with pytest.raises(NotImplementedError, match="`hf upload"):
             model.push_to_hub("me/model")
 
 
@@ -267,5 +267,5 @@ def test_save_pretrained_of_a_class_runs_if_it_gets_an_argument_of_that_class(ct
         assert given == [(model, folder / "mine", "mine", {"is_final": True})]
         model.save_pretrained(folder / "ours")
         assert len(given) == 1 and "model.embed_tokens.weight" in tensors(folder / "ours")
-        with pytest.raises(NotImplementedError, match="push_to_hub=True is not supported for a sharded model"):
+        with pytest.raises(NotImplementedError, match="push_to_hub=True is not supported"):
             model.save_pretrained(folder / "no", push_to_hub=True)

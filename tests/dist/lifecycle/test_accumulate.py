@@ -86,6 +86,6 @@ def test_mistakes():
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="nothing in this Linear is sharded"), fsdp2x.accumulate(model, last=False):
         pass
-    with pytest.raises(ValueError, match="before_last must be 'nothing' or 'reduce_scatter', got 'some'"):
+    with pytest.raises(ValueError, match="before_last must be .*got 'some'"):
         with fsdp2x.accumulate(model, last=False, before_last="some"):
             pass

@@ -183,7 +183,7 @@ def test_ranks_that_add_different_parameters_are_told(ctx, between, transport):
     if between:
         run(ctx, model)
     model.extra = nn.Linear(2, 2 + ctx.rank)
-    with pytest.raises(ValueError, match="the ranks have different models.*extra.weight"):
+    with pytest.raises(ValueError, match="different models.*extra.weight"):
         run(ctx, model)
     model.extra = nn.Linear(2, 2)
     run(ctx, model)
@@ -197,7 +197,7 @@ def test_not_between_micro_batches(ctx):
     with fsdp2x.accumulate(model, last=False):
         model(inputs(ctx.rank)).sum().backward()
     a_head(model)
-    with pytest.raises(RuntimeError, match="added to the model, or removed from it, between two micro-batches"):
+    with pytest.raises(RuntimeError, match="between two micro-batches"):
         model(inputs(ctx.rank))
     model.reset_iter_state()
     run(ctx, model)
@@ -215,6 +215,6 @@ def test_one_rank_alone_that_adds_something_ends_in_errors(ctx):
         a_head(model)
     with pytest.raises(
         RuntimeError,
-        match="rank 0 is in the adoption of parameters.*rank 1 gathers|rank 1 gathers.*rank 0 is in the adoption",
+        match="rank 0 is in .*rank 1 gathers|rank 1 gathers.*rank 0 is in",
     ):
         run(ctx, model)

@@ -57,7 +57,7 @@ def test_first_forward_names_what_differs(ctx, transport, how):
     set_special(model, "blocks.1.up.weight", how)
     change(ctx, model, "blocks.1.up.weight", how)
     for _ in range(2):  # it does not count as the first forward
-        with pytest.raises(ValueError, match="hold different values of 'blocks.1.up.weight'") as caught:
+        with pytest.raises(ValueError, match="different values of 'blocks.1.up.weight'") as caught:
             model(inputs(ctx.rank))
     message = str(caught.value)
     assert f"ranks 0 and {ctx.world // 2} are replicas" in message and "fsdp2x.sync_module_states(model)" in message
@@ -120,7 +120,7 @@ def test_loads_are_checked_at_the_next_forward(ctx, transport, load):
         if load != "load_state_dict":  # these give all replicas the values of one
             change(ctx, model, "blocks.0.up.weight", "value")
     for _ in range(2):
-        with pytest.raises(ValueError, match="hold different values of 'blocks.0.up.weight'"):
+        with pytest.raises(ValueError, match="different values of 'blocks.0.up.weight'"):
             model(inputs(ctx.rank))
     fsdp2x.sync_module_states(model)
     model(inputs(ctx.rank)).square().mean().backward()
@@ -162,7 +162,7 @@ def test_what_cannot_be_synchronized(ctx):
             call(model)
     fsdp2x.fully_shard(model)
     for call in (fsdp2x.sync_module_states, fsdp2x.check_module_states):
-        with pytest.raises(RuntimeError, match="parameter 'weight' is on the meta device"):
+        with pytest.raises(RuntimeError, match="'weight' is on the meta device"):
             call(model)
 
 

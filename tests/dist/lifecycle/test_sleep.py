@@ -124,7 +124,7 @@ def test_mistakes(ctx):
     with pytest.raises(ValueError, match="not asleep"):
         fsdp2x.wake(model)
     model(inputs(ctx.rank)).sum().backward()
-    with pytest.raises(ValueError, match=r"'blocks.0.up.weight' has a gradient.*zero_grad"):
+    with pytest.raises(ValueError, match="'blocks.0.up.weight' has a gradient"):
         fsdp2x.sleep(model)
     model.zero_grad()
     fsdp2x.sleep(model)

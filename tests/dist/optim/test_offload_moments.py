@@ -130,7 +130,7 @@ def test_optimizers_that_would_keep_their_state_on_the_device(ctx):
     for make in OPTIMIZERS.values():
         optimizer = make(model.parameters(), lr=0.1)
         loss_of(model, ctx.rank, 0).backward()
-        with pytest.raises(RuntimeError, match="Use fsdp2x.optim.AdamW, or mode='gradients' or 'all'"):
+        with pytest.raises(RuntimeError, match="Use fsdp2x.optim.AdamW"):
             optimizer.step()
         assert not optimizer.state
         model.zero_grad()
@@ -208,5 +208,5 @@ def test_tensor_subclasses_keep_their_state_where_they_are(ctx):
     gathers = {"fsdp_pre_all_gather": None, "fsdp_post_all_gather": None}
     with mock.patch.multiple(TwoTensor, create=True, **gathers):
         model = sharded(ctx, model, "optimizer")
-        with pytest.raises(NotImplementedError, match="weight' is a tensor subclass with its own memory"):
+        with pytest.raises(NotImplementedError, match="weight' is a tensor subclass"):
             loss_of(model, ctx.rank, 0)

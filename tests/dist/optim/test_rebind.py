@@ -118,16 +118,16 @@ def test_lbfgs_keeps_the_list_itself(ctx):
 def test_refusals_leave_the_optimizer_alone(ctx):
     model = Stack()
     optimizer = OPTIMIZERS["sgd"](groups_of(model))
-    with pytest.raises(ValueError, match="fsdp2x.rebind_optimizer: nothing in this Stack is sharded"):
+    with pytest.raises(ValueError, match="rebind_optimizer: nothing in this Stack"):
         fsdp2x.rebind_optimizer(optimizer, model)
     stranger = OPTIMIZERS["sgd"](copy.deepcopy(model).parameters())
     factored = model.blocks[0].up.weight
     optimizer.state[factored]["exp_avg_sq_row"] = torch.zeros(factored.shape[0])
     held = [list(group["params"]) for group in optimizer.param_groups]
     shard(ctx, model, STACK_UNITS)
-    with pytest.raises(ValueError, match="none of the parameters of this SGD is or was one of FSDPStack"):
+    with pytest.raises(ValueError, match="none of the parameters of this SGD"):
         fsdp2x.rebind_optimizer(stranger, model)
-    with pytest.raises(ValueError, match="'exp_avg_sq_row' of parameter 'blocks.0.up.weight' has shape \\(7,\\)"):
+    with pytest.raises(ValueError, match=r"'exp_avg_sq_row' of .*'blocks.0.up.weight' has shape \(7,\)"):
         fsdp2x.rebind_optimizer(optimizer, model)
     for group, params_before in zip(optimizer.param_groups, held, strict=True):
         assert all(a is b for a, b in zip(group["params"], params_before, strict=True))

@@ -261,13 +261,13 @@ def test_on_a_cpu_mesh_nothing_changes(ctx, transport):
 def test_policies(ctx):
     only_fsdp2x(ctx)
     streams.install()
-    with pytest.raises(ValueError, match="mode must be 'none', 'optimizer', 'gradients' or 'all', got 'half'"):
+    with pytest.raises(ValueError, match="mode must be .*got 'half'"):
         fsdp2x.HostOffloadPolicy("half")
-    with pytest.raises(TypeError, match="offload_policy must be OffloadPolicy or None .*, got 'gradients'"):
+    with pytest.raises(TypeError, match="offload_policy must be .*got 'gradients'"):
         fsdp2x.fully_shard(wide(), offload_policy="gradients")
     assert isinstance(policy("none"), fsdp2x.OffloadPolicy) and fsdp2x.HostOffloadPolicy().mode == "all"
     if not torch.accelerator.is_available():
-        with pytest.raises(RuntimeError, match=r"Use HostOffloadPolicy\(mode='optimizer', pin_memory=False\)"):
+        with pytest.raises(RuntimeError, match=r"HostOffloadPolicy\(mode='optimizer', pin_memory=False\)"):
             fsdp2x.fully_shard(wide(), offload_policy=fsdp2x.HostOffloadPolicy("optimizer"))
         fsdp2x.fully_shard(wide(), offload_policy=fsdp2x.HostOffloadPolicy("none"))
     modes = [shard(ctx, wide(), STACK_UNITS, offload_policy=one)._get_fsdp_state().groups[0].offload.mode

@@ -94,7 +94,7 @@ def test_checkpoints_of_adapters_are_exported_merged_and_alone(tmp_path, name, f
     train = {"train": {"steps": 2}, "optimizer": {"lr": 0.05}, "checkpoint": saves, "model": model}
     config = settings(write_text(tmp_path / "text"), tmp_path / "run", **train)
     (outcome, _) = dist_run(train_and_compute, 2, {**config, "lora": {"rank": 2, "alpha": 8}}, None, fresh=False)
-    with pytest.raises(CheckpointError, match=r"holds LoRA adapters. Choose lora='merge' \(--merge\) for the full"):
+    with pytest.raises(CheckpointError, match="holds LoRA adapters.*lora='merge'"):
         export_checkpoint(tmp_path / "run", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
     if name == "mixtral":  # adapters of experts that the class fuses
@@ -114,7 +114,7 @@ def test_checkpoints_of_adapters_are_exported_merged_and_alone(tmp_path, name, f
     # The same form without adapters.
     plain = settings(tmp_path / "text", tmp_path / "plain", **{**train, "train": {"steps": 1}})
     (outcome, _) = dist_run(train_and_compute, 2, plain, None, fresh=False)
-    with pytest.raises(CheckpointError, match="holds no LoRA adapters, leave out lora='merge'"):
+    with pytest.raises(CheckpointError, match="no LoRA adapters.*lora='merge'"):
         export_checkpoint(tmp_path / "plain", tmp_path / "whole", lora="merge")
     with torch.no_grad():
         whole = load(export_checkpoint(tmp_path / "plain", tmp_path / "whole"))(input_ids=TOKENS).logits

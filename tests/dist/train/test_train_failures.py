@@ -60,7 +60,7 @@ def test_a_rank_killed_while_training_is_named(tmp_path, moment):
 def test_a_loss_that_is_not_a_number_ends_the_run(ctx):
     with shared_folder(ctx) as folder:
         config = settings(folder / "text", folder / "run", optimizer={"lr": 1e30}, train={"clip": None})
-        with pytest.raises(RuntimeError, match=r"the loss of step \d is not a number. Lower optimizer.lr"):
+        with pytest.raises(RuntimeError, match=r"loss of step \d is not a number"):
             trainer = make_trainer(config)
             trainer.run()
 
@@ -73,7 +73,7 @@ def test_text_that_differs_between_ranks_is_an_error_on_all(ctx):
         if ctx.rank == 1:
             write_text(folder / "other", num_files=5)
         mine = folder / ("text" if ctx.rank == 0 else "other")
-        with pytest.raises(ConfigError, match="rank 1: data.files: this rank read other text than rank 0"):
+        with pytest.raises(ConfigError, match="rank 1: data.files: .*other text"):
             make_trainer(settings(mine, folder / "run"))
         with pytest.raises(ConfigError, match="rank 1: data.files: .*/nothing: no such file"):
             make_trainer(settings(folder / ("text" if ctx.rank == 0 else "nothing"), folder / "run"))

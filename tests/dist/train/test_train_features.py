@@ -146,7 +146,7 @@ def test_wandb(ctx):
         try:
             run(settings(folder / "text", folder / "run", train={"steps": 2}, logging=logged))
             sys.modules["wandb"] = None
-            with pytest.raises(ConfigError, match="logging.wandb: the package wandb is not installed"):
+            with pytest.raises(ConfigError, match="logging.wandb: .*not installed"):
                 make(folder, "other", logging=logged)
         finally:
             del sys.modules["wandb"]

@@ -120,9 +120,7 @@ def test_locks_that_are_there(tmp_path):
     first, other_rank = folder(), folder()
     first.claim([os.getpid()])
     other_rank.join()
-    with pytest.raises(
-        ConfigError, match=rf"another run .* is still running. End its processes .kill {os.getpid()}., or choose"
-    ):
+    with pytest.raises(ConfigError, match=rf"is still running.*kill {os.getpid()}"):
         folder().claim([1])
     for file in first._locks.values():  # as the kernel does
         file.close()
@@ -150,7 +148,7 @@ def test_saves_of_a_loop_of_ones_own(ctx):
             fsdp2x.checkpoint.save(folder, first, step=step)
         before = digest(folder)
         for step in (5, 20):
-            with pytest.raises(CheckpointError, match=r"has step-000020, which this model was not loaded from. .*"):
+            with pytest.raises(CheckpointError, match="has step-000020"):
                 fsdp2x.checkpoint.save(folder, make(), step=step)
         assert digest(folder) == before
         fsdp2x.checkpoint.save(folder, first, step=15)  # it knows what it saved

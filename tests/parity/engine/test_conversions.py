@@ -199,7 +199,7 @@ def test_wrong_moments_are_refused_before_anything_changes(ctx, transport):
         model.blocks[1].double()
 
     handle = model.blocks[1][1].register_forward_hook(convert)
-    with pytest.raises(RuntimeError, match="cannot be moved or converted during forward"):
+    with pytest.raises(RuntimeError, match="cannot be .*converted during forward"):
         model(x)
     handle.remove()
     same(facts(model), before)
@@ -207,7 +207,7 @@ def test_wrong_moments_are_refused_before_anything_changes(ctx, transport):
     step(model)
     model.cpu()  # changes nothing
     for part in (model, model.blocks[0]):
-        with pytest.raises(RuntimeError, match="holds gradients that are not reduced yet"):
+        with pytest.raises(RuntimeError, match="gradients that are not reduced"):
             part.bfloat16()
     same(facts(model), before)
     model.set_requires_gradient_sync(True)
@@ -218,7 +218,7 @@ def test_wrong_moments_are_refused_before_anything_changes(ctx, transport):
     loss = model(x).sum()
     model.zero_grad()
     model.double()
-    with pytest.raises(RuntimeError, match="have changed their dtype or device since this forward"):
+    with pytest.raises(RuntimeError, match="have changed their dtype or device"):
         loss.backward()
     same(step(model), step(plain.double()), rtol=1e-5, atol=1e-6)
 
@@ -285,7 +285,7 @@ def test_the_forward_after_to_empty_names_buffers_that_nobody_wrote(ctx):
             for name in written:
                 model.get_buffer(name).fill_(1)
             missing = [name for name in ("frequencies", "scale") if name not in written]
-            warns = pytest.warns(UserWarning, match="nothing has written the buffers " + ", ".join(map(repr, missing)))
+            warns = pytest.warns(UserWarning, match="nothing has written .*" + ", ".join(map(repr, missing)))
             with warns if missing else contextlib.nullcontext():
                 model(torch.ones(2, 4))
 

@@ -289,12 +289,12 @@ def test_refusals(ctx):
     with pytest.raises(TypeError, match="weights must be"):
         model.set_wire_dtype(weights=torch.int8)
     narrow = sharded(ctx, reference(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match="is reduced in torch.bfloat16.*reduce_dtype=torch.float32"):
+    with pytest.raises(ValueError, match="torch.bfloat16.*reduce_dtype=torch.float32"):
         narrow.set_wire_dtype(gradients="int8")
     loss_of(narrow, ctx.rank).backward()  # as it was
     shared = shard(ctx, reference(), UNITS, transport="shm")
     shared.set_wire_dtype(weights="fp8")
-    with pytest.raises(ValueError, match='wire formats need a process group, but got transport="shm"'):
+    with pytest.raises(ValueError, match='got transport="shm"'):
         loss_of(shared, ctx.rank)
     alone = sharded(ctx, reference())
     alone.set_separate_reduce_scatter_group()
@@ -304,7 +304,7 @@ def test_refusals(ctx):
     loss_of(alone, ctx.rank).backward()
     loss = loss_of(model, ctx.rank)
     hook = model.blocks[0].register_forward_hook(lambda *_: model.set_wire_dtype(weights="int8"))
-    with pytest.raises(RuntimeError, match="cannot be set during forward or backward"):
+    with pytest.raises(RuntimeError, match="cannot be set during"):
         loss_of(model, ctx.rank)
     hook.remove()
     loss.backward()
@@ -325,5 +325,5 @@ def test_ranks_that_disagree_are_told(ctx):
     only_fsdp2x(ctx)
     model = shard(ctx, reference(), UNITS, transport="process_group", timeout=datetime.timedelta(seconds=10))
     model.set_wire_dtype(weights="int8" if ctx.rank == 0 else "fp8")
-    with pytest.raises(ValueError, match="weights travel as int8.*weights travel as fp8"):
+    with pytest.raises(ValueError, match="int8.* fp8"):
         loss_of(model, ctx.rank)

@@ -37,7 +37,7 @@ def test_devices_without_our_kernels_refuse(ctx):
     streams.install(with_kernels=False)
     model = sharded(ctx, reference(), "streams")
     model.set_wire_dtype(weights="int8")
-    with pytest.raises(RuntimeError, match="wire formats need fsdp2x's kernels"):
+    with pytest.raises(RuntimeError, match="need fsdp2x's kernels"):
         loss_of(model, ctx.rank)
 
 
@@ -117,7 +117,7 @@ def test_a_backward_that_is_refused_leaves_nothing_behind(ctx, transport):
     loss_of(model, ctx.rank).backward()
     weight.requires_grad_(False)
     model.set_requires_all_reduce(True)
-    with pytest.raises(RuntimeError, match="frozen or unfrozen while gradients wait for their all-reduce"):
+    with pytest.raises(RuntimeError, match="frozen or unfrozen while"):
         loss_of(model, ctx.rank).backward()
     weight.requires_grad_(True)
     model.reset_iter_state()

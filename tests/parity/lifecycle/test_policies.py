@@ -45,7 +45,7 @@ def test_parameters_that_keep_their_dtype(ctx, transport):
 @distributed(world_sizes=(1,))
 def test_an_override_must_be_one_of_two_dtypes(ctx):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, param_dtype_override_fn=lambda param: torch.float16)
-    with pytest.raises(ValueError, match="must return None, param_dtype, or the parameter's original dtype"):
+    with pytest.raises(ValueError, match="must return None, param_dtype"):
         shard(ctx, Stack(), mp_policy=policy)
 
 
@@ -54,7 +54,7 @@ def test_a_gradient_dtype_of_its_own_is_refused(ctx):
     only_fsdp2x(ctx)
     model = Stack().bfloat16()
     model.head.weight.grad_dtype = torch.float32
-    with pytest.raises(NotImplementedError, match="'weight' of Linear has grad_dtype torch.float32"):
+    with pytest.raises(NotImplementedError, match="'weight' of Linear has grad_dtype"):
         shard(ctx, model)
 
 

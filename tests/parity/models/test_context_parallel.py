@@ -172,11 +172,11 @@ def test_meshes_that_are_refused(ctx):
     only_fsdp2x(ctx)
     mesh = init_sequence_mesh(4, "cpu", ulysses=2)
     assert mesh.sequence.mesh_dim_names == ("context", "ulysses") and mesh.data.size() == 1
-    with pytest.raises(ValueError, match="Ulysses over 2 ranks: 3 attention heads .* or use apply_context_parallel"):
+    with pytest.raises(ValueError, match="over 2 ranks: 3 attention heads .* apply_context_parallel"):
         apply_context_parallel(
             sequences.build("llama", hidden_size=12, num_attention_heads=3, num_key_value_heads=1), mesh.sequence
         )
-    with pytest.raises(ValueError, match="takes one axis or the two of"):
+    with pytest.raises(ValueError, match="takes one axis"):
         names = ("a", "b", "c")
         apply_context_parallel(sequences.build("llama"), init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=names))
     for ranks, names, said in (
@@ -189,5 +189,5 @@ def test_meshes_that_are_refused(ctx):
         with pytest.raises(ValueError, match=f"{said}.* Pass init_sequence_mesh"):
             apply_context_parallel(model, DeviceMesh("cpu", ranks, mesh_dim_names=names))
         assert model.config._attn_implementation == "eager"
-    with pytest.raises(ValueError, match="ulysses=3 does not divide the sequence parallel size 4"):
+    with pytest.raises(ValueError, match="ulysses=3 does not divide .* 4"):
         init_sequence_mesh(4, "cpu", ulysses=3)

@@ -166,12 +166,12 @@ def test_files(ctx):
 
 @distributed(world_sizes=(2,))
 def test_refusals(ctx):
-    with pytest.raises(ValueError, match="two or three named axes, one of them 'ep'.*got DeviceMesh"):
+    with pytest.raises(ValueError, match="named axes, .*'ep'.*got DeviceMesh"):
         moe.expert_parallel(fused(), init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
     with pytest.raises(ValueError, match="LlamaForCausalLM has no experts"):
         moe.expert_parallel(models.build("llama"), mesh_of(1, 2))
-    with pytest.raises(ValueError, match="experts has 3 experts, which 2 ranks cannot share evenly"):
+    with pytest.raises(ValueError, match="3 experts, which 2 ranks cannot share"):
         moe.expert_parallel(fused(num_experts=3), mesh_of(1, 2))
     model = fsdp2x.fully_shard(fused())
-    with pytest.raises(RuntimeError, match="experts is sharded already. Call it before fully_shard"):
+    with pytest.raises(RuntimeError, match="experts is sharded already"):
         moe.expert_parallel(model, mesh_of(1, 2))

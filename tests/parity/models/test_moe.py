@@ -110,7 +110,7 @@ def test_experts_in_another_order_are_refused(ctx):
     fsdp2x.fully_shard(model, auto_wrap=False)
     block = model.layers[0].mlp
     block.forward = lambda x: (block.experts[2](x) + block.experts[0](x), None)
-    with pytest.raises(RuntimeError, match="expert 0 of layers.0.mlp.experts was called after expert 2, .*per=.block"):
+    with pytest.raises(RuntimeError, match="expert 0 of layers.0.mlp.experts was called after expert 2"):
         model(rows(0))
 
 

@@ -93,5 +93,5 @@ def test_units_inside_of_an_mlp_are_refused(ctx):
     only_fsdp2x(ctx)
     model = fsdp2x.fully_shard(models.build("llama"), auto_wrap=lambda name, module: name.endswith("up_proj"))
     apply_tiled_mlp(model, 2)
-    with pytest.raises(RuntimeError, match="Linear inside of LlamaMLP is a separate unit|FSDPLinear inside"):
+    with pytest.raises(RuntimeError, match="inside of LlamaMLP is a separate unit"):
         model(**models.batch("llama", ctx.rank))

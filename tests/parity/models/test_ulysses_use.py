@@ -72,7 +72,7 @@ def test_gather_hands_back_slices(ctx):
     assert torch.equal(grad, 3 * mine)
     once = context.gather_outputs(values, shard, gradient_scale=1.0)
     assert torch.equal(torch.autograd.grad((once * weights).sum(), values)[0], mine)
-    with pytest.raises(ValueError, match=r"values of shape \(2, 4\) do not belong to"):
+    with pytest.raises(ValueError, match=r"shape \(2, 4\) do not belong"):
         context.gather_outputs(torch.zeros(2, 4), shard)
 
 
@@ -190,7 +190,7 @@ def test_compiled_blocks(ctx):
 @distributed(world_sizes=(4,))
 def test_heads_that_do_not_divide_are_refused_before_anything_is_changed(ctx):
     model = sequences.build("llama_kv3")
-    with pytest.raises(ValueError, match="6 attention heads cannot be split evenly. .* one of 1, 2, 3, 6"):
+    with pytest.raises(ValueError, match="6 attention heads cannot be split .*1, 2, 3, 6"):
         apply_ulysses(model, dist.group.WORLD)
     assert model.config._attn_implementation != IMPLEMENTATION
     assert model(input_ids=torch.arange(3, 9)[None]).logits.shape == (1, 6, sequences.VOCAB)
@@ -200,7 +200,7 @@ def test_heads_that_do_not_divide_are_refused_before_anything_is_changed(ctx):
 def test_different_batches_in_a_group(ctx):
     _, ours, context, _ = setup(ctx, shard=False)
     length = 9 + ctx.rank
-    with pytest.raises(ValueError, match=r"must pass the same batch.*rank 0: 1 x 9; rank 1: 1 x 10"):
+    with pytest.raises(ValueError, match="same batch.*rank 0: 1 x 9; rank 1: 1 x 10"):
         context.shard_inputs({"input_ids": torch.arange(3, 3 + length)[None]})
     with pytest.raises(ValueError, match="must pass the same batch"):
         context.shard_inputs({"input_ids": torch.arange(3, 12)[None] + ctx.rank})
@@ -229,7 +229,7 @@ def test_inputs_that_differ_in_a_group(ctx, what):
     if what == "inputs_embeds":
         batch |= {"input_ids": None, "inputs_embeds": torch.linspace(-1, 1, 384).view(2, 12, 16)}
     context.shard_inputs(batch)
-    with pytest.raises(ValueError, match=f"must pass the same batch, but they differ in .*{what}"):
+    with pytest.raises(ValueError, match=f"same batch, but they differ in .*{what}"):
         context.shard_inputs({**batch, **CHANGES[what](batch)} if ctx.rank else batch)
     context.shard_inputs(batch)
 
@@ -300,20 +300,20 @@ def test_parameters_sharded_over_data_parallel_ranks_only(ctx, when):
 def test_misuse(ctx):
     _, ours, context, _ = setup(ctx, shard=False)
     ids = torch.arange(3, 12)[None]
-    with pytest.raises(RuntimeError, match="Call it with the inputs that shard_inputs"):
+    with pytest.raises(RuntimeError, match="inputs that shard_inputs"):
         ours(input_ids=ids)
-    with pytest.raises(ValueError, match="was not made for this model. Over ranks pass the inputs"):
+    with pytest.raises(ValueError, match="was not made for this model"):
         ours(**pack_samples([{"input_ids": ids[0]}]).inputs)
     shard = context.shard_inputs({"input_ids": ids, "labels": ids})
-    with pytest.raises(ValueError, match="a model's own loss is wrong at the ends of parts"):
+    with pytest.raises(ValueError, match="own loss is wrong"):
         ours(**shard.inputs, labels=ids)
     for keep in (1, torch.tensor([8])):
-        with pytest.raises(ValueError, match="logits_to_keep counts positions of this rank's part"):
+        with pytest.raises(ValueError, match="logits_to_keep counts"):
             ours(**context.shard_inputs({"input_ids": ids, "logits_to_keep": keep}).inputs)
     ours(**shard.inputs, logits_to_keep=0)
     with context.disabled(), pytest.raises(RuntimeError, match="while attention over layouts is disabled"):
         ours(**shard.inputs)
     with pytest.raises(ValueError, match="expected one axis of a mesh"):
         apply_ulysses(sequences.build("llama"), init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b")))
-    with pytest.raises(ValueError, match="sequence parallel size 3 does not divide the 2 ranks"):
+    with pytest.raises(ValueError, match="size 3 does not divide the 2 ranks"):
         init_sequence_mesh(3, "cpu")

@@ -113,7 +113,7 @@ def test_inputs_of_the_tower_are_not_cast(ctx, every_rank_has_images):
 
 @distributed(world_sizes=(1,))
 def test_towers_that_are_not_there(ctx):
-    with pytest.raises(ValueError, match="Qwen2VLForConditionalGeneration has no module 'vision_model'"):
+    with pytest.raises(ValueError, match="has no module 'vision_model'"):
         shard_vision_language(tiny_vlm(), tower="vision_model")
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no module named visual, .*Pass tower="):
+    with pytest.raises(ValueError, match="has no module named visual, .*tower="):
         shard_vision_language(models.build("llama"))

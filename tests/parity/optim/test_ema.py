@@ -178,5 +178,5 @@ def test_what_is_refused():
         with pytest.raises(ValueError, match=said):
             EMA(optimizer, **options)
     EMA(optimizer)
-    with pytest.raises(ValueError, match="'ema' is in the optimizer's state already"):
+    with pytest.raises(ValueError, match="'ema' is in .*already"):
         EMA(optimizer)

@@ -170,7 +170,7 @@ def test_ranks_with_other_blocks_are_told(ctx):
     mesh = init_device_mesh("cpu", (2,))
     weight = nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh, [S0]))
     weight.grad = distribute_tensor(torch.ones(8, 4), mesh, [S0])
-    with pytest.raises(RuntimeError, match="has other matrices than rank .* the same settings"):
+    with pytest.raises(RuntimeError, match="other matrices than rank "):
         fsdp2x.optim.Muon([{"params": [weight], "num_heads": 1 + ctx.rank}]).step()
     odd = nn.Parameter(
         DTensor.from_local(

@@ -246,9 +246,7 @@ def optimizer_bytes(optimizer):
 def test_wrong_settings_are_refused():
     param = nn.Parameter(torch.ones(3))
     for dtype in (torch.float16, torch.float64, torch.int8, torch.float8_e4m3fn, "fp8"):
-        with pytest.raises(
-            ValueError, match="moments_dtype must be None, torch.float32, torch.bfloat16 or 'int8', got"
-        ):
+        with pytest.raises(ValueError, match="moments_dtype must be .*, got"):
             fsdp2x.optim.AdamW([param], moments_dtype=dtype)
     with pytest.raises(ValueError, match="needs moments_dtype"):
         fsdp2x.optim.AdamW([param], stochastic_rounding=True)
@@ -273,5 +271,5 @@ def test_what_the_kernel_cannot_take_is_stepped_by_torch_and_rounded(moments):
         assert value.dtype is {"int8": torch.uint8}.get(moments, moments) or name.endswith("_scales")
         if moments is torch.bfloat16:
             same(value.contiguous(), optimizers[1].state[dense][name], name, **EXACT)
-    with pytest.raises(NotImplementedError, match="stochastic_rounding needs a parameter that a kernel"):
+    with pytest.raises(NotImplementedError, match="stochastic_rounding needs"):
         fsdp2x.optim.AdamW([strided], moments_dtype=moments, stochastic_rounding=True).step()

@@ -256,7 +256,7 @@ def test_groups_that_lie_on_several_ranks(ctx, scale):
 @distributed(world_sizes=(3,))
 def test_one_ranks_bad_reward_is_an_error_on_every_rank(ctx):
     rewards = [[1.0], [float("nan")], []][ctx.rank]
-    with pytest.raises(ValueError, match="group_advantages: rank 1: the reward of sample 0 is nan$"):
+    with pytest.raises(ValueError, match="rank 1: the reward of sample 0 is nan"):
         rl.group_advantages(rewards, [0] * len(rewards))
     assert rl.group_advantages([1.0], [ctx.rank]).tolist() == [0.0]
 
@@ -324,5 +324,5 @@ def test_a_reference_after_an_error(ctx):
         pass
     with reference:
         assert reference.score(row.inputs, row.next_labels).any()
-    with pytest.raises(ValueError, match="fsdp2x.rl.Reference: nothing in this Linear is sharded"):
+    with pytest.raises(ValueError, match="Reference: nothing in this Linear"):
         rl.Reference(nn.Linear(2, 2))

@@ -46,7 +46,7 @@ def example(dtype: torch.dtype | str | None, other: int = 0, *, keep: typing.Any
 def test_every_name_by_place_and_keyword(name):
     assert example(name, 3, late=name) == (torch.bfloat16, torch.bfloat16) == example(late=name, dtype=name)
     assert example("int8") == ("int8", None)  # of moments, which is no dtype of torch
-    with pytest.raises(TypeError, match=r"late must be dtype \(such as torch.bfloat16\), got 'bf17'"):
+    with pytest.raises(TypeError, match="late must be dtype .*got 'bf17'"):
         example(None, late="bf17")
 
 

@@ -55,5 +55,5 @@ def test_nothing_differs(with_kernels):
 def test_what_it_cannot_compare_is_refused():
     flat = torch.zeros(6)
     for other in (flat[::2], flat.view(2, 3), torch.zeros(5), torch.zeros(6, device="meta")):
-        with pytest.raises(RuntimeError, match="two flat, dense tensors of one size"):
+        with pytest.raises(RuntimeError, match="two flat, dense tensors"):
             _C.take_changes(other, flat, 6)

@@ -166,7 +166,7 @@ def test_what_is_no_checkpoint_is_told(tmp_path):
         with pytest.raises(CheckpointError, match=message):
             resolve(path)
     (tmp_path / "latest").write_text("../elsewhere")
-    with pytest.raises(CheckpointError, match=r"latest: expected the name of a checkpoint .*got '\.\./elsewhere'"):
+    with pytest.raises(CheckpointError, match=r"latest: expected .*got '\.\./elsewhere'"):
         resolve(tmp_path)
     (tmp_path / "latest").write_text("step-000007\n")
     with pytest.raises(CheckpointError, match="step-000007: no such checkpoint"):
@@ -222,7 +222,7 @@ def test_round_trip(folder):
 
 def test_a_changed_file_is_named(folder):
     (folder / "data.bin").write_bytes(bytes(range(199)) + b"\x00")
-    with pytest.raises(CorruptFile, match=r"data\.bin: damaged, its contents are not those"):
+    with pytest.raises(CorruptFile, match=r"data\.bin: damaged"):
         verify_files(folder, read_manifest(folder))
 
 

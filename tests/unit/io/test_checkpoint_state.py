@@ -103,7 +103,7 @@ def test_states_of_others_and_of_nobody_are_named(tmp_path):
 )
 def test_states_that_no_generator_has(part, state):
     """With these states, numpy would read after the end of its words, and Python accepts any next Gaussian."""
-    with pytest.raises(CorruptFile, match="here: not a state of random generators"):
+    with pytest.raises(CorruptFile, match="not a state of random generators"):
         check_rng({**rng_state(CPU), part: state}, CPU, "here")
 
 
@@ -169,8 +169,6 @@ def test_only_the_same_rule_takes_a_state_over(saved, here):
         restore.check(found)
         return
     before = {key: value for key, value in restore.groups[0].settings.items() if key != "params"}
-    with pytest.raises(
-        CheckpointError, match="another optimizer was saved: its groups have .*Build the optimizer that was"
-    ):
+    with pytest.raises(CheckpointError, match="another optimizer was saved: its groups have "):
         restore.check(found)
     assert {key: value for key, value in restore.groups[0].settings.items() if key != "params"} == before

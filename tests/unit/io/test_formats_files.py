@@ -236,12 +236,12 @@ def test_differ():
 
 
 def test_what_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="no such folder or file. Download a model"):
+    with pytest.raises(CheckpointError, match="no such folder or file"):
         weight_files(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="holds none of model.safetensors.index.json"):
         weight_files(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
-    with pytest.raises(CheckpointError, match="names files that are missing: gone.safetensors"):
+    with pytest.raises(CheckpointError, match="missing: gone.safetensors"):
         weight_files(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "%s"}}' % ("x" * 5000))
     with pytest.raises(CheckpointError, match="names files that are missing: xxx") as error:
@@ -253,20 +253,20 @@ def test_what_is_refused(tmp_path):
     file = tmp_path / "cut.safetensors"
     save_file({"a": torch.zeros(100)}, file)
     file.write_bytes(file.read_bytes()[:-8])
-    with pytest.raises(CheckpointError, match="cut.safetensors: not a complete safetensors file"):
+    with pytest.raises(CheckpointError, match="cut.safetensors: not a complete"):
         Checkpoint([file])
     torch.save({"a": print}, tmp_path / "code.bin")
-    with pytest.raises(CheckpointError, match="code.bin: cannot be read: it refers to (__builtin__|builtins).print"):
+    with pytest.raises(CheckpointError, match="code.bin: .*refers to (__builtin__|builtins).print"):
         Checkpoint([tmp_path / "code.bin"])
     torch.save([torch.zeros(1)], tmp_path / "list.bin")
-    with pytest.raises(CheckpointError, match="list.bin: expected a dict of tensors, got list"):
+    with pytest.raises(CheckpointError, match="list.bin: expected .*got list"):
         Checkpoint([tmp_path / "list.bin"])
     torch.save({"a": torch.zeros(1), "b": torch.eye(2).to_sparse()}, tmp_path / "sparse.bin")
-    with pytest.raises(CheckpointError, match="sparse.bin: cannot be read: it refers to torch._utils._rebuild_sparse"):
+    with pytest.raises(CheckpointError, match="sparse.bin: .*refers to torch._utils._rebuild_sparse"):
         Checkpoint([tmp_path / "sparse.bin"])
     torch.save({"a": torch.zeros(1)}, tmp_path / "x.bin")
     torch.save({"a": torch.zeros(1)}, tmp_path / "y.bin")
-    with pytest.raises(CheckpointError, match="y.bin: holds 'a', which another file also holds"):
+    with pytest.raises(CheckpointError, match="y.bin: holds 'a', which another file"):
         Checkpoint([tmp_path / "x.bin", tmp_path / "y.bin"])
 
 
@@ -324,12 +324,12 @@ def test_read_by_the_library(tmp_path, monkeypatch, capfd, limit):
 def test_sizes():
     assert [parse_size(size) for size in (7, "5GB", "1.5 KiB", "2mb")] == [7, 5 * 10**9, 1536, 2 * 10**6]
     for size in ("", "-1", "5 apples", 0, "GB"):
-        with pytest.raises(ValueError, match="max_shard_size must be bytes or a size"):
+        with pytest.raises(ValueError, match="max_shard_size must be"):
             parse_size(size)
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="several weights would be written as a"):
+    with pytest.raises(ValueError, match="several weights .* as a"):
         plan_layout([SPECS[0], SPECS[0]], 100, "model")
     with pytest.raises(ValueError, match=r"safetensors cannot hold z \(torch.complex64\)"):
         plan_layout([TensorSpec("z", torch.Size([1]), torch.complex64)], 100, "model")

@@ -306,9 +306,7 @@ def test_an_entry_that_calls_is_refused_unexecuted(saved, tmp_path):
         info.relative_path, info.offset, info.length = "evil.distcp", 0, len(buffer.getvalue())
 
     edit(saved, point)
-    with pytest.raises(
-        CheckpointError, match="evil.distcp: note.groups.0.betas: reading it would execute .*trusted=True"
-    ):
+    with pytest.raises(CheckpointError, match="evil.distcp: note.groups.0.betas: .*execute .*trusted=True"):
         load(saved)
     assert not target.exists()
 

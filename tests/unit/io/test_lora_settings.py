@@ -40,25 +40,25 @@ def test_routers():
             return self.body(x) * self.gate(x).sum(-1, keepdim=True)
 
     assert adapted(add_lora(Moe(), {"r": 2, "target_modules": ["all-router"]})) == {"gate"}
-    with pytest.raises(ValueError, match="'all-router' matches nothing in Qwen3MoeForCausalLM.*target_parameters"):
+    with pytest.raises(ValueError, match="'all-router' matches nothing .*target_parameters"):
         add_lora(build("qwen3_moe"), {"target_modules": ["all-router"]})
 
 
 def test_errors(tmp_path):
-    with pytest.raises(ValueError, match="unknown setting 'lora_ramk'; did you mean lora_rank"):
+    with pytest.raises(ValueError, match="'lora_ramk'; did you mean lora_rank"):
         add_lora(build("llama"), {"lora_ramk": 3})
-    with pytest.raises(ValueError, match="'rank' and another setting both set r"):
+    with pytest.raises(ValueError, match="'rank' and another setting"):
         add_lora(build("llama"), {"r": 3, "rank": 4})
-    with pytest.raises(TypeError, match="must be a LoraConfig, a mapping or a folder, got 3"):
+    with pytest.raises(TypeError, match="LoraConfig, .*got 3"):
         add_lora(build("llama"), 3)
     with pytest.raises(ValueError, match="adapter_config.json is missing"):
         add_lora(build("llama"), tmp_path)
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no adapter. Call fsdp2x.add_lora"):
+    with pytest.raises(ValueError, match="has no adapter.*fsdp2x.add_lora"):
         load_adapter(build("llama"), tmp_path)
-    with pytest.raises(ValueError, match='weights="adapter", but LlamaForCausalLM is not a PEFT model'):
+    with pytest.raises(ValueError, match='weights="adapter", but .*not a PEFT model'):
         save_adapter(build("llama"), tmp_path / "out")
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
-    with pytest.raises(ValueError, match="expected the peft_type 'LORA', got 'IA3'"):
+    with pytest.raises(ValueError, match="expected .*'LORA', got 'IA3'"):
         add_lora(build("llama"), tmp_path)
 
 
@@ -75,5 +75,5 @@ def test_a_folder_gives_the_settings_and_other_scalings_are_refused(tmp_path):
     for (name, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert torch.equal(a, b) and a.requires_grad == b.requires_grad, name
     other = add_lora(build("llama"), {"r": 2, "alpha": 4, "target": "q_proj"})
-    with pytest.raises(ValueError, match="lora_alpha is 8 in .*adapter, but 4 in the model's adapter 'default'"):
+    with pytest.raises(ValueError, match="lora_alpha is 8 in .*, but 4 in .*'default'"):
         load_adapter(other, tmp_path / "adapter")

@@ -33,9 +33,7 @@ def test_the_outermost_level_counts():
 
 def test_no_match_names_what_is_near_and_freezes_nothing():
     model = tiny_vlm()
-    with pytest.raises(
-        ValueError, match="begins with 'vision_model'; did you mean .*visual.* The model has: model.vis"
-    ):
+    with pytest.raises(ValueError, match="begins with 'vision_model'; did you mean .*visual"):
         freeze_module_prefix(model, ["visual", "vision_model"])
     assert not frozen(model)
     with pytest.raises(ValueError, match="no parameter of Qwen2VL.* begins with 'vis'"):

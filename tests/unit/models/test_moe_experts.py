@@ -74,11 +74,11 @@ def test_refusals(caplog):
     for call in (moe.use_grouped_gemm, moe.apply_expert_patch, moe.shard_experts):
         with pytest.raises(ValueError, match="LlamaForCausalLM has no experts"):
             call(llama)
-    with pytest.raises(ValueError, match="layers.0.mlp.experts are not fused experts of transformers 5"):
+    with pytest.raises(ValueError, match="layers.0.mlp.experts are not fused"):
         moe.use_grouped_gemm(ListMoe())
     with pytest.raises(ValueError, match="per must be 'block' or 'expert'"):
         moe.shard_experts(fused(), per="layer")
-    with pytest.raises(NotImplementedError, match="mlp.experts holds 4 experts in each of its tensors"):
+    with pytest.raises(NotImplementedError, match="mlp.experts holds 4 experts"):
         moe.shard_experts(fused(), per="expert")
     with caplog.at_level(logging.INFO, "fsdp2x"):
         assert moe.apply_expert_patch(fused()) == 0
@@ -90,7 +90,7 @@ def test_refusals(caplog):
 
     model = ListMoe()
     model.layers[1].mlp.experts = nn.ModuleList(Two() for _ in range(4))
-    with pytest.raises(NotImplementedError, match="experts of layers.1.mlp.experts \\(Two\\) takes hidden_states, we"):
+    with pytest.raises(NotImplementedError, match=r"layers.1.mlp.experts \(Two\) takes hidden_states"):
         moe.apply_expert_patch(model)
 
 

@@ -266,7 +266,7 @@ def test_samples_that_cannot_be(samples):
 
 
 def test_a_length_that_ranks_cannot_share():
-    with pytest.raises(ValueError, match="a length of 7 is not a multiple of 2; pad it first"):
+    with pytest.raises(ValueError, match="length of 7 is not a multiple of 2"):
         SequenceLayout(1, 7, [(0, 0, 7)], part_of(0, ulysses=2))
     assert SequenceLayout(1, 8, [(0, 0, 7)], part_of(1, ulysses=2)).local_ranges == [(4, 8)]
 
@@ -306,9 +306,9 @@ def test_each_query_head_meets_its_own_kv_head(heads, kv_heads, size):
 
 
 def test_heads_that_ranks_cannot_share():
-    with pytest.raises(ValueError, match="6 attention heads cannot be split evenly. .* one of 1, 2, 3, 6"):
+    with pytest.raises(ValueError, match="6 attention heads cannot be split .*1, 2, 3, 6"):
         HeadPlan(6, 2, 4)
-    with pytest.raises(ValueError, match="6 attention heads are not a multiple of 4 kv heads"):
+    with pytest.raises(ValueError, match="6 attention heads .*4 kv heads"):
         HeadPlan(6, 4, 2)
 
 
@@ -335,5 +335,5 @@ def test_everything_along_the_sequence_is_cut():
 
 
 def test_an_unknown_input_along_the_sequence():
-    with pytest.raises(NotImplementedError, match=r"the decoder's input depth of shape \(2, 6\) seems to run along"):
+    with pytest.raises(NotImplementedError, match=r"depth of shape \(2, 6\)"):
         cut_decoder_inputs({"depth": torch.zeros(2, 6)}, SequenceLayout(2, 6, [], part_of(0, ulysses=2)), 6)

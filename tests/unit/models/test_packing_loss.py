@@ -111,13 +111,13 @@ def test_a_step_without_labels():
 
 def test_wrong_arguments():
     logits, labels = make()
-    with pytest.raises(ValueError, match=r"logits of shape \[2, 7, 11\] do not belong to labels of shape \[2, 6\]"):
+    with pytest.raises(ValueError, match=r"logits of shape \[2, 7, 11\] .* \[2, 6\]"):
         token_log_probs(logits, labels[:, :6])
     with pytest.raises(ValueError, match="temperature must be positive, got 0"):
         token_entropy(logits, temperature=0)
-    with pytest.raises(ValueError, match=r"one for each token, of shape \[2, 7\]; got \[7\]"):
+    with pytest.raises(ValueError, match=r"of shape \[2, 7\]; got \[7\]"):
         token_log_probs(logits, labels, temperature=torch.ones(7))
-    with pytest.raises(ValueError, match="1 labels are outside of the vocabulary of 11 tokens, the first is 11"):
+    with pytest.raises(ValueError, match="1 labels are outside .*11 tokens"):
         token_log_probs(logits, torch.where(labels == labels[1, 0], 11, labels))
     with pytest.raises(ValueError, match="no micro-batches"):
         count_label_tokens([])

@@ -79,7 +79,7 @@ def test_twice_is_an_error_and_remove_gives_the_model_back():
     expected = model(input_ids=IDS).logits
     handle = use_varlen_attention(model)
     assert model.config._attn_implementation == IMPLEMENTATION
-    with pytest.raises(ValueError, match="Qwen3ForCausalLM already runs attention over layouts"):
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM already runs"):
         use_varlen_attention(model)
     torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=1e-5, atol=1e-5)
     handle.remove()
@@ -250,7 +250,7 @@ def test_a_layer_that_escapes_is_noticed():
     model = sequences.build("llama")
     use_varlen_attention(model)
     model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
-    with pytest.raises(NotImplementedError, match="1 attention calls in 2 layers carried the layout"):
+    with pytest.raises(NotImplementedError, match="1 attention calls in 2 layers"):
         model(input_ids=IDS)
 
 
@@ -258,7 +258,7 @@ def test_a_window_that_attention_is_not_told_of_is_noticed():
     model = sequences.build("qwen2_window")
     use_varlen_attention(model)
     model.model.layers[0].self_attn.sliding_window = None
-    with pytest.raises(NotImplementedError, match="1 layers have a sliding window by the model's masks, but 0"):
+    with pytest.raises(NotImplementedError, match="1 layers have a sliding window .* 0"):
         model(input_ids=IDS)
 
 
@@ -284,5 +284,5 @@ def test_rope_that_depends_on_the_length_of_the_call():
     losses = [nn.functional.cross_entropy(p[:-1], t, reduction="sum") for p, t in zip(parts, alone, strict=True)]
     num = sum(int((labels != -100).sum()) for labels in alone)
     torch.testing.assert_close(sum(losses).detach() / num, expected, rtol=1e-5, atol=1e-5)
-    with pytest.raises(NotImplementedError, match="A sample of 9 tokens exceeds the original 8"):
+    with pytest.raises(NotImplementedError, match="9 tokens exceeds .* 8"):
         model(input_ids=IDS)

@@ -110,9 +110,9 @@ def test_what_is_a_gated_mlp():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="GPT2LMHeadModel has no gated MLP: .*h -> i, h -> i, i -> h"):
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has no gated MLP"):
         apply_tiled_mlp(build("gpt2"))
-    with pytest.raises(ValueError, match="expected the model_type 'qwen3', the model's config has 'llama'"):
+    with pytest.raises(ValueError, match="expected .*'qwen3', .*'llama'"):
         apply_tiled_mlp(build("llama"), model_type="qwen3")
     for wrong, error in ((0, ValueError), (2.0, TypeError), (True, TypeError)):
         with pytest.raises(error, match="num_shards"):

@@ -68,7 +68,7 @@ def test_explicit_directory_wins_and_must_hold_a_torch(tmp_path):
     other = fake_torch(tmp_path / "other", "2.12.0")
     explicit = fake_torch(tmp_path / "explicit", "2.14.0")
     assert find_torch.find_torch(str(explicit), [other]).version == "2.14.0"
-    with pytest.raises(find_torch.TorchNotUsable, match="FSDP2X_TORCH_DIR is .*nowhere.*not a torch package"):
+    with pytest.raises(find_torch.TorchNotUsable, match="FSDP2X_TORCH_DIR is .*nowhere"):
         find_torch.find_torch(str(tmp_path / "nowhere"), [other])
 
 
@@ -207,7 +207,7 @@ def test_no_compiler_fits(tmp_path, cuda_wheels, line, reason):
 
 def test_the_compiler_is_found_or_its_packages_are_named(tmp_path, cuda_wheels):
     torch = torch_for_cuda(tmp_path, "cuda = '13.2'")
-    with pytest.raises(cuda_wheels.NoWheels, match=r"no nvidia/cu13/bin/nvcc in .*pip install nvidia-cuda-nvcc==13\.2"):
+    with pytest.raises(cuda_wheels.NoWheels, match=r"pip install nvidia-cuda-nvcc==13\.2"):
         cuda_wheels.find_nvcc(torch, [str(tmp_path)])
     nvcc = tmp_path / "nvidia" / "cu13" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)

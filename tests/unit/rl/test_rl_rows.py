@@ -45,7 +45,7 @@ def test_where_values_of_tokens_lie():
     for values in (of_all, of_labels, [of_all[0], of_labels[1], None]):
         made = tokens.align(values)
         torch.testing.assert_close(made, torch.tensor([[0, 0, 1.3, 1.4, 0, 0, 2.2, 0]]))
-    with pytest.raises(ValueError, match=r"sample 1 has 3 tokens and 1 labels, but values of shape \[2\]"):
+    with pytest.raises(ValueError, match=r"sample 1 has 3 tokens .* \[2\]"):
         tokens.align([[1.3, 1.4], [1, 2]])
 
 
@@ -160,5 +160,5 @@ def test_equal_rewards_whose_mean_is_another_number():
 def test_wrong_rewards(rewards, ids, said):
     with pytest.raises(ValueError, match=f"group_advantages: {said}"):
         rl.group_advantages(rewards, ids)
-    with pytest.raises(ValueError, match="scale must be 'std', 'batch' or 'none', got 'mean'"):
+    with pytest.raises(ValueError, match="scale must be .*got 'mean'"):
         rl.group_advantages([1.0], [1], scale="mean")

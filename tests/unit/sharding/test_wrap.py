@@ -292,12 +292,12 @@ def test_explicit_classes():
 
 
 def test_unknown_class_names_the_nearest():
-    with pytest.raises(ValueError, match="no module of class LlamaDecoderlayer in .*did you mean LlamaDecoderLayer"):
+    with pytest.raises(ValueError, match="class LlamaDecoderlayer .*did you mean LlamaDecoderLayer"):
         plan_units(models.build("llama"), ["LlamaDecoderlayer"])
-    with pytest.raises(ValueError, match="no module of class Conv2d.*The model has: .*Block, LayerNorm, Linear"):
+    with pytest.raises(ValueError, match="class Conv2d.* has: .*Block, LayerNorm, Linear"):
         plan_units(Plain(), [nn.Conv2d])
     for policy in (3, [3], [nn.Linear(1, 1)]):
-        with pytest.raises(TypeError, match="auto_wrap must be None, a bool, class names"):
+        with pytest.raises(TypeError, match="auto_wrap must be"):
             plan_units(Plain(), policy)
 
 
@@ -310,7 +310,7 @@ def test_predicate():
     assert should_auto_wrap(model, lambda name, module: False)
     with pytest.raises(ValueError, match="selected no module of Plain"):
         plan_units(model, lambda name, module: False)
-    with pytest.raises(ValueError, match="selected encoder.layers, a ModuleList without forward"):
+    with pytest.raises(ValueError, match="selected encoder.layers, a ModuleList"):
         plan_units(model, lambda name, module: isinstance(module, nn.ModuleList))
 
 

@@ -83,7 +83,7 @@ def test_max_bytes_stops_reading(tmp_path):
 
 def test_too_little_text_is_an_error(tmp_path):
     (tmp_path / "a.txt").write_text("short")
-    with pytest.raises(ConfigError, match="6 tokens in .*fewer than one sequence .data.block_size=512"):
+    with pytest.raises(ConfigError, match="6 tokens .*data.block_size=512"):
         read_blocks(DataConfig(files=[str(tmp_path)]), ByteTokenizer(), seed=0)
 
 
@@ -173,5 +173,5 @@ def test_saved_form_loads_in_transformers(tmp_path):
 
 
 def test_a_missing_directory_is_an_error():
-    with pytest.raises(ConfigError, match=r"data\.tokenizer: got '/no/such', expected 'bytes' or a local"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: got '/no/such'"):
         make_tokenizer("/no/such")

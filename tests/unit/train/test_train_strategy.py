@@ -61,7 +61,7 @@ def test_contradictions(settings, sentence):
 
 
 def test_nodes_of_unequal_size():
-    with pytest.raises(ConfigError, match="ranks of this node: got 3, expected a divisor of the 8 ranks"):
+    with pytest.raises(ConfigError, match="got 3, expected .* 8 ranks"):
         plan_mesh(ParallelConfig(strategy="HYBRID_SHARD"), 8, 3)
 
 
@@ -99,7 +99,7 @@ def test_when_the_loss_is_scaled():
     assert resolve_scaling(ScalerConfig(), model, torch.float16)
     assert not resolve_scaling(ScalerConfig(), model, torch.bfloat16)
     assert not resolve_scaling(ScalerConfig(enabled=False), model, torch.float16)
-    with pytest.raises(ConfigError, match="model.dtype: got 'float16', but float16 gradients cannot be unscaled"):
+    with pytest.raises(ConfigError, match="model.dtype: got 'float16'"):
         resolve_scaling(ScalerConfig(), ModelConfig(path="x", dtype="float16"), None)
 
 
