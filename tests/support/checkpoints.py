@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from models import Stack
 
 ROWS = 12
+FORMS = ("sharded", "full", "per_rank")  # of a folder; a full checkpoint may also be one file
 
 
 class Mixed(nn.Module):

@@ -6,10 +6,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from checkpoints import Training, full_disk, shared_folder
+from checkpoints import FORMS, Training, full_disk, shared_folder
 from harness import distributed
-
-FORMS = ("sharded", "full", "per_rank")
 
 
 class Held:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import damage
 import fsdp2x
-from checkpoints import Training, on_first, shared_folder
+from checkpoints import FORMS, Training, on_first, shared_folder
 from fsdp2x import checkpoint
 from fsdp2x.checkpoint import CheckpointError
 from harness import dist_run, distributed
@@ -26,7 +26,6 @@ from models import Stack
 from reference import full, only_fsdp2x
 from training import Said
 
-FORMS = ("sharded", "full", "per_rank")
 DATA = {"sharded": "__1_0.distcp", "full": "checkpoint.pt", "per_rank": "rank-00001.pt"}
 
 
@@ -156,21 +155,6 @@ def test_all_damaged_ones_are_named(ctx):
 
 
 @distributed
-def test_a_damaged_lone_file_is_told(ctx):
-    from fsdp2x import checkpoint
-
-    with shared_folder() as folder:
-        training = Training()
-        training.save(folder / "one.pt", form="full")
-        on_first(lambda: flip(folder / "one.pt"))
-        with pytest.raises(checkpoint.CheckpointError, match=r"one.pt: damaged, Bad CRC-32 for file"):
-            training.load(folder / "one.pt")
-        on_first(lambda: shorten(folder / "one.pt"))
-        with pytest.raises(checkpoint.CheckpointError, match=r"one.pt: damaged"):
-            training.load(folder / "one.pt")
-
-
-@distributed
 def test_a_folder_that_takes_nothing(ctx):
     from fsdp2x import checkpoint
 
@@ -238,7 +222,7 @@ def remains(path):
 
 
 @distributed(world_sizes=(2,), timeout=180)
-@pytest.mark.parametrize("form", ["sharded", "full", "per_rank", "file"])
+@pytest.mark.parametrize("form", [*FORMS, "file"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_full_disk(ctx, form, asynchronous):
     only_fsdp2x(ctx)

@@ -8,14 +8,12 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from checkpoints import OPTIMIZERS, Mixed, Training, on_first, shared_folder
+from checkpoints import FORMS, OPTIMIZERS, Mixed, Training, on_first, shared_folder
 from fsdp2x.base.failures import CheckpointError
 from harness import dist_run, distributed
 from training import losses as logged
 from training import run, settings
 from training import shared_folder as text_folder
-
-FORMS = ("sharded", "full", "per_rank")
 
 
 def place(folder, optimizer, form):
@@ -56,7 +54,7 @@ def test_other_world_sizes_continue_the_run(tmp_path, worlds, num):
     """`num` of the four forms for each optimizer, as they were saved and converted to another one."""
     from fsdp2x.convert import convert_checkpoint
 
-    forms = ("per_rank", "sharded", "full", "file")
+    forms = (*reversed(FORMS), "file")
     cells = [(name, forms[(number + k) % 4]) for number, name in enumerate(OPTIMIZERS) for k in range(num)]
     whole = dist_run(train_and_save, 2, tmp_path, cells, fresh=False)[0].value
     converted = []
@@ -422,7 +420,7 @@ def test_what_stock_lacks_is_named(ctx):
 
 
 @distributed
-@pytest.mark.parametrize("form", ["sharded", *(pytest.param(form, marks=pytest.mark.full) for form in FORMS[1:])])
+@pytest.mark.parametrize("form", [FORMS[0], *(pytest.param(form, marks=pytest.mark.full) for form in FORMS[1:])])
 def test_a_run_that_saves_in_the_background_resumes_bit_for_bit(ctx, form):
     with text_folder(ctx) as folder:
         section = {"save_every": 1, "keep": 1, "keep_every": 3, "async_save": True, "form": form}
@@ -458,10 +456,10 @@ def test_lora_with_frozen_weights_and_a_scaler(ctx):
         model, optimizer, scaler = make()
         for number in range(3):
             step(model, optimizer, scaler, number)
-        for form in ("sharded", "full", "per_rank"):
+        for form in FORMS:
             fsdp2x.checkpoint.save(folder / form, model, optimizer, step=3, scaler=scaler, form=form)
         expected = [step(model, optimizer, scaler, number) for number in range(3, 6)]
-        for form in ("sharded", "full", "per_rank"):
+        for form in FORMS:
             model, optimizer, scaler = make()
             fsdp2x.checkpoint.load(folder / form, model, optimizer, scaler=scaler)
             assert scaler.get_scale() == 16.0

@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 
 import damage
-from checkpoints import Training, on_first, shared_folder
+from checkpoints import FORMS, Training, on_first, shared_folder
 from harness import distributed
 
-FORMS = ("sharded", "full", "per_rank", "file", "stock")
 # The first seeds, and seeds that have found bugs.
 ROUNDS = [pytest.param((*range(4), 261, 313), id="4")]
 ROUNDS += [pytest.param(range(a, a + 100), id=f"{a}-{a + 100}", marks=pytest.mark.full) for a in (4, 104, 204)]
@@ -216,7 +215,7 @@ def explained(name, values, originals, change):
 
 @distributed(timeout=280)
 @pytest.mark.parametrize("rounds", ROUNDS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, "file", "stock"])
 def test_damage_is_refused_or_loaded_as_the_files_say(ctx, form, rounds):
     warnings.simplefilter("ignore")
     with shared_folder() as folder:
