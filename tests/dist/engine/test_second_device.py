@@ -81,7 +81,9 @@ def test_steps_are_stocks(ctx, library):
         with sharded(ctx, name, device, shard_stock) as model:
             return run(model, CASES[name], device)
 
-    names = [name for name in CASES if "many" not in name]  # launches of many parameters cost what few do here
+    # Other dtypes and launches of many parameters ask the device for nothing else.
+    others = ("many", "f64", "reduced", "replicas, bf16", "stacked experts, packed", "of a unit", "divided")
+    names = [name for name in CASES if not any(one in name for one in others)]
     check(library, train, names, lambda name: HOST_CLOSE[CASES[name].close])
 
 

@@ -189,8 +189,8 @@ def test_arguments_are_checked(ctx):
         checkpoint.load("/nowhere", training.model)
 
 
-# Tests every third file operation of a save as the first one that fails.
-STRIDE = 3
+# Tests every fifth file operation of a save as the first one that fails.
+STRIDE = 5
 
 
 class Disk:

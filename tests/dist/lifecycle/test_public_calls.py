@@ -347,19 +347,7 @@ class Nothing:
         return "Nothing()"
 
 
-WRONG = (
-    Nothing(),
-    "word",
-    b"bytes",
-    3,
-    3.5,
-    True,
-    None,
-    [Nothing()],
-    {"a": Nothing()},
-    Nothing,
-    torch.tensor([1.0, 2.0]),
-)
+WRONG = (Nothing(), "word", 3, 3.5, True, None, [Nothing()], torch.tensor([1.0, 2.0]))
 # parse_config's argument is a file's content: errors name its keys, and None is an empty file.
 OTHER_WORDS = {"fsdp2x.train.parse_config": ("config", "model")}
 DOCUMENTED = (TypeError, ValueError, CheckpointError, ConfigError, NotImplementedError)

@@ -240,8 +240,8 @@ def test_never_above_stock(ctx, transport, policy, reshard):
 
     for make in (ours, stock):  # what the first call loads and keeps
         resident_bytes(ctx, make, 1)
-    # Where the CPU computes in bf16, the peaks of both vary by 2 MB a rank from run to run. The lowest of three counts.
-    mine, theirs = (min(resident_bytes(ctx, make, 2) for _ in range(3)) for make in (ours, stock))
+    # Where the CPU computes in bf16, the peaks of both vary by 2 MB a rank from run to run. The lowest of two counts.
+    mine, theirs = (min(resident_bytes(ctx, make, 2) for _ in range(2)) for make in (ours, stock))
     # fsdp2x's peak falls in the matmul of a gradient, whose workspace counts. Stock's falls in a reduction.
     workspace = ctx.world * matmul_workspace_bytes(POLICIES[policy].param_dtype)
     assert mine - workspace <= 1.02 * theirs, f"ours {mine / 1e6:.1f} MB, stock {theirs / 1e6:.1f} MB"

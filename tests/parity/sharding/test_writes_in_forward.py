@@ -55,7 +55,7 @@ class Momentum(nn.Module):
         return (self.last(query * self.scale) * key).mean()
 
 
-@distributed(world_sizes=(1, 2, 3))
+@distributed(world_sizes=(1, 2))
 @pytest.mark.parametrize("transport", PLACES)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("at_start", [False, True])
