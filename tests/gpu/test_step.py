@@ -9,12 +9,10 @@ import functools
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2x
 import one_gpu
-from fsdp2x.base.native import _C
 from harness import distributed
 from models import STACK_UNITS, Branches, Mlp, Stack, inputs
 from one_gpu import CLOSE, POLICIES, clean_base, on_gpu, requested_bytes
@@ -130,57 +128,6 @@ def test_accumulation_without_sync(ctx):
             loss_of(model, ctx, number).backward()
     got, expected = ([param.grad.to_local() for param in model.parameters()] for model in (ours, stock))
     same(got, expected, "gradients", **CLOSE["fp32"])
-
-
-@distributed(world_sizes=(1, 2), timeout=300)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_offloaded_to_pinned_memory(ctx, policy):
-    only_fsdp2x(ctx)
-    stock, ours = twins(ctx, mp_policy=POLICIES[policy], offload_policy=CPUOffloadPolicy())
-    same(train(ours, ctx), train(stock, ctx), "losses and gradients", **CLOSE[policy])
-    for param in ours.parameters():
-        local = param.to_local()
-        assert local.numel() == 0 or local.device.type == "cpu" and local.is_pinned()
-
-
-@distributed(world_sizes=(1,), timeout=300)
-@pytest.mark.parametrize("moments", [None, torch.bfloat16])
-@pytest.mark.shows("optimizers")
-def test_our_adamw_has_the_bits_of_the_cpu(ctx, moments):
-    only_fsdp2x(ctx)
-    torch.manual_seed(0)
-    there = [nn.Parameter(torch.randn(size).cuda()) for size in ((5, 7), (1033,), (0, 3), (300000,))]
-    here = [nn.Parameter(param.detach().cpu()) for param in there]
-    optimizers = [fsdp2x.optim.AdamW(one, lr=1e-2, moments_dtype=moments) for one in (there, here)]
-    for _ in range(3):
-        for one, other in zip(there, here, strict=True):
-            other.grad = torch.randn(other.shape)
-            one.grad = other.grad.cuda()
-        for optimizer in optimizers:
-            optimizer.step()
-    assert optimizers[0]._on_device.num_plans == (1 if _C.has_device_kernels() else 0)
-    exact = {} if _C.has_device_kernels() else {"rtol": 1e-2, "atol": 1e-4}
-    same([param.detach().cpu() for param in there], [param.detach() for param in here], "parameters", **exact)
-
-
-@distributed(world_sizes=(1,), timeout=300)
-@pytest.mark.shows("flat memory")
-def test_slots_and_buffers_are_reused(ctx):
-    """After the second step, torch asks the driver for no memory, and each step takes the same amount."""
-    only_fsdp2x(ctx)
-    _, ours = twins(ctx)
-    train(ours, ctx, num=2)
-    root = ours._get_fsdp_state().root
-    taken, num_segments = [], torch.cuda.memory_stats()["num_device_alloc"]
-    for _ in range(3):
-        before = root.stats()
-        train(ours, ctx, num=1)
-        after = root.stats()
-        taken.append([after[key] - before[key] for key in ("transport_allocations", "gradient_block_allocations")])
-        assert after["scratch_bytes"] == before["scratch_bytes"]
-    assert taken[0] == taken[1] == taken[2]
-    assert torch.cuda.memory_stats()["num_device_alloc"] == num_segments
-    assert after["gather_slots_owned"] == after["scratch_slots_owned"] == 0, after["owners"]
 
 
 @distributed(world_sizes=(1,), timeout=300, fresh=True)  # memory reserved by other tests counts
