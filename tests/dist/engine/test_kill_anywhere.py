@@ -84,7 +84,7 @@ def train_until_killed(ctx, setting: str, *case):
         return train(ctx, setting, *case)
 
 
-def train(ctx, setting: str, victim: int, moment: str, name: str, when: int):
+def train(ctx, setting: str, victim: int, moment: str, name: str, when: float):
     import fsdp2x
 
     options = {"transport": "process_group", **SETTINGS[setting][1], "mesh": mesh_of(ctx, setting)}
@@ -101,9 +101,11 @@ def train(ctx, setting: str, victim: int, moment: str, name: str, when: int):
     elif moment == "gradient":
         next(module.parameters()).register_post_accumulate_grad_hook(here)
     try:
-        for at_hand in range(5):
+        for at_hand in range(10_000 if moment == "any" else 5):
             if moment == "between":
                 here()
+            if moment == "any" and dies and at_hand == 2:
+                threading.Timer(when, die).start()
             if setting == "accumulating":
                 model.set_requires_gradient_sync(at_hand % 2 == 1)
             model(inputs(ctx.rank, at_hand)).square().mean().backward()
@@ -127,7 +129,8 @@ def in_shared_memory() -> set[Path]:
     return {path for path in Path("/dev/shm").iterdir() if "fsdp2x" in path.name}
 
 
-def kill(setting: str, victim: int, moment: str, module: str, when: int) -> None:
+def kill(setting: str, victim: int, moment: str, module: str, when: float) -> None:
+    """`when`: the step of the moment, or the seconds until any moment."""
     world, options = SETTINGS[setting]
     before = in_shared_memory()
     outcomes = dist_run(
@@ -203,3 +206,9 @@ def test_survivors_name_the_victim(seed, kind):
 @pytest.mark.parametrize("seed", range(100, 142))
 def test_survivors_name_the_victim_everywhere(seed):
     kill(*drawn(seed, tuple(SETTINGS)))
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(3, 50))])
+def test_survivors_of_a_kill_at_any_moment(seed):
+    draw, setting = random.Random(seed), KINDS[1][seed % 3]
+    kill(setting, draw.randrange(SETTINGS[setting][0]), "any", "", 0.3 * draw.random())
