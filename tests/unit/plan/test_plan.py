@@ -41,10 +41,7 @@ def test_a_config_json(config, capsys):
         "model.layers.1",
     ]
     assert not dist.is_initialized()
-
-
-def test_a_folder_is_its_config(config, capsys):
-    assert plan_json(capsys, config.parent, "--world-size", 4) == plan_json(capsys, config, "--world-size", 4)
+    assert plan_json(capsys, config.parent, "--world-size", 4, *on_cpu) == (status, plan), "a folder is its config"
 
 
 def test_a_training_config_and_its_overrides(tmp_path, capsys):
@@ -116,12 +113,9 @@ def test_whether_it_fits(config, capsys):
     [
         (["missing.json", "--world-size", "2"], "missing.json: no such file"),
         (["CONFIG", "a.b=1", "--world-size", "2"], "a.b=1: key=value"),
-        (["CONFIG", "--world-size", "4", "--replicas", "3"], "3 replicas do not divide a world of 4 rank(s)"),
-        (["CONFIG", "--world-size", "4", "--reshard-after-forward", "3"], "it should be a factor of 4, not 3"),
-        (
-            ["CONFIG", "--world-size", "2", "--memory", "much"],
-            "--memory: expected a size with a unit, such as 80GiB or 512MiB, got 'much'",
-        ),
+        (["CONFIG", "--world-size", "4", "--replicas", "3"], "3 replicas do not divide"),
+        (["CONFIG", "--world-size", "4", "--reshard-after-forward", "3"], "a factor of 4, not 3"),
+        (["CONFIG", "--world-size", "2", "--memory", "much"], "--memory: expected a size with a unit"),
         (["CONFIG", "--world-size", "2", "--auto-wrap", "Qwen3MPL"], "did you mean Qwen3MLP"),
     ],
 )
@@ -162,25 +156,20 @@ def test_sizes_that_are_none(text):
         parse_bytes(text)
 
 
-def test_unknown_optimizer_and_transport():
-    with pytest.raises(ConfigError, match="expected one of adamw"):
-        plan_memory(Stack(), 2, optimizer="rprop")
-    with pytest.raises(ValueError, match="transport must be 'process_group' or 'shm', got 'nccl'"):
-        plan_memory(Stack(), 2, transport="nccl")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "tpu"}, "device must be 'cuda', 'cpu' or None, got 'tpu'"),
-        ({"offload": "half"}, "offload must be 'none', 'optimizer', 'gradients' or 'all', got 'half'"),
+        ({"optimizer": "rprop"}, "expected one of adamw"),
+        ({"transport": "nccl"}, "transport must be .*got 'nccl'"),
+        ({"device": "tpu"}, "device must be .*got 'tpu'"),
+        ({"offload": "half"}, "offload must be .*got 'half'"),
         ({"device": "cuda", "transport": "shm"}, "expected process_group with device cuda"),
         ({"offload": "optimizer", "optimizer": "sgd_momentum"}, "Use gradients or all with sgd_momentum"),
         ({"offload": "optimizer", "optimizer": "muon_int8"}, "Use gradients or all with muon_int8"),
         ({"optimizer": "muon"}, "optimizer: got muon: .*no get_output_embeddings"),
     ],
 )
-def test_what_no_device_can_do(options, message):
+def test_what_no_plan_is_for(options, message):
     with pytest.raises(ValueError, match=message):
         plan_memory(Stack(), 2, **options)
 
