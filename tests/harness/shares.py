@@ -45,7 +45,8 @@ class Shares:
             FILE.write_text(json.dumps(shares, indent=1) + "\n")
         else:
             recorded = json.loads(FILE.read_text())
-            self.lines = outgrown(self.seconds, recorded) if recorded.keys() <= self.seconds.keys() else []
+            is_complete = all(folder in self.seconds or not (FILE.parent / folder).is_dir() for folder in recorded)
+            self.lines = outgrown(self.seconds, recorded) if is_complete else []
             if self.lines:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
