@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import secrets
 import socket
 import subprocess
@@ -113,8 +114,9 @@ class Served:
 def new_address(over="memory"):
     if over != "group":
         return f"@fsdp2x-test-{secrets.token_hex(8)}"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    while True:  # a port that no other process gets by chance, because targets listen there more than once
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", random.randrange(20000, 32000))) as free:
+            return f"tcp://127.0.0.1:{free.getsockname()[1]}"
 
 
 def target_of(over, addresses, rank=0):

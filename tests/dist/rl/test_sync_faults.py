@@ -54,7 +54,7 @@ Engine = namedtuple("Engine", "address question")
 
 
 def held_after(over, fault, kind, number):
-    """[state, version] of the engine with the fault and of the other one, in a push from "old" to "new"."""
+    """[state, version] of the other engine and of the one with the fault, in a push from "old" to "new"."""
     old, new = f"{number} old", f"{number} new"
     held = ["torn", old]
     if fault == "dies":
@@ -437,7 +437,7 @@ def test_groups_that_cannot_be(ctx):
     make = engine_group.EngineGroup
 
     def refuse_once(*args):
-        if threading.current_thread().name == "fsdp2x-engine" and not refused:
+        if threading.current_thread() is not threading.main_thread() and not refused:
             raise OSError(refused.append("out of sockets") or refused[0])
         return make(*args)
 

@@ -81,7 +81,8 @@ def test_two_buckets_and_the_largest_parameter(ctx, transport, kind):
                 for version in range(num_pushes):
                     session.push(version=version)
 
-            sizes = memory.allocations(push)
+            # Objects by which the ranks agree are small, and gloo's threads free some of them unseen.
+            sizes = [size for size in memory.allocations(push) if abs(size) >= 64 << 10]
             stack.close()
             private_bytes = memory.peak_private_bytes(push)
             dist.barrier()

@@ -181,6 +181,8 @@ class BroadcastGroup:
         def act(group: Any) -> None:
             with torch.cuda.stream(stream):  # None changes nothing
                 group.broadcast([data], options).wait()
+            if stream is not None:
+                stream.synchronize()
 
         self._within(act, deadline, is_lost)
 
@@ -336,9 +338,9 @@ def _packed(value: Mapping[str, Any]) -> list[torch.Tensor]:
 class GroupReceiver(Receiver):
     """A ``Receiver`` for trainers on any host: ``GroupPeer("tcp://host:port", num_engines=...)``.
 
-    A thread looks for the trainers' store, joins their group, and the next one if a group ends. So an engine may start
-    before or after the trainers. In addition to the weights it needs memory for the largest bucket, on the group's
-    device.
+    A thread follows the trainers' store, so an engine may start before or after the trainers. ``poll`` joins their
+    group, and the next one if a group ends. In addition to the weights it needs memory for the largest bucket, on the
+    group's device.
     """
 
     def __init__(self, address: str, sink: Any, **options: Any) -> None:
@@ -353,10 +355,10 @@ class GroupReceiver(Receiver):
             ValueError: another kind of address.
         """
         self._place = split_address(address)
-        # The group of a push that begins, or why the last push has torn the weights.
-        self._news: queue.Queue[EngineGroup | str] = queue.Queue()
+        self._news: queue.Queue[dict[str, Any]] = queue.Queue()  # what the store says of groups, with this one's rank
+        self._current = self._joined = ""  # names of the store's group, and of the one that this process has joined
         self._ended = threading.Event()
-        # That of this thread, because another one joins.
+        # That of this thread, because another one may poll.
         self._device_index = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         super().__init__(address, sink, **options)
         threading.Thread(target=self._look_for_stores, name="fsdp2x-engine", daemon=True).start()
@@ -366,42 +368,24 @@ class GroupReceiver(Receiver):
             # Whatever a store holds, the engine goes on.
             with contextlib.suppress(OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
                 self._follow(join_store(*self._place))
+            self._current = ""
             self._ended.wait(_RETRY_S)
 
     def _follow(self, store: dist.TCPStore) -> None:
-        """Joins the groups of a store, one after the other, and reports their pushes to ``poll``."""
-        group, name, num_pushes, is_whole = None, "", 0, False
-        try:
-            while not self._ended.wait(LOOK_S) and (text := store.get(CURRENT).decode()) != NO_MORE:
-                invitation = json.loads(text)
-                if "name" in invitation and invitation["name"] != name:
-                    if group is not None:
-                        group.close()
-                    name, num_pushes = invitation["name"], 0
-                    group = self._joined(store, invitation)
-                    is_whole = group is not None
-                if group is not None and invitation.get("num_pushes", 0) > num_pushes:
-                    num_pushes = invitation["num_pushes"]
-                    self._news.put(group)
-                if is_whole and invitation.get("torn") == name:
-                    is_whole = False
-                    self._news.put(str(invitation["reason"]))
-        finally:
-            if group is not None:
-                group.close()
-
-    def _joined(self, store: dist.TCPStore, invitation: Mapping[str, Any]) -> EngineGroup | None:
-        name, deadline = invitation["name"], time.monotonic() + invitation["timeout_s"]
-        rank = store.add(f"{name}/engines", 1)
-        if rank >= invitation["size"]:
-            return None  # perhaps in place of an engine that is gone: the next group is without that one
-        try:
-            group = EngineGroup(invitation, self._place, self._device_index)
-            group.join(rank, deadline, lambda: json.loads(store.get(CURRENT) or "{}").get("name") != name)
-            return group
-        except (OSError, WireError) as error:
-            store.set(f"{name}/refused", f"engine {rank} at {socket.gethostname()}: {error}")
-            return None
+        before = name = ""
+        rank = 0
+        while not self._ended.wait(LOOK_S) and (text := store.get(CURRENT).decode()) != NO_MORE:
+            if text == before:
+                continue
+            before, news = text, json.loads(text)
+            self._current = news.get("name", "")
+            if self._current not in ("", name):
+                name = self._current
+                rank = store.add(f"{name}/engines", 1)
+            if self._current:
+                about = {"size": int(news["size"]), "timeout_s": float(news["timeout_s"]), "backend": news["backend"]}
+                news = {"name": name, "rank": rank, **about}
+            self._news.put(news)
 
     # ---- what differs from sockets
 
@@ -413,13 +397,17 @@ class GroupReceiver(Receiver):
         """None: poll it regularly."""
         return []
 
+    @property
+    def has_trainer(self) -> bool:
+        return super().has_trainer and self._current == self._joined
+
     def _is_last(self, kind: str) -> bool:
         return kind in ("commit", "abort")  # members follow a push to its end
 
     def poll(self, timeout_s: float = 0.0) -> int | str | None:
         deadline = time.monotonic() + timeout_s
         while True:
-            if self._line is not None and self._line.is_closed():
+            if self._line is not None and not self.has_trainer:
                 self.release("the group has ended")
             try:
                 news = self._news.get(timeout=min(max(deadline - time.monotonic(), 1e-6), LOOK_S))
@@ -427,15 +415,26 @@ class GroupReceiver(Receiver):
                 if time.monotonic() >= deadline:
                     return None
                 continue
-            if isinstance(news, str):
-                self.release(news)
-                self.tear(news)
-                continue
-            if self._line is not news:
-                self.release("another group replaces it")
-                self._line = news
-            if (version := self._answer()) is not None:
-                return version
+            if news.get("torn", "") == self._joined != "":
+                self.tear(str(news.get("reason")))
+            # In place of a lost engine one may come too late for this group: the next one is without that engine.
+            if self._current == news.get("name") and news["rank"] < news["size"]:
+                if self._joined != self._current:
+                    self._join(news)
+                if self._line is not None and (version := self._answer()) is not None:
+                    return version
+
+    def _join(self, invitation: Mapping[str, Any]) -> None:
+        self._joined = name = invitation["name"]
+        deadline = time.monotonic() + invitation["timeout_s"]
+        try:
+            group = EngineGroup(invitation, self._place, self._device_index)
+            group.join(invitation["rank"], deadline, lambda: self._current != name)
+            self._line = group
+        except (OSError, WireError) as error:
+            with contextlib.suppress(WireError, RuntimeError):
+                reason = f"engine {invitation['rank']} at {socket.gethostname()}: {error}"
+                join_store(*self._place).set(f"{name}/refused", reason)
 
     def _map(self, sizes: list[int], files: list[int]) -> list[ReceiveBuffer]:
         self._memory = torch.empty(*sizes, dtype=torch.uint8, device=self._line.device)

@@ -98,7 +98,7 @@ class GroupPeer(Dialogue):
             self._group = engine_group.EngineGroup(invitation, (self._host, self._store.port))
             self._memory = BucketMemory(torch.empty(room_for(layout), dtype=torch.uint8, device=self._group.device))
             self._announce_push()
-            reason = f"not all of {self._num_engines} engines came to {address} with a GroupReceiver: "
+            reason = f"not all of {self._num_engines} engines came to {address}, with a GroupReceiver that polls: "
             self._group.join(0, deadline, lambda: self._store.check([f"{name}/refused"]))
         except (OSError, WireError) as error:
             if reason and self._store.check([f"{name}/refused"]):
