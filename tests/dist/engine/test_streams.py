@@ -50,9 +50,9 @@ def sharded(ctx, num: int = 3, **options):
     return shard(ctx, wide(num), [f"blocks.{i}" for i in range(num)], transport="streams", **options)
 
 
-def trained(ctx, set_up=lambda model: None, *, close="fp32", pack_below=0, with_kernels=True, **options):
+def trained(ctx, set_up=lambda model: None, *, close="fp32", pack_below=0, with_kernels=True, recorder=None, **options):
     """Trains a model on the device transport as one rank would. Returns it with the record, which has no races."""
-    recorder = streams.install(pack_below, with_kernels=with_kernels)
+    recorder = recorder or streams.install(pack_below, with_kernels=with_kernels)
     reference, model = wide(), sharded(ctx, **options)
     set_up(model)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (reference, model)]
@@ -401,12 +401,12 @@ def test_roots_share_streams(ctx):
         for loss in reversed(losses):
             loss.backward()
     assert races(recorder.entries) == []
-    layers = [stage._get_fsdp_state().layers for stage in stages]
+    layers = [stage._get_fsdp_state().comms.layers for stage in stages]
     assert layers[0] is layers[1] and list(layers[0].values()) == [recorder] and layers[2] is None
     same(grads(stages[0]), grads(stages[1]))
     step(stages[2], ctx)
     fsdp2x.share_comm_ctx(stages)
-    assert stages[2]._get_fsdp_state().layers is layers[0]
+    assert stages[2]._get_fsdp_state().comms.layers is layers[0]
     step(stages[2], ctx)
 
 
@@ -537,7 +537,7 @@ def test_storage_that_stays(ctx):
 def test_memory_of_the_process_group(ctx):
     """Slots and buffers come from the backend's allocator, and reductions end in its memory."""
     only_fsdp2x(ctx)
-    taken = []
+    recorder, taken = streams.install(), []
 
     def comm_allocator(kind, group, device):
         assert kind in (None, "process_group") and device.type == "cpu"
@@ -550,7 +550,8 @@ def test_memory_of_the_process_group(ctx):
         return allocate if kind == "process_group" else None
 
     mock.patch.object(transport.torch_private, "comm_allocator", comm_allocator).start()
-    _, entries = trained(ctx, lambda model: model.blocks[0].set_allocate_memory_from_process_group_for_comm(True))
+    ask = lambda model: model.blocks[0].set_allocate_memory_from_process_group_for_comm(True)  # noqa: E731
+    _, entries = trained(ctx, ask, recorder=recorder)
     starts = {memory.data_ptr(): memory.nbytes for memory in taken}
     for operation, _, _, reads, writes in entries:
         if operation.startswith(("all_gather", "reduce_scatter")):
@@ -583,7 +584,7 @@ def test_symmetric_memory(ctx):
     patch(symmetric, "get_mem_pool", lambda device: f"pool of {device}").start()
     patch(symmetric, "rendezvous", lambda memory, group: exchanged.append((memory.data_ptr(), group))).start()
     patch(torch, "get_device_module", lambda _: types.SimpleNamespace(use_mem_pool=use_mem_pool)).start()
-    model.blocks[0]._get_fsdp_state().comm_memory = "symmetric"  # as the setter does on a CUDA mesh
+    model.blocks[0]._get_fsdp_state().comms.memory = "symmetric"  # as the setter does on a CUDA mesh
     for number in range(3):
         step(model, ctx, number)
         model.zero_grad()
