@@ -1,6 +1,7 @@
 """README.md and docs/ only name existing files, names, keys, commands, and messages. Their sentences are short."""
 
 import ast
+import doctest
 import functools
 import importlib
 import inspect
@@ -223,3 +224,28 @@ def test_messages_of_the_troubleshooting_page_are_in_the_source():
     assert len(QUOTED) >= 40
     assert [message for message in QUOTED if not is_said(message)] == []
     assert not is_said("this message … nobody wrote")
+
+
+# ---- docs/engine
+
+ENGINE_PAGES = sorted((ROOT / "docs/engine").glob("*.md"))
+PATHS = re.compile(r"`((?:csrc|python|tests|docs|benchmarks|cmake)/[\w/.*{},]+)`")
+
+
+def missing_files(text: str) -> list[str]:
+    found = []
+    for name in PATHS.findall(text):
+        stem, *endings = re.split(r"\{([^}]*)\}", name)
+        names = [stem + ending + "".join(endings[1:]) for ending in endings[0].split(",")] if endings else [name]
+        found += [one for one in names if not list(ROOT.glob(one))]
+    return found
+
+
+@pytest.mark.parametrize("page", ENGINE_PAGES, ids=lambda page: page.stem)
+def test_examples_hold(page):
+    assert doctest.testfile(str(page), module_relative=False).failed == 0
+
+
+@pytest.mark.parametrize("page", [*ENGINE_PAGES, ROOT / "csrc/README.md"], ids=lambda page: page.stem)
+def test_pages_name_files_that_are_there(page):
+    assert missing_files(page.read_text()) == []
