@@ -11,6 +11,7 @@ import inspect
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 
 from fsdp2x.base import torch_private
@@ -23,7 +24,7 @@ class PrivateNames:
     A subclass calls ``seal`` when an object has its attributes.
     """
 
-    # Name -> what to do instead. Other names belong to FSDP2's engine.
+    # Name -> what to do instead, unless a method of FSDPModule has that name.
     instead: ClassVar[dict[str, str]] = {}
 
     def seal(self) -> None:
@@ -45,7 +46,14 @@ class PrivateNames:
         super().__setattr__(name, value)
 
     def _error(self, what: str, name: str) -> AttributeError:
-        instead = self.instead.get(name, "it belongs to FSDP2's engine. Use the public methods of FSDPModule")
+        plain = name.removeprefix("_")
+        methods = [method for method in (plain, f"set_{plain}", f"{plain}_for_comm") if hasattr(FSDPModule, method)]
+        if name in self.instead:
+            instead = self.instead[name]
+        elif methods:
+            instead = f"call module.{methods[0]}()"
+        else:
+            instead = "it belongs to FSDP2's engine. Use the public methods of FSDPModule"
         return AttributeError(f"fsdp2x: {what}: {instead}.")
 
 
@@ -57,8 +65,6 @@ class _StateContext(PrivateNames):
 
     instead = {
         "gradient_reduction_pending": "wait for the handle of module.finalize_backward()",
-        "manual_backward_finalization": "call module.set_manual_backward_finalization()",
-        "post_optim_event": "call module.set_post_optim_event()",
     }
 
     def __init__(self, state: StateNames) -> None:
@@ -87,8 +93,6 @@ class StateNames(PrivateNames):
         "_mp_policy": "pass mp_policy to fully_shard()",
         "_states_to_backward_prefetch": "call module.set_modules_to_backward_prefetch()",
         "_states_to_forward_prefetch": "call module.set_modules_to_forward_prefetch()",
-        "_reset_iter_state": "call module.reset_iter_state()",
-        "finalize_backward": "call module.finalize_backward()",
         "wait_for_gradient_reduction": "wait for the handle of module.finalize_backward()",
     }
 
@@ -175,29 +179,16 @@ class GroupNames(PrivateNames):
 
     instead = {
         **dict.fromkeys(("mesh_info", "device", "_is_hsdp"), "pass mesh to fully_shard()"),
-        **dict.fromkeys(("unshard", "wait_for_unshard", "_to_unsharded", "is_unsharded"), "call module.unshard()"),
-        **dict.fromkeys(("reshard", "_to_sharded", "is_sharded"), "call module.reshard()"),
-        "_reset_iter_state": "call module.reset_iter_state()",
+        **dict.fromkeys(("wait_for_unshard", "_to_unsharded", "is_unsharded"), "call module.unshard()"),
+        **dict.fromkeys(("_to_sharded", "is_sharded"), "call module.reshard()"),
         "reduce_grads": "call module.set_requires_gradient_sync()",
         "all_reduce_grads": "call module.set_requires_all_reduce()",
-        "gradient_divide_factor": "call module.set_gradient_divide_factor()",
-        "reduce_scatter_unused_params": "call module.set_reduce_scatter_unused_params()",
-        "reduce_scatter_max_input_buffers": "call module.set_reduce_scatter_max_input_buffers()",
-        "force_sum_reduction_for_comms": "call module.set_force_sum_reduction_for_comms()",
         "unshard_async_op": "call module.unshard(async_op=True)",
-        "unshard_in_backward": "call module.set_unshard_in_backward()",
-        "reshard_after_backward": "call module.set_reshard_after_backward()",
-        "_reshard_after_forward": "call module.set_reshard_after_forward()",
         "_reduce_dtype": "pass mp_policy to fully_shard()",
         "offload_policy": "pass offload_policy to fully_shard()",
-        "_all_reduce_hook": "call module.set_all_reduce_hook()",
         "_all_reduce_hook_stream": "call module.set_all_reduce_hook(hook, stream=stream)",
         "_all_gather_comm": "call module.set_custom_all_gather()",
         "_reduce_scatter_comm": "call module.set_custom_reduce_scatter()",
-        "_set_separate_reduce_scatter_group": "call module.set_separate_reduce_scatter_group()",
-        "set_allocate_memory_from_process_group": "call module.set_allocate_memory_from_process_group_for_comm()",
-        "set_symm_mem": "call module.set_symm_mem_for_comm()",
-        "finalize_backward": "call module.finalize_backward()",
     }
 
     params: Any
