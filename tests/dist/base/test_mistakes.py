@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdp2x
 from fsdp2x.train import Trainer, parse_config
-from fsdp2x.train.load_config import translate
+from fsdp2x.train.translate import translate
 from harness import distributed, programs
 from mistakes import said_by
 from models import Stack
@@ -272,7 +272,7 @@ def test_bad_settings_are_found_before_any_text_is_read(ctx, name):
     if name == "parallel.device" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     changes, said = EARLY[name]
-    from fsdp2x.train import trainer
+    from fsdp2x.train import parts
 
     def read(*args, **options):
         raise AssertionError("text was read")
@@ -282,7 +282,7 @@ def test_bad_settings_are_found_before_any_text_is_read(ctx, name):
             write_model(folder / "bare")
             (folder / "bare/model.safetensors").unlink()
         dist.barrier()
-        patch.setattr(trainer, "read_blocks", read)
+        patch.setattr(parts, "read_blocks", read)
         config = settings(folder / "text", folder / "run", **in_folder(changes, folder))
         found = said_by(lambda: Trainer(parse_config(config)))
         assert re.search(said, found) and "\n" not in found, found
