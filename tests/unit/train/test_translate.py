@@ -222,6 +222,29 @@ def test_a_pipeline_that_samples_becomes_settings_of_trl(translated):
     assert settings_of(alone[1] + alone[2], to="sft")["learning_rate"] == 1e-6
 
 
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        (PIPELINE, {}),
+        (snippets.NESTED_ALL.replace("num_inference_per_prompt: 32", "num_inference_per_prompt: 8"), {}),
+        (snippets.NESTED_ALL, {"to": "sft", "role": "policy_trainer"}),
+        (snippets.STRATEGY_ALL, {"to": "sft", "role": "actor_train"}),
+        (snippets.STRATEGY_TRAIN, {"to": "grpo"}),
+    ],
+    ids=range(5),
+)
+def test_trl_reads_the_result(tmp_path, text, options):
+    trl = pytest.importorskip("trl")
+    from trl.scripts.grpo import GRPOScriptArguments
+
+    found = translate(yaml.safe_load(text), **options)
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"output_dir": "out", **found.settings, "use_cpu": True}))
+    config = trl.SFTConfig if found.to == "sft" else trl.GRPOConfig
+    parser = trl.TrlParser((GRPOScriptArguments, config, trl.ModelConfig, trl.DatasetMixtureConfig))
+    _, read, _, _ = parser.parse_args_and_config(["--config", str(tmp_path / "mine.yaml")])
+    assert read.learning_rate == float(found.settings["learning_rate"])
+
+
 # ---- conversions
 
 
