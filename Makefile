@@ -74,7 +74,7 @@ ifneq ($(TOOLS),)
 # Bytecode is left to the first import: compiling all of torch and transformers takes half a minute, and most is never read.
 $(TOOLS): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python cmake/list_extras.py train test lint > $(VENV)/requirements.txt
+	$(BIN)/python cmake/list_extras.py train trl test lint > $(VENV)/requirements.txt
 	$(BIN)/python -m pip install -q --no-compile "torch==$(TORCH_VERSION)" "scikit-build-core>=0.11" "cmake>=3.24" ninja \
 	  -r $(VENV)/requirements.txt
 	rm -f $(VENV)/.tools-torch-*
