@@ -12,10 +12,10 @@ from importlib.metadata import version
 from typing import Any
 
 from fsdp2x.base.failures import CheckpointError, ConfigError
-from fsdp2x.train.commands import config, convert, doctor, plan, selftest, train
+from fsdp2x.train.commands import config, convert, doctor, plan, selftest, train, trl
 from fsdp2x.train.commands.shared import mistake
 
-COMMANDS = (train, config, plan, convert, selftest, doctor)
+COMMANDS = (train, trl, config, plan, convert, selftest, doctor)
 EXAMPLES = """\
 examples:
   torchrun --nproc_per_node=2 -m fsdp2x.train run.yaml    train on two processes (`fsdp2x train run.yaml`: on one)
