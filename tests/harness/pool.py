@@ -43,6 +43,7 @@ _PRELOAD += [
     "training",
     "harness.frozen",
 ]
+_PRELOAD += [f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "grpo")]
 TESTS = str(Path(__file__).parents[1])
 # Folders of the modules that tests import, for programs.
 PATH = os.pathsep.join([TESTS, os.path.join(TESTS, "support")])
@@ -76,7 +77,7 @@ def fork(target: Callable, arguments: tuple, name: str) -> BaseProcess:
     context.set_forkserver_preload(_PRELOAD)
     # The server reads these when it starts; the arguments of a process tell its `sys.path`.
     path = os.pathsep.join([PATH, *filter(None, [os.environ.get("PYTHONPATH")])])
-    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path):
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path, HF_HUB_OFFLINE="1"):
         process = context.Process(target=target, args=arguments, name=name, daemon=True)
         process.start()
     return process

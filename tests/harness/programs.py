@@ -86,6 +86,7 @@ def _execute(words: list[str], env: dict[str, str]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # the environment says where it is
     sys.stdout = open(1, "w", buffering=1, closefd=False)
     sys.stderr = open(2, "w", buffering=1, closefd=False)
     torch.set_num_threads(int(env["OMP_NUM_THREADS"]))

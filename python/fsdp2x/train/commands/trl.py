@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -93,7 +94,8 @@ def _supervise(words: list[str], world: int, num_threads: int, output: Path) -> 
     commands = {rank: ("-m", "fsdp2x", "trl", "--supervisor", os.getpid(), *words) for rank in range(world)}
     with contextlib.ExitStack() as closing:
         try:
-            folder = closing.enter_context(tempfile.TemporaryDirectory(prefix="fsdp2x-trl-"))
+            folder = tempfile.mkdtemp(prefix="fsdp2x-trl-")
+            closing.callback(shutil.rmtree, folder, ignore_errors=True)
             # The other ranks repeat what the first one writes to the terminal.
             logs = DefaultLogsSpecs(folder, redirects=dict.fromkeys(range(1, world), Std.ALL))
             ranks = start_processes("fsdp2x trl", sys.executable, commands, environments, logs)

@@ -42,8 +42,10 @@ def run_rank(method: str, config: str | None, words: list[str], supervisor: int 
         is_mistake = isinstance(error, ConfigError)
         if supervisor is not None:
             now, text = time.time(), str(error) if is_mistake else traceback.format_exc()
-            record = json.dumps({"message": text, "timestamp": int(now), "time": now})
-            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(record)
+            path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+            part = path.with_suffix(".part")  # the supervisor may end this process at any time
+            part.write_text(json.dumps({"message": text, "timestamp": int(now), "time": now}))
+            part.rename(path)
         elif not is_mistake:
             raise
         elif os.environ.get("LOCAL_RANK", "0") == "0":
@@ -66,13 +68,16 @@ def _train(method: str, config: str | None, words: list[str]) -> None:
             raise ConfigError(f"{key} needs {package}, which is not installed. Run pip install {package}.")
     for key, arguments in (("model_name_or_path", model_args), ("reward_model_name_or_path", script_args)):
         _require_local(key, getattr(arguments, key, None), model_args.model_revision)
-    trl.get_dataset = _local_data(script_args, training_args, mixture, trl.get_dataset)
+    trl.get_dataset = _local_data(script_args, training_args, mixture)
     transformers.trainer.DEFAULT_CALLBACKS.append(_reporter())
     script.main(*parsed)
 
 
 def _parse(parser: Any, config: str | None, words: list[str]) -> tuple:
     """Returns TRL's dataclasses, or raises ``ConfigError``. TRL alone ignores unknown keys of a file."""
+    import torch
+
+    from fsdp2x.train.strategy import explain_emulation
 
     def fail(message: str) -> None:
         raise ConfigError(message)
@@ -85,25 +90,15 @@ def _parse(parser: Any, config: str | None, words: list[str]) -> tuple:
     for what, name in wrong[:1]:
         near = difflib.get_close_matches(name.partition("=")[0].strip("-").replace("-", "_"), known, n=1)
         raise ConfigError(f"{what} {name}." + (f" Did you mean {near[0]}?" if near else ""))
-    parser.set_defaults_with_config(**_defaults())
+    parser.set_defaults_with_config(fsdp=True)
+    if not torch.accelerator.is_available():
+        parser.set_defaults_with_config(use_cpu=True)
+        if explain_emulation(torch.bfloat16, torch.device("cpu")) is not None:
+            parser.set_defaults_with_config(bf16=False)
     try:
         return parser.parse_args_and_config([*(["--config", config] if config else []), *words])
     except (ValueError, TypeError, ImportError) as error:
         raise ConfigError(f"{config or 'TRL'}: {error}") from None
-
-
-def _defaults() -> dict[str, Any]:
-    """Returns defaults that differ from TRL's: sharding, and what a CPU needs."""
-    import torch
-
-    from fsdp2x.train.strategy import explain_emulation
-
-    defaults = {"fsdp": True}
-    if not torch.accelerator.is_available():
-        defaults["use_cpu"] = True
-        if explain_emulation(torch.bfloat16, torch.device("cpu")) is not None:
-            defaults["bf16"] = False
-    return defaults
 
 
 def _require_local(key: str, name: str | None, revision: str) -> None:
@@ -118,13 +113,13 @@ def _require_local(key: str, name: str | None, revision: str) -> None:
     raise ConfigError(f"{key}: {name} is neither a folder nor in the HuggingFace cache. {_NO_DOWNLOAD}")
 
 
-def _local_data(script_args: Any, training_args: Any, mixture: Any, load: Callable) -> Callable:
+def _local_data(script_args: Any, training_args: Any, mixture: Any) -> Callable:
     """Returns a function in place of TRL's ``get_dataset`` that also reads local files and test splits."""
-    from trl.scripts.utils import DatasetConfig
+    from trl.scripts import utils
 
     train, test = script_args.dataset_train_split, script_args.dataset_test_split
     if not mixture.datasets and script_args.dataset_name:
-        mixture.datasets = [DatasetConfig(script_args.dataset_name, name=script_args.dataset_config, split=train)]
+        mixture.datasets = [utils.DatasetConfig(script_args.dataset_name, name=script_args.dataset_config, split=train)]
         mixture.streaming = script_args.dataset_streaming
         script_args.dataset_name = None
     for one in mixture.datasets:
@@ -133,7 +128,7 @@ def _local_data(script_args: Any, training_args: Any, mixture: Any, load: Callab
 
     def loaded(entries: list[Any]) -> Any:
         try:
-            return load(dataclasses.replace(mixture, datasets=entries))
+            return utils.get_dataset(dataclasses.replace(mixture, datasets=entries))
         except (OSError, ValueError) as error:  # OSError: of a missing file, and of the hub's client
             names = ", ".join(str(one.data_files or one.path) for one in entries)
             hint = _NO_SPLIT if "split" in str(error) else _NO_DOWNLOAD if isinstance(error, OSError) else ""

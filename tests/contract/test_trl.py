@@ -1,0 +1,85 @@
+"""`fsdp2x trl` computes what TRL does on FSDP2, resumes on another number of ranks, and writes plain models."""
+
+from pathlib import Path
+
+import pytest
+
+from harness import dist_run, programs
+from harness.session import current_session
+from trl_runs import CONFIGS, logged, write_chat_model, write_folder
+
+pytest.importorskip("trl")
+STOCK = Path(__file__).parents[1] / "support" / "stock_trl.py"
+TIMEOUT_S = 200
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    if current_session().under_torchrun:
+        pytest.skip("starts its own processes, which torchrun's world cannot")
+    folder = tmp_path_factory.mktemp("trl")
+    write_folder(folder)
+    dist_run(write_model, 1, str(folder), fresh=False)
+    return folder
+
+
+def write_model(ctx, folder):
+    write_chat_model(Path(folder) / "model")
+
+
+def run(folder, *words):
+    done = programs.run(*words, cwd=folder, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    return done.stdout + done.stderr
+
+
+def train(folder, method, *words, nproc=2):
+    return run(folder, "-m", "fsdp2x", "trl", method, "--config", f"{method}.yaml", "--nproc", nproc, *words)
+
+
+@pytest.mark.parametrize("method", list(CONFIGS))
+def test_trains_as_on_fsdp2(folder, method):
+    said = train(folder, method)
+    assert said.count("fsdp2x: FSDPQwen3ForCausalLM on 2 rank(s), 4 units, transport shm") == 1
+    words = (*programs.TORCHRUN, "--standalone", "--nproc_per_node=2", STOCK, method, "--config", f"{method}.yaml")
+    run(folder, *words, "--output_dir", f"{method}-stock")
+    outputs = folder / f"{method}-out", folder / f"{method}-stock"
+    ours, stock = map(logged, outputs)
+    assert ours == stock and len({line["loss"] for line in ours}) == CONFIGS[method]["max_steps"]
+    weights, expected = (path.joinpath("model.safetensors").read_bytes() for path in outputs)
+    assert weights == expected
+    if method == "grpo":
+        rewards = [line["reward"] for line in ours]
+        assert sum(rewards[-3:]) > 0.5 + sum(rewards[:3]), rewards
+
+
+def test_resumes_on_one_rank(folder):
+    if not (folder / "sft-out").exists():
+        train(folder, "sft")
+    expected = logged(folder / "sft-out")
+    words = ("--resume_from_checkpoint", "sft-out/checkpoint-2", "--per_device_train_batch_size", "4")
+    train(folder, "sft", *words, "--output_dir", "resumed-out", nproc=1)
+    found = logged(folder / "resumed-out")
+    assert [line["step"] for line in found] == [1, 2, 3, 4]
+    for line, other in zip(found, expected, strict=True):
+        assert line == pytest.approx(other, rel=1e-4)
+    dist_run(read_by_transformers, 1, str(folder), fresh=False)
+
+
+def read_by_transformers(ctx, folder):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, report = AutoModelForCausalLM.from_pretrained(f"{folder}/resumed-out", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    tokens = AutoTokenizer.from_pretrained(f"{folder}/resumed-out")("1 and 2?", return_tensors="pt")
+    before = AutoModelForCausalLM.from_pretrained(f"{folder}/model")(**tokens).logits
+    assert (model(**tokens).logits - before).abs().max() > 0.1, "it was trained"
+
+
+@pytest.mark.full
+def test_continuous_batching_does_not_deadlock(folder):
+    """Its ranks run different numbers of forwards."""
+    options = '{"num_blocks": 64, "page_size": 32, "max_batch_tokens": 256}'
+    words = ("--use_transformers_continuous_batching", "--transformers_continuous_batching_config", options)
+    train(folder, "grpo", *words, "--max_steps", "2", "--output_dir", "batching-out")
+    assert len(logged(folder / "batching-out")) == 2
