@@ -12,6 +12,7 @@ It does not find functions in closures, default arguments, or instances. Import 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -28,8 +29,9 @@ from torch import nn
 
 from fsdp2x.base.arguments import checked
 from fsdp2x.lifecycle import api
+from fsdp2x.lifecycle.contexts import unsharded
 from fsdp2x.lifecycle.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
-from fsdp2x.lifecycle.tree import get_state
+from fsdp2x.lifecycle.tree import get_state, unit_states
 from fsdp2x.optim import clip
 
 logger = logging.getLogger("fsdp2x")
@@ -47,7 +49,7 @@ class Installation:
 
     def __init__(self, replacements: dict[str, tuple[Callable, Callable]], auto_wrap: bool) -> None:
         self._replacements, self.auto_wrap = replacements, auto_wrap
-        self._accelerate = _FollowAccelerate()
+        self._followers = [_Follower("accelerate.state", _shard_on_cpus), _Follower("trl.models.utils", _unshard_once)]
         self.places = _rebind({id(old): new for old, new in replacements.values()})
 
     @property
@@ -61,7 +63,8 @@ class Installation:
         if not self.active:
             return
         _rebind({id(new): old for old, new in self._replacements.values()})
-        self._accelerate.end()
+        for follower in self._followers:
+            follower.end()
         _active = None
         logger.log(_level(), "fsdp2x: uninstalled")
 
@@ -82,6 +85,9 @@ def install(*, auto_wrap: bool = False) -> Installation:
 
     On CPU, accelerate and transformers' Trainer ignore FSDP and take DDP, or let every rank train alone. After
     ``install()`` they shard if the plugin has version 2. For version 1 a warning says that nothing is sharded.
+
+    TRL's trainers generate inside ``fsdp2x.unsharded``, which gathers the model once instead of once for each token.
+    ``ds3_gather_for_generation=False`` in their config keeps the model sharded, if it does not fit otherwise.
 
     Args:
         auto_wrap: whether one call for the root of a HuggingFace model splits it into units, as
@@ -181,18 +187,17 @@ def _level() -> int:
     return logging.INFO if os.environ.get("RANK", "0") == "0" else logging.DEBUG
 
 
-# --- accelerate: it uses FSDP on accelerators only, and DDP on a CPU ---
-
-_STATE = "accelerate.state"
+# --- modules of other packages, patched now or when they are imported ---
 
 
-class _FollowAccelerate(importlib.abc.MetaPathFinder):
-    """Patches ``accelerate.state``, now or when it is imported, until ``end()``."""
+class _Follower(importlib.abc.MetaPathFinder):
+    """Patches the module ``name``, now or when it is imported, until ``end()``. ``patch`` returns what undoes it."""
 
-    def __init__(self) -> None:
-        self._undo: Callable[[], None] | None = None
-        if _STATE in sys.modules:
-            self._follow(sys.modules[_STATE])
+    def __init__(self, name: str, patch: Callable[[types.ModuleType], Callable[[], Any]]) -> None:
+        self._name, self._patch = name, patch
+        self._undo: Callable[[], Any] | None = None
+        if name in sys.modules:
+            self._undo = patch(sys.modules[name])
         else:
             sys.meta_path.insert(0, self)
 
@@ -204,7 +209,7 @@ class _FollowAccelerate(importlib.abc.MetaPathFinder):
             self._undo = None
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name != _STATE:
+        if name != self._name:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
@@ -214,27 +219,29 @@ class _FollowAccelerate(importlib.abc.MetaPathFinder):
                 execute(module)
                 if self in sys.meta_path:
                     sys.meta_path.remove(self)
-                    self._follow(module)
+                    self._undo = self._patch(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
-    def _follow(self, module: types.ModuleType) -> None:
-        cls = module.AcceleratorState
-        original = cls.__init__
 
-        @functools.wraps(original)
-        def init(self, *args: Any, **kwargs: Any) -> None:
-            if kwargs.get("fsdp_plugin") is not None and len(args) < 2 and _are_ranks_on_cpus():
-                kwargs["cpu"] = True  # otherwise accelerate looks for GPUs only, and every rank would train alone
-            original(self, *args, **kwargs)
-            if kwargs.get("fsdp_plugin") is not None:
-                _take_fsdp(module, self, kwargs["fsdp_plugin"])
+# --- accelerate: it uses FSDP on accelerators only, and DDP on a CPU ---
 
-        def undo() -> None:
-            cls.__init__ = original
 
-        cls.__init__, self._undo = init, undo
+def _shard_on_cpus(module: types.ModuleType) -> Callable[[], None]:
+    cls = module.AcceleratorState
+    original = cls.__init__
+
+    @functools.wraps(original)
+    def init(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("fsdp_plugin") is not None and len(args) < 2 and _are_ranks_on_cpus():
+            kwargs["cpu"] = True  # otherwise accelerate looks for GPUs only, and every rank would train alone
+        original(self, *args, **kwargs)
+        if kwargs.get("fsdp_plugin") is not None:
+            _take_fsdp(module, self, kwargs["fsdp_plugin"])
+
+    cls.__init__ = init
+    return lambda: setattr(cls, "__init__", original)
 
 
 def _are_ranks_on_cpus() -> bool:
@@ -264,3 +271,29 @@ def _take_fsdp(module: types.ModuleType, state: Any, plugin: Any) -> None:
     if state._mixed_precision != "no":
         plugin.set_mixed_precision(state._mixed_precision)
     state.fsdp_plugin = plugin
+
+
+# --- TRL: it generates with a sharded model, whose units every token would gather ---
+
+
+def _unshard_once(module: types.ModuleType) -> Callable[[], Any]:
+    original = module.unwrap_model_for_generation
+
+    @functools.wraps(original)
+    @contextlib.contextmanager
+    def unwrap(model: nn.Module, accelerator: Any, gather_deepspeed3_params: bool = True, **options: Any):
+        gathers = gather_deepspeed3_params and bool(unit_states(model))
+        with (
+            unsharded(model) if gathers else contextlib.nullcontext(),
+            original(model, accelerator, gather_deepspeed3_params, **options) as unwrapped,
+        ):
+            # With this mark, transformers would exchange a flag for each token, and compute for rows that have ended.
+            is_marked = gathers and vars(unwrapped).pop("_is_fsdp_managed_module", False)
+            try:
+                yield unwrapped
+            finally:
+                if is_marked:
+                    vars(unwrapped)["_is_fsdp_managed_module"] = True
+
+    _rebind({id(original): unwrap})
+    return lambda: _rebind({id(unwrap): original})

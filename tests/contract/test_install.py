@@ -1,5 +1,6 @@
 """install() and uninstall(): which names change, where, and that upstream's own engine stays usable."""
 
+import importlib
 import inspect
 import logging
 import pickle
@@ -189,3 +190,41 @@ def test_auto_wrap_splits_what_is_sharded_by_one_call_for_the_root(ctx):
             fsdp2x.install()
     with fsdp2x.install():
         assert num_units(torch_fsdp.fully_shard(build("llama"))) == 1
+
+
+@distributed(world_sizes=(2,))
+def test_trl_generates_with_gathered_weights(ctx):
+    """Ranks then generate different numbers of tokens. Its setting for models that do not fit keeps them sharded."""
+    trainer = pytest.importorskip("trl.trainer.grpo_trainer")
+    before = trainer.unwrap_model_for_generation
+    state = types.SimpleNamespace(deepspeed_plugin=None)
+    accelerator = types.SimpleNamespace(unwrap_model=lambda model: model, state=state)
+    with fsdp2x.install():
+        assert trainer.unwrap_model_for_generation is not before
+        model = build("qwen3")
+        for layer in model.model.layers:
+            torch_fsdp.fully_shard(layer)
+        model = torch_fsdp.fully_shard(model).eval()
+        ids = torch.arange(3, 8)[None]
+        tokens = {"max_new_tokens": 2 + 4 * ctx.rank, "do_sample": False, "eos_token_id": None}
+        with trainer.unwrap_model_for_generation(model, accelerator) as unwrapped, torch.no_grad():
+            assert {unit.param_state for unit in fsdp2x.describe(model).units} == {"UNSHARDED"}
+            assert unwrapped.generate(ids, **tokens).shape[1] == 7 + 4 * ctx.rank
+        with trainer.unwrap_model_for_generation(model, accelerator, gather_deepspeed3_params=False) as unwrapped:
+            assert {unit.param_state for unit in fsdp2x.describe(model).units} == {"SHARDED"}
+            assert unwrapped._is_fsdp_managed_module, "so ranks run equal numbers of forwards"
+    assert trainer.unwrap_model_for_generation is before
+
+
+@distributed(world_sizes=(1,))
+def test_a_trl_that_comes_later_is_followed(ctx):
+    name = "trl.models.utils"
+    pytest.importorskip(name)
+    loaded = sys.modules.pop(name)
+    try:
+        with fsdp2x.install():
+            fresh = importlib.import_module(name)
+            followed = fresh.unwrap_model_for_generation
+        assert fresh is not loaded and fresh.unwrap_model_for_generation is not followed
+    finally:
+        sys.modules[name] = sys.modules["trl.models"].utils = loaded
