@@ -473,14 +473,18 @@ class Llm:
         self._core.ask("set_weight_version", new_version)
 
 
-def serving(core, has_dev_routes=True):
-    """The address of a server in front of `core`."""
+def serving(core, has_dev_routes=True, complete=None):
+    """The address of a server in front of `core`. ``complete``: the choice for the body of a completion request."""
 
     def answer(method, path, query, body):
         def one(name, default):
             return query.get(name, [default])[0]
 
         match method, path:
+            case "GET", "/v1/models":
+                return {"data": [{"id": "m"}]}
+            case "POST", "/v1/completions" if complete is not None:
+                return {"choices": [complete(body)]}
             case "GET", "/server_info":
                 return {"vllm_config": {"parallel_config": {"worker_extension_cls": core.extension}}}
             case "POST", "/v1/unload_lora_adapter" if core.lora_config is not None:

@@ -16,6 +16,7 @@ from fsdp2x.rl.losses import (
 )
 from fsdp2x.rl.rows import RowTokens, StepCount, count_step
 from fsdp2x.rl.score import Reference, Scores, score
+from fsdp2x.rl.trl_rollout import rollout_func
 
 __all__ = [
     "CISPO",
@@ -37,5 +38,6 @@ __all__ = [
     "head_scores",
     "importance_weights",
     "policy_loss",
+    "rollout_func",
     "score",
 ]
