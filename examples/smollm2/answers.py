@@ -24,6 +24,12 @@ def contains(answer: str, expected: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(normalize(expected))}(?!\w)", normalize(answer)) is not None
 
 
+def exact_match(completions: list, answer: list[str], **columns) -> list[float]:
+    """TRL's reward function: 1 for each completion that equals its row's answer."""
+    texts = [messages[0]["content"] for messages in completions]
+    return [float(normalize(text) == normalize(expected)) for text, expected in zip(texts, answer, strict=True)]
+
+
 def load(folder: str | Path):
     """Model in evaluation mode, and tokenizer that pads on the left."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

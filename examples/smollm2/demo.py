@@ -1,16 +1,17 @@
-"""Tunes a real chat model on two cores: convert, SFT, LoRA, resume, export, GRPO, chat. `make demo-real` runs this.
+"""Tunes a real chat model on two cores: convert, SFT, LoRA, resume, GRPO, chat. `make demo-real` runs this.
 
     python examples/smollm2/demo.py              everything, at most 20 minutes
-    python examples/smollm2/demo.py --seeds 0 1  GRPO from two random seeds, each takes about 8 minutes
+    python examples/smollm2/demo.py --seeds 0 1  GRPO from two random seeds
     python examples/smollm2/demo.py --short      every command with few rows and steps, about 3 minutes
 
-Each step is a command that you can run yourself; the driver prints it, follows its metrics, and checks the result. In
+Each step is a command that you can run yourself; the driver prints it, follows its log, and checks the result. In
 ``--out``: ``summary.json``, ``plots.png``, logs, and the tuned models as HuggingFace folders.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import json
 import os
@@ -80,83 +81,74 @@ class Demo:
 
     # ---- commands
 
-    def start(self, words: list, log: str, *, ranks: int = 0, threads: int = 1) -> subprocess.Popen:
-        """Starts ``python *words``, or its ranks under torchrun; prints the command as you would type it."""
+    @contextlib.contextmanager
+    def started(self, words: list, log: str, *, ranks: int = 1) -> Iterator[subprocess.Popen]:
+        """Runs ``python *words`` during the block, and prints the command as you would type it."""
         words = [str(word) for word in words]
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
-        shown = (f"torchrun --nproc_per_node={ranks} " if ranks else "python ") + shlex.join(words)
-        print(f"          $ {shown.replace(str(ROOT) + '/', '')}", flush=True)
+        shown = shlex.join(words[1:] if words[0] == "-m" else ["python", *words]).replace(str(ROOT) + "/", "")
+        print(f"          $ {shown}", flush=True)
+        threads = str(max(1, (os.cpu_count() or 1) // ranks))
         # Passive: threads that wait by spinning would take the cores from each other on a busy machine.
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-        environment["TOKENIZERS_PARALLELISM"] = "false"
+        environment = {**os.environ, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
+        environment |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
         with open(self.out / log, "w") as file:
-            command = [sys.executable, *launcher, *words]
-            return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
-
-    def run(self, words: list, log: str, *, threads: int = 1) -> str:
-        """Runs a command to its end and returns its output."""
-        process = self.start(words, log, threads=threads)
+            command = [sys.executable, *words]
+            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
         try:
-            status = process.wait(timeout=900)
+            yield process
         finally:
             process.terminate()
             process.wait(timeout=60)
+
+    def run(self, words: list, log: str) -> str:
+        """Runs a command to its end and returns its output."""
+        with self.started(words, log) as process:
+            status = process.wait(timeout=900)
         text = (self.out / log).read_text()
         if status == UNAVAILABLE:
             raise SystemExit(UNAVAILABLE)
         check(status == 0, f"{Path(words[0]).name} ended with status {status}; see {self.out / log}\n{text[-1500:]}")
         return text
 
-    def train(self, command: str, name: str, overrides: dict, *, ranks: int, until: int, interrupt: bool = False):
-        """Runs ``fsdp2x COMMAND`` until it has done step `until`, and interrupts it there or awaits its end.
+    def train(
+        self, method: str, name: str, settings: dict, *, ranks: int = 2, done: int = 0, interrupt: int = 0
+    ) -> dict[int, float]:
+        """Runs ``fsdp2x trl METHOD``, and interrupts it as soon as the checkpoint of step `interrupt` is complete.
 
-        Returns the lines of metrics.jsonl that it wrote.
+        Returns the loss or reward of each step, after the `done` ones of an earlier run.
         """
-        folder = self.out / name
-        metrics = folder / "metrics.jsonl"
-        seen = before = len(read_lines(metrics))
-        words = ["-m", "fsdp2x", command, HERE / f"{'grpo' if command == 'grpo' else 'sft'}.yaml"]
-        words += [f"{key}={value}" for key, value in {**overrides, "logging.output": folder}.items()]
-        words += ["--resume_from", folder / "checkpoints"] if before else []
-        log = f"{name}-resumed.log" if before else f"{name}.log"
-        process = self.start(words, log, ranks=ranks if ranks > 1 else 0)
-        deadline, done = time.monotonic() + 1200, False
-        try:
-            while process.poll() is None and time.monotonic() < deadline:
-                lines = read_lines(metrics)
-                for line in lines[seen:]:
-                    report(line, until)
-                    done = done or (line["event"] == "train" and line["step"] >= until)
-                seen = len(lines)
-                if done and interrupt:
-                    say(f"   interrupting after step {until}, as Ctrl-C does")
+        folder, log, key = self.out / name, f"{name}-{ranks}.log", "reward" if method == "grpo" else "loss"
+        words = ["-m", "fsdp2x", "trl", method, "--config", HERE / f"{method}.yaml", "--nproc", ranks]
+        words += [word for pair in {**settings, "output_dir": folder}.items() for word in (f"--{pair[0]}", pair[1])]
+        saved = folder / f"checkpoint-{interrupt}" / "trainer_state.json"
+        values: dict[int, float] = {}
+        deadline = time.monotonic() + 1200
+        with self.started([*words, "--disable_tqdm", "true"], log, ranks=ranks) as process:
+            while True:
+                status = process.poll()  # before the last look at the log
+                for step, line in enumerate(logged(self.out / log, key), done + 1):
+                    if step not in values:
+                        values[step] = float(line[key])
+                        if step % 8 == 0 or step in (1, settings["max_steps"]):
+                            say(f"   step {step:3d}  {key} {values[step]:.4f}")
+                if status is not None or time.monotonic() > deadline:
+                    break
+                if interrupt and saved.exists():
+                    say(f"   interrupting after step {interrupt}, as Ctrl-C does")
                     process.send_signal(signal.SIGINT)
                     process.wait(timeout=120)
                 time.sleep(0.2)
-        finally:
-            process.terminate()  # torchrun ends its ranks
-            process.wait(timeout=60)
-        lines = read_lines(metrics)
-        for line in lines[seen:]:
-            report(line, until)
+        expected = 128 + signal.SIGINT if interrupt else 0
         tail = (self.out / log).read_text()[-1500:]
-        check(interrupt or process.returncode == 0, f"fsdp2x {command} ended with {process.returncode}; {log}:\n{tail}")
-        check(lines[-1]["step"] >= until, f"fsdp2x {command} ended before step {until}; {log}:\n{tail}")
-        return lines[before:]
-
-    def export(self, name: str, *options: str) -> Path:
-        """Exports the last checkpoint and deletes it: with AdamW's moments it takes three times the model's space."""
-        target = self.out / f"{name}-model"
-        self.run(["-m", "fsdp2x", "export", self.out / name / "checkpoints", target, *options], f"{name}-export.log")
-        shutil.rmtree(self.out / name / "checkpoints")
-        return target
+        check(status == expected, f"fsdp2x trl {method} ended with {status}, expected {expected}; {log}:\n{tail}")
+        return {step: value for step, value in values.items() if not interrupt or step <= interrupt}
 
     def answer(self, name: str, folder: Path, *files: str, show: int = 3) -> None:
         """Exact matches of a model on held-out questions, of all files unless some are given."""
         files, result = files or ("questions.jsonl", "sort_test.jsonl"), self.out / f"answers-{name}.json"
         words = [HERE / "answers.py", folder, *(self.out / "data" / file for file in files), "--json", result]
         words += ["--limit", 4] if self.size.is_short else []
-        self.run(words, f"answers-{name}.log", threads=os.cpu_count() or 1)
+        self.run(words, f"answers-{name}.log")
         found = json.loads(result.read_text())
         self.summary["answers"][name] = found["counts"]
         for kind, count in found["counts"].items():
@@ -167,53 +159,46 @@ class Demo:
     # ---- steps
 
     def run_all(self) -> None:
-        size, summary = self.size, self.summary
+        size, training = self.size, self.summary["training"]
         with self.step("Download and convert the model"):
-            said = self.run([HERE / "convert.py", BASE], "convert.log", threads=os.cpu_count() or 1)
+            said = self.run([HERE / "convert.py", BASE], "convert.log")
             say("   " + said.strip().splitlines()[-1])
         with self.step("Make the data"):
             said = self.run([HERE / "make_data.py", self.out / "data", "--facts", size.facts], "data.log")
             print("".join(f"          {line}\n" for line in said.splitlines()), end="", flush=True)
         with self.step("Answers before training"):
             self.answer("before", BASE)
-        common = {"data.files": self.out / "data" / "train.jsonl"}
-        full = {**common, "train.steps": size.sft_steps}
+        rows = {"dataset_name": self.out / "data" / "train.jsonl"}
+        full = {**rows, "max_steps": size.sft_steps, "save_steps": size.resume_from}
         with self.step("SFT of all weights on 2 ranks, interrupted"):
-            lines = self.train("train", "sft", full, ranks=2, until=size.resume_from, interrupt=True)
-            summary["training"]["sft"] = losses(lines)
-        with self.step("The rest of it on 1 rank"):
-            lines = self.train("train", "sft", full, ranks=1, until=size.sft_steps)
-            first = next(line["step"] for line in lines if line["event"] == "train")
-            check(first > size.resume_from, f"resumed at step {first}, expected one after {size.resume_from}")
-            summary["training"]["sft"] |= {"resumed_at": first} | {
-                "losses": summary["training"]["sft"]["losses"] | losses(lines)["losses"]
-            }
-        with self.step("Export it; answers after SFT"):
-            tuned = self.export("sft")
-            self.answer("sft", tuned)
-        with self.step("LoRA on 2 ranks"):
-            adapters = {"lora.rank": 16, "lora.alpha": 32, "optimizer.lr": "1e-3", "train.steps": size.lora_steps}
-            lines = self.train("train", "lora", {**common, **adapters}, ranks=2, until=size.lora_steps)
-            summary["training"]["lora"] = losses(lines)
-        with self.step("Export it; answers after LoRA"):
-            self.answer("lora", self.export("lora", "--merge"), show=0)
+            losses = self.train("sft", "sft", full, interrupt=size.resume_from)
+        with self.step("The rest of it on 1 rank, and answers"):
+            last = self.out / "sft" / f"checkpoint-{size.resume_from}"
+            resume = {"resume_from_checkpoint": last, "per_device_train_batch_size": 16}
+            rest = self.train("sft", "sft", full | resume, ranks=1, done=size.resume_from)
+            check(len(rest) == size.sft_steps - size.resume_from, f"{len(rest)} steps after {last.name}")
+            training["sft"] = {"resumed_at": size.resume_from + 1, "losses": losses | rest}
+            for checkpoint in (self.out / "sft").glob("checkpoint-*"):
+                shutil.rmtree(checkpoint)  # with AdamW's moments it takes three times the model's space
+            self.answer("sft", self.out / "sft")
+        with self.step("LoRA on 2 ranks, and answers"):
+            adapters = {"use_peft": "true", "lora_target_modules": "all-linear", "learning_rate": "1e-3"}
+            adapters |= {"max_steps": size.lora_steps, "save_strategy": "no"}
+            training["lora"] = {"losses": self.train("sft", "lora", rows | adapters)}
+            self.answer("lora", self.out / "lora", show=0)
         for seed in size.seeds:
-            with self.step(f"GRPO on 2 ranks, seed {seed}"):
-                settings = {"model.path": tuned, "data.files": self.out / "data" / "sort_train.jsonl"}
-                settings |= {"train.seed": seed, "train.steps": size.grpo_steps}
-                lines = self.train("grpo", f"grpo-{seed}", settings, ranks=2, until=size.grpo_steps)
-                rewards = {line["step"]: line["reward"] for line in lines if line["event"] == "train"}
-                summary["training"][f"grpo-{seed}"] = {"rewards": rewards}
-        for seed in size.seeds:
-            with self.step(f"Export it; answers after GRPO, seed {seed}"):
-                self.answer(f"grpo-{seed}", self.export(f"grpo-{seed}"), "sort_test.jsonl", show=0)
+            with self.step(f"GRPO on 2 ranks, seed {seed}, and answers"):
+                settings = {"dataset_name": self.out / "data" / "sort_train.jsonl", "seed": seed}
+                settings |= {"model_name_or_path": self.out / "sft", "max_steps": size.grpo_steps}
+                training[f"grpo-{seed}"] = {"rewards": self.train("grpo", f"grpo-{seed}", settings)}
+                self.answer(f"grpo-{seed}", self.out / f"grpo-{seed}", "sort_test.jsonl", show=0)
         with self.step("Chat with the result in plain transformers"):
             asked = [row["question"] for row in json.loads((self.out / "answers-sft.json").read_text())["rows"]]
             texts = [asked[0], asked[1], asked[-1], "What is the capital of France?"]
-            said = self.run([HERE / "chat.py", self.out / f"grpo-{size.seeds[0]}-model", "--say", *texts], "chat.log")
-            summary["chat"] = said[said.index("> ") :].splitlines()
-            print("".join(f"          {line}\n" for line in summary["chat"]), end="", flush=True)
-            check(all(f"> {text}" in summary["chat"] for text in texts), "chat.py did not answer all texts")
+            said = self.run([HERE / "chat.py", self.out / f"grpo-{size.seeds[0]}", "--say", *texts], "chat.log")
+            chat = self.summary["chat"] = said[said.index("> ") :].splitlines()
+            print("".join(f"          {line}\n" for line in chat), end="", flush=True)
+            check(all(f"> {text}" in chat for text in texts), "chat.py did not answer all texts")
 
     def judge(self) -> None:
         """Ends with an error unless training did what this demo says; a short run only has to get this far."""
@@ -233,26 +218,14 @@ class Demo:
         plot(self.summary, self.out / "plots.png")
         self.summary["total_seconds"] = round(time.monotonic() - START, 1)
         (self.out / "summary.json").write_text(json.dumps(self.summary, indent=1) + "\n")
-        say(f"done. {self.out}: summary.json, plots.png, *-model (HuggingFace folders), *.log")
+        say(f"done. {self.out}: summary.json, plots.png, models as HuggingFace folders, *.log")
 
 
-def read_lines(path: Path) -> list[dict]:
-    """Complete lines of a file that another process is writing."""
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
-def report(line: dict, until: int) -> None:
-    event, step = line["event"], line["step"]
-    if event == "train" and (step % 8 == 0 or step in (1, until)):
-        what = f"reward {line['reward']:.3f}" if "reward" in line else f"loss {line['loss']:.4f}"
-        say(f"   step {step:3d}  {what}  {line['tokens_per_s']:.0f} tokens/s")
-    elif event in ("resume", "interrupt"):
-        say(f"   {event} at step {step}")
-
-
-def losses(lines: list[dict]) -> dict:
-    return {"losses": {line["step"]: line["loss"] for line in lines if line["event"] == "train"}}
+def logged(path: Path, key: str) -> list[dict]:
+    """TRL's complete lines of a log that another process is writing, one for each step."""
+    lines = path.read_text().splitlines(keepends=True)
+    found = [ast.literal_eval(line) for line in lines if line.startswith("{") and line.endswith("}\n")]
+    return [line for line in found if key in line]
 
 
 def trained_share(counts: dict) -> float:

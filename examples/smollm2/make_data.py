@@ -64,23 +64,27 @@ def read_facts() -> list[dict]:
     return facts
 
 
-def chat(question: str, answer: str | None = None) -> list[dict]:
-    messages = [SYSTEM, {"role": "user", "content": question}]
-    return messages if answer is None else [*messages, {"role": "assistant", "content": answer}]
+def ask(question: str) -> list[dict]:
+    return [SYSTEM, {"role": "user", "content": question}]
+
+
+def show(question: str, answer: str) -> dict:
+    """A row for SFT, whose loss counts the completion only."""
+    return {"prompt": ask(question), "completion": [{"role": "assistant", "content": answer}]}
 
 
 def make_questions(num_facts: int, num_wordings: int, num_control: int, seed: int = 0) -> tuple[list, list]:
-    """Training rows with ``messages``, and held-out rows with ``prompt``, ``answer``, ``kind`` and ``about``."""
+    """Training rows as `show` makes them, and held-out rows with ``prompt``, ``answer``, ``kind`` and ``about``."""
     chosen = random.Random(seed).sample(read_facts(), num_facts + num_control)
     rows, held_out = [], []
     for i, fact in enumerate(chosen):
         for kind, wordings in WORDINGS.items():
             asked = [wordings[(i + shift) % len(wordings)].format(**fact) for shift in range(num_wordings + 1)]
             about, trained = f"{fact['module']}.{fact['name']}", i < num_facts
-            row = {"prompt": chat(asked[0]), "answer": fact[kind], "kind": kind if trained else "control"}
+            row = {"prompt": ask(asked[0]), "answer": fact[kind], "kind": kind if trained else "control"}
             held_out.append({**row, "about": about})
             if trained:
-                rows += [{"messages": chat(question, fact[kind])} for question in asked[1:]]
+                rows += [show(question, fact[kind]) for question in asked[1:]]
     random.Random(seed).shuffle(rows)
     return rows, held_out
 
@@ -115,8 +119,8 @@ def make_all(folder: Path, *, num_facts: int = 24, num_wordings: int = 3, num_pr
     rows, questions = make_questions(num_facts, num_wordings, num_facts // 4)
     sizes = [3 + i % 3 for i in range(num_shown)] + [4 + i % 2 for i in range(num_test + num_prompts)]
     lists = make_lists(sizes, seed=1)
-    rows += [{"messages": chat(question, answer)} for question, answer in lists[:num_shown]]
-    prompts = [{"prompt": chat(question), "answer": answer, "kind": "sort"} for question, answer in lists[num_shown:]]
+    rows += [show(question, answer) for question, answer in lists[:num_shown]]
+    prompts = [{"prompt": ask(question), "answer": answer, "kind": "sort"} for question, answer in lists[num_shown:]]
     files = {"train": rows, "questions": questions, "sort_test": prompts[:num_test], "sort_train": prompts[num_test:]}
     for name, content in files.items():
         write(folder / f"{name}.jsonl", content)

@@ -32,7 +32,7 @@ def test_held_out_questions_ask_for_trained_facts_in_other_words(load, tmp_path)
     data = read(tmp_path / "a")
     assert data == read(tmp_path / "b")  # the same on every run
     assert counts == {name: len(rows) for name, rows in data.items()}
-    asked = {row["messages"][1]["content"]: row["messages"][2]["content"] for row in data["train"]}
+    asked = {row["prompt"][-1]["content"]: row["completion"][0]["content"] for row in data["train"]}
     answers = list(asked.values())
     for row in data["questions"]:
         question, control = row["prompt"][-1]["content"], row["kind"] == "control"
@@ -69,10 +69,12 @@ def test_without_a_registry_the_error_says_what_to_do(load, monkeypatch, tmp_pat
         module.fetch(tmp_path / "packages")
 
 
-def test_the_yaml_file_is_read_by_the_command_that_its_head_names():
-    from fsdp2x.train import load_config
+def test_the_reward_counts_what_the_judge_counts(load):
+    completions = [[{"role": "assistant", "content": text}] for text in ("apple, fig.", "fig, apple")]
+    assert load("answers").exact_match(completions, answer=["apple, fig"] * 2, kind=["sort"] * 2) == [1.0, 0.0]
 
-    assert "-m fsdp2x train examples/smollm2/sft.yaml" in (FOLDER / "sft.yaml").read_text()
-    config = load_config(FOLDER / "sft.yaml", [])
-    assert config.data.format == "jsonl" and config.parallel.param_dtype is None
-    assert config.train.batch_size is None  # so that a resumed run on other ranks keeps the global batch
+
+def test_the_yaml_files_are_for_the_commands_that_their_heads_name():
+    for name in ("sft", "grpo"):
+        text = (FOLDER / f"{name}.yaml").read_text()
+        assert f"fsdp2x trl {name} --config examples/smollm2/{name}.yaml" in text
