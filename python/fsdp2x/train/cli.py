@@ -20,6 +20,7 @@ EXAMPLES = """\
 examples:
   torchrun --nproc_per_node=2 -m fsdp2x.train run.yaml    train on two processes (`fsdp2x train run.yaml`: on one)
   fsdp2x train run.yaml optimizer.lr=1e-4 --resume_from out/run
+  fsdp2x trl sft --config sft.yaml                        train on conversations with TRL, on all devices
   fsdp2x config explain run.yaml --world-size 8           show what it means, without running anything
   fsdp2x config translate old.yaml > run.yaml             translate the config of another trainer
   fsdp2x plan config.json --world-size 32 --memory 80GiB  predict whether it fits
