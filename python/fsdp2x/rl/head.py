@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from fsdp2x.models.sequence.loss import RowGradients, RowSums, check_labels, check_temperature
-from fsdp2x.models.sequence.packing import IGNORE
+from fsdp2x.api import IGNORE, RowGradients, RowSums, check_labels, check_temperature
 
 
 @dataclass(frozen=True)

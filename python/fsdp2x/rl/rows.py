@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from fsdp2x.models.sequence.packing import IGNORE, PackedBatch
-from fsdp2x.models.sequence.parallel import SequenceShard
+from fsdp2x.api import IGNORE
+from fsdp2x.sequence import PackedBatch, SequenceShard
 
 
 class RowTokens:

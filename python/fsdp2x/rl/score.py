@@ -25,12 +25,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from fsdp2x.base import torch_private
-from fsdp2x.lifecycle.lazy_init import release_memory
-from fsdp2x.lifecycle.module import FSDPModule
-from fsdp2x.lifecycle.sleep import sleep, wake
-from fsdp2x.lifecycle.tree import units_of
-from fsdp2x.models.sequence.attention import base_model
+from fsdp2x.api import FSDPModule, base_model, never_compiled, release_memory, sleep, units_of, wake
 from fsdp2x.rl.head import HeadScores, LogitTransform, head_scores
 
 # Values that replace logits: small numbers show the model's scale, the last one its soft cap.
@@ -177,7 +172,7 @@ class _Call:
         with contextlib.ExitStack() as stack:
             for head in self._heads:
 
-                @torch_private.never_compiled
+                @never_compiled
                 def forward(input: torch.Tensor, head: nn.Linear = head) -> torch.Tensor:
                     return self._score(input, head, transform)
 

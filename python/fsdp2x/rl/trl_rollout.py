@@ -11,10 +11,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from fsdp2x.api import unit_states, unsharded
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.failures import problems_of_all
-from fsdp2x.lifecycle.contexts import unsharded
-from fsdp2x.lifecycle.tree import unit_states
 from fsdp2x.rl.rollout.batch import sample
 from fsdp2x.rl.rollout.sampling import Sampling
 from fsdp2x.rl.sync.session import Session, connect

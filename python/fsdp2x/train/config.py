@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from fsdp2x.api import may_be_on_host
 from fsdp2x.base.failures import ConfigError
-from fsdp2x.plan.optimizers import may_be_on_host
 
 
 class TrainingError(RuntimeError):

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from fsdp2x.api import plan_units
 from fsdp2x.base.failures import reworded
-from fsdp2x.sharding.wrap import plan_units
 from fsdp2x.train.config import ConfigError, TrainConfig
 from fsdp2x.train.load_config import ConfigFile, idle_settings, parse_sections
 from fsdp2x.train.model import build_on_meta, idle_expert_units, prepare, unit_policy

@@ -13,11 +13,18 @@ from typing import Any
 
 import torch
 
+from fsdp2x.api import IGNORE, base_model
 from fsdp2x.base.failures import reworded
-from fsdp2x.models.sequence.attention import base_model, use_varlen_attention
-from fsdp2x.models.sequence.loss import count_label_tokens, token_mean_loss
-from fsdp2x.models.sequence.packing import IGNORE, PackedBatch, micro_batches
-from fsdp2x.models.sequence.parallel import apply_context_parallel, apply_ulysses, init_sequence_mesh
+from fsdp2x.sequence import (
+    PackedBatch,
+    apply_context_parallel,
+    apply_ulysses,
+    count_label_tokens,
+    init_sequence_mesh,
+    micro_batches,
+    token_mean_loss,
+    use_varlen_attention,
+)
 from fsdp2x.train.config import ConfigError, DataConfig, SequenceRanks
 from fsdp2x.train.data import BlockStream, Samples, held_out_batches
 from fsdp2x.train.distributed import mean_over_ranks

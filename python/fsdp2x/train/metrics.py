@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2x.base import torch_private
+from fsdp2x.api import columns, local_tensor, parse_json, read_text, start_memory_history, stop_memory_history
 from fsdp2x.base.failures import exchange
-from fsdp2x.io.formats.safe_files import parse_json, read_text
-from fsdp2x.optim.local import local_tensor
-from fsdp2x.plan.report import columns, memory_report
+from fsdp2x.memory import memory_report
 from fsdp2x.train.config import ConfigError, LoggingConfig, ParallelConfig
 from fsdp2x.train.strategy import Batching
 
@@ -250,7 +248,7 @@ class Observer:
         self.snapshot_step = config.memory_snapshot
         self._profiler: Any = None
         if self.snapshot_step is not None and device.type == "cuda":
-            torch_private.start_memory_history()
+            start_memory_history()
 
     def before_step(self, step: int) -> None:
         # A run that resumed inside the window records the rest of it.
@@ -278,7 +276,7 @@ class Observer:
         folder = self.output / "memory"
         folder.mkdir(parents=True, exist_ok=True)
         if self.device.type == "cuda":
-            torch_private.stop_memory_history(str(folder / f"rank-{self.rank}-step-{step}.pickle"))
+            stop_memory_history(str(folder / f"rank-{self.rank}-step-{step}.pickle"))
             return
         found = {
             "step": step,

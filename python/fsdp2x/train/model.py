@@ -15,19 +15,25 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp2x.api import (
+    AutoWrap,
+    Checkpoint,
+    HostOffloadPolicy,
+    OffloadMode,
+    add_lora,
+    apply_tiled_mlp,
+    bars_of_rank_0,
+    build_empty,
+    freeze_module_prefix,
+    from_pretrained,
+    fully_shard,
+    plain_config,
+    plan_units,
+    read_config,
+    read_hf_config,
+)
 from fsdp2x.base.failures import CheckpointError, reworded, run_on_all_ranks
-from fsdp2x.io.hf.empty import build_empty, plain_config, read_config, read_hf_config
-from fsdp2x.io.hf.files import Checkpoint
-from fsdp2x.io.hf.layout import bars_of_rank_0
-from fsdp2x.io.hf.load import from_pretrained
-from fsdp2x.io.hf.lora import add_lora
-from fsdp2x.lifecycle.api import fully_shard
-from fsdp2x.models.freeze import freeze_module_prefix
-from fsdp2x.models.moe.parallel import expert_parallel
-from fsdp2x.models.moe.units import apply_expert_patch, find_experts, use_grouped_gemm
-from fsdp2x.models.tiled_mlp import apply_tiled_mlp
-from fsdp2x.sharding.offload import HostOffloadPolicy, OffloadMode
-from fsdp2x.sharding.wrap import AutoWrap, plan_units
+from fsdp2x.moe import apply_expert_patch, expert_parallel, find_experts, use_grouped_gemm
 from fsdp2x.train.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig
 from fsdp2x.train.metrics import memory_bytes
 from fsdp2x.train.parse import refuse_unknown

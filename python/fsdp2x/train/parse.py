@@ -14,9 +14,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union
 
+from fsdp2x.api import read_text
 from fsdp2x.base.arguments import DTYPE_NAMES, checked, dtype_name
 from fsdp2x.base.failures import CheckpointError
-from fsdp2x.io.formats.safe_files import read_text
 from fsdp2x.train.config import ConfigError, TrainConfig
 
 # ---- plain mappings

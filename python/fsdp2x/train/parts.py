@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
+from fsdp2x.api import find_checkpoint as find
+from fsdp2x.api import repair_checkpoints as repair
 from fsdp2x.base.failures import on_rank_0, run_on_all_ranks
-from fsdp2x.io.checkpoint.directory import find, repair
 from fsdp2x.train.config import ConfigError, TrainConfig
 from fsdp2x.train.data import Blocks, BlockStream, read_blocks
 from fsdp2x.train.distributed import World

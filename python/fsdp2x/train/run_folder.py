@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from fsdp2x.api import checkpoint_candidates as candidates
 from fsdp2x.base.failures import ConfigError
-from fsdp2x.io.checkpoint.directory import candidates
 from fsdp2x.train.config import TrainConfig
 from fsdp2x.train.metrics import METRICS, read_metrics
 

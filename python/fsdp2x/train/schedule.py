@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2x import optim
-from fsdp2x.optim.local import local_tensor
+from fsdp2x.api import local_tensor
 from fsdp2x.train.config import ConfigError, OptimizerConfig, ScalerConfig, ScheduleConfig
 
 TORCH_LOOPS = {"foreach": {"foreach": True}, "fused": {"fused": True}, "for_loop": {"foreach": False}}

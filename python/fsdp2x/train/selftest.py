@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp2x.api import describe, fully_shard, readable
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.failures import exchange
-from fsdp2x.lifecycle.api import fully_shard
-from fsdp2x.plan.describe import describe
-from fsdp2x.plan.report import memory_report, readable
+from fsdp2x.memory import memory_report
 
 __all__ = ["run_suite", "shard_layers"]
 

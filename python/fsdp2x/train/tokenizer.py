@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from fsdp2x.api import TOKENIZER_FILES
 from fsdp2x.base.failures import reworded
-from fsdp2x.io.hf.save import TOKENIZER_FILES
 from fsdp2x.train.config import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"

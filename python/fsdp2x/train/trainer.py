@@ -17,15 +17,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp2x import checkpoint
+from fsdp2x.api import ADAPTER_FOLDER, Saver, accumulate, has_adapters, save_adapter, save_adapter_config, seed_all
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.failures import CheckpointError, run_on_all_ranks
-from fsdp2x.io.checkpoint.background import Saver
-from fsdp2x.io.checkpoint.rng import seed_all
-from fsdp2x.io.convert.adapters import ADAPTER_FOLDER
-from fsdp2x.io.hf.lora import save_adapter
-from fsdp2x.io.hf.save import save_adapter_config
-from fsdp2x.io.names import has_adapters
-from fsdp2x.lifecycle.contexts import accumulate
 from fsdp2x.optim import clip_grad_norm_
 from fsdp2x.train.config import TrainConfig, TrainingError
 from fsdp2x.train.distributed import (

@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2x.base.collectives import explained
-from fsdp2x.base.native import _C
+from fsdp2x.api import ALIGN_BYTES, can_run_kernels, explained, take_changes
 from fsdp2x.io.export.rings import Entry, SharedRing, copy_past_caches
 from fsdp2x.io.export.stream import BucketPlan
 from fsdp2x.io.names import Family
@@ -74,8 +73,8 @@ class Snapshot:
         now, held = entry.local.detach().contiguous().view(-1), self._held[entry.name].view(-1)
         # Positions and values of this many elements take half of the bytes of all.
         most = held.nbytes // (2 * (POSITION_BYTES + held.itemsize))
-        if now.device.type == "cpu" or _C.can_run_kernels(now.device):
-            return _C.take_changes(now, held, most)
+        if now.device.type == "cpu" or can_run_kernels(now.device):
+            return take_changes(now, held, most)
         now = now.to(entry.dtype)
         differs = _bits(now) != _bits(held)
         positions = (differs if differs.dim() == 1 else differs.any(-1)).nonzero().view(-1)
@@ -104,7 +103,7 @@ class BucketDelta:
     @property
     def num_bytes(self) -> int:
         """Bytes to gather, with each rank's part as long as the longest, and to hand over."""
-        handed_bytes = _C.ALIGN_BYTES * len(self.sparse) + sum(self.rank_bytes)
+        handed_bytes = ALIGN_BYTES * len(self.sparse) + sum(self.rank_bytes)
         return max(len(self.rank_bytes) * max(self.rank_bytes), handed_bytes)
 
     def can_take(self, other: BucketDelta, limit_bytes: int) -> bool:

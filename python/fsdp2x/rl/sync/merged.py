@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2x.api import named_params, unsharded_class
 from fsdp2x.io.names import Family, TensorSpec
-from fsdp2x.lifecycle.tree import named_params
-from fsdp2x.sharding.wrap import unsharded_class
 
 
 class AdapterMerge:

@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp2x.api import check_transport, named_params, require_own_process, running_step
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.failures import call_of, calling, exchange
-from fsdp2x.base.processes import require_own_process
 from fsdp2x.io.export.rings import Entry
 from fsdp2x.io.export.stream import (
     BUCKET_BYTES,
@@ -39,14 +39,12 @@ from fsdp2x.io.export.stream import (
     make_rings,
     ring_of,
 )
-from fsdp2x.lifecycle.tree import named_params, running_step
 from fsdp2x.rl.sync.adapter import describe_adapter
 from fsdp2x.rl.sync.delta import BucketDelta, Changes, Snapshot, fill_changes, finish_changes, gather_changes, ring_for
 from fsdp2x.rl.sync.merged import AdapterMerge
 from fsdp2x.rl.sync.receiver.engine import POSITION_BYTES
 from fsdp2x.rl.sync.targets.base import EngineTarget, Failure, PushBucket, PushReport, SyncError, TargetError
 from fsdp2x.rl.sync.wire import describe_wire, layout_digest, lies_in_ring, plan_wire
-from fsdp2x.sharding.transport import check_transport
 
 _numbers = itertools.count()  # numbers of sessions; those of the first rank count
 

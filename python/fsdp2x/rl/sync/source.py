@@ -13,13 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fsdp2x.api import check_transport, running_step
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.failures import call_of
 from fsdp2x.io.export.stream import BUCKET_BYTES, BucketPlan, check_bucket_bytes, chosen_params, run_plans
-from fsdp2x.lifecycle.tree import running_step
 from fsdp2x.rl.sync.merged import AdapterMerge
 from fsdp2x.rl.sync.wire import by_layers, layer_of, plan_wire
-from fsdp2x.sharding.transport import check_transport
 
 
 @dataclass(frozen=True)

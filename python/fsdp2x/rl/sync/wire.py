@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from fsdp2x.base.native import _C
+from fsdp2x.api import ALIGN_BYTES, align_up, clean_name
 from fsdp2x.io.export.stream import BucketPlan, plan_buckets, ring_of
 from fsdp2x.io.names import Family
 from fsdp2x.rl.sync.merged import AdapterMerge
 from fsdp2x.rl.sync.targets.base import WireLayout
-from fsdp2x.sharding.wrap import clean_name
 
 
 def plan_wire(
@@ -104,7 +103,7 @@ def describe_wire(plans: list[BucketPlan], rings: dict, deltas: bool) -> WireLay
     files = tuple((ring.file, ring.num_bytes) for ring in with_file.values())
     # Deltas take at most half of their tensors' bytes, plus alignment.
     spare = [
-        sum(_C.align_up(spec.num_bytes) + _C.ALIGN_BYTES for spec in plan.specs)
+        sum(align_up(spec.num_bytes) + ALIGN_BYTES for spec in plan.specs)
         for plan in plans
         if deltas or not lies_in_ring(plan, rings)
     ]

@@ -50,7 +50,7 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from fsdp2x.io.convert.folders import export_checkpoint
+    from fsdp2x.convert import export_checkpoint
 
     out = export_checkpoint(args.checkpoint, args.out, lora=args.lora, force=args.force)
     logging.getLogger(__name__).info("exported to %s", out)
@@ -86,8 +86,7 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
 def _convert(args: argparse.Namespace) -> int:
     import torch
 
-    from fsdp2x.io.convert.checkpoints import convert_checkpoint
-    from fsdp2x.io.convert.folders import dcp_to_hf, hf_to_dcp, ranks_to_hf
+    from fsdp2x.convert import convert_checkpoint, dcp_to_hf, hf_to_dcp, ranks_to_hf
 
     form = {
         "dcp": ("input_dir", "output_dir"),

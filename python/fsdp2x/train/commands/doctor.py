@@ -104,7 +104,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _build() -> Iterator[Finding]:
-    from fsdp2x.base.native import build_info
+    from fsdp2x.api import build_info
 
     yield Finding("build", "built for torch", build_info.TORCH_VERSION)  # the import rejects any other
     if build_info.CUDA is None:
@@ -187,7 +187,7 @@ def _choices() -> Iterator[Finding]:
     """Yields what `fully_shard(model)` would use here, and why."""
     import torch.distributed as dist
 
-    from fsdp2x.sharding.transport import TransportKind, check_transport
+    from fsdp2x.api import TransportKind, check_transport
 
     topic = "would be used"
     has_gpu = _has_gpu()
@@ -220,7 +220,7 @@ def _nccl(topic: str) -> Finding:
     import torch
     import torch.distributed as dist
 
-    from fsdp2x.base.torch_private import gathers_of_nccl
+    from fsdp2x.api import gathers_of_nccl
 
     if not dist.is_nccl_available():
         return Finding(topic, "transport", "none: this torch has no NCCL", "wrong", "install a torch built for CUDA")
@@ -234,21 +234,21 @@ def _nccl(topic: str) -> Finding:
 def _kernels(has_gpu: bool) -> str:
     import torch
 
-    from fsdp2x.base.native import _C
+    from fsdp2x.api import can_run_kernels, has_device_kernels
 
     if not has_gpu:
         return "the CPU's, one thread a rank by torchrun"
-    if _C.can_run_kernels(torch.device("cuda", 0)):
+    if can_run_kernels(torch.device("cuda", 0)):
         return "ours"
     return "torch's operations: " + (
-        "this driver or GPU cannot run fsdp2x's" if _C.has_device_kernels() else "built without nvcc"
+        "this driver or GPU cannot run fsdp2x's" if has_device_kernels() else "built without nvcc"
     )
 
 
 def shared_memory_fault() -> str:
     """Returns why ranks of this host could not share memory, or an empty string if they can."""
     try:
-        from fsdp2x.base.processes import boot_id
+        from fsdp2x.api import boot_id
 
         boot_id()
     except OSError as error:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from fsdp2x.plan.optimizers import PLANNED
-from fsdp2x.sharding.offload import OFFLOAD_MODES
+from fsdp2x.api import OFFLOAD_MODES, PLANNED
 from fsdp2x.train.commands.shared import DTYPE, positive, show
 
 

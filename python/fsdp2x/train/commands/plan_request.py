@@ -16,15 +16,22 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp2x.api import (
+    ExchangedBytes,
+    Peers,
+    RankPart,
+    TransportKind,
+    columns,
+    find_decoder,
+    head_counts,
+    head_dims,
+    planned_facts,
+    planned_report,
+    readable,
+)
 from fsdp2x.base.arguments import dtype_of
 from fsdp2x.base.failures import CheckpointError, reworded
-from fsdp2x.models.sequence.attention import find_decoder, head_counts, head_dims
-from fsdp2x.models.sequence.exchange import ExchangedBytes
-from fsdp2x.models.sequence.layout import Peers, RankPart
-from fsdp2x.plan.plan import planned_facts, planned_report
-from fsdp2x.plan.report import MemoryReport, columns, readable
-from fsdp2x.plan.request import PlanRequest
-from fsdp2x.sharding.transport import TransportKind
+from fsdp2x.memory import MemoryReport, PlanRequest
 from fsdp2x.train import ConfigError, TrainConfig
 from fsdp2x.train.config import SequenceRanks
 from fsdp2x.train.load_config import ConfigFile, parse_incomplete
@@ -190,7 +197,7 @@ def parse_bytes(text: str) -> int:
 
 def _build(path: Path, dtype: str | None) -> nn.Module:
     """Builds the model of a config.json without weights, in the requested dtype or the config's."""
-    from fsdp2x.io.hf.empty import build_empty, read_hf_config, told_of
+    from fsdp2x.api import build_empty, read_hf_config, told_of
 
     with reworded(ConfigError, lambda error: f"config {error}", CheckpointError), told_of(path):
         config = read_hf_config(path)

@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 
+from fsdp2x.api import TRANSPORTS
 from fsdp2x.base.failures import ConfigError
-from fsdp2x.sharding.transport import TRANSPORTS
 
 _GRACE_S = 5
 

@@ -6,8 +6,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from fsdp2x.base.memory_file import collect_handed
-from fsdp2x.base.processes import require_own_process
+from fsdp2x.api import collect_handed, require_own_process
 from fsdp2x.rl.sync.receiver import engine
 from fsdp2x.rl.sync.targets.base import PipelinedTarget, PushBucket, WireLayout
 from fsdp2x.rl.sync.targets.transports import BucketMemory

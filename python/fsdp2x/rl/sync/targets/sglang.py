@@ -25,8 +25,8 @@ from urllib.parse import urlsplit
 import torch
 from torch.multiprocessing import reductions
 
+from fsdp2x.api import aligned_starts, collect_handed
 from fsdp2x.base.arguments import checked
-from fsdp2x.base.memory_file import aligned_starts, collect_handed
 from fsdp2x.rl.sync.receiver.engine import MERGED_BASE, WireError
 from fsdp2x.rl.sync.receiver.engine_group import BroadcastGroup, open_store, own_host
 from fsdp2x.rl.sync.targets.base import PipelinedTarget, PushBucket, WireLayout, refuse_adapters

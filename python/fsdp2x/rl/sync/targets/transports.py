@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
-from fsdp2x.base import torch_private
-from fsdp2x.base.memory_file import MemoryFile
-from fsdp2x.base.native import _C
+from fsdp2x.api import ALIGN_BYTES, MemoryFile, align_up, outside_expandable_segments
 from fsdp2x.rl.sync.receiver import engine
 from fsdp2x.rl.sync.targets.base import PushBucket, WireLayout
 
@@ -45,7 +43,7 @@ class BucketMemory:
                 tensors.append([indices[spec.name], shared, int(tensor.storage_offset()) * tensor.itemsize])
                 continue
             tensors.append([indices[spec.name], number, end])
-            end = _C.align_up(self._copied(tensor, end))
+            end = align_up(self._copied(tensor, end))
         for delta in bucket.deltas:
             index, count = indices[delta.spec.name], delta.positions.numel()
             if shared is not None and not bucket.tensors:
@@ -54,7 +52,7 @@ class BucketMemory:
                 continue
             deltas.append([index, number, end, count])
             values = self._copied(delta.positions, end)  # positions end where values may begin
-            end = _C.align_up(self._copied(delta.values, values))
+            end = align_up(self._copied(delta.values, values))
         return {"bucket": bucket.index, "bytes": end, "tensors": tensors, "deltas": deltas}
 
     def _copied(self, tensor: torch.Tensor, begin: int) -> int:
@@ -98,8 +96,8 @@ class DeviceMemory(BucketMemory):
 
 def room_for(layout: WireLayout) -> int:
     """Returns the bytes that any copied bucket takes. Deltas take at most half of their tensors' bytes, plus gaps."""
-    buckets = (sum(_C.align_up(spec.num_bytes) for spec in bucket) for bucket in layout.buckets)
-    return max([_C.ALIGN_BYTES, *buckets]) + _C.ALIGN_BYTES * len(layout.specs)
+    buckets = (sum(align_up(spec.num_bytes) for spec in bucket) for bucket in layout.buckets)
+    return max([ALIGN_BYTES, *buckets]) + ALIGN_BYTES * len(layout.specs)
 
 
 def connected(address: str, timeout_s: float) -> socket.socket:
@@ -139,7 +137,7 @@ class HandedMemory:
         self.device = device
         self._file: MemoryFile | None = None
         if device.type == "cuda":
-            with torch_private.outside_expandable_segments():
+            with outside_expandable_segments():
                 self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             return
         if device.type != "cpu":
