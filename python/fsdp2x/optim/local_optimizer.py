@@ -62,6 +62,10 @@ def local_optimizer(optimizer: OptimizerT, *, elementwise: bool = False) -> Opti
         ValueError: parameters are from before ``fully_shard`` or gathered, or in ``step``, a gradient or a state is cut
             differently from its parameter.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"fsdp2x.local_optimizer: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
     if isinstance(optimizer, EngineStep) or hasattr(optimizer, "_whole_step"):
         return optimizer
     kind: Any = type(optimizer)
