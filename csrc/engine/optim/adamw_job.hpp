@@ -44,9 +44,9 @@ struct AdamWJob {
   MomentMemory exp_avg, exp_avg_sq, max_exp_avg_sq;  // the last one undefined without amsgrad
   at::Tensor count;
   const AdamWGroup* group;  // until the numbers are there
-  AdamWStep step;           // its `sign` is the factor by which kernels multiply gradients
+  AdamWStep step = {};      // its `sign` is the factor by which kernels multiply gradients
   bool is_stochastic = false;
-  cpu::Rounding rounding;
+  cpu::Rounding rounding = {};
 
   bool is_coded() const { return exp_avg.scales.defined(); }
 };

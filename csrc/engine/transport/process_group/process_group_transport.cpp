@@ -391,7 +391,6 @@ void ProcessGroupTransport::fill_gaps(ParamGroup& group) {
   PerGroup& state = per_group(group);
   const DType type = group.reduce_type();
   const Layout& layout = *state.plan->layout;
-  const size_t segment = state.plan->segment_bytes;
   std::vector<float> flags(state.filled.begin(), state.filled.end());
   for (size_t i = 0; i < flags.size(); ++i) {
     if (layout.params()[i].shape.trainable && group.options().reduce_unused_params) flags[i] = 1.0F;
