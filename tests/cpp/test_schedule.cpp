@@ -58,8 +58,8 @@ TEST(SchedulePrograms, TransitionsAreChecked) {
   Gathers gathers(effects);
   gathers.finish(unit);  // nothing has begun
   EXPECT_EQ(unit.param_state(), ParamState::sharded);
-  gathers.begin(unit, true);
-  gathers.begin(unit, true);  // once
+  gathers.begin(unit, ShardsNow::stand_still);
+  gathers.begin(unit, ShardsNow::stand_still);  // once
   EXPECT_EQ(effects.num_gathered(), 1);
   gathers.reshard(unit);
   gathers.reshard(unit);

@@ -7,17 +7,16 @@
 //
 //   | effect that throws | what the schedule does |
 //   | --- | --- |
-//   | begin_gather, finish_gather | calls cancel_gather once for every group of the unit that has begun, also for the
-//     one that threw; the unit is sharded |
-//   | release_gather, cancel_gather | the group counts as released; the other groups of the unit are released as well |
-//   | pack, pack_pending, begin_reduce | the group keeps its state: abandoning the backward drops it |
+//   | begin_gather, finish_gather | cancels the gather once for each group of the unit that has begun, also for the one
+//     that threw; the unit is sharded |
+//   | release_gather | the group counts as released; the other groups of the unit are released as well |
+//   | take_gradient, pack_pending, begin_reduce | the group keeps its state: abandoning the backward drops it |
 //   | finish_reduce, all_reduce, run_reduce_hook, begin_download, attach | the group's gradients count as reduced; rows
-//     that are not attached are dropped by drop_reduced; sums with earlier backwards are lost, and every pass raises
-//     until a reset |
+//     that are not attached are dropped; sums with earlier backwards are lost, and every pass raises until a reset |
 //   | begin_pass, begin_forward, begin_backward | the pass has begun: it is abandoned like one that raised later |
 //
-// - *Reentrance.* `run_reduce_hook`, `attach` and `finish_download` run users' hooks, which may gather, reshard, run a
-//   forward, or step an optimizer. The schedule has recorded the group as reduced before it calls them.
+// - *Reentrance.* `run_reduce_hook` and `attach` run users' hooks, which may gather, reshard, run a forward, or step an
+//   optimizer. The schedule has recorded the group as reduced before it calls them.
 // - *Answers* are return values. An effect never calls the schedule.
 #pragma once
 
@@ -25,6 +24,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 
 #include "core/collective_order.hpp"
 #include "core/forward_counts.hpp"
@@ -54,6 +54,28 @@ enum class Reduced : uint8_t {
   rows,   // rows exist: attach, begin_download, keep_partial, or drop_reduced follows
 };
 
+// The shards that a gather reads.
+enum class ShardsNow : uint8_t {
+  may_change,   // the user may have just written them
+  stand_still,  // no shard changes now
+  are_watched,  // likewise, but the forward that runs may write them: were_shards_written is asked later
+};
+
+enum class GatherEnd : uint8_t {
+  canceled,   // it has begun, in part or as a whole, and was not finished
+  released,   // its slot is free
+  keeps_rows  // likewise, but a smaller world may keep the rows until the next gather
+};
+
+// Gradients on their way.
+enum class Dropped : uint8_t {
+  packed,      // or posted
+  partial,     // rows that wait for an all-reduce
+  reduced,     // rows that are not attached
+  downloads,   // rows on their way to the host
+  accumulated  // by autograd
+};
+
 class Effects {
  public:
   virtual ~Effects() = default;
@@ -67,7 +89,6 @@ class Effects {
   virtual bool has_outstanding_calls(const ScheduledUnit& unit) const = 0;
   // Whether autograd has accumulated a gradient of the parameter that is not packed.
   virtual bool has_gradient(ScheduledGroup& group, size_t param) const = 0;
-  virtual size_t num_params(const ScheduledGroup& group) const = 0;
   // Whether this backward still has gradients to come for the group.
   virtual bool expects_gradients(const ScheduledGroup& group) const = 0;
   // Whether peers wait in a collective for a reduction of a group that has no gradient here.
@@ -77,51 +98,32 @@ class Effects {
   // Whether pending reductions hold memory that the group needs next. `param`: to pack a gradient of it. Null: for the
   // group's reduction, or while that runs.
   virtual bool needs_room(const ScheduledGroup& group, std::optional<size_t> param) = 0;
-  // Whether packed gradients of the group were handed to the user, who may write to them.
-  virtual bool is_shown(const ScheduledGroup& /*group*/) const { return false; }
-  // Whether the schedule asks for the all-reduce over replicas at the end of a backward. Otherwise there are no
-  // replicas, or the transport all-reduces by itself.
-  virtual bool all_reduces_later(const ScheduledGroup& /*group*/) const { return false; }
-  // Whether reduced rows go to the host before they become gradients, how many groups of a transport may be on their
-  // way there at once, and whether two groups share a transport.
-  virtual bool downloads(const ScheduledGroup& /*group*/) const { return false; }
-  virtual size_t max_downloads(const ScheduledGroup& /*group*/) const { return 1; }
-  virtual bool share_transport(const ScheduledGroup& /*group*/, const ScheduledGroup& /*other*/) const { return true; }
-  // In a synchronous schedule: whether a prediction may still prefetch the unit in forward.
-  virtual bool may_overlap(const ScheduledUnit& /*unit*/) const { return false; }
   // Throws unless this process may act on the unit. `action`: "gather unit".
   virtual void check_process(const ScheduledUnit& /*unit*/, const char* /*action*/) const {}
-  // Throws if the unit's parameters now belong to another unit.
-  virtual void check_params(const ScheduledUnit& /*unit*/) const {}
 
   // --- parameters ---
-  // A change of a gathered parameter was lost at a reshard: returns that once, and refuse_lost throws.
-  virtual bool take_lost(ScheduledUnit& /*unit*/) { return false; }
-  virtual void refuse_lost(ScheduledUnit& /*unit*/) {}
+  // Returns once the name of a gathered parameter that lost a change at a reshard.
+  virtual std::optional<std::string> take_lost(ScheduledUnit& /*unit*/) { return std::nullopt; }
   // Follows changes before a forward over gathered parameters. False: they must be gathered again.
   virtual bool follow_gathered(ScheduledUnit& /*unit*/) { return true; }
-  // Writes this rank's rows into the slot and posts them to the peers. `shards_stand_still`: no shard changes now.
-  virtual void begin_gather(ScheduledGroup& group, bool shards_stand_still) = 0;
-  // Remembers the shards of a unit that is gathered ahead, and returns whether they were written since.
-  virtual void note_shards(ScheduledUnit& /*unit*/) {}
+  // Writes this rank's rows into the slot and posts them to the peers.
+  virtual void begin_gather(ScheduledGroup& group, ShardsNow shards) = 0;
+  // Whether watched shards were written since their gather began.
   virtual bool were_shards_written(const ScheduledUnit& /*unit*/) const { return false; }
   // Waits until all rows are there and registers the unsharded parameters in modules.
   virtual void finish_gather(ScheduledUnit& unit, ScheduledGroup& group) = 0;
   // A unit's parameters are about to be used. The gathers that run ahead have begun, if there are any.
   virtual void end_prefetch() {}
-  // Registers the sharded parameters in modules and ends the use of the slot. `may_keep_rows`: a smaller world may keep
-  // the rows until the next gather. Returns whether it does.
-  virtual bool release_gather(ScheduledGroup& group, bool may_keep_rows) = 0;
-  // Drops a gather that has begun, in part or as a whole, and was not finished.
-  virtual void cancel_gather(ScheduledGroup& group) = 0;
+  // Registers the sharded parameters in modules and ends the use of the slot. Returns whether a smaller world keeps the
+  // rows.
+  virtual bool release_gather(ScheduledGroup& group, GatherEnd end) = 0;
   // Registers the sharded parameters in modules again, instead of the rows of the smaller world.
   virtual void drop_rows(ScheduledGroup& /*group*/) {}
 
   // --- passes ---
   virtual void begin_pass(PassKind /*kind*/) {}
-  virtual void end_pass() {}
-  // Forgets the pass of a backward that is gone. Peers are not notified.
-  virtual void forget_pass() {}
+  // `notifies_peers`: false for a backward that is gone.
+  virtual void end_pass(bool /*notifies_peers*/) {}
   // Warns of waiting gradients that an optimizer's zero_grad has left. The warning may be an exception.
   virtual void warn_of_zeroed(const ScheduledUnits& /*units*/) {}
   // The root's forward begins, outside of a backward. `number` counts these from 1.
@@ -142,7 +144,7 @@ class Effects {
   // --- gradients ---
   virtual void make_room(ScheduledGroup& group) = 0;
   // Takes the accumulated gradient of the parameter and adds it to the packed gradients.
-  virtual void pack(ScheduledGroup& group, size_t param) = 0;
+  virtual void take_gradient(ScheduledGroup& group, size_t param) = 0;
   // Packs a shown gradient of a parameter again. After the last one, the user no longer sees any.
   virtual void pack_shown(ScheduledGroup& /*group*/, size_t /*param*/) {}
   // Packs and frees held gradients, since this backward may have no more gradients for the group.
@@ -157,20 +159,12 @@ class Effects {
   virtual void all_reduce(ScheduledGroup& /*group*/) {}
   // Runs the user's hook on the reduced rows.
   virtual void run_reduce_hook(ScheduledGroup& /*group*/) {}
-  // Turns the reduced rows into gradients and runs the parameters' own hooks.
+  // Turns the reduced rows into gradients and runs the parameters' own hooks. For groups whose gradients are in CPU
+  // memory, begin_download comes before it.
   virtual void attach(ScheduledGroup& group) = 0;
-  // Do the same in two steps, for groups whose gradients are in CPU memory.
   virtual void begin_download(ScheduledGroup& /*group*/) {}
-  virtual void finish_download(ScheduledGroup& /*group*/) {}
-
-  // --- dropping ---
-  // Drops packed or posted gradients. Returns whether there were any.
-  virtual bool drop_packed(ScheduledGroup& group) = 0;
-  virtual void drop_partial(ScheduledGroup& /*group*/) {}
-  virtual void drop_reduced(ScheduledGroup& /*group*/) {}
-  virtual void drop_download(ScheduledGroup& /*group*/) {}
-  // Drops gradients that autograd has accumulated.
-  virtual void drop_unpacked(ScheduledGroup& /*group*/) {}
+  // Drops gradients. Returns whether there were any that were packed or posted.
+  virtual bool drop(ScheduledGroup& group, Dropped what) = 0;
 };
 
 }  // namespace fsdp2x

@@ -6,7 +6,7 @@
 
 namespace fsdp2x {
 
-void Gathers::begin(ScheduledUnit& unit, bool shards_stand_still) {
+void Gathers::begin(ScheduledUnit& unit, ShardsNow shards) {
   if (unit.param_state_ != ParamState::sharded || !unit.has_params()) return;
   effects_.check_process(unit, "gather unit");
   const auto section = effects_.open_section(unit, Section::all_gather);
@@ -14,7 +14,7 @@ void Gathers::begin(ScheduledUnit& unit, bool shards_stand_still) {
   try {
     for (ScheduledGroup* const group : unit.groups_) {
       group->gather_state_ = GatherState::begun;
-      effects_.begin_gather(*group, shards_stand_still);
+      effects_.begin_gather(*group, shards);
     }
   } catch (...) {
     cancel_after_exception(unit);
@@ -37,16 +37,16 @@ void Gathers::finish(ScheduledUnit& unit) {
   unit.set_params(ParamState::gathering, ParamState::unsharded);
 }
 
-void Gathers::release(ScheduledUnit& unit, bool may_keep_rows) {
+void Gathers::release(ScheduledUnit& unit, GatherEnd end) {
   std::exception_ptr error;
   for (ScheduledGroup* const group : unit.groups_) {
     const GatherState state = std::exchange(group->gather_state_, GatherState::none);
     if (state == GatherState::none) continue;
     try {
       if (state == GatherState::begun) {
-        effects_.cancel_gather(*group);
+        effects_.release_gather(*group, GatherEnd::canceled);
       } else {
-        group->keeps_rows_ = effects_.release_gather(*group, may_keep_rows);
+        group->keeps_rows_ = effects_.release_gather(*group, end);
       }
     } catch (...) {
       if (!error) error = std::current_exception();
@@ -61,17 +61,17 @@ void Gathers::reshard(ScheduledUnit& unit) {
   drop_rows(unit);
   if (unit.param_state_ != ParamState::unsharded) return;
   effects_.check_process(unit, "reshard unit");
-  release(unit, /*may_keep_rows=*/false);
+  release(unit, GatherEnd::released);
 }
 
 void Gathers::reshard_after_forward(ScheduledUnit& unit) {
   if (unit.param_state_ != ParamState::unsharded) return reshard(unit);
-  release(unit, /*may_keep_rows=*/true);
+  release(unit, GatherEnd::keeps_rows);
 }
 
 void Gathers::cancel(ScheduledUnit& unit) {
   effects_.check_process(unit, "reshard unit");
-  release(unit, /*may_keep_rows=*/false);
+  release(unit, GatherEnd::released);
 }
 
 void Gathers::cancel_after_exception(ScheduledUnit& unit) noexcept {

@@ -12,7 +12,7 @@ class Gathers {
   explicit Gathers(Effects& effects) : effects_(effects) {}
 
   // Does nothing unless the unit is sharded.
-  void begin(ScheduledUnit& unit, bool shards_stand_still);
+  void begin(ScheduledUnit& unit, ShardsNow shards);
   // Does nothing unless the gather has begun.
   void finish(ScheduledUnit& unit);
   // Releases or cancels the gather and drops kept rows.
@@ -26,7 +26,7 @@ class Gathers {
  private:
   void cancel_after_exception(ScheduledUnit& unit) noexcept;
   // Releases the groups, and cancels those that are not filled. Throws the first exception after all of them.
-  void release(ScheduledUnit& unit, bool may_keep_rows);
+  void release(ScheduledUnit& unit, GatherEnd end);
 
   Effects& effects_;
 };

@@ -18,6 +18,11 @@ void MemoryEffects::add_group(PlannedGroup& group, TransportMemory& transport, P
   added.group = &group;
   added.transport = &transport;
   added.smaller = smaller;
+  group.set_facts({.num_params = 1,
+                   .downloads = group.bytes.offloads,
+                   .may_overlap = transport.may_overlap(group),
+                   .transport = &transport,
+                   .max_downloads = transport.max_downloads()});
 }
 
 bool MemoryEffects::has_gradient(ScheduledGroup& group, size_t /*param*/) const { return ready_ == &group; }
@@ -34,27 +39,11 @@ bool MemoryEffects::needs_room(const ScheduledGroup& group, std::optional<size_t
   return state_of(group).transport->needs_room(of(group), param.has_value());
 }
 
-bool MemoryEffects::may_overlap(const ScheduledUnit& unit) const {
-  const auto& groups = unit.scheduled_groups();
-  return std::ranges::all_of(
-      groups, [this](const ScheduledGroup* group) { return state_of(*group).transport->may_overlap(of(*group)); });
-}
-
-bool MemoryEffects::downloads(const ScheduledGroup& group) const { return of(group).bytes.offloads; }
-
-size_t MemoryEffects::max_downloads(const ScheduledGroup& group) const {
-  return state_of(group).transport->max_downloads();
-}
-
-bool MemoryEffects::share_transport(const ScheduledGroup& group, const ScheduledGroup& other) const {
-  return state_of(group).transport == state_of(other).transport;
-}
-
 PlannedGroup& MemoryEffects::source_of(ScheduledGroup& group) {
   return group.keeps_rows() ? *state_of(group).smaller : of(group);
 }
 
-void MemoryEffects::begin_gather(ScheduledGroup& group, bool /*shards_stand_still*/) {
+void MemoryEffects::begin_gather(ScheduledGroup& group, ShardsNow /*shards*/) {
   const PlannedGroup& source = source_of(group);
   gathers_.push_back(source.number);
   state_of(source).transport->begin_gather(source);
@@ -65,10 +54,10 @@ void MemoryEffects::finish_gather(ScheduledUnit& /*unit*/, ScheduledGroup& group
   state_of(source).transport->finish_gather(source);
 }
 
-bool MemoryEffects::release_gather(ScheduledGroup& group, bool may_keep_rows) {
+bool MemoryEffects::release_gather(ScheduledGroup& group, GatherEnd end) {
   const PlannedGroup& source = source_of(group);
   state_of(source).transport->release_gather(source);
-  return may_keep_rows && state_of(group).smaller != nullptr;
+  return end == GatherEnd::keeps_rows && state_of(group).smaller != nullptr;
 }
 
 void MemoryEffects::make_room(ScheduledGroup& group) { state_of(group).transport->make_room(of(group)); }
@@ -78,7 +67,7 @@ void MemoryEffects::take_pool(PlannedGroup& group) {
   whole_.take(group.bytes.gradient_pool);
 }
 
-void MemoryEffects::pack(ScheduledGroup& group, size_t /*param*/) {
+void MemoryEffects::take_gradient(ScheduledGroup& group, size_t /*param*/) {
   PerGroup& state = state_of(group);
   ready_ = nullptr;
   if (std::exchange(state.holds_gradients, true)) return;
@@ -117,7 +106,9 @@ Reduced MemoryEffects::finish_reduce(ScheduledGroup& scheduled, bool flush) {
 
 void MemoryEffects::begin_download(ScheduledGroup& group) { state_of(group).transport->begin_download(of(group)); }
 
-void MemoryEffects::finish_download(ScheduledGroup& group) { state_of(group).transport->finish_download(of(group)); }
+void MemoryEffects::attach(ScheduledGroup& group) {
+  if (group.facts().downloads) state_of(group).transport->finish_download(of(group));
+}
 
 void MemoryEffects::end_backward() {
   for (const PerGroup& state : groups_) state.transport->end_backward();

@@ -73,33 +73,26 @@ class MemoryEffects final : public Effects {
     return static_cast<const PlannedUnit&>(unit).is_outstanding;
   }
   bool has_gradient(ScheduledGroup& group, size_t param) const override;
-  size_t num_params(const ScheduledGroup& /*group*/) const override { return 1; }
   bool expects_gradients(const ScheduledGroup& /*group*/) const override { return false; }
   bool is_collective(const ScheduledGroup& group) const override;
   bool needs_empty_reduction(const ScheduledGroup& group) const override;
   bool needs_room(const ScheduledGroup& group, std::optional<size_t> param) override;
-  bool may_overlap(const ScheduledUnit& unit) const override;
-  bool downloads(const ScheduledGroup& group) const override;
-  size_t max_downloads(const ScheduledGroup& group) const override;
-  bool share_transport(const ScheduledGroup& group, const ScheduledGroup& other) const override;
-  void begin_gather(ScheduledGroup& group, bool shards_stand_still) override;
+  void begin_gather(ScheduledGroup& group, ShardsNow shards) override;
   void finish_gather(ScheduledUnit& unit, ScheduledGroup& group) override;
-  bool release_gather(ScheduledGroup& group, bool may_keep_rows) override;
-  void cancel_gather(ScheduledGroup& group) override { release_gather(group, /*may_keep_rows=*/false); }
+  bool release_gather(ScheduledGroup& group, GatherEnd end) override;
   void begin_forward(uint64_t /*number*/, const ScheduledUnits& /*units*/) override {}
   void end_forward() override {}
   bool begin_backward(uint64_t /*number*/, bool /*is_alone*/) override { return true; }
   void end_backward() override;
   void publish_progress(uint64_t /*position*/) override {}
   void make_room(ScheduledGroup& group) override;
-  void pack(ScheduledGroup& group, size_t param) override;
+  void take_gradient(ScheduledGroup& group, size_t param) override;
   void pack_pending(ScheduledGroup& group) override;
   void begin_reduce(ScheduledGroup& group, ForwardCounts forwards) override;
   Reduced finish_reduce(ScheduledGroup& group, bool flush) override;
-  void attach(ScheduledGroup& /*group*/) override {}
+  void attach(ScheduledGroup& group) override;
   void begin_download(ScheduledGroup& group) override;
-  void finish_download(ScheduledGroup& group) override;
-  bool drop_packed(ScheduledGroup& /*group*/) override { return false; }
+  bool drop(ScheduledGroup& /*group*/, Dropped /*what*/) override { return false; }
 
  private:
   struct PerGroup {

@@ -16,17 +16,17 @@ void Reductions::make_room(ScheduledGroup& group, std::optional<size_t> param) {
   effects_.make_room(group);
 }
 
-void Reductions::pack(ScheduledUnit& unit, ScheduledGroup& group, size_t param) {
+void Reductions::add_gradient(ScheduledUnit& unit, ScheduledGroup& group, size_t param) {
   if (group.is_posted()) finish(unit.shared_from_this(), group, /*flush=*/true);  // peers read the packed gradients
   group.contributions_.add(backward_number(), /*is_first=*/!group.is_open());
-  if (!effects_.is_shown(group)) make_room(group, param);
+  if (!group.is_shown()) make_room(group, param);
   if (!group.is_open()) group.set_gradients(GradientState::packed);
-  effects_.pack(group, param);
+  effects_.take_gradient(group, param);
 }
 
 void Reductions::pack_pending(ScheduledUnit& unit) {
   for (ScheduledGroup* const group : unit.groups_) {
-    if (group->gradient_state() != GradientState::packed || effects_.is_shown(*group)) continue;
+    if (group->gradient_state() != GradientState::packed || group->is_shown()) continue;
     make_room(*group, std::nullopt);
     effects_.pack_pending(*group);
   }
@@ -39,8 +39,8 @@ bool Reductions::is_awaited(const ScheduledUnit& unit, const ScheduledGroup& gro
 
 void Reductions::post(ScheduledUnit& unit, ScheduledGroup& group, ForwardCounts forwards) {
   group.contributions_.add(backward_number(), /*is_first=*/!group.is_open());
-  if (effects_.is_shown(group)) {
-    for (size_t i = 0; i < effects_.num_params(group); ++i) {
+  if (group.is_shown()) {
+    for (size_t i = 0; i < group.facts().num_params; ++i) {
       make_room(group, i);
       effects_.pack_shown(group, i);
     }
@@ -85,7 +85,7 @@ bool Reductions::finish(const std::shared_ptr<ScheduledUnit>& unit, ScheduledGro
     group.set_gradients(GradientState::none);
     group.is_reduced_ = true;
     if (reduced == Reduced::kept) return true;
-    if (effects_.all_reduces_later(group)) {
+    if (group.facts().all_reduces_later) {
       effects_.keep_partial(group);
       group.partial_contributions_.add(backward_number(), /*is_first=*/!group.holds_partial_);
       if (sum.holds_earlier) group.partial_contributions_.holds_earlier = true;
@@ -96,7 +96,7 @@ bool Reductions::finish(const std::shared_ptr<ScheduledUnit>& unit, ScheduledGro
     return true;
   } catch (...) {
     // User hooks run after the rows have left the transport, so rows that they leave undone exist nowhere else.
-    effects_.drop_reduced(group);
+    effects_.drop(group, Dropped::reduced);
     if (was_earlier) mark_lost(group);
     throw;
   }
@@ -104,16 +104,15 @@ bool Reductions::finish(const std::shared_ptr<ScheduledUnit>& unit, ScheduledGro
 
 void Reductions::deliver(const std::shared_ptr<ScheduledUnit>& unit, ScheduledGroup& group) {
   effects_.run_reduce_hook(group);
-  if (!effects_.downloads(group)) return effects_.attach(group);
+  const ScheduledGroup::Facts& facts = group.facts();
+  if (!facts.downloads) return effects_.attach(group);
   // Gradients may come in two parts.
   const auto same = std::find_if(downloads_.begin(), downloads_.end(),
                                  [&group](const OnItsWay& other) { return other.group == &group; });
   if (same != downloads_.end()) finish_download(same);
-  const auto is_beside = [&](const OnItsWay& other) { return effects_.share_transport(*other.group, group); };
+  const auto is_beside = [&](const OnItsWay& other) { return other.group->facts().transport == facts.transport; };
   const auto num = static_cast<size_t>(std::count_if(downloads_.begin(), downloads_.end(), is_beside));
-  if (num >= effects_.max_downloads(group)) {
-    finish_download(std::find_if(downloads_.begin(), downloads_.end(), is_beside));
-  }
+  if (num >= facts.max_downloads) finish_download(std::find_if(downloads_.begin(), downloads_.end(), is_beside));
   effects_.begin_download(group);
   downloads_.push_back({unit, &group});
 }
@@ -121,7 +120,7 @@ void Reductions::deliver(const std::shared_ptr<ScheduledUnit>& unit, ScheduledGr
 void Reductions::finish_download(std::deque<OnItsWay>::iterator found) {
   const OnItsWay download = std::move(*found);
   downloads_.erase(found);
-  effects_.finish_download(*download.group);
+  effects_.attach(*download.group);
 }
 
 // Replicas may finish their reductions in different order, so all-reduces wait for the end of the backward.
@@ -133,7 +132,7 @@ void Reductions::all_reduce(const std::shared_ptr<ScheduledUnit>& unit, Schedule
     effects_.all_reduce(group);
     deliver(unit, group);
   } catch (...) {
-    effects_.drop_reduced(group);
+    effects_.drop(group, Dropped::reduced);
     if (holds_earlier(sum)) mark_lost(group);
     throw;
   }
@@ -168,7 +167,7 @@ void Reductions::flush(const ScheduledUnits& units, ForwardCounts forwards) {
     const ScheduleOptions& options = (*it)->options_;
     if (!options.requires_gradient_sync || !options.requires_all_reduce) continue;
     for (ScheduledGroup* const group : (*it)->groups_) {
-      if (!effects_.all_reduces_later(*group)) continue;
+      if (!group->facts().all_reduces_later) continue;
       if ((*it)->awaits_reduction_ || group->holds_partial_) all_reduce(*it, *group);
     }
   }
@@ -182,7 +181,7 @@ void Reductions::flush(const ScheduledUnits& units, ForwardCounts forwards) {
 // --- what goes ---
 
 bool Reductions::drop_packed(ScheduledGroup& group) {
-  const bool was_there = effects_.drop_packed(group);
+  const bool was_there = effects_.drop(group, Dropped::packed);
   group.set_gradients(GradientState::none);
   group.posts_late_ = false;
   return was_there;
@@ -192,7 +191,7 @@ void Reductions::drop_partial(ScheduledGroup& group) {
   group.holds_partial_ = false;
   group.partial_contributions_ = Contributions();
   group.was_zeroed_ = false;
-  effects_.drop_partial(group);
+  effects_.drop(group, Dropped::partial);
 }
 
 void Reductions::forget_pending() {
@@ -208,7 +207,7 @@ void Reductions::abandon(ScheduledUnit& unit) {
       const bool was_packed = drop_packed(*group);
       const size_t num_downloads =
           std::erase_if(downloads_, [group](const OnItsWay& reduction) { return reduction.group == group; });
-      if (num_downloads > 0) effects_.drop_download(*group);
+      if (num_downloads > 0) effects_.drop(*group, Dropped::downloads);
       if ((was_packed || num_downloads > 0) && group->contributions_.holds_earlier) mark_lost(*group);
     }
     if (group->partial_contributions_.backward == backward_number()) {
@@ -216,7 +215,7 @@ void Reductions::abandon(ScheduledUnit& unit) {
       drop_partial(*group);
     }
     group->is_reduced_ = false;
-    effects_.drop_unpacked(*group);
+    effects_.drop(*group, Dropped::accumulated);
   }
 }
 
@@ -225,14 +224,14 @@ void Reductions::drop_all(ScheduledUnit& unit) {
     drop_packed(*group);
     drop_partial(*group);
     group->is_reduced_ = false;
-    effects_.drop_unpacked(*group);
+    effects_.drop(*group, Dropped::accumulated);
   }
 }
 
 void Reductions::reset() {
   lost_.clear();
   pending_.clear();
-  for (const OnItsWay& download : downloads_) effects_.drop_download(*download.group);
+  for (const OnItsWay& download : downloads_) effects_.drop(*download.group, Dropped::downloads);
   downloads_.clear();
 }
 

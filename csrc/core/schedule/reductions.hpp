@@ -25,7 +25,7 @@ class Reductions {
 
   // Packs a gradient that autograd has accumulated. A late one (a weight used outside its unit) waits for the posted
   // reduction and makes another one.
-  void pack(ScheduledUnit& unit, ScheduledGroup& group, size_t param);
+  void add_gradient(ScheduledUnit& unit, ScheduledGroup& group, size_t param);
   void pack_pending(ScheduledUnit& unit);
   // Returns whether peers may have gradients of the group, which has none here, and wait for this rank in a collective.
   // That requires that its unit took part in a forward under grad and that no live graph has a call of it.

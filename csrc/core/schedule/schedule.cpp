@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "core/error.hpp"
+
 namespace fsdp2x {
 
 namespace {
@@ -23,16 +25,19 @@ ScheduledUnits Schedule::units() const {
 
 // --- calls of the user ---
 
-void Schedule::begin_unshard(ScheduledUnit& unit) {
-  if (effects_.take_lost(unit)) {
+void Schedule::begin_unshard(ScheduledUnit& unit, ShardsNow shards) {
+  if (const auto lost = effects_.take_lost(unit)) {
     // One error covers all units.
     for (const auto& other : units()) {
       reshard(*other);
       effects_.take_lost(*other);
     }
-    effects_.refuse_lost(unit);
+    throw Error(
+        "fsdp2x: parameter '" + *lost +
+        "' was converted or replaced while its unit was gathered, and the change is lost. Call reshard() on the "
+        "unit before such changes, or convert the unit with its .to(dtype).");
   }
-  gathers_.begin(unit, shards_stand_still(unit));
+  gathers_.begin(unit, shards);
 }
 
 void Schedule::unshard(ScheduledUnit& unit) {
@@ -85,7 +90,7 @@ void Schedule::reset() {
   forward_.root = nullptr;
   backward_.has_begun = false;
   reductions_.end_backward();
-  effects_.end_pass();
+  effects_.end_pass(/*notifies_peers=*/true);
 }
 
 // --- forward ---
@@ -156,7 +161,7 @@ void Schedule::prefetch_forward(ScheduledUnit& unit, bool was_gathered) {
     }
     return;
   }
-  if (!next || (is_synchronous_ && !effects_.may_overlap(*next))) return;
+  if (!next || (is_synchronous_ && !next->may_overlap())) return;
   if (next->param_state_ != ParamState::sharded || !next->has_params() || next->is_written_in_forward_) return;
   gathers_.drop_rows(*next);
   prefetch(*next, Section::forward_prefetch);
@@ -194,7 +199,7 @@ void Schedule::end_forward() {
     if (unit->param_state_ == ParamState::gathering) gathers_.cancel(*unit);
   }
   effects_.end_forward();
-  effects_.end_pass();
+  effects_.end_pass(/*notifies_peers=*/true);
 }
 
 void Schedule::fail_forward(ScheduledUnit& unit) {
@@ -204,7 +209,7 @@ void Schedule::fail_forward(ScheduledUnit& unit) {
 }
 
 void Schedule::abandon_forward(bool interrupted) {
-  effects_.end_pass();
+  effects_.end_pass(/*notifies_peers=*/true);
   // If a backward follows anyway, it also waits for ranks that left this forward.
   forward_.is_alone = false;
   if (forward_.has_grad) ++forward_.counts.num_raised;
@@ -224,7 +229,6 @@ void Schedule::abandon_forward(bool interrupted) {
 // --- backward ---
 
 void Schedule::pre_backward(ScheduledUnit& unit) {
-  effects_.check_params(unit);
   begin_backward();
   if (unit.phase_ == Phase::backward) return;
   effects_.check_process(unit, "run backward of unit");
@@ -255,8 +259,7 @@ void Schedule::prefetch_backward(ScheduledUnit& unit) {
 void Schedule::prefetch(ScheduledUnit& unit, Section section) {
   const auto open = effects_.open_section(unit, section);
   ++num_prefetches_;
-  begin_unshard(unit);
-  if (section == Section::forward_prefetch) effects_.note_shards(unit);
+  begin_unshard(unit, section == Section::forward_prefetch ? ShardsNow::are_watched : shards_now(unit));
 }
 
 void Schedule::begin_backward() {
@@ -272,12 +275,12 @@ void Schedule::begin_backward() {
 void Schedule::gradient_ready(ScheduledUnit& unit, ScheduledGroup& group, size_t param) {
   if (!effects_.has_gradient(group, param)) return;
   begin_backward();
-  reductions_.pack(unit, group, param);
+  reductions_.add_gradient(unit, group, param);
 }
 
 void Schedule::sweep(ScheduledUnit& unit) {
   for (ScheduledGroup* const group : unit.groups_) {
-    for (size_t i = 0; i < effects_.num_params(*group); ++i) gradient_ready(unit, *group, i);
+    for (size_t i = 0; i < group->facts().num_params; ++i) gradient_ready(unit, *group, i);
   }
 }
 
@@ -345,7 +348,7 @@ void Schedule::end_backward() {
   }
   backward_.has_begun = false;
   reductions_.end_backward();
-  effects_.end_pass();
+  effects_.end_pass(/*notifies_peers=*/true);
   if (settings_->is_last_backward) order_.clear(alive);
 }
 
@@ -366,7 +369,7 @@ void Schedule::abandon_backward() {
   // Some ranks may have ended the forward, and others not: then their predictions would differ.
   order_.clear(alive);
   order_.forget();
-  effects_.forget_pass();
+  effects_.end_pass(/*notifies_peers=*/false);
   backward_.has_begun = false;
   reductions_.end_backward();
 }

@@ -38,7 +38,7 @@ class Schedule {
   void set_synchronous() { is_synchronous_ = true; }
 
   // --- calls of the user ---
-  void begin_unshard(ScheduledUnit& unit);
+  void begin_unshard(ScheduledUnit& unit) { begin_unshard(unit, shards_now(unit)); }
   void finish_unshard(ScheduledUnit& unit) { gathers_.finish(unit); }
   void unshard(ScheduledUnit& unit);
   void reshard(ScheduledUnit& unit) { gathers_.reshard(unit); }
@@ -121,9 +121,11 @@ class Schedule {
     uint64_t progress = 0;   // the largest position published
     uint64_t finalized = 0;  // number of the next backward when reductions were last finalized
   };
-  bool shards_stand_still(const ScheduledUnit& unit) const {
-    return (in_forward() || in_backward()) && !unit.is_written_in_forward_;
+  ShardsNow shards_now(const ScheduledUnit& unit) const {
+    const bool stand_still = (in_forward() || in_backward()) && !unit.is_written_in_forward_;
+    return stand_still ? ShardsNow::stand_still : ShardsNow::may_change;
   }
+  void begin_unshard(ScheduledUnit& unit, ShardsNow shards);
   void begin_forward(ScheduledUnit& unit, bool has_grad);
   void prefetch_forward(ScheduledUnit& unit, bool was_gathered);
   void prefetch_backward(ScheduledUnit& unit);

@@ -1,6 +1,7 @@
 // Transitions of units and groups.
 #include "core/schedule/states.hpp"
 
+#include <algorithm>
 #include <array>
 
 #include "core/error.hpp"
@@ -38,6 +39,10 @@ void ScheduledUnit::set_scheduled_groups(std::vector<ScheduledGroup*> groups) {
                 to_string(param_state_));
   }
   groups_ = std::move(groups);
+}
+
+bool ScheduledUnit::may_overlap() const {
+  return std::ranges::all_of(groups_, [](const ScheduledGroup* group) { return group->facts().may_overlap; });
 }
 
 void ScheduledUnit::set_params(ParamState from, ParamState to) {

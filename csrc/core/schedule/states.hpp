@@ -52,6 +52,18 @@ class ScheduledGroup {
 
   virtual const std::string& name() const = 0;
 
+  // What does not change while a pass runs. The owner of the group sets it before a forward begins.
+  struct Facts {
+    size_t num_params = 0;
+    bool all_reduces_later = false;   // the schedule asks for the all-reduce over replicas at the end of a backward
+    bool downloads = false;           // reduced rows go to the host before they become gradients
+    bool may_overlap = false;         // in a synchronous schedule, a prediction may still prefetch the group in forward
+    const void* transport = nullptr;  // only used as an identity
+    size_t max_downloads = 1;         // groups of one transport that may be on their way to the host
+  };
+  const Facts& facts() const { return facts_; }
+  void set_facts(const Facts& facts) { facts_ = facts; }
+
   // Whether it keeps the rows of the smaller world while it is sharded. The next gather reads them.
   bool keeps_rows() const { return keeps_rows_; }
   // Returns whether it kept rows.
@@ -62,6 +74,9 @@ class ScheduledGroup {
   bool is_posted() const { return gradient_state_ == GradientState::posted; }
   // Returns whether gradients wait for a reduction or an all-reduce.
   bool holds_unreduced() const { return is_open() || partial_contributions_.backward != 0; }
+  // Whether packed gradients were handed to the user, who may write to them.
+  bool is_shown() const { return is_shown_; }
+  void set_shown(bool is_shown) { is_shown_ = is_shown; }
   // Notes that an optimizer zeroed `.grad` and missed the gradients that wait here.
   void note_zeroed() { was_zeroed_ = true; }
   bool take_zeroed() { return std::exchange(was_zeroed_, false); }
@@ -84,12 +99,14 @@ class ScheduledGroup {
   // Throws if no transition leads from the current state to `to`.
   void set_gradients(GradientState to);
 
+  Facts facts_;
   GatherState gather_state_ = GatherState::none;
   bool keeps_rows_ = false;
   GradientState gradient_state_ = GradientState::none;
   Contributions contributions_;          // of the packed gradients
   Contributions partial_contributions_;  // of the rows that wait for an all-reduce
   bool holds_partial_ = false;           // the schedule does the all-reduce, and rows wait for it
+  bool is_shown_ = false;
   bool was_zeroed_ = false;
   bool posts_late_ = false;  // a peer posts this group only at the end of its backward
   bool is_reduced_ = false;  // in this backward
@@ -105,6 +122,7 @@ class ScheduledUnit : public std::enable_shared_from_this<ScheduledUnit> {
   const std::string& name() const { return name_; }
   bool has_params() const { return !groups_.empty(); }
   const std::vector<ScheduledGroup*>& scheduled_groups() const { return groups_; }
+  bool may_overlap() const;  // all of its groups may
   ParamState param_state() const { return param_state_; }
   Phase phase() const { return phase_; }
   // Whether it took part in a forward under grad since its last synchronized backward: peers may wait for its

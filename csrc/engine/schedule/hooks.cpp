@@ -47,7 +47,7 @@ struct PreBackwardHook final : public torch::autograd::FunctionPreHook {
   explicit PreBackwardHook(std::shared_ptr<Unit> hook_unit) : unit(std::move(hook_unit)) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
-    unit->root->schedule().pre_backward(*unit);
+    unit->root->pre_backward(*unit);
     return grads;
   }
 
@@ -342,7 +342,7 @@ bool UnitHooks::has_backward_hooks() const {
 void UnitHooks::hook_leaf(PyObject* tensor) {
   if (!leaf_hook_) {
     leaf_hook_ = py::cpp_function([weak = std::weak_ptr<Unit>(unit_)](const py::object&) {
-      if (const auto unit = weak.lock()) unit->root->schedule().pre_backward(*unit);
+      if (const auto unit = weak.lock()) unit->root->pre_backward(*unit);
     });
   }
   const py::handle leaf(tensor);

@@ -19,6 +19,7 @@ void Root::add_unit(const std::shared_ptr<Unit>& unit, const std::vector<std::sh
     unit->groups[i]->join(transports.at(i), effects_.commons());
     effects_.add_transport(transports[i]);
     transports[i]->register_group(unit->groups[i]);
+    TensorEffects::set_facts(*unit->groups[i], /*may_overlap=*/false);  // asked when a forward begins
     if (transports[i]->is_synchronous()) {
       schedule_.set_synchronous();
       blocks().keep_nothing();
@@ -57,6 +58,11 @@ void Root::note_thread() {
 void Root::fail_forward(const std::string& why) {
   effects_.leave_pass(why);
   schedule_.abandon_forward(/*interrupted=*/false);
+}
+
+void Root::pre_backward(Unit& unit) {
+  unit.require_params();
+  schedule_.pre_backward(unit);
 }
 
 void Root::take_gradient(Unit& unit, ParamGroup& group, size_t param) {

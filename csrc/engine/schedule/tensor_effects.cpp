@@ -66,6 +66,16 @@ void TensorEffects::add_transport(const std::shared_ptr<Transport>& transport) {
   if (const auto shared = transport->shared_group()) add_once(shared_groups_, shared);
 }
 
+void TensorEffects::set_facts(ParamGroup& group, bool may_overlap) {
+  const Transport& transport = group.transport();
+  group.set_facts({.num_params = group.params().size(),
+                   .all_reduces_later = group.has_replicas() && !transport.has_streams(),
+                   .downloads = group.offloads(),
+                   .may_overlap = may_overlap,
+                   .transport = &transport,
+                   .max_downloads = transport.max_reduce_buffers()});
+}
+
 void TensorEffects::add_shared_group(const std::shared_ptr<cpu::ShmGroup>& group) { add_once(shared_groups_, group); }
 
 void TensorEffects::add_agreement(const std::shared_ptr<Agreement>& agreement) { add_once(agreements_, agreement); }
@@ -86,8 +96,6 @@ bool TensorEffects::has_outstanding_calls(const ScheduledUnit& unit) const { ret
 bool TensorEffects::has_gradient(ScheduledGroup& group, size_t param) const {
   return of(group).has_unpacked_gradient(param);
 }
-
-size_t TensorEffects::num_params(const ScheduledGroup& group) const { return of(group).params().size(); }
 
 bool TensorEffects::expects_gradients(const ScheduledGroup& group) const {
   const auto* const nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
@@ -110,45 +118,15 @@ bool TensorEffects::needs_room(const ScheduledGroup& group, std::optional<size_t
   return of(group).transport().needs_room(of(group), param);
 }
 
-bool TensorEffects::may_overlap(const ScheduledUnit& unit) const {
-  return std::ranges::all_of(
-      of(unit).groups, [](const std::shared_ptr<ParamGroup>& group) { return group->transport().may_overlap(*group); });
-}
-
-bool TensorEffects::is_shown(const ScheduledGroup& group) const { return !of(group).waiting().shown.empty(); }
-
-bool TensorEffects::all_reduces_later(const ScheduledGroup& group) const {
-  return of(group).has_replicas() && !of(group).transport().has_streams();
-}
-
-bool TensorEffects::downloads(const ScheduledGroup& group) const { return of(group).offloads(); }
-
-size_t TensorEffects::max_downloads(const ScheduledGroup& group) const {
-  return of(group).transport().max_reduce_buffers();
-}
-
-bool TensorEffects::share_transport(const ScheduledGroup& group, const ScheduledGroup& other) const {
-  return &of(group).transport() == &of(other).transport();
-}
-
 void TensorEffects::check_process(const ScheduledUnit& unit, const char* action) const {
   of(unit).check_process(action);
 }
 
-void TensorEffects::check_params(const ScheduledUnit& unit) const { of(unit).require_params(); }
-
 // --- parameters ---
 
-bool TensorEffects::take_lost(ScheduledUnit& unit) {
+std::optional<std::string> TensorEffects::take_lost(ScheduledUnit& unit) {
   const Param* const lost = of(unit).take_lost();
-  if (lost != nullptr && lost_.empty()) lost_ = lost->fqn();
-  return lost != nullptr;
-}
-
-void TensorEffects::refuse_lost(ScheduledUnit& /*unit*/) {
-  throw Error("fsdp2x: parameter '" + std::exchange(lost_, {}) +
-              "' was converted or replaced while its unit was gathered, and the change is lost. Call reshard() on the "
-              "unit before such changes, or convert the unit with its .to(dtype).");
+  return lost == nullptr ? std::nullopt : std::optional(lost->fqn());
 }
 
 bool TensorEffects::follow_gathered(ScheduledUnit& unit) {
@@ -160,15 +138,13 @@ bool TensorEffects::follow_gathered(ScheduledUnit& unit) {
   return is_whole;
 }
 
-void TensorEffects::begin_gather(ScheduledGroup& group, bool shards_stand_still) {
+void TensorEffects::begin_gather(ScheduledGroup& group, ShardsNow shards) {
   const OutsideTransforms outside;
   ParamGroup& source = of(group).begin_gather();
-  source.transport().begin_gather(source, shards_stand_still);
-}
-
-void TensorEffects::note_shards(ScheduledUnit& unit) {
+  source.transport().begin_gather(source, shards != ShardsNow::may_change);
+  if (shards != ShardsNow::are_watched) return;
   const pybind11::gil_scoped_acquire gil;  // a recomputing backward comes here without it
-  for (const auto& group : of(unit).groups) group->note_shards(gil);
+  of(group).note_shards(gil);
 }
 
 bool TensorEffects::were_shards_written(const ScheduledUnit& unit) const {
@@ -212,22 +188,15 @@ void TensorEffects::end_prefetch() {
   for (const auto& transport : transports_) transport->end_prefetch();
 }
 
-bool TensorEffects::release_gather(ScheduledGroup& group, bool may_keep_rows) {
+bool TensorEffects::release_gather(ScheduledGroup& group, GatherEnd end) {
   const OutsideTransforms outside;
   ParamGroup& source = of(group).gathered_from();
-  ParamGroup* const smaller = may_keep_rows ? of(group).post_forward().get() : nullptr;
+  ParamGroup* const smaller = end == GatherEnd::keeps_rows ? of(group).post_forward().get() : nullptr;
   if (smaller != nullptr) smaller->transport().write_pool(*smaller, of(group).rows_to_keep(), source.gather().read);
-  of(group).empty(/*keeps_post_forward=*/smaller != nullptr);
+  if (end != GatherEnd::canceled) of(group).empty(/*keeps_post_forward=*/smaller != nullptr);
   of(group).free_extensions();
   source.transport().release_gather(source);
   return smaller != nullptr;
-}
-
-void TensorEffects::cancel_gather(ScheduledGroup& group) {
-  const OutsideTransforms outside;
-  of(group).free_extensions();
-  ParamGroup& source = of(group).gathered_from();
-  source.transport().release_gather(source);
 }
 
 void TensorEffects::drop_rows(ScheduledGroup& group) { of(group).drop_post_forward(); }
@@ -240,14 +209,13 @@ void TensorEffects::begin_pass(PassKind kind) {
   commons_->pass = last_pass_;
 }
 
-void TensorEffects::end_pass() {
+void TensorEffects::end_pass(bool notifies_peers) {
   commons_->pass = Pass();
+  if (!notifies_peers) {
+    error_of_hook_ = nullptr;
+    return;
+  }
   for (const auto& shared : shared_groups_) shared->end_pass();
-}
-
-void TensorEffects::forget_pass() {
-  commons_->pass = Pass();
-  error_of_hook_ = nullptr;
 }
 
 void TensorEffects::leave_pass(const std::string& why) noexcept {
@@ -260,6 +228,9 @@ void TensorEffects::warn_of_zeroed(const ScheduledUnits& units) { waiting_.warn_
 void TensorEffects::begin_forward(uint64_t number, const ScheduledUnits& units) {
   static const std::string name = "FSDP::root_pre_forward";
   const ProfileRange range(name);
+  for (const auto& unit : units) {
+    for (const auto& group : of(*unit).groups) set_facts(*group, group->transport().may_overlap(*group));
+  }
   for (const auto& shared : shared_groups_) shared->enter_forward(number);
   release_unused_gradients(units);
   const PyRef after = std::exchange(root_.settings().post_optimizer_event, PyRef());
@@ -306,21 +277,23 @@ std::unique_ptr<OpenSection> TensorEffects::open_section(const ScheduledUnit& un
 
 void TensorEffects::make_room(ScheduledGroup& group) { of(group).transport().make_room(of(group)); }
 
-void TensorEffects::pack(ScheduledGroup& group, size_t param) {
+void TensorEffects::take_gradient(ScheduledGroup& group, size_t param) {
   const OutsideTransforms outside;
   const at::Tensor gradient = of(group).packable(of(group).take_gradient(param), param);
-  if (is_shown(group)) {
+  if (group.is_shown()) {
     add_to_shown(of(group), param, gradient);
   } else {
-    of(group).transport().pack(of(group), param, gradient);
+    of(group).transport().pack_into_segment(of(group), param, gradient);
   }
 }
 
 void TensorEffects::pack_shown(ScheduledGroup& group, size_t param) {
   std::vector<at::Tensor>& shown = of(group).waiting().shown;
   const at::Tensor gradient = std::exchange(shown[param], at::Tensor());
-  if (gradient.defined()) of(group).transport().pack(of(group), param, gradient);
-  if (param + 1 == shown.size()) shown.clear();
+  if (gradient.defined()) of(group).transport().pack_into_segment(of(group), param, gradient);
+  if (param + 1 < shown.size()) return;
+  shown.clear();
+  group.set_shown(false);
 }
 
 void TensorEffects::pack_pending(ScheduledGroup& group) { of(group).transport().pack_pending(of(group)); }
@@ -378,7 +351,8 @@ void TensorEffects::run_reduce_hook(ScheduledGroup& group) {
 void TensorEffects::attach(ScheduledGroup& group) {
   const OutsideTransforms outside;
   const pybind11::gil_scoped_acquire gil;
-  write(gil, of(group), std::move(of(group).waiting().reduced));
+  WaitingTensors& waiting = of(group).waiting();
+  write(gil, of(group), std::move(group.facts().downloads ? waiting.downloads : waiting.reduced));
 }
 
 void TensorEffects::begin_download(ScheduledGroup& group) {
@@ -386,11 +360,6 @@ void TensorEffects::begin_download(ScheduledGroup& group) {
   const pybind11::gil_scoped_acquire gil;
   const std::unique_ptr<ReducedRows> rows = std::move(of(group).waiting().reduced);
   of(group).waiting().downloads = rows->to_host(gil);
-}
-
-void TensorEffects::finish_download(ScheduledGroup& group) {
-  const pybind11::gil_scoped_acquire gil;
-  write(gil, of(group), std::move(of(group).waiting().downloads));
 }
 
 void TensorEffects::write(const Gil& gil, ParamGroup& group, std::unique_ptr<ReducedRows> rows) {
@@ -429,22 +398,30 @@ void TensorEffects::raise_error_of_hook() {
 
 // --- what goes ---
 
-bool TensorEffects::drop_packed(ScheduledGroup& group) {
+bool TensorEffects::drop(ScheduledGroup& scheduled, Dropped what) {
   const OutsideTransforms outside;
-  const bool was_shown = !std::exchange(of(group).waiting().shown, {}).empty();
-  return of(group).transport().abandon_reduce(of(group)) || was_shown;
+  ParamGroup& group = of(scheduled);
+  switch (what) {
+    case Dropped::packed: {
+      const bool was_shown = !std::exchange(group.waiting().shown, {}).empty();
+      group.set_shown(false);
+      return group.transport().abandon_reduce(group) || was_shown;
+    }
+    case Dropped::partial:
+      group.waiting().partial = nullptr;
+      group.transport().drop_partial(group);
+      break;
+    case Dropped::reduced:
+      group.waiting().reduced = nullptr;
+      break;
+    case Dropped::downloads:
+      group.waiting().downloads = nullptr;
+      break;
+    case Dropped::accumulated:
+      group.drop_unpacked();
+      break;
+  }
+  return false;
 }
-
-void TensorEffects::drop_partial(ScheduledGroup& group) {
-  const OutsideTransforms outside;
-  of(group).waiting().partial = nullptr;
-  of(group).transport().drop_partial(of(group));
-}
-
-void TensorEffects::drop_reduced(ScheduledGroup& group) { of(group).waiting().reduced = nullptr; }
-
-void TensorEffects::drop_download(ScheduledGroup& group) { of(group).waiting().downloads = nullptr; }
-
-void TensorEffects::drop_unpacked(ScheduledGroup& group) { of(group).drop_unpacked(); }
 
 }  // namespace fsdp2x

@@ -35,6 +35,8 @@ class TensorEffects final : public Effects {
   explicit TensorEffects(Root& root) : root_(root) {}
 
   void add_transport(const std::shared_ptr<Transport>& transport);
+  // Sets the facts of a group that has joined. `may_overlap`: see Transport.
+  static void set_facts(ParamGroup& group, bool may_overlap);
   void add_shared_group(const std::shared_ptr<cpu::ShmGroup>& group);
   void add_agreement(const std::shared_ptr<Agreement>& agreement);
   const std::vector<std::shared_ptr<Transport>>& transports() const { return transports_; }
@@ -53,35 +55,23 @@ class TensorEffects final : public Effects {
   bool backward_is_alive() const override { return !backward_.expired(); }
   bool has_outstanding_calls(const ScheduledUnit& unit) const override;
   bool has_gradient(ScheduledGroup& group, size_t param) const override;
-  size_t num_params(const ScheduledGroup& group) const override;
   bool expects_gradients(const ScheduledGroup& group) const override;
   bool is_collective(const ScheduledGroup& group) const override;
   bool needs_empty_reduction(const ScheduledGroup& group) const override;
   bool needs_room(const ScheduledGroup& group, std::optional<size_t> param) override;
-  bool may_overlap(const ScheduledUnit& unit) const override;
-  bool is_shown(const ScheduledGroup& group) const override;
-  bool all_reduces_later(const ScheduledGroup& group) const override;
-  bool downloads(const ScheduledGroup& group) const override;
-  size_t max_downloads(const ScheduledGroup& group) const override;
-  bool share_transport(const ScheduledGroup& group, const ScheduledGroup& other) const override;
   void check_process(const ScheduledUnit& unit, const char* action) const override;
-  void check_params(const ScheduledUnit& unit) const override;
 
-  bool take_lost(ScheduledUnit& unit) override;
-  void refuse_lost(ScheduledUnit& unit) override;
+  std::optional<std::string> take_lost(ScheduledUnit& unit) override;
   bool follow_gathered(ScheduledUnit& unit) override;
-  void begin_gather(ScheduledGroup& group, bool shards_stand_still) override;
-  void note_shards(ScheduledUnit& unit) override;
+  void begin_gather(ScheduledGroup& group, ShardsNow shards) override;
   bool were_shards_written(const ScheduledUnit& unit) const override;
   void finish_gather(ScheduledUnit& unit, ScheduledGroup& group) override;
   void end_prefetch() override;
-  bool release_gather(ScheduledGroup& group, bool may_keep_rows) override;
-  void cancel_gather(ScheduledGroup& group) override;
+  bool release_gather(ScheduledGroup& group, GatherEnd end) override;
   void drop_rows(ScheduledGroup& group) override;
 
   void begin_pass(PassKind kind) override;
-  void end_pass() override;
-  void forget_pass() override;
+  void end_pass(bool notifies_peers) override;
   void warn_of_zeroed(const ScheduledUnits& units) override;
   void begin_forward(uint64_t number, const ScheduledUnits& units) override;
   void end_forward() override;
@@ -92,7 +82,7 @@ class TensorEffects final : public Effects {
   std::unique_ptr<OpenSection> open_section(const ScheduledUnit& unit, Section section) override;
 
   void make_room(ScheduledGroup& group) override;
-  void pack(ScheduledGroup& group, size_t param) override;
+  void take_gradient(ScheduledGroup& group, size_t param) override;
   void pack_shown(ScheduledGroup& group, size_t param) override;
   void pack_pending(ScheduledGroup& group) override;
   void begin_reduce(ScheduledGroup& group, ForwardCounts forwards) override;
@@ -103,13 +93,7 @@ class TensorEffects final : public Effects {
   void run_reduce_hook(ScheduledGroup& group) override;
   void attach(ScheduledGroup& group) override;
   void begin_download(ScheduledGroup& group) override;
-  void finish_download(ScheduledGroup& group) override;
-
-  bool drop_packed(ScheduledGroup& group) override;
-  void drop_partial(ScheduledGroup& group) override;
-  void drop_reduced(ScheduledGroup& group) override;
-  void drop_download(ScheduledGroup& group) override;
-  void drop_unpacked(ScheduledGroup& group) override;
+  bool drop(ScheduledGroup& group, Dropped what) override;
 
  private:
   // Subscribes to gradients of the group's parameters from now on.
@@ -128,7 +112,6 @@ class TensorEffects final : public Effects {
   Pass last_pass_;
   std::weak_ptr<const Backward> backward_;  // lives as long as the graph task that queued the callback
   std::exception_ptr error_of_hook_;
-  std::string lost_;  // a parameter that lost a change
 };
 
 }  // namespace fsdp2x

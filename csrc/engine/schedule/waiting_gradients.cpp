@@ -16,6 +16,7 @@ std::vector<at::Tensor>& show_packed(ParamGroup& group) {
   if (group.gradient_state() != GradientState::packed || !shown.empty()) return shown;
   const at::NoGradGuard no_grad;
   shown = group.transport().take_packed(group);
+  group.set_shown(!shown.empty());
   for (size_t i = 0; i < shown.size(); ++i) {
     if (shown[i].defined() && !group.params()[i].sharded().is_complex()) {
       shown[i] = shown[i].view(group.params()[i].local().sizes());

@@ -77,7 +77,7 @@ class Transport {
   virtual bool needs_room(const ParamGroup& group, std::optional<size_t> param) = 0;
   virtual void make_room(ParamGroup& group) = 0;
   // Adds a full unsharded gradient to the group's packed gradients. The first one of a parameter overwrites.
-  virtual void pack(ParamGroup& group, size_t param, const at::Tensor& gradient) = 0;
+  virtual void pack_into_segment(ParamGroup& group, size_t param, const at::Tensor& gradient) = 0;
   // Packs and frees held gradients, since this backward may have no more gradients for the group.
   virtual void pack_pending(ParamGroup& /*group*/) {}
   // Hands over the packed gradients in the reduce dtype and keeps nothing of the group. They are flat, by parameter.

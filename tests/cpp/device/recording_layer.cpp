@@ -314,8 +314,8 @@ void RecordingLayer::copy(const CopyProgram& program, const void* src, void* dst
   DeviceLayer::copy(program, src, dst);
 }
 
-void RecordingLayer::pack(SegmentPlan& plan, const std::vector<PackItem>& items, const std::vector<uint8_t>& flags,
-                          const at::Tensor& buffer) {
+void RecordingLayer::launch_pack(SegmentPlan& plan, const std::vector<PackItem>& items,
+                                 const std::vector<uint8_t>& flags, const at::Tensor& buffer) {
   std::vector<MemoryRange> reads;
   std::vector<MemoryRange> writes;
   for (const PackItem& item : items) {
@@ -336,7 +336,7 @@ void RecordingLayer::pack(SegmentPlan& plan, const std::vector<PackItem>& items,
     writes.push_back({static_cast<const std::byte*>(buffer.const_data_ptr()) + at, plan.segment_bytes - flags_at});
   }
   note("pack", "", reads, writes);
-  DeviceLayer::pack(plan, items, flags, buffer);
+  DeviceLayer::launch_pack(plan, items, flags, buffer);
 }
 
 void RecordingLayer::write_rows(SegmentPlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,

@@ -18,21 +18,18 @@ class ProtocolEffects final : public programs::RecordedEffects {
  public:
   ProtocolEffects(programs::Connection connection, ModelRank& rank) : RecordedEffects(connection), rank_(rank) {}
 
-  void begin_gather(ScheduledGroup& group, bool still) override {
-    RecordedEffects::begin_gather(group, still);
+  void begin_gather(ScheduledGroup& group, ShardsNow shards) override {
+    RecordedEffects::begin_gather(group, shards);
     gathers_[number(group)] = rank_.begin_gather(number(group));
   }
   void finish_gather(ScheduledUnit& unit, ScheduledGroup& group) override {
     rank_.finish_gather(gathers_.at(number(group)));
     RecordedEffects::finish_gather(unit, group);
   }
-  bool release_gather(ScheduledGroup& group, bool may_keep_rows) override {
-    end_gather(group);
-    return RecordedEffects::release_gather(group, may_keep_rows);
-  }
-  void cancel_gather(ScheduledGroup& group) override {
-    end_gather(group);
-    RecordedEffects::cancel_gather(group);
+  bool release_gather(ScheduledGroup& group, GatherEnd end) override {
+    const auto found = gathers_.extract(number(group));
+    if (!found.empty()) rank_.release_gather(found.mapped());  // begin_gather may have thrown
+    return RecordedEffects::release_gather(group, end);
   }
   void begin_forward(uint64_t pass, const ScheduledUnits& units) override {
     RecordedEffects::begin_forward(pass, units);
@@ -44,7 +41,8 @@ class ProtocolEffects final : public programs::RecordedEffects {
     rank_.protocol().enter_backward(pass, is_alone);
     return RecordedEffects::begin_backward(pass, is_alone);
   }
-  void end_pass() override {
+  void end_pass(bool notifies_peers) override {
+    if (!notifies_peers) return;
     rank_.forget();
     rank_.protocol().end_pass();
   }
@@ -75,10 +73,6 @@ class ProtocolEffects final : public programs::RecordedEffects {
   static uint64_t position(const ScheduledGroup& group) {
     return static_cast<const programs::RecordedGroup&>(group).unit->backward_position();
   }
-  void end_gather(ScheduledGroup& group) {
-    const auto found = gathers_.extract(number(group));
-    if (!found.empty()) rank_.release_gather(found.mapped());  // begin_gather may have thrown
-  }
 
   ModelRank& rank_;
   std::map<uint32_t, ModelRank::Gather> gathers_;
@@ -103,8 +97,8 @@ class GroupEffects final : public programs::RecordedEffects {
   GroupEffects(programs::Connection connection, GroupWorld& world, int rank)
       : RecordedEffects(connection), world_(world), rank_(rank) {}
 
-  void begin_gather(ScheduledGroup& group, bool still) override {
-    RecordedEffects::begin_gather(group, still);
+  void begin_gather(ScheduledGroup& group, ShardsNow shards) override {
+    RecordedEffects::begin_gather(group, shards);
     waits_for_[&group] = post('g', group);
   }
   void finish_gather(ScheduledUnit& unit, ScheduledGroup& group) override {

@@ -33,7 +33,9 @@ using Sum = std::set<int>;
 
 class RecordedGroup final : public ScheduledGroup {
  public:
-  RecordedGroup(int number, bool trains) : number(number), trains(trains), name_("unit " + std::to_string(number)) {}
+  RecordedGroup(int number, bool trains) : number(number), trains(trains), name_("unit " + std::to_string(number)) {
+    set_facts({.num_params = 1});
+  }
   const std::string& name() const override { return name_; }
 
   const int number;
@@ -92,17 +94,14 @@ class RecordedEffects : public Effects {
     return static_cast<const RecordedUnit&>(unit).num_outstanding > 0;
   }
   bool has_gradient(ScheduledGroup& group, size_t) const override { return !of(group).accumulated.empty(); }
-  size_t num_params(const ScheduledGroup&) const override { return 1; }
   bool expects_gradients(const ScheduledGroup& group) const override { return of(group).is_expected; }
   bool is_collective(const ScheduledGroup& group) const override {
     return connection_.is_collective && of(group).trains;
   }
   bool needs_empty_reduction(const ScheduledGroup&) const override { return !connection_.is_collective; }
   bool needs_room(const ScheduledGroup& group, std::optional<size_t>) override { return !of(group).packed; }
-  bool all_reduces_later(const ScheduledGroup&) const override { return connection_.has_replicas; }
-  bool downloads(const ScheduledGroup&) const override { return connection_.downloads; }
 
-  void begin_gather(ScheduledGroup& group, bool) override {
+  void begin_gather(ScheduledGroup& group, ShardsNow) override {
     require(of(group).gather == GatherState::none, "a gather begins twice: " + group.name());
     of(group).gather = GatherState::begun;
     ++num_gathered_;
@@ -114,17 +113,26 @@ class RecordedEffects : public Effects {
     effect();
     of(group).gather = GatherState::filled;
   }
-  bool release_gather(ScheduledGroup& group, bool) override {
-    require(of(group).gather == GatherState::filled, "a gather is released that is not filled: " + group.name());
-    release(group);
+  bool release_gather(ScheduledGroup& group, GatherEnd end) override {
+    if (end == GatherEnd::canceled) {
+      require(of(group).gather == GatherState::begun, "a gather is canceled that did not begin: " + group.name());
+    } else {
+      require(of(group).gather == GatherState::filled, "a gather is released that is not filled: " + group.name());
+    }
+    of(group).gather = GatherState::none;
+    --num_gathered_;
+    effect();
     return false;
   }
-  void cancel_gather(ScheduledGroup& group) override {
-    require(of(group).gather == GatherState::begun, "a gather is canceled that did not begin: " + group.name());
-    release(group);
-  }
   void begin_pass(PassKind) override { effect(); }
-  void begin_forward(uint64_t, const ScheduledUnits&) override { effect(); }
+  void begin_forward(uint64_t, const ScheduledUnits& units) override {
+    for (const auto& unit : units) {
+      for (ScheduledGroup* const group : unit->scheduled_groups()) {
+        group->set_facts({1, connection_.has_replicas, connection_.downloads});
+      }
+    }
+    effect();
+  }
   void end_forward() override {}
   bool begin_backward(uint64_t, bool) override {
     graph_lives = true;
@@ -137,7 +145,7 @@ class RecordedEffects : public Effects {
     progress_ = position;
   }
   void make_room(ScheduledGroup&) override { effect(); }
-  void pack(ScheduledGroup& group, size_t) override {
+  void take_gradient(ScheduledGroup& group, size_t) override {
     require(!of(group).is_posted_to_peers, "peers read what is packed: " + group.name());
     require(!of(group).accumulated.empty(), "nothing to pack: " + group.name());
     effect();
@@ -177,6 +185,7 @@ class RecordedEffects : public Effects {
   }
   void run_reduce_hook(ScheduledGroup&) override { effect(); }
   void attach(ScheduledGroup& group) override {
+    if (group.facts().downloads) return finish_download(group);
     Sum sum = take_reduced(group);
     effect();
     add(group, sum);
@@ -187,18 +196,26 @@ class RecordedEffects : public Effects {
     effect();
     of(group).downloading = std::move(sum);
   }
-  void finish_download(ScheduledGroup& group) override {
-    require(of(group).downloading.has_value(), "a download ends that did not begin: " + group.name());
-    add(group, *std::exchange(of(group).downloading, std::nullopt));
+  bool drop(ScheduledGroup& group, Dropped what) override {
+    switch (what) {
+      case Dropped::packed:
+        of(group).is_posted_to_peers = false;
+        return std::exchange(of(group).packed, std::nullopt).has_value();
+      case Dropped::partial:
+        of(group).partial.reset();
+        break;
+      case Dropped::reduced:
+        of(group).reduced.reset();
+        break;
+      case Dropped::downloads:
+        of(group).downloading.reset();
+        break;
+      case Dropped::accumulated:
+        of(group).accumulated.clear();
+        break;
+    }
+    return false;
   }
-  bool drop_packed(ScheduledGroup& group) override {
-    of(group).is_posted_to_peers = false;
-    return std::exchange(of(group).packed, std::nullopt).has_value();
-  }
-  void drop_partial(ScheduledGroup& group) override { of(group).partial.reset(); }
-  void drop_reduced(ScheduledGroup& group) override { of(group).reduced.reset(); }
-  void drop_download(ScheduledGroup& group) override { of(group).downloading.reset(); }
-  void drop_unpacked(ScheduledGroup& group) override { of(group).accumulated.clear(); }
 
  private:
   static RecordedGroup& of(ScheduledGroup& group) { return static_cast<RecordedGroup&>(group); }
@@ -213,14 +230,13 @@ class RecordedEffects : public Effects {
     }
     --*throws_in_;
   }
-  void release(ScheduledGroup& group) {
-    of(group).gather = GatherState::none;
-    --num_gathered_;
-    effect();
-  }
   static Sum take_reduced(ScheduledGroup& group) {
     require(of(group).reduced.has_value(), "no reduced rows: " + group.name());
     return *std::exchange(of(group).reduced, std::nullopt);
+  }
+  static void finish_download(ScheduledGroup& group) {
+    require(of(group).downloading.has_value(), "a download ends that did not begin: " + group.name());
+    add(group, *std::exchange(of(group).downloading, std::nullopt));
   }
   static void add(ScheduledGroup& group, const Sum& sum) {
     for (const int number : sum) {

@@ -102,8 +102,8 @@ class FSDP2X_VISIBLE DeviceLayer {
   virtual void copy(const CopyProgram& program, const void* src, void* dst);
   // Packs full gradients into the W segments of `plan`, laid end to end in `buffer`, and zeros their pads. `flags`, by
   // parameter: those of the items, and of parameters that are never packed. They follow the rows of every segment.
-  virtual void pack(SegmentPlan& plan, const std::vector<PackItem>& items, const std::vector<uint8_t>& flags,
-                    const at::Tensor& buffer);
+  virtual void launch_pack(SegmentPlan& plan, const std::vector<PackItem>& items, const std::vector<uint8_t>& flags,
+                           const at::Tensor& buffer);
   // Writes the rows of a segment to gradients: target (+)= cast(rows / divisor), the quotient rounded to the rows'
   // type.
   virtual void write_rows(SegmentPlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,

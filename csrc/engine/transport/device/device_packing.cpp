@@ -51,7 +51,7 @@ void DevicePacking::make_room(const ParamGroup& group) {
   memory_.make_room(group, plan.segment_bytes * static_cast<size_t>(group.layout().world()));
 }
 
-void DevicePacking::pack(ParamGroup& group, size_t i, const at::Tensor& gradient) {
+void DevicePacking::pack_into_segment(ParamGroup& group, size_t i, const at::Tensor& gradient) {
   open(group);
   PerGroup& state = per_group(group);
   if (!state.plan->layout->params()[i].shape.trainable) throw_unfrozen(group, i);
@@ -145,7 +145,7 @@ at::Tensor DevicePacking::pack_held(ParamGroup& group, bool for_reduction) {
     filled = 1;
     alive.push_back(std::move(dense));
   }
-  if (!items.empty() || for_reduction) context_.layer().pack(*state.plan, items, flags_of(group), target);
+  if (!items.empty() || for_reduction) context_.layer().launch_pack(*state.plan, items, flags_of(group), target);
   return target;
 }
 

@@ -24,7 +24,7 @@ class DevicePacking {
   // See Transport::needs_room.
   bool needs_room(const ParamGroup& group, std::optional<size_t> param);
   void make_room(const ParamGroup& group);
-  void pack(ParamGroup& group, size_t param, const at::Tensor& gradient);
+  void pack_into_segment(ParamGroup& group, size_t param, const at::Tensor& gradient);
   void pack_pending(ParamGroup& group);
   // See Transport::take_packed.
   std::vector<at::Tensor> take_whole(ParamGroup& group);

@@ -51,8 +51,8 @@ class DeviceTransport final : public Transport {
 
   bool needs_room(const ParamGroup& group, std::optional<size_t> param) override;
   void make_room(ParamGroup& group) override;
-  void pack(ParamGroup& group, size_t param, const at::Tensor& gradient) override {
-    packing_.pack(group, param, gradient);
+  void pack_into_segment(ParamGroup& group, size_t param, const at::Tensor& gradient) override {
+    packing_.pack_into_segment(group, param, gradient);
   }
   void pack_pending(ParamGroup& group) override { packing_.pack_pending(group); }
   std::vector<at::Tensor> take_packed(ParamGroup& group) override { return packing_.take_whole(group); }

@@ -111,8 +111,9 @@ const std::vector<Copy>& PlanRunner::copy(const CopyProgram& program, const void
   return prepared.left_over;
 }
 
-std::vector<PackItem> PlanRunner::pack(SegmentPlan& plan, const std::vector<PackItem>& items,
-                                       const std::vector<uint8_t>& flags, void* buffer, cuda::Stream stream) const {
+std::vector<PackItem> PlanRunner::launch_pack(SegmentPlan& plan, const std::vector<PackItem>& items,
+                                              const std::vector<uint8_t>& flags, void* buffer,
+                                              cuda::Stream stream) const {
   const DeviceScope scope(layer_.device());
   auto& [types, packs, rows] = prepared_of(plan);
   const std::vector<ParamPlace>& places = plan.layout->params();

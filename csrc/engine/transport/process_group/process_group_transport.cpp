@@ -360,7 +360,7 @@ void ProcessGroupTransport::write_pool(ParamGroup& group, const CopyProgram& row
   run_copies_on(at::kCPU, rows.copies, slot, group.pool().data_ptr());
 }
 
-void ProcessGroupTransport::pack(ParamGroup& group, size_t i, const at::Tensor& gradient) {
+void ProcessGroupTransport::pack_into_segment(ParamGroup& group, size_t i, const at::Tensor& gradient) {
   open_scratch(group);
   PerGroup& state = per_group(group);
   if (!state.plan->layout->params()[i].shape.trainable) throw_unfrozen(group, i);

@@ -53,7 +53,7 @@ class ProcessGroupTransport final : public Transport {
   void write_pool(ParamGroup& group, const CopyProgram& rows, const void* slot) override;
   bool needs_room(const ParamGroup& group, std::optional<size_t> param) override;
   void make_room(ParamGroup& group) override;
-  void pack(ParamGroup& group, size_t param, const at::Tensor& gradient) override;
+  void pack_into_segment(ParamGroup& group, size_t param, const at::Tensor& gradient) override;
   std::vector<at::Tensor> take_packed(ParamGroup& group) override;
   void begin_reduce(ParamGroup& group, ForwardCounts forwards) override;
   bool needs_empty_reduction(const ParamGroup& group) const override;

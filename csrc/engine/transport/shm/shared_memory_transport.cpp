@@ -241,7 +241,7 @@ void SharedMemoryTransport::write_pool(ParamGroup& group, const CopyProgram& row
   run_copies_on(at::kCPU, rows.copies, slot, group.pool().data_ptr());
 }
 
-void SharedMemoryTransport::pack(ParamGroup& group, size_t i, const at::Tensor& gradient) {
+void SharedMemoryTransport::pack_into_segment(ParamGroup& group, size_t i, const at::Tensor& gradient) {
   open_scratch(group);
   Scratch& scratch = scratch_of(group);
   const ParamPlace& place = group.layout().params()[i];

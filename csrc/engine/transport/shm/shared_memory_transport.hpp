@@ -33,7 +33,7 @@ class SharedMemoryTransport final : public Transport {
   void give_back_shards(ParamGroup& group) override;
   bool needs_room(const ParamGroup& group, std::optional<size_t> param) override;
   void make_room(ParamGroup& group) override;
-  void pack(ParamGroup& group, size_t param, const at::Tensor& gradient) override;
+  void pack_into_segment(ParamGroup& group, size_t param, const at::Tensor& gradient) override;
   std::vector<at::Tensor> take_packed(ParamGroup& group) override;
   void begin_reduce(ParamGroup& group, ForwardCounts forwards) override;
   bool needs_empty_reduction(const ParamGroup& group) const override;
