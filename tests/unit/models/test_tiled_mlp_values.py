@@ -86,7 +86,7 @@ def test_model_families(name):
     ids = torch.randint(3, 37, (2, 10), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids}
     loss, expected = gradients(model, batch)
-    assert apply_tiled_mlp(model, 3, model_type=name) == count
+    assert apply_tiled_mlp(model, 3) == count
     tiled_loss, got = gradients(model, batch)
     torch.testing.assert_close(tiled_loss, loss, rtol=1e-6, atol=1e-6)
     for key, grad in expected.items():
@@ -112,8 +112,6 @@ def test_what_is_a_gated_mlp():
 def test_refusals():
     with pytest.raises(ValueError, match="GPT2LMHeadModel has no gated MLP"):
         apply_tiled_mlp(build("gpt2"))
-    with pytest.raises(ValueError, match="expected .*'qwen3', .*'llama'"):
-        apply_tiled_mlp(build("llama"), model_type="qwen3")
     for wrong, error in ((0, ValueError), (2.0, TypeError), (True, TypeError)):
         with pytest.raises(error, match="num_shards"):
             apply_tiled_mlp(build("llama"), wrong)
@@ -207,27 +205,6 @@ def test_autocast_and_checkpoint():
         out.float().square().sum().backward()
     for a, b in zip(tiled.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=2e-2, atol=2e-2)
-
-
-def test_narrow_weights_are_added_in_float32():
-    """Many chunks whose sum bfloat16 would lose: 1 + 64 times 2**-9."""
-    module = nn.Module()
-
-    class Narrow(Gated):
-        pass
-
-    module = Narrow(bias=False).to(torch.bfloat16)
-    apply_tiled_mlp(module, 65)
-    whole = Narrow(bias=False).to(torch.bfloat16)
-    x = torch.randn(65, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
-    grads = []
-    for one in (module, whole):
-        one(x).float().square().sum().backward()
-        grads.append(one.a.weight.grad.float())
-    exact = Narrow(bias=False).to(torch.bfloat16).double()
-    exact(x.double()).square().sum().backward()
-    errors = [(grad - exact.a.weight.grad).abs().max() for grad in grads]
-    assert errors[0] <= 1.5 * errors[1]
 
 
 def test_kept_activations_are_fewer():
