@@ -126,14 +126,14 @@ def sent_bytes():
     def reduced(output, tensor, size, rank):
         return tensor.numel() - output.numel()
 
-    def exchanged(output, tensor, size, rank, receive, send):
-        return tensor.numel() - (send[rank] if send else tensor.numel() // size)
+    def exchanged(output, tensor, size, rank):
+        return tensor.numel() - tensor.numel() // size
 
     def counting(real, elements):
-        def call(output, tensor, *sizes, group):
-            count = elements(output, tensor, dist.get_world_size(group), dist.get_rank(group), *sizes)
+        def call(output, tensor, group):
+            count = elements(output, tensor, dist.get_world_size(group), dist.get_rank(group))
             sent.append(tensor.element_size() * count)
-            return real(output, tensor, *sizes, group=group)
+            return real(output, tensor, group=group)
 
         return call
 

@@ -5,7 +5,7 @@ import torch
 
 from fsdp2x.models.sequence.attention import cut_decoder_inputs
 from fsdp2x.models.sequence.blocks import Rules
-from fsdp2x.models.sequence.exchange import HeadPlan
+from fsdp2x.models.sequence.exchange import exchanged_heads
 from fsdp2x.models.sequence.layout import Peers, RankPart, from_attention_mask, from_position_ids, whole_rows
 from fsdp2x.models.sequence.varlen import attend, attend_flat, flash_takes
 from fsdp2x.sequence import SequenceLayout
@@ -291,25 +291,17 @@ def test_parts_are_a_partition_and_equal_work(ulysses, context):
     ("heads", "kv_heads", "size"), [(4, 2, 2), (4, 1, 2), (6, 3, 2), (12, 4, 6), (8, 2, 8), (6, 2, 3)]
 )
 def test_each_query_head_meets_its_own_kv_head(heads, kv_heads, size):
-    plan = HeadPlan(heads, kv_heads, size)
-    group = heads // kv_heads
-    covered = []
-    for rank in range(size):
-        (start, stop), (first, last) = plan.heads(rank), plan.kv_heads(rank)
-        index = plan.kv_index(rank)
-        if index is None:
-            per_kv = (stop - start) // (last - first)
-            index = [place // per_kv for place in range(stop - start)]
-        assert [first + place for place in index] == [head // group for head in range(start, stop)]
-        covered += range(start, stop)
-    assert covered == list(range(heads))
+    num, num_kv = exchanged_heads(heads, kv_heads, size)
+    sent = torch.arange(kv_heads).repeat_interleave(num_kv * size // kv_heads).view(size, num_kv)
+    met = sent.repeat_interleave(num // num_kv, dim=1).flatten()
+    assert met.tolist() == [head // (heads // kv_heads) for head in range(heads)]
 
 
 def test_heads_that_ranks_cannot_share():
     with pytest.raises(ValueError, match="6 attention heads cannot be split .*1, 2, 3, 6"):
-        HeadPlan(6, 2, 4)
+        exchanged_heads(6, 2, 4)
     with pytest.raises(ValueError, match="6 attention heads .*4 kv heads"):
-        HeadPlan(6, 4, 2)
+        exchanged_heads(6, 4, 2)
 
 
 # ---- inputs of a decoder

@@ -7,7 +7,8 @@ Ulysses (Jacobs et al., 2023) exchanges heads for positions::
     rank r holds [rows, its positions, all heads] <--to_positions-- [rows, all positions, its heads]
 
 One ``all_to_all_single`` carries queries, keys and values together, another the result. Backward makes the same two in
-the other direction.
+the other direction. If ranks do not divide the kv heads, these are repeated first, as often as needed, so that each
+rank gets equally many and those of its query heads.
 
 Context parallelism gathers keys and values: each rank has the queries of its positions only, and attends to all keys
 (Grattafiori et al., 2024, section 3.3.2). One all-gather carries keys and values before kv heads are repeated, and in
@@ -17,6 +18,8 @@ then those of a context rank's part, and each rank gathers its own heads only.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,46 +30,21 @@ from fsdp2x.models.sequence.layout import Peers, SequenceLayout
 from fsdp2x.models.sequence.varlen import Rules, attend
 
 
-@dataclass(frozen=True)
-class HeadPlan:
-    """Which heads each of ``size`` ranks computes; kv heads travel to every rank that has one of their query heads."""
+def exchanged_heads(num_heads: int, num_kv_heads: int, size: int) -> tuple[int, int]:
+    """Returns the query heads, and the kv heads after repetition, that each of ``size`` ranks computes.
 
-    num_heads: int
-    num_kv_heads: int
-    size: int
-
-    def __post_init__(self) -> None:
-        if self.num_heads % self.size:
-            fitting = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
-            raise ValueError(
-                f"Ulysses over {self.size} ranks: {self.num_heads} attention heads cannot be split evenly. The size of "
-                f"the group must be one of {', '.join(map(str, fitting))}, or use apply_context_parallel, which splits "
-                "no heads"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"{self.num_heads} attention heads are not a multiple of {self.num_kv_heads} kv heads")
-
-    def heads(self, rank: int) -> tuple[int, int]:
-        """Start and stop of a rank's query heads."""
-        part = self.num_heads // self.size
-        return rank * part, (rank + 1) * part
-
-    def kv_heads(self, rank: int) -> tuple[int, int]:
-        """Start and stop of the kv heads that a rank's query heads use."""
-        group = self.num_heads // self.num_kv_heads
-        start, stop = self.heads(rank)
-        return start // group, (stop - 1) // group + 1
-
-    def kv_index(self, rank: int) -> list[int] | None:
-        """For each of a rank's query heads its place among the rank's kv heads; None when they are equal groups."""
-        group = self.num_heads // self.num_kv_heads
-        start, stop = self.heads(rank)
-        first, last = self.kv_heads(rank)
-        index = [head // group - first for head in range(start, stop)]
-        num, num_kv = stop - start, last - first
-        if num % num_kv == 0 and index == [place // (num // num_kv) for place in range(num)]:
-            return None
-        return index
+    Raises:
+        ValueError: the ranks do not divide the query heads, or these are not a multiple of the kv heads.
+    """
+    if num_heads % size:
+        fitting = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+        raise ValueError(
+            f"Ulysses over {size} ranks: {num_heads} attention heads cannot be split evenly. The size of the group "
+            f"must be one of {', '.join(map(str, fitting))}, or use apply_context_parallel, which splits no heads"
+        )
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} attention heads are not a multiple of {num_kv_heads} kv heads")
+    return num_heads // size, math.lcm(num_kv_heads, size) // size
 
 
 @dataclass(frozen=True)
@@ -87,8 +65,7 @@ class ExchangedBytes:
             queries, and of values. ranks: of Ulysses, and of context parallelism.
         """
         ulysses, context = ranks
-        plan = HeadPlan(*heads, ulysses)
-        num, kv = plan.num_heads // ulysses, max(stop - start for start, stop in map(plan.kv_heads, range(ulysses)))
+        num, kv = exchanged_heads(*heads, ulysses)
         sent = positions // (ulysses * context) * (ulysses - 1) * (num + kv) * sum(dims)
         gathered = positions * kv * sum(dims) if context > 1 else 0
         return cls((sent + gathered // context * (context - 1)) * itemsize, gathered * itemsize)
@@ -110,17 +87,18 @@ def attend_over_ranks(
     shard = layout.shard
     assert shard is not None, "the layout is over ranks"
     peers = shard.ulysses
-    plan = HeadPlan(query.shape[1], key.shape[1], peers.size)
-    q, k, v = (query, key, value) if peers.size == 1 else _ToHeads.apply(query, key, value, plan, peers)
+    num, num_kv = exchanged_heads(query.shape[1], key.shape[1], peers.size)
+    q, k, v = query, key, value
+    if peers.size > 1:
+        repeats = num_kv * peers.size // key.shape[1]
+        k, v = (x if repeats == 1 else x.repeat_interleave(repeats, dim=1) for x in (key, value))
+        q, k, v = _to_heads((query, k, v), peers)
     if shard.context.size > 1:
         k, v = _GatherKeys.apply(k, v, shard.context)
-    if (index := plan.kv_index(peers.rank)) is not None:
-        places = torch.tensor(index, device=k.device)
-        k, v = k.index_select(1, places), v.index_select(1, places)
     if rules.sinks is not None:
-        rules = replace(rules, sinks=rules.sinks[slice(*plan.heads(peers.rank))])
+        rules = replace(rules, sinks=rules.sinks[peers.rank * num : (peers.rank + 1) * num])
     attended = attend(q, k, v, layout, rules)
-    return attended.contiguous() if peers.size == 1 else _ToPositions.apply(attended, peers)
+    return attended.contiguous() if peers.size == 1 else _to_positions(attended, peers)
 
 
 class _GatherKeys(torch.autograd.Function):
@@ -163,116 +141,33 @@ def _chunks(everyone: torch.Tensor) -> list[tuple[torch.Tensor, slice]]:
     return found
 
 
-def _all_to_all(
-    send: torch.Tensor,
-    shard: Peers,
-    send_sizes: list[int] | None = None,
-    receive_sizes: list[int] | None = None,
-) -> torch.Tensor:
-    """1-D tensors; sizes in elements, None for equal parts."""
-    received = send.new_empty(send.numel() if receive_sizes is None else sum(receive_sizes))
-    dist.all_to_all_single(received, send, receive_sizes, send_sizes, group=shard.group)
-    return received
-
-
-class _Pieces:
-    """Sizes and places of what travels between two ranks: [rows, positions, its q | k | v heads of all dims]."""
-
-    def __init__(self, query: torch.Tensor, value: torch.Tensor, plan: HeadPlan, shard: Peers) -> None:
-        self.rows, _, self.part, self.dim = query.shape
-        self.value_dim = value.shape[-1]
-        self.plan, self.shard = plan, shard
-        self.widths = [self._widths(rank) for rank in range(shard.size)]
-
-    def _widths(self, rank: int) -> tuple[int, int, int]:
-        start, stop = self.plan.heads(rank)
-        first, last = self.plan.kv_heads(rank)
-        return (stop - start) * self.dim, (last - first) * self.dim, (last - first) * self.value_dim
-
-    @property
-    def sizes_to_heads(self) -> list[int]:
-        """Elements for each rank's heads, at this rank's positions."""
-        return [self.rows * self.part * sum(widths) for widths in self.widths]
-
-    @property
-    def sizes_to_positions(self) -> list[int]:
-        """Elements for each rank's positions, of this rank's heads."""
-        return [self.rows * self.part * sum(self.widths[self.shard.rank])] * self.shard.size
-
-    def split(self, buffer: torch.Tensor, widths: tuple[int, int, int]) -> list[torch.Tensor]:
-        """Views [..., heads, dim] of q, k and v in a buffer whose last dim holds them side by side."""
-        dims = (self.dim, self.dim, self.value_dim)
-        parts = buffer.split(widths, dim=-1)
-        return [part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True)]
-
-    def by_rank(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Views [rows, heads, positions, dim] of each rank's q, k and v in a buffer laid out as sizes_to_heads."""
-        views = []
-        for flat, widths in zip(buffer.split(self.sizes_to_heads), self.widths, strict=True):
-            block = flat.view(self.rows, self.part, sum(widths))
-            views.append([one.transpose(1, 2) for one in self.split(block, widths)])
-        return views
-
-    def ranges(self, rank: int) -> list[slice]:
-        """A rank's heads among all heads of q, k and v."""
-        kv = slice(*self.plan.kv_heads(rank))
-        return [slice(*self.plan.heads(rank)), kv, kv]
-
-
-class _ToHeads(torch.autograd.Function):
-    """q, k, v [rows, all heads, part, dim] -> the same of this rank's heads and all positions."""
+class _AllToAll(torch.autograd.Function):
+    """Sends part ``r`` of [ranks, ...] to rank ``r``, and returns the parts that the ranks sent to this one."""
 
     @staticmethod
-    def forward(ctx, query, key, value, plan: HeadPlan, shard: Peers):
-        pieces = ctx.pieces = _Pieces(query, value, plan, shard)
-        ctx.num_kv_heads = key.shape[1]
-        send = query.new_empty(sum(pieces.sizes_to_heads))
-        for rank, views in enumerate(pieces.by_rank(send)):
-            for view, source, heads in zip(views, (query, key, value), pieces.ranges(rank), strict=True):
-                view.copy_(source[:, heads])
-        received = _all_to_all(send, shard, pieces.sizes_to_heads, pieces.sizes_to_positions)
-        rows = received.view(shard.size, pieces.rows, pieces.part, -1).transpose(0, 1).flatten(1, 2)
-        return tuple(one.transpose(1, 2) for one in pieces.split(rows, pieces.widths[shard.rank]))
+    def forward(ctx, parts: torch.Tensor, group: dist.ProcessGroup):
+        ctx.group = group
+        parts = parts.contiguous()
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return received
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads):
-        pieces: _Pieces = ctx.pieces
-        shard = pieces.shard
-        send = grads[0].new_empty(sum(pieces.sizes_to_positions))
-        blocks = send.view(shard.size, pieces.rows, pieces.part, -1)
-        for view, grad in zip(pieces.split(blocks, pieces.widths[shard.rank]), grads, strict=True):
-            # [rows, heads, ranks * part, dim] -> [ranks, rows, part, heads, dim]
-            view.copy_(grad.unflatten(2, (shard.size, pieces.part)).permute(2, 0, 3, 1, 4))
-        received = _all_to_all(send, shard, pieces.sizes_to_positions, pieces.sizes_to_heads)
-        heads = (pieces.plan.num_heads, ctx.num_kv_heads, ctx.num_kv_heads)
-        dims = (pieces.dim, pieces.dim, pieces.value_dim)
-        results = [received.new_zeros(pieces.rows, num, pieces.part, dim) for num, dim in zip(heads, dims, strict=True)]
-        for rank, views in enumerate(pieces.by_rank(received)):
-            # A kv head that went to several ranks gets the sum of their gradients.
-            for result, view, place in zip(results, views, pieces.ranges(rank), strict=True):
-                result[:, place] += view
-        return *results, None, None
-
-
-class _ToPositions(torch.autograd.Function):
-    """[rows, all positions, this rank's heads, dim] -> [rows, part, all heads, dim]."""
-
-    @staticmethod
-    def forward(ctx, attended: torch.Tensor, shard: Peers):
-        ctx.shard = shard
-        rows, length, heads, dim = attended.shape
-        part = length // shard.size
-        send = attended.unflatten(1, (shard.size, part)).transpose(0, 1).contiguous()
-        received = _all_to_all(send.view(-1), shard).view(shard.size, rows, part, heads, dim)
-        return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-    @staticmethod
-    @once_differentiable
     def backward(ctx, grad: torch.Tensor):
-        shard = ctx.shard
-        rows, part, heads, dim = grad.shape
-        # [rows, part, ranks * heads, dim] -> [ranks, rows, part, heads, dim]
-        send = grad.unflatten(2, (shard.size, -1)).permute(2, 0, 1, 3, 4).contiguous()
-        received = _all_to_all(send.view(-1), shard).view(shard.size, rows, part, heads // shard.size, dim)
-        return received.transpose(0, 1).flatten(1, 2), None
+        return _AllToAll.apply(grad, ctx.group), None
+
+
+def _to_heads(tensors: Sequence[torch.Tensor], peers: Peers) -> list[torch.Tensor]:
+    """Tensors [rows, all heads, part, dim] -> the same of this rank's heads and all positions."""
+    # [rows, ranks * heads, part, dim] -> [ranks, rows, part, heads * dim]
+    by_rank = [x.unflatten(1, (peers.size, -1)).permute(1, 0, 3, 2, 4).flatten(3) for x in tensors]
+    received = _AllToAll.apply(torch.cat(by_rank, dim=-1), peers.group)
+    rows = received.transpose(0, 1).flatten(1, 2)
+    parts = rows.split([x.shape[-1] for x in by_rank], dim=-1)
+    return [part.unflatten(-1, (-1, x.shape[-1])).transpose(1, 2) for part, x in zip(parts, tensors, strict=True)]
+
+
+def _to_positions(attended: torch.Tensor, peers: Peers) -> torch.Tensor:
+    """[rows, all positions, this rank's heads, dim] -> [rows, part, all heads, dim]."""
+    received = _AllToAll.apply(attended.unflatten(1, (peers.size, -1)).transpose(0, 1), peers.group)
+    return received.permute(1, 2, 0, 3, 4).flatten(2, 3)

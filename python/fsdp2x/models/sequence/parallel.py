@@ -25,7 +25,7 @@ from fsdp2x.base import torch_private
 from fsdp2x.base.arguments import checked
 from fsdp2x.lifecycle.replicas import sum_of_bits
 from fsdp2x.models.sequence.attention import SequenceAttention, base_model, cut_decoder_inputs, head_counts, layout_of
-from fsdp2x.models.sequence.exchange import HeadPlan
+from fsdp2x.models.sequence.exchange import exchanged_heads
 from fsdp2x.models.sequence.layout import KEYWORD, Peers, RankPart, SequenceLayout
 from fsdp2x.models.sequence.packing import PackedBatch, next_labels
 
@@ -201,7 +201,7 @@ class SequenceParallel(SequenceAttention):
         outer = base_model(model)
         config = outer.get_decoder().config if hasattr(outer, "get_decoder") else None
         if config is not None and hasattr(config, "num_attention_heads"):
-            HeadPlan(*head_counts(config), shard.ulysses.size)
+            exchanged_heads(*head_counts(config), shard.ulysses.size)  # raises
         super().__init__(model)
         # A vision-language model merges images into full sequences first, so its decoder's inputs are cut instead.
         self._cuts_early = self.decoder is outer or self.decoder is outer.base_model
