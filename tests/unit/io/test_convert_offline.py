@@ -157,23 +157,21 @@ def test_names_of_the_files_as_keys(tmp_path):
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_conversions_that_need_whole_weights(tmp_path, monkeypatch):
-    """Where recipes cannot be described by boxes, transformers converts back, and the result is the same."""
-    from fsdp2x.io.hf import recipes
-
-    build("qwen3_moe").save_pretrained(tmp_path / "origin", max_shard_size="6KB")
-    doubled("qwen3_moe").save_pretrained(tmp_path / "expected", max_shard_size="6KB")
-    save(tmp_path / "ckpt", {"model": (state := doubled("qwen3_moe").state_dict())})
+def test_fused_experts_of_files_without_the_prefix(tmp_path):
+    """The files of the model without its head keep their names, and a missing weight is one of theirs."""
+    build("qwen3_moe").save_pretrained(tmp_path / "origin")
+    file = tmp_path / "origin" / "model.safetensors"
+    inner = {name.removeprefix("model."): tensor for name, tensor in load_file(file).items() if "lm_head" not in name}
+    save_file(inner, file, metadata={"format": "pt"})
+    state = doubled("qwen3_moe").state_dict()
     assert "model.layers.0.mlp.experts.gate_up_proj" in state
-
-    def not_describable(self):
-        raise recipes._NotDescribable
-
-    monkeypatch.setattr(recipes._Conversion, "_describe", not_describable)
-    same(tensors(dcp_to_hf(tmp_path / "ckpt", tmp_path / "out", tmp_path / "origin")), tensors(tmp_path / "expected"))
+    save(tmp_path / "ckpt", {"model": state})
+    out = tensors(dcp_to_hf(tmp_path / "ckpt", tmp_path / "out", tmp_path / "origin"))
+    expected = {name: 2 * tensor for name, tensor in inner.items()} | {"lm_head.weight": state["lm_head.weight"]}
+    same(out, dict(sorted(expected.items())))
     del state["model.layers.1.mlp.experts.down_proj"]
     save(tmp_path / "less", {"model": state})
-    with refuses("lacks model.layers.1.mlp.experts.down_proj"):
+    with refuses("lacks 4 tensors of .*: layers.1.mlp.experts.0.down_proj.weight"):
         dcp_to_hf(tmp_path / "less", tmp_path / "out2", tmp_path / "origin")
 
 

@@ -15,7 +15,7 @@ from fsdp2x.base.failures import CheckpointError
 from fsdp2x.io.formats.tensors import Computed, Source
 from fsdp2x.io.hf.empty import empty_model
 from fsdp2x.io.hf.lora import add_lora
-from fsdp2x.io.names import ForeignModel, TensorSpec, hf_base, is_adapter
+from fsdp2x.io.names import ForeignModel, hf_base, is_adapter
 from fsdp2x.sharding.wrap import clean_name
 
 # Inside a checkpoint's folder of config and tokenizer, so that no folder with full weights gets it.
@@ -55,10 +55,9 @@ class StoredAdapters:
         """Returns the name of a weight in the base model."""
         return self._names.get(fqn, fqn)
 
-    def alone(self) -> tuple[dict[str, Source], list[TensorSpec]]:
+    def alone(self) -> dict[str, Source]:
         """Returns the adapter in the form of PEFT's files."""
-        values = {name: self._source(fqn) for fqn, name in self._names.items() if is_adapter(name)}
-        return values, [TensorSpec(name, torch.Size(one.shape), one.dtype) for name, one in values.items()]
+        return {name: self._source(fqn) for fqn, name in self._names.items() if is_adapter(name)}
 
     def merged(self) -> dict[str, Source]:
         """Returns weights of the base by name. PEFT merges the adapters when they are read, one layer at a time.

@@ -25,14 +25,14 @@ from fsdp2x.io.checkpoint.plan import plan_alone
 from fsdp2x.io.convert.adapters import StoredAdapters, holds_adapters
 from fsdp2x.io.convert.stored import match, open_dcp, open_ranks, without_groups
 from fsdp2x.io.formats.safe_files import OpenFiles
-from fsdp2x.io.formats.tensors import RemoteTensor, Source, differ
+from fsdp2x.io.formats.tensors import Source, differ
 from fsdp2x.io.hf.empty import empty_model, read_config
 from fsdp2x.io.hf.files import Checkpoint
 from fsdp2x.io.hf.folder import refuse_existing, refuse_inside, written
 from fsdp2x.io.hf.layout import Layout, Writer, layout_of, make_files, plan_layout
-from fsdp2x.io.hf.recipes import Undone, make_recipes, undo_loading
+from fsdp2x.io.hf.recipes import Recipes, file_values, make_recipes
 from fsdp2x.io.hf.targets import Target, find_targets
-from fsdp2x.io.names import TensorSpec, source_families
+from fsdp2x.io.names import ForeignModel, TensorSpec, remember_source
 
 logger = logging.getLogger("fsdp2x")
 
@@ -72,10 +72,10 @@ def dcp_to_hf(
         CheckpointError: something is missing, damaged, of another model, or ambiguous. No output is left.
     """
     source, origin = Path(input_dir).expanduser(), Path(origin_hf_dir).expanduser()
-    with OpenFiles() as files, _Output(output_dir, origin, [source, origin], dtype, force) as output:
+    out = _output(output_dir, [source, origin], force)
+    with OpenFiles() as files, Checkpoint([origin]) as opened:
         tensors, aliases = open_dcp(source, files)
-        output.take(tensors, aliases, prefix, str(source))
-        return output.write()
+        return _write_like(opened, out, tensors, aliases, prefix, str(source), dtype, force)
 
 
 @checked
@@ -110,111 +110,139 @@ def ranks_to_hf(
         FileExistsError, CheckpointError: see ``dcp_to_hf``.
     """
     source, origin = Path(ckpt_dir).expanduser() / str(iteration), Path(hf_dir).expanduser()
-    with OpenFiles() as files, _Output(save_dir, origin, [source, origin], dtype, force) as output:
+    out = _output(save_dir, [source, origin], force)
+    with OpenFiles() as files, Checkpoint([origin]) as opened:
         tensors: Mapping[str, Source] = open_ranks(source, files)
         if groupgemm:
-            tensors = without_groups(tensors, output.num_experts, str(source))
-        output.take(tensors, {}, prefix, str(source))
-        return output.write()
+            tensors = without_groups(tensors, _num_experts(origin), str(source))
+        return _write_like(opened, out, tensors, {}, prefix, str(source), dtype, force)
 
 
-class _Output:
-    """One conversion: the open origin, and the values of its tensors. A context manager."""
+def _output(out: str | Path, inputs: list[Path], force: bool) -> Path:
+    """Returns the path of the new folder. Raises `FileExistsError` if it may not be written."""
+    path = Path(out).expanduser()
+    refuse_existing(path, force)
+    for one in inputs:
+        refuse_inside(path, one)
+    return path
 
-    def __init__(
-        self, out: str | Path, origin: Path, inputs: list[Path], dtype: torch.dtype | None, force: bool
-    ) -> None:
-        self.out, self.origin, self.dtype, self.force = Path(out).expanduser(), origin, dtype, force
-        refuse_existing(self.out, force)
-        for path in inputs:
-            refuse_inside(self.out, path)
-        self.files = Checkpoint([origin])
-        self.values: dict[str, Source] = {}
-        self.extra: list[TensorSpec] = []
 
-    def __enter__(self) -> _Output:
-        return self
+def _num_experts(origin: Path) -> int | None:
+    path = origin / "config.json"
+    config = read_config(path) if path.is_file() else {}
+    found = config.get("num_experts") or config.get("num_local_experts")
+    return found if type(found) is int and found > 0 else None
 
-    def __exit__(self, *exception) -> None:
-        self.files.close()
 
-    @property
-    def num_experts(self) -> int | None:
-        path = self.origin / "config.json"
-        config = read_config(path) if path.is_file() else {}
-        found = config.get("num_experts") or config.get("num_local_experts")
-        return found if type(found) is int and found > 0 else None
+def _write_like(
+    opened: Checkpoint,
+    out: Path,
+    tensors: Mapping[str, Source],
+    aliases: Mapping[str, str],
+    prefix: str | None,
+    where: str,
+    dtype: torch.dtype | None,
+    force: bool,
+) -> Path:
+    """Writes a checkpoint's tensors in the files and under the names of the origin, whose files are ``opened``."""
+    (origin,) = opened.folders
+    values, extra = _like_origin(origin, opened.tensors, tensors, aliases, prefix, where)
+    parts: dict[str, list[TensorSpec]] = {}
+    for file, names in opened.names_in.items():
+        name = file.name
+        if file.suffix != ".safetensors":
+            name = file.with_suffix(".safetensors").name.replace("pytorch_model", "model")
+        parts[name] = [_spec(one, opened.tensors[one], dtype) for one in names]
+    last = next(reversed(parts.values()))
+    last += [_spec(one, value, dtype) for one, value in extra.items()]
+    specs = [spec for part in parts.values() for spec in part]
+    is_indexed = len(parts) > 1 or any(origin.glob("*.index.json"))
+    layout = layout_of(parts, is_indexed=is_indexed)
+    return _write(out, force, layout, specs, {**values, **extra}, origin, dtype)
 
-    def take(self, tensors: Mapping[str, Source], aliases: Mapping[str, str], prefix: str | None, where: str) -> None:
-        """Finds the values of all tensors of the origin among those of a checkpoint."""
-        model = empty_model(self.origin)
-        targets = find_targets(model)
-        stored_in = self.files.tensors
-        names = {name for target in targets for name in target.names} | set(stored_in)
-        keys = match(tensors, names, prefix, where)
-        stored = {name: tensors[key] for name, key in keys.items()}
-        held = _values_of(targets, stored, aliases, where)
-        undone = undo_loading(model, stored_in, _shapes(targets), held)
-        self.values = undone.values
-        for name in stored_in:
-            # Also accept keys that are names in the files, such as single experts that the class fuses today.
-            if name not in self.values and name in stored:
-                self.values[name] = stored[name]
-        missing = sorted(undone.used - set(self.values))
-        if missing:
-            hint = "; it holds LoRA weights: fsdp2x export --merge merges them" if holds_adapters(tensors) else ""
+
+def _spec(name: str, source: Source, dtype: torch.dtype | None = None) -> TensorSpec:
+    kept = dtype is None or not source.dtype.is_floating_point
+    return TensorSpec(name, torch.Size(source.shape), source.dtype if kept else dtype)
+
+
+def _like_origin(
+    origin: Path,
+    stored_in: Mapping[str, Source],
+    tensors: Mapping[str, Source],
+    aliases: Mapping[str, str],
+    prefix: str | None,
+    where: str,
+) -> tuple[dict[str, Source], dict[str, Source]]:
+    """Returns the values of the origin's tensors, and further ones that only the checkpoint has, by name in files."""
+    model: ForeignModel = empty_model(origin)
+    targets = find_targets(model)
+    keys = match(tensors, {name for target in targets for name in target.names} | set(stored_in), prefix, where)
+    stored = {name: tensors[key] for name, key in keys.items()}
+    held = _values_of(targets, stored, aliases, where)
+    recipes = make_recipes(model, stored_in, {name: target.shape for target in targets for name in target.names})
+    if recipes.mismatched:
+        name, (there, here) = next(iter(recipes.mismatched.items()))
+        raise CheckpointError(
+            f"the origin's config.json and files disagree: {name} is {there} in the files, but {here} by the config"
+        )
+    remember_source(model, recipes.conversions, {}, origin)
+    values, extra = _named_as_in_files(model, targets, recipes, stored_in, held)
+    # Also accept keys that are names in the files, such as single experts that the class fuses today.
+    values = {**{name: stored[name] for name in stored_in if name in stored}, **values}
+    missing = sorted(recipes.used - set(values))
+    if missing:
+        hint = "; it holds LoRA weights: fsdp2x export --merge merges them" if holds_adapters(tensors) else ""
+        raise CheckpointError(f"{where}: lacks {len(missing)} tensors of {origin}: {_some(missing)}{hint}")
+    if copied := [name for name in stored_in if name not in values]:
+        logger.warning(
+            "%s: %d tensors that %s does not have are copied from the origin: %s",
+            where, len(copied), type(model).__name__, _some(copied),
+        )  # fmt: skip
+        values |= {name: stored_in[name] for name in copied}
+    for name, value in values.items():
+        if tuple(value.shape) != tuple(stored_in[name].shape):
             raise CheckpointError(
-                f"{where}: lacks {len(missing)} tensors of {self.origin}: {', '.join(missing[:5])}"
-                f"{', ...' if len(missing) > 5 else ''}{hint}"
+                f"{where}: {name} would have shape {list(value.shape)}, but the origin's has "
+                f"{list(stored_in[name].shape)}"
             )
-        copied = [name for name in stored_in if name not in self.values]
-        if copied:
-            logger.warning(
-                "%s: %d tensors that %s does not have are copied from the origin: %s",
-                where, len(copied), type(model).__name__, ", ".join(copied[:5]) + (", ..." if len(copied) > 5 else ""),
-            )  # fmt: skip
-            self.values |= {name: stored_in[name] for name in copied}
-        self._check_shapes(where)
-        self._add_extra(targets, held, undone, where)
+    if extra:
+        logger.warning("%s: not in the origin, added: %s", where, ", ".join(extra))
+    return values, extra
 
-    def _check_shapes(self, where: str) -> None:
-        for name, value in self.values.items():
-            if tuple(value.shape) != tuple(self.files.tensors[name].shape):
-                raise CheckpointError(
-                    f"{where}: {name} would have shape {list(value.shape)}, but the origin's has "
-                    f"{list(self.files.tensors[name].shape)}"
-                )
 
-    def _add_extra(self, targets: list[Target], held: Mapping[str, Source], undone: Undone, where: str) -> None:
-        """Adds weights of the model that no file of the origin holds, so that trained weights are not lost."""
-        for target in targets:
-            name = target.names[0]
-            if name in held and not undone.weights & set(target.names):
-                self.extra.append(TensorSpec(name, torch.Size(target.shape), target.dtype))
-                self.values[name] = held[name]
-        if self.extra:
-            logger.warning("%s: not in the origin, added: %s", where, ", ".join(spec.name for spec in self.extra))
+def _named_as_in_files(
+    model: ForeignModel,
+    targets: list[Target],
+    recipes: Recipes,
+    stored_in: Mapping[str, Source],
+    held: Mapping[str, Source],
+) -> tuple[dict[str, Source], dict[str, Source]]:
+    """Returns values of weights by the names of the origin's tensors, and those of weights that no file holds."""
+    names = {id(source): name for name, source in stored_in.items()}
+    values, extra = {}, {}
+    converted: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    for target in targets:
+        loaded = [name for name in target.names if name in recipes.sources]
+        for name in loaded:
+            source = recipes.sources[name]
+            if id(source) not in names:
+                converted[name] = torch.Size(source.shape), held.get(name, source).dtype
+            elif name in held:
+                values[names[id(source)]] = held[name]
+        if not loaded and target.names[0] in held:  # trained weights are not lost
+            extra[target.names[0]] = held[target.names[0]]
+    prefix = f"{model.base_model_prefix}."
+    for name, value in file_values(model, converted, held).items():
+        # The files may be those of the model inside this one, or of one around it.
+        known = next((one for one in (name, name.removeprefix(prefix), prefix + name) if one in stored_in), None)
+        if known is not None:
+            values[known] = value
+    return values, extra
 
-    def write(self) -> Path:
-        """Writes everything to a temporary folder, renames it, and returns its path."""
-        layout, specs = self._layout()
-        return _write(self.out, self.force, layout, specs, self.values, self.origin, self.dtype)
 
-    def _layout(self) -> tuple[Layout, list[TensorSpec]]:
-        parts: dict[str, list[TensorSpec]] = {}
-        for file, names in self.files.names_in.items():
-            name = file.name
-            if file.suffix != ".safetensors":
-                name = file.with_suffix(".safetensors").name.replace("pytorch_model", "model")
-            sources = self.files.tensors
-            parts[name] = [TensorSpec(one, torch.Size(sources[one].shape), self._dtype(sources[one])) for one in names]
-        last = next(reversed(parts.values()))
-        last += [TensorSpec(spec.name, spec.shape, self._dtype(spec)) for spec in self.extra]
-        is_indexed = len(parts) > 1 or any(self.origin.glob("*.index.json"))
-        return layout_of(parts, is_indexed=is_indexed), [spec for part in parts.values() for spec in part]
-
-    def _dtype(self, described: Source | TensorSpec) -> torch.dtype:
-        return self.dtype if self.dtype is not None and described.dtype.is_floating_point else described.dtype
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def _write(
@@ -277,10 +305,8 @@ def export_checkpoint(
         FileExistsError: ``out`` exists and ``force`` is False.
         CheckpointError: the checkpoint cannot be read, or ``lora`` does not fit it.
     """
-    out = Path(out).expanduser()
-    refuse_existing(out, force)
     source = resolve(checkpoint)
-    refuse_inside(out, source)
+    out = _output(out, [source], force)
     assets = source / ASSETS_FOLDER
     if not (assets / "config.json").is_file():
         raise CheckpointError(f"{assets / 'config.json'}: missing, but an export needs the model's config")
@@ -288,7 +314,8 @@ def export_checkpoint(
         tensors, aliases = open_dcp(source, files)
         adapters = _adapters(tensors, assets, lora, str(source))
         if adapters is not None and lora == "adapter":
-            values, specs = adapters.alone()
+            values = adapters.alone()
+            specs = [_spec(name, value) for name, value in values.items()]
             layout = plan_layout(specs, sys.maxsize, "adapter_model")  # PEFT reads one file only
             return _write(out, force, layout, specs, values, adapters.folder)
         model = empty_model(assets)
@@ -303,7 +330,16 @@ def export_checkpoint(
         missing = [target.fqn for target in targets if target.names[0] not in held]
         if missing:
             raise CheckpointError(f"{source}: lacks {len(missing)} weights of its model: {', '.join(missing[:5])}")
-        values, specs = _tensors(model, targets, held)
+        ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+        kept = [target for target in targets if not set(target.names) & ignored]
+        described = {
+            target.names[0]: (torch.Size(target.shape), held[target.names[0]].dtype)
+            for target in kept
+            if not target.is_buffer
+        }
+        values = file_values(model, described, held)
+        values |= {target.names[0]: held[target.names[0]] for target in kept if target.is_buffer}
+        specs = [_spec(name, value) for name, value in values.items()]
         return _write(out, force, plan_layout(specs, max_shard_size, "model"), specs, values, assets)
 
 
@@ -318,33 +354,6 @@ def _adapters(tensors: Mapping[str, Source], assets: Path, lora: str | None, whe
             "or lora='adapter' (--adapter) for only the adapter."
         )
     return StoredAdapters(tensors, assets, where)
-
-
-def _tensors(
-    model: torch.nn.Module, targets: list[Target], held: Mapping[str, Source]
-) -> tuple[dict[str, Source], list[TensorSpec]]:
-    """Returns values by name, and the tensors of the files in the order of the model's weights."""
-    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    kept = [target for target in targets if not set(target.names) & ignored]
-    described = {
-        target.names[0]: (torch.Size(target.shape), held[target.names[0]].dtype)
-        for target in kept
-        if not target.is_buffer
-    }
-    specs = [spec for family in source_families(model, described) for spec in family.outputs]
-    specs += [
-        TensorSpec(target.names[0], torch.Size(target.shape), target.dtype) for target in kept if target.is_buffer
-    ]
-    names: dict[str, Source] = {spec.name: RemoteTensor(tuple(spec.shape), spec.dtype) for spec in specs}
-    values = undo_loading(model, names, _shapes(targets), held).values
-    lost = sorted(set(names) - set(values))
-    if lost:
-        raise CheckpointError(f"{type(model).__name__} would not load {', '.join(lost[:5])} from the files it writes")
-    return values, specs
-
-
-def _shapes(targets: list[Target]) -> dict[str, tuple[int, ...]]:
-    return {name: target.shape for target in targets for name in target.names}
 
 
 def _values_of(

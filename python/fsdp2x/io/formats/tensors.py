@@ -40,13 +40,6 @@ class Source:
     def read(self, start: Sequence[int], out: torch.Tensor) -> None:
         raise NotImplementedError
 
-    def undo(self, held: Source) -> list[tuple[Source, Source, tuple[int, int] | None]] | None:
-        """Returns what ``held``, which has this source's values, says about its inputs. None if it was computed.
-
-        Each item has the input, its values in ``held``, and None for all of it or (dim, first index) of a part.
-        """
-        return []
-
     def __setstate__(self, state: object) -> None:
         """Raises, because a pickle could make the source of a tensor read from another place."""
         raise TypeError("a tensor's attributes are set by the file that holds it")
@@ -217,9 +210,6 @@ class Stacked(Source):
         for index in range(out.shape[self._dim]):
             self._sources[start[self._dim] + index].read(inner, out.select(self._dim, index))
 
-    def undo(self, held: Source) -> list:
-        return [(source, Picked(held, self._dim, index), None) for index, source in enumerate(self._sources)]
-
 
 class Joined(Source):
     """``torch.cat(sources, dim)``."""
@@ -243,13 +233,6 @@ class Joined(Source):
                 source.read(inner, out.narrow(self._dim, first - begin, last - first))
             offset += size
 
-    def undo(self, held: Source) -> list:
-        firsts = itertools.accumulate((source.shape[self._dim] for source in self._sources), initial=0)
-        return [
-            (source, Piece(held, self._dim, first, source.shape[self._dim]), None)
-            for source, first in zip(self._sources, firsts, strict=False)
-        ]
-
 
 class Piece(Source):
     """``source.narrow(dim, first, size)``."""
@@ -265,21 +248,6 @@ class Piece(Source):
         inner = list(start)
         inner[self._dim] += self._first
         self._source.read(inner, out)
-
-    def undo(self, held: Source) -> list:
-        return [(self._source, held, (self._dim, self._first))]
-
-
-class Picked(Source):
-    """``source.select(dim, index)``."""
-
-    def __init__(self, source: Source, dim: int, index: int) -> None:
-        self.shape, self.dtype = (*source.shape[:dim], *source.shape[dim + 1 :]), source.dtype
-        self._source, self._dim, self._index = source, dim, index
-
-    def read(self, start: Sequence[int], out: torch.Tensor) -> None:
-        inner = [*start[: self._dim], self._index, *start[self._dim :]]
-        self._source.read(inner, out.unsqueeze(self._dim))
 
 
 class Turned(Source):
@@ -298,9 +266,6 @@ class Turned(Source):
     def read(self, start: Sequence[int], out: torch.Tensor) -> None:
         self._source.read(self._swap(start), out.transpose(*self._dims))
 
-    def undo(self, held: Source) -> list:
-        return [(self._source, Turned(held, *self._dims), None)]
-
 
 class Computed(Source):
     """One result of a conversion that needs full tensors. Results are kept until each has been read once."""
@@ -310,9 +275,6 @@ class Computed(Source):
 
     def read(self, start: Sequence[int], out: torch.Tensor) -> None:
         LoadedTensor(self._take()).read(start, out)
-
-    def undo(self, held: Source) -> None:
-        return None
 
 
 def differ(first: Source, second: Source, start: Sequence[int], shape: Sequence[int]) -> bool:

@@ -1,12 +1,8 @@
-"""Maps tensors of files to weights of a model by transformers' conversion tables, and back.
+"""Maps tensors of files to weights of a model by transformers' conversion tables.
 
 It reads names and shapes only. Sources describe what transformers fuses while loading, so a rank can read its rows of
 the fused weight. If a conversion is more than stacking, joining, cutting and transposing, transformers runs it on full
 tensors.
-
-``undo_loading`` follows the same recipes backwards: they say which part of a weight is which tensor of the files.
-``source_families`` of ``io/names.py`` is different: it asks transformers what the files of a model would be named.
-Existing files may have other names, such as GPT-2's without ``transformer.``, and the output keeps them.
 """
 
 from __future__ import annotations
@@ -25,9 +21,13 @@ from fsdp2x.io.names import Family, is_transformers, original_classes, run_conve
 
 @dataclass
 class Recipes:
-    """``sources`` by name of the weight in the model. Names in the report are those of transformers."""
+    """``sources`` by name of the weight in the model. Names in the report are those of transformers.
+
+    ``used`` are the names of the tensors in files that weights of the model are made of.
+    """
 
     sources: dict[str, Source] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
     unexpected: set[str] = field(default_factory=set)
     mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)  # file, model
     conversions: list | None = None  # used conversions, which saving undoes
@@ -36,7 +36,11 @@ class Recipes:
 def make_recipes(base: nn.Module, stored: Mapping[str, Source], shapes: Mapping[str, tuple[int, ...]]) -> Recipes:
     """Makes recipes for the weights in ``shapes`` (names in ``base``, and PEFT's names of adapter weights)."""
     recipes = Recipes()
-    found = _converted(base, stored, shapes, recipes) if is_transformers(base) else dict(stored)
+    if is_transformers(base):
+        found = _converted(base, stored, shapes, recipes)
+    else:
+        found = dict(stored)
+        recipes.used = stored.keys() & shapes.keys()
     for name, source in found.items():
         if name not in shapes:
             recipes.unexpected.add(name)
@@ -65,6 +69,8 @@ def _converted(base, stored: Mapping[str, Source], shapes: Mapping, recipes: Rec
         if name not in shapes and key in shapes:
             # An original name that the table would have changed unnecessarily.
             name, pattern = rename_source_key(key, [], [], prefix, known)
+        if name in shapes:
+            recipes.used.add(key)
         if pattern is None:
             found[name] = stored[key]
         elif name in shapes:
@@ -169,76 +175,25 @@ def _only(values: dict[str, list[Source]]) -> Source:
     return next(iter(values.values()))[0]
 
 
-@dataclass
-class Undone:
-    """``values`` of the files' tensors by name. ``used`` are those that loading uses, for the model's ``weights``."""
+def file_values(
+    model: nn.Module, described: Mapping[str, tuple[torch.Size, torch.dtype]], held: Mapping[str, Source]
+) -> dict[str, Source]:
+    """Returns the tensors of files, by name, that are made of the weights in ``held`` only.
 
-    values: dict[str, Source] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)
-    weights: set[str] = field(default_factory=set)
-
-
-def undo_loading(
-    model: Any, files: Mapping[str, Source], shapes: Mapping[str, tuple[int, ...]], held: Mapping[str, Source]
-) -> Undone:
-    """Returns the tensors that the files of a model with the weights ``held`` would have.
+    transformers undoes the conversions of loading when their results are read.
 
     Args:
         model: a model on the meta device.
-        files: tensors of the folder to write. Only their names, shapes and dtypes are used.
-        shapes: shapes of the weights, by each of their names.
-        held: weights, by each of their names.
+        described: shapes and dtypes of the weights to write, by name in the model.
+        held: weights by name.
     """
-    recipes = make_recipes(model, files, shapes)
-    if recipes.mismatched:
-        name, (there, here) = next(iter(recipes.mismatched.items()))
-        raise CheckpointError(
-            f"the origin's config.json and files disagree: {name} is {there} in the files, but {here} by the config"
-        )
-    names = {id(source): name for name, source in files.items()}
-    undone = Undone(weights=set(recipes.sources))
-    values, used = undone.values, undone.used
-    parts: dict[int, tuple[Source, dict[tuple[int, int], Source]]] = {}
-    computed: list[str] = []
-
-    def undo(source: Source, value: Source | None, weight: str) -> None:
-        if id(source) in names:
-            used.add(names[id(source)])
-            if value is not None:
-                values[names[id(source)]] = value
-            return
-        steps = source.undo(value if value is not None else source)
-        if steps is None and value is None:
-            raise CheckpointError(f"the checkpoint lacks {weight}")
-        if steps is None:
-            computed.append(weight)
-            return
-        for inner, part_value, part in steps:
-            if value is None or part is None:
-                undo(inner, None if value is None else part_value, weight)
-            else:
-                parts.setdefault(id(inner), (inner, {}))[1][part] = part_value
-
-    for weight, source in recipes.sources.items():
-        undo(source, held.get(weight), weight)
-    while parts:
-        inner, pieces = parts.popitem()[1]
-        (dim,) = {dim for dim, _ in pieces}
-        whole = Joined([value for _, value in sorted(pieces.items(), key=lambda item: item[0][1])], dim)
-        undo(inner, whole if whole.shape == inner.shape else None, "")
-    if computed:
-        for name, value in _convert_back(model, computed, shapes, held).items():
-            if name in files:
-                values[name] = value
-                used.add(name)
-    return undone
-
-
-def _convert_back(model: Any, weights: list[str], shapes: Mapping, held: Mapping[str, Source]) -> dict[str, Source]:
-    """Has transformers run conversions that need full tensors backwards. Results are made when they are read."""
-    described = {name: (torch.Size(shapes[name]), held[name].dtype) for name in weights if name in held}
     values: dict[str, Source] = {}
     for family in source_families(model, described):
+        if not all(name in held for name in family.params):
+            continue
+        if family.is_renamed_only:
+            values[family.outputs[0].name] = held[family.params[0]]
+            continue
         pending: dict[str, torch.Tensor] = {}
 
         def take(name: str, family: Family = family, pending: dict[str, torch.Tensor] = pending) -> torch.Tensor:
