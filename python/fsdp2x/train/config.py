@@ -118,9 +118,7 @@ class ModelConfig(Section):
     tiled_mlp: int = setting(
         0, "number of pieces of the sequence in which gated MLPs run, to save memory; 0: off", NOT_NEGATIVE
     )
-    expert_patch: bool = setting(
-        False, "run the same collectives on every rank whatever the routing (needed if each expert is its own unit)"
-    )
+    expert_patch: bool = setting(False, "lets ranks without tokens run blocks of experts that are units of their own")
     grouped_gemm: bool = setting(False, "compute all experts of a layer in grouped matrix products")
 
     def check(self) -> None:

@@ -12,7 +12,7 @@ import moe_models
 from fsdp2x import moe
 from harness import dist_run, distributed
 from moe_models import ListMoe, fused, rows, steered
-from reference import both_transports, only_fsdp2x, same, train_alike
+from reference import both_transports, only_fsdp2x, train_alike
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 KINDS = pytest.mark.parametrize(
@@ -43,46 +43,24 @@ def list_loss(steer):
 
 
 @distributed(world_sizes=(3,))
-@pytest.mark.parametrize("per", ["layer", "block", "expert"])
+@pytest.mark.parametrize("per", ["layer", "block", "block, patched later"])
 @both_transports
 def test_disjoint_experts_on_the_ranks(ctx, transport, per):
     """A list of experts: rank r's tokens all go to expert r, then r + 1 with one token, then rank 0 has none."""
     only_fsdp2x(ctx)
     reference = ListMoe()
     ours = copy.deepcopy(reference)
-    if per != "layer":
-        assert moe.shard_experts(ours, per=per, transport=transport) == (2 if per == "block" else 8)
-    fsdp2x.fully_shard(ours, auto_wrap=["ListLayer"] if per == "layer" else False, transport=transport)
+    if per == "block":
+        assert moe.shard_experts(ours, transport=transport) == 2
+    units = {"layer": ["ListLayer"], "block": False, "block, patched later": ["ListBlock"]}
+    fsdp2x.fully_shard(ours, auto_wrap=units[per], transport=transport)
+    if per == "block, patched later":
+        assert moe.apply_expert_patch(ours) == 2
     steer = list_loss(lambda rank, step: None if (rank, step) == (0, 2) else (rank + step) % 4)
     three_steps(ctx, reference, ours, steer)
 
 
-@distributed(world_sizes=(2,))
-@both_transports
-def test_experts_wrapped_by_hand_and_patched(ctx, transport):
-    """The patch comes before or after sharding; activation checkpointing runs the block again; evaluation works."""
-    only_fsdp2x(ctx)
-    for when in ("before", "after"):
-        reference = ListMoe(top_k=2)
-        ours = copy.deepcopy(reference)
-        if when == "before":
-            assert moe.apply_expert_patch(ours) == 2
-        for layer in ours.layers:
-            for expert in layer.mlp.experts:
-                fsdp2x.fully_shard(expert, transport=transport)
-        fsdp2x.fully_shard(ours, transport=transport)
-        if when == "after":
-            assert moe.apply_expert_patch(ours) == 2
-            for layer in ours.layers:
-                layer.forward = lambda x, f=layer.forward: checkpoint(f, x, use_reentrant=False)
-        three_steps(ctx, reference, ours, list_loss(lambda rank, step: (2 * rank + step) % 4))
-        for layer in (*ours.layers, *reference.layers):
-            layer.mlp.bias = 0.0
-        with torch.no_grad():
-            same(ours(rows(ctx.rank)), reference(rows(ctx.rank)), **TOLERANCE)
-
-
-def unpatched(ctx):
+def experts_as_units(ctx):
     from datetime import timedelta
 
     model = ListMoe()
@@ -97,21 +75,9 @@ def unpatched(ctx):
     return "no error"
 
 
-def test_without_the_patch_shared_memory_says_which_experts():
-    messages = [outcome.value for outcome in dist_run(unpatched, 2)]
+def test_shared_memory_says_which_experts_are_units():
+    messages = [outcome.value for outcome in dist_run(experts_as_units, 2)]
     assert all("experts.0" in message and "experts.1" in message for message in messages), messages
-
-
-@distributed(world_sizes=(1,))
-def test_experts_in_another_order_are_refused(ctx):
-    only_fsdp2x(ctx)
-    model = ListMoe()
-    moe.shard_experts(model, per="expert")
-    fsdp2x.fully_shard(model, auto_wrap=False)
-    block = model.layers[0].mlp
-    block.forward = lambda x: (block.experts[2](x) + block.experts[0](x), None)
-    with pytest.raises(RuntimeError, match="expert 0 of layers.0.mlp.experts was called after expert 2"):
-        model(rows(0))
 
 
 @distributed(world_sizes=(2,))
@@ -127,7 +93,7 @@ def test_fused_experts(ctx, transport, implementation, own_units):
         assert moe.shard_experts(ours, transport=transport) == 2
         assert all(isinstance(layer.mlp.experts, fsdp2x.FSDPModule) for layer in ours.model.layers)
     fsdp2x.fully_shard(ours, auto_wrap=True, transport=transport)
-    assert moe.apply_expert_patch(ours) == 0
+    assert moe.apply_expert_patch(ours) == 2
     pairs = ((0, 1), (2, 3), (1, 2))
 
     def loss_of(model, rank, step):

@@ -4,13 +4,11 @@ Gathers and reductions must come in the same order on all ranks, but a rank runs
 
 * Fused experts are one module that every rank runs, so they are one unit. Without tokens they would leave no trace in
   the graph, so a rank without tokens gets an empty output that depends on the weights.
-* Experts in a list are called one by one, only those with tokens, in ascending order. A block that is one unit needs
-  only that trace. If each expert is a unit, a skipped expert runs on no rows at its turn:
+* Experts in a list are called one by one, only those with tokens. So they belong to the unit of their block or layer,
+  and a block without tokens gets the same trace.
 
-      rank 0    e0(5 rows)  e1(0 rows)  e2(9 rows)  e3(0 rows)
-      rank 1    e0(0 rows)  e1(2 rows)  e2(0 rows)  e3(7 rows)      gathers, backwards and reductions in one order
-
-  Without rows, gradients are exactly zero, and no value can be infinite."""
+Without tokens, gradients are exactly zero, and no value can be infinite.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +17,10 @@ import logging
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard, cast
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp2x.base.arguments import checked
@@ -47,11 +44,6 @@ class ExpertGroup:
     block: nn.Module
     num_experts: int
     is_fused: bool
-
-    @property
-    def members(self) -> list[nn.Module]:
-        """Returns the experts of a list."""
-        return list(cast("nn.ModuleList", self.experts))
 
 
 @checked
@@ -97,95 +89,68 @@ def _is_list(module: nn.Module, name: str) -> TypeGuard[nn.ModuleList]:
 
 logger = logging.getLogger("fsdp2x")
 
-_TURNS = "_fsdp2x_turns"
 _ALLOWS_NO_TOKENS = "_fsdp2x_allows_no_tokens"
 
 
 @checked
-def shard_experts(model: nn.Module, *, per: Literal["block", "expert"] = "block", **options: Any) -> int:
-    """Makes units of the experts. ``fully_shard(model, auto_wrap=True)`` then makes the others.
+def shard_experts(model: nn.Module, **options: Any) -> int:
+    """Makes a unit of each block's experts. ``fully_shard(model, auto_wrap=True)`` then makes the others.
+
+    The unit has the fused experts, or the block around a list of experts (with router and shared expert).
 
     Use it to limit the memory of a gather. Without it, experts belong to their layer's unit, which is fastest if the
     layer fits.
 
     Args:
         model: a model that is not sharded yet.
-        per: ``"block"`` for one unit of the fused experts, or of the block around a list (with router and shared
-            expert). ``"expert"`` for one unit of each expert of a list. Experts without tokens then run on no rows.
         options: arguments of ``fully_shard``, such as ``mesh``, ``mp_policy``, ``reshard_after_forward``.
 
     Returns:
         The number of units.
 
     Raises:
-        ValueError: the model has no experts, or ``per`` is unknown.
-        NotImplementedError: ``per="expert"`` with fused experts, or with experts that take more than one tensor.
+        ValueError: the model has no experts.
     """
     groups = experts_of(model, "shard_experts")
-    fused = [group for group in groups if group.is_fused]
-    if per == "expert" and fused:
-        raise NotImplementedError(
-            f"fsdp2x.shard_experts: {fused[0].name} holds {fused[0].num_experts} experts in each of its tensors, so "
-            'they cannot be separate units. Use per="block" or expert_parallel.'
-        )
-    count = 0
     for group in groups:
-        if group.is_fused:
-            allow_no_tokens(group.experts)
-            units = [group.experts]
-        elif per == "block":
-            group.block.register_forward_hook(_connect)
-            units = [group.block]
-        else:
-            take_turns(group)
-            units = group.members
-        for unit in units:
-            fully_shard(unit, auto_wrap=False, **options)
-        count += len(units)
-    return count
+        _allow_no_tokens(group)
+        fully_shard(group.experts if group.is_fused else group.block, auto_wrap=False, **options)
+    return len(groups)
 
 
 @checked
 def apply_expert_patch(model: nn.Module) -> int:
-    """Makes any routing safe if each expert is a unit. Call it before or after ``fully_shard``; it may repeat.
+    """Lets ranks without tokens run a block of experts that is a unit. Call it before or after ``fully_shard``.
 
-    Only lists whose experts are each a unit, by ``fully_shard(expert)`` or by class name, need it. Their experts then
-    run on no rows if they have no tokens, through hooks, and no value is multiplied by zero. Every rank runs fused
-    experts (transformers 5), and experts inside another unit belong to that unit.
+    A rank without tokens then has gradients of zero, instead of none, and no value is multiplied by zero. Only blocks,
+    or fused experts, that are a unit of their own need it. Experts inside another unit belong to that unit. Do not make
+    each expert of a list a unit: ranks would gather other units.
 
     Returns:
-        The number of blocks that needed it.
+        The number of blocks.
 
     Raises:
         ValueError: the model has no experts.
     """
-    count = 0
-    for group in experts_of(model, "apply_expert_patch"):
-        if group.is_fused:
-            allow_no_tokens(group.experts)
-        else:
-            take_turns(group)
-            count += 1
-    if count == 0:
-        logger.info(
-            "apply_expert_patch: nothing to patch, because the experts of %s are fused and every rank runs them",
-            type(model).__name__,
-        )
-    return count
+    groups = experts_of(model, "apply_expert_patch")
+    for group in groups:
+        _allow_no_tokens(group)
+    return len(groups)
 
 
-# ---- fused experts
-
-
-def allow_no_tokens(experts: nn.Module) -> None:
-    """Makes fused experts without tokens return no rows that depend on their weights, instead of running."""
-    if hasattr(experts, _ALLOWS_NO_TOKENS) or hasattr(experts, PARALLEL_STATE):
+def _allow_no_tokens(group: ExpertGroup) -> None:
+    module = group.experts if group.is_fused else group.block
+    if hasattr(module, _ALLOWS_NO_TOKENS) or hasattr(module, PARALLEL_STATE):
         return
-    setattr(experts, _ALLOWS_NO_TOKENS, (experts.__dict__.get("forward"),))
-    experts.forward = types.MethodType(_forward, experts)
+    setattr(module, _ALLOWS_NO_TOKENS, (module.__dict__.get("forward"),))
+    if group.is_fused:
+        module.forward = types.MethodType(_forward, module)
+    else:
+        module.register_forward_hook(_connect, prepend=True)
 
 
 def _forward(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Runs fused experts. Without tokens it returns no rows, which depend on the weights."""
     if hidden_states.numel() == 0:
         return _joined(hidden_states, touch(self._parameters.values()))
     (replaced,) = getattr(self, _ALLOWS_NO_TOKENS)
@@ -226,14 +191,11 @@ class _Joined(torch.autograd.Function):
         return grad, torch.zeros_like(zero)
 
 
-# ---- lists of experts
-
-
 def _connect(block: nn.Module, args: tuple, output: Any) -> Any:
-    """Makes an output without graph (no tokens, no expert ran) depend on the block's weights.
+    """Makes an output without graph (no tokens, no expert of a list ran) depend on the block's weights.
 
-    Runs before the unit's hook. Otherwise backward would skip the unit on this rank, and the others would gather it
-    alone.
+    Otherwise backward would skip the unit on this rank, and the others would gather it alone. It runs before the unit's
+    own hook, which frees the weights.
     """
     first, *rest = output if isinstance(output, tuple) else (output,)
     if first.requires_grad or not torch.is_grad_enabled():
@@ -242,92 +204,12 @@ def _connect(block: nn.Module, args: tuple, output: Any) -> Any:
     return (first, *rest) if isinstance(output, tuple) else first
 
 
-def take_turns(group: ExpertGroup) -> None:
-    """Makes experts that are units run in ascending order on every rank, on no rows if they have no tokens."""
-    if not hasattr(group.block, _TURNS):
-        for expert in group.members:
-            _check_signature(expert, group.name)
-        setattr(group.block, _TURNS, _Turns(group))
-
-
-def _check_signature(expert: nn.Module, name: str) -> None:
-    parameters = inspect.signature(unsharded_class(expert).forward).parameters.values()
-    required = [p for p in list(parameters)[1:] if p.default is inspect.Parameter.empty and p.kind < p.VAR_POSITIONAL]
-    if len(required) != 1:
-        raise NotImplementedError(
-            f"fsdp2x.moe: the forward of experts of {name} ({unsharded_class(expert).__name__}) takes "
-            f"{', '.join(p.name for p in required)}, but only experts that take one tensor can be separate units. "
-            'Use shard_experts(model, per="block").'
-        )
-
-
-class _Turns:
-    """Hooks on one block and its experts. Their state lives from the block's pre-forward to its post-forward."""
-
-    def __init__(self, group: ExpertGroup) -> None:
-        self._experts, self._name = group.members, group.name
-        self._no_rows: torch.Tensor | None = None
-        self._next = 0  # the expert whose turn it is
-        self._passed_over: list[torch.Tensor] = []
-        self._passing = False  # an expert runs on no rows
-        self._hooked = False
-        group.block.register_forward_pre_hook(self._begin, with_kwargs=True)
-        group.block.register_forward_hook(self._end)
-
-    def _begin(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
-        if not any(isinstance(expert, FSDPModule) for expert in self._experts):
-            self._no_rows = None
-            return
-        if not self._hooked:
-            # Registered now, after all sharding and before the hooks that gather, so that earlier experts come first.
-            for index, expert in enumerate(self._experts):
-                expert.register_forward_pre_hook(lambda *_, index=index: self._turn(index), prepend=True)
-            self._hooked = True
-        (hidden, *_) = (*args, *kwargs.values())
-        self._no_rows = hidden.reshape(-1, hidden.shape[-1])[:0]
-        self._next, self._passed_over = 0, []
-
-    def _turn(self, index: int) -> None:
-        if self._no_rows is None or self._passing:
-            return
-        if index < self._next:
-            raise RuntimeError(
-                f"fsdp2x.moe: expert {index} of {self._name} was called after expert {self._next - 1}, but experts "
-                'that are units must be called once each, in ascending order. Use shard_experts(model, per="block").'
-            )
-        self._pass_over(index)
-        self._next = index + 1
-
-    def _pass_over(self, until: int) -> None:
-        while self._next < until:
-            expert = self._experts[self._next]
-            self._next += 1
-            self._passing = True
-            try:
-                self._passed_over.append(expert(self._no_rows))
-            finally:
-                self._passing = False
-
-    def _end(self, block: nn.Module, args: tuple, output: Any) -> Any:
-        if self._no_rows is None:
-            return None
-        self._pass_over(len(self._experts))
-        zeros = [out.sum() for out in self._passed_over if out.requires_grad]
-        self._no_rows, self._passed_over = None, []
-        first, *rest = output if isinstance(output, tuple) else (output,)
-        if not torch.is_grad_enabled() or not (first.requires_grad or zeros):
-            return None
-        zero = torch.stack(zeros).sum() if zeros else first.new_zeros(())
-        first = _joined(first, zero)
-        return (first, *rest) if isinstance(output, tuple) else first
-
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT_BYTES = 16  # torch's grouped product needs rows of a multiple of this
 
 
 @checked
-def use_grouped_gemm(model: nn.Module, enabled: bool = True, *, compute_dtype: torch.dtype | None = None) -> str:
+def use_grouped_gemm(model: nn.Module, enabled: bool = True) -> str:
     """Chooses how fused experts multiply: ``"grouped_mm"``, or ``"eager"`` for a loop over them.
 
     It sets the experts implementation of transformers 5, acts at every later forward, and may be called again at any
@@ -337,7 +219,6 @@ def use_grouped_gemm(model: nn.Module, enabled: bool = True, *, compute_dtype: t
     Args:
         model: a transformers model, or a wrapper around one, sharded or not.
         enabled: whether to try the grouped product. False chooses the loop.
-        compute_dtype: dtype of the weights in forward, if a mixed precision policy changes it.
 
     Returns:
         The choice.
@@ -357,21 +238,19 @@ def use_grouped_gemm(model: nn.Module, enabled: bool = True, *, compute_dtype: t
     choice = "grouped_mm"
     if not enabled:
         choice = "eager"
-    elif reason := next((why for group in groups if (why := _unfit(group, compute_dtype))), None):
+    elif reason := next((why for group in groups if (why := _unfit(group))), None):
         choice = "eager"
         logger.warning("use_grouped_gemm: using a loop over the experts instead: %s", reason)
     outer.set_experts_implementation(choice)
     return choice
 
 
-def _unfit(group: ExpertGroup, compute_dtype: torch.dtype | None) -> str | None:
+def _unfit(group: ExpertGroup) -> str | None:
     """Returns why torch's grouped product cannot be used, or None."""
-    if not hasattr(torch.nn.functional, "grouped_mm") and not hasattr(torch, "_grouped_mm"):
-        return f"torch {torch.__version__} has no grouped_mm"
     for name, param in group.experts.named_parameters(recurse=False):
         if param.dim() != 3:
             continue
-        dtype = compute_dtype or param.dtype
+        dtype = param.dtype
         if dtype not in _DTYPES:
             return f"{group.name}.{name} is computed in {dtype}, grouped_mm supports {', '.join(map(str, _DTYPES))}"
         odd = [size for size in param.shape[1:] if size * dtype.itemsize % _ALIGNMENT_BYTES]
