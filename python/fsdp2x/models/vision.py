@@ -3,8 +3,7 @@
 Gathers must be the same on every rank, but a rank without an image never runs the vision tower. So the tower belongs to
 the root's unit, which every rank gathers once at the root's forward and keeps until backward ends. Over a process
 group, every rank must reduce the root at the same point. So a rank that did not run a trainable tower provides zeros
-for it. The zeros depend on the text embedding, which every backward reaches. If every rank always has an image, the
-tower's blocks can be separate units.
+for it. The zeros depend on the text embedding, which every backward reaches.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ def shard_vision_language(
     model: nn.Module,
     *,
     tower: str | list[str] | None = None,
-    every_rank_has_images: bool = False,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
     **options: Any,
 ) -> nn.Module:
@@ -44,9 +42,6 @@ def shard_vision_language(
         model: the complete model, not sharded yet.
         tower: paths of the modules that only images need (tower, projector), from the model or from a level below it.
             Default: modules with the usual names of towers.
-        every_rank_has_images: whether every rank has an image in every step. False keeps the full tower gathered from
-            forward to the end of backward. True makes the tower's blocks separate units. If a rank skips the tower
-            then, an error (shared memory) or a timeout (process group) follows.
         mp_policy: policy of the language model. Tower and root get it with ``cast_forward_inputs=False``.
         options: other arguments of ``fully_shard``, except ``auto_wrap``.
 
@@ -57,16 +52,12 @@ def shard_vision_language(
         ValueError: there is no such tower, or the tower is trainable and the model has no ``get_input_embeddings``.
     """
     towers = _find_towers(model, tower)
-    if not every_rank_has_images:
-        _Absent(model, [model.get_submodule(path) for path in towers])
+    _Absent(model, [model.get_submodule(path) for path in towers])
     uncast = dataclasses.replace(mp_policy, cast_forward_inputs=False)
     for plan in plan_units(model):
         paths = [clean_name(name) for name in plan.names]
         inside = [any(path == root or path.startswith(root + ".") for root in towers) for path in paths]
-        if any(inside) and not every_rank_has_images:
-            modules = [module for module, below in zip(plan.modules, inside, strict=True) if not below]
-        else:
-            modules = list(plan.modules)
+        modules = [module for module, below in zip(plan.modules, inside, strict=True) if not below]
         if not modules:
             continue
         reshard = plan.reshard_after_forward
@@ -87,7 +78,7 @@ class _Absent:
         if embedding is None:
             raise ValueError(
                 f"fsdp2x.shard_vision_language: {type(model).__name__} has no get_input_embeddings(), which ranks "
-                "without images need. Use every_rank_has_images=True."
+                "without images need. Shard it with fsdp2x.fully_shard if every rank has an image in every step."
             )
         model.register_forward_pre_hook(self._begin)
         embedding.register_forward_hook(self._connect)

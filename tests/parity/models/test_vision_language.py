@@ -71,21 +71,7 @@ def test_an_image_on_one_rank_only(ctx, transport, frozen):
 
 
 @distributed(world_sizes=(2,))
-@both_transports
-def test_units_of_the_tower_where_all_ranks_have_images(ctx, transport):
-    """The merger trains, the blocks below it are frozen, in one unit and in their own."""
-    only_fsdp2x(ctx)
-    reference = tiny_vlm()
-    freeze_module_prefix(reference, "visual.blocks")
-    ours = copy.deepcopy(reference)
-    shard_vision_language(ours, every_rank_has_images=True, transport=transport)
-    assert all(isinstance(block, fsdp2x.FSDPModule) for block in ours.model.visual.blocks)
-    train_alike(ctx, reference, ours, loss_of(lambda step, rank: True), **TOLERANCE)
-
-
-@distributed(world_sizes=(2,))
-@pytest.mark.parametrize("every_rank_has_images", [True, False])
-def test_inputs_of_the_tower_are_not_cast(ctx, every_rank_has_images):
+def test_inputs_of_the_tower_are_not_cast(ctx):
     only_fsdp2x(ctx)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, seen = tiny_vlm(), {}
@@ -94,7 +80,7 @@ def test_inputs_of_the_tower_are_not_cast(ctx, every_rank_has_images):
     def look(name):
         return lambda module, args, kwargs: seen.update({name: (args, kwargs)})
 
-    shard_vision_language(model, mp_policy=policy, every_rank_has_images=every_rank_has_images)
+    shard_vision_language(model, mp_policy=policy)
     model.model.register_forward_pre_hook(look("root"), with_kwargs=True)
     visual.blocks[0].register_forward_pre_hook(look("block"), with_kwargs=True)
     model.model.language_model.layers[0].register_forward_pre_hook(look("layer"), with_kwargs=True)
