@@ -28,7 +28,7 @@ RULES = {
     "all": {"scale": 0.4, "window": 2, "softcap": 0.8, "sinks": torch.tensor([0.3, -1.0, 2.0, 0.1])},
 }
 # So little that no weight is dropped, but the implementation is that of dropout.
-RULES |= {f"{name}_dropout": {**RULES[name], "dropout": 1e-12} for name in ("plain", "window", "all")}
+RULES |= {f"{name}_dropout": {**RULES[name], "dropout": 1e-12} for name in ("plain", "window")}
 
 
 def part_of(rank, ulysses=1, context=1):

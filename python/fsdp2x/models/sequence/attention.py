@@ -444,6 +444,11 @@ def sequence_attention(
         raise NotImplementedError(f"{name}: output_attentions=True has no weights to return over layouts")
     if is_causal is False or (is_causal is None and not getattr(module, "is_causal", True)):
         raise NotImplementedError(f"{name}: attention that is not causal is not supported over layouts")
+    if dropout and (softcap is not None or s_aux is not None):
+        raise NotImplementedError(
+            f"{name}: attention dropout with soft caps or attention sinks is not supported over layouts. Set "
+            "attention_dropout=0.0 in the model's config."
+        )
     length = sequence_layout.local_length
     if query.shape[2] != length or key.shape[2] != length or query.shape[0] != sequence_layout.num_rows:
         raise ValueError(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +34,10 @@ def attend(
     Returns:
         [rows, positions of the queries, heads, dim of value]
     """
-    if query.is_cuda and (kernel := flash_kernel()) is not None and flash_takes(query, value, rules):
-        return attend_flat(query, key, value, layout, rules, kernel)
+    if query.is_cuda and flash_takes(query, value, rules):
+        from torch.nn.attention.varlen import varlen_attn  # importing it takes more than a second
+
+        return attend_flat(query, key, value, layout, rules, varlen_attn)
     common = layout.common_range()
     if common is not None:
         return _attend_rows(query, key, value, layout, [common], rules).transpose(1, 2)
@@ -81,7 +82,7 @@ def _attend_sample(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rul
     sees_all = rules.window is None or length <= rules.window
     if num < length and sees_all and rules.is_plain and flash.takes(q, v):
         return flash.TailAttention.apply(q, k, v, rules.scale)
-    if rules.dropout == 0.0 and (num < length or rules.explicit):
+    if rules.explicit or (num < length and rules.dropout == 0.0):
         return BlockAttention.apply(q, k, v, rules.sinks, rules)
     if num == length and sees_all:
         return _block(q, k, v, rules, None)
@@ -99,8 +100,6 @@ def _attend_sample(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rul
 
 def _block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules, seen: torch.Tensor | None) -> torch.Tensor:
     """Computes queries against keys. ``seen`` is [queries, keys], or None for causal attention of equal lengths."""
-    if rules.explicit:
-        return _explicit(q, k, v, rules, seen)
     return F.scaled_dot_product_attention(
         q,
         k,
@@ -113,38 +112,7 @@ def _block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules, seen
     )
 
 
-def _explicit(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules, seen: torch.Tensor | None
-) -> torch.Tensor:
-    """Soft caps and sinks under dropout, whose weights autograd keeps."""
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if rules.scale is None else rules.scale)
-    if rules.softcap is not None:
-        scores = torch.tanh(scores / rules.softcap) * rules.softcap
-    if seen is None:
-        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    scores = scores.float().masked_fill(~seen, float("-inf"))
-    if rules.sinks is not None:
-        sinks = rules.sinks.float().view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
-        weights = torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
-    else:
-        weights = scores.softmax(dim=-1)
-    return F.dropout(weights.to(v.dtype), p=rules.dropout) @ v
-
-
 # ---- one call for all samples, on CUDA
-
-
-@lru_cache(maxsize=1)
-def flash_kernel() -> Callable | None:
-    """Returns torch's variable-length attention, if this torch has it."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return varlen_attn
 
 
 def flash_takes(query: torch.Tensor, value: torch.Tensor, rules: Rules) -> bool:
