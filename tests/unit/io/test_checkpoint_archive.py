@@ -1,19 +1,16 @@
 """Archives that torch reads, checksums of concatenations, and the sinks that write them."""
 
 import io
-import mmap
 import os
 import random
-import re
 import zipfile
 import zlib
-from pathlib import Path
 
 import pytest
 import torch
 
 from fsdp2x.io.checkpoint.archive import Archive, Stored
-from fsdp2x.io.checkpoint.disk import BLOCK_BYTES, Sink, bytes_of, combine, page_aligned
+from fsdp2x.io.checkpoint.disk import BLOCK_BYTES, Sink, bytes_of, combine
 from fsdp2x.io.checkpoint.forms import runs
 from fsdp2x.io.checkpoint.plan import Chunk
 
@@ -119,18 +116,3 @@ def test_runs_of_a_chunk_are_its_bytes(shape, offsets, sizes):
     expected = torch.zeros_like(whole)
     expected[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = part
     assert bytes(written) == io.BytesIO(expected.numpy().tobytes()).getvalue()
-
-
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a system without large pages")
-def test_memory_of_a_save_may_come_in_large_pages():
-    """Shared memory uses large pages only if the system's settings allow it."""
-    memory = page_aligned(5 << 20)
-    assert memory.data_ptr() % mmap.PAGESIZE == 0 and not memory.any()
-    flags: list[str] = []
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, _, rest = line.partition(" ")
-        if re.fullmatch("[0-9a-f]+-[0-9a-f]+", name):
-            begin, end = (int(bound, 16) for bound in name.split("-"))
-        elif name == "VmFlags:" and begin <= memory.data_ptr() < end:
-            flags = rest.split()
-    assert "hg" in flags and "sh" not in flags

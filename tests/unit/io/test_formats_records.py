@@ -21,7 +21,7 @@ from fsdp2x.base.failures import CheckpointError, CorruptFile
 from fsdp2x.io.formats.dcp import DcpTensors, read_table
 from fsdp2x.io.formats.records import Placement, box_of, read_records
 from fsdp2x.io.formats.safe_files import OpenFiles
-from fsdp2x.io.formats.tensors import FileTensor, LoadedTensor, Tile, covers, tiled
+from fsdp2x.io.formats.tensors import FileTensor, covers
 
 
 def refuses(pattern):
@@ -117,29 +117,6 @@ def test_boxes_are_those_of_dtensor(shape):
             assert covered.all()
     with refuses("placement Partial is not supported"):
         box_of(shape, (2,), (0,), [Placement("Partial")])
-
-
-def test_tiles():
-    whole = torch.arange(35.0).view(5, 7)
-    boxes = [((0, 0), (3, 4)), ((0, 4), (3, 3)), ((3, 0), (2, 4)), ((3, 4), (2, 3)), ((5, 0), (0, 4))]
-    tiles = [
-        Tile((a, b), LoadedTensor(whole[a : a + m, b : b + n])) for (a, b), (m, n) in [*boxes, boxes[0]]
-    ]  # the last is a replica
-    found = tiled("w", whole.shape, whole.dtype, tiles)
-    assert torch.equal(found.whole(), whole)
-    for a, b in itertools.product(range(5), range(7)):
-        out = torch.empty(5 - a, 7 - b, dtype=torch.float64)
-        found.read([a, b], out)
-        assert torch.equal(out, whole[a:, b:].double())
-    with refuses("w: the shards hold 23 elements of 35"):
-        tiled("w", whole.shape, whole.dtype, tiles[1:4])
-    with refuses("w: the shards of .* reach beyond"):
-        tiled("w", (4, 7), whole.dtype, tiles)
-    with refuses("w: a shard has dtype torch.float32, but the tensor torch.float64"):
-        tiled("w", whole.shape, torch.float64, tiles)
-    assert torch.equal(
-        tiled("s", (), torch.float32, [Tile((), LoadedTensor(torch.tensor(2.0)))]).whole(), torch.tensor(2.0)
-    )
 
 
 def test_boxes_that_cover_a_shape_are_told_from_others():
@@ -261,16 +238,6 @@ def edit(folder, change):
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     change(metadata)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def test_what_dcp_writes_is_read(saved):
-    found = load(saved)
-    assert torch.equal(found["model.w"], torch.arange(12.0).view(3, 4))
-    assert torch.equal(found["model.b"], torch.ones(2, dtype=torch.bfloat16))
-    assert found["note.groups.0.betas"] == (0.9, 0.95) and found["note.groups.0.foreach"] is None
-    table = read_table(saved)
-    assert table.paths["note.groups.0.lr"] == ("note", "groups", 0, "lr")
-    assert table.entries["model.w"] == ((3, 4), torch.float32) and table.entries["note.step"] is None
 
 
 def test_a_table_that_calls_is_refused_unexecuted(saved, tmp_path):
@@ -396,10 +363,3 @@ def test_tables_that_are_none_are_named(saved, content):
     reason = "No such file" if content is None else ".*not the metadata of a checkpoint"
     with pytest.raises(CorruptFile, match=rf"\.metadata: {reason}"):
         read_table(saved)
-
-
-def test_a_cut_file_is_named(saved):
-    (data,) = saved.glob("*.distcp")
-    os.truncate(data, data.stat().st_size // 2)
-    with pytest.raises(CorruptFile, match=rf"would have bytes .* of {data.name}, which has"):
-        load(saved)

@@ -126,23 +126,6 @@ def test_kv_heads_and_values_of_another_width(kv_heads):
     check(got, defined(*tensors, layout, rules), tensors)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_no_sample_sees_another(rule):
-    """Bit for bit: what a sample gives depends on nothing outside of it, nor on where it lies."""
-    layout, rules = LAYOUTS["packed"], Rules(**RULES[rule])
-    q, k, v = (x.detach() for x in tensors_of(layout))
-    before = attend(q, k, v, layout, rules)
-    for _, start, stop in layout.samples:
-        others = [x.clone() for x in (q, k, v)]
-        for x in others:
-            x[:, :, :start] = 100.0
-            x[:, :, stop:] = float("nan")
-        after = attend(*others, layout, rules)
-        assert torch.equal(after[:, start:stop], before[:, start:stop])
-        alone = attend(*(x[:, :, start:stop] for x in (q, k, v)), whole_rows(1, stop - start), rules)
-        torch.testing.assert_close(alone, before[:, start:stop], rtol=1e-6, atol=1e-7)
-
-
 def test_a_row_of_padding_gives_zeros_and_a_graph():
     layout = SequenceLayout(1, 4, [])
     q, k, v = tensors_of(layout)
@@ -249,14 +232,6 @@ def test_padding_masks():
         from_attention_mask(torch.ones(1, 1, 2, 2))
 
 
-def test_one_call_for_rows_that_are_alike():
-    assert whole_rows(2, 5).common_range() == (0, 5)
-    assert SequenceLayout(2, 6, [(0, 1, 5), (1, 1, 5)]).common_range() == (1, 5)
-    assert SequenceLayout(2, 6, [(0, 1, 5), (1, 1, 6)]).common_range() is None
-    assert SequenceLayout(2, 6, [(0, 1, 5)]).common_range() is None
-    assert SequenceLayout(1, 6, []).common_range() is None
-
-
 @pytest.mark.parametrize(
     "samples", [[(0, 2, 2)], [(0, 0, 7)], [(1, 0, 3), (0, 0, 3)], [(0, 0, 3), (0, 2, 4)], [(2, 0, 1)], [(0, -1, 2)]]
 )
@@ -305,25 +280,6 @@ def test_heads_that_ranks_cannot_share():
 
 
 # ---- inputs of a decoder
-
-
-def test_everything_along_the_sequence_is_cut():
-    visual = torch.tensor([[0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1]], dtype=torch.bool)
-    deep = [torch.arange(5), torch.arange(5) + 10]
-    inputs = {
-        "inputs_embeds": torch.randn(2, 6, 3),
-        "position_ids": torch.arange(6).expand(3, 2, 6),
-        "visual_pos_masks": visual,
-        "deepstack_visual_embeds": deep,
-        "attention_mask": torch.ones(2, 6),
-        "scale": torch.ones(5),
-    }
-    cut = cut_decoder_inputs(inputs, SequenceLayout(2, 6, [], part_of(1, ulysses=3)), 6)
-    assert torch.equal(cut["inputs_embeds"], inputs["inputs_embeds"][:, 2:4])
-    assert cut["position_ids"].tolist() == [[[2, 3]] * 2] * 3
-    assert cut["visual_pos_masks"].tolist() == [[True, False], [False, True]]
-    assert [part.tolist() for part in cut["deepstack_visual_embeds"]] == [[1, 2], [11, 12]]
-    assert cut["scale"] is inputs["scale"]
 
 
 def test_an_unknown_input_along_the_sequence():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import sequences
-from fsdp2x.models.sequence.attention import IMPLEMENTATION, sequence_mask
+from fsdp2x.models.sequence.attention import IMPLEMENTATION
 from fsdp2x.models.sequence.layout import KEYWORD
 from fsdp2x.sequence import SequenceLayout, pack_samples, use_varlen_attention
 from models import build as build_simple
@@ -86,27 +86,6 @@ def test_twice_is_an_error_and_remove_gives_the_model_back():
     assert model.config._attn_implementation == "eager"
     assert torch.equal(model(input_ids=IDS).logits, expected)
     use_varlen_attention(model).remove()
-
-
-@pytest.mark.parametrize("end", ["inside", "before", "twice"])
-def test_a_removed_handle_switches_nothing(end):
-    model = sequences.build("qwen3")
-    expected = model(input_ids=IDS).logits
-    handle = use_varlen_attention(model)
-    if end == "inside":
-        with handle.disabled():
-            handle.remove()
-    else:
-        handle.remove()
-        with handle.disabled():
-            assert model.config._attn_implementation == "eager"
-    assert model.config._attn_implementation == "eager"
-    assert torch.equal(model(input_ids=IDS).logits, expected)
-    use_varlen_attention(model)
-    if end == "twice":
-        handle.remove()
-    with handle.disabled():
-        assert model.config._attn_implementation == IMPLEMENTATION
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3"])
@@ -229,21 +208,6 @@ def test_wrong_inputs(inputs, error, said):
     use_varlen_attention(model)
     with pytest.raises(error, match=said):
         model(input_ids=IDS, **inputs)
-
-
-def test_masks_of_other_shapes():
-    from transformers import masking_utils
-
-    for function in (
-        masking_utils.chunked_causal_mask_function(4, torch.zeros(1)),
-        masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.blockwise_overlay(torch.zeros(1, 4))),
-        masking_utils.bidirectional_mask_function,
-    ):
-        with pytest.raises(NotImplementedError, match="chunked_overlay|blockwise_overlay|bidirectional_mask_function"):
-            sequence_mask(mask_function=function)
-    with pytest.raises(NotImplementedError, match="its own overlay"):
-        sequence_mask(mask_function=masking_utils.causal_mask_function, use_vmap=True)
-    assert sequence_mask(mask_function=masking_utils.sliding_window_causal_mask_function(4)) is None
 
 
 def test_a_layer_that_escapes_is_noticed():

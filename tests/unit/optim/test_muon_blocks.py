@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-import fsdp2x
 from fsdp2x.optim import Muon, muon_param_groups
-from fsdp2x.optim.muon_split import SPLIT_SETTINGS, Split, describe_groups, split_of
+from fsdp2x.optim.muon_split import Split, split_of
 from fsdp2x.optim.newton_schulz import flops, orthogonalize, uses_gram
 from models import build
 
@@ -84,14 +83,6 @@ def test_blocks_are_those_that_the_model_reads():
     seen.clear()
     torch.testing.assert_close(Split((1, 1), (1, 1), -1, 6).orthogonalize(columns.clone(), record), -columns)
     torch.testing.assert_close(seen, [columns[..., ::2], columns[..., 1::2]])
-
-
-def test_rates_are_those_of_the_blocks():
-    split = Split((8, 4, 4), (1, 1, 1))
-    assert split.factors(16, 4, lambda m, n: float(m)) == [(0, 8, 8.0), (8, 16, 4.0)]
-    assert Split((8, 8), (2, 2)).factors(16, 4, lambda m, n: float(m)) == [(0, 16, 4.0)]
-    assert Split((2, 1), (1, 1), -1, 2).factors(5, 6, lambda m, n: float(n)) == [
-        (0, 2, 4.0), (2, 3, 2.0), (3, 5, 4.0), (5, 6, 2.0)]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -179,15 +170,6 @@ def test_groups_of_torchs_optimizers_load():
     assert optimizer.state[weight].keys() == {"momentum_buffer"} and optimizer.state[bias]["step"] == 2
 
 
-def test_description_of_groups():
-    model, _ = family("phi3")
-    names = {id(param): name for name, param in model.named_parameters()}
-    lines = describe_groups(Muon(muon_param_groups(model, split="heads")).param_groups, names)
-    assert lines[1] == "Muon: model.layers.*.self_attn.qkv_proj.weight (2) in blocks, rows 16 + 8 + 8, heads 4 + 2 + 2"
-    whole = describe_groups(Muon(muon_param_groups(model, split="none")).param_groups, names)
-    assert any("gate_up_proj.weight (2) as one; if it fuses" in line for line in whole)
-
-
 def steep(*shape):
     """Matrices whose singular values fall from 1 to 1e-4."""
     torch.manual_seed(0)
@@ -222,9 +204,3 @@ def test_gram_falls_back_where_it_gains_nothing():
         assert torch.equal(*results)
     # Plain: 5 (2 n + m) m m. Gram: 4 n m m for X, and 5 + 9 products on G.
     assert flops(3, 128, 512, 5, "gram") == 3 * 128 * 128 * (4 * 512 + 14 * 128)
-
-
-def test_defaults_are_whole_matrices():
-    optimizer = Muon([nn.Parameter(torch.zeros(4, 4))])
-    assert SPLIT_SETTINGS.items() <= optimizer.param_groups[0].items()
-    assert fsdp2x.optim.Muon is Muon

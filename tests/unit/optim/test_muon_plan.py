@@ -88,33 +88,6 @@ def test_every_element_is_dealt_once_and_comes_back(arrangement):
             assert len(taken) == 1 or sum(taken) <= round_numel
 
 
-def test_loads_of_a_transformer_are_even():
-    """A model of 12 layers over 8 ranks, cut by rows: the busiest has 2 % more than the mean."""
-    world = 8
-    layer = [(768, 768), (768, 768), (768, 768), (768, 768), (3072, 768), (3072, 768), (768, 3072)]
-    params = {}
-    for number, (rows, columns) in enumerate(layer * 12):
-        cuts = [chunk(rows, world, rank) for rank in range(world)]
-        pieces = [((0, start, 0), (1, size, columns)) for start, size in cuts]
-        params[number] = of((1, rows, columns), pieces)
-    loads: dict[int, int] = {}
-    dealt = deal(params, 64 * 2**20, loads)
-    assert not dealt.local and len(dealt.rounds) == 1
-    assert max(loads.values()) <= 1.1 * sum(loads.values()) / world
-
-
-def test_experts_that_a_rank_has_whole_do_not_travel():
-    """128 experts over 4 ranks, and over 2 ranks with 2 replicas, which share the work."""
-    shape = (128, 64, 32)
-    cut = [((32 * rank, 0, 0), (32, 64, 32)) for rank in range(4)]
-    dealt = deal({0: of(shape, cut)}, 1 << 20, {})
-    assert not dealt.rounds and [job.shape[0] for job in dealt.local] == [32] * 4
-    replicated = [((64 * (rank % 2), 0, 0), (64, 64, 32)) for rank in range(4)]
-    loads: dict[int, int] = {}
-    dealt = deal({0: of(shape, replicated)}, 1 << 20, loads)
-    assert not dealt.local and len(set(loads.values())) == 1 and len(loads) == 4
-
-
 def names_of(groups) -> dict[bool, list[str]]:
     return {group["use_muon"]: [name for name, _ in group["params"]] for group in groups}
 
