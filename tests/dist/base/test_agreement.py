@@ -3,7 +3,6 @@
 import time
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import fsdp2x
@@ -96,23 +95,6 @@ def test_checks_can_be_turned_off(ctx):
         Agreement._ask = original
     assert not any(asked), "of units"
     same(grads(model), grads(twin), "gradients")
-
-
-@distributed(world_sizes=(3,))
-def test_nothing_is_left_in_the_store(ctx):
-    """The store keeps only the last exchange of the ranks."""
-    only_fsdp2x(ctx)
-    from fsdp2x.base.agreement import agreement_of
-
-    model = shard(ctx, Stack(), STACK_UNITS, transport="process_group")
-    step(model, ctx)
-    agreement = agreement_of(dist.group.WORLD)
-    last = agreement._num_asked - 1
-    step(model, ctx)
-    dist.barrier()
-    if last > 2:
-        assert not agreement._has(last - 2)
-    torch.manual_seed(0)
 
 
 @distributed(world_sizes=(2,), fresh=True)

@@ -108,21 +108,6 @@ def test_two_models_write_to_one_folder_one_after_the_other(ctx, second_is_async
 
 
 @distributed
-def test_staging_memory_is_used_again(ctx):
-    from fsdp2x.io.checkpoint.background import Saver
-
-    with shared_folder() as folder:
-        training = Training()
-        training.steps(1)
-        pointers = set()
-        for step in (1, 2, 3):
-            training.save(folder, step=step, async_save=True).wait()
-            pointers.add(Saver.of(training.model)._staging._buffer.data_ptr())
-        assert len(pointers) == 1
-        training.load(folder)
-
-
-@distributed
 def test_an_error_reaches_all_ranks_at_the_next_call(ctx):
     from fsdp2x import checkpoint
 

@@ -333,9 +333,3 @@ def test_kill(tmp_path, victims, is_async):
 @pytest.mark.parametrize("seed", range(30))
 def test_kill_at_random_moments(tmp_path, seed):
     check(tmp_path, seed, ((1,), (0, 1))[seed % 2], seed % 4 >= 2)
-
-
-@distributed(world_sizes=(1, 2))
-def test_a_checkpoint_that_is_not_there_is_named_once(ctx):
-    with pytest.raises(CheckpointError, match="^loading checkpoint nothere: no such checkpoint"):
-        checkpoint.load("nothere", torch.nn.Linear(2, 2))

@@ -1,7 +1,6 @@
 """Ulysses in use: gathered outputs and their backward, log-probabilities, empty rows, other widths, and its errors."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -196,16 +195,6 @@ def test_heads_that_do_not_divide_are_refused_before_anything_is_changed(ctx):
     assert model(input_ids=torch.arange(3, 9)[None]).logits.shape == (1, 6, sequences.VOCAB)
 
 
-@distributed(world_sizes=(2,))
-def test_different_batches_in_a_group(ctx):
-    _, ours, context, _ = setup(ctx, shard=False)
-    length = 9 + ctx.rank
-    with pytest.raises(ValueError, match="same batch.*rank 0: 1 x 9; rank 1: 1 x 10"):
-        context.shard_inputs({"input_ids": torch.arange(3, 3 + length)[None]})
-    with pytest.raises(ValueError, match="must pass the same batch"):
-        context.shard_inputs({"input_ids": torch.arange(3, 12)[None] + ctx.rank})
-
-
 TOKENS = torch.arange(3, 27).view(2, 12)
 # What differs -> a change of the second rank's batch.
 CHANGES = {
@@ -232,15 +221,6 @@ def test_inputs_that_differ_in_a_group(ctx, what):
     with pytest.raises(ValueError, match=f"same batch, but they differ in .*{what}"):
         context.shard_inputs({**batch, **CHANGES[what](batch)} if ctx.rank else batch)
     context.shard_inputs(batch)
-
-
-@distributed(world_sizes=(2,))
-def test_packed_samples_that_differ_in_a_group(ctx):
-    _, ours, context, _ = setup(ctx, shard=False)
-    row = pack_samples([{"input_ids": TOKENS[0]}, {"input_ids": TOKENS[1]}])
-    other = replace(row, cu_seqlens=torch.tensor([0, 13, 24], dtype=torch.int32))
-    with pytest.raises(ValueError, match="they differ in samples"):
-        context.shard_inputs(other if ctx.rank else row)
 
 
 ENDS = torch.tensor([0, 5, 12], dtype=torch.int32)

@@ -135,65 +135,6 @@ def test_reports_and_plans_count_their_bytes(ctx):
         assert plan.optimizer_bytes == expected
 
 
-# --- one process -----------------------------------------------------------------------------------------------------
-
-
-class Reader(nn.Module):
-    """The next symbol from the six before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(64, 48)
-        self.hidden = nn.Linear(6 * 48, 128)
-        self.norm = nn.LayerNorm(128)
-        self.head = nn.Linear(128, 64)
-
-    def forward(self, symbols: torch.Tensor) -> torch.Tensor:
-        return self.head(nn.functional.gelu(self.norm(self.hidden(self.embed(symbols).flatten(-2)))))
-
-
-def language() -> torch.Tensor:
-    """Rows of seven symbols, each of which follows from two before it and from chance."""
-    generator = torch.Generator().manual_seed(5)
-    table = torch.randint(64, (64, 8, 3), generator=generator).tolist()
-    symbols = [1, 2]
-    for choice in torch.randint(4, (20000,), generator=generator).clamp(max=2).tolist():
-        symbols.append(table[symbols[-1]][symbols[-2] % 8][choice])
-    return torch.tensor(symbols).unfold(0, 7, 1)
-
-
-def loss_after(rows: torch.Tensor, num_steps: int, **options) -> float:
-    torch.manual_seed(1)
-    model = Reader()
-    optimizer = fsdp2x.optim.AdamW(model.parameters(), lr=3e-3, **options)
-    generator = torch.Generator().manual_seed(9)
-
-    def loss_of(batch):
-        return nn.functional.cross_entropy(model(batch[:, :6]), batch[:, 6])
-
-    for _ in range(num_steps):
-        loss_of(rows[torch.randint(len(rows), (64,), generator=generator)]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        return loss_of(rows).item()
-
-
-def test_losses_are_those_of_float32():
-    """After 200 steps they agree within half a percent. The first loss is 4.16."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        rows = language()
-        expected = loss_after(rows, 200)
-        assert expected < 3
-        for stochastic in (False, True):
-            found = loss_after(rows, 200, moments_dtype="int8", stochastic_rounding=stochastic)
-            assert found == pytest.approx(expected, rel=5e-3), stochastic
-    finally:
-        torch.set_num_threads(num_threads)
-
-
 def test_a_state_of_another_shape_is_refused():
     param = nn.Parameter(torch.zeros(3))
     optimizer = fsdp2x.optim.AdamW([param], **INT8)
