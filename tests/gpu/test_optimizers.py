@@ -170,7 +170,7 @@ def test_sharded_models_on_a_stream_of_the_user(ctx):
     stream.wait_stream(torch.cuda.current_stream())
     results = []
     for one, device in ((ours, "cuda"), (reference, "cpu")):
-        optimizer = fsdp2x.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
+        optimizer = fsdp2x.local_optimizer(torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9))
         norms = []
         with torch.cuda.stream(stream) if device == "cuda" else contextlib.nullcontext():
             for step in range(3):

@@ -81,7 +81,7 @@ def make_optimizer(name, model):
     if name == "adamw":
         return fsdp2x.optim.AdamW(params, lr=0.02, amsgrad=True)
     if name == "sgd":
-        return fsdp2x.optim.SGD(params, lr=0.05, momentum=0.9)
+        return fsdp2x.local_optimizer(torch.optim.SGD(params, lr=0.05, momentum=0.9))
     if name == "local_momentum":
         return LocalMomentum(params, lr=0.05)
     return fsdp2x.local_optimizer(torch.optim.NAdam(params, lr=0.02))

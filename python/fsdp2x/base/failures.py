@@ -257,10 +257,10 @@ def run_on_all_ranks(
     return result  # type: ignore[return-value]
 
 
-def gather_all(work: Callable[[], T], *, what: str = "", group: Group = None) -> list[T]:
+def gather_all(work: Callable[[], T], *, what: str = "") -> list[T]:
     """Runs ``work`` on every rank and returns all results in rank order. Fails as ``run_on_all_ranks`` does."""
     result, error = _attempt(work)
-    found = exchange((None if error is None else sentence(error), result), group)
+    found = exchange((None if error is None else sentence(error), result))
     _raise_failures([text for text, _ in found], error, what, CheckpointError)
     return [value for _, value in found]  # type: ignore[return-value]
 

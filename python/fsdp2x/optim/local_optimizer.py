@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -101,19 +101,6 @@ def _is_known(kind: Any) -> bool:
 
 def _unhooked(step: Any) -> Callable[..., Any]:
     return step.__wrapped__ if getattr(step, "hooked", False) else step
-
-
-@checked
-def SGD(params: Iterable[Any], lr: float | Tensor = 1e-3, **settings: Any) -> torch.optim.SGD:
-    """Makes a ``torch.optim.SGD`` that steps over local shards: ``local_optimizer(torch.optim.SGD(params, lr, ...))``.
-
-    Args:
-        params, lr, settings: the arguments of ``torch.optim.SGD``.
-
-    Raises:
-        ValueError: a setting is out of range, or parameters are from before ``fully_shard`` or gathered.
-    """
-    return local_optimizer(torch.optim.SGD(params, lr, **settings))
 
 
 def _replace_wrapped_step(optimizer: torch.optim.Optimizer) -> None:

@@ -156,7 +156,8 @@ def make_optimizer(
     options: dict[str, Any] = {"max_grad_norm": max_grad_norm} if ours else TORCH_LOOPS[config.implementation]
     if config.name == "sgd":
         rates = {"lr": config.lr, "momentum": config.momentum or 0.0}
-        return optim.SGD(groups, **rates) if ours else torch.optim.SGD(groups, **rates, **options)
+        sgd = torch.optim.SGD(groups, **rates, **({} if ours else options))
+        return optim.local_optimizer(sgd) if ours else sgd
     if config.moments_dtype is not None:
         options["moments_dtype"] = getattr(torch, config.moments_dtype) if config.moments_dtype != "int8" else "int8"
         options["stochastic_rounding"] = config.stochastic_rounding

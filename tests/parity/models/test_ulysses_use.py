@@ -66,11 +66,9 @@ def test_gather_hands_back_slices(ctx):
     whole = context.gather_outputs(values, shard)
     assert whole.tolist() == [[0, 1, 2, 10, 11, 12, 20], [3, 4, 5, 13, 14, 15, 23]]
     weights = torch.arange(14.0).view(2, 7)
-    (grad,) = torch.autograd.grad((whole * weights).sum(), values, retain_graph=True)
+    (grad,) = torch.autograd.grad((whole * weights).sum(), values)
     mine = torch.nn.functional.pad(weights, (0, 2))[:, 3 * ctx.rank : 3 * ctx.rank + 3]
     assert torch.equal(grad, 3 * mine)
-    once = context.gather_outputs(values, shard, gradient_scale=1.0)
-    assert torch.equal(torch.autograd.grad((once * weights).sum(), values)[0], mine)
     with pytest.raises(ValueError, match=r"shape \(2, 4\) do not belong"):
         context.gather_outputs(torch.zeros(2, 4), shard)
 

@@ -185,20 +185,6 @@ def test_a_subclass_with_the_same_step_is_known(ctx):
 
 
 @distributed(world_sizes=(2,))
-def test_sgd(ctx):
-    model, twin = ours(ctx), shard_stock(Stack(), STACK_UNITS)
-    settings = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
-    optimizer, expected = (
-        fsdp2x.optim.SGD(model.parameters(), **settings),
-        torch.optim.SGD(twin.parameters(), **settings),
-    )
-    same(train(ctx, model, optimizer), train(ctx, twin, expected))
-    same(params(model), params(twin))
-    with pytest.raises(ValueError, match="Nesterov"):
-        fsdp2x.optim.SGD(model.parameters(), nesterov=True)
-
-
-@distributed(world_sizes=(2,))
 @pytest.mark.parametrize(("update", "error"), [(factored, NotImplementedError), (fail, ArithmeticError)])
 def test_an_error_in_a_step_leaves_the_optimizer_whole(ctx, update, error):
     """Such as the one about state that cannot belong to an element-wise step."""

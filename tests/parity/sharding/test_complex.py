@@ -45,7 +45,7 @@ OPTIMIZERS = {
 }
 OURS = {
     "AdamW": lambda params: fsdp2x.optim.AdamW(params, lr=1e-2),
-    "SGD": lambda params: fsdp2x.optim.SGD(params, lr=1e-2, momentum=0.9),
+    "SGD": lambda params: fsdp2x.local_optimizer(torch.optim.SGD(params, lr=1e-2, momentum=0.9)),
 }
 
 

@@ -46,14 +46,13 @@ def dcp_folder(path: Path) -> Path:
         ) from None
 
 
-def open_dcp(path: Path, files: OpenFiles, *, verify: bool = True) -> tuple[Mapping[str, Source], dict[str, str]]:
+def open_dcp(path: Path, files: OpenFiles) -> tuple[Mapping[str, Source], dict[str, str]]:
     """Returns tensors by key, and aliases (name -> kept name) if fsdp2x wrote the checkpoint."""
     folder = dcp_folder(path)
     if not (folder / MANIFEST).is_file():
         return DcpTensors(folder, files), {}
     manifest = read_manifest(folder)
-    if verify:
-        verify_files(folder, manifest)
+    verify_files(folder, manifest)
     if manifest["form"] != "sharded":
         return open_whole(folder, files, manifest).tensors, dict(manifest["tied"])
     tensors = DcpTensors(folder, files, Ours(manifest["step"], tied_names(manifest)))

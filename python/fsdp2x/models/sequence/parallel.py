@@ -336,36 +336,31 @@ class SequenceParallel(SequenceAttention):
 
     # ---- outputs
 
-    def gather_outputs(
-        self, values: torch.Tensor, shard: SequenceShard, *, gradient_scale: float | None = None
-    ) -> torch.Tensor:
+    def gather_outputs(self, values: torch.Tensor, shard: SequenceShard) -> torch.Tensor:
         """Gathers the full sequence on every rank: [rows, positions of this rank, ...] -> [rows, length, ...].
 
-        It drops padding at the end. Backward gives each rank the gradient of its own slice, times ``gradient_scale``.
-        Summing the ranks' equal gradients instead would count each loss once per rank. Collective, in forward only.
+        It drops padding at the end. Backward gives each rank the gradient of its own slice, times the group's size.
+        This is correct if every rank of the group computes the same loss and gradients are averaged over all ranks, as
+        ``fully_shard`` does. The result is then the mean over data-parallel ranks. Collective, in forward only.
 
         Args:
             values: values of this rank's positions.
             shard: result of ``shard_inputs``.
-            gradient_scale: factor of the gradient. Default: the group's size, which is correct if every rank of the
-                group computes the same loss and gradients are averaged over all ranks, as ``fully_shard`` does. The
-                result is then the mean over data-parallel ranks.
         """
         if values.shape[:2] != (shard.layout.num_rows, shard.layout.local_length):
             raise ValueError(
                 f"gather_outputs: values of shape {tuple(values.shape)} do not belong to {shard.layout}; expected "
                 f"[{shard.layout.num_rows}, {shard.layout.local_length}, ...]"
             )
-        scale = float(self.size) if gradient_scale is None else gradient_scale
-        return _Gather.apply(values, shard.layout, scale)[:, : shard.length]
+        return _Gather.apply(values, shard.layout)[:, : shard.length]
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers parts of dim 1 from all ranks. Backward returns this rank's part of the gradient."""
+    """Gathers parts of dim 1 from all ranks. Backward returns this rank's part of the gradient times their number."""
 
     @staticmethod
-    def forward(ctx, values: torch.Tensor, layout: SequenceLayout, scale: float):
-        ctx.layout, ctx.scale = layout, scale
+    def forward(ctx, values: torch.Tensor, layout: SequenceLayout):
+        ctx.layout = layout
         assert layout.shard is not None, "a layout over ranks"
         everyone = values.new_empty(layout.shard.size, *values.shape)
         dist.all_gather_into_tensor(everyone.view(-1), values.contiguous().view(-1), group=layout.shard.group)
@@ -374,7 +369,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: torch.Tensor):
-        return ctx.layout.take(grad) * ctx.scale, None, None
+        return ctx.layout.take(grad) * float(ctx.layout.shard.size), None
 
 
 # ---- comparison of batches
