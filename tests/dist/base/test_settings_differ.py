@@ -66,12 +66,3 @@ def test_a_backward_without_reductions(ctx):
         loss.backward()
     with pytest.raises(RuntimeError, match="rank 0"):
         model(inputs(ctx.rank))
-
-
-@distributed(world_sizes=(2,))
-def test_settings_that_change_alike(ctx):
-    only_fsdp2x(ctx)
-    model = shard(ctx, Stack(), STACK_UNITS, transport="shm")
-    for number, (call, _) in enumerate(CALLS.values()):
-        call(model)
-        step(ctx, model, number)

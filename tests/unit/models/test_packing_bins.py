@@ -114,22 +114,6 @@ def test_images_are_joined_and_tokens_run_along_the_row():
     assert row.position_ids.shape == (3, 1, 6) and row.inputs["pixel_values"] is row.extras["pixel_values"]
 
 
-@pytest.mark.parametrize(
-    ("sample", "said"),
-    [
-        ({"input_ids": []}, r"sample 1 needs input_ids of shape \[length\], at least 1 long, got \[0\]"),
-        ({"labels": [1]}, "sample 1 needs input_ids of shape .* got none"),
-        ({"input_ids": [1, 2], "labels": [1]}, r"sample 1 has labels \[1\] for 2 tokens"),
-        ({"input_ids": [1, 2], "position_ids": [1, 2, 3]}, r"sample 1 has position_ids \[3\] for 2 tokens"),
-    ],
-)
-def test_wrong_samples(sample, said):
-    with pytest.raises(ValueError, match=said):
-        pack_samples([{"input_ids": [1]}, sample])
-    with pytest.raises(ValueError, match=said):
-        list(micro_batches([{"input_ids": [1]}, sample], 8))
-
-
 def test_a_per_token_input_that_some_samples_lack():
     with pytest.raises(ValueError, match="mm_token_type_ids .* missing"):
         pack_samples([{"input_ids": [1, 2], "mm_token_type_ids": [0, 1]}, {"input_ids": [3]}])
