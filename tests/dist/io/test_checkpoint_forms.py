@@ -418,36 +418,3 @@ def test_a_run_that_saves_in_the_background_resumes_bit_for_bit(ctx, form):
         run(settings(folder / "text", folder / "resumed", checkpoint=checkpoint))
         dist.barrier()
         assert logged(folder / "resumed") == {step: logged(folder / "whole")[step] for step in (4, 5, 6)}
-
-
-@distributed(world_sizes=(1, 2))
-def test_lora_with_frozen_weights_and_a_scaler(ctx):
-    import fsdp2x
-    from models import batch, tiny_lora
-
-    def make():
-        model = fsdp2x.fully_shard(tiny_lora("qwen3"))
-        optimizer = fsdp2x.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-        return model, optimizer, torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-
-    def step(model, optimizer, scaler, number):
-        loss = model(**batch("qwen3", 10 * number + ctx.rank)).loss
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        return float(loss)
-
-    with shared_folder() as folder:
-        model, optimizer, scaler = make()
-        for number in range(3):
-            step(model, optimizer, scaler, number)
-        for form in FORMS:
-            fsdp2x.checkpoint.save(folder / form, model, optimizer, step=3, scaler=scaler, form=form)
-        expected = [step(model, optimizer, scaler, number) for number in range(3, 6)]
-        for form in FORMS:
-            model, optimizer, scaler = make()
-            fsdp2x.checkpoint.load(folder / form, model, optimizer, scaler=scaler)
-            assert scaler.get_scale() == 16.0
-            assert sum(bool(state) for state in optimizer.state.values()) == 8
-            assert [step(model, optimizer, scaler, number) for number in range(3, 6)] == expected, form

@@ -76,17 +76,3 @@ def test_refusals():
             call(llama)
     with pytest.raises(ValueError, match="layers.0.mlp.experts are not fused"):
         moe.use_grouped_gemm(ListMoe())
-
-
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
-def test_no_tokens(implementation):
-    model = fused()
-    moe.use_grouped_gemm(model, implementation == "grouped_mm")
-    moe.apply_expert_patch(model)
-    block = model.model.layers[0].mlp
-    out = block(torch.randn(1, 0, 16, requires_grad=True))
-    assert out.shape == (1, 0, 16)
-    out.sum().backward()
-    assert all(not param.grad.any() for param in block.experts.parameters())
-    x = torch.randn(1, 5, 16)
-    torch.testing.assert_close(block(x), fused().model.layers[0].mlp(x))
