@@ -56,7 +56,7 @@ def mark_gathered(param: nn.Parameter, number: int, name: str) -> None:
     param.__dict__.update({_NUMBER: number, _GATHERED: name})
 
 
-def original_number(param: nn.Parameter) -> int | None:
+def original_number(param: torch.Tensor) -> int | None:
     """Returns the number of ``param``, an original or gathered parameter. None if ``fully_shard`` does not know it."""
     return param.__dict__.get(_NUMBER)
 
@@ -67,8 +67,18 @@ def refuse_stale(caller: str, params: Iterable[nn.Parameter]) -> None:
     Raises:
         ValueError: some of them are stale.
     """
-    if found := _describe(_stale(params, steps=False)):
-        raise ValueError(f"fsdp2x.{caller}: {found}")
+    if found := _stale(params, steps=False):
+        raise ValueError(f"fsdp2x.{caller}: {_describe(found)}")
+
+
+def refuse_unmeasured(caller: str, params: Iterable[torch.Tensor]) -> None:
+    """Raises RuntimeError if some of ``params`` have no gradient because the model's shards have it."""
+    found = [p for p in params if original_number(p) is not None and p.requires_grad and p.grad is None]
+    if found:
+        raise RuntimeError(
+            f"fsdp2x.{caller}: got {_kinds(found)}. Their gradients belong to the sharded parameters and would not be "
+            "measured. Pass the parameters of the optimizer, or call reshard() on each unit first."
+        )
 
 
 def _stale(params: Iterable[nn.Parameter], *, steps: bool) -> list[nn.Parameter]:
@@ -79,8 +89,13 @@ def _stale(params: Iterable[nn.Parameter], *, steps: bool) -> list[nn.Parameter]
 
 
 def _describe(stale: list[nn.Parameter]) -> str:
-    if not stale:
-        return ""
+    return (
+        f"the optimizer holds {_kinds(stale)}. Stepping them does not change the model. Build the optimizer after "
+        "fully_shard while the model is sharded (model.reshard()), or call fsdp2x.rebind_optimizer(optimizer, model)."
+    )
+
+
+def _kinds(stale: list[Any]) -> str:
     gathered = [param for param in stale if _GATHERED in param.__dict__]
     kinds = []
     if len(gathered) < len(stale):
@@ -94,11 +109,7 @@ def _describe(stale: list[nn.Parameter]) -> str:
             f"{len(gathered)} gathered parameter(s) (the first is {gathered[0].__dict__[_GATHERED]!r}), which modules "
             "register after unshard(), in fsdp2x.unsharded and from a forward to the end of its backward"
         )
-    return (
-        f"the optimizer holds {' and '.join(kinds)}. Stepping them does not change the model. Build the optimizer "
-        "after fully_shard while the model is sharded (model.reshard()), or call "
-        "fsdp2x.rebind_optimizer(optimizer, model)."
-    )
+    return " and ".join(kinds)
 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -18,6 +18,7 @@ from fsdp2x.base.agreement import all_reduce_agreed
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.collectives import explained
 from fsdp2x.base.native import _C
+from fsdp2x.base.optimizer_hooks import refuse_unmeasured
 from fsdp2x.base.processes import require_own_process
 from fsdp2x.lifecycle.api import method_makers
 from fsdp2x.optim.local import cut_like, dense_gradient, local_tensor, refuse_sparse
@@ -46,9 +47,11 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: ``norm_type`` is not positive.
-        RuntimeError: the norm is infinite or NaN and ``error_if_nonfinite`` is True; a gradient is sparse.
+        RuntimeError: the norm is infinite or NaN and ``error_if_nonfinite`` is True; a gradient is sparse; parameters
+            are gathered or from before ``fully_shard``, so that the model's shards have their gradients.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    refuse_unmeasured("clip_grad_norm_", params)
     norm_type = _checked_norm_type("clip_grad_norm_", float(norm_type))
     gradients, norm, factor = _measure("clip_grad_norm_", params, float(max_norm), norm_type)
     if error_if_nonfinite:
@@ -323,6 +326,7 @@ def _clip_grads_with_norm(
     foreach: bool | None = None,
 ) -> None:
     params = _listed(parameters)
+    refuse_unmeasured("clip_grads_with_norm_", params)
     # A plain norm of no dimensions multiplies gradients of any mesh.
     others = [total_norm] if isinstance(total_norm, DTensor) else []
     if not _is_mixed([*_gradients(params), *others]):
@@ -336,6 +340,7 @@ def _clip_grad_value(
     theirs: Callable, parameters: Tensor | Iterable[Tensor], clip_value: float, foreach: bool | None = None
 ) -> None:
     params = _listed(parameters)
+    refuse_unmeasured("clip_grad_value_", params)
     gradients = _gradients(params)
     if not _is_mixed(gradients):
         return theirs(params, clip_value, foreach)

@@ -15,6 +15,7 @@ import fsdp2x
 import models
 from device_reference import clip_by_reference, step_by_reference
 from fsdp2x.optim import AdamW
+from fsdp2x.optim.clip import replacements
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from reference import full, mesh_of, only_fsdp2x, params, same, shard
@@ -39,6 +40,35 @@ def test_the_method_of_fsdp1_clips(ctx):
         models.step(ctx, model, None, 0)
     same(method.clip_grad_norm_(0.1), fsdp2x.clip_grad_norm_(ours.parameters(), 0.1))
     same(gradients(method), gradients(ours))
+
+
+@distributed(world_sizes=(2,))
+def test_gathered_parameters_are_refused(ctx):
+    """Their gradients are those of the shards, so that a norm without them would be too small."""
+    only_fsdp2x(ctx)
+    whole = Stack()
+    before = list(whole.parameters())
+    model = shard(ctx, whole, STACK_UNITS)
+    model.set_reshard_after_backward(False)
+    sharded = list(model.parameters())
+    model(inputs(0, ctx.rank)).sum().backward()
+    _, with_norm, by_value = (ours for _, ours in replacements())
+    for params_, kind in ((list(model.parameters()), "gathered"), (before, "from before fully_shard")):
+        for call in (
+            lambda given: fsdp2x.clip_grad_norm_(given, 1.0),
+            lambda given: by_value(given, 1.0),
+            lambda given: with_norm(given, 1.0, torch.tensor(2.0)),
+        ):
+            with pytest.raises(RuntimeError, match=kind):
+                call(params_)
+    with pytest.raises(RuntimeError, match="gathered"):
+        model.clip_grad_norm_(1.0)
+    norm = fsdp2x.clip_grad_norm_(sharded, 1e-3)
+    for unit in model.modules():
+        if hasattr(unit, "reshard"):
+            unit.reshard()
+    assert norm > 1e-3
+    same(fsdp2x.clip_grad_norm_(model.parameters(), 1.0), torch.tensor(1e-3), rtol=1e-3, atol=0.0)
 
 
 @distributed(world_sizes=(1, 2, 3))
