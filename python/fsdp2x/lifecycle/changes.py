@@ -286,10 +286,28 @@ def _find(root: ShardedUnit, tree: Sequence[ShardedUnit]) -> list[tuple[ShardedU
     """Returns units with their late parameters, and registers new ties to parameters of the units."""
     groups = [group for state in tree for group in state.groups]
     records = {id(sharded.param): (group, i) for group in groups for i, sharded in enumerate(group.params)}
+    homes: dict[int, tuple[OwnedParam, set[int]]] = {}
+    for state, module, name, param in _unknown(tree):
+        if id(param) in records:
+            _tie(*records[id(param)], state, module, name)
+        elif type(param) is nn.Parameter and param.dim() > 0:
+            entry, states = homes.setdefault(id(param), (OwnedParam(param), set()))
+            entry.owners.append((module, name))
+            states.add(id(state))
+        elif param.requires_grad:
+            _refuse(param, f"parameter {name!r} of {type(module).__name__}")
+    found: dict[int, list[OwnedParam]] = {}
+    for entry, states in homes.values():
+        # The root contains all units, so it gathers what several of them share.
+        found.setdefault(states.pop() if len(states) == 1 else id(root), []).append(entry)
+    return [(state, found[id(state)]) for state in tree if id(state) in found]
+
+
+def _unknown(tree: Sequence[ShardedUnit]) -> Iterator[tuple[ShardedUnit, nn.Module, str, nn.Parameter]]:
+    """Yields the parameters that modules have registered under names that no unit knows."""
     places = [(ref(), names) for state in tree for ref, names in state.places]
     known = {(id(module), name) for module, names in places if module is not None for name in names}
     known |= {(id(module), name) for s in tree for sharded in s.params for module, name in sharded.owners}
-    homes: dict[int, tuple[OwnedParam, set[int]]] = {}
 
     def has_manager(module: nn.Module) -> bool:
         return get_state(module) is not None or isinstance(module, DistributedDataParallel)
@@ -297,21 +315,20 @@ def _find(root: ShardedUnit, tree: Sequence[ShardedUnit]) -> list[tuple[ShardedU
     for state in tree:
         for module in collect.managed_modules(state.modules, has_manager):
             for name, param in module._parameters.items():
-                if param is None or (id(module), name) in known:
-                    continue
-                if id(param) in records:
-                    _tie(*records[id(param)], state, module, name)
-                elif type(param) is nn.Parameter and param.dim() > 0:
-                    entry, states = homes.setdefault(id(param), (OwnedParam(param), set()))
-                    entry.owners.append((module, name))
-                    states.add(id(state))
-                elif param.requires_grad:
-                    _refuse(param, f"parameter {name!r} of {type(module).__name__}")
-    found: dict[int, list[OwnedParam]] = {}
-    for entry, states in homes.values():
-        # The root contains all units, so it gathers what several of them share.
-        found.setdefault(states.pop() if len(states) == 1 else id(root), []).append(entry)
-    return [(state, found[id(state)]) for state in tree if id(state) in found]
+                if param is not None and (id(module), name) not in known:
+                    yield state, module, name, param
+
+
+def refuse_made_in_forward(tree: Sequence[ShardedUnit]) -> None:
+    """Raises RuntimeError if modules have registered trainable parameters since the forward began."""
+    sharded = {id(sharded.param) for state in tree for sharded in state.params}
+    for _, module, name, param in _unknown(tree):
+        if param.requires_grad and id(param) not in sharded:
+            raise RuntimeError(
+                f"fsdp2x: {type(module).__name__} registered the parameter {name!r} in a forward. The gradient of this "
+                "step would differ by rank, because only the next forward adopts the parameter. Call the model once "
+                "under torch.no_grad() before the first step."
+            )
 
 
 def _refuse(param: nn.Parameter, what: str) -> None:

@@ -61,8 +61,10 @@ def register_hooks(state: ShardedUnit, managed: list[nn.Module], lazy_init: Call
     watch_loading(state, {id(m): m for param in state.params for m, _ in param.owners}.values())
 
 
-def follow_modules_of(root: ShardedUnit, follow_modules: Callable[[ShardedUnit], None]) -> None:
-    """Calls ``follow_modules`` on ``root`` before each of its forwards."""
+def follow_modules_of(
+    root: ShardedUnit, follow_modules: Callable[[ShardedUnit], None], check: Callable[[ShardedUnit], None]
+) -> None:
+    """Calls ``follow_modules`` on ``root`` before each of its forwards, and ``check`` after them."""
     weak = _held_by_modules(root)
 
     @torch.compiler.disable
@@ -70,7 +72,12 @@ def follow_modules_of(root: ShardedUnit, follow_modules: Callable[[ShardedUnit],
         follow_modules(weak())
         watch_entries(weak())
 
+    @torch.compiler.disable
+    def look(module, args, output):
+        check(weak())
+
     root.modules[0].register_forward_pre_hook(follow, prepend=True)
+    root.modules[0].register_forward_hook(look)
 
 
 # --- calls that skip the root ---

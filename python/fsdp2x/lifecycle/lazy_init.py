@@ -9,9 +9,20 @@ import contextlib
 import weakref
 from collections.abc import Sequence
 
+import torch
+
 from fsdp2x.base.native import _C
 from fsdp2x.lifecycle import comms, replicas
-from fsdp2x.lifecycle.changes import adopt_all, adopt_late, late_groups, meet, share_late, snapshot, warn_of_raw_buffers
+from fsdp2x.lifecycle.changes import (
+    adopt_all,
+    adopt_late,
+    late_groups,
+    meet,
+    refuse_made_in_forward,
+    share_late,
+    snapshot,
+    warn_of_raw_buffers,
+)
 from fsdp2x.lifecycle.hooks import follow_modules_of, watch_entries
 from fsdp2x.lifecycle.transport_choice import TransportChoice
 from fsdp2x.lifecycle.tree import check_tree, find_tree, name_units, set_names
@@ -73,6 +84,15 @@ def follow_modules(unit: ShardedUnit) -> None:
         return
     with unit.initializing:
         _follow(unit)
+
+
+def refuse_new_parameters(unit: ShardedUnit) -> None:
+    """Raises RuntimeError if the root's forward that has ended registered parameters that need gradients now."""
+    root = unit.root
+    if root is None or root.in_forward or root.in_backward or not torch.is_grad_enabled():
+        return
+    if unit.is_root and not _C.is_same_tree(unit.as_root.modules_seen):
+        refuse_made_in_forward(unit.as_root.tree)
 
 
 def remake_transports(unit: ShardedUnit, what: str) -> None:
@@ -153,7 +173,7 @@ def _become_root(root: ShardedUnit, held: contextlib.ExitStack) -> None:
     for move in moves:
         move.finish()
     root.as_root.modules_seen = snapshot(root.modules[0])
-    follow_modules_of(root, follow_modules)
+    follow_modules_of(root, follow_modules, refuse_new_parameters)
     watch_entries(root)
     warn_of_raw_buffers(root)
 

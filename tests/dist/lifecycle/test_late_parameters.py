@@ -218,3 +218,34 @@ def test_one_rank_alone_that_adds_something_ends_in_errors(ctx):
         match="rank 0 is in .*rank 1 gathers|rank 1 gathers.*rank 0 is in",
     ):
         run(ctx, model)
+
+
+class MakesItsScale(nn.Linear):
+    def forward(self, x):
+        if not hasattr(self, "scale"):
+            self.scale = nn.Parameter(torch.ones(4))
+        return super().forward(x) * self.scale
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("unit", ["", "0"])
+@pytest.mark.parametrize("first_without_grad", [False, True])
+def test_a_parameter_made_in_a_forward(ctx, unit, first_without_grad):
+    """Its first gradient would be that of one rank. After a forward without gradients, it trains as an unsharded one."""
+    only_fsdp2x(ctx)
+    torch.manual_seed(0)
+    model, reference = (nn.Sequential(MakesItsScale(4, 4), nn.Linear(4, 4)) for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    for module in [model.get_submodule(unit), model] if unit else [model]:
+        fsdp2x.fully_shard(module)
+    if first_without_grad:
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+    else:
+        with pytest.raises(RuntimeError, match="registered the parameter 'scale' in a forward"):
+            model(torch.ones(2, 4))
+    batches = [torch.full((2, 4), 1.0 + rank) for rank in range(ctx.world)]
+    model(batches[ctx.rank]).square().mean().backward()
+    for batch in batches:
+        (reference(batch).square().mean() / ctx.world).backward()
+    same(model[0].scale.grad, reference[0].scale.grad, "gradient", rtol=1e-6, atol=1e-6)
