@@ -85,46 +85,22 @@ def plain_loss(rollouts, which):
     """[loss, clipped part, KL to the old policy, entropy] and gradients by sample, one token at a time."""
     num_tokens = max(sum(int(one.has_label.sum()) for one in rollouts), 1)
     total, others = torch.zeros((), dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
-    leaves = [(one.logp.clone().requires_grad_(), one.entropy.clone().requires_grad_()) for one in rollouts]
-    for one, (logp, entropy) in zip(rollouts, leaves, strict=True):
+    leaves = [one.logp.clone().requires_grad_() for one in rollouts]
+    for one, logp in zip(rollouts, leaves, strict=True):
         places = one.has_label.nonzero().flatten().tolist()
-        if not places:
-            continue
-        mean = (logp - one.old)[one.has_label].mean()
         for t in places:
             difference = logp[t] - one.old[t]
-            if which.ratio == "sequence":
-                ratio = mean.detach().exp() * (logp[t] - logp[t].detach()).exp()
-            else:
-                ratio = difference.exp()
+            ratio = difference.exp()
             low, high, a = 1 - which.clip[0], 1 + which.clip[1], one.advantage
-            clip = ratio.clamp(low, high)
-            if which.kind == "reinforce":
-                loss = -a * logp[t]
-            elif which.kind == "cispo":
-                loss = -clip.detach() * a * logp[t]
-            else:
-                loss = -min(ratio * a, clip * a, key=value_of)
-                if a < 0 and which.dual_clip is not None:
-                    loss = min(loss, torch.tensor(-which.dual_clip * a, dtype=torch.float64), key=value_of)
-                over = a > 0 and ratio > high or a < 0 and (ratio < low or ratio > (which.dual_clip or torch.inf))
-                others[0] += float(over) / num_tokens
-            loss = loss * one.weights[t]
+            loss = -min(ratio * a, ratio.clamp(low, high) * a, key=value_of)
+            others[0] += float(a > 0 and ratio > high or a < 0 and ratio < low) / num_tokens
             d = logp[t] - one.reference[t]
-            k2, k3 = d**2 / 2, (-d).exp() - 1 + d
-            kls = {"k1": d, "k2": k2, "k3": k3, "k3+": k3.detach() + k2 - k2.detach(), None: 0.0}
-            loss = loss + which.kl_weight * kls[which.kl] - which.entropy_weight * entropy[t]
-            share = {
-                "tokens": 1 / num_tokens,
-                "samples": 1 / len(places) / len(rollouts),
-                "constant": 1 / (which.max_tokens or 1) / len(rollouts),
-            }
+            loss = loss * one.weights[t] + which.kl_weight * ((-d).exp() - 1 + d)
+            share = {"tokens": 1 / num_tokens, "samples": 1 / len(places) / len(rollouts)}
             total = total + loss * share[which.mean]
             others[1] += value_of(difference.exp() - 1 - difference) / num_tokens
-            others[2] += value_of(entropy[t]) / num_tokens
+            others[2] += float(one.entropy[t]) / num_tokens
     if total.requires_grad:
         total.backward()
-    grads = [
-        [torch.zeros_like(x) if x.grad is None else x.grad for x in column] for column in zip(*leaves, strict=True)
-    ]
-    return torch.cat((total.detach()[None], others)), *grads
+    grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+    return torch.cat((total.detach()[None], others)), grads

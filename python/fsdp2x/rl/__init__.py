@@ -2,12 +2,8 @@
 
 from fsdp2x.rl.head import HeadScores, LogitTransform, head_scores
 from fsdp2x.rl.losses import (
-    CISPO,
     DAPO,
-    DR_GRPO,
     GRPO,
-    GSPO,
-    REINFORCE,
     PolicyLoss,
     PolicySettings,
     group_advantages,
@@ -19,16 +15,12 @@ from fsdp2x.rl.score import Reference, Scores, score
 from fsdp2x.rl.trl_rollout import rollout_func
 
 __all__ = [
-    "CISPO",
     "DAPO",
-    "DR_GRPO",
     "GRPO",
-    "GSPO",
     "HeadScores",
     "LogitTransform",
     "PolicyLoss",
     "PolicySettings",
-    "REINFORCE",
     "Reference",
     "RowTokens",
     "Scores",

@@ -1,4 +1,4 @@
-"""Maps label tokens of a packed row to their samples: spreads values of samples on tokens, and sums tokens by sample.
+"""Maps label tokens of a packed row to their samples: spreads values of samples on tokens, and counts them.
 
 Every per-token value has the shape of the row's ``next_labels``, [1, positions]. Like the results of ``score``, it is
 stored where its token is *predicted*. For example, a sample of 3 prompt and 2 response tokens, then one of 2 and 1:
@@ -7,7 +7,7 @@ stored where its token is *predicted*. For example, a sample of 3 prompt and 2 r
     next_labels -100 -100   a0   a1 -100 |-100   b0 -100
     sample                   0    0      |       1            (elsewhere none)
 
-With sequence parallelism a rank has a part of the positions, and sums over samples run over the ranks of the sequence.
+With sequence parallelism a rank has a part of the positions.
 """
 
 from __future__ import annotations
@@ -113,27 +113,6 @@ class RowTokens:
                     f"{list(known.shape)}"
                 )
         return self._cut(whole.where(self._labelled, 0.0))
-
-    def sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums [1, positions] over the label tokens of each sample: [samples of this row], detached.
-
-        Collective over the sequence-parallel ranks, if there are any.
-        """
-        values = values.detach().where(self.has_label, 0.0).flatten()
-        found = values.new_zeros(len(self.sample_ids) + 1)  # the last one is for padding, which has no sample
-        found.index_add_(0, self._place.flatten(), values)
-        found = found[: len(self.sample_ids)]
-        if self._group is not None and self._group.size > 1:
-            dist.all_reduce(found, group=self._group.group)
-        return found
-
-    def sums_on_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns :meth:`sums`, each on the tokens of its sample."""
-        return self._on_tokens(self.sums(values))
-
-    def means_on_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns :meth:`sums_on_tokens` divided by the number of the sample's label tokens."""
-        return self._on_tokens(self.sums(values) / self.lengths.clamp(min=1))
 
     def shares(self) -> torch.Tensor:
         """Returns 1 / label tokens of the token's sample, fp64, [1, positions]. Zero without a label."""

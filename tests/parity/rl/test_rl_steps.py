@@ -31,12 +31,10 @@ full = pytest.mark.full
 # Lengths of each rank's samples: several rows, one sample, none.
 LENGTHS = [[9, 5, 13, 8, 3], [4], [], [6, 7]]
 SETTINGS = {
-    "dapo": dataclasses.replace(rl.DAPO, kl="k3+", kl_weight=0.05, entropy_weight=0.01, clip=(0.004, 0.006)),
-    "gspo": dataclasses.replace(rl.GSPO, clip=(0.002, 0.003), kl="k3", kl_weight=0.1),
-    "dr_grpo": dataclasses.replace(rl.DR_GRPO, max_tokens=12, clip=(0.004, 0.004), dual_clip=1.006),
-    "cispo": dataclasses.replace(rl.CISPO, clip=(0.05, 0.05)),
+    "dapo": dataclasses.replace(rl.DAPO, kl_weight=0.05, clip=(0.004, 0.006)),
+    "grpo": dataclasses.replace(rl.GRPO, clip=(0.002, 0.003)),
 }
-CORRECTION = {"level": "geometric", "kind": "mask", "low": 0.95, "high": 1.06}
+HIGHEST = 1.06  # of importance weights
 
 
 class Data:
@@ -70,7 +68,9 @@ def plain_logs(model, samples):
 def plain_step(model, data, old, reference, which):
     """Gradients on ``model``; the loss, the part of clipped tokens, the KL to the old policy, the entropy."""
     now = plain_logs(model, data.samples)
-    advantages = rl.group_advantages(data.rewards, data.ids, is_whole=True).tolist()
+    ids, rewards = torch.tensor(data.ids), data.rewards.double()
+    groups = [rewards[ids == group] for group in data.ids]
+    advantages = [float((r - g.mean()) / (g.std() + 1e-4)) for r, g in zip(rewards, groups, strict=True)]
     rollouts = []
     for index, (log_probs, entropy, has_label) in enumerate(now):
         one = Rollout.__new__(Rollout)
@@ -78,14 +78,10 @@ def plain_step(model, data, old, reference, which):
         one.old, one.reference = old[index][0].double(), reference[index][0].double()
         one.advantage = advantages[index]
         behaviour = torch.cat((data.behaviour[index][1:], torch.zeros(1))).double()
-        ratio = (one.old - behaviour)[has_label].mean().exp()
-        is_kept = CORRECTION["low"] <= ratio <= CORRECTION["high"]
-        one.weights = (ratio * is_kept).expand_as(one.old)
+        one.weights = (one.old - behaviour).exp().clamp(max=HIGHEST)
         rollouts.append(one)
-    numbers, of_logs, of_entropies = plain_loss(rollouts, which)
-    outputs = [one for log_probs, entropy, _ in now for one in (log_probs, entropy)]
-    gradients = [one.float() for pair in zip(of_logs, of_entropies, strict=True) for one in pair]
-    torch.autograd.backward(outputs, gradients)
+    numbers, gradients = plain_loss(rollouts, which)
+    torch.autograd.backward([log_probs for log_probs, _, _ in now], [one.float() for one in gradients])
     return numbers
 
 
@@ -98,7 +94,8 @@ def our_step(model, rows, tokens, shards, data, rank, old, reference, which):
     for index, (part, row) in enumerate(zip(shards, tokens, strict=True)):
         with fsdp2x.accumulate(model, last=index == len(rows) - 1):
             scores = rl.score(model, part.inputs, part.next_labels, entropy=True)
-            weights = rl.importance_weights(old[index], row.align(data.of(rank, data.behaviour)), row, **CORRECTION)
+            behaviour = row.align(data.of(rank, data.behaviour))
+            weights = rl.importance_weights(old[index], behaviour, row, high=HIGHEST)
             found = rl.policy_loss(
                 scores,
                 row,
@@ -106,7 +103,7 @@ def our_step(model, rows, tokens, shards, data, rank, old, reference, which):
                 count,
                 which,
                 old=old[index],
-                reference=None if reference is None else reference[index],
+                reference=reference[index],
                 weights=weights,
             )
             found.loss.backward()
@@ -155,9 +152,7 @@ def check(ctx, name, which, transport="auto", ulysses=False):
     clipped = []
     for step in range(2):
         expected = plain_step(plain, data, plain_old, plain_reference, which)
-        got = our_step(
-            ours, rows, tokens, shards, data, data_rank, old, reference if which.kl is not None else None, which
-        )
+        got = our_step(ours, rows, tokens, shards, data, data_rank, old, reference, which)
         same(got.double(), expected, f"step {step}", **EXACT)
         clipped.append(float(expected[1]))
         wanted = grads(plain)
@@ -167,7 +162,7 @@ def check(ctx, name, which, transport="auto", ulysses=False):
             optimizer.step()
             optimizer.zero_grad()
     same(params(ours), params(plain), "parameters", **EXACT)
-    assert clipped[0] == 0 and (which.kind != "clip" or max(clipped) > 0.02), clipped
+    assert clipped[0] == 0 and max(clipped) > 0.02, clipped
 
 
 @distributed(world_sizes=(3,), timeout=120)
@@ -179,15 +174,15 @@ def test_updates_from_uneven_ranks(ctx, which, transport):
 
 
 @distributed(world_sizes=(1, 4), timeout=120)
-@pytest.mark.parametrize(("name", "which"), [("qwen3", "dapo"), pytest.param("gemma2", "gspo", marks=full)])
+@pytest.mark.parametrize(("name", "which"), [("qwen3", "dapo"), pytest.param("gemma2", "grpo", marks=full)])
 def test_updates_of_tied_models(ctx, name, which):
     check(ctx, name, SETTINGS[which])
 
 
 @distributed(world_sizes=(4,), timeout=120)
-@pytest.mark.parametrize("which", ["gspo", pytest.param("dapo", marks=pytest.mark.full)])
+@pytest.mark.parametrize("which", ["grpo", pytest.param("dapo", marks=pytest.mark.full)])
 def test_updates_over_sequence_parallel_ranks(ctx, which):
-    """Samples lie on two ranks each: their means and ratios are made over both."""
+    """Samples lie on two ranks each: their means are made over both."""
     check(ctx, "llama", SETTINGS[which], ulysses=True)
 
 
@@ -232,25 +227,13 @@ def test_a_step_without_a_response(ctx, transport):
     advantages = rl.group_advantages([1.0] * len(samples), [0] * len(samples))
     for row, part in zip(rows, tokens, strict=True):
         scores = rl.score(model, row.inputs, row.next_labels, entropy=True)
-        found = rl.policy_loss(scores, part, advantages, rl.count_step(tokens), rl.GSPO)
+        found = rl.policy_loss(scores, part, advantages, rl.count_step(tokens))
         found.loss.backward()
         assert found.loss == 0
     assert all(grad is not None and not grad.any() for grad in grads(model).values())
 
 
 # ---- advantages over ranks
-
-
-@distributed(world_sizes=(4,))
-@pytest.mark.parametrize("scale", ["std", "batch", "none"])
-def test_groups_that_lie_on_several_ranks(ctx, scale):
-    ids = [[0, 1, 2, 1], [], [2, 0], [5, 0, 1]]
-    rewards = [[0.1, 1.0, 0.0, 0.5], [], [1.0, 0.1], [3.0, 0.1, 0.25]]
-    whole = rl.group_advantages(sum(rewards, []), sum(ids, []), scale=scale, is_whole=True)
-    got = rl.group_advantages(rewards[ctx.rank], ids[ctx.rank], scale=scale)
-    first = sum(map(len, ids[: ctx.rank]))
-    same(got, whole[first : first + len(got)], "advantages")
-    assert (whole[torch.tensor(sum(ids, [])) == 0] == 0).all()  # equal rewards on three ranks
 
 
 @distributed(world_sizes=(3,))
