@@ -148,14 +148,14 @@ def _reporter() -> type:
     """Returns a callback that says what is sharded, after a step, because the engine then knows its transport."""
     from transformers import TrainerCallback
 
-    import fsdp2x
+    from fsdp2x.api import FSDPModule, describe
 
     class Reporter(TrainerCallback):
         is_new = True
 
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             if self.is_new and state.is_world_process_zero:
-                report = fsdp2x.describe(model) if isinstance(model, fsdp2x.FSDPModule) else None  # type: ignore
+                report = describe(model) if isinstance(model, FSDPModule) else None
                 how = f"{len(report.units)} units, transport {report.transport}" if report else "not sharded"
                 print(f"fsdp2x: {type(model).__name__} on {args.world_size} rank(s), {how}", flush=True)
             self.is_new = False
