@@ -31,7 +31,7 @@ from fsdp2x.rl.sync.receiver import engine_group
 from fsdp2x.rl.sync.receiver.engine import Receiver, bind_address, close_files
 from fsdp2x.rl.sync.receiver.engine_group import GroupReceiver
 from fsdp2x.rl.sync.session import SessionState
-from fsdp2x.sync import GroupPeer, InProcess, Peer, SyncError
+from fsdp2x.sync import GroupPeer, InProcess, SyncError
 from harness import dist_run, distributed
 from harness.pool import fork
 from reference import same, shard
@@ -284,45 +284,6 @@ def test_an_engine_in_every_phase(fault, over):
     """One of two engines. The other one is torn as well, and no answer is mistaken for that of another request."""
     with engines(over, 2, len(PLACES) * (fault == "dies")) as found:
         dist_run(push_through, 2, over, fault, found, timeout=120)
-
-
-def push_without_one(ctx, fault, found):
-    model, target = make_model(ctx), Peer([engine.address for engine in found], min_engines=1)
-    sync = connected(model, target)
-    for number, (kind, bucket, _) in enumerate(PLACES[:-1]):
-        sync.push(version=f"{number} old")
-        if ctx.rank == 0:
-            held_by(found[-1], [fault, kind, bucket])
-        change(model)
-        dist.barrier()
-        warned = pytest.warns(UserWarning, match=f"1 of 2 engines took version '{number} new'")
-        with warned if ctx.rank == 0 else contextlib.nullcontext():
-            sync.push(version=f"{number} new")
-        if ctx.rank == 0:
-            assert list(target.missing) == [found[-1].address]
-            assert re.search(FAULTS[fault], target.missing[found[-1].address])
-            eventually(
-                lambda: versions(found),
-                [["clean", f"{number} new"], held_after("memory", fault, kind, number)[-1]],
-            )
-        healed = change(model)
-        sync.push(version=f"{number} healed")
-        assert not target.missing
-        for engine in found if ctx.rank == 0 else ():
-            assert held_by(engine)["digests"] == healed
-    if ctx.rank == 0:
-        for engine in found:
-            held_by(engine, ["raises", "finish", None])
-    dist.barrier()
-    fails(ctx, sync, "finish", None, 0, "no room.*no room", version="nobody")
-    sync.close()
-
-
-@pytest.mark.parametrize("fault", ["dies", "raises", pytest.param("leaves", marks=pytest.mark.full)])
-def test_independent_engines(fault):
-    """A push goes on without the one that fails, and the next one reaches both."""
-    with engines("memory", 2, len(PLACES) * (fault == "dies")) as found:
-        dist_run(push_without_one, 2, fault, found)
 
 
 def push_and_fail(ctx, over, address, fault, rank, place):

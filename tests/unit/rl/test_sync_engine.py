@@ -484,5 +484,3 @@ def test_what_targets_refuse():
             make()
     with pytest.raises(ValueError, match="got no address"):
         Peer([])
-    with pytest.raises(ValueError, match="min_engines must be from 1 to 1, the number of addresses, got 2"):
-        Peer("@a", min_engines=2)

@@ -23,23 +23,12 @@ PREFIX = "base_model.model."  # of names in PEFT's files
 
 
 class LoraParameters(Parameters):
-    """The parameters of ``model`` by name, and one adapter. A sink for a ``Receiver``.
+    """The parameters of ``model`` by name, and one adapter. A sink for a ``Receiver``."""
 
-    ``has_weights=False``: the base has no values before a full push, so adapters are rejected.
-    """
-
-    def __init__(self, model: nn.Module, *, has_weights: bool = True) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__(dict(model.named_parameters()))
-        self._model, self._has_weights = model, has_weights
+        self._model = model
         self._hooks: list[Any] = []
-
-    def start(self, mode: str) -> None:
-        """Raises RuntimeError for an adapter without a base."""
-        if mode == "adapter" and not self._has_weights:
-            raise RuntimeError('this engine was started without weights. Push weights="all" before an adapter.')
-
-    def finish(self) -> None:
-        self._has_weights = True
 
     def prepare_adapter(self, adapter: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """Checks an adapter and returns the function that replaces the last one by it.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from fsdp2x.base.arguments import checked
@@ -16,7 +15,6 @@ from fsdp2x.rl.sync.targets.dialogue import Dialogue
 from fsdp2x.rl.sync.targets.transports import DeviceMemory, FileMemory, connected
 
 _LAST_WORD_S = 0.1  # for the answer of an engine that refuses a trainer and closes the connection
-_RETURN_S = 10.0  # for the first answer of an engine that missed a push, so that a hanging one costs no full timeout
 
 
 class Peer(Dialogue):
@@ -25,8 +23,7 @@ class Peer(Dialogue):
         Peer("@engine")                                    also a list of them
 
     Make it with the same arguments on every rank. If an engine dies, hangs, or restarts, the next push notices and
-    connects again, and must be a full one. By default that engine makes the push fail. With ``min_engines`` the push
-    continues without it, warns, and tries it again next time. ``GroupPeer`` is for engines on other hosts.
+    connects again, and must be a full one. ``GroupPeer`` is for engines on other hosts.
     """
 
     @checked
@@ -36,7 +33,6 @@ class Peer(Dialogue):
         *,
         rank: int = 0,
         memory: Literal["host", "device"] = "host",
-        min_engines: int | None = None,
     ) -> None:
         """Describes the receivers. The first push connects to them.
 
@@ -45,61 +41,32 @@ class Peer(Dialogue):
             rank: rank of the session's group that talks to them. It runs on their host.
             memory: memory that carries buckets. ``"device"`` is that of the rank's current GPU, by CUDA IPC, with room
                 for one bucket. Engines must see that GPU and not write to tensors they do not copy.
-            min_engines: number of receivers that must take a push. Use it for independent engines, not for the workers
-                of one. None: all.
 
         Raises:
-            ValueError: there is no address, or ``min_engines`` is impossible.
+            ValueError: there is no address.
         """
         super().__init__(rank)
         self._addresses = [address] if isinstance(address, str) else list(address)
         if not self._addresses:
             raise ValueError("fsdp2x.sync.Peer: got no address. Pass the address of a receiver.")
-        self._min_engines = len(self._addresses) if min_engines is None else min_engines
-        if not 0 < self._min_engines <= len(self._addresses):
-            raise ValueError(
-                f"fsdp2x.sync.Peer: min_engines must be from 1 to {len(self._addresses)}, the number of addresses, got "
-                f"{min_engines}"
-            )
         self._is_on_device = memory == "device"
         self._connections: dict[str, socket.socket] = {}
-        self._missing: dict[str, str] = {}  # receivers that missed this push or the last one, and why
-
-    @property
-    def missing(self) -> dict[str, str]:
-        """Receivers that missed the last push, and why. Known on the rank that talks to them."""
-        return dict(self._missing)
-
-    def _go_on_without(self, phase: str, failed: Mapping[str, str]) -> None:
-        """Excludes receivers from this push.
-
-        Raises:
-            TargetError: too few remain.
-        """
-        missing = {**self._missing, **failed}
-        if failed and len(self._addresses) - len(missing) < self._min_engines:
-            raise TargetError.at(phase, "; ".join(missing.values()))
-        self._missing = missing
-        for address in failed:
-            self._disconnect(address)  # which shows a surviving engine that its weights are torn
 
     def _reach(self, layout: WireLayout) -> None:
         if self._memory is None:
             self._memory = DeviceMemory(layout) if self._is_on_device else FileMemory(layout)
-        before, self._missing = self._missing, {}
         for address in self._addresses:
             if address in self._connections and not engine.is_closed(self._connections[address]):
                 continue
             self._disconnect(address)  # that engine ended, and another one may use its address
-            limit_s = min(self._timeout_s, _RETURN_S) if address in before else self._timeout_s
-            if (reason := self._introduced(address, layout, limit_s)) is not None:
+            if (reason := self._introduced(address, layout)) is not None:
                 self._disconnect(address)
-                self._go_on_without("begin", {address: reason})
+                raise TargetError.at("begin", reason)
 
-    def _introduced(self, address: str, layout: WireLayout, limit_s: float) -> str | None:
+    def _introduced(self, address: str, layout: WireLayout) -> str | None:
         """Connects to an engine. Returns the problem, if there is one."""
         try:
-            self._connections[address] = connected(address, limit_s)
+            self._connections[address] = connected(address, self._timeout_s)
         except OSError as error:
             return f"no receiver answers at {address!r} ({error}); is the engine running, with a thread that polls?"
         assert self._memory is not None
@@ -108,19 +75,9 @@ class Peer(Dialogue):
         except ValueError:
             self._disconnect(address)
             raise
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + self._timeout_s
         reason = self._asked(address, "hello", self._hello(), deadline)
         return reason or self._asked(address, "layout", self._described(layout, memory), deadline, files)
-
-    def commit(self, version: int | str) -> None:
-        super().commit(version)
-        if self._missing:
-            reasons = "; ".join(self._missing.values())
-            warnings.warn(
-                f"fsdp2x.sync: {len(self._connections)} of {len(self._addresses)} engines took version {version!r}. "
-                f"The others keep other weights until a full push reaches them: {reasons}",
-                stacklevel=3,
-            )
 
     def abort(self, reason: str) -> None:
         self._delivered = None
@@ -137,10 +94,9 @@ class Peer(Dialogue):
 
     def _tell(self, phase: str, kind: str, body: dict[str, Any]) -> None:
         deadline = time.monotonic() + self._timeout_s
-        reasons = {address: self._sent(address, kind, body, deadline) for address in list(self._connections)}
-        failed = {address: reason for address, reason in reasons.items() if reason is not None}
+        reasons = [self._sent(address, kind, body, deadline) for address in list(self._connections)]
         try:
-            self._go_on_without(phase, failed)
+            _require(phase, reasons)
         except TargetError:
             # Take the others' answers now, so that none is mistaken for that of a later request.
             with contextlib.suppress(TargetError):
@@ -149,8 +105,7 @@ class Peer(Dialogue):
 
     def _hear(self, phase: str) -> None:
         deadline = time.monotonic() + self._timeout_s
-        reasons = {address: self._heard(address, deadline) for address in list(self._connections)}
-        self._go_on_without(phase, {address: reason for address, reason in reasons.items() if reason is not None})
+        _require(phase, [self._heard(address, deadline) for address in list(self._connections)])
 
     def _asked(
         self, address: str, kind: str, body: dict[str, Any], deadline: float, files: Sequence[int] = ()
@@ -181,3 +136,9 @@ class Peer(Dialogue):
     def _disconnect(self, address: str) -> None:
         if address in self._connections:
             self._connections.pop(address).close()
+
+
+def _require(phase: str, reasons: list[str | None]) -> None:
+    """Raises TargetError if a receiver has failed, with the reasons of all that have."""
+    if failed := [reason for reason in reasons if reason is not None]:
+        raise TargetError.at(phase, "; ".join(failed))
