@@ -45,15 +45,9 @@ class Layerwise:
     """Like vLLM's reload of layers: keeps what it is given until the end, and only then copies."""
 
     def __init__(self):
-        self.weights, self.waiting, self.calls, self.modes = {}, [], [], []
-
-    def start(self, mode):
-        self.modes.append(mode)
-        self.waiting = []
+        self.weights, self.waiting = {}, []
 
     def load(self, items):
-        items = list(items)
-        self.calls.append([name for name, _ in items])
         self.waiting += items
 
     def finish(self, version=None):

@@ -55,7 +55,7 @@ def test_equals_the_unsharded_model(ctx, transport, over):
     for bucket_bytes in (100, 300, 64 << 20):
         engine, store = Layerwise(), Store()
         options = {"names": "model", "transport": transport, "bucket_bytes": bucket_bytes}
-        target = InProcess(engine.load, start=engine.start, finish=engine.finish)
+        target = InProcess(engine.load, finish=engine.finish)
         with fsdp2x.sync.connect(model, target, **options) as sync:
             for version in (1, 2):
                 report = sync.push(version=version)
@@ -204,26 +204,6 @@ def test_adapters_alone(ctx):
     with fsdp2x.sync.connect(model, target, params=lambda name, param: "lora_" in name) as sync:
         sync.push(version=1)
     same(dict(sorted(engine.weights.items())), dict(sorted(adapter.items())))
-
-
-@distributed(world_sizes=(3,))
-def test_ranks_without_an_engine_and_one_generator(ctx):
-    """verl's way: one call with a generator on some ranks; memory is the gathered one when nothing is copied."""
-    model = Stack()
-    expected = params(model)
-    shard(ctx, model, STACK_UNITS)
-    got = {}
-
-    def update_weights(items):
-        for name, tensor in items:
-            got[name] = tensor.clone()
-
-    for copies in (True, False):
-        got.clear()
-        target = InProcess(update_weights if ctx.rank != 1 else None, calls="push", copies=copies)
-        with fsdp2x.sync.connect(model, target, names="model", bucket_bytes=300) as sync:
-            sync.push(version=1)
-        same(got, {} if ctx.rank == 1 else expected)
 
 
 @distributed(world_sizes=(2,))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -11,14 +11,11 @@ from fsdp2x.base.arguments import checked
 from fsdp2x.rl.sync.receiver.engine import MERGED_BASE
 from fsdp2x.rl.sync.targets.base import EngineTarget, PushBucket, TargetError, WireLayout
 
-Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
-
 
 class InProcess(EngineTarget):
     """Passes (name, full tensor) to ``load_weights`` on every rank that has an engine.
 
         InProcess(llm_model.load_weights)                     a list for each bucket
-        InProcess(rollout.update_weights, calls="push")       one generator for the whole push
         InProcess(None)                                       this rank has no engine
 
     ``load_weights`` may keep the tensors, as vLLM does until a layer is complete. With ``copies=False`` it gets the
@@ -30,37 +27,27 @@ class InProcess(EngineTarget):
         self,
         load_weights: Callable | None,
         *,
-        calls: Literal["bucket", "push"] = "bucket",
         copies: bool = True,
-        start: Callable | None = None,
         apply_delta: Callable | None = None,
         finish: Callable | None = None,
-        abort: Callable | None = None,
         load_adapter: Callable | None = None,
     ) -> None:
         """Makes a target of functions.
 
         Args:
-            load_weights: function of an iterable of (name, tensor), on the parameters' device.
-            calls: how often to call it: once per ``"bucket"``, or once per ``"push"``, where it must exhaust the
-                iterable.
-            copies: whether it gets copies. With False it must copy what it needs before it returns or takes the next
-                one.
-            start: ``start(mode)``, called before the first bucket, such as an engine's ``start_weight_update``.
+            load_weights: function of a list of (name, tensor), on the parameters' device. Called for each bucket.
+            copies: whether it gets copies. With False it must copy what it needs before it returns.
             apply_delta: ``apply_delta(name, positions, values)``, with int64 positions in the flattened tensor. Without
                 it delta pushes raise.
             finish: ``finish(version)``, called once after all ranks have loaded everything, such as
                 ``finish_weight_update`` or a reset of the prefix cache.
-            abort: ``abort(reason)``, called when a push failed on any rank. The engine must not generate.
             load_adapter: ``load_adapter(adapter, tensors)`` for ``connect(weights="adapter")``, with the tensors by
-                name. It changes nothing and returns a function that installs the adapter at the commit.
-                ``start("adapter")`` comes before it and ``finish`` after it.
+                name. It changes nothing and returns a function that installs the adapter at the commit. ``finish``
+                comes after it.
         """
-        self._has_engine, self._calls, self._copies = load_weights is not None, calls, copies
+        self._has_engine, self._copies = load_weights is not None, copies
         # An engine that is an empty container is false, but still an engine.
-        self._load, self._start, self._finish, self._abort = (
-            _ignore if call is None else call for call in (load_weights, start, finish, abort)
-        )
+        self._load, self._finish = (_ignore if call is None else call for call in (load_weights, finish))
         self._apply = apply_delta
         self._load_adapter = load_adapter
         self._adapter: dict[str, Any] | None = None
@@ -85,50 +72,26 @@ class InProcess(EngineTarget):
     def begin(self, version: int | str, mode: str, base: int | str | None) -> None:
         if self._adapter is not None and self._is_merged:
             raise TargetError.at("begin", MERGED_BASE)
-        self._start(mode)
 
     def take(self, buckets: Iterator[PushBucket]) -> None:
-        if self._adapter is not None:
-            for bucket in buckets:
-                names = [spec.name for spec in bucket.specs]
-                self._staged.update(zip(names, [tensor.clone() for tensor in bucket.tensors], strict=True))
-            return
-        if self._calls == "bucket":
-            for bucket in buckets:
+        for bucket in buckets:
+            if self._adapter is None:
                 self._take_one(bucket)
-            return
-        place: list[PushBucket] = []
-        items = self._items_of(buckets, place)
-        try:
-            self._load(items)
-        except Exception as error:
-            raise _told(error, place[-1] if place else None) from error
-        if next(items, None) is not None:
-            raise _told(RuntimeError("load_weights returned before it had taken all tensors"), place[-1])
+                continue
+            names = [spec.name for spec in bucket.specs]
+            self._staged.update(zip(names, [tensor.clone() for tensor in bucket.tensors], strict=True))
 
     def _take_one(self, bucket: PushBucket) -> None:
         try:
-            items = [(spec.name, self._given(t)) for spec, t in zip(bucket.specs, bucket.tensors, strict=True)]
+            pairs = zip(bucket.specs, bucket.tensors, strict=True)
+            items = [(spec.name, tensor.clone() if self._copies else tensor) for spec, tensor in pairs]
             if items:
                 self._load(items)
-            self._apply_deltas(bucket)
+            for delta in bucket.deltas:
+                assert self._apply is not None, "checked when connecting"
+                self._apply(delta.spec.name, delta.positions, delta.values)
         except Exception as error:
-            raise _told(error, bucket) from error
-
-    def _items_of(self, buckets: Iterator[PushBucket], place: list[PushBucket]) -> Iterator[tuple[str, torch.Tensor]]:
-        for bucket in buckets:
-            place[:] = [bucket]
-            for spec, tensor in zip(bucket.specs, bucket.tensors, strict=True):
-                yield spec.name, self._given(tensor)
-            self._apply_deltas(bucket)
-
-    def _given(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if self._copies else tensor
-
-    def _apply_deltas(self, bucket: PushBucket) -> None:
-        for delta in bucket.deltas:
-            assert self._apply is not None, "checked when connecting"
-            self._apply(delta.spec.name, delta.positions, delta.values)
+            raise TargetError.at("load", f"load_weights raised {type(error).__name__}: {error}", bucket) from error
 
     def finish(self, version: int | str) -> None:
         if self._adapter is None:
@@ -145,13 +108,7 @@ class InProcess(EngineTarget):
 
     def abort(self, reason: str) -> None:
         self._staged = {}
-        if self._adapter is None:
-            self._abort(reason)
 
 
 def _ignore(*_: object) -> None:
     """Does nothing, for engines that need no such call."""
-
-
-def _told(error: Exception, bucket: PushBucket | None) -> TargetError:
-    return TargetError.at("load", f"load_weights raised {type(error).__name__}: {error}", bucket)
