@@ -21,7 +21,7 @@ from fsdp2x.rl.sync.receiver import engine as engine_file
 from fsdp2x.rl.sync.receiver.engine import Parameters, Receiver
 from fsdp2x.rl.sync.receiver.engine_group import GroupReceiver
 from fsdp2x.rl.sync.targets.base import PushBucket, WireLayout
-from fsdp2x.sync import GroupPeer, Peer, SyncError
+from fsdp2x.sync import GroupPeer, Peer
 
 OVER = ("memory", "device", "group")  # routes to receivers
 
@@ -148,33 +148,14 @@ def push_by_hand(target, tensors, version=1, timeout_s=20.0):
     target.close()
 
 
-def push_when_noticed(sync, version):
-    """The next push after one that failed: engines take their time to notice that they were given up."""
-    for attempt in range(20):
-        try:
-            sync.push(version=version)
-            break
-        except SyncError:
-            assert attempt < 19
-
-
 class EngineProcess:
-    """`engine_process.py`, which polls when this returns; a context manager that ends it.
+    """`engine_process.py`, which polls when this returns; a context manager that ends it."""
 
-    ``prepare(pid)`` makes the network of a process that has one of its own.
-    """
-
-    def __init__(self, address, prepare=None, environment=None):
+    def __init__(self, address, environment=None):
         script = Path(__file__).with_name("engine_process.py")
         command = [sys.executable, script, engine_file.__file__, address]
-        if prepare is not None:
-            command = ["unshare", "--net", "sh", "-c", 'read line; exec "$@"', "sh", *command]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, env={**os.environ, **(environment or {})}, **pipes)
-        if prepare is not None:
-            prepare(self.process.pid)
-            self.process.stdin.write("\n")
-            self.process.stdin.flush()
         assert self.process.stdout.readline() == "ready\n"
 
     def status(self):

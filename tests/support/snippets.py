@@ -7,11 +7,6 @@ sharding_strategy: FULL_SHARD
 world_size: 4
 compile: False
 """
-FLAT_TWO_STRATEGIES = """
-sharding_strategy: FULL_SHARD
-
-sharding_strategy: SHARD_GRAD_OP
-"""
 FLAT_BATCH = """
 train_batch: 64
 """

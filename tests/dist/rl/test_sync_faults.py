@@ -11,10 +11,8 @@ import multiprocessing
 import os
 import re
 import select
-import shutil
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections import Counter, namedtuple
@@ -26,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2x
-from engines import EngineProcess, Layerwise, Store, new_address, peer, target_of
+from engines import Layerwise, Store, new_address, peer, target_of
 from fsdp2x.rl.sync.receiver import engine_group
 from fsdp2x.rl.sync.receiver.engine import Receiver, bind_address, close_files
 from fsdp2x.rl.sync.receiver.engine_group import GroupReceiver
@@ -451,55 +449,3 @@ def test_a_loader_on_one_rank(ctx, place):
         sync.push(version=2)
         sync.require_clean()
         same(got, dict(fsdp2x.full_tensors(model)))
-
-
-# ---- a network between them
-
-
-def link_to(pid, ours):
-    """A cable between this network and that of a process: 10.213.77.1 at ``ours``, and .2."""
-    enter = ["nsenter", "--net", "--target", str(pid)]
-    for command in (
-        ["ip", "link", "add", ours, "type", "veth", "peer", "name", "fsdp2x0", "netns", str(pid)],
-        ["ip", "address", "add", "10.213.77.1/24", "dev", ours],
-        ["ip", "link", "set", ours, "up"],
-        [*enter, "ip", "address", "add", "10.213.77.2/24", "dev", "fsdp2x0"],
-        [*enter, "ip", "link", "set", "fsdp2x0", "up"],
-    ):
-        subprocess.run(command, check=True, capture_output=True, timeout=60)
-
-
-@pytest.mark.full
-def test_a_network_between_them():
-    """The engine has a separate link. One push arrives, and the link goes down during the next one."""
-    if os.getuid() != 0 or shutil.which("ip") is None or subprocess.run(["unshare", "--net", "true"]).returncode:
-        pytest.skip("networks of one's own need root and iproute2")
-    link = f"fsdp2x{os.getpid() % 100000}"
-    try:
-        engine = EngineProcess("tcp://10.213.77.1:7000", prepare=lambda pid: link_to(pid, link))
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"no such link can be made here: {error.stderr.decode().strip()}")
-    with contextlib.ExitStack() as stack:
-        stack.callback(subprocess.run, ["ip", "link", "delete", link], check=True, timeout=60)
-        stack.enter_context(engine)
-        dist_run(push_over_a_cable, 2, engine.process.pid, timeout=120)
-        eventually(lambda: [engine.status()[key] for key in ("state", "version")], ["torn", 1], 100)
-
-
-def push_over_a_cable(ctx, pid):
-    """The link goes down before the third bucket."""
-    sync = connected(make_model(ctx), GroupPeer("tcp://10.213.77.1:7000", 1), timeout_s=5)
-    sync.push(version=1)
-    buckets = sync._buckets
-
-    def pulled(*arguments):
-        for bucket in buckets(*arguments):
-            if bucket.index == 2 and ctx.rank == 0:
-                command = ["nsenter", "--net", "--target", str(pid), "ip", "link", "set", "fsdp2x0", "down"]
-                subprocess.run(command, check=True, timeout=60)
-            yield bucket
-
-    sync._buckets = pulled
-    with pytest.raises(SyncError, match="hangs or is busy") as caught:
-        sync.push(version=2)
-    assert (caught.value.phase, caught.value.rank) == ("load", 0)

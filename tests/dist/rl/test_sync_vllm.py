@@ -1,7 +1,6 @@
 """Pushes into vLLM: its orders and its traps, as a server and as an `LLM`, with one worker and with two."""
 
 import contextlib
-import re
 import socket
 
 import pytest
@@ -12,7 +11,6 @@ from torch import nn
 import device_handles
 import fsdp2x
 from engines import step
-from fsdp2x.rl.sync.receiver.vllm_worker import LayerwiseReload
 from fsdp2x.sync import SyncError, Vllm
 from harness import distributed
 from reference import same, shard
@@ -372,60 +370,6 @@ def test_what_vllm_does_not_take(ctx):
         with fsdp2x.sync.connect(shard(ctx, adapter), target) as sync:
             with pytest.raises(SyncError, match="vLLM loads adapters by its own requests.*'lora_A.weight'"):
                 sync.push(version=0)
-
-
-class Keeping(LayerwiseReload):
-    keeps_tensors = False
-
-
-class WithKernels(LayerwiseReload):
-    def _forget_kernels(self, model):
-        pass
-
-
-class WithoutReload(LayerwiseReload):
-    def start(self, mode):
-        pass
-
-
-class Forgetting(LayerwiseReload):
-    def abort(self, reason):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("sink", "match"),
-    [
-        (Keeping, "not bitwise equal"),
-        (WithKernels, "experts.*not bitwise equal"),
-        (WithoutReload, "into parameter .0."),
-        (Forgetting, "Attempted to load weight"),
-    ],
-)
-@distributed(world_sizes=(2,))
-def test_the_traps_are_there(ctx, sink, match):
-    """Without each cure the same pushes fail, or what runs is wrong."""
-    model = make_model(ctx)
-    wrong = ""
-    with engine(ctx, "llm") as (target, core):
-        if core is not None:
-            worker = core.workers[0]
-            worker.fsdp2x_listen()
-            worker.fsdp2x_receiver.close()
-            worker.fsdp2x_reload = sink(worker)
-            receiver = type(worker.fsdp2x_receiver)
-            worker.fsdp2x_receiver = receiver(worker.fsdp2x_receiver.address, worker.fsdp2x_reload)
-            worker.model.bad = "embed.weight" if sink is Forgetting else None
-        with fsdp2x.sync.connect(model, target, bucket_bytes=32) as sync:
-            for version in range(2):
-                try:
-                    sync.push(version=version)
-                    holds(model, core)
-                except (SyncError, AssertionError) as error:
-                    wrong = f"{type(error).__name__} {error}"
-                dist.barrier()
-    if core is not None:
-        assert re.search(match, wrong), wrong
 
 
 @distributed(world_sizes=(2,))

@@ -107,11 +107,6 @@ def test_command():
     ]
 
 
-def test_command_refuses():
-    done = run_command("--world", "0")
-    assert done.returncode == 2 and "at least 1" in done.stderr
-
-
 def test_a_run_that_takes_too_long_is_ended():
     done = run_command("--world", "2", "--timeout", "0.5")
     assert done.returncode == 1 and "did not finish within 0.5 s" in done.stderr

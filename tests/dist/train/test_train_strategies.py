@@ -103,13 +103,6 @@ def test_two_copies_of_two_shards(ctx, strategy):
     assert (plan.shape, plan.axes) == ((2, 2), ("ddp", "fsdp"))
 
 
-@distributed
-@pytest.mark.parametrize("parallel", [{"fsdp_size": 1}, {"fsdp_size": 2}])
-def test_sizes_that_mean_all_ranks(ctx, parallel):
-    with shared_folder(ctx) as folder:
-        assert check(folder, **parallel).shape == (2,)
-
-
 # ---- two torchrun agents as two nodes
 
 

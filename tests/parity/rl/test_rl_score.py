@@ -262,18 +262,6 @@ def test_without_gradients(ctx, transport):
 
 
 @distributed(world_sizes=(2,))
-def test_temperatures_of_tokens(ctx):
-    only_fsdp2x(ctx)
-    reference = build("qwen3")
-    ours = fsdp2x.fully_shard(copy.deepcopy(reference))
-    row = pack_samples(sequences.make_samples(reference, [9, 5], seed=ctx.rank))
-    temperature = torch.rand(row.next_labels.shape, generator=torch.Generator().manual_seed(1)) + 0.5
-    scores = rl.score(ours, row.inputs, row.next_labels, temperature=temperature)
-    wanted, _ = plain_scores(reference(**row.inputs).logits, row.next_labels, temperature)
-    same(scores.log_probs.detach(), wanted.detach(), "log-probabilities", **EXACT)
-
-
-@distributed(world_sizes=(2,))
 @pytest.mark.parametrize("where", ["layers", "head"])
 def test_adapters(ctx, where):
     """LoRA on the layers; a trained copy of the head in PEFT's modules_to_save, with the adapter and without."""

@@ -9,7 +9,6 @@ from torch import nn
 
 from fsdp2x.base.failures import ConfigError
 from fsdp2x.memory import plan_memory
-from fsdp2x.plan.report import _folded
 from fsdp2x.train.cli import main
 from fsdp2x.train.commands.plan_request import COLUMNS, WORDS, explanation, parse_bytes
 from models import Stack
@@ -218,13 +217,3 @@ def test_every_row_and_column_is_explained(options):
     said = explanation(report)
     assert all(f"\n{name}  " in said for name in ("shards", "at rest", "peak, without activations"))
     assert set(COLUMNS) < set(str(report).splitlines()[0].split())
-
-
-def test_repeated_units_become_one_line_a_pattern():
-    def folded(text):
-        return [name for name, _ in _folded([(name, name[0]) for name in text.split()])]
-
-    assert folded("e0 a0 a1 a2 a3 a4 n") == ["e0", "a0 .. a4 (5 units, each)", "n"]
-    pairs = folded("e0 " + " ".join(f"a{i} x{i}" for i in range(5)) + " n")
-    assert pairs == ["e0", "a0 .. a4 (5 units, each)", "x0 .. x4 (5 units, each)", "n"]
-    assert len(folded("a0 x0 a1 x1 a2 x2 a3 x3")) == 8

@@ -199,3 +199,40 @@ def test_layers_with_another_state_are_refused():
 def test_limits_that_are_refused(limits, said):
     with pytest.raises(ValueError, match=said):
         sample(model_of("qwen3"), [[3, 4]], Sampling(4), **limits)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "said"),
+    [
+        ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
+        ({"max_tokens": 2.0}, TypeError, "max_tokens must be int, got 2.0"),
+        ({"max_tokens": 2, "num_samples": True}, TypeError, "num_samples must be int"),
+        ({"max_tokens": 2, "seed": -1}, ValueError, "seed must be at least 0"),
+        ({"max_tokens": 2, "temperature": -0.5}, ValueError, "temperature must be finite and at least 0, got -0.5"),
+        ({"max_tokens": 2, "temperature": float("nan")}, ValueError, "temperature must be finite"),
+        ({"max_tokens": 2, "top_k": -1}, ValueError, "top_k must be at least 0, got -1"),
+        ({"max_tokens": 2, "top_p": 0.0}, ValueError, "top_p must be above 0 and at most 1, got 0.0"),
+        ({"max_tokens": 2, "min_p": 1.5}, ValueError, "min_p must be from 0 to 1, got 1.5"),
+        ({"max_tokens": 2, "temperature": "1"}, TypeError, "temperature must be float"),
+        ({"max_tokens": 2, "stop_ids": ("2",)}, TypeError, "stop_ids must be a collection of int"),
+        ({"max_tokens": 2, "stop_ids": None}, TypeError, "stop_ids must be a collection of int"),
+    ],
+)
+def test_settings_that_are_refused(settings, error, said):
+    with pytest.raises(error, match=said):
+        Sampling(**settings)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "error", "said"),
+    [
+        ([[3], []], ValueError, "prompt 1 is empty"),
+        ([[3, VOCAB]], ValueError, f"prompt 0 has the token {VOCAB}, but the vocabulary has {VOCAB}"),
+        ([[-1]], ValueError, "prompt 0 has the token -1"),
+        ([[3] * 100_000], ValueError, "prompt 0 of 100000 tokens and max_tokens=2 exceed the model's"),
+        ([[3], "text"], TypeError, "prompt 1 must be a list of token ids, got 'text'. Use the tokenizer first"),
+    ],
+)
+def test_prompts_that_are_refused(prompts, error, said):
+    with pytest.raises(error, match=said):
+        sample(model_of("qwen3"), prompts, Sampling(2))

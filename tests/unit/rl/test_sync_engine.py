@@ -22,7 +22,6 @@ import device_handles
 from engines import Layerwise, Served, Store, new_address, push_by_hand, target_of
 from fsdp2x.base import torch_private
 from fsdp2x.io.names import TensorSpec
-from fsdp2x.lifecycle.sleep import _give_to_driver as give_to_driver
 from fsdp2x.rl.sync.receiver import engine
 from fsdp2x.rl.sync.receiver.engine import (
     WIRE,
@@ -40,7 +39,7 @@ from fsdp2x.rl.sync.receiver.engine import (
 from fsdp2x.rl.sync.receiver.engine_group import own_host, split_address
 from fsdp2x.rl.sync.targets.base import TargetError, WireLayout
 from fsdp2x.rl.sync.targets.transports import HandedMemory
-from fsdp2x.sync import GroupPeer, Peer, Sglang, Vllm
+from fsdp2x.sync import GroupPeer, Peer, Vllm
 
 CARRIERS = ("memory", "group")
 SPECS = tuple(TensorSpec(f"w{index}", torch.Size([size]), torch.float32) for index, size in enumerate((2, 3)))
@@ -453,29 +452,6 @@ def test_memory_for_others_is_in_no_expandable_segment(monkeypatch, on, tells):
     assert len(during) == 1 and "expandable_segments:True" not in during[0]
     assert "max_split_size_mb:64" in during[0] and "[256:1,512:2]" in during[0]
     assert allocator["now"] == SETTINGS.format(on)
-
-
-def test_dropped_buckets_go_back_to_the_allocator(monkeypatch):
-    """At the end of a push, however it ends, and before a model that sleeps gives memory to the driver."""
-    calls = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    for name in ("ipc_collect", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, lambda name=name: calls.append(name))
-    target = Sglang("http://127.0.0.1:1")
-    servers = target._servers  # which a commit and an abort would ask
-    for end in (lambda: target.commit(1), lambda: target.abort("no reason"), target.close):
-        target._servers = servers if end == target.close else []
-        target._handed = [object()]
-        end()
-        assert not target._handed and calls == ["ipc_collect"]
-        calls.clear()
-    target = Peer("@nobody")
-    target._memory = object()
-    target.close()
-    assert target._memory is None and calls == ["ipc_collect"]
-    calls.clear()
-    give_to_driver(torch.device("cuda", 0))
-    assert calls == ["ipc_collect", "empty_cache"]
 
 
 def test_what_targets_refuse():

@@ -139,11 +139,6 @@ def test_every_spelling_of_resuming_reaches_the_run(said, words):
     assert line.endswith("gone: no such checkpoint. Pass a checkpoint folder or its parent.")
 
 
-def test_a_size_needs_a_unit(said):
-    (line,) = said(OWN, "--world-size", "2", "--memory", "80", command=("plan",))
-    assert line == "--memory: expected a size with a unit, such as 80GiB, got '80'"
-
-
 def test_a_plan_is_for_the_device_of_the_run(said, capsys, tmp_path, monkeypatch):
     import torch
 
@@ -158,12 +153,6 @@ def test_a_plan_is_for_the_device_of_the_run(said, capsys, tmp_path, monkeypatch
         (tmp_path / "run.yaml").write_text(OWN)
         assert main(["plan", "run.yaml", *overrides, "--world-size", "2"]) == 0
         assert f"on {device}" in capsys.readouterr().out.splitlines()[0]
-
-
-@pytest.mark.parametrize("size", [3, 16])
-def test_shard_groups_that_do_not_fit_the_ranks_are_refused(said, size):
-    (line,) = said(OWN, f"parallel.fsdp_size={size}", "parallel.device=cpu")
-    assert line == f"parallel.fsdp_size: got {size}, expected a divisor of the 1 ranks"
 
 
 def test_logs_have_no_loading_bars(tmp_path, capfd):
