@@ -155,7 +155,7 @@ def _reporter() -> type:
 
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             if self.is_new and state.is_world_process_zero:
-                report = describe(model) if isinstance(model, FSDPModule) else None
+                report = describe(model) if isinstance(model, FSDPModule) else None  # type: ignore
                 how = f"{len(report.units)} units, transport {report.transport}" if report else "not sharded"
                 print(f"fsdp2x: {type(model).__name__} on {args.world_size} rank(s), {how}", flush=True)
             self.is_new = False
