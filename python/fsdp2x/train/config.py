@@ -37,9 +37,7 @@ BELOW_1 = Check("a fraction in [0, 1)", lambda value: 0 <= value < 1)
 RATES = Check("two numbers in [0, 1)", lambda values: all(0 <= value < 1 for value in values))
 # An empty path would mean the folder that the command runs in.
 PATH = Check("a path", lambda value: value != "")
-GROWTH = Check("more than 1", lambda value: value > 1)
 PAIRS = Check("at least 2", lambda value: value >= 2)
-BACKOFF = Check("a fraction in (0, 1)", lambda value: 0 < value < 1)
 
 
 class SequenceRanks(NamedTuple):
@@ -189,9 +187,6 @@ class OptimizerConfig(Section):
         0.1, "decay of parameters with two or more dims; norms and biases get none", NOT_NEGATIVE
     )
     momentum: float | None = setting(None, "momentum of sgd (unset: 0) and of muon (unset: 0.95)", BELOW_1)
-    muon_lr_scale: Literal["original", "match_rms_adamw", "spectral_unclamped"] = setting(
-        "match_rms_adamw", "muon's factor of lr, by the sizes of a matrix: match_rms_adamw fits AdamW's rates"
-    )
     muon_split: Literal["blocks", "heads", "none"] = setting(
         "blocks", "what muon orthogonalizes alone: each matrix that a parameter fuses, also each head, or the parameter"
     )
@@ -208,14 +203,6 @@ class OptimizerConfig(Section):
     stochastic_rounding: bool = setting(
         False, "with moments_dtype: round values that are stored in fewer bits up or down at random, unbiased"
     )
-    implementation: Literal["auto", "fsdp2x", "foreach", "fused", "for_loop"] = setting(
-        "auto", "auto and fsdp2x: one call over the local shards; the others are torch's loops"
-    )
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether the optimizer is from `fsdp2x.optim`."""
-        return self.implementation in ("auto", "fsdp2x")
 
     @property
     def planned_name(self) -> str:
@@ -226,14 +213,10 @@ class OptimizerConfig(Section):
 
     def check(self) -> None:
         name, coded = self.name, self.moments_dtype is not None
-        only_ours = "auto or fsdp2x, since torch's Muon steps matrices alone"
-        torchs = f"null, since optimizer.implementation is {self.implementation}, whose moments are torch's"
         unrounded = "false, since optimizer.moments_dtype is null and nothing is rounded"
         self.require("adamw_lr", self.adamw_lr is None or name == "muon", f"null, since optimizer.name is {name}")
         self.require("momentum", not self.momentum or name in ("sgd", "muon"), f"0, since optimizer.name is {name}")
-        self.require("implementation", name != "muon" or self.is_ours, only_ours)
         self.require("moments_dtype", not coded or name in ("adamw", "muon"), f"null, since optimizer.name is {name}")
-        self.require("moments_dtype", not coded or self.is_ours, torchs)
         self.require("stochastic_rounding", coded or not self.stochastic_rounding, unrounded)
 
 
@@ -242,18 +225,16 @@ class ScheduleConfig(Section):
     """The learning rate over time. `schedule.lr_factor` has the formulas."""
 
     kind: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"] = setting(
-        "cosine", "shape of the learning rate after the warm-up; wsd: stable, then a decay over wsd_decay_steps"
+        "cosine", "shape of the learning rate after the warm-up; wsd: stable, then a linear decay over wsd_decay_steps"
     )
     warmup_steps: int = setting(0, "steps over which the rate rises linearly to its peak", NOT_NEGATIVE)
     warmup_ratio: float = setting(
         0.0, "the same as a fraction of the run's steps; used when warmup_steps is 0", FRACTION
     )
-    warmup_start_ratio: float = setting(0.0, "rate at the start of the warm-up, as a fraction of the peak", FRACTION)
     decay_steps: int | None = setting(None, "step at which the lowest rate is reached; unset: the run's last", POSITIVE)
     min_lr_ratio: float = setting(0.1, "lowest rate as a fraction of the peak", FRACTION)
     min_lr: float | None = setting(None, "lowest rate itself; replaces min_lr_ratio", NOT_NEGATIVE)
     wsd_decay_steps: int | None = setting(None, "length of wsd's decay; unset: a tenth of decay_steps", POSITIVE)
-    wsd_decay: Literal["linear", "cosine", "exponential", "minus_sqrt"] = setting("linear", "shape of wsd's decay")
 
 
 @dataclass(frozen=True)
@@ -326,9 +307,7 @@ class ScalerConfig(Section):
 
     enabled: bool | None = setting(None, "unset: when parallel.param_dtype is float16")
     init_scale: float = setting(65536.0, "first scale", POSITIVE)
-    growth_factor: float = setting(2.0, "the scale is multiplied by it after growth_interval good steps", GROWTH)
-    backoff_factor: float = setting(0.5, "the scale is multiplied by it after a skipped step", BACKOFF)
-    growth_interval: int = setting(2000, "good steps in a row before the scale grows", COUNT)
+    growth_interval: int = setting(2000, "good steps in a row before the scale doubles; a skipped one halves it", COUNT)
 
 
 @dataclass(frozen=True)
@@ -419,11 +398,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         optimizer, parallel = self.optimizer, self.parallel
-        has_host_state = may_be_on_host(optimizer.planned_name) and (optimizer.is_ours or optimizer.name == "sgd")
         parallel.require(
             "offload",
-            parallel.offload != "optimizer" or has_host_state,
-            "gradients, all or none with this optimizer: AdamW of implementation fsdp2x alone keeps its state there",
+            parallel.offload != "optimizer" or may_be_on_host(optimizer.planned_name),
+            "gradients, all or none with this optimizer: AdamW alone keeps its state there",
         )
         parallel.require(
             "offload",

@@ -34,9 +34,6 @@ from fsdp2x.train.translate import find_format, own_sections
 
 logger = logging.getLogger(__name__)
 
-# Names of other trainers, and words without a section, for the checkpoint to resume from.
-_RESUMES = ("resume_from", "resume-from", "resume_from_checkpoint")
-
 
 @checked
 def load_config(path: str | Path, overrides: Iterable[str] = (), *, resume_from: str | None = None) -> TrainConfig:
@@ -65,7 +62,7 @@ class ConfigFile:
         """
         if not str(path):
             raise ConfigError("expected the path of a config, got an empty one")
-        file = cls.read_any(path, map(_named, overrides))
+        file = cls.read_any(path, overrides)
         form = None if own_sections(file.settings) else find_format(file.settings)
         if form is not None and "instead" in form:
             raise ConfigError(f"{path}: the file has {form['title']}. {form['instead']}")
@@ -123,11 +120,6 @@ class ConfigFile:
 _MODEL = ("model.path", "model.config")
 
 
-def _named(override: str) -> str:
-    key, equals, value = override.partition("=")
-    return f"checkpoint.resume_from{equals}{value}" if key in _RESUMES else override
-
-
 def _is_set(settings: Mapping[str, Any], path: str) -> bool:
     section, _, name = path.partition(".")
     values = settings.get(section)
@@ -175,26 +167,22 @@ IDLE: dict[tuple[str, ...], tuple[Callable[[TrainConfig], bool], str]] = {
     ("data.max_tokens",): (lambda c: not c.data.packing, "data.packing is false"),
     ("data.held_out",): (lambda c: bool(c.data.validation_files), "data.validation_files replace it"),
     ("optimizer.betas", "optimizer.eps"): (lambda c: c.optimizer.name == "sgd", "optimizer.name is sgd"),
-    ("optimizer.muon_lr_scale", "optimizer.muon_split", "optimizer.muon_ns_method", "optimizer.muon_ns_dtype"): (
+    ("optimizer.muon_split", "optimizer.muon_ns_method", "optimizer.muon_ns_dtype"): (
         lambda c: c.optimizer.name != "muon",
         "optimizer.name is not muon",
     ),
     ("schedule.warmup_ratio",): (lambda c: c.schedule.warmup_steps > 0, "schedule.warmup_steps comes before it"),
-    ("schedule.warmup_start_ratio",): (
-        lambda c: c.schedule.warmup_steps == 0 and c.schedule.warmup_ratio == 0,
-        "there is no warm-up",
-    ),
     ("schedule.min_lr_ratio",): (lambda c: c.schedule.min_lr is not None, "schedule.min_lr comes before it"),
     ("schedule.min_lr", "schedule.min_lr_ratio", "schedule.decay_steps"): (
         lambda c: c.schedule.kind == "constant",
         "schedule.kind is constant",
     ),
-    ("schedule.wsd_decay", "schedule.wsd_decay_steps"): (
+    ("schedule.wsd_decay_steps",): (
         lambda c: c.schedule.kind != "wsd",
         "schedule.kind is not wsd",
     ),
     ("parallel.expert_fsdp_size",): (lambda c: c.parallel.expert_parallel == 1, "parallel.expert_parallel is 1"),
-    ("scaler.init_scale", "scaler.growth_factor", "scaler.backoff_factor", "scaler.growth_interval"): (
+    ("scaler.init_scale", "scaler.growth_interval"): (
         lambda c: c.scaler.enabled is False,
         "scaler.enabled is false",
     ),

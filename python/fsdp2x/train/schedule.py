@@ -15,27 +15,24 @@ from fsdp2x import optim
 from fsdp2x.api import local_tensor
 from fsdp2x.train.config import ConfigError, OptimizerConfig, ScalerConfig, ScheduleConfig
 
-TORCH_LOOPS = {"foreach": {"foreach": True}, "fused": {"fused": True}, "for_loop": {"foreach": False}}
-
 
 def lr_factor(step: int, shape: ScheduleConfig) -> float:
     """Returns the learning rate of optimizer step `step` (the first is 1) as a fraction of the peak.
 
     With w = warmup_steps, d = decay_steps, low = min_lr_ratio of `make_shape` and t = (step - w) / (d - w):
 
-        step < w       start + (1 - start) * step / w
+        step < w       step / w
         constant       1, also after d
         step > d       low
         linear         low + (1 - low) * (1 - t)
         cosine         low + (1 - low) * (1 + cos(pi * t)) / 2
         inverse_sqrt   max(low, sqrt(max(w, 1) / step))
-        wsd            1 until d - wsd_decay_steps, then low + (1 - low) * f(u), u = the passed part of the decay:
-                       linear 1 - u, cosine (1 + cos(pi * u)) / 2, exponential 2 * 0.5 ** u - 1, minus_sqrt 1 - sqrt(u)
+        wsd            1 until d - wsd_decay_steps, then low + (1 - low) * (1 - u), u = the passed part of the decay
     """
     w, d, low = shape.warmup_steps, shape.decay_steps, shape.min_lr_ratio
     assert d is not None and shape.wsd_decay_steps is not None, "a shape of make_shape"
     if step < w:
-        return shape.warmup_start_ratio + (1.0 - shape.warmup_start_ratio) * step / w
+        return step / w
     if shape.kind == "constant":
         return 1.0
     if step > d:
@@ -46,20 +43,10 @@ def lr_factor(step: int, shape: ScheduleConfig) -> float:
         start = max(d - shape.wsd_decay_steps, w)
         if step <= start:
             return 1.0
-        height = _falling(shape.wsd_decay, (step - start) / (d - start))
-    else:
-        height = _falling(shape.kind, (step - w) / (d - w) if d > w else 1.0)
+        return low + (1.0 - low) * (1.0 - (step - start) / (d - start))
+    part = (step - w) / (d - w) if d > w else 1.0
+    height = 1.0 - part if shape.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * part))
     return low + (1.0 - low) * height
-
-
-def _falling(kind: str, part: float) -> float:
-    """Returns a value that falls from 1 at part 0 to 0 at part 1."""
-    return {
-        "linear": lambda: 1.0 - part,
-        "cosine": lambda: 0.5 * (1.0 + math.cos(math.pi * part)),
-        "exponential": lambda: 2.0 * 0.5**part - 1.0,
-        "minus_sqrt": lambda: 1.0 - math.sqrt(part),
-    }[kind]()
 
 
 def make_shape(config: ScheduleConfig, peak_lr: float, num_steps: int) -> ScheduleConfig:
@@ -133,10 +120,10 @@ def make_optimizer(
     max_grad_norm: float | None = None,
     ns_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.optim.Optimizer:
-    """Makes an optimizer over the trainable parameters in two groups: fsdp2x's, or one of torch's loops.
+    """Makes an optimizer over the trainable parameters in two groups.
 
-    fsdp2x's AdamW and Muon clip in their steps if there is a largest norm; others do not. Muon has its matrices in
-    groups, by their blocks, before those two, which are AdamW's.
+    AdamW and Muon clip in their steps if there is a largest norm; SGD does not. Muon has its matrices in groups, by
+    their blocks, before those two, which are AdamW's.
     """
     named = optim.muon_param_groups(model, split=config.muon_split) if config.name == "muon" else []
     matrices = [{**group, "params": [p for _, p in group["params"]]} for group in named if group["use_muon"]]
@@ -152,12 +139,10 @@ def make_optimizer(
     groups = [group for group in groups if group["params"]]
     if not groups and not matrices:
         raise ValueError("the model has no parameter with requires_grad=True, so there is nothing to train")
-    ours = config.is_ours
-    options: dict[str, Any] = {"max_grad_norm": max_grad_norm} if ours else TORCH_LOOPS[config.implementation]
     if config.name == "sgd":
-        rates = {"lr": config.lr, "momentum": config.momentum or 0.0}
-        sgd = torch.optim.SGD(groups, **rates, **({} if ours else options))
-        return optim.local_optimizer(sgd) if ours else sgd
+        sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum or 0.0)
+        return optim.local_optimizer(sgd)
+    options: dict[str, Any] = {"max_grad_norm": max_grad_norm}
     if config.moments_dtype is not None:
         options["moments_dtype"] = getattr(torch, config.moments_dtype) if config.moments_dtype != "int8" else "int8"
         options["stochastic_rounding"] = config.stochastic_rounding
@@ -168,13 +153,12 @@ def make_optimizer(
             lr=config.lr,
             weight_decay=config.weight_decay,
             momentum=0.95 if config.momentum is None else config.momentum,
-            adjust_lr_fn=config.muon_lr_scale,
+            adjust_lr_fn="match_rms_adamw",
             ns_method=config.muon_ns_method,
             ns_dtype=ns_dtype,
             **options,
         )
-    make = optim.AdamW if ours else torch.optim.AdamW
-    return make(groups, lr=config.lr, betas=config.betas, eps=config.eps, **options)
+    return optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, **options)
 
 
 def restore_settings(optimizer: torch.optim.Optimizer, configured: list[dict[str, Any]]) -> list[str]:
@@ -200,14 +184,11 @@ SMALLEST_SCALE = 2.0**-14
 class GradScaler:
     """Implements the rule of `torch.amp.GradScaler` with one all-reduce per step instead of one per parameter.
 
-    A step is good if all gradients are finite on all ranks. After `growth_interval` good steps in a row the scale is
-    multiplied by `growth_factor`. After a bad one, which every rank skips, it is multiplied by `backoff_factor`.
-    `state_dict` has the keys of torch's.
+    A step is good if all gradients are finite on all ranks. After `growth_interval` good steps in a row the scale
+    doubles. After a bad one, which every rank skips, it halves. `state_dict` has the keys of torch's.
     """
 
     def __init__(self, config: ScalerConfig):
-        self.growth_factor = config.growth_factor
-        self.backoff_factor = config.backoff_factor
         self.growth_interval = config.growth_interval
         self.scale = config.init_scale
         self.num_good_steps = 0
@@ -237,9 +218,9 @@ class GradScaler:
         if good:
             self.num_good_steps += 1
             if self.num_good_steps == self.growth_interval:
-                self.scale, self.num_good_steps = self.scale * self.growth_factor, 0
+                self.scale, self.num_good_steps = 2.0 * self.scale, 0
             return
-        self.scale, self.num_good_steps = self.scale * self.backoff_factor, 0
+        self.scale, self.num_good_steps = 0.5 * self.scale, 0
         if self.scale < SMALLEST_SCALE:
             raise RuntimeError(
                 f"the gradients overflow float16 at every scale down to {self.scale:g}: the loss is not a number. "
@@ -249,13 +230,13 @@ class GradScaler:
     def state_dict(self) -> dict[str, Any]:
         return {
             "scale": self.scale,
-            "growth_factor": self.growth_factor,
-            "backoff_factor": self.backoff_factor,
+            "growth_factor": 2.0,
+            "backoff_factor": 0.5,
             "growth_interval": self.growth_interval,
             "_growth_tracker": self.num_good_steps,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the scale and how long it has been good. The factors stay as configured."""
+        """Takes the scale and how long it has been good."""
         self.scale = float(state["scale"])
         self.num_good_steps = min(int(state["_growth_tracker"]), self.growth_interval - 1)

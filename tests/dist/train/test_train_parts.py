@@ -41,7 +41,6 @@ def numbers(folder, output, **sections):
 
 DENSE = (
     {"model": {"tiled_mlp": 3}},
-    {"optimizer": {"implementation": "for_loop"}},
     {"parallel": {"accumulate": "reduce_scatter"}},
     {"parallel": {"auto_wrap": ["Qwen3DecoderLayer"]}},
     {"parallel": {"expert_units": ["Qwen3MLP"]}},

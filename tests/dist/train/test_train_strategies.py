@@ -45,9 +45,10 @@ def unsharded_steps(trainer, config):
     from fsdp2x.train.schedule import Schedule, decay_groups, make_optimizer
 
     model = build_model(config.model, trainer.inputs.tokenizer, config.train.seed)
-    optimizer = make_optimizer(
-        model, OptimizerConfig(lr=config.optimizer.lr, implementation="for_loop"), decay_groups(model)
-    )
+    ours = make_optimizer(model, OptimizerConfig(lr=config.optimizer.lr), decay_groups(model))
+    groups = [{name: group[name] for name in ("params", "weight_decay")} for group in ours.param_groups]
+    betas, eps = config.optimizer.betas, config.optimizer.eps
+    optimizer = torch.optim.AdamW(groups, lr=config.optimizer.lr, betas=betas, eps=eps, foreach=False)
     schedule = Schedule(optimizer, config.schedule, config.optimizer.lr, 3)
     stream = BlockStream(
         trainer.blocks, batch_size=BATCH, rank=0, world_size=1, seed=config.train.seed, shuffle=config.data.shuffle

@@ -58,10 +58,6 @@ def with_settings(**sections):
             "parallel.offload: got 'optimizer', expected gradients, all or none with this optimizer",
         ),
         (
-            {"parallel": {"offload": "optimizer"}, "optimizer": {"implementation": "foreach"}},
-            "parallel.offload: got 'optimizer', expected gradients, all or none with this optimizer",
-        ),
-        (
             {"parallel": {"offload": True, "expert_parallel": 2}},
             "parallel.offload: got True, expected none with parallel.expert_parallel",
         ),
@@ -310,8 +306,8 @@ IDLE_SETTINGS = [
     ({"data.max_tokens": 32, "logging.wandb_options": {"project": "x"}}, ["data.max_tokens", "logging.wandb_options"]),
     ({"optimizer.name": "sgd", "optimizer.betas": [0.5, 0.5]}, ["optimizer.betas"]),
     ({"schedule.warmup_steps": 2, "schedule.warmup_ratio": 0.5}, ["schedule.warmup_ratio"]),
-    ({"schedule.kind": "constant", "schedule.min_lr": 1e-4, "schedule.wsd_decay": "cosine"},
-     ["schedule.min_lr", "schedule.wsd_decay"]),
+    ({"schedule.kind": "constant", "schedule.min_lr": 1e-4, "schedule.wsd_decay_steps": 3},
+     ["schedule.min_lr", "schedule.wsd_decay_steps"]),
     ({"scaler.enabled": False, "scaler.init_scale": 2.0}, ["scaler.init_scale"]),
     ({"train.eval_blocks": 1, "parallel.expert_fsdp_size": 1}, ["train.eval_blocks", "parallel.expert_fsdp_size"]),
     ({"train.eval_every": 1, "train.eval_blocks": 1}, []),

@@ -28,17 +28,11 @@ def shape(**changes):
 RATES = [
     ({}, {1: 0.1, 5: 0.5, 10: 1.0, 35: 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)), 60: 0.55, 110: 0.1, 1000: 0.1}),
     ({"warmup_steps": 3, "decay_steps": 3, "min_lr_ratio": 0.2}, {3: 0.2}),
-    ({"warmup_start_ratio": 0.2}, {5: 0.2 + 0.8 * 0.5}),
     ({"kind": "constant", "warmup_steps": 0, "decay_steps": 10}, {500: 1.0}),
     ({"kind": "linear"}, {10: 1.0, 35: 0.1 + 0.9 * 0.75, 60: 0.55, 110: 0.1, 111: 0.1}),
     ({"kind": "inverse_sqrt", "decay_steps": 10000}, {10: 1.0, 40: 0.5, 90: 1 / 3, 1000: 0.1, 9999: 0.1, 10001: 0.1}),
     ({"kind": "inverse_sqrt", "warmup_steps": 0}, {16: 0.25}),
-    *(
-        ({"kind": "wsd", "wsd_decay": decay}, {5: 0.5, 10: 1.0, 70: 1.0, 90: 0.1 + 0.9 * half, 110: 0.1, 111: 0.1})
-        for decay, half in (
-            ("linear", 0.5), ("cosine", 0.5), ("exponential", 2 * 0.5**0.5 - 1), ("minus_sqrt", 1 - 0.5**0.5)
-        )
-    ),
+    ({"kind": "wsd"}, {5: 0.5, 10: 1.0, 70: 1.0, 90: 0.1 + 0.9 * 0.5, 110: 0.1, 111: 0.1}),
 ]  # fmt: skip
 
 
@@ -133,8 +127,7 @@ def test_which_optimizer():
 
     model = torch.nn.Linear(3, 4)
     decays = decay_groups(model)
-    for wanted, kind in (("auto", fsdp2x.optim.AdamW), ("fsdp2x", fsdp2x.optim.AdamW), ("foreach", torch.optim.AdamW)):
-        assert type(make_optimizer(model, OptimizerConfig(implementation=wanted), decays)) is kind
+    assert type(make_optimizer(model, OptimizerConfig(), decays)) is fsdp2x.optim.AdamW
     sgd = make_optimizer(model, OptimizerConfig(name="sgd", momentum=0.9), decays)
     assert isinstance(sgd, torch.optim.SGD) and sgd.param_groups[0]["momentum"] == 0.9
     with pytest.raises(ConfigError, match="optimizer.momentum: got 0.9, expected 0"):
@@ -161,8 +154,6 @@ def test_muon_has_matrices_and_adamw_the_rest():
     assert [group["lr"] for group in optimizer.param_groups] == [0.5 / 4, 0.25 / 4, 0.25 / 4]
     with pytest.raises(ConfigError, match="optimizer.adamw_lr: got 0.1, expected null"):
         OptimizerConfig(adamw_lr=0.1)
-    with pytest.raises(ConfigError, match="optimizer.implementation: got 'fused'"):
-        OptimizerConfig(name="muon", implementation="fused")
 
 
 def test_muon_settings_reach_the_optimizer():
@@ -258,8 +249,6 @@ def test_a_scale_that_never_comes_back_is_an_error():
 def test_settings():
     for wrong, sentence in (
         ({"init_scale": 0.0}, "scaler.init_scale: got 0.0, expected a positive number"),
-        ({"growth_factor": 1.0}, "scaler.growth_factor: got 1.0, expected more than 1"),
-        ({"backoff_factor": 1.0}, "scaler.backoff_factor: got 1.0, expected a fraction in (0, 1)"),
         ({"growth_interval": 0}, "scaler.growth_interval: got 0, expected at least 1"),
     ):
         with pytest.raises(ConfigError) as error:

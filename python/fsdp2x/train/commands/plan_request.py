@@ -230,7 +230,6 @@ def _asked_by(
     config: TrainConfig, world_size: int, given: dict[str, Any]
 ) -> tuple[nn.Module, dict[str, Any], bool, SequencePlan | None]:
     parallel, optimizer = config.parallel, config.optimizer
-    _refuse_unpredictable(config)
     local_world_size = given["local_world_size"]
     mesh = plan_mesh(parallel, world_size, local_world_size)
     trains = config.train.mode == "train"
@@ -290,14 +289,6 @@ def _plan_sequences(model: nn.Module, config: TrainConfig, world_size: int, item
     passes = (2 + recomputes) * _micro_batches(config, num_readers) if trains else 1
     num_kept = layers if trains and not recomputes else 1
     return SequencePlan(*ranks, positions, layer.kept * num_kept, layer.sent * layers * passes)
-
-
-def _refuse_unpredictable(config: TrainConfig) -> None:
-    if config.train.mode == "train" and config.optimizer.implementation in ("foreach", "for_loop"):
-        raise ConfigError(
-            f"optimizer.implementation: got {config.optimizer.implementation!r}, whose memory cannot be predicted. "
-            "Plan with auto, fsdp2x or fused."
-        )
 
 
 def _param_dtype(setting: str | None, device: str) -> str | None:

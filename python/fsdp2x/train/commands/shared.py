@@ -36,15 +36,6 @@ def _dtype(text: str) -> str:
 DTYPE = {"type": _dtype, "choices": ("float32", "bfloat16", "float16")}
 
 
-def add_resume_from(command: argparse.ArgumentParser) -> None:
-    """Adds the option that resumes a run, also in the spelling of other trainers and of the settings."""
-    command.add_argument(
-        "--resume-from", metavar="PATH", help="Checkpoint, or a folder of checkpoints, whose latest is used."
-    )
-    others = ("--resume-from-checkpoint", "--checkpoint.resume-from")
-    command.add_argument(*others, dest="resume_from", metavar="PATH", help=argparse.SUPPRESS)
-
-
 def positive(text: str) -> int:
     """Parses a positive number for argparse."""
     number = int(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fsdp2x.train.commands.shared import add_resume_from, mistake
+from fsdp2x.train.commands.shared import mistake
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -17,7 +17,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "overrides", nargs="*", metavar="key=value", help="Settings that replace the file's: train.steps=100."
     )
-    add_resume_from(command)
+    command.add_argument(
+        "--resume-from", metavar="PATH", help="Checkpoint, or a folder of checkpoints, whose latest is used."
+    )
     command.add_argument(
         "--report", action="store_true", help="List every parameter with its placement, global and local shape."
     )
