@@ -69,33 +69,6 @@ def test_settings_changed_at_resume_win_and_are_told(ctx):
 
 
 @distributed
-def test_resuming_a_finished_run_adds_nothing(ctx):
-    with shared_folder(ctx) as folder:
-        config = settings(folder / "text", folder / "run", train={"steps": 3})
-        first = run(config)
-        again = run({**config, "checkpoint": {"resume_from": str(folder / "run")}})
-        assert again.step == 3
-        assert all(torch.equal(a, b) for a, b in zip(weights(first), weights(again), strict=True))
-        assert list(losses(folder / "run")) == [1, 2, 3]
-
-
-@distributed
-def test_accumulation_averages_over_micro_batches(ctx):
-    from fsdp2x.train import Trainer, parse_config
-
-    # Over both ranks, two micro-batches of one block see the blocks 0, 1, 2, 3, as one of two blocks does.
-    results = []
-    with shared_folder(ctx) as folder:
-        for batch_size, accumulation in ((2, 1), (1, 2)):
-            section = {"batch_size": batch_size, "accumulation": accumulation}
-            trainer = Trainer(parse_config(settings(folder / "text", folder / "run", train=section)))
-            results.append(trainer.train_step())
-            trainer.close()
-    for one, other in zip(*results, strict=True):
-        assert one == pytest.approx(other, abs=1e-6)
-
-
-@distributed
 def test_evaluation_is_the_mean_over_all_held_out_tokens(ctx):
     from fsdp2x.train import Trainer, parse_config
 

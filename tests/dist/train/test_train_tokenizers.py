@@ -5,7 +5,7 @@ import json
 import pytest
 
 from harness import dist_run
-from training import MODEL, WORDS, Said, make_words, run, settings, write_model, write_text
+from training import WORDS, Said, make_words, run, settings, write_model, write_text
 
 
 def train(ctx, config):
@@ -49,13 +49,6 @@ def test_another_tokenizer_is_taken_by_word_and_told(tmp_path, tokenizer):
     assert any(sentence.startswith(f"data.tokenizer={asked} is not the tokenizer in model.path=") for sentence in said)
     assert (max(max(row) for row in tokens) > len(WORDS)) == (tokenizer == "bytes")
     assert exported(tmp_path).get_vocab() != make_words(WORDS).get_vocab()
-
-
-def test_a_new_model_has_bytes(tmp_path):
-    (outcome,) = dist_run(train, 1, config_for(tmp_path, {"config": dict(MODEL)}), fresh=False)
-    assert bytes(token for token in outcome.value[0][0] if token < 256) in b"".join(
-        path.read_bytes() for path in (tmp_path / "text").iterdir()
-    )
 
 
 def refused(config):

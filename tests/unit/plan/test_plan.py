@@ -187,26 +187,6 @@ def test_the_device_decides_who_counts(config, capsys):
     assert plan_json(capsys, config, "--world-size", 1)[1]["report"]["transport"] == "device"
 
 
-def test_what_is_offloaded_needs_no_room_on_the_device(config, capsys):
-    def plan(*options):
-        return plan_json(capsys, config, "--world-size", 4, "--dtype", "float32", *options)
-
-    peaks = {mode: plan("--offload", mode)[1]["report"]["device_peak_bytes"] for mode in
-             ("none", "optimizer", "gradients", "all")}  # fmt: skip
-    reports = {mode: plan("--offload", mode)[1]["report"] for mode in peaks}
-    assert peaks["none"] == reports["none"]["peak_bytes"] and reports["none"]["host_bytes"] == 0
-    assert peaks["all"] < peaks["gradients"] < peaks["none"] and peaks["optimizer"] < peaks["none"]
-    assert reports["optimizer"]["host_bytes"] == reports["none"]["optimizer_bytes"]
-    assert reports["gradients"]["resident_shard_bytes"] >= reports["gradients"]["shard_bytes"]
-    assert plan("--memory", f"{peaks['all']}B")[0] == 1
-    assert plan("--memory", f"{peaks['all']}B", "--offload", "all")[0] == 0
-    # On the CPU there is nowhere else to put it.
-    assert plan("--offload", "all", "--device", "cpu")[1]["report"] == plan("--device", "cpu")[1]["report"]
-    main(["plan", str(config), "--world-size", "4", "--offload", "gradients"])
-    text = capsys.readouterr().out
-    assert "on cuda, offload gradients" in text and "of it in host memory" in text
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"transport": "shm"}, {"replicas": 2}, {"offload": "all"}, {"offload": "optimizer"}]
 )

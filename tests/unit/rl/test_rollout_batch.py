@@ -107,11 +107,6 @@ def test_responses_do_not_depend_on_the_batch():
     assert [c.tokens for c in fewer] == [expected[index].tokens for index in (0, 1, 3, 4)]
 
 
-def test_equal_prompts_have_their_own_random_numbers():
-    found = sample(model_of("qwen3"), [[3, 4]] * 4, Sampling(8, 4))
-    assert len({tuple(c.tokens) for c in found}) == 16
-
-
 # ---- drawing
 
 

@@ -51,15 +51,6 @@ def test_a_transport_that_does_not_exist(capsys, monkeypatch):
     assert report(capsys)[1].splitlines()[-1] == "can run: no, because of transport"
 
 
-@pytest.mark.parametrize("num_gpus", [1, 2])
-def test_registered_memory_is_named_for_several_gpus(monkeypatch, num_gpus):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 0))
-    advice = doctor._nccl("topic").advice
-    assert ("set_allocate_memory_from_process_group_for_comm(True)" in advice) == (num_gpus > 1)
-
-
 def test_a_process_group_that_is_asked_for(capsys, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("GPUs use a process group anyway")

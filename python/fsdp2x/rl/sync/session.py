@@ -103,7 +103,7 @@ def connect(
             of ``merge_and_unload`` bit for bit, and are then cast.
         weights: ``"all"``, or ``"adapter"`` for only the LoRA adapter of a PEFT model, about 1 % of the bytes. The
             engine must already run the same base. If such a push fails, the previous adapter stays in use. A later full
-            push drops it. Targets: ``Peer``, ``Vllm``, ``Sglang``, rollouts, and ``InProcess(load_adapter=...)``.
+            push drops it. Targets: ``Peer``, ``Vllm``, ``Sglang``, and ``InProcess(load_adapter=...)``.
         adapter_name: name of the adapter in requests to vLLM and SGLang. Default: its name in the model.
         deltas: whether to keep a snapshot of the engines' weights, so that ``push(mode="delta")`` can send changes. It
             takes this rank's share of the weights' bytes on the wire, and half more during a delta.
