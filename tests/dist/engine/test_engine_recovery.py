@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2x
 from harness import distributed
 from models import STACK_UNITS, Mlp, Stack, inputs
-from reference import both_transports, grads, only_fsdp2x, same, shard, shard_stock
+from reference import both_transports, grads, only_fsdp2x, same, shard
 from user_collectives import UserScatter
 
 
@@ -203,27 +203,6 @@ def test_a_failed_backward_leaves_nothing_behind(ctx, times, waits, transport):
 
 
 @distributed(world_sizes=(2,))
-@pytest.mark.parametrize("other", [False, True])
-@both_transports
-def test_what_a_failed_backward_leaves_in_grad(ctx, other, transport):
-    """It leaves the gradients reduced so far: none if another graph is alive, as units are then reduced at the end."""
-    only_fsdp2x(ctx)
-    model = make(ctx, transport)
-    alive = model(inputs(ctx.rank, 1).requires_grad_()).square().mean() if other else None
-    x = inputs(ctx.rank, 0).requires_grad_()
-    x.register_hook(fail)
-    with pytest.raises(RAISED):
-        model(x).square().mean().backward()
-    left = [name for name, param in model.named_parameters() if param.grad is not None]
-    assert bool(left) != other, left
-    model.zero_grad()
-    (loss_of(ctx, model, 1) if alive is None else alive).backward()
-    got, model = grads(model), make(ctx, transport)
-    loss_of(ctx, model, 1).backward()
-    same(got, grads(model), "the next step")
-
-
-@distributed(world_sizes=(2,))
 @pytest.mark.parametrize("mode", ["nothing", "shown", "reduce_scatter", "manual"])
 @both_transports
 def test_a_failed_backward_keeps_earlier_gradients_or_says_that_they_are_lost(ctx, mode, transport):
@@ -310,78 +289,6 @@ def test_a_hook_behind_a_gradient_raises_when_all_gradients_are_there(ctx, mode,
             micro_batch(ctx, model, 3, mode, last=True)
             same(grads(model), grads(expected), f"{place}, {victims}")
             is_clean(model, place)
-
-
-@distributed(world_sizes=(2,))
-@both_transports
-def test_two_roots(ctx, transport):
-    """A failure in one root does not affect the other root."""
-    only_fsdp2x(ctx)
-    first, second = make(ctx, transport), make(ctx, transport, "nothing")
-    micro_batch(ctx, second, 0, "nothing", last=False)
-    plan(first, "between units")
-    with pytest.raises(Planned):
-        (loss_of(ctx, first, 1) + loss_of(ctx, first, 2)).backward()
-    plan(first, "inside a unit")
-    with pytest.raises(Planned):
-        loss_of(ctx, first, 1)
-    micro_batch(ctx, second, 1, "nothing", last=True)
-    first.zero_grad()
-    loss_of(ctx, first, 3).backward()
-    for got, numbers in ((first, (3,)), (second, (0, 1))):
-        expected = make(ctx, transport, "nothing")
-        for number in numbers:
-            micro_batch(ctx, expected, number, "nothing", last=number == numbers[-1])
-        same(grads(got), grads(expected))
-
-
-@distributed(world_sizes=(2,))
-@both_transports
-def test_a_unit_whose_failure_the_root_catches(ctx, transport):
-    """The forward continues without that unit, and none of its parameters stay gathered."""
-
-    class Forgiving(Stack):
-        fails = False
-
-        def forward(self, x):
-            x = self.blocks[0](x)
-            try:
-                x = self.blocks[1](x)
-                if self.fails:
-                    raise Planned
-            except Planned:
-                pass
-            return self.head(self.norm(self.blocks[2](x)))
-
-    def run(model, in_unit):
-        model.fails = not in_unit
-        handle = model.blocks[1].up.register_forward_hook(fail) if in_unit else None
-        losses = []
-        for number in range(2):
-            loss = loss_of(ctx, model, number)
-            if in_unit and ctx.impl == "fsdp2x":
-                states = {unit.name: unit.param_state for unit in fsdp2x.describe(model).units}
-                assert states["blocks.1"] == "SHARDED", states
-            loss.backward()
-            losses.append(loss.detach())
-        if handle is not None:
-            handle.remove()
-        loss_of(ctx, model, 5).backward()
-        return losses, grads(model)
-
-    for in_unit in (False, True):
-        ours = run(shard(ctx, Forgiving(), STACK_UNITS, transport=transport), in_unit)
-        if in_unit:
-            plain = Forgiving()
-            expected = run_unsharded(plain, ctx)
-            same(ours[0], expected, "losses of the unsharded model", rtol=1e-6, atol=1e-6)
-        else:
-            same(ours, run(shard_stock(Forgiving(), STACK_UNITS), in_unit))
-
-
-def run_unsharded(model, ctx):
-    model.blocks[1].up.register_forward_hook(fail)
-    return [loss_of(ctx, model, number).detach() for number in range(2)]
 
 
 class Silent(Stack):
@@ -477,47 +384,3 @@ def raised_again(model, x):
         with pytest.raises(Planned):
             model(x)
         handle.remove()
-
-
-class Rootless(Stack):
-    """Its root owns no parameters: an exception at its beginning comes before every collective."""
-
-    def __init__(self):
-        super().__init__()
-        del self.norm, self.head
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-@distributed(world_sizes=(2,))
-@pytest.mark.parametrize(("agreed", "transport"), [(True, "shm"), (True, "process_group"), (False, "shm")])
-def test_one_rank_fails_and_goes_on(ctx, agreed, transport):
-    """Its next collectives would match the others', and mix gradients of two steps, so the ranks raise.
-
-    If it fails after all gathers, and all ranks skip the batch, they do not raise.
-    """
-    only_fsdp2x(ctx)
-    model, twin = (shard(ctx, Rootless(), STACK_UNITS, transport=transport) for _ in range(2))
-    if agreed:  # optimizers have stepped before
-        for one in (model, twin):
-            loss_of(ctx, one, 2).backward()
-            torch.optim.SGD(one.parameters(), lr=0.1).step()
-            one.zero_grad()
-    register = model.register_forward_hook if agreed else model.register_forward_pre_hook
-    handle = register(fail)
-    if ctx.rank == 0:
-        with pytest.raises(Planned):
-            loss_of(ctx, model, 0)
-    handle.remove()
-    loss = loss_of(ctx, model, 0) if ctx.rank == 1 else None
-    if agreed:
-        del loss
-        for one in (model, twin):
-            loss_of(ctx, one, 1).backward()
-        return same(grads(model), grads(twin))
-    loss = loss or loss_of(ctx, model, 1)
-    with pytest.raises(RuntimeError, match="rank 0 began 2 forwards, of which 1 raised"):
-        loss.backward()

@@ -4,9 +4,7 @@ The tests compare every result, bit for bit, with the same model whose gathers c
 so they stay in their flat buffers.
 """
 
-import copy
 import os
-import pickle
 import time
 
 import numpy as np
@@ -16,14 +14,13 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from test_fork import in_child
-from torch import nn
 
 import fsdp2x
 import memory
 from fsdp2x.base import torch_private
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs, step
-from reference import full, params, same, shard
+from reference import params, same, shard
 
 
 def groups_of(model) -> list:
@@ -79,36 +76,6 @@ def test_a_step_writes_where_peers_read(ctx, name):
 
 
 @distributed(world_sizes=(2, 3))
-def test_who_steps_is_told_what_it_may_write_to(ctx):
-    """It opens each group once, but not while this rank has it gathered or a tensor refers to its shards."""
-    from fsdp2x.base.native import _C
-
-    model, optimizer = make(ctx)
-    step(ctx, model, optimizer)
-    dist.barrier()
-    shards = _C.WritableShards(optimizer.param_groups)
-    assert shards.num_opened == len(groups_of(model)) == len(STACK_UNITS) + 1
-    nothing_left = _C.WritableShards(optimizer.param_groups)
-    assert nothing_left.num_opened == 0
-    shards.close()
-    held = [local(model, "blocks.0.up.weight").detach()]
-    some = _C.WritableShards(optimizer.param_groups)
-    assert some.num_opened == len(STACK_UNITS)
-    some.close()
-    held.clear()
-    model.blocks[1].unshard()
-    dist.barrier()
-    some = _C.WritableShards(optimizer.param_groups)
-    assert some.num_opened == len(STACK_UNITS)
-    some.close()
-    model.blocks[1].reshard()
-    dist.barrier()
-    assert _C.WritableShards([{"params": [torch.nn.Parameter(torch.ones(2)), model.head.weight]}]).num_opened == 1
-    for nothing in (None, (), [3], [{"params": (model.head.weight,)}, {"other": []}, {"params": ["x", None]}]):
-        assert _C.WritableShards(nothing).num_opened == 0
-
-
-@distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("how", ["step", "in place", "data", "numpy", "copy_", "load"])
 def test_a_rank_that_is_ahead_writes(ctx, how):
     """It has left the model and changes its shards, while the others still compute with what was gathered."""
@@ -146,94 +113,6 @@ def test_a_rank_that_is_ahead_writes(ctx, how):
             handle.remove()
 
 
-@distributed(world_sizes=(2,))
-@pytest.mark.parametrize("taken", ["before the first forward", "later"])
-def test_an_array_over_a_shard_stays_the_shard(ctx, taken):
-    """An array over a shard's memory reads and writes the shard before, between, and after steps."""
-    before = set(memory.shared_files())
-    model, optimizer = make(ctx)
-    twin, of_twin = make(ctx, copies=True)
-    if taken == "later":
-        same(step(ctx, model, optimizer, 9), step(ctx, twin, of_twin, 9))
-    array = local(model, "blocks.1.up.weight").detach().numpy()
-    for number in range(3):
-        array *= np.float32(0.9)
-        with torch.no_grad():
-            local(twin, "blocks.1.up.weight").mul_(0.9)
-        same(step(ctx, model, optimizer, number), step(ctx, twin, of_twin, number))
-        same(torch.from_numpy(array.copy()), local(twin, "blocks.1.up.weight").detach())
-    assert resting(model) == [taken == "later" or group.module_fqn != "blocks.1" for group in groups_of(model)]
-    del array
-    for number in range(2):
-        same(step(ctx, model, optimizer, number), step(ctx, twin, of_twin, number))
-    assert all(resting(model)) and private_bytes(before) == 0
-    same(params(model), params(twin))
-
-
-@distributed(world_sizes=(2,))
-def test_a_state_dict_that_is_kept(ctx):
-    """Its tensors are the shards, whatever happens to them."""
-    model, optimizer = make(ctx)
-    twin, of_twin = make(ctx, copies=True)
-    kept = [model.state_dict()], [twin.state_dict()]
-    for number in range(3):
-        same(step(ctx, model, optimizer, number), step(ctx, twin, of_twin, number))
-        kept[0].append(model.state_dict())
-        kept[1].append(twin.state_dict())
-        for ours, theirs in zip(*kept, strict=True):
-            same(full(ours), full(theirs), f"after step {number}")
-
-
-@distributed(world_sizes=(2, 3))
-def test_an_optimizer_for_each_parameter_in_backward(ctx):
-    def run(copies):
-        model, _ = make(ctx, copies=copies)
-        optimizers = {param: torch.optim.AdamW([param], lr=1e-2) for param in model.parameters()}
-
-        def update(param):
-            optimizers[param].step()
-            optimizers[param].zero_grad()
-
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(update)
-        losses = []
-        for number in range(3):
-            loss = model(inputs(ctx.rank, number)).square().mean()
-            loss.backward()
-            losses.append(loss.detach())
-        return losses, params(model)
-
-    same(run(False), run(True))
-
-
-@distributed(world_sizes=(2,))
-def test_a_closure_that_runs_the_model(ctx):
-    """LBFGS steps, gathers and steps again before its step ends."""
-
-    def run(copies):
-        model, _ = make(ctx, copies=copies)
-        local_params = [torch_private.local_tensor(param) for param in model.parameters()]
-        optimizer = torch.optim.SGD(local_params, lr=0.05)
-
-        def closure():
-            loss = model(inputs(ctx.rank)).square().mean()
-            loss.backward()
-            for param, tensor in zip(model.parameters(), local_params, strict=True):
-                tensor.grad = torch_private.local_tensor(param.grad)
-            with torch.no_grad():
-                for tensor in local_params:
-                    tensor.mul_(0.99)
-            return loss
-
-        losses = []
-        for _ in range(3):
-            losses.append(optimizer.step(closure).detach())
-            model.zero_grad()
-        return losses, params(model)
-
-    same(run(False), run(True))
-
-
 @distributed(world_sizes=(2, 3))
 def test_a_closure_that_is_ahead(ctx):
     """A step runs the model and writes while the others still compute with what was gathered in it."""
@@ -257,39 +136,6 @@ def test_a_closure_that_is_ahead(ctx):
     torch.optim.SGD(tensors, lr=0.1).step(closure)
     with torch.no_grad():
         same(model(inputs(0)), plain(inputs(0)), rtol=1e-6, atol=1e-6)
-
-
-@distributed(world_sizes=(2,))
-@pytest.mark.parametrize("where", ["step", "hook"])
-def test_a_step_that_raises(ctx, where):
-    """The values it has written stay, and the next step continues from them."""
-
-    class Stumbles(torch.optim.SGD):
-        stumbles = False
-
-        def step(self, closure=None):
-            result = super().step(closure)
-            if self.stumbles:
-                raise ArithmeticError("in the step")
-            return result
-
-    def run(copies):
-        model, optimizer = make(ctx, Stumbles, copies=copies)
-        losses = [step(ctx, model, optimizer)]
-        handle = None
-        if where == "hook":
-            handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
-        optimizer.stumbles = where == "step"
-        with pytest.raises(ArithmeticError):
-            step(ctx, model, optimizer, 1)
-        optimizer.stumbles = False
-        if handle is not None:
-            handle.remove()
-        optimizer.zero_grad()
-        losses += [step(ctx, model, optimizer, number) for number in (2, 3)]
-        return losses, params(model)
-
-    same(run(False), run(True))
 
 
 @distributed(world_sizes=(2,))
@@ -326,26 +172,6 @@ def test_a_child_has_the_shards_as_they_were(ctx):
     text = in_child(lambda: [optimizer.step(), model.load_state_dict(model.state_dict())] and "stepped")
     assert "'stepped'" in text, text
     step(ctx, model, optimizer, 4)
-
-
-@distributed(world_sizes=(2,))
-def test_copies_pickles_and_memory_of_others(ctx):
-    model, optimizer = make(ctx)
-    step(ctx, model, optimizer)
-    clone = copy.deepcopy(local(model, "head.weight"))
-    same(clone, local(model, "head.weight"))
-    same(pickle.loads(pickle.dumps(local(model, "head.weight"))), clone)
-    assert fsdp2x.sleep(model) > 0
-    fsdp2x.wake(model)
-    assert not any(resting(model))
-    local(model, "head.weight").untyped_storage().share_memory_()
-    losses = [step(ctx, model, optimizer, number) for number in range(3)]
-    twin, of_twin = make(ctx, copies=True)
-    expected = [step(ctx, twin, of_twin, number) for number in (0, 0, 1, 2)][1:]
-    same(losses, expected)
-    kept = local(model, "blocks.0.up.weight")
-    del model, optimizer
-    same(kept, local(twin, "blocks.0.up.weight"), "a shard outlives its model")
 
 
 @distributed(world_sizes=(2,))
@@ -448,36 +274,3 @@ def test_any_order_of_writes_and_runs(ctx):
 @distributed(world_sizes=(2, 3, 4), timeout=600)
 def test_many_orders_of_writes_and_runs(ctx):
     run_programs(ctx, 200)
-
-
-@distributed(world_sizes=(2,))
-@pytest.mark.parametrize("kind", ["cast", "other dim", "plain"])
-def test_where_gathers_copy(ctx, kind):
-    """Gathers copy shards that are cast or not complete rows, also next to groups stored in the gather buffer."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-    from torch.distributed.tensor import Shard
-
-    options = {
-        "cast": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
-        "other dim": {"shard_placement_fn": lambda param: Shard(1) if param.dim() == 2 else None},
-        "plain": {},
-    }[kind]
-    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
-    twin = copy.deepcopy(model)
-    found = []
-    for one in (model, twin):
-        for layer in one:
-            fsdp2x.fully_shard(layer, transport="shm", **options)
-        fsdp2x.fully_shard(one, transport="shm")
-        if one is twin:
-            hold(one)
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
-        for number in range(3):
-            loss = one(torch.full((2, 8), 1.0 + ctx.rank + number)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.detach())
-    same(found[:3], found[3:])
-    same(params(model), params(twin))
-    assert resting(model) == [kind == "plain"] * 3

@@ -15,21 +15,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp2x
 import streams
-from arrangements import optimizer_in_backward
-from device_reference import Operations
-from fsdp2x.sharding import spec, transport
+from fsdp2x.sharding import transport
 from harness import distributed
-from models import STACK_UNITS, Branches, inputs
+from models import STACK_UNITS, inputs
 from reference import (
-    full,
     grads,
     mean_of_ranks,
     mesh_of,
     only_fsdp2x,
-    params,
     same,
     shard,
-    shard_stock,
     train_alike,
 )
 from streams import WIDTH, Experts, races, record_of_steps, step, wide
@@ -90,15 +85,6 @@ def test_trains_as_one_rank_would(ctx, pack_below, policy, with_kernels):
 
 
 @distributed(world_sizes=(4,))
-def test_rows_kept_in_a_smaller_world(ctx):
-    only_fsdp2x(ctx)
-    _, entries = trained(ctx, pack_below=1200, reshard_after_forward=2)
-    kept = {e[2] for e in entries if e[0] == "record" and ".pool" in e[2]}
-    copies = [e for e in entries if e[:2] == ("copy", "compute")]
-    assert len(copies) == 3 * len(kept) > 0, "all rows of a unit in one launch"
-
-
-@distributed(world_sizes=(4,))
 @pytest.mark.parametrize("accumulate", ["no_sync", "no_all_reduce"])
 def test_replicas_and_accumulation(ctx, accumulate):
     """HSDP: the all-reduce has a lane of its own, overlaps the next unit's reduction, and follows its own."""
@@ -121,65 +107,6 @@ def test_replicas_and_accumulation(ctx, accumulate):
     num = {name: sum(e[0].startswith(name) for e in recorder.entries) for name in ("reduce_scatter", "all_reduce")}
     assert num == {"reduce_scatter": 4 if accumulate == "no_sync" else 12, "all_reduce": 4}
     assert races(without(recorder.entries, "wait", "all_reduce")), "all-reduces rows that are not reduced"
-
-
-@distributed(world_sizes=(1, 2))
-def test_an_optimizer_in_backward(ctx):
-    """A hook on a sharded parameter sees its complete gradient, on the stream where it is complete."""
-    only_fsdp2x(ctx)
-    recorder = streams.install()
-    results = []
-    for model in (shard_stock(wide(), STACK_UNITS), sharded(ctx)):
-        optimizer_in_backward(model, lr=0.1)
-        for number in range(3):
-            step(model, ctx, number)
-        results.append(params(model))
-    same(results[1], results[0], "weights", **CLOSE["fp32"])
-    assert races(recorder.entries) == []
-
-
-@distributed(world_sizes=(1,))
-@pytest.mark.parametrize("with_kernels", [True, False])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_gradients_of_one_rank_are_stocks(ctx, policy, with_kernels):
-    """Written, added to, held by the user, foreign, and accumulated without gradient sync."""
-    only_fsdp2x(ctx)
-    streams.install(with_kernels=with_kernels)
-    results = []
-    for model in (
-        shard_stock(wide(), STACK_UNITS, mp_policy=POLICIES[policy]),
-        sharded(ctx, mp_policy=POLICIES[policy]),
-    ):
-        found, held = [], []
-
-        def note(model=model, found=found) -> None:
-            found.append(full([param.grad for param in model.parameters()]))
-
-        step(model, ctx, 0)
-        note()
-        step(model, ctx, 1)  # adds
-        note()
-        held = [param.grad for param in model.parameters()]
-        model.zero_grad()
-        step(model, ctx, 2)  # last step's gradients live on
-        note()
-        found.append([full(one) for one in held])
-        for param in model.parameters():
-            param.grad = torch.ones_like(param)
-        step(model, ctx, 3)
-        note()
-        model.zero_grad()
-        model.set_requires_gradient_sync(False)
-        step(model, ctx, 4)
-        model.set_requires_gradient_sync(True)
-        step(model, ctx, 5)
-        note()
-        model.set_gradient_divide_factor(2.0)
-        model.zero_grad()
-        step(model, ctx, 6)
-        note()
-        results.append(found)
-    same(results[1], results[0], "gradients")
 
 
 @distributed(world_sizes=(2,))
@@ -211,30 +138,6 @@ def test_choice_of_the_reduction(ctx, how, dtype):
     same(grads(model), expected, "gradients", **(CLOSE["fp32"] if dtype == "fp32" else {"rtol": 2e-2, "atol": 1e-3}))
     averages = how in ("average", "divided by the ranks") and dtype != "fp16"
     assert operations == [dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM] * 4
-    assert races(recorder.entries) == []
-
-
-@distributed(world_sizes=(1, 2, 3))
-@pytest.mark.parametrize("zeros", [False, True])
-def test_missing_gradients(ctx, zeros):
-    """A rank that lacks one reads the flags of the reduction. It does not if zeros are reduced, or if it is alone."""
-    only_fsdp2x(ctx)
-    recorder = streams.install()
-    reference, model = Experts(), shard(ctx, Experts(), transport="streams")
-    model.set_reduce_scatter_unused_params(zeros)
-    for chosen in ((0, 1, 0), (1, 1, 1)):
-        mean_of_ranks(
-            reference, lambda m, rank, c=chosen: m(inputs(rank, width=WIDTH), c[rank]).square().mean(), ctx.world
-        )
-        model.zero_grad()
-        model(inputs(ctx.rank, width=WIDTH), chosen[ctx.rank]).square().mean().backward()
-        expected = grads(reference)
-        if zeros:
-            nothing = {name: torch.zeros_like(p) for name, p in reference.named_parameters()}
-            expected = {name: nothing[name] if grad is None else grad for name, grad in expected.items()}
-        same(grads(model), expected, "gradients", rtol=1e-5, atol=1e-6)
-    reads_flags = any(e[0] == "read" and e[2].endswith(".flags") for e in recorder.entries)
-    assert reads_flags == (not zeros and ctx.world > 1)
     assert races(recorder.entries) == []
 
 
@@ -430,109 +333,6 @@ def test_a_unit_of_one_rank_is_two_casts_and_a_pack(ctx, policy):
     assert report.scratch_bytes == report.measured["scratch_bytes"] == 0
 
 
-@distributed(world_sizes=(1,))
-@pytest.mark.parametrize("policy", POLICIES)
-def test_plans_do_not_depend_on_which_gradients_there_are(ctx, policy):
-    """Where each step lacks others, none builds a plan and takes its memory again."""
-    only_fsdp2x(ctx)
-    streams.install()
-    model = shard(ctx, Branches(WIDTH), transport="streams", mp_policy=POLICIES[policy])
-
-    def num_taken(chosen: tuple[int, ...]) -> int:
-        loss = model(inputs(0, width=WIDTH), chosen).square().mean()
-        with Operations() as operations:
-            loss.backward()
-        model.zero_grad()
-        return operations.counts["empty"]
-
-    num_taken((0, 1, 2, 3, 4))
-    steps = ((0, 1, 2), (1, 2, 3), (2, 3, 4), (0, 1, 2), (0, 2, 4))
-    counts = [num_taken(chosen) for chosen in steps]
-    assert counts == counts[:1] * len(steps), counts
-
-
-@distributed(world_sizes=(1, 2))
-def test_sums_for_gradients_of_others_outlive_their_lane(ctx):
-    """The reduce lane works in memory of the compute lane, which is freed once compute has waited for that work."""
-    only_fsdp2x(ctx)
-    streams.install()
-    sums, original = [], spec.add_to_foreign
-
-    def add(param, local) -> None:
-        sums.append(torch._C._WeakTensorRef(local))
-        assert not any(one.expired() for one in sums)
-        original(param, local)
-
-    with mock.patch.object(spec, "add_to_foreign", add):
-        model = sharded(ctx)
-        for param in model.parameters():
-            param.grad = torch.ones_like(param)
-        step(model, ctx, 0)
-    assert len(sums) == len(list(model.parameters()))
-    assert all(one.expired() for one in sums)
-
-
-@distributed(world_sizes=(1,))
-def test_memory_that_an_optimizer_in_backward_gave_back(ctx):
-    """The next unit may take it on another lane: sums that are divided have one of their own."""
-    only_fsdp2x(ctx)
-    recorder = streams.install()
-    model = sharded(ctx, 4)
-    for number in (1, 3):
-        model.blocks[number].set_gradient_divide_factor(2.0)
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
-    entries = record_of_steps(ctx, recorder, model, num=2)
-    assert {entry[1] for entry in entries if entry[0] in ("pack", "write_rows")} == {"compute", "reduce"}
-    blocks = [{address for address, _ in entry[4]} for entry in entries if entry[0] in ("pack", "write_rows")]
-    assert any(one & other for i, one in enumerate(blocks) for other in blocks[:i]), "no memory was used again"
-    assert races(entries) == []
-
-
-@distributed(world_sizes=(2,))
-def test_reductions_end_in_the_gradient_pool(ctx):
-    """If dtypes agree, no copy follows the collective: its output is the gradient. A second backward adds to it."""
-    only_fsdp2x(ctx)
-    recorder = streams.install()
-    model = sharded(ctx)
-    found = []
-    for _ in range(2):
-        recorder.clear()
-        step(model, ctx)
-        grad = model.blocks[1].up.weight.grad
-        scattered = [e for e in recorder.entries if e[0].startswith("reduce_scatter") and e[2] == "blocks.1"][-1]
-        is_in_place = scattered[4][0][0] == grad.to_local().untyped_storage().data_ptr()
-        found.append((is_in_place, any(e[0] == "write_rows" for e in recorder.entries), full(grad)))
-    assert [one[:2] for one in found] == [(True, False), (False, True)]
-    same(found[1][2], 2 * found[0][2], "accumulated", rtol=1e-6, atol=1e-7)
-
-
-@distributed(world_sizes=(2,))
-@pytest.mark.parametrize("num", [1, 3])
-def test_number_of_reduce_buffers(ctx, num):
-    only_fsdp2x(ctx)
-    recorder = streams.install()
-    model = sharded(ctx, 6)
-    model.set_reduce_scatter_max_input_buffers(num)
-    entries = record_of_steps(ctx, recorder, model, num=2)
-    report = fsdp2x.memory_report(model)
-    one = report.units[1].scratch_bytes
-    # And what is gathered packed.
-    assert num * one <= report.measured["scratch_bytes"] == report.scratch_bytes < (num + 0.2) * one
-    assert races(entries) == []
-
-
-@distributed(world_sizes=(2,))
-def test_storage_that_stays(ctx):
-    only_fsdp2x(ctx)
-    model, entries = trained(ctx, lambda model: model.set_keep_unsharded_storage(True))
-    used = {(e[2], e[3][0][0]) for e in entries if e[0] == "use"}
-    assert len(used) == len({address for _, address in used}) == 4, "a slot for each unit, always the same"
-    model.set_keep_unsharded_storage(False)
-    step(model, ctx)
-    assert model._get_fsdp_state().root.stats()["gather_slots_owned"] == 0
-
-
 @distributed(world_sizes=(2,))
 def test_memory_of_the_process_group(ctx):
     """Slots and buffers come from the backend's allocator, and reductions end in its memory."""
@@ -557,41 +357,6 @@ def test_memory_of_the_process_group(ctx):
         if operation.startswith(("all_gather", "reduce_scatter")):
             for address, num_bytes in (*reads, *writes):
                 assert any(start <= address and address + num_bytes <= start + size for start, size in starts.items())
-
-
-@distributed(world_sizes=(2,))
-def test_symmetric_memory(ctx):
-    """All that the transport lends is from torch's pool, and is exchanged once; on the CPU there is no such memory."""
-    only_fsdp2x(ctx)
-    streams.install()
-    model = sharded(ctx)
-    with pytest.raises(NotImplementedError, match="needs CUDA"):
-        model.set_symm_mem_for_comm()
-    with pytest.raises(ValueError, match="'NCCL', got 'NVSHMEM'"):
-        model.set_symm_mem_for_comm("NVSHMEM")
-
-    import torch.distributed._symmetric_memory as symmetric
-
-    calls, in_pool, exchanged = [], [], []
-
-    @contextlib.contextmanager
-    def use_mem_pool(pool):
-        in_pool.append(pool)
-        yield
-
-    patch = mock.patch.object
-    patch(symmetric, "set_backend", calls.append).start()
-    patch(symmetric, "get_mem_pool", lambda device: f"pool of {device}").start()
-    patch(symmetric, "rendezvous", lambda memory, group: exchanged.append((memory.data_ptr(), group))).start()
-    patch(torch, "get_device_module", lambda _: types.SimpleNamespace(use_mem_pool=use_mem_pool)).start()
-    model.blocks[0]._get_fsdp_state().comms.memory = "symmetric"  # as the setter does on a CUDA mesh
-    for number in range(3):
-        step(model, ctx, number)
-        model.zero_grad()
-    group = model._get_fsdp_state().groups[0].ranks.group
-    lent = [address for _, _, address, _ in model._get_fsdp_state().root.loans()]
-    assert sorted(exchanged) == sorted((address, group.group_name) for address in lent) and len(lent) > 4
-    assert calls == ["NCCL"] and in_pool == ["pool of cpu"] * len(lent)
 
 
 # ---- streams, hooks, and captures of the user
