@@ -7,14 +7,13 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 import fsdp2x
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import both_transports, full, grads, mean_of_ranks, mesh_of, only_fsdp2x, same, shard
+from reference import both_transports, grads, mean_of_ranks, mesh_of, only_fsdp2x, same, shard
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}
 BOTH = "fsdp2x: optimizer.zero_grad() did not clear gradients"
@@ -145,41 +144,6 @@ def test_rows_that_wait_for_the_all_reduce(ctx, transport):
     assert set(ours.get_pending_gradients().values()) == {(None, None)}
     mean_of_ranks(plain, lambda m, rank: (loss_of(m, rank, 1) + loss_of(m, rank, 2)) / 2, ctx.world)
     same(grads(ours), grads(plain), "gradients", **CLOSE)
-
-
-class Kinds(nn.Module):
-    """A complex weight, one that is unused, and one that is a DTensor on a mesh of one rank."""
-
-    def __init__(self, mesh):
-        super().__init__()
-        torch.manual_seed(0)
-        self.wave = nn.Parameter(torch.randn(5, 6, dtype=torch.complex64))
-        self.unused = nn.Parameter(torch.randn(3))
-        self.part = nn.Parameter(distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)], src_data_rank=None))
-
-    def forward(self, x):
-        part = self.part.to_local() if isinstance(self.part, DTensor) else self.part
-        return (x.to(self.wave.dtype) @ self.wave.mT).abs().square().mean() + (x @ part.mT).square().mean()
-
-
-@distributed(world_sizes=(2,))
-@both_transports
-def test_kinds_of_parameters(ctx, transport):
-    only_fsdp2x(ctx)
-    mesh = init_device_mesh("cpu", (ctx.world, 1), mesh_dim_names=("dp", "tp"))
-    model = shard(ctx, Kinds(mesh["tp"]), transport=transport, mesh=mesh["dp"])
-    x = inputs(ctx.rank)
-    model.set_requires_gradient_sync(False)
-    model(x).backward()
-    pending = {name: model.get_pending_gradients()[param] for name, param in model.named_parameters()}
-    assert pending["unused"] == (None, None)
-    assert isinstance(pending["part"][0], DTensor) and pending["part"][0].shape == (4, 6)
-    assert pending["wave"][0].dtype == torch.complex64 and pending["wave"][0].shape == (5, 6)
-    assert model.get_pending_gradients()[model.wave][0] is pending["wave"][0]
-    for whole in (pending["part"][0], pending["wave"][0]):
-        whole.zero_()
-    model.synchronize_gradients()
-    assert not full(model.wave.grad).any() and not full(model.part.grad).any() and model.unused.grad is None
 
 
 @distributed(world_sizes=(2,))

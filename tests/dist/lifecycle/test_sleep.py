@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-from unittest import mock
 
 import pytest
 import torch
@@ -55,45 +54,6 @@ def test_training_goes_on(ctx, transport, make):
         got += train(ours, optimizer, ctx, range(first, first + 2))
     same(got, expected, "losses")
     same(params(ours), params(twin), "parameters")
-
-
-@distributed(world_sizes=(1,))
-@pytest.mark.parametrize("num", [64, 4096, 2**20])
-def test_the_hosts_copy_has_no_more_than_a_block_to_spare(ctx, num):
-    """Tensors lie end to end, over the blocks' ends; the second sleep takes the same memory."""
-    only_fsdp2x(ctx)
-    mock.patch.object(sleeping, "BLOCK_BYTES", num).start()
-    model = shard(ctx, Stack(), STACK_UNITS)
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer, ctx, range(1))
-    taken = []
-    empty = torch.empty
-
-    def counted(size, **options):
-        taken.extend([size] if size else [])
-        return empty(size, **options)
-
-    for number in range(2):
-        before = [tensor.clone() for tensor in locals_of(model, optimizer)]
-        with mock.patch.object(torch, "empty", counted):
-            freed = fsdp2x.sleep(model, optimizer)
-        assert set(taken) == {num}
-        assert freed <= sum(taken) < freed + 64 * (len(before) + len(optimizer.state)) + num, number
-        fsdp2x.wake(model, optimizer)
-        same(locals_of(model, optimizer), before, "values")
-
-
-def test_memory_goes_to_the_driver():
-    calls = []
-
-    class Module:
-        def empty_cache(self):
-            calls.append("empty_cache")
-
-    with mock.patch.object(torch, "get_device_module", lambda device: Module()):
-        sleeping._give_to_driver(torch.device("cuda", 0))
-        sleeping._give_to_driver(torch.device("cpu"))
-    assert calls == ["empty_cache"]
 
 
 @distributed(world_sizes=(2,))

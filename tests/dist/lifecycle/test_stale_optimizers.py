@@ -9,7 +9,7 @@ from torch import nn
 import fsdp2x
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import params, same, shard, shard_stock
+from reference import params, same, shard
 
 OPTIMIZERS = {
     "torch.AdamW": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
@@ -100,23 +100,6 @@ def test_built_while_parameters_are_gathered(ctx, name, how):
     assert held == {id(param) for param in model.parameters()}
 
 
-@distributed(world_sizes=(2,))
-def test_they_hold_what_upstreams_would(ctx):
-    """Also after an early unshard: the same parameters change."""
-
-    def run(model):
-        model.unshard()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for number in range(2):
-                step(ctx, model, optimizer, number)
-        model.reshard()
-        return params(model)
-
-    same(run(shard(ctx, Stack(), STACK_UNITS)), run(shard_stock(Stack(), STACK_UNITS)))
-
-
 @distributed(world_sizes=(1,))
 def test_what_is_no_business_of_ours(ctx):
     """Plain parameters next to sharded ones do not warn, and neither do gathered ones with a gradient set by hand."""
@@ -153,15 +136,3 @@ def test_looked_at_once_and_again_when_something_is_new(ctx):
     optimizer.add_param_group({"params": [third.head.weight]})
     with pytest.warns(UserWarning, match="1 gathered parameter"):
         step(ctx, first, optimizer)
-
-
-@distributed(world_sizes=(1,))
-def test_a_call_that_was_refused_marks_nothing(ctx):
-    model = Stack()
-    model.scalar = nn.Parameter(torch.tensor(1.0))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="scalar"):
-        shard(ctx, model)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()

@@ -36,13 +36,6 @@ def write_task(tasks, number: int, name: str, state: str):
     return folder
 
 
-def test_without_gloo_nothing_is_waited_for(tmp_path, monkeypatch):
-    write_task(tmp_path, 1, "python", "R")
-    monkeypatch.setattr(gloo_threads.time, "sleep", lambda seconds: pytest.fail("slept"))
-    assert gloo_threads.wait_until_idle(tmp_path)
-    assert gloo_threads.wait_until_idle(tmp_path / "there is none")
-
-
 def test_a_thread_that_runs_is_waited_for(tmp_path):
     write_task(tmp_path, 1, "python", "R")
     write_task(tmp_path, 2, "pt_gloo_runloop", "S")
@@ -63,12 +56,6 @@ def test_a_thread_that_runs_is_waited_for(tmp_path):
 def test_a_thread_that_never_rests_does_not_hold_the_process(tmp_path):
     write_task(tmp_path, 2, "pt_gloo_runloop", "R")
     assert not gloo_threads.wait_until_idle(tmp_path, limit_s=0.05)
-
-
-def test_threads_that_end_meanwhile(tmp_path):
-    folder = write_task(tmp_path, 2, "pt_gloo_runloop", "R")
-    (folder / "stat").unlink()
-    assert gloo_threads.wait_until_idle(tmp_path, limit_s=60)
 
 
 def run_pair_of_interpreters(store) -> list[tuple[int, str]]:

@@ -34,51 +34,6 @@ def test_states_are_registered_once_and_can_be_forgotten():
     assert not torch_private.is_replicated(module)
 
 
-def test_root_modules_drops_those_below_others():
-    outer, other = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
-    assert torch_private.root_modules([outer, outer[0], other]) == [outer, other]
-
-
-def test_accelerator_type_is_a_device_type():
-    assert torch.device(torch_private.accelerator_type()).type == torch_private.accelerator_type()
-
-
-@pytest.mark.parametrize("kind", ["process_group", "symmetric"])
-def test_memory_is_asked_of_a_group_that_has_communicated(monkeypatch, kind):
-    """NCCL has no communicator before the first collective on the device, and no memory without one."""
-    import torch.distributed._symmetric_memory as symmetric
-
-    communicators = set()
-
-    class Backend:
-        def supports_tensor_alloc(self, device):
-            return True
-
-        def allocate_tensor(self, num_bytes, *, dtype, device):
-            assert device in communicators, "not initialized before mem pool creation"
-            return torch.empty(num_bytes, dtype=dtype, device=device)
-
-    class Group:
-        group_name = "group"
-
-        def _get_backend(self, device):
-            return Backend()
-
-    def all_reduce(tensor, *, group):
-        communicators.add(tensor.device)
-
-    def pool(device):
-        assert device in communicators
-        return "pool"
-
-    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    monkeypatch.setattr(symmetric, "set_backend", lambda name: None)
-    monkeypatch.setattr(symmetric, "get_mem_pool", pool, raising=False)
-    allocate = torch_private.comm_allocator(kind, Group(), torch.device("cpu"))
-    if kind == "process_group":
-        assert allocate(24).nbytes == 24
-
-
 @pytest.mark.parametrize(
     ("name", "gathers"),
     [
@@ -115,10 +70,6 @@ def test_how_nccl_gathers_is_known_without_a_group(monkeypatch):
     monkeypatch.delenv("TORCH_DIST_USE_NCCL2")
     monkeypatch.delattr(torch.distributed.distributed_c10d, create)
     assert torch_private.gathers_of_nccl() == "grouped"
-
-
-def test_group_timeout_falls_back():
-    assert torch_private.group_timeout(object(), torch.device("cpu")) == timedelta(minutes=30)
 
 
 def test_group_timeout_is_that_of_the_devices_backend():

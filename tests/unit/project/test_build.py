@@ -47,14 +47,6 @@ def fake_torch(path: Path, version: str, libc10: bytes = NEW_ABI) -> Path:
     return path
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.13.1+cpu", "2.15.0+cu132", "2.15.0a0+git1234"])
-def test_supported_versions(tmp_path, version):
-    torch = find_torch.find_torch(str(fake_torch(tmp_path / "torch", version)))
-    assert torch.version == version
-    assert torch.release == (2, int(version[2:4]))
-    assert torch.path == tmp_path / "torch"
-
-
 @pytest.mark.parametrize("version", ["1.13.1", "2.10.2", "2.16.0", "3.0.0"])
 def test_unsupported_version_names_both(tmp_path, version):
     path = fake_torch(tmp_path / "torch", version)
@@ -70,18 +62,6 @@ def test_explicit_directory_wins_and_must_hold_a_torch(tmp_path):
     assert find_torch.find_torch(str(explicit), [other]).version == "2.14.0"
     with pytest.raises(find_torch.TorchNotUsable, match="FSDP2X_TORCH_DIR is .*nowhere"):
         find_torch.find_torch(str(tmp_path / "nowhere"), [other])
-
-
-def test_first_candidate_that_holds_a_torch(tmp_path):
-    leftover = tmp_path / "leftover"
-    leftover.mkdir()
-    candidates = [
-        tmp_path / "missing",
-        leftover,
-        fake_torch(tmp_path / "a", "2.12.0"),
-        fake_torch(tmp_path / "b", "2.13.0"),
-    ]
-    assert find_torch.find_torch(None, candidates).version == "2.12.0"
 
 
 def test_no_torch_says_what_to_do():
@@ -386,23 +366,6 @@ def test_the_extension_links_no_driver_and_no_nccl():
     needed = re.findall(r"NEEDED.*\[(.*?)\]", output)
     assert any(name.startswith("libc10.so") for name in needed)
     assert not [name for name in needed if re.match(r"lib(cuda|cudart|nccl|torch_cuda)\b", name)]
-
-
-@pytest.mark.parametrize("with_base", [False, True])
-def test_environment_includes_the_base_only_where_it_is_visible(tmp_path, with_base):
-    prefix, base = tmp_path / "venv", tmp_path / "base"
-    prefix.mkdir()
-    (prefix / "pyvenv.cfg").write_text(f"home = /usr/bin\ninclude-system-site-packages = {str(with_base).lower()}\n")
-    directories = find_torch.environment_torch_dirs(str(prefix), str(base))
-    assert any(directory.is_relative_to(prefix) for directory in directories)
-    assert any(directory.is_relative_to(base) for directory in directories) == with_base
-    assert {directory.name for directory in directories} == {"torch"}
-
-
-def test_annotated_version(tmp_path):
-    path = fake_torch(tmp_path / "torch", "2.12.0")
-    (path / "version.py").write_text('__version__: str = "2.12.0"\n')
-    assert find_torch.find_torch(str(path)).version == "2.12.0"
 
 
 SPILLS = """
