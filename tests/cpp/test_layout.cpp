@@ -121,39 +121,6 @@ TEST_P(LayoutWorld, OffsetsAreAlignedDisjointAndEqualOnAllRanks) {
   }
 }
 
-// Collectives are many times slower from addresses that are no multiple of 16. Checks where every rank's part starts,
-// with odd sizes, 2-byte dtypes, and worlds that divide nothing.
-TEST(Layout, EveryRanksPartStartsAtAMultipleOf16Bytes) {
-  constexpr size_t kCollectiveBytes = 16;
-  for (const int world : {3, 5, 6, 7}) {
-    for (const DType type : {DType::f32, DType::bf16}) {
-      std::vector<ParamShape> shapes;
-      for (const auto& [outer, dim, inner] :
-           {std::array<int64_t, 3>{1, 7, 5}, {1, 1, 1}, {1, 1023, 3}, {1, 4097, 1}, {3, 11, 7}, {2, 5, 13}}) {
-        shapes.push_back({.outer = outer, .dim = dim, .inner = inner, .orig = type, .compute = type, .reduce = type});
-      }
-      for (int rank = 0; rank < world; ++rank) {
-        const Layout layout(shapes, world, rank);
-        const auto offset = static_cast<size_t>(rank);
-        EXPECT_EQ(offset * layout.gather_segment_bytes() % kCollectiveBytes, 0u);
-        EXPECT_EQ(offset * layout.reduce_segment_bytes() % kCollectiveBytes, 0u);
-        for (const ParamPlace& place : layout.params()) {
-          EXPECT_EQ(place.shard_offset % kCollectiveBytes, 0u);
-          EXPECT_EQ(place.slot_offset % kCollectiveBytes, 0u);
-          EXPECT_EQ(place.gather_segment_offset % kCollectiveBytes, 0u);
-          EXPECT_EQ(place.reduce_segment_offset % kCollectiveBytes, 0u);
-        }
-        for (const Copy& copy : layout.shard_to_segment()) EXPECT_EQ(copy.dst_offset % kCollectiveBytes, 0u);
-        for (size_t param = 0; param < shapes.size(); ++param) {
-          for (const Copy& copy : layout.gradient_to_segments(param, type)) {
-            EXPECT_EQ(copy.dst_offset % kCollectiveBytes, 0u);
-          }
-        }
-      }
-    }
-  }
-}
-
 TEST_P(LayoutWorld, RowsWrittenStraightIntoTheSlotGiveTheWholeTensors) {
   for (const auto& shapes : {unit_a(), unit_b()}) {
     const std::vector<Layout> all = layouts(shapes);
@@ -286,13 +253,6 @@ TEST(Layout, BytesAreCarriedUnchanged) {
   for (size_t i = 0; i < 30; ++i) EXPECT_EQ(slot[i], static_cast<std::byte>(i % 15 < 9 ? 1 : 2)) << i;
 }
 
-TEST(Layout, WholeParametersAreCopiedInOnePiece) {
-  const Layout layout({{.outer = 4, .dim = 6, .inner = 3}}, 1, 0);
-  ASSERT_EQ(layout.shard_to_slot().size(), 1u);
-  EXPECT_EQ(layout.shard_to_slot()[0].count, 1);
-  EXPECT_EQ(layout.shard_to_slot()[0].piece_numel, 72);
-}
-
 // The parts of all ranks of a parameter are one strided copy, and another one for a last rank with fewer rows.
 TEST(Layout, CopiesOfAllRanksAreJoined) {
   for (const int world : {2, 7, 64, 512}) {
@@ -300,41 +260,6 @@ TEST(Layout, CopiesOfAllRanksAreJoined) {
     EXPECT_LE(joined(layout.segments_to_slot(layout.gather_segment_bytes())).size(), 4u) << "world " << world;
     EXPECT_LE(joined(layout.gradient_to_segments(0, DType::f32)).size(), 2u) << "world " << world;
   }
-}
-
-TEST(Layout, CopiesThatDifferAreNotJoined) {
-  const Copy first = {.count = 1, .piece_numel = 4, .src_stride = 4, .dst_stride = 4};
-  const auto joins = [&first](auto change) {
-    Copy second = first;
-    second.src_offset = second.dst_offset = 64;
-    change(second);
-    return joined({second, first}).size() == 1;
-  };
-  EXPECT_TRUE(joins([](Copy&) {}));
-  EXPECT_TRUE(joins([](Copy& copy) { copy.src_offset = 0; })) << "the same source for every piece";
-  EXPECT_FALSE(joins([](Copy& copy) { copy.piece_numel = 3; }));
-  EXPECT_FALSE(joins([](Copy& copy) { copy.src = DType::bf16; }));
-  EXPECT_FALSE(joins([](Copy& copy) { copy.dst = DType::bf16; }));
-  EXPECT_FALSE(joins([](Copy& copy) { copy.count = 2; }));
-  EXPECT_FALSE(joins([](Copy& copy) { copy.src_offset = 62; })) << "no whole number of elements";
-  EXPECT_FALSE(joins([](Copy& copy) { copy.dst_offset = 8; })) << "overlaps";
-  Copy third = first;
-  third.src_offset = 128;
-  third.dst_offset = 192;
-  Copy second = first;
-  second.src_offset = second.dst_offset = 64;
-  EXPECT_EQ(joined({first, second, third}).size(), 2u) << "uneven steps";
-}
-
-TEST(Layout, EmptyShardsAndEmptyUnitsHaveNoCopies) {
-  const Layout last({{.outer = 1, .dim = 3, .inner = 4}}, 4, 3);
-  EXPECT_TRUE(last.shard_to_slot().empty());
-  EXPECT_TRUE(last.shard_to_segment().empty());
-  EXPECT_TRUE(last.segment_to_slot(3).empty());
-  EXPECT_EQ(last.segment_to_slot(2).size(), 1u);
-  const Layout empty({}, 2, 1);
-  EXPECT_EQ(empty.slot_bytes(), 0u);
-  EXPECT_EQ(empty.scratch_bytes(), 0u);
 }
 
 TEST(Layout, RefusesNonsense) {

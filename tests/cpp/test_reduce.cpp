@@ -208,22 +208,6 @@ TEST_P(Reduce, Divisors) {
   }
 }
 
-// A rank without a gradient is left out. Without any source, the sum is zero.
-TEST_P(Reduce, NoSources) {
-  std::vector<float> values = {1.0f, -2.0f, 3.0f};
-  ReducePiece piece;
-  piece.dst = values.data();
-  piece.piece_numel = 3;
-  piece.accumulate = true;
-  cpu::reduce(piece);
-  EXPECT_EQ(values, (std::vector<float>{1.0f, -2.0f, 3.0f}));
-  piece.accumulate = false;
-  cpu::reduce(piece);
-  EXPECT_EQ(values, (std::vector<float>{0.0f, 0.0f, 0.0f}));
-  piece.piece_numel = 0;
-  cpu::reduce(piece);
-}
-
 TEST_P(Reduce, RefusesBytes) {
   std::vector<float> out(4);
   const void* sources[] = {out.data()};

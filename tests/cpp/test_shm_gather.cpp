@@ -104,17 +104,6 @@ TEST_P(ShmGather, GivesTheRowsOfEveryRankManyTimes) {
   }));
 }
 
-TEST_P(ShmGather, RunsAroundTheRing) {
-  expect_all_ok(ranks::run(fresh_options(GetParam()), [](const ShmOptions& options) {
-    const auto group = ranks::enter(options);
-    for (uint64_t sequence = 1; sequence <= 10000; ++sequence) {
-      const GatherPost post = {sequence, static_cast<uint32_t>(sequence % 7), 0, 0, sequence};
-      group->post_gather(post);
-      if (sequence % 50 == 0) group->join_gather(post);
-    }
-  }));
-}
-
 INSTANTIATE_TEST_SUITE_P(Worlds, ShmGather, testing::Values(2, 3, 4));
 
 TEST(ShmGatherProtocol, ThousandsOfGathersMayBeOpen) {
@@ -143,29 +132,6 @@ TEST(ShmGatherProtocol, CompletenessIsSeenWithoutWaiting) {
       group->post_gather(post);
       ranks::meet_all(options);
     }
-  }));
-}
-
-TEST(ShmGatherProtocol, ASlotIsNotWrittenBeforeEveryRankReleasedIt) {
-  expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    const auto group = ranks::enter(options);
-    const GatherWindow window = group->gather_window(0, 4096);
-    GatherPost post = {1, 0, 0, 0, 4096};
-    group->acquire_slot(post, 1);
-    if (options.rank == 0) window.shared[0] = std::byte{1};
-    group->post_gather(post);
-    group->join_gather(post);
-    if (options.rank == 1) {
-      ranks::sleep_ms(200);
-      require(window.isolated[0] == std::byte{1}, "still the first gather's byte");
-    }
-    group->release_slot(0, 1);
-    post.sequence = 2;
-    group->acquire_slot(post, 2);
-    if (options.rank == 0) window.shared[0] = std::byte{2};
-    group->post_gather(post);
-    group->join_gather(post);
-    require(window.isolated[0] == std::byte{2}, "the second gather's byte");
   }));
 }
 
@@ -226,54 +192,6 @@ TEST(ShmGatherProtocol, AnotherOrderOfUnitsIsAnErrorThatNamesBothSides) {
                {"rank 1 is in all-gather #1 of unit 'decoder'", "rank 0 in all-gather #1 of unit 'encoder'"});
 }
 
-TEST(ShmGatherProtocol, AnotherSizeIsAnError) {
-  const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    const auto group = ranks::enter(options);
-    const GatherPost post = {1, 3, 0, 0, options.rank == 0 ? 4096u : 8192u};
-    group->post_gather(post);
-    group->join_gather(post);
-  });
-  for (const auto& outcome : outcomes) expect_error(outcome, {"unit 3", "4096 bytes", "8192 bytes", "same parameters"});
-}
-
-TEST(ShmGatherProtocol, ASkippedGatherIsAnError) {
-  const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    const auto group = ranks::enter(options);
-    if (options.rank == 0) group->post_gather({1, 0, 0, 0, 64});
-    if (options.rank == 1) group->post_gather({2, 5, 0, 0, 64});
-    if (options.rank == 0) group->join_gather({1, 0, 0, 0, 64});
-  });
-  expect_error(outcomes[0], {"rank 1 skipped all-gather #1", "all-gather #2 of unit 5"});
-}
-
-TEST(ShmGatherProtocol, ADeadPeerIsNoticedSoon) {
-  const auto outcomes = ranks::run(fresh_options(3), [](const ShmOptions& options) {
-    const auto group = ranks::enter(options);
-    group->set_unit_name(4, "model.layers.3");
-    if (options.rank == 1) ::_exit(7);
-    const GatherPost post = {1, 4, 0, 0, 64};
-    group->post_gather(post);
-    group->join_gather(post);
-  });
-  EXPECT_EQ(outcomes[1].exit_code, 7);
-  for (const int rank : {0, 2}) {
-    const auto& outcome = outcomes[static_cast<size_t>(rank)];
-    expect_error(outcome,
-                 {"rank 1 (pid ", "died while rank " + std::to_string(rank), "all-gather #1 of unit 'model.layers.3'"});
-    EXPECT_LT(outcome.seconds, 8.0);
-  }
-}
-
-TEST(ShmGatherProtocol, AClosedPeerIsAnError) {
-  const auto use = [](ShmGroup& group) {
-    const GatherPost post = {1, 0, 0, 0, 64};
-    group.post_gather(post);
-    group.join_gather(post);
-  };
-  const auto outcome = ranks::run_alone(ranks::kTimeoutS, use, [](auto& group) { group.reset(); });
-  expect_error(outcome, {"rank 1", "closed its shared-memory group", "all-gather #1 of unit 0"});
-}
-
 TEST(ShmGatherProtocol, WhatAPeerPostedBeforeItLeftStillCounts) {
   expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
     auto group = ranks::enter(options);
@@ -285,61 +203,6 @@ TEST(ShmGatherProtocol, WhatAPeerPostedBeforeItLeftStillCounts) {
   }));
 }
 
-// Returns how rank 0's wait for rank 1 ends, in the pass that rank 0 enters.
-ranks::Outcome wait_for_one_that_left(const std::function<void(ShmGroup&)>& enter,
-                                      const std::function<void(ShmGroup&)>& enter_and_leave, double timeout_s = 60.0) {
-  const auto use = [&](ShmGroup& group) {
-    enter(group);
-    group.post_gather({1, 0, 0, 0, 64});
-    group.join_gather({1, 0, 0, 0, 64});
-  };
-  return ranks::run_alone(timeout_s, use, [&](auto& group) { enter_and_leave(*group); });
-}
-
-TEST(ShmGatherProtocol, APeerThatLeftThePassIsNamedWithItsReason) {
-  const auto forward = [](ShmGroup& group) { group.enter_forward(3); };
-  const auto left_forward = [](ShmGroup& group) {
-    group.enter_forward(3);
-    group.leave("left: on purpose");
-  };
-  const auto backward_of = [](bool is_alone) {
-    return [is_alone](ShmGroup& group) {
-      group.enter_forward(3);
-      group.end_pass();
-      group.enter_backward(7, is_alone);
-    };
-  };
-  const auto left_backward = [&](ShmGroup& group) {
-    backward_of(true)(group);
-    group.leave("left: on purpose");
-  };
-  for (const auto& outcome :
-       {wait_for_one_that_left(forward, left_forward), wait_for_one_that_left(backward_of(true), left_forward),
-        wait_for_one_that_left(backward_of(false), left_backward)}) {
-    expect_error(outcome, {"rank 1 (pid ", "left: on purpose", "rank 0 waited for it in all-gather #1"});
-  }
-}
-
-TEST(ShmGatherProtocol, APeerThatLeftAnotherPassIsWaitedFor) {
-  const auto forward = [](ShmGroup& group) { group.enter_forward(4); };
-  const auto left = [](ShmGroup& group) {
-    group.enter_forward(3);
-    group.leave("left: on purpose");
-  };
-  const auto left_and_came_back = [&](ShmGroup& group) {
-    left(group);
-    group.enter_forward(4);
-  };
-  const auto backward = [](ShmGroup& group) {  // of more than the last forward
-    group.enter_forward(3);
-    group.enter_backward(7, false);
-  };
-  for (const auto& outcome : {wait_for_one_that_left(forward, left, 0.3), wait_for_one_that_left(backward, left, 0.3),
-                              wait_for_one_that_left(forward, left_and_came_back, 0.3)}) {
-    expect_error(outcome, {"rank 0 waited 0.3 s", "rank 1"});
-  }
-}
-
 TEST(ShmGatherProtocol, EveryWaitHasATimeout) {
   const auto outcome = ranks::run_alone(0.3, [](ShmGroup& group) {
     group.set_unit_name(2, "head");
@@ -348,20 +211,6 @@ TEST(ShmGatherProtocol, EveryWaitHasATimeout) {
   });
   expect_error(outcome,
                {"rank 0 waited 0.3 s for rank 1 (pid ", "all-gather #1 of unit 'head'", "has not begun", "`timeout`"});
-}
-
-TEST(ShmGatherProtocol, ATimeoutSaysWhereThePeerIs) {
-  const auto post_first = [](ShmGroup& group) {
-    group.set_unit_name(0, "first");
-    group.post_gather({1, 0, 0, 0, 64});
-  };
-  const auto use = [&](ShmGroup& group) {
-    post_first(group);
-    group.post_gather({2, 1, 1, 4096, 64});
-    group.join_gather({2, 1, 1, 4096, 64});
-  };
-  const auto outcome = ranks::run_alone(0.3, use, [&](auto& group) { post_first(*group); });
-  expect_error(outcome, {"all-gather #2 of unit 1", "began all-gather #1 of unit 'first' last"});
 }
 
 TEST(ShmGatherProtocol, ASlotThatIsNotReleasedTimesOut) {

@@ -146,41 +146,6 @@ TEST_P(ShmReduction, UnitsInDifferentOrderMeetInTheFlush) {
 
 INSTANTIATE_TEST_SUITE_P(Worlds, ShmReduction, testing::Values(2, 3, 4));
 
-TEST(ShmReductionProtocol, APeerThatIsPastTheUnitIsNotWaitedFor) {
-  expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    const auto group = ranks::enter(options);
-    if (options.rank == 0) {
-      group->post_reduction(0, 1, 7, 0);
-      ranks::meet_all(options);
-      require(group->join_reduction(0, 1, 7, 3, false) == Joined::later, "the peer is past 3");
-      ranks::meet_all(options);
-      require(group->join_reduction(0, 1, 7, 3, true) == Joined::ready, "the flush waits");
-      require(group->peer_scratch_offset(0, 1) == 4096, "the peer's offset");
-    } else {
-      group->publish_progress(5);
-      ranks::meet_all(options);
-      ranks::meet_all(options);
-      ranks::sleep_ms(100);
-      group->post_reduction(0, 1, 7, 4096);
-    }
-  }));
-}
-
-TEST(ShmReductionProtocol, APeerThatIsBeforeTheUnitIsWaitedFor) {
-  expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    const auto group = ranks::enter(options);
-    if (options.rank == 0) {
-      group->post_reduction(0, 1, 7, 0);
-      require(group->join_reduction(0, 1, 7, 3, false) == Joined::ready, "the peer comes at 3");
-    } else {
-      group->publish_progress(2);
-      ranks::sleep_ms(150);
-      group->post_reduction(0, 1, 7, 0);
-      group->publish_progress(4);
-    }
-  }));
-}
-
 // Ranks in different order: each wants a reduction that the other posts only when it has gone on.
 TEST(ShmReductionProtocol, APeerThatWaitsForAReductionOfThisRankIsNotWaitedFor) {
   const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
@@ -190,42 +155,6 @@ TEST(ShmReductionProtocol, APeerThatWaitsForAReductionOfThisRankIsNotWaitedFor) 
     group->join_reduction(first, 1, 7, 3, false);
     group->post_reduction(1 - first, 1, 7, 4096);
     require(group->join_reduction(first, 1, 7, 3, true) == Joined::ready, "the flush waits");
-  });
-  expect_all_ok(outcomes);
-  for (const auto& outcome : outcomes) EXPECT_LT(outcome.seconds, 5.0);
-}
-
-TEST(ShmReductionProtocol, APeerThatEndsItsBackwardWithoutTheUnitIsAnError) {
-  const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    const auto group = ranks::enter(options);
-    group->skip_reduction(0);  // both, in a backward before
-    if (options.rank == 0) {
-      group->post_reduction(0, 1, 7, 0);
-      group->join_reduction(0, 1, 7, 3, true);
-    } else {
-      ranks::sleep_ms(100);
-      group->skip_reduction(0);
-      ranks::sleep_ms(200);
-    }
-  });
-  EXPECT_NE(outcomes[0].message.find("rank 1 continues without reduction #1"), std::string::npos)
-      << outcomes[0].message;
-  EXPECT_LT(outcomes[0].seconds, 5.0);
-}
-
-// A waiting rank notices that its peer passes by, long before the timeout.
-TEST(ShmReductionProtocol, PassingByEndsTheWait) {
-  const auto outcomes = ranks::run(fresh_options(3), [](const ShmOptions& options) {
-    const auto group = ranks::enter(options);
-    if (options.rank == 0) {
-      group->post_reduction(0, 1, 7, 0);
-      // Rank 1 never comes, and rank 2 passes by.
-      require(group->join_reduction(0, 1, 7, 3, false) == Joined::later, "rank 2 passed");
-    } else if (options.rank == 2) {
-      ranks::sleep_ms(100);
-      group->publish_progress(4);
-    }
-    ranks::meet_all(options);
   });
   expect_all_ok(outcomes);
   for (const auto& outcome : outcomes) EXPECT_LT(outcome.seconds, 5.0);
@@ -268,28 +197,6 @@ TEST(ShmReductionProtocol, DifferentTagsAreAnErrorThatNamesBothSides) {
   expect_error(outcomes[1], {"rank 1 and rank 0 disagree", "reduction #1 of unit 'layers.0'"});
 }
 
-TEST(ShmReductionProtocol, ARecordIsNotOverwrittenBeforeItIsRead) {
-  expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    const auto group = ranks::enter(options);
-    if (options.rank == 0) {
-      group->post_reduction(0, 1, 7, 4096);
-      group->consume_reduction(0, 1);
-      require(!group->reduction_is_consumed(0, 1), "the peer has not read it");
-      group->post_reduction(0, 2, 8, 8192);
-      require(group->reduction_is_consumed(0, 1), "the peer has read it");
-    } else {
-      group->post_reduction(0, 1, 7, 0);
-      require(group->join_reduction(0, 1, 7, 0, true) == Joined::ready, "posted");
-      ranks::sleep_ms(150);
-      require(group->peer_scratch_offset(0, 0) == 4096, "still the first post");
-      group->consume_reduction(0, 1);
-      group->post_reduction(0, 2, 8, 0);
-      require(group->join_reduction(0, 2, 8, 0, true) == Joined::ready, "posted again");
-      require(group->peer_scratch_offset(0, 0) == 8192, "the second post");
-    }
-  }));
-}
-
 TEST(ShmReductionProtocol, MisuseIsRefused) {
   const auto group = ranks::enter(ShmOptions());
   EXPECT_THROW(group->join_reduction(0, 1, 7, 0, true), Error) << "joined before posted";
@@ -320,27 +227,6 @@ TEST(ShmReductionProtocol, WaitingForReadersEndsInOrderOnly) {
     }
     ranks::meet_all(options);
   }));
-}
-
-TEST(ShmReductionProtocol, ADeadPeerIsNoticedInTheFlush) {
-  const auto outcomes = ranks::run(fresh_options(2), [](const ShmOptions& options) {
-    const auto group = ranks::enter(options);
-    group->set_unit_name(0, "layers.0");
-    if (options.rank == 1) ::_exit(3);
-    group->post_reduction(0, 1, 7, 0);
-    group->join_reduction(0, 1, 7, 0, true);
-  });
-  expect_error(outcomes[0], {"rank 1 (pid ", "died", "reduction #1 of unit 'layers.0'"});
-  EXPECT_LT(outcomes[0].seconds, 8.0);
-}
-
-TEST(ShmReductionProtocol, WaitingForTheEndTimesOut) {
-  const auto outcome = ranks::run_alone(0.3, [](ShmGroup& group) {
-    group.post_reduction(0, 1, 7, 0);
-    group.consume_reduction(0, 1);
-    group.wait_consumed(0, 1);
-  });
-  expect_error(outcome, {"rank 0 waited 0.3 s", "the end of reduction #1 of unit 0"});
 }
 
 }  // namespace

@@ -71,21 +71,6 @@ TEST(ShmResting, RowsThatRestArePublishedByThePage) {
   }));
 }
 
-TEST(ShmResting, ASlotIsReleasedWhenEveryRankHasReleasedThatUse) {
-  expect_all_ok(ranks::run(fresh_options(3), [](const ShmOptions& options) {
-    const auto group = ranks::enter(options);
-    require(group->slot_is_released(3, 0), "never used");
-    for (int last = 0; last < 3; ++last) {
-      if (options.rank == last) {
-        require(!group->slot_is_released(3, 1) && !group->slot_is_released(3, 2), "rank by rank");
-        group->release_slot(3, 1);
-      }
-      ranks::meet_all(options);
-    }
-    require(group->slot_is_released(3, 1) && !group->slot_is_released(3, 2), "that use, and no other");
-  }));
-}
-
 // A child has its own copy of resting rows, as they were at the fork. Without keep_for_child() it has none.
 TEST(ShmResting, AChildHasTheRowsThatRest) {
   expect_all_ok(ranks::run(fresh_options(2), [](const ShmOptions& options) {

@@ -43,39 +43,7 @@ std::vector<int> group_descriptors() {
   return found;
 }
 
-TEST(ShmSetup, OneRankNeedsNoSocket) {
-  ShmOptions options;
-  options.timeout_s = 5;
-  const auto group = ranks::enter(options);
-  EXPECT_EQ(group->rank(), 0);
-  EXPECT_EQ(group->world(), 1);
-  const cpu::GatherWindow window = group->gather_window(0, 100);
-  window.shared[99] = std::byte{7};
-  EXPECT_EQ(window.isolated[99], std::byte{7});
-  const cpu::GatherPost post = {1, 0, 0, 0, 100};
-  group->acquire_slot(post, 1);
-  group->post_gather(post);
-  EXPECT_TRUE(group->gather_is_complete(post));
-  group->join_gather(post);
-  group->release_slot(0, 1);
-  group->post_reduction(0, 1, 5, 0);
-  EXPECT_FALSE(group->reduction_is_consumed(0, 1));
-  EXPECT_EQ(group->join_reduction(0, 1, 5, 0, false), cpu::Joined::ready);
-  group->consume_reduction(0, 1);
-  EXPECT_TRUE(group->reduction_is_consumed(0, 1));
-  group->wait_consumed(0, 1);
-}
-
 class ShmWorld : public testing::TestWithParam<int> {};
-
-TEST_P(ShmWorld, RanksMeet) {
-  const int world = GetParam();
-  expect_all_ok(ranks::run(fresh_options(world), [&](const ShmOptions& options) {
-    const auto group = ranks::enter(options);
-    require(group->rank() == options.rank && group->world() == world, "rank and world");
-    for (int i = 0; i < 100; ++i) ranks::meet_all(options);
-  }));
-}
 
 TEST_P(ShmWorld, RanksMayComeInAnyOrder) {
   const int world = GetParam();
@@ -153,28 +121,6 @@ TEST(ShmSetup, BadOptionsAreRefused) {
   EXPECT_NE(refused([](ShmOptions& bad) { bad.rank = 2; }).find("not a rank of its group of"), std::string::npos);
   EXPECT_NE(refused([](ShmOptions& bad) { bad.rank = -1; }).find("not a rank of its group of"), std::string::npos);
   EXPECT_NE(refused([](ShmOptions& bad) { bad.world = 1 << 20; }).find("1024 ranks"), std::string::npos);
-}
-
-TEST(ShmSetup, WindowsAreKept) {
-  ShmOptions options;
-  const auto group = ranks::enter(options);
-  const size_t page = ShmGroup::page_bytes();
-  const auto a = group->gather_window(0, page);
-  const auto b = group->gather_window(4 * page, 3 * page);
-  EXPECT_EQ(group->gather_window(0, page).shared, a.shared);
-  EXPECT_EQ(group->gather_window(0, page).isolated, a.isolated);
-  EXPECT_EQ(group->gather_window(4 * page, 2 * page + 1).shared, b.shared);
-  EXPECT_NE(a.shared, a.isolated);
-  std::byte* scratch = group->scratch_window(0, page, page);
-  EXPECT_EQ(group->scratch_window(0, page, page), scratch);
-  EXPECT_EQ(group->mapped_bytes(), 5 * page);
-  EXPECT_THROW(group->gather_window(1, page), Error);
-  EXPECT_THROW(group->gather_window(0, 0), Error);
-  EXPECT_THROW(group->gather_window(0, size_t{1} << 60), Error);
-  EXPECT_THROW(group->gather_window(uint64_t{1} << 60, page), Error);
-  EXPECT_THROW(group->scratch_window(1, 0, page), Error);
-  EXPECT_THROW(group->set_unit_name(1u << 20, "x"), Error);
-  EXPECT_THROW(group->release_slot(1u << 20, 1), Error);
 }
 
 TEST(ShmSetup, NothingStaysBehind) {

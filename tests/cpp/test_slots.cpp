@@ -14,22 +14,6 @@ namespace {
 
 constexpr size_t kPage = 4096;
 
-TEST(Slots, NewSlotsFollowEachOtherInWholePages) {
-  SlotLedger ledger(kPage);
-  const Slot a = ledger.acquire(1, "a");
-  const Slot b = ledger.acquire(kPage + 1, "b");
-  EXPECT_EQ(a.id, 0);
-  EXPECT_EQ(a.offset, 0u);
-  EXPECT_EQ(a.bytes, kPage);
-  EXPECT_EQ(a.num_uses, 1u);
-  EXPECT_EQ(b.id, 1);
-  EXPECT_EQ(b.offset, kPage);
-  EXPECT_EQ(b.bytes, 2 * kPage);
-  EXPECT_EQ(ledger.arena_bytes(), 3 * kPage);
-  EXPECT_EQ(ledger.num_owned(), 2u);
-  EXPECT_EQ(ledger.owned_bytes(), 3 * kPage);
-}
-
 TEST(Slots, AnOwnerMayUseItsSlotAgain) {
   SlotLedger ledger(kPage);
   const Slot first = ledger.acquire(1, "kept");
@@ -66,18 +50,6 @@ TEST(Slots, DoesNotWasteASlotMoreThanTwiceAsLarge) {
   EXPECT_EQ(ledger.acquire(2 * kPage, "half").id, 0);
 }
 
-TEST(Slots, CountsThePeak) {
-  SlotLedger ledger(kPage);
-  const int a = ledger.acquire(kPage, "a").id;
-  const int b = ledger.acquire(2 * kPage, "b").id;
-  ledger.release(a);
-  ledger.release(b);
-  ledger.release(ledger.acquire(kPage, "c").id);
-  EXPECT_EQ(ledger.peak_owned_bytes(), 3 * kPage);
-  EXPECT_EQ(ledger.owned_bytes(), 0u);
-  EXPECT_EQ(ledger.num_owned(), 0u);
-}
-
 TEST(Slots, AReservedOneIsNobodyElses) {
   SlotLedger ledger(kPage);
   const int free = ledger.acquire(kPage, "a").id;
@@ -98,16 +70,6 @@ TEST(Slots, AReservedOneIsNobodyElses) {
   EXPECT_THROW(ledger.reserve(0, "e", kPage), Error);
   EXPECT_EQ(ledger.reserve(kPage, "f", 8 * kPage).offset, 8 * kPage);
   EXPECT_EQ(ledger.reserved_bytes(), 6 * kPage);  // including the gap before it
-}
-
-TEST(Slots, NamesTheOwners) {
-  SlotLedger ledger(kPage);
-  EXPECT_TRUE(ledger.owners().empty());
-  ledger.acquire(kPage, "layers.0");
-  const int b = ledger.acquire(kPage, "layers.1").id;
-  ledger.acquire(2 * kPage, "root");
-  ledger.release(b);
-  EXPECT_EQ(listed(ledger.owners()), "slot 0 (4096 bytes): layers.0; slot 2 (8192 bytes): root");
 }
 
 TEST(Slots, RefusesNonsense) {
