@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from harness import dist_run, programs
-from harness.session import current_session
 from trl_runs import CONFIGS, logged, write_chat_model, write_folder
 
 pytest.importorskip("trl")
@@ -15,8 +14,6 @@ TIMEOUT_S = 200
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    if current_session().under_torchrun:
-        pytest.skip("starts its own processes, which torchrun's world cannot")
     folder = tmp_path_factory.mktemp("trl")
     write_folder(folder)
     dist_run(write_model, 1, str(folder), fresh=False)

@@ -5,7 +5,6 @@ import pytest
 from fuzz import alone
 from fuzz.execute import SIDES
 from fuzz.search import Ranks, search
-from harness.session import current_session
 
 # Ranks -> programs; more ranks than cores are slow.
 NUM_PROGRAMS = {1: 4, 2: 8, 3: 2, 4: 1}
@@ -16,8 +15,6 @@ NUM_FULL = {1: 500, 2: 3000, 3: 500, 4: 800}
 def ranks(request, world):
     if request.config.getoption("--impl") == "torch":
         pytest.skip("upstream is a side here already")
-    if current_session(request.config).under_torchrun:
-        pytest.skip("starts its own processes, which torchrun's world cannot")
     pool = Ranks(world)
     yield pool
     pool.close()

@@ -2,13 +2,8 @@
 
 import contextlib
 import copy
-import os
 import random
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,14 +11,12 @@ from torch import nn
 
 import one_gpu
 from harness import distributed
-from harness.session import current_session
 from models import STACK_UNITS, Stack, inputs
 from one_gpu import CLOSE, POLICIES, on_gpu
 from reference import only_fsdp2x, same, shard
 
 pytestmark = [one_gpu.needs_gpu, pytest.mark.shows("timing")]
 
-HERE = Path(__file__).parent
 WIDTH = 256
 
 
@@ -114,28 +107,3 @@ def test_a_slow_device_changes_nothing(ctx):
     twin = copy.deepcopy(model)
     expected = run(shard(ctx, twin, STACK_UNITS, mesh=mesh), cycles=0)
     same(run(shard(ctx, model, STACK_UNITS, mesh=mesh), cycles=100_000_000), expected, "losses and weights")
-
-
-@distributed(world_sizes=(1,), timeout=300)
-def test_launches_block(ctx):
-    """Checks the next test's premise: under CUDA_LAUNCH_BLOCKING, a launch takes as long as its kernel."""
-    if os.environ.get("CUDA_LAUNCH_BLOCKING") != "1":
-        pytest.skip("runs under CUDA_LAUNCH_BLOCKING=1, which test_steps_under_launch_blocking sets")
-    on_gpu(ctx)
-    torch.cuda._sleep(1)
-    start = time.perf_counter()
-    torch.cuda._sleep(400_000_000)
-    assert time.perf_counter() - start > 0.1
-
-
-def test_steps_under_launch_blocking():
-    """Runs the tests of steps again, with launches that wait for their kernels."""
-    if current_session().under_torchrun:
-        pytest.skip("starts its own processes, which torchrun's world cannot")
-    chosen = "launches_block or steps_are_stocks or stream_of_the_user or checkpointing or unrelated_allocations"
-    files = [str(HERE / "test_step.py"), str(HERE / "test_gpu_stress.py")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *files]
-    environment = {**os.environ, "CUDA_LAUNCH_BLOCKING": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-2000:]

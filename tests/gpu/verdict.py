@@ -33,7 +33,7 @@ CLAIMS = {
     "offload": "every mode trains as without, and holds and copies what it says",
     "overlap": "gathers and reductions run beside the compute",
     "graphs": "forwards and whole steps are captured, and replays compute the same",
-    "timing": "slow devices, blocking launches, busy allocators change no result",
+    "timing": "slow devices and busy allocators change no result",
     "widths": "Llama and Qwen3 in the widths of 0.6B to 8B train as under stock",
     "second device": "a model on the second device leaves the first one alone",
     "many GPUs": "ranks on GPUs of their own train as under stock, and fail together",

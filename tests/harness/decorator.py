@@ -24,7 +24,6 @@ def distributed(
     """Runs the function on every rank of each world size. It takes a Context, then pytest's parametrized arguments.
 
     fresh: new processes for this test alone, if it breaks the process group. timeout: seconds for all ranks.
-    Under torchrun the body runs in torchrun's world, and other sizes are skipped.
     """
 
     def decorate(body: Callable) -> Callable:
@@ -76,11 +75,9 @@ def dist_run(
 
     `function` is at the top level of its file; `Outcome.value` is what it returned. A rank in `expect_exit` must end
     with that exit code (-9: killed by SIGKILL) before it returns; every other rank must succeed. Otherwise
-    DistributedTestError. Skips under torchrun, whose processes all run the test.
+    DistributedTestError.
     """
     session = current_session()
-    if session.under_torchrun:
-        pytest.skip("starts its own processes, which torchrun's world cannot")
     if not fresh:
         outcomes = session.run(Body.of(function), world, arguments, {}, fresh=False, timeout=timeout)
         check(outcomes, f"{function.__qualname__} on {world} ranks")

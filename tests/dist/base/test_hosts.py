@@ -7,14 +7,12 @@ import copy
 import os
 from datetime import timedelta
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from agents import run_agents
 
 
-@pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="starts torchrun itself")
 def test_two_agents(tmp_path):
     outputs = run_agents(tmp_path, __file__)
     assert sum(output.count("equal to one process") for output in outputs) == 4 * 2, "\n".join(outputs)

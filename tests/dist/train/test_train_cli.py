@@ -11,16 +11,9 @@ import pytest
 import yaml
 
 from harness import programs
-from harness.session import current_session
 from training import losses, settings, write_text
 
 TIMEOUT_S = 120
-
-
-@pytest.fixture(autouse=True)
-def own_processes():
-    if current_session().under_torchrun:
-        pytest.skip("starts its own processes, which torchrun's world cannot")
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Strategies by name: the mesh that each makes, and losses, gradients and weights of one process for all of them."""
 
-import os
-
 import pytest
 import torch
 import yaml
@@ -108,7 +106,6 @@ def test_two_copies_of_two_shards(ctx, strategy):
 
 
 @pytest.mark.full
-@pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="starts torchrun itself")
 def test_a_hybrid_mesh_shards_inside_nodes_and_copies_across(tmp_path):
     from fsdp2x.train.metrics import read_metrics
 

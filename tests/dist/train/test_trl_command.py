@@ -12,7 +12,6 @@ import yaml
 
 from chats import some_rows, write_rows
 from harness import dist_run, programs
-from harness.session import current_session
 from trl_runs import write_chat_model, write_folder
 
 pytest.importorskip("trl")
@@ -31,8 +30,6 @@ for words in json.loads(sys.argv[1]):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    if current_session().under_torchrun:
-        pytest.skip("starts its own processes, which torchrun's world cannot")
     folder = tmp_path_factory.mktemp("trl")
     write_folder(folder)
     dist_run(write_model, 1, str(folder), fresh=False)

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -14,7 +13,6 @@ import pytest
 from harness import DistributedTestError, RankPool, dist_run, distributed, programs
 from harness.context import Body
 from harness.pool import check
-from harness.session import current_session
 from harness.shares import outgrown
 from harness.tables import thin_out
 
@@ -56,8 +54,6 @@ def body_allreduce(ctx, value):
 
 @pytest.fixture
 def pool():
-    if current_session().under_torchrun:
-        pytest.skip("starts its own processes")
     pool = RankPool(2)
     yield pool
     folder, pids = pool.folder, pool.pids
@@ -123,35 +119,6 @@ def test_dist_run_checks_exit_codes():
         dist_run(body_die, 2)
     with pytest.raises(DistributedTestError, match="rank 0: exit code -9 expected"):
         dist_run(body_allreduce, 1, 1, expect_exit={0: -9})
-
-
-@pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="starts torchrun itself")
-def test_torchrun_world(tmp_path):
-    """One failing rank fails the test on both ranks, and the next test still works."""
-    tests = Path(__file__).parents[2]
-    shutil.copytree(tests / "harness", tmp_path / "harness", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(tests / "conftest.py", tmp_path)
-    (tmp_path / "test_inner.py").write_text(
-        "import torch, torch.distributed as dist\n"
-        "from harness import distributed\n"
-        "@distributed(world_sizes=(2, 3))\n"
-        "def test_a(ctx):\n"
-        "    assert ctx.rank == 0\n"
-        "@distributed(world_sizes=(2,))\n"
-        "def test_b(ctx):\n"
-        "    t = torch.ones(1); dist.all_reduce(t); assert t.item() == 2\n"
-    )
-    # Each rank ends well whatever its tests say: torchrun ends the others when the first one fails.
-    (tmp_path / "rank.py").write_text(
-        "import sys, pytest\nprint('status', int(pytest.main(['-q', '-rs', '-p', 'no:cacheprovider', sys.argv[1]])))\n"
-    )
-    words = (*programs.TORCHRUN, "--nproc_per_node=2", "--standalone", "--redirects=3", "--log-dir", tmp_path / "logs")
-    done = programs.run(*words, tmp_path / "rank.py", tmp_path, cwd=tmp_path)
-    outputs = [path.read_text() for path in (tmp_path / "logs").rglob("stdout.log")]
-    assert done.returncode == 0 and len(outputs) == 2, done.stdout + done.stderr
-    for output in outputs:
-        assert "1 failed, 1 passed, 1 skipped" in output and output.endswith("status 1\n"), output
-        assert "needs 3 ranks, torchrun made 2" in output
 
 
 SHOUT = "import os, sys; print(os.environ['NAME'], sys.argv[1:], __name__); sys.exit(sys.argv[1])"
