@@ -1,7 +1,5 @@
 """Two GPUs: a model on the second computes as on the first, whichever is current, and leaves the first alone."""
 
-import copy
-
 import pytest
 import torch
 
@@ -58,20 +56,3 @@ def test_a_model_on_the_second_device(ctx, policy, current):
     got = trained(ctx, 1, current, policy)
     assert torch.cuda.memory_stats(0)["allocation.all.allocated"] == before, "the first device was asked for memory"
     same(got, expected, "losses and weights", rtol=1e-5, atol=1e-6)
-
-
-@distributed(world_sizes=(1,), timeout=300, fresh=True)
-def test_optimizers_of_another_device_than_the_current_one(ctx):
-    only_fsdp2x(ctx)
-    torch.cuda.set_device(0)
-    torch.manual_seed(0)
-    first = [torch.nn.Parameter(torch.randn(size, device="cuda:0")) for size in ((5, 7), (1033,), (300_001,))]
-    second = [torch.nn.Parameter(param.detach().to("cuda:1")) for param in copy.deepcopy(first)]
-    optimizers = [fsdp2x.optim.AdamW(params, lr=1e-2, max_grad_norm=1.0) for params in (first, second)]
-    for _ in range(3):
-        for one, other in zip(first, second, strict=True):
-            one.grad = torch.randn_like(one)
-            other.grad = one.grad.to("cuda:1")
-        for optimizer in optimizers:
-            optimizer.step()
-    same([param.detach().cpu() for param in second], [param.detach().cpu() for param in first], "parameters")

@@ -151,26 +151,3 @@ def test_copies_of_a_step(ctx):
         counts[mode] = {"in": copies(step, "HtoD (Pinned"), "out": copies(step, "DtoH (Device -> Pinned")}
     assert counts["all"]["out"] == counts["gradients"]["out"] == 5, counts
     assert counts["gradients"]["in"] == 5 and 8 <= counts["all"]["in"] <= 10, counts
-
-
-@distributed(world_sizes=(1,), timeout=300)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.shows("sleep")
-def test_sleep_and_wake(ctx, mode):
-    only_fsdp2x(ctx)
-    base, model, optimizer = measured(ctx, mode)
-    losses = train(model, optimizer, ctx, (0, 0), width=1024)
-    awake = requested_bytes() - base
-    fsdp2x.sleep(model, optimizer)
-    assert requested_bytes() - base < max(0.05 * awake, 2**16)  # mode "all" only leaves counters either way
-    fsdp2x.wake(model, optimizer)
-    losses += train(model, optimizer, ctx, (0,), width=1024)
-    assert losses[0] > losses[1] > losses[2]
-
-
-@distributed(world_sizes=(1,), timeout=300)
-def test_an_optimizer_that_cannot(ctx):
-    only_fsdp2x(ctx)
-    model = on_gpu(ctx, Stack(width=WIDTH, hidden=96), "optimizer")
-    with pytest.raises(RuntimeError, match="Use fsdp2x.optim.AdamW"):
-        train(model, torch.optim.AdamW(model.parameters()), ctx, range(1))
