@@ -245,18 +245,6 @@ TEST(AdamW, PlansRefuseWhatTheKernelCannotStep) {
 
 // --- random rounding -------------------------------------------------------------------------------------------------
 
-TEST(Philox, KnownAnswers) {
-  const auto words = [](const PhiloxBlock& block) {
-    return std::vector<uint32_t>(std::begin(block.words), std::end(block.words));
-  };
-  EXPECT_EQ(words(philox({{0, 0, 0, 0}}, 0, 0)),
-            (std::vector<uint32_t>{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
-  EXPECT_EQ(words(philox({{~0u, ~0u, ~0u, ~0u}}, ~0u, ~0u)),
-            (std::vector<uint32_t>{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}));
-  EXPECT_EQ(words(philox({{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}}, 0xa4093822, 0x299f31d0)),
-            (std::vector<uint32_t>{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
-}
-
 TEST(Philox, StochasticRoundingIsUnbiasedAndKeepsWhatIsExact) {
   const float low = 1.0f, high = 1.0f + 0x1p-7f;
   for (const float share : {0.0f, 0.125f, 0.5f, 0.9f}) {

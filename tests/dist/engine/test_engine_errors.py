@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import only_fsdp2x, shard, shard_auto, shard_stock
+from reference import only_fsdp2x, shard, shard_auto
 
 
 def fully_shard_of(ctx):
@@ -87,23 +87,6 @@ def test_mesh_of_the_wrong_shape(ctx):
     assert "1D or 2D DeviceMesh but got" in refused(lambda: fully_shard_of(ctx)(Stack(), mesh=three), ValueError)
     two = init_device_mesh("cpu", (2, 2))
     assert "mesh_dim_names" in refused(lambda: fully_shard_of(ctx)(Stack(), mesh=two), AssertionError)
-
-
-@distributed(world_sizes=(4,))
-def test_one_axis_of_a_mesh(ctx):
-    """Two groups of two ranks, each with its own gathers and sums."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "data"))["data"]
-    from reference import grads, same
-
-    twin = shard_stock(Stack(), STACK_UNITS, mesh=mesh)
-    ours = shard(ctx, Stack(), STACK_UNITS, mesh=mesh)
-    for model in (twin, ours):
-        model(inputs(ctx.rank)).square().mean().backward()
-    same(grads(ours), grads(twin))
-    first = torch.stack([grad.sum() for grad in grads(ours).values()])
-    others = [torch.empty_like(first) for _ in range(4)]
-    dist.all_gather(others, first)
-    assert torch.equal(others[0], others[1]) and not torch.equal(others[0], others[2])
 
 
 @distributed(world_sizes=(1,))

@@ -21,7 +21,6 @@ from models import STACK_UNITS, inputs
 from reference import (
     grads,
     mean_of_ranks,
-    mesh_of,
     only_fsdp2x,
     same,
     shard,
@@ -82,31 +81,6 @@ def test_trains_as_one_rank_would(ctx, pack_below, policy, with_kernels):
         for (out, out_bytes), (source, source_bytes) in zip(writes, reads, strict=True):
             assert out_bytes == ctx.world * source_bytes and source == out + ctx.rank * source_bytes
             assert out % 16 == source % 16 == 0
-
-
-@distributed(world_sizes=(4,))
-@pytest.mark.parametrize("accumulate", ["no_sync", "no_all_reduce"])
-def test_replicas_and_accumulation(ctx, accumulate):
-    """HSDP: the all-reduce has a lane of its own, overlaps the next unit's reduction, and follows its own."""
-    only_fsdp2x(ctx)
-    recorder = streams.install()
-    reference, model = wide(), sharded(ctx, mesh=mesh_of("2d", ctx.world))
-    for round_ in range(2):
-        recorder.clear()
-        expected: dict = {}
-        for number, sync in ((0, False), (1, False), (2, True)):
-            setter = model.set_requires_gradient_sync if accumulate == "no_sync" else model.set_requires_all_reduce
-            setter(sync)
-            number += 10 * round_
-            step(model, ctx, number)
-            mean_of_ranks(reference, lambda m, rank, n=number: loss_of(m, rank, n), ctx.world)
-            expected = {name: grad + expected.get(name, 0) for name, grad in grads(reference).items()}
-        same(grads(model), expected, "gradients", **CLOSE["fp32"])
-        model.zero_grad()
-    assert races(recorder.entries) == []
-    num = {name: sum(e[0].startswith(name) for e in recorder.entries) for name in ("reduce_scatter", "all_reduce")}
-    assert num == {"reduce_scatter": 4 if accumulate == "no_sync" else 12, "all_reduce": 4}
-    assert races(without(recorder.entries, "wait", "all_reduce")), "all-reduces rows that are not reduced"
 
 
 @distributed(world_sizes=(2,))
