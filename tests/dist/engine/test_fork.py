@@ -125,28 +125,6 @@ def test_the_end_of_a_child_is_not_the_parents(ctx, transport, end):
 
 
 @distributed(world_sizes=(2,))
-def test_a_fork_within_forward(ctx):
-    """The child continues at the parent's place with the parent's weights. It gets an error instead of numbers."""
-    only_fsdp2x(ctx)
-    expected = step(ctx, *make(ctx, "shm"), 0)
-    model, optimizer = make(ctx, "shm")
-    said = []
-
-    class Forking(torch.nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x):
-            said.append(in_child(lambda: self.inner(x)))
-            return self.inner(x)
-
-    model.blocks[1].up = Forking(model.blocks[1].up)
-    same(step(ctx, model, optimizer, 0), expected)
-    assert "used in a forked child" in said[0] and "blocks.1.up" in said[0], said[0]
-
-
-@distributed(world_sizes=(2,))
 def test_unsharded_weights_are_not_there(ctx):
     """Between forward and backward the root has whole weights: in a child they are an error that says why, no crash."""
     only_fsdp2x(ctx)
