@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import fsdp2x
+from fsdp2x.lifecycle import replicas
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from reference import full, only_fsdp2x, params, same, shard
@@ -163,3 +164,26 @@ def test_what_cannot_be_synchronized(ctx):
     for call in (fsdp2x.sync_module_states, fsdp2x.check_module_states):
         with pytest.raises(RuntimeError, match="'weight' is on the meta device"):
             call(model)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.complex64, torch.bool]
+)
+def test_checksums_see_every_bit(dtype):
+    """Also past one chunk; one or two elements that change, move or are missing."""
+    of = replicas.checksum
+    for numel in (0, 1, 7, 33, 1_100_001):
+        generator = torch.Generator().manual_seed(0)
+        bits = torch.randint(0, 2, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+        tensor = bits.view(dtype)
+        expected = of(tensor)
+        assert of(tensor.clone()) == expected
+        last = torch.arange(numel) * dtype.itemsize + dtype.itemsize - 1  # the byte of the sign
+        for indices in [[0], [numel // 2], [numel - 1], [0, numel - 1], [numel // 3, numel // 2]] if numel else ():
+            other = bits.clone()
+            other[last[list(set(indices))]] ^= 1 if dtype is torch.bool else 0x80
+            assert of(other.view(dtype)) != expected, indices
+        if numel > 1:
+            assert of(tensor[:-1]) != expected and of(bits.clone().fill_(1).view(dtype)) != expected
+    moved = torch.arange(10.0)
+    assert of(moved) != of(moved.flip(0))
