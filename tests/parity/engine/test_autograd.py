@@ -1,22 +1,16 @@
-"""Uses of autograd on a unit: checkpoints, several calls, shared weights, hooks, in-place writes, and freezing."""
-
-import itertools
+"""Uses of autograd on a unit: several calls, tied weights, hooks, in-place writes, and missing gradients."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from harness import distributed
 from models import STACK_UNITS, Mlp, Stack, Twice, inputs
 from reference import (
     TORCH_MINOR,
     both_transports,
-    full,
-    grads,
     only_fsdp2x,
-    params,
     parity,
     shard,
     shard_stock,
@@ -30,54 +24,6 @@ def steps(ctx, model, num=2, loss_of=None):
     return trained(model, lambda m, step: loss_of(m, inputs(ctx.rank, step)), num)
 
 
-class Checkpointed(Stack):
-    """Blocks recomputed in backward. outside: the checkpoint calls the unit; inside: the unit calls the checkpoint."""
-
-    def __init__(self, where, reentrant):
-        super().__init__()
-        self.where, self.reentrant = where, reentrant
-        if where == "inside":
-            self.blocks = nn.ModuleList(CheckpointedMlp(block, reentrant) for block in self.blocks)
-
-    def forward(self, x):
-        x = x.requires_grad_()
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant) if self.where == "outside" else block(x)
-        return self.head(self.norm(x))
-
-
-class CheckpointedMlp(nn.Module):
-    def __init__(self, inner, reentrant):
-        super().__init__()
-        self.inner, self.reentrant = inner, reentrant
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
-
-
-@distributed(world_sizes=(2, 3))
-@pytest.mark.parametrize(("where", "reentrant"), [*itertools.product(("outside", "inside"), (False, True))])
-@both_transports
-def test_activation_checkpointing(ctx, where, reentrant, transport):
-    parity(ctx, Checkpointed(where, reentrant), lambda m: steps(ctx, m), STACK_UNITS, transport=transport)
-
-
-@distributed(world_sizes=(2,))
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("reshard", [True, False])
-def test_checkpoint_around_several_units(ctx, reentrant, reshard):
-    class Whole(Stack):
-        def forward(self, x):
-            return self.head(self.norm(checkpoint(self.chain, x.requires_grad_(), use_reentrant=reentrant)))
-
-        def chain(self, x):
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    parity(ctx, Whole(), lambda m: steps(ctx, m), STACK_UNITS, reshard_after_forward=reshard)
-
-
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("reshard", [True, False, None])
 @both_transports
@@ -85,41 +31,6 @@ def test_a_unit_called_twice(ctx, reshard, transport):
     parity(
         ctx, Twice(), lambda m: steps(ctx, m), ("block", "other"), transport=transport, reshard_after_forward=reshard
     )
-
-
-@distributed(world_sizes=(2,))
-def test_root_called_twice_before_backward(ctx):
-    parity(ctx, Stack(), lambda m: steps(ctx, m, loss_of=lambda m, x: (m(x) + m(2 * x)).square().mean()), STACK_UNITS)
-
-
-@distributed(world_sizes=(2,))
-def test_two_backwards_through_one_graph(ctx):
-    def run(model):
-        loss = model(inputs(ctx.rank)).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return grads(model)
-
-    parity(ctx, Stack(), run, STACK_UNITS, reshard_after_forward=False)
-
-
-class SharedWeight(nn.Module):
-    """The first block's Linear is called by the root as well: its weight is used inside and outside of its unit."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.shared = nn.Linear(6, 6)
-        self.block = Mlp()
-
-    def forward(self, x):
-        return self.shared(self.block(self.shared(x)))
-
-
-@distributed(world_sizes=(2,))
-@both_transports
-def test_a_linear_shared_by_root_and_itself(ctx, transport):
-    parity(ctx, SharedWeight(), lambda m: steps(ctx, m), ("shared", "block"), transport=transport)
 
 
 class Tied(nn.Module):
@@ -133,14 +44,6 @@ class Tied(nn.Module):
 
     def forward(self, x):
         return self.last(self.block(self.first(x)))
-
-
-@distributed(world_sizes=(2, 3))
-@pytest.mark.parametrize("units", [("block",), ("block", "first+last")])
-@both_transports
-def test_a_tied_weight_in_one_unit(ctx, units, transport):
-    results = parity(ctx, Tied(), lambda m: steps(ctx, m), units, transport=transport)
-    assert "last.weight" not in results[0][1]
 
 
 @distributed(world_sizes=(2,))
@@ -206,51 +109,6 @@ def test_in_place_input_reused_by_the_caller(ctx, num_inputs, transport):
     parity(ctx, InPlaceCaller(num_inputs), run, ("before", "inplace"), transport=transport)
 
 
-class Several(nn.Module):
-    """A unit of several inputs, of which some need no gradient, and several outputs, one unused."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.before, self.join = nn.Linear(6, 6), Join()
-
-    def forward(self, x):
-        first, _ = self.join(self.before(x), x, scale=self.before(-x))
-        return first
-
-
-class Join(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 3), nn.Linear(6, 3)
-
-    def forward(self, x, y, *, scale):
-        return self.a(x) * self.b(scale), self.b(y)
-
-
-@distributed(world_sizes=(2,))
-def test_several_inputs_and_an_unused_output(ctx):
-    parity(ctx, Several(), lambda m: steps(ctx, m), ("join",))
-
-
-@distributed(world_sizes=(2,))
-@both_transports
-def test_user_hooks_on_sharded_parameters(ctx, transport):
-    """register_hook scales, register_post_accumulate_grad_hook sees the sharded gradient; both run once a step."""
-
-    def run(model):
-        seen = []
-        for name, param in model.named_parameters():
-            param.register_post_accumulate_grad_hook(
-                lambda p, name=name: seen.append((name, p.grad.to_local().clone(), p.grad.placements))
-            )
-        results = steps(ctx, model)
-        return results, sorted(seen, key=lambda item: item[0])
-
-    _, seen = parity(ctx, Stack(), run, STACK_UNITS, transport=transport)
-    assert len(seen) == 2 * len(list(Stack().parameters()))
-
-
 @distributed(world_sizes=(2,))
 @both_transports
 def test_user_hooks_inside_forward(ctx, transport):
@@ -292,54 +150,6 @@ def test_post_accumulate_hooks_inside_forward(ctx):
 
     _, count = parity(ctx, Hooked(), run, STACK_UNITS)
     assert count == 2
-
-
-@distributed(world_sizes=(2,))
-@both_transports
-def test_a_branch_that_does_not_run(ctx, transport):
-    """The same parameters get no gradient on any rank: `.grad` stays None."""
-
-    class Branch(Stack):
-        def forward(self, x):
-            return self.head(self.norm(self.blocks[2](self.blocks[0].up(x)[:, :6])))
-
-    parity(ctx, Branch(), lambda m: steps(ctx, m), ("blocks.0.up", "blocks.1", "blocks.2"), transport=transport)
-
-
-class MaxNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(7, 6, max_norm=0.5)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, ids):
-        return self.head(self.embed(ids))
-
-
-@distributed(world_sizes=(2,))
-@pytest.mark.parametrize("reshard", [True, False])
-@both_transports
-def test_a_weight_written_in_place_in_forward(ctx, reshard, transport):
-    """max_norm rescales the rows that this rank looks up: its own business, and gone after the next gather."""
-
-    def run(model):
-        ids = torch.tensor([[0, 1, 2]]) if ctx.rank == 0 else torch.tensor([[4, 5, 5]])
-        results = []
-        for step in range(3):
-            loss = model((ids + step) % 7).square().mean()
-            loss.backward()
-            results.append([loss.detach(), grads(model), params(model)])
-            model.zero_grad()
-            model.unshard()
-            model.embed.unshard()
-            results.append(full(model.embed.weight))
-            model.embed.reshard()
-            model.reshard()
-        return results
-
-    results = parity(ctx, MaxNorm(), run, ("embed",), transport=transport, reshard_after_forward=reshard)
-    assert (results[-1].norm(dim=1) > 0.6).any()
 
 
 class Aside(nn.Module):

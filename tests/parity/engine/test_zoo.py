@@ -7,7 +7,7 @@ from torch.nn.utils import parametrizations
 
 from harness import distributed
 from models import Mlp, inputs
-from reference import and_streams, both_transports, full, grads, parity, trained
+from reference import both_transports, full, parity, trained
 
 
 class Recurrent(nn.Module):
@@ -92,52 +92,3 @@ def test_kinds_of_modules(ctx, kind, transport):
         return trained(model, loss_of, 3, lr=0.05), [full(buffer) for buffer in model.buffers()]
 
     parity(ctx, Wrapped(kind), run, ("special",), transport=transport)
-
-
-class Chain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = Mlp(), Mlp()
-
-    def forward(self, x):
-        self.between = self.first(x)
-        return self.second(self.between)
-
-
-@distributed(world_sizes=(2,))
-@pytest.mark.parametrize("reshard", [True, False])
-@and_streams
-def test_autograd_grad_with_respect_to_activations(ctx, reshard, transport):
-    """torch.autograd.grad that stops before some parameters: no gradient appears, and the next backward is right."""
-
-    def run(model):
-        loss = model(inputs(ctx.rank)).square().mean()
-        (grad,) = torch.autograd.grad(loss, model.between)
-        none = [param.grad is None for param in model.parameters()]
-        model.zero_grad()
-        model(inputs(ctx.rank)).square().mean().backward()
-        return full(grad), none, grads(model)
-
-    parity(ctx, Chain(), run, ("first", "second"), transport=transport, reshard_after_forward=reshard)
-
-
-@distributed(world_sizes=(2,))
-@both_transports
-def test_generation_like_loop(ctx, transport):
-    """Many forwards under no_grad of changing lengths between training steps."""
-
-    def run(model):
-        results = []
-        for step in range(2):
-            with torch.no_grad():
-                for rows in (1, 3, 2):
-                    results.append(full(model(inputs(ctx.rank, step, rows=rows))))
-            loss = model(inputs(ctx.rank, step)).square().mean()
-            loss.backward()
-            results += [loss.detach(), grads(model)]
-            model.zero_grad()
-        return results
-
-    torch.manual_seed(0)
-    parity(ctx, nn.Sequential(Mlp(), Mlp()), run, ("0", "1"), transport=transport)

@@ -46,35 +46,6 @@ def test_state_dict_round_trip(ctx, assign, transport):
     same(losses[1], reference(inputs(ctx.rank)).square().mean().detach(), "first loss", rtol=1e-6, atol=1e-6)
 
 
-@distributed(world_sizes=(2,))
-def test_loading_does_not_replace_parameters(ctx):
-    """Without `assign`, an optimizer made before load_state_dict still works afterwards."""
-
-    def run(model):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        before = list(model.parameters())
-        saved = {name: value.clone() for name, value in model.state_dict().items()}
-        losses = [step(ctx, model, optimizer, number) for number in range(2)]
-        model.load_state_dict(saved)
-        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
-        return losses + [step(ctx, model, optimizer, number) for number in range(2)]
-
-    losses = parity(ctx, Stack(), run, STACK_UNITS)
-    same(losses[2:], losses[:2])
-    assert losses[0] != losses[1]
-
-
-@distributed(world_sizes=(2,))
-def test_state_dict_while_unsharded_is_sharded(ctx):
-    def run(model):
-        model(inputs(ctx.rank))  # the root stays unsharded after forward
-        state = model.state_dict()
-        return {name: isinstance(value, DTensor) for name, value in state.items()}, full(dict(state))
-
-    is_sharded, _ = parity(ctx, Stack(), run, STACK_UNITS)
-    assert all(is_sharded.values())
-
-
 @distributed(world_sizes=(2, 3))
 def test_full_state_dict(ctx):
     """get_model_state_dict(full) and set_model_state_dict(broadcast) of torch, tied weights included."""
@@ -133,20 +104,3 @@ def test_meta_device_initialisation(ctx, transport):
 
     got = run_with(lambda m: shard(ctx, m, STACK_UNITS, transport=transport))
     same(got, run_with(lambda m: shard_stock(m, STACK_UNITS)))
-
-
-@distributed(world_sizes=(2,))
-def test_reset_parameters_after_to_empty(ctx):
-    """In-place init on the sharded DTensors reaches the pool."""
-
-    def run_with(apply):
-        with torch.device("meta"):
-            model = Stack()
-        model = apply(model)
-        model.to_empty(device="cpu")
-        with torch.no_grad():
-            for number, param in enumerate(model.parameters()):
-                param.fill_(0.1 + number / 100)
-        return full(model(inputs(ctx.rank))), params(model)
-
-    same(run_with(lambda m: shard(ctx, m, STACK_UNITS)), run_with(lambda m: shard_stock(m, STACK_UNITS)))

@@ -1,6 +1,5 @@
 """The edges of a unit: views that it returns, members that run alone, losses that bypass its output, recomputation."""
 
-import contextlib
 import copy
 from collections import OrderedDict
 
@@ -110,27 +109,6 @@ def test_members_that_run_alone(ctx, transport, reshard):
             ctx, copy.deepcopy(plain), ("inner", "norm+head"), transport=transport, reshard_after_forward=reshard
         )
         train_alike(ctx, plain, ours, lambda m, rank, step: m.loss(inputs(rank, step)), num_steps=2, **CLOSE)
-
-
-@distributed(world_sizes=(2,))
-@pytest.mark.parametrize("grad", [False, True])
-@both_transports
-def test_a_member_called_past_the_root(ctx, transport, grad):
-    """A forward of its own: the next one of the root is whole, and no unit stays gathered."""
-    only_fsdp2x(ctx)
-    plain = Members("norm head")
-    ours = shard(ctx, copy.deepcopy(plain), ("inner", "norm+head"), transport=transport)
-
-    def loss_of(model, rank, step):
-        loss = model.loss(inputs(rank, step))
-        with contextlib.nullcontext() if grad else torch.no_grad():
-            alone = model.head(model.norm(inputs(rank, step))).square().mean()
-        return loss + alone
-
-    train_alike(ctx, plain, ours, loss_of, num_steps=3, **CLOSE)
-    with torch.no_grad():
-        ours(inputs(ctx.rank))
-    assert {unit.param_state for unit in fsdp2x.describe(ours).units} == {"SHARDED"}
 
 
 class Bypassing(nn.Module):
