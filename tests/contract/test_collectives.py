@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 from harness import distributed
-from models import STACK_UNITS, Stack, Twice, inputs
+from models import STACK_UNITS, Stack, inputs
 from reference import grads, same, shard, shard_stock
 
 KINDS = {
@@ -142,17 +142,6 @@ def test_as_many_as_stock(ctx, case):
     assert all(found["reduce_scatter"] == num_reductions for found in ours)
 
 
-@distributed(world_sizes=(2,))
-def test_a_unit_called_twice(ctx):
-    try:
-        count(functools.partial(Twice(), inputs(0)))
-    except IndexError:
-        pytest.skip("CommDebugMode of this torch fails on modules that run twice in a forward, sharded or not")
-    ours, stock = both(ctx, Twice, ("block", "other"), lambda model: counts_of(ctx, model))
-    assert ours == stock
-    assert [found["reduce_scatter"] for found in ours] == [2] * 3  # the root has no parameter of its own
-
-
 class Alternating(Stack):
     """Another order of units in each forward: what was recorded last time does not come."""
 
@@ -162,63 +151,6 @@ class Alternating(Stack):
         for index in order:
             x = self.blocks[index](x)
         return self.head(self.norm(x))
-
-
-class Bf16Gather(torch.Tensor):
-    """A parameter that is gathered in bf16 by its own functions, and computed with in the parameter's dtype."""
-
-    @staticmethod
-    def __new__(cls, data: torch.Tensor):
-        return torch.Tensor._make_wrapper_subclass(
-            cls, data.size(), strides=data.stride(), dtype=data.dtype, device=data.device
-        )
-
-    def __init__(self, data: torch.Tensor):
-        self.data_ = data
-
-    def __tensor_flatten__(self):
-        return ["data_"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner, metadata, size, stride):
-        return Bf16Gather(inner["data_"])
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        pytree = torch.utils._pytree
-        unwrapped = pytree.tree_map_only(cls, lambda tensor: tensor.data_, (args, kwargs or {}))
-        out = function(*unwrapped[0], **unwrapped[1])
-        if function in KEEPS_CLASS:
-            return pytree.tree_map_only(torch.Tensor, cls, out)
-        return args[0] if function is torch.ops.aten.copy_.default else out
-
-    def fsdp_pre_all_gather(self, mesh):
-        return (self.data_.to(torch.bfloat16),), None
-
-    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
-        (gathered,) = outputs
-        if out is not None:
-            # It has the same values as before: what autograd saved of it stays valid.
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
-                out.copy_(gathered)
-            return None
-        whole = gathered.to(param_dtype)
-        return whole, (gathered, whole)
-
-
-aten = torch.ops.aten
-KEEPS_CLASS = {aten.detach.default, aten.clone.default, aten.split.Tensor, aten.view.default, aten.slice.Tensor}
-KEEPS_CLASS |= {aten.new_zeros.default, aten.as_strided.default, aten._to_copy.default, aten.empty_like.default}
-
-
-class Extended(Stack):
-    """The weights of two blocks bring their own all-gather; biases and the other blocks do not."""
-
-    def __init__(self):
-        super().__init__(width=8, hidden=8)
-        for block in self.blocks[:2]:
-            for linear in (block.up, block.down):
-                linear.weight = nn.Parameter(Bf16Gather(linear.weight.detach()))
 
 
 @distributed(world_sizes=(2,))
@@ -263,16 +195,6 @@ def test_explicit_prefetch_adds_none(ctx):
 
     ours, stock = both(ctx, Stack, STACK_UNITS, run)
     assert ours == stock
-
-
-@distributed(world_sizes=(2,))
-@pytest.mark.parametrize("reshard", [True, False])
-def test_extension_parameters(ctx, reshard):
-    ours, stock = both(
-        ctx, Extended, STACK_UNITS, lambda model: counts_of(ctx, model, width=8), reshard_after_forward=reshard
-    )
-    for mine, theirs in zip(ours, stock, strict=True):
-        assert all(mine[kind] <= theirs[kind] for kind in OFF), (ours, stock)
 
 
 @distributed(world_sizes=(2,))
