@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import fsdp2x
 from harness import distributed
-from models import STACK_UNITS, Stack, batch, inputs, tiny_lora
+from models import STACK_UNITS, Stack, inputs
 from reference import full, grads, mean_of_ranks, params, same, shard
 
 
@@ -90,16 +90,3 @@ class Chain(nn.ModuleList):
         for module in self:
             x = module(x)
         return x
-
-
-@distributed(world_sizes=(2,), timeout=120)
-def test_peft_adapters_switched_off(ctx):
-    """DPO: the reference is the same model with its adapters disabled."""
-    model, plain = tiny_lora(), tiny_lora()
-    fsdp2x.fully_shard(model)
-    inputs_ = batch("llama", ctx.rank)
-    with torch.no_grad(), model.disable_adapter(), plain.disable_adapter():
-        same(model(**inputs_).loss, plain(**inputs_).loss, rtol=1e-6, atol=1e-7)
-    loss = model(**inputs_).loss
-    loss.backward()
-    same(loss.detach(), plain(**inputs_).loss.detach(), rtol=1e-6, atol=1e-7)

@@ -101,32 +101,6 @@ def test_a_later_handle_is_waited_for_behind_its_forward(ctx, transport):
 
 @distributed(world_sizes=(2,))
 @both_transports
-def test_units_of_one_root_share_its_transport(ctx, transport):
-    """And its order: without it nothing is gathered ahead."""
-    only_fsdp2x(ctx)
-    models = [shard(ctx, Stack(), STACK_UNITS, transport=transport) for _ in range(2)]
-    unshard(models[0], EARLY[-2])
-
-    def train_once(model, number):
-        model(inputs(ctx.rank, number)).sum().backward()
-        return model._get_fsdp_state().root.stats()
-
-    early, usual = ([train_once(model, number) for number in range(3)] for model in models)
-    states = [module._get_fsdp_state() for module in (models[0], *models[0].blocks)]
-    assert all(state.root is states[0].root for state in states)
-    names = ["<root>", *STACK_UNITS]
-    assert [state.unit.name for state in states] == names
-    assert [group.engine.index for state in states for group in state.groups] == [0, 1, 2, 3]
-    # The first forward gathers no unit unsharded before it, so the second does not prefetch those. The third does.
-    ahead = [runs[2]["prefetched_gathers"] - runs[1]["prefetched_gathers"] for runs in (early, usual)]
-    assert ahead[0] == ahead[1] > 0
-    assert (
-        early[-1]["gathers"] == usual[-1]["gathers"]
-    )  # what was gathered before is gathered again, but not in forward
-
-
-@distributed(world_sizes=(2,))
-@both_transports
 def test_values_written_before_the_first_forward_are_used_by_it(ctx, transport):
     def run(model):
         unshard(model, ["", "blocks.1"])
@@ -185,18 +159,6 @@ def test_settings_before_the_first_forward_do_not_make_a_root(ctx):
         return train(ctx, model)
 
     parity(ctx, Stack(), run, STACK_UNITS)
-
-
-@distributed(world_sizes=(2,))
-def test_is_last_backward_holds_from_before_the_first_forward(ctx):
-    only_fsdp2x(ctx)
-    for early in ([], [""]):
-        model = shard(ctx, Stack(), STACK_UNITS)
-        unshard(model, early)
-        model.set_is_last_backward(False)
-        model(inputs(ctx.rank))
-        assert model._get_fsdp_state()._state_ctx.is_last_backward is False
-        assert model._get_fsdp_state().root_settings.is_last_backward is False
 
 
 @distributed(world_sizes=(2,))

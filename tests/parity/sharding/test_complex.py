@@ -96,33 +96,3 @@ def test_complex_beside_real_weights(ctx, transport):
     norm = fsdp2x.clip_grad_norm_(ours.parameters(), 0.1)
     same(full(norm), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1), rtol=1e-5, atol=1e-6)
     same(grads(ours), grads(plain), rtol=1e-5, atol=1e-6)
-
-
-@distributed(world_sizes=(2,))
-def test_frozen_and_held_complex_gradients(ctx):
-    """Some gradients are kept by the caller, some are assigned before backward adds to them, and some are missing."""
-
-    def run(model):
-        model.phase.requires_grad_(False)
-        seen, held = [], []
-        for number in range(3):
-            if number == 2:
-                model.first.grad = torch.zeros_like(model.first)
-            model(inputs(ctx.rank, number)).square().mean().backward()
-            held.append(model.second.grad)
-            seen.append(grads(model))
-            model.zero_grad()
-        return seen, [full(grad) for grad in held]
-
-    parity(ctx, Complex(), run)
-
-
-@distributed(world_sizes=(2,))
-def test_memory_of_complex_weights_is_predicted(ctx):
-    only_fsdp2x(ctx)
-    model = shard(ctx, Complex())
-    report = fsdp2x.memory_report(model).to_dict()
-    model(inputs(ctx.rank)).sum().backward()
-    engine = model._get_fsdp_state().groups[0].engine
-    assert engine.shard_pool_bytes == report["units"][0]["shard_bytes"], report["units"][0]
-    assert engine.slot_bytes == report["units"][0]["slot_bytes"]

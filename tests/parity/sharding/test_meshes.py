@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 from harness import distributed
 from memory import POLICIES
@@ -120,66 +118,3 @@ def test_ranks_that_add_up_and_ranks_that_do_not(ctx):
         found.append(grads(model))
     assert found[0]["blocks.1.up.weight"] is not None
     same(*found, **tolerance(ctx))
-
-
-class Repeated(nn.Module):
-    """Runs its layer twice under reentrant checkpoints: each gives the weights a gradient of its own."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x):
-        for _ in range(2):
-            x = checkpoint(self.layer, x, use_reentrant=True)
-        return x
-
-
-@distributed(world_sizes=(2, 3))
-def test_gradients_that_come_in_parts(ctx):
-    """The second part widens what the first one packed in bf16."""
-    only_fsdp2x(ctx)
-    found = []
-    for transport in TRANSPORTS:
-        model = shard(ctx, Repeated(), transport=transport, mp_policy=POLICIES["bf16"])
-        model(inputs(ctx.rank).requires_grad_()).float().square().mean().backward()
-        found.append(grads(model))
-    assert found[0]["layer.weight"].abs().sum() > 0
-    same(*found, **tolerance(ctx))
-
-
-@distributed(world_sizes=(4,))
-@both_transports
-def test_divide_factor_and_forced_sum_on_two_axes(ctx, transport):
-    """Not with a shard axis of one rank: there stock divides by the factor twice."""
-    mesh = mesh_of("2d", ctx.world)
-
-    def run(model):
-        for module in model.modules():
-            if hasattr(module, "set_gradient_divide_factor"):
-                module.set_force_sum_reduction_for_comms(True)
-                module.set_gradient_divide_factor(3.0)
-        return accumulate(ctx, model, "scatter_only")
-
-    parity(ctx, Stack(), run, STACK_UNITS, transport=transport, mesh=mesh)
-
-
-@distributed(world_sizes=(2,))
-@both_transports
-def test_all_reduce_hook(ctx, transport):
-    """The hook sees this rank's rows and may change them."""
-    seen = []
-
-    def hook(rows):
-        seen.append(rows.numel())
-        rows.mul_(2.0)
-
-    def run(model):
-        for module in model.modules():
-            if hasattr(module, "set_all_reduce_hook"):
-                module.set_all_reduce_hook(hook)
-        return accumulate(ctx, model, "each")
-
-    parity(ctx, Stack(), run, STACK_UNITS, transport=transport)
-    assert len(seen) == 2 * 2 * 3 * 4
