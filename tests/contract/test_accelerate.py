@@ -129,26 +129,6 @@ def test_checkpoints_of_stock_load_and_the_other_way_round(ctx):
 
 
 @distributed(world_sizes=(2,), timeout=120)
-def test_model_on_rank_0_unwrapped_and_saved(ctx):
-    """get_state_dict and save_model, as examples end with them."""
-    from safetensors.torch import load_file
-
-    with shared_folder(ctx) as folder, launched(ctx):
-        accelerator, model, optimizer = prepared("qwen3", state_dict_type="FULL_STATE_DICT")
-        train(ctx, accelerator, model, optimizer, "qwen3", range(1))
-        weights = params(model)
-        state = accelerator.get_state_dict(model)
-        accelerator.save_model(model, str(folder / "model"))
-        accelerator.wait_for_everyone()
-        if ctx.rank == 0:
-            saved = load_file(str(folder / "model" / "model.safetensors"))
-            for name, value in weights.items():
-                same(state[name], value, name)
-                same(saved[name], value, name)
-        accelerator.wait_for_everyone()
-
-
-@distributed(world_sizes=(2,), timeout=120)
 def test_a_model_that_is_sharded_already_passes_through(ctx):
     import fsdp2x
 
@@ -242,24 +222,3 @@ def test_what_shards_nothing_is_told(ctx):
         with launched(ctx), pytest.raises(RuntimeError, match="every rank would train alone"):
             PartialState()
             Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
-
-
-@distributed(world_sizes=(2,), timeout=120)
-def test_resume_gives_the_same_losses(ctx):
-    """With whole state dicts. Stock loads sharded ones, see above."""
-    name, state_dict_type = "llama", "FULL_STATE_DICT"
-    with shared_folder(ctx) as folder:
-        with launched(ctx):
-            accelerator, model, optimizer = prepared(name, state_dict_type=state_dict_type)
-            assert_sharded_by_us(model)
-            train(ctx, accelerator, model, optimizer, name, range(2))
-            accelerator.save_state(str(folder / "state"))
-            expected = train(ctx, accelerator, model, optimizer, name, range(2, 4))
-            weights = params(model)
-        with launched(ctx):
-            accelerator, model, optimizer = prepared(name, seed=5, state_dict_type=state_dict_type)
-            train(ctx, accelerator, model, optimizer, name, range(7, 8))
-            accelerator.load_state(str(folder / "state"))
-            got = train(ctx, accelerator, model, optimizer, name, range(2, 4))
-            same(got, expected)
-            same(params(model), weights)

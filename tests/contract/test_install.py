@@ -117,16 +117,6 @@ def test_installed_name_shards_with_our_engine(ctx):
 
 
 @distributed(world_sizes=(2,))
-def test_installed_name_never_splits_a_huggingface_model_by_itself(ctx):
-    with fsdp2x.install():
-        whole = torch_fsdp.fully_shard(build("llama"))
-        split = torch_fsdp.fully_shard(build("llama"), auto_wrap=True)
-    assert len(fsdp2x.describe(whole).units) == 1
-    assert len(fsdp2x.describe(split).units) > 2
-    assert len(fsdp2x.describe(fsdp2x.fully_shard(build("llama"))).units) > 2
-
-
-@distributed(world_sizes=(2,))
 def test_upstream_works_while_installed(ctx):
     """Upstream's function and forward methods look names up in the globals that install() changes."""
     reference = Stack()
