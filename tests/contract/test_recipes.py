@@ -1,4 +1,4 @@
-"""Steps that verl, TRL, torchtitan and transformers' loader take, under stock and through install(): equal numbers."""
+"""Steps that verl, torchtitan, and transformers' loader take, under stock and through install(): equal numbers."""
 
 import copy
 
@@ -14,7 +14,7 @@ import fsdp2x
 from frameworks import launched
 from harness import distributed
 from models import batch, build
-from reference import full, grads, params, same
+from reference import full, params, same
 from training import shared_folder
 
 
@@ -116,24 +116,23 @@ def test_verl(ctx):
     assert float(results[0]) != float(results[-1])
 
 
-# ---- torchtitan: torchtitan/distributed/fsdp.py and its chunked loss
+# ---- torchtitan: torchtitan/distributed/fsdp.py
 
 
 class Titan(nn.Module):
-    """torchtitan's decoders can leave their head out, for the loss to run it chunk by chunk."""
+    """A decoder and its head."""
 
     def __init__(self):
         super().__init__()
         decoder = build("llama")
         self.model, self.lm_head = decoder.model, decoder.lm_head
 
-    def forward(self, ids, skip_lm_head=False):
-        hidden = self.model(ids).last_hidden_state
-        return hidden if skip_lm_head else self.lm_head(hidden)
+    def forward(self, ids):
+        return self.lm_head(self.model(ids).last_hidden_state)
 
 
-def titan_shard(fully_shard, model, *, chunked):
-    """Embeddings; every block; norm and head as one unit, or the head alone when its loss is chunked; the root."""
+def titan_shard(fully_shard, model):
+    """Embeddings; every block; norm and head as one unit; the root."""
     from torch.distributed.device_mesh import init_device_mesh
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -143,15 +142,13 @@ def titan_shard(fully_shard, model, *, chunked):
     layers = list(model.model.layers)
     for layer in layers:
         fully_shard(layer, **options, reshard_after_forward=True)
-    tail = [model.model.norm, model.lm_head]
-    for unit in tail if chunked else [tail]:
-        fully_shard(unit, **options, reshard_after_forward=False)
+    fully_shard([model.model.norm, model.lm_head], **options, reshard_after_forward=False)
     fully_shard(model, **options)
     for module in model.modules():  # disable_fsdp_gradient_division
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    order = [model.model.embed_tokens, *layers, *([] if chunked else [model.lm_head])]
+    order = [model.model.embed_tokens, *layers, model.lm_head]
     for module, following in zip(order, order[1:], strict=False):
         module.set_modules_to_forward_prefetch([following])
     for module, before in zip(reversed(order), list(reversed(order))[1:], strict=False):
@@ -169,7 +166,7 @@ def test_torchtitan(ctx):
     def run(fully_shard):
         with torch.device("meta"):
             model = Titan()
-        titan_shard(fully_shard, model, chunked=False)
+        titan_shard(fully_shard, model)
         model.to_empty(device="cpu")
         set_model_state_dict(model, Titan().state_dict(), options=StateDictOptions(full_state_dict=True))
         model.model.rotary_emb = Titan().model.rotary_emb  # to_empty leaves buffers as garbage
@@ -190,108 +187,7 @@ def test_torchtitan(ctx):
     assert len(set(map(float, losses))) == len(losses)
 
 
-@distributed(world_sizes=(2,), timeout=120)
-def test_torchtitans_chunked_loss(ctx):
-    """The head is unsharded once, run and differentiated chunk by chunk, and reduced and freed after the last one."""
-
-    def run(fully_shard):
-        model = Titan()
-        titan_shard(fully_shard, model, chunked=True)
-        head = model.lm_head
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        results = []
-        for step in range(3):
-            inputs = batch("llama", ctx.rank + 10 * step)
-            labels, num_tokens = inputs["labels"], ctx.world * inputs["labels"].numel()
-            hidden = model(inputs["input_ids"], skip_lm_head=True)
-            leaf = hidden.detach().requires_grad_()
-            head.set_reshard_after_forward(False)
-            head.set_reshard_after_backward(False)
-            head.set_requires_gradient_sync(False, recurse=False)
-            head.unshard()
-            for start in range(0, leaf.shape[1], 3):
-                if start + 3 >= leaf.shape[1]:
-                    head.set_requires_gradient_sync(True, recurse=False)
-                    head.set_reshard_after_backward(True)
-                loss = titan_loss(head(leaf[:, start : start + 3]), labels[:, start : start + 3], num_tokens)
-                loss.backward()
-                results.append(loss.detach())
-            head.reshard()
-            hidden.backward(leaf.grad)
-            results.append(grads(model))
-            assert None not in results[-1].values()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [*results, params(model)], model
-
-    compare(ctx, run)
-
-
-# ---- TRL: a reference model, and methods other than forward
-
-
-class ForwardRedirection:
-    """TRL's _ForwardRedirection: another method runs through the hooks by standing in for forward during one call."""
-
-    def __call__(self, wrapper, original, method, *args):
-        original_forward = original.forward
-
-        def wrapped_forward(*args):
-            original.forward = original_forward
-            return method(*args)
-
-        original.forward = wrapped_forward
-        return wrapper(*args)
-
-
-@distributed(world_sizes=(2,), timeout=120)
-def test_trl(ctx):
-    def run(fully_shard):
-        model = fully_shard(build("qwen3"))  # prepare_fsdp: one unit, no wrapping
-        model.eval()
-        inputs = batch("qwen3", ctx.rank)
-        with torch.no_grad():
-            first = model(**inputs).loss
-        loss = ForwardRedirection()(
-            model, model, lambda ids: model.model(ids).last_hidden_state.square().mean(), inputs["input_ids"]
-        )
-        loss.backward()
-        return (first, loss.detach(), grads(model), full(model.state_dict())), model
-
-    compare(ctx, run)
-
-
 # ---- transformers: from_pretrained(distributed_config=...), which shards while it reads
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@distributed(world_sizes=(2,), timeout=120)
-def test_transformers_own_fsdp(ctx, tied):
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    # 40 rows: with rows that the ranks do not divide, stock loses updates of a weight that is tied after sharding.
-    overrides = {"tie_word_embeddings": tied, "vocab_size": 40}
-
-    def run(fully_shard, folder):
-        config = DistributedConfig(fsdp_size=ctx.world)
-        model = AutoModelForCausalLM.from_pretrained(str(folder / "saved"), distributed_config=config)
-        assert isinstance(model.model.layers[0], FSDPModule) and model.training is False
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        results = [params(model)]
-        for step in range(3):
-            loss = model(**batch("qwen3", ctx.rank + 10 * step)).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            results.append(loss.detach())
-        return results, model
-
-    with shared_folder(ctx) as folder:
-        if ctx.rank == 0:
-            build("qwen3", **overrides).save_pretrained(str(folder / "saved"))
-        dist.barrier()
-        compare(ctx, lambda fully_shard: run(fully_shard, folder))
 
 
 @pytest.mark.parametrize("reduces", [True, False])

@@ -1,19 +1,15 @@
 """Weight updates as trainers of reinforcement learning do them, replayed with their engines' method names."""
 
-import asyncio
 import copy
-import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.multiprocessing.reductions import reduce_tensor
 
 import fsdp2x
 import verl_engine
-from engines import Layerwise, step
+from engines import step
 from engines import wire as gathered
-from fsdp2x.sync import InProcess, SyncError, WeightSource
+from fsdp2x.sync import SyncError
 from harness import distributed
 from models import build, tiny_lora
 from reference import same
@@ -95,82 +91,3 @@ def test_verl_says_what_failed(ctx):
             verl_engine.update_weights(trainer, actor, rollouts, 1)
         for rollout in rollouts:
             assert "the weights are torn" in str(rollout.error) and "no room" in str(rollout.error)
-
-
-# ---- ROLL on vLLM: buckets (slime on SGLang is what `test_sync_sglang.py` tests)
-
-
-class RollVllm:
-    """ROLL's extension of vLLM's workers, one of them: a flat bucket with its table, of each rank's its own."""
-
-    def __init__(self, rank):
-        self.rank, self.engine = rank, Layerwise()
-
-    def serialize(self, items):
-        """As its trainers do: bytes one after the other, without gaps."""
-        flat, table = [], []
-        for name, tensor in items:
-            begin = sum(map(len, flat))
-            flat.append(tensor.flatten().view(torch.int8))
-            place = {"start_idx": begin, "end_idx": begin + len(flat[-1]), "numel": len(flat[-1])}
-            table.append({"name": name, "shape": list(tensor.shape), "dtype": tensor.dtype, **place})
-        return pickle.dumps({"bucket": torch.cat(flat), "tensors_meta": table})
-
-    async def update_parameter_in_bucket(self, serialized_named_tensors, is_lora=False):
-        assert not is_lora
-        found = pickle.loads(serialized_named_tensors[self.rank])
-        for place in found["tensors_meta"]:
-            view = found["bucket"][place["start_idx"] : place["end_idx"]].view(place["dtype"])
-            self.engine.load([(place["name"], view.reshape(place["shape"]))])
-
-    def process_weights_after_loading(self):
-        self.engine.finish()
-
-
-@distributed(world_sizes=(2,))
-def test_roll(ctx):
-    """Its trainers gather a bucket into a list, each rank's payload at its place; two ranks infer."""
-    model = make_model()
-    worker = RollVllm(1)
-
-    def update(items):
-        payloads = [None] * ctx.world
-        dist.all_gather_object(payloads, worker.serialize(items))
-        asyncio.run(worker.update_parameter_in_bucket(payloads))
-
-    target = InProcess(update, copies=False, finish=lambda version: worker.process_weights_after_loading())
-    with fsdp2x.sync.connect(model, target, dtype=torch.bfloat16, bucket_bytes=3000) as sync:
-        for version in range(2):
-            sync.push(version=version)
-            same(dict(sorted(worker.engine.weights.items())), wire(model, dtype=torch.bfloat16))
-            step(model)
-
-
-# ---- ChatLearn: blocks of layers, each whole before it is sent
-
-
-class Chatlearn:
-    """Its engine's side: handles of a block by name; vLLM keeps what it rebuilds of them until the update ends."""
-
-    def __init__(self):
-        self.engine, self.blocks = Layerwise(), 0
-
-    def update_weights_from_ipc_handles(self, reduce_data):
-        for name, (rebuild_func, rebuild_args) in reduce_data.items():
-            self.engine.load([(name, rebuild_func(*rebuild_args))])
-        self.blocks += 1
-
-
-@distributed(world_sizes=(2, 3))
-def test_chatlearn(ctx):
-    """A handle names the memory of a tensor, which it does not copy."""
-    model, rollout = make_model(), Chatlearn()
-    source = WeightSource(model, torch.bfloat16, bucket_bytes=3000)
-    for _ in range(2):
-        for names, tensors in source.iter_groups():
-            handles = {name: reduce_tensor(tensor) for name, tensor in zip(names, tensors, strict=True)}
-            rollout.update_weights_from_ipc_handles(handles)
-        rollout.engine.finish()
-        same(dict(sorted(rollout.engine.weights.items())), wire(model, dtype=torch.bfloat16))
-        step(model)
-    assert rollout.blocks == 2 * len(source.groups())
