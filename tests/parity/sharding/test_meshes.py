@@ -118,3 +118,23 @@ def test_ranks_that_add_up_and_ranks_that_do_not(ctx):
         found.append(grads(model))
     assert found[0]["blocks.1.up.weight"] is not None
     same(*found, **tolerance(ctx))
+
+
+@distributed(world_sizes=(2,))
+@both_transports
+def test_all_reduce_hook(ctx, transport):
+    """The hook sees this rank's rows and may change them."""
+    seen = []
+
+    def hook(rows):
+        seen.append(rows.numel())
+        rows.mul_(2.0)
+
+    def run(model):
+        for module in model.modules():
+            if hasattr(module, "set_all_reduce_hook"):
+                module.set_all_reduce_hook(hook)
+        return accumulate(ctx, model, "each")
+
+    parity(ctx, Stack(), run, STACK_UNITS, transport=transport)
+    assert len(seen) == 2 * 2 * 3 * 4
