@@ -231,7 +231,7 @@ class MakesItsScale(nn.Linear):
 @pytest.mark.parametrize("unit", ["", "0"])
 @pytest.mark.parametrize("first_without_grad", [False, True])
 def test_a_parameter_made_in_a_forward(ctx, unit, first_without_grad):
-    """Its first gradient would be that of one rank. After a forward without gradients, it trains as an unsharded one."""
+    """Its first gradient would be that of one rank. After a forward without gradients, it trains."""
     only_fsdp2x(ctx)
     torch.manual_seed(0)
     model, reference = (nn.Sequential(MakesItsScale(4, 4), nn.Linear(4, 4)) for _ in range(2))
