@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp2x.base.native import _C
+from fsdp2x.base.processes import require_own_process
 
 _NUMBER = "_fsdp2x_number"  # on originals and gathered parameters: number of the original
 _GATHERED = "_fsdp2x_gathered"  # on gathered ones: their name
@@ -75,6 +76,7 @@ def refuse_unmeasured(caller: str, params: Iterable[torch.Tensor]) -> None:
     """Raises RuntimeError if some of ``params`` have no gradient because the model's shards have it."""
     found = [p for p in params if original_number(p) is not None and p.requires_grad and p.grad is None]
     if found:
+        require_own_process("clip gradients")
         raise RuntimeError(
             f"fsdp2x.{caller}: got {_kinds(found)}. Their gradients belong to the sharded parameters and would not be "
             "measured. Pass the parameters of the optimizer, or call reshard() on each unit first."

@@ -70,7 +70,8 @@ def plain_step(model, data, old, reference, which):
     now = plain_logs(model, data.samples)
     ids, rewards = torch.tensor(data.ids), data.rewards.double()
     groups = [rewards[ids == group] for group in data.ids]
-    advantages = [float((r - g.mean()) / (g.std() + 1e-4)) for r, g in zip(rewards, groups, strict=True)]
+    spreads = [float(group.std()) if len(group) > 1 else 0.0 for group in groups]
+    advantages = [float(r - g.mean()) / (std + 1e-4) for r, g, std in zip(rewards, groups, spreads, strict=True)]
     rollouts = []
     for index, (log_probs, entropy, has_label) in enumerate(now):
         one = Rollout.__new__(Rollout)
