@@ -10,8 +10,10 @@ Nothing here waits for a rank that failed: after each step that can fail the ran
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -139,7 +141,8 @@ class GroupInfo:
     def twin_of_group(self) -> dist.ProcessGroup:
         """Makes another gloo group of the same ranks. Returns ``group`` itself if that is impossible. Collective.
 
-        Messages that a failed step leaves in the new group do not disturb the user's collectives.
+        Messages that a failed step leaves in the new group do not disturb the user's collectives. It ends with
+        ``group``, because torch keeps the sockets and threads of every group that is not destroyed.
         """
         cpu = torch.device("cpu")
         if not torch_private.is_gloo(self.group):
@@ -149,6 +152,7 @@ class GroupInfo:
         timeout = torch_private.group_timeout(self.group, cpu)
         made = dist.new_group(self.ranks, timeout, "gloo", use_local_synchronization=True, group_desc="fsdp2x")
         assert isinstance(made, dist.ProcessGroup), "every caller is a member"
+        weakref.finalize(self.group, _destroy, made, os.getpid()).atexit = False
         return made
 
     def require_same_units(self, caller: str = "fully_shard") -> None:
@@ -170,6 +174,13 @@ class GroupInfo:
     def _place(self) -> tuple[int, list[int], str, bytes]:
         first = self.peers[0]
         return dist.get_rank(self.group), self.ranks, first.socket, first.token
+
+
+def _destroy(group: dist.ProcessGroup, pid: int) -> None:
+    """Destroys ``group`` in the process ``pid`` that made it, since a fork shares its sockets."""
+    if os.getpid() == pid:
+        with contextlib.suppress(ValueError):  # all groups were destroyed together
+            dist.destroy_process_group(group)
 
 
 def rendezvous(

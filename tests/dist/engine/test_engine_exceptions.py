@@ -7,6 +7,8 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2x
 from harness import distributed
@@ -153,14 +155,17 @@ def mapped_bytes():
 def test_nothing_is_left_after_del_model(ctx, transport, raises):
     """After the sixth model as many files, mappings, and threads as after the second one.
 
-    Also if a backward of each raises, with or without posted reductions. Otherwise without the garbage collector.
+    Also if a backward of each raises, with or without posted reductions. Otherwise without the garbage collector. Every
+    second model has a group of its own, which is destroyed.
     """
     only_fsdp2x(ctx)
     counts = []
     gc.collect()
     gc.enable() if raises else gc.disable()
     for number in range(6):
-        model = shard(ctx, Stack(), STACK_UNITS, transport=transport)
+        group = dist.new_group() if number % 2 else dist.group.WORLD
+        mesh = DeviceMesh.from_group(group, "cpu")
+        model = shard(ctx, Stack(), STACK_UNITS, mesh=mesh, transport=transport)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for i in range(2):
             step(ctx, model, i)
@@ -170,11 +175,15 @@ def test_nothing_is_left_after_del_model(ctx, transport, raises):
             with contextlib.suppress(ZeroDivisionError):
                 step(ctx, model, 2)
         parameter = weakref.ref(model.head.weight)
-        del model, optimizer
+        del model, optimizer, mesh
         if raises:
             gc.collect()
         assert parameter() is None, f"model {number} is alive"
-        torch.distributed.barrier()
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        dist.barrier()
         counts.append((len(os.listdir("/proc/self/fd")), mapped_bytes(), len(os.listdir("/proc/self/task"))))
     assert len(set(counts[2:])) == 1, counts
 
