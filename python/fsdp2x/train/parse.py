@@ -38,23 +38,11 @@ def read_yaml(path: str | Path, text: str | None = None) -> dict:
         settings = {}
     if not isinstance(settings, dict):
         raise ConfigError(f"config file {path}: got {describe(settings)}, expected a mapping of sections")
-    return expand_dotted(settings)
-
-
-def expand_dotted(settings: Mapping[str, Any]) -> dict:
-    """Returns `{"a.b": 1}` as `{"a": {"b": 1}}`, at the top level. Raises `ConfigError` if both are given."""
-    result: dict = {}
-
-    def put(path: list, value: Any) -> None:
-        if isinstance(value, Mapping) and value:
-            for name, inner in value.items():
-                put([*path, name], inner)
-        else:
-            set_path(result, path, value, "key ", keep=True)
-
-    for key, value in settings.items():
-        put(key.split(".") if isinstance(key, str) and all(key.split(".")) else [key], value)
-    return result
+    for key in settings:
+        if isinstance(key, str) and all(parts := key.split(".")) and len(parts) > 1:
+            block = ": {".join(parts) + ": ..." + "}" * (len(parts) - 1)
+            raise ConfigError(f"config file {path}: {key}: only the command line takes dotted keys. Write {block}")
+    return settings
 
 
 def apply_overrides(settings: Mapping[str, Any], overrides: Iterable[str]) -> dict:
@@ -77,8 +65,8 @@ def read_overrides(overrides: Iterable[str]) -> list[tuple[str, Any]]:
     return read
 
 
-def set_path(settings: dict, path: list, value: Any, what: str, *, keep: bool = False) -> None:
-    """Sets a dotted key in place. With `keep`, an existing value is an error."""
+def set_path(settings: dict, path: list, value: Any, what: str) -> None:
+    """Sets a dotted key in place."""
     what += ".".join(map(str, path))
     target = settings
     for depth, part in enumerate(path[:-1], 1):
@@ -87,8 +75,6 @@ def set_path(settings: dict, path: list, value: Any, what: str, *, keep: bool = 
         target = target[part]
         if not isinstance(target, dict):
             raise ConfigError(f"{what}: {'.'.join(map(str, path[:depth]))} is {describe(target)}, expected a mapping")
-    if keep and path[-1] in target:
-        raise ConfigError(f"{what}: it is set twice")
     target[path[-1]] = value
 
 

@@ -317,7 +317,7 @@ MISTAKES = [
      "the file has the roles models.policy_trainer, models.ref_policy. Say which one with --role"),
     (NESTED, (), ["--role", "reward"], "--role: got reward, but the file has models.policy_trainer, models.ref_policy"),
     ("training_args: {seed: 3}\nseed: 4", (), [], "it means train.seed=4, but training_args.seed means train.seed=3"),
-    ("a.b: 1\na: {b: 2}", (), [], "it is set twice"),
+    ("a.b: 1", (), [], "a.b: only the command line takes dotted keys. Write a: {b: ...}"),
     ("zzz: 1", (), [], "no key of a trainer that fsdp2x knows"),
     ("num_machines: 2\nfsdp_config: {fsdp_version: 2}", (), [],
      "accelerate launch --config_file FILE -m fsdp2x.run script.py"),
