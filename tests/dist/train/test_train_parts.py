@@ -192,16 +192,12 @@ def test_lora_trains_the_adapter_alone(ctx):
             **settings(folder / "text", folder / "other"),
             "lora": {"rank": 2, "target_modules": ["no"]},
         }
-        from fsdp2x.train import ConfigError
-
         with pytest.raises(ConfigError, match="lora"):
             run(section)
 
 
 @distributed
 def test_frozen_prefixes(ctx):
-    from fsdp2x.train import ConfigError
-
     with shared_folder(ctx) as folder:
         model = {"config": {**MODEL, "tie_word_embeddings": False}, "freeze": ["model.embed_tokens"]}
         trainer = run(settings(folder / "text", folder / "run", model=model, train={"steps": 2}))

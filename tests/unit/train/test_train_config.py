@@ -34,11 +34,9 @@ def with_settings(**sections):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"train": {"stepz": 3}}, "unknown key train.stepz. Did you mean train.steps?"),
         ({"trian": {"steps": 3}}, "unknown key trian.steps. Did you mean train.steps?"),
         ({"steps": 3}, "unknown key steps. Did you mean train.steps?"),
         ({"checkpoint": {"lr": 3}}, "unknown key checkpoint.lr. Did you mean optimizer.lr?"),
-        ({"train": {"steps": "ten"}}, "train.steps: got 'ten' (str), expected int"),
         ({"train": {"steps": 2.5}}, "train.steps: got 2.5 (float), expected int"),
         ({"train": {"steps": True}}, "train.steps: got True (bool), expected int"),
         ({"logging": {"every": None}}, "logging.every: got None (null), expected int"),
@@ -65,6 +63,7 @@ def with_settings(**sections):
         ({"optimizer": {"betas": [0.9]}}, "optimizer.betas: got a list ([0.9]), expected list of 2 float"),
         ({"optimizer": {"betas": [0.9, 1.5]}}, "optimizer.betas: got (0.9, 1.5), expected two numbers in [0, 1)"),
         ({"train": {"batch_size": 0}}, "train.batch_size: got 0, expected a positive number"),
+        ({"scaler": {"growth_interval": 0}}, "scaler.growth_interval: got 0, expected at least 1"),
         (
             {"schedule": {"kind": "cosin"}},
             "expected one of cosine, linear, constant, inverse_sqrt, wsd; did you mean cosine?",

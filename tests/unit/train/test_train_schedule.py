@@ -71,15 +71,9 @@ def test_the_shape_of_a_run():
         make_shape(ScheduleConfig(kind="wsd", warmup_steps=3, wsd_decay_steps=8), 0.5, 10)
 
 
-def make(num_steps=20, **shape):
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
-    decays = decay_groups(model)
-    optimizer = make_optimizer(model, OptimizerConfig(lr=0.5, weight_decay=0.3), decays)
-    return model, optimizer, Schedule(optimizer, ScheduleConfig(**shape), 0.5, num_steps)
-
-
 def test_matrices_decay_and_vectors_do_not():
-    model, optimizer, _ = make()
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
+    optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.3), decay_groups(model))
     decay, plain = optimizer.param_groups
     assert decay["weight_decay"] == 0.3 and plain["weight_decay"] == 0.0
     assert [p is model[0].weight for p in decay["params"]] == [True]
@@ -100,26 +94,6 @@ def test_frozen_parameters_are_left_out_and_a_frozen_model_is_an_error():
     model.weight.requires_grad_(False)
     with pytest.raises(ValueError, match="nothing to train"):
         make_optimizer(model, OptimizerConfig(), decay_groups(model))
-
-
-def test_advance_sets_every_group_and_resumes():
-    _, optimizer, schedule = make(warmup_steps=4)
-    rates = [schedule.advance() for _ in range(8)]
-    assert rates[0] == 0.5 / 4
-    assert {group["lr"] for group in optimizer.param_groups} == {rates[-1]}
-    _, _, resumed = make(warmup_steps=4)
-    assert resumed.load_state_dict(schedule.state_dict()) == []
-    assert [resumed.advance() for _ in range(3)] == [schedule.advance() for _ in range(3)]
-
-
-def test_a_changed_shape_is_told():
-    _, _, schedule = make(warmup_steps=4)
-    _, _, other = make(num_steps=30, warmup_steps=5)
-    assert other.load_state_dict(schedule.state_dict()) == [
-        "warmup_steps was 4, is 5",
-        "decay_steps was 20, is 30",
-        "wsd_decay_steps was 2, is 3",
-    ]
 
 
 def test_which_optimizer():
@@ -152,8 +126,6 @@ def test_muon_has_matrices_and_adamw_the_rest():
     schedule = Schedule(optimizer, ScheduleConfig(warmup_steps=4), 0.5, 20)
     assert schedule.advance() == 0.5 / 4
     assert [group["lr"] for group in optimizer.param_groups] == [0.5 / 4, 0.25 / 4, 0.25 / 4]
-    with pytest.raises(ConfigError, match="optimizer.adamw_lr: got 0.1, expected null"):
-        OptimizerConfig(adamw_lr=0.1)
 
 
 def test_muon_settings_reach_the_optimizer():
@@ -181,8 +153,6 @@ def test_how_moments_are_kept(name):
     assert (optimizer.moments_dtype, optimizer.stochastic_rounding) == ("int8", True)
     plain = make_optimizer(model, OptimizerConfig(name=name, moments_dtype="bfloat16"), decay_groups(model))
     assert (plain.moments_dtype, plain.stochastic_rounding) == (torch.bfloat16, False)
-    with pytest.raises(ConfigError, match="optimizer.stochastic_rounding: got True, expected false"):
-        OptimizerConfig(name=name, stochastic_rounding=True)
 
 
 # ---- scaling of the loss
@@ -229,28 +199,7 @@ def test_the_rule_is_that_of_torch():
         assert ours.state_dict() == theirs.state_dict()
 
 
-def test_state_goes_through_a_checkpoint():
-    scaler = make_scaler()
-    scaler.update(False)
-    scaler.update(True)
-    other = make_scaler()
-    other.load_state_dict(scaler.state_dict())
-    assert (other.scale, other.num_good_steps) == (32.0, 1)
-    other.update(True)
-    assert other.scale == 64.0
-
-
 def test_a_scale_that_never_comes_back_is_an_error():
     scaler = make_scaler(init_scale=SMALLEST_SCALE)
     with pytest.raises(RuntimeError, match="overflow float16 at every scale"):
         scaler.update(False)
-
-
-def test_settings():
-    for wrong, sentence in (
-        ({"init_scale": 0.0}, "scaler.init_scale: got 0.0, expected a positive number"),
-        ({"growth_interval": 0}, "scaler.growth_interval: got 0, expected at least 1"),
-    ):
-        with pytest.raises(ConfigError) as error:
-            ScalerConfig(**wrong)
-        assert str(error.value) == sentence
