@@ -1,6 +1,8 @@
 """fsdp2x.save_hf: loading and saving gives the same bytes, and a failed save leaves no files."""
 
 import os
+from contextlib import nullcontext
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -29,6 +31,12 @@ def write_source(ctx, folder, name, **options):
     dist.barrier()
 
 
+def only_rank_0_sees_files(ctx):
+    """A folder that the ranks do not share."""
+    real = Path.is_file
+    return mock.patch.object(Path, "is_file", lambda path: ctx.rank == 0 and real(path))
+
+
 @pytest.mark.parametrize("name", NAMES)
 @distributed(world_sizes=(2,))
 def test_round_trip(ctx, name):
@@ -39,8 +47,9 @@ def test_round_trip(ctx, name):
             source, out = folder / f"source-{dtype}", folder / f"out-{dtype}"
             write_source(ctx, source, name, dtype=dtype)
             model = fsdp2x.from_pretrained(source, progress=False)
-            for writers, size in (("all", "6KB"), ("one", "5GB")):
-                assert fsdp2x.save_hf(model, out, writers=writers, max_shard_size=size, force=True) == out
+            for shared, size in ((True, "6KB"), (False, "5GB")):
+                with nullcontext() if shared else only_rank_0_sees_files(ctx):
+                    assert fsdp2x.save_hf(model, out, max_shard_size=size, force=True) == out
                 same(tensors(out), tensors(source))
                 assert (out / "model.safetensors.index.json").exists() == (size == "6KB")
                 config = transformers.AutoConfig.from_pretrained(out)
@@ -69,9 +78,11 @@ def test_models_that_were_never_in_files(ctx):
         fsdp2x.save_hf(model, folder / "plain")
         same(tensors(folder / "plain"), expected)
         fsdp2x.fully_shard(model)
-        for writers in ("auto", "one"):
-            fsdp2x.save_hf(model, folder / writers, writers=writers)
-            same(tensors(folder / writers), expected)
+        fsdp2x.save_hf(model, folder / "shared")
+        same(tensors(folder / "shared"), expected)
+        with only_rank_0_sees_files(ctx):
+            fsdp2x.save_hf(model, folder / "one")
+        same(tensors(folder / "one"), expected)
         fsdp2x.save_hf(fsdp2x.fully_shard(Stack()), folder / "stack")
         same(tensors(folder / "stack"), dict(sorted((name, p.detach()) for name, p in Stack().named_parameters())))
         fsdp2x.save_hf(model, folder / "half", dtype=torch.bfloat16)
@@ -185,7 +196,7 @@ def test_a_failed_save_leaves_nothing_behind(ctx):
         with torch.no_grad():
             model.lm_head.weight.mul_(2)
         full = OSError(28, "No space left on device")
-        for writers, broken in (("all", 1), ("all", 0), ("one", 0)):
+        for broken in (1, 0):
             writes = [0]
 
             def pwrite(fd, data, offset, real=os.pwrite, writes=writes, broken=broken):
@@ -195,7 +206,7 @@ def test_a_failed_save_leaves_nothing_behind(ctx):
                 return real(fd, data, offset)
 
             with mock.patch.object(os, "pwrite", pwrite), refuses("saving to .*out: rank . *.*No space left|No space"):
-                fsdp2x.save_hf(model, out, force=True, writers=writers)
+                fsdp2x.save_hf(model, out, force=True)
             assert [file.name for file in folder.iterdir()] == ["out"]
             assert {file.name: file.read_bytes() for file in out.iterdir()} == before
             dist.barrier()
@@ -207,7 +218,6 @@ def test_a_failed_save_leaves_nothing_behind(ctx):
         assert [file.name for file in folder.iterdir()] == ["out"] and not (out / "leftover").exists()
         dist.barrier()
         for options, message in (
-            ({"writers": "two"}, "writers must be 'auto', 'all' or 'one', got 'two'"),
             ({"weights": "x"}, "weights must be 'auto', 'base' or 'adapter', got 'x'"),
             ({"weights": "adapter"}, "is not a PEFT model"),
             ({"max_shard_size": "big"}, "max_shard_size must be bytes or a size"),

@@ -47,7 +47,7 @@ _BESIDES = (
 
 
 @checked
-@named_call("fsdp2x.save_hf", "weights", "writers")
+@named_call("fsdp2x.save_hf", "weights")
 def save_hf(
     model: nn.Module,
     path: str | Path,
@@ -56,13 +56,13 @@ def save_hf(
     max_shard_size: int | str = "5GB",
     tokenizer: Any = None,
     weights: Literal["auto", "base", "adapter"] = "auto",
-    writers: Literal["auto", "all", "one"] = "auto",
     force: bool = False,
 ) -> Path:
     """Writes safetensors, index, config, generation config and tokenizer, with the names and layout of the source.
 
     Call it between two steps, also for models that are not sharded. The folder appears when it is complete and synced.
-    It needs memory for two buckets and 4 MiB.
+    It needs memory for two buckets and 4 MiB. Every rank writes its rows if all see rank 0's folder, else rank 0 writes
+    everything.
 
     Collective over the default process group, with the same arguments on every rank.
 
@@ -74,8 +74,6 @@ def save_hf(
         max_shard_size: bytes per file, or a size such as ``"5GB"``.
         tokenizer: an object with ``save_pretrained``. Default: the files of the folder the model was loaded from.
         weights: part of a PEFT model to save: ``"adapter"`` (also ``"auto"``) with adapter_config.json, or ``"base"``.
-        writers: ``"all"``: every rank writes its rows. ``"one"``: rank 0 writes everything. ``"auto"``: all if every
-            rank sees rank 0's folder.
         force: whether to replace an existing ``path``.
 
     Returns:
@@ -83,7 +81,7 @@ def save_hf(
 
     Raises:
         CheckpointError: on every rank if the folder exists or cannot be written. An existing ``path`` stays intact.
-        ValueError: a choice or size is unknown, or ``writers="all"`` without a shared file system.
+        ValueError: a choice or size is unknown.
         RuntimeError: a parameter is on the meta device.
         NotImplementedError: a PEFT model with several adapters, or weights of a quantized model.
     """
@@ -101,13 +99,7 @@ def save_hf(
     try:
         on_rank_0(start, what=what)
         sees = run_on_all_ranks(lambda: (folder / job.layout.files[0].name).is_file(), what=what)
-        everyone = exchange(sees)
-        if writers == "all" and not all(everyone):
-            blind = [rank for rank, one in enumerate(everyone) if not one]
-            raise ValueError(
-                f'fsdp2x.save_hf: writers="all", but ranks {blind} do not see {folder} of rank 0. Use writers="one".'
-            )
-        job.write(folder, by_rows=writers != "one" and all(everyone), what=what)
+        job.write(folder, by_rows=all(exchange(sees)), what=what)
         on_rank_0(lambda: publish(out, folder, force), what=what)
     except CheckpointError:
         # Raised on every rank, after the folder is gone.
