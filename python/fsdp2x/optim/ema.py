@@ -16,6 +16,8 @@ from fsdp2x.lifecycle.tree import running_step, unit_states
 from fsdp2x.optim.local import cut_like, local_tensor
 from fsdp2x.sharding.offload import host_state
 
+_KEY = "ema"  # in the optimizer's state
+
 
 class EMA:
     """Averages the parameters of ``optimizer`` after each of its steps: ``ema = decay * ema + (1 - decay) * param``.
@@ -36,11 +38,10 @@ class EMA:
         decay: a number in [0, 1), which you may change between steps.
         dtype: dtype of the averages: ``torch.float32``, or None for the parameter's. With a decay near 1, bfloat16
             averages do not change.
-        name: key in the optimizer's state. Use another one for another average.
 
     Raises:
-        ValueError: ``decay`` or ``dtype`` is not allowed, an average of this name exists, or the optimizer's state is
-            in CPU memory (``HostOffloadPolicy(mode="optimizer")``).
+        ValueError: ``decay`` or ``dtype`` is not allowed, the optimizer has an average already, or its state is in CPU
+            memory (``HostOffloadPolicy(mode="optimizer")``).
         RuntimeError: in ``step`` of the optimizer, if the averages are swapped in.
     """
 
@@ -50,23 +51,21 @@ class EMA:
         optimizer: torch.optim.Optimizer,
         decay: float = 0.999,
         dtype: torch.dtype | None = None,
-        name: str = "ema",
     ) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"fsdp2x.optim.EMA: decay must be a number in [0, 1), got {decay}")
         if dtype not in (None, torch.float32):
             raise ValueError(f"fsdp2x.optim.EMA: dtype must be torch.float32 or None, got {dtype}")
-        names = optimizer.__dict__.setdefault("_fsdp2x_averages", set())
-        if name in names or any(name in state for state in optimizer.state.values()):
-            raise ValueError(f"fsdp2x.optim.EMA: {name!r} is in the optimizer's state already. Pass another name.")
+        if hasattr(optimizer, "_fsdp2x_ema") or any(_KEY in state for state in optimizer.state.values()):
+            raise ValueError("fsdp2x.optim.EMA: the optimizer's state has averages already")
         for group in optimizer.param_groups:
             if any(host_state(param) is not None for param in group["params"]):
                 raise ValueError(
                     "fsdp2x.optim.EMA: the optimizer's state of these parameters is in CPU memory. Use "
                     "HostOffloadPolicy(mode='all'), or another policy."
                 )
-        names.add(name)
-        self.decay, self.name = decay, name
+        optimizer._fsdp2x_ema = self
+        self.decay = decay
         self._optimizer, self._dtype, self._is_swapped = optimizer, dtype, False
         self._loading: dict[int, Tensor] = {}  # by position of their parameters
         optimizer.register_state_dict_pre_hook(self._refuse_if_swapped)
@@ -111,12 +110,12 @@ class EMA:
         for group in optimizer.param_groups:
             for param in group["params"]:
                 state = optimizer.state.get(param, {})
-                if self.name in state:
-                    averages.append(local_tensor(state[self.name]))
+                if _KEY in state:
+                    averages.append(local_tensor(state[_KEY]))
                     values.append(local_tensor(param).detach().to(averages[-1].dtype))
                 elif param.grad is not None:  # it has its state, and some read an empty one as "begin"
                     copied = local_tensor(param).detach().to(_dtype_of(param, self._dtype), copy=True)
-                    optimizer.state[param][self.name] = cut_like(param, copied)
+                    optimizer.state[param][_KEY] = cut_like(param, copied)
         if averages:
             torch._foreach_lerp_(averages, values, 1 - self.decay)
 
@@ -124,9 +123,9 @@ class EMA:
         """Returns local tensors of each parameter of ``model`` that has an average, and of the average."""
         here = {id(param) for param in model.parameters()}
         return [
-            (local_tensor(param).detach(), local_tensor(state[self.name]))
+            (local_tensor(param).detach(), local_tensor(state[_KEY]))
             for param, state in self._optimizer.state.items()
-            if id(param) in here and self.name in state
+            if id(param) in here and _KEY in state
         ]
 
     def _refuse_if_swapped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -139,10 +138,10 @@ class EMA:
             raise RuntimeError("fsdp2x.optim.EMA: load_state_dict() inside of swapped(). Leave it first.")
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]  # numbers, or names
         states = [state_dict["state"].get(key, {}) for key in saved]
-        self._loading = {place: state[self.name] for place, state in enumerate(states) if self.name in state}
+        self._loading = {place: state[_KEY] for place, state in enumerate(states) if _KEY in state}
         if state_dict["state"] and not self._loading:
             warnings.warn(
-                f"fsdp2x.optim.EMA: the loaded state has no {self.name!r}, so the averages restart with the next step",
+                "fsdp2x.optim.EMA: the loaded state has no 'ema', so the averages restart with the next step",
                 stacklevel=4,
             )
 
@@ -153,8 +152,8 @@ class EMA:
         for place, average in loaded.items():
             param = params[place]
             dtype = _dtype_of(param, self._dtype)
-            if optimizer.state[param][self.name].dtype != dtype:
-                optimizer.state[param][self.name] = average.to(param.device, dtype, copy=True)
+            if optimizer.state[param][_KEY].dtype != dtype:
+                optimizer.state[param][_KEY] = average.to(param.device, dtype, copy=True)
 
 
 def _dtype_of(param: Tensor, dtype: torch.dtype | None) -> torch.dtype:

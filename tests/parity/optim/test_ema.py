@@ -61,19 +61,17 @@ def averages(optimizer) -> list[torch.Tensor]:
 
 
 @distributed(world_sizes=(2,))
-def test_sleep_exceptions_and_two_averages(ctx):
+def test_sleep_and_exceptions(ctx):
     only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS)
     optimizer = fsdp2x.optim.Muon(fsdp2x.optim.muon_param_groups(model, exclude=["head.*"]), lr=1e-2)
-    slow, fast = EMA(optimizer, 0.9), EMA(optimizer, 0.0, name="last")
+    slow = EMA(optimizer, 0.9)
     train(ctx, model, optimizer)
     expected = averages(optimizer)
     fsdp2x.sleep(model, optimizer)
     fsdp2x.wake(model, optimizer)
     same(averages(optimizer), expected)
     own = params(model)
-    with fast.swapped(model):  # without decay the average is what was there last
-        same(params(model), own)
     with slow.swapped(model), pytest.raises(RuntimeError, match=r"inside of EMA\.swapped"):
         optimizer.step()
     same(params(model), own)
@@ -178,5 +176,5 @@ def test_what_is_refused():
         with pytest.raises(ValueError, match=said):
             EMA(optimizer, **options)
     EMA(optimizer)
-    with pytest.raises(ValueError, match="'ema' is in .*already"):
+    with pytest.raises(ValueError, match="has averages already"):
         EMA(optimizer)
