@@ -4,7 +4,7 @@
 
 Hidden states [4096, 1024] and a head of 32768 tokens, forward and backward to both, one process, one thread. Sides:
 
-    logits        the product, then sequence.token_log_probs and token_entropy, without an fp32 copy of it
+    logits        the product, then sequence.token_log_probs, and the entropy from its log_softmax
     logits_fp32   operands cast to fp32 before the product
     softmax       the product and torch's log_softmax
     chunks        512 tokens at a time, each under torch's checkpoint
@@ -96,11 +96,12 @@ Scores = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def with_logits(problem: Problem, wide: bool = False) -> Scores:
-    from fsdp2x.sequence import token_entropy, token_log_probs
+    from fsdp2x.sequence import token_log_probs
 
     hidden, weight = (one.float() if wide else one for one in (problem.hidden, problem.weight))
     logits = hidden @ weight.t()
-    return token_log_probs(logits, problem.labels), token_entropy(logits) if problem.entropy else None
+    log_probs = token_log_probs(logits, problem.labels)
+    return log_probs, plain(logits.float(), problem.labels, True)[1] if problem.entropy else None
 
 
 def plain(logits: torch.Tensor, labels: torch.Tensor, entropy: bool) -> Scores:

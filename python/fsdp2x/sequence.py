@@ -5,7 +5,6 @@ from fsdp2x.models.sequence.layout import SequenceLayout
 from fsdp2x.models.sequence.loss import (
     count_label_tokens,
     mean_over_ranks,
-    token_entropy,
     token_log_probs,
     token_mean_loss,
 )
@@ -34,7 +33,6 @@ __all__ = [
     "micro_batches",
     "pack_by_budget",
     "pack_samples",
-    "token_entropy",
     "token_log_probs",
     "token_mean_loss",
     "use_varlen_attention",

@@ -5,8 +5,6 @@ import torch
 
 def plain_scores(logits, next_labels, temperature=1.0):
     """Log-probabilities at the labels and entropies, zero where the label is -100, in the dtype of the logits."""
-    if isinstance(temperature, torch.Tensor):
-        temperature = temperature.unsqueeze(-1)
     logs = (logits / temperature).log_softmax(-1)
     has_label = next_labels != -100
     chosen = logs.gather(-1, next_labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)

@@ -11,7 +11,7 @@ Rows without a label are dropped before all products, and rows whose gradients a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -61,7 +61,7 @@ class TiledProducts:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         transform: LogitTransform,
-        temperature: float | torch.Tensor,
+        temperature: float,
         tile: tuple[int, int],
         num_spares: int,
     ) -> None:
@@ -78,9 +78,8 @@ class TiledProducts:
         self._is_capped = cap is not None
         inner, outer = (transform.scale, 1.0) if cap is None else (transform.scale / cap, cap)
         # A constant factor costs nothing inside the product, but a soft cap lies in between.
-        after = outer / temperature
-        self._alpha = inner if self._is_capped or isinstance(after, torch.Tensor) else inner * after
-        self._after = after.to(self.dtype).unsqueeze(1) if isinstance(after, torch.Tensor) else after
+        self._after = outer / temperature
+        self._alpha = inner if self._is_capped else inner * self._after
 
     def blocks(self) -> Iterator[Block]:
         num_rows = self._weight.shape[0]
@@ -100,8 +99,7 @@ class TiledProducts:
             tile.tanh_()
             if tanh_into is not None:
                 tanh_into.copy_(tile)
-        if self._is_capped or isinstance(self._after, torch.Tensor):
-            tile.mul_(self._after[part] if isinstance(self._after, torch.Tensor) else self._after)
+            tile.mul_(self._after)
         return tile
 
     def spare(self, index: int, block: Block, part: slice) -> torch.Tensor:
@@ -146,7 +144,7 @@ def head_scores(
     *,
     bias: torch.Tensor | None = None,
     transform: LogitTransform = LogitTransform(),
-    temperature: float | torch.Tensor = 1.0,
+    temperature: float = 1.0,
     entropy: bool = False,
     tile: tuple[int, int] | None = None,
 ) -> HeadScores:
@@ -163,7 +161,7 @@ def head_scores(
             -100 cost nothing.
         bias: [vocabulary], or None.
         transform: the model's change of its head's output before the softmax.
-        temperature: a positive number, or a tensor of the labels' shape.
+        temperature: a positive number.
         entropy: whether to return entropies in nats. They have gradients as well.
         tile: tokens and vocabulary rows of a tile. None: chosen for the device.
 
@@ -171,17 +169,14 @@ def head_scores(
         Log-probabilities and entropies.
 
     Raises:
-        ValueError: shapes do not match, a label is outside of the vocabulary, or a temperature is not positive.
+        ValueError: shapes do not match, a label is outside of the vocabulary, or the temperature is not positive.
         TypeError: operands have different dtypes.
     """
     _check_shapes(hidden, weight, bias, next_labels)
-    temperature = check_temperature(temperature, next_labels.shape)
+    check_temperature(temperature)
     hidden = _as_operand(hidden, weight)
     labels = next_labels.reshape(-1)
     kept = _labelled(labels, weight.shape[0])
-    if isinstance(temperature, torch.Tensor):
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        temperature = _select(temperature.to(hidden.device, dtype).reshape(-1), kept)
     if tile is None:
         tile = _CPU_TILE if hidden.device.type == "cpu" else _DEVICE_TILE
     settings = _Settings(transform, temperature, entropy, tile)
@@ -235,17 +230,12 @@ def _spread(values: torch.Tensor, rows: torch.Tensor | None, num_rows: int) -> t
 @dataclass(frozen=True)
 class _Settings:
     transform: LogitTransform
-    temperature: float | torch.Tensor  # a tensor has one value per labeled row
+    temperature: float
     entropy: bool
     tile: tuple[int, int]
 
     def products(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, num_spares: int):
         return TiledProducts(hidden, weight, bias, self.transform, self.temperature, self.tile, num_spares)
-
-    def of_rows(self, rows: torch.Tensor) -> _Settings:
-        if isinstance(self.temperature, torch.Tensor):
-            return replace(self, temperature=self.temperature[rows])
-        return self
 
 
 class _HeadScores(torch.autograd.Function):
@@ -276,7 +266,6 @@ class _HeadScores(torch.autograd.Function):
             rows, targets, highest, total = rows[live], targets[live], highest[live], total[live]
             entropies = None if entropies is None else entropies[live]
             of_labels, of_entropies = (None if one is None else one[live] for one in (of_labels, of_entropies))
-            settings = settings.of_rows(live)
             kept = live if kept is None else kept[live]
         scale = settings.transform.scale / settings.temperature
         gradients = RowGradients.of(highest, total, of_labels, of_entropies, entropies, scale)

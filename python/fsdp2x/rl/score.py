@@ -57,7 +57,7 @@ def score(
     inputs: Mapping[str, Any],
     next_labels: torch.Tensor,
     *,
-    temperature: float | torch.Tensor = 1.0,
+    temperature: float = 1.0,
     entropy: bool = False,
 ) -> Scores:
     """Runs the model's forward and returns ``log_softmax(logits / temperature)`` at the labels, without logits.
@@ -74,7 +74,7 @@ def score(
         model: a transformers model with a linear head, plain, sharded, or in PEFT.
         inputs: keyword arguments of its forward, without ``labels``.
         next_labels: [rows, positions] of the inputs, int64, already shifted, -100 for no label.
-        temperature: the sampler's temperature, a positive number or a tensor of the labels' shape.
+        temperature: the sampler's temperature, a positive number.
         entropy: whether to compute entropies.
 
     Returns:
@@ -134,7 +134,7 @@ class _Call:
         outer: nn.Module,
         heads: list[nn.Linear],
         next_labels: torch.Tensor,
-        temperature: float | torch.Tensor,
+        temperature: float,
         entropy: bool,
     ) -> None:
         self._outer, self._heads = outer, heads
@@ -372,9 +372,7 @@ class Reference:
         self._fall_asleep()
 
     @torch.no_grad()
-    def score(
-        self, inputs: Mapping[str, Any], next_labels: torch.Tensor, *, temperature: float | torch.Tensor = 1.0
-    ) -> torch.Tensor:
+    def score(self, inputs: Mapping[str, Any], next_labels: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
         """Returns log-probabilities of the labels, of their shape, as :func:`score` does. Collective.
 
         Raises:

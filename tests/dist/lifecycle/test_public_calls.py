@@ -217,7 +217,6 @@ NEEDS = {
     "fsdp2x.sequence.micro_batches": lambda w: {"samples": _samples(w), "max_tokens": 4},
     "fsdp2x.sequence.pack_by_budget": lambda w: {"lengths": [3] * (3 if w.rank == 0 else 1), "max_tokens": 4},
     "fsdp2x.sequence.pack_samples": lambda w: {"samples": _samples(w)},
-    "fsdp2x.sequence.token_entropy": lambda w: {"logits": _logits(w)},
     "fsdp2x.sequence.token_log_probs": lambda w: {"logits": _logits(w), "next_labels": _labels(w)},
     "fsdp2x.sequence.token_mean_loss": lambda w: {"logits": _logits(w), "next_labels": _labels(w), "num_tokens": 3.0},
     "fsdp2x.sequence.use_varlen_attention": lambda w: {"model": models.build("llama")},

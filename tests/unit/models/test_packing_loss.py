@@ -1,12 +1,11 @@
-"""Log-probabilities, entropy and the token mean against torch's own functions; memory by chunks."""
+"""Log-probabilities and the token mean against torch's own functions; memory by chunks."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from fsdp2x.sequence import count_label_tokens, mean_over_ranks, token_entropy, token_log_probs, token_mean_loss
+from fsdp2x.sequence import count_label_tokens, mean_over_ranks, token_log_probs, token_mean_loss
 from memory import allocations, peak_of
-from policies import plain_scores
 
 
 def make(dtype=torch.float32, shape=(2, 7), vocab=11):
@@ -35,39 +34,12 @@ def test_log_probs(dtype, chunk, temperature):
     assert grad.dtype == dtype and not grad[0, :3].any()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 1.7])
-@pytest.mark.parametrize("chunk", [3, 100])
-def test_entropy(chunk, temperature):
-    logits, _ = make()
-    got = token_entropy(logits, temperature=temperature, chunk_tokens=chunk)
-    expected = torch.distributions.Categorical(logits=logits / temperature).entropy()
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-    weights = torch.randn(got.shape, generator=torch.Generator().manual_seed(4))
-    (grad,) = torch.autograd.grad((got * weights).sum(), logits)
-    (wanted,) = torch.autograd.grad((expected * weights).sum(), logits)
-    torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("chunk", [3, 100])
-def test_a_temperature_for_each_token(chunk):
-    logits, labels = make()
-    temperature = torch.rand(labels.shape, generator=torch.Generator().manual_seed(5)) + 0.5
-    wanted = plain_scores(logits, labels, temperature)
-    log_probs = token_log_probs(logits, labels, temperature=temperature, chunk_tokens=chunk)
-    entropy = token_entropy(logits, temperature=temperature, chunk_tokens=chunk).where(labels != -100, 0.0)
-    for one, other in zip((log_probs, entropy), wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-        grads = [torch.autograd.grad(x.square().sum(), logits, retain_graph=True)[0] for x in (one, other)]
-        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
-
-
 def test_tokens_that_a_model_excludes():
     logits, labels = make()
     excluded = torch.cat((logits, torch.full((*labels.shape, 2), -torch.inf)), dim=-1)
     for one, other in ((excluded, logits), (excluded.detach().bfloat16(), logits.bfloat16())):
         torch.testing.assert_close(token_log_probs(one, labels), token_log_probs(other, labels))
-        torch.testing.assert_close(token_entropy(one), token_entropy(other))
-    (grad,) = torch.autograd.grad(token_entropy(excluded).sum() + token_log_probs(excluded, labels).sum(), logits)
+    (grad,) = torch.autograd.grad(token_log_probs(excluded, labels).sum(), logits)
     assert grad.isfinite().all()
 
 
@@ -114,9 +86,7 @@ def test_wrong_arguments():
     with pytest.raises(ValueError, match=r"logits of shape \[2, 7, 11\] .* \[2, 6\]"):
         token_log_probs(logits, labels[:, :6])
     with pytest.raises(ValueError, match="temperature must be positive, got 0"):
-        token_entropy(logits, temperature=0)
-    with pytest.raises(ValueError, match=r"of shape \[2, 7\]; got \[7\]"):
-        token_log_probs(logits, labels, temperature=torch.ones(7))
+        token_log_probs(logits, labels, temperature=0)
     with pytest.raises(ValueError, match="1 labels are outside .*11 tokens"):
         token_log_probs(logits, torch.where(labels == labels[1, 0], 11, labels))
     with pytest.raises(ValueError, match="no micro-batches"):

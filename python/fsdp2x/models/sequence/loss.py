@@ -15,7 +15,7 @@ Both sums have terms of one sign, so nothing cancels. Callers own all memory. Ti
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -60,7 +60,7 @@ def token_mean_loss(
     num_tokens: torch.Tensor | float,
     *,
     group: dist.ProcessGroup | None = None,
-    temperature: float | torch.Tensor = 1.0,
+    temperature: float = 1.0,
 ) -> torch.Tensor:
     """Computes this rank's part of the mean cross-entropy over ``num_tokens``, for gradients averaged over ranks.
 
@@ -78,7 +78,7 @@ def token_mean_loss(
         next_labels: [..., tokens], int64, already shifted, -100 for none.
         num_tokens: result of ``count_label_tokens`` for the step.
         group: ranks over which gradients are averaged. Default: all.
-        temperature: a positive number, or a tensor of the labels' shape.
+        temperature: a positive number.
 
     Returns:
         A scalar.
@@ -104,7 +104,7 @@ def token_log_probs(
     logits: torch.Tensor,
     next_labels: torch.Tensor,
     *,
-    temperature: float | torch.Tensor = 1.0,
+    temperature: float = 1.0,
     chunk_tokens: int = _CHUNK_TOKENS,
 ) -> torch.Tensor:
     """Returns ``log_softmax(logits / temperature)`` at the labels, of their shape, zero where the label is -100.
@@ -115,50 +115,27 @@ def token_log_probs(
     Args:
         logits: [..., vocabulary].
         next_labels: [...], int64.
-        temperature: a positive number, or a tensor of the labels' shape.
+        temperature: a positive number.
         chunk_tokens: number of tokens per chunk.
 
     Raises:
-        ValueError: shapes do not match, a temperature is not positive, or on a CPU a label is outside of the
+        ValueError: shapes do not match, the temperature is not positive, or on a CPU a label is outside of the
             vocabulary (on a device its log-probability is NaN, to avoid a synchronization).
     """
-    temperature = check_temperature(temperature, next_labels.shape)
-    _check(logits, next_labels.shape)
+    check_temperature(temperature)
+    if logits.shape[:-1] != next_labels.shape:
+        raise ValueError(
+            f"logits of shape {list(logits.shape)} do not belong to labels of shape {list(next_labels.shape)}"
+        )
     if next_labels.device.type == "cpu":
         check_labels(next_labels, logits.shape[-1])
-    log_probs, _ = _FromLogits.apply(logits, next_labels, temperature, chunk_tokens, True, False)
-    return log_probs
+    return _FromLogits.apply(logits, next_labels, 1.0 / temperature, chunk_tokens)
 
 
-@checked
-def token_entropy(
-    logits: torch.Tensor, *, temperature: float | torch.Tensor = 1.0, chunk_tokens: int = _CHUNK_TOKENS
-) -> torch.Tensor:
-    """Returns the entropy of ``softmax(logits / temperature)`` in nats: [...] for logits [..., vocabulary].
-
-    It computes in chunks. Temperature and dtypes are those of :func:`token_log_probs`.
-    """
-    temperature = check_temperature(temperature, logits.shape[:-1])
-    no_labels = torch.full(logits.shape[:-1], IGNORE, device=logits.device)
-    _, entropies = _FromLogits.apply(logits, no_labels, temperature, chunk_tokens, False, True)
-    return entropies
-
-
-def check_temperature(temperature: float | torch.Tensor, shape: torch.Size) -> float | torch.Tensor:
-    """Checks that the temperature is a positive number or a detached tensor of them, and returns it."""
-    if not isinstance(temperature, torch.Tensor):
-        if not temperature > 0:
-            raise ValueError(f"temperature must be positive, got {temperature}")
-        return temperature
-    if temperature.shape != shape:
-        raise ValueError(
-            f"temperature must be a number or one for each token, of shape {list(shape)}; got {list(temperature.shape)}"
-        )
-    if temperature.requires_grad:
-        raise ValueError("temperature must not require a gradient, which is not computed. Pass temperature.detach().")
-    if not bool((temperature > 0).all()):
-        raise ValueError(f"temperature must be positive, the smallest of the tokens is {float(temperature.min())}")
-    return temperature
+def check_temperature(temperature: float) -> None:
+    """Raises ``ValueError`` unless the temperature is positive."""
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
 
 
 def check_labels(labels: torch.Tensor, num_tokens: int) -> int:
@@ -174,70 +151,39 @@ def check_labels(labels: torch.Tensor, num_tokens: int) -> int:
     return num_labels
 
 
-def _check(logits: torch.Tensor, shape: torch.Size) -> None:
-    if logits.shape[:-1] != shape:
-        raise ValueError(f"logits of shape {list(logits.shape)} do not belong to labels of shape {list(shape)}")
-
-
 class _FromLogits(torch.autograd.Function):
-    """Computes log-probabilities and entropies, if wanted, by chunks of rows. Each chunk is one tile of all columns."""
+    """Computes log-probabilities by chunks of rows. Each chunk is one tile of all columns."""
 
     @staticmethod
-    def forward(ctx, logits, labels, temperature, chunk: int, log_probs: bool, entropy: bool):
-        ctx.set_materialize_grads(False)
-        rows, targets, scale = _flat(logits, labels, temperature)
-        sums = RowSums.start(rows.shape[0], rows, _wide(rows.dtype), entropy=entropy)
-        tiles = _Tiles(rows, chunk, sums.total.dtype, num_tiles=1 + entropy)
-        for part in tiles.parts:
-            sums.rows(part).add(tiles.scores(part, scale), targets[part], 0, tiles.spare(part))
-        entropies = sums.entropies if entropy else None
-        ctx.save_for_backward(logits, labels, sums.highest, sums.total, entropies)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        found = torch.where(targets == IGNORE, 0.0, sums.log_probs) if log_probs else None
-        return tuple(None if one is None else one.view(labels.shape) for one in (found, entropies))
+    def forward(ctx, logits, labels, scale: float, chunk: int):
+        rows, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+        sums = RowSums.start(rows.shape[0], rows, _wide(rows.dtype), entropy=False)
+        for part, scores in _chunks(rows, chunk, scale):
+            sums.rows(part).add(scores, targets[part], 0, None)
+        ctx.save_for_backward(logits, labels, sums.highest, sums.total)
+        ctx.scale, ctx.chunk = scale, chunk
+        return torch.where(targets == IGNORE, 0.0, sums.log_probs).view(labels.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_log_probs, grad_entropies):
-        logits, labels, highest, total, entropies = ctx.saved_tensors
-        rows, targets, scale = _flat(logits, labels, ctx.temperature)
-        if grad_log_probs is not None:
-            grad_log_probs = torch.where(targets == IGNORE, 0.0, grad_log_probs.reshape(-1))
-        if grad_entropies is not None:
-            grad_entropies = grad_entropies.reshape(-1)
-        gradients = RowGradients.of(highest, total, grad_log_probs, grad_entropies, entropies, scale)
+    def backward(ctx, grad_log_probs):
+        logits, labels, highest, total = ctx.saved_tensors
+        rows, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+        grad_log_probs = torch.where(targets == IGNORE, 0.0, grad_log_probs.reshape(-1))
+        gradients = RowGradients.of(highest, total, grad_log_probs, None, None, ctx.scale)
         result = torch.empty_like(rows)
-        tiles = _Tiles(rows, ctx.chunk, total.dtype, num_tiles=1 + (grad_entropies is not None))
-        for part in tiles.parts:
-            scores = tiles.scores(part, scale)
-            gradients.rows(part).apply_(scores, targets[part], 0, tiles.spare(part))
+        for part, scores in _chunks(rows, ctx.chunk, ctx.scale):
+            gradients.rows(part).apply_(scores, targets[part], 0, None)
             result[part] = scores
-        return result.view(logits.shape), None, None, None, None, None
+        return result.view(logits.shape), None, None, None
 
 
-class _Tiles:
-    """Chunks of rows in the wide dtype, one after another in the same memory."""
-
-    def __init__(self, rows: torch.Tensor, chunk: int, dtype: torch.dtype, *, num_tiles: int) -> None:
-        self._rows = rows
-        self.parts = [slice(start, min(start + chunk, rows.shape[0])) for start in range(0, rows.shape[0], chunk)]
-        height = min(chunk, rows.shape[0])
-        self._memory = [torch.empty(height, rows.shape[1], dtype=dtype, device=rows.device) for _ in range(num_tiles)]
-
-    def scores(self, part: slice, scale: torch.Tensor | float) -> torch.Tensor:
-        tile = self._memory[0][: part.stop - part.start].copy_(self._rows[part])
-        return tile.mul_(scale[part].unsqueeze(1) if isinstance(scale, torch.Tensor) else scale)
-
-    def spare(self, part: slice) -> torch.Tensor | None:
-        return self._memory[1][: part.stop - part.start] if len(self._memory) > 1 else None
-
-
-def _flat(logits: torch.Tensor, labels: torch.Tensor, temperature: float | torch.Tensor):
-    """Returns rows of logits, their labels, and their factor: a number, or one for each row."""
-    scale = 1.0 / temperature
-    if isinstance(scale, torch.Tensor):
-        scale = scale.to(_wide(logits.dtype)).reshape(-1)
-    return logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), scale
+def _chunks(rows: torch.Tensor, chunk: int, scale: float) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yields chunks of rows times ``scale`` in the wide dtype, one after another in the same memory."""
+    memory = torch.empty(min(chunk, rows.shape[0]), rows.shape[1], dtype=_wide(rows.dtype), device=rows.device)
+    for start in range(0, rows.shape[0], chunk):
+        part = slice(start, min(start + chunk, rows.shape[0]))
+        yield part, memory[: part.stop - start].copy_(rows[part]).mul_(scale)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -308,7 +254,7 @@ class RowSums:
 class RowGradients:
     """Numbers that turn scores into their gradient: a few per row, made once from the gradients of the results.
 
-    ``scale`` (a float, or one value per row) multiplies the gradient. If scores are logits times ``scale``, the
+    ``scale`` multiplies the gradient. If scores are logits times ``scale``, the
     gradient of the logits is ``scale`` times that of the scores.
     """
 
@@ -325,7 +271,7 @@ class RowGradients:
         grad_log_probs: torch.Tensor | None,
         grad_entropies: torch.Tensor | None,
         entropies: torch.Tensor | None,
-        scale: torch.Tensor | float,
+        scale: float,
     ) -> RowGradients:
         """Makes them from gradients [rows], one of which may be None, and the final :class:`RowSums`."""
         of_label = None if grad_log_probs is None else grad_log_probs * scale
