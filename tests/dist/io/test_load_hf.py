@@ -163,7 +163,7 @@ def test_layouts(ctx, mode):
 
         def load(model, file):
             report = fsdp2x.load_hf(model, folder / file, mode=mode, strict=True, **QUIET)
-            assert not report.missing_keys and not report.unexpected_keys and not report.mismatched_keys
+            assert not report.missing_keys and not report.unexpected_keys
 
         for options in ({"mesh": mesh}, {}):
             with torch.device("meta"):
@@ -239,9 +239,6 @@ def test_missing_and_unexpected_are_reported_as_transformers_does(ctx):
         wider = fsdp2x.fully_shard(meta("llama", intermediate_size=32, tie_word_embeddings=False))
         with refuses(r"shapes differ: .*up_proj.weight has \(24, 16\) in the files and \(32, 16\) here"):
             fsdp2x.load_hf(wider, folder, **QUIET)
-        report = fsdp2x.load_hf(wider, folder, strict=False, ignore_mismatched_sizes=True, **QUIET)
-        assert ("model.layers.0.mlp.up_proj.weight", (24, 16), (32, 16)) in report.mismatched_keys
-        assert logits(wider, "llama").isfinite().all()
 
 
 @pytest.mark.parametrize("mode", ["each", "broadcast"])

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -133,11 +133,10 @@ Mode = Literal["auto", "each", "broadcast"]
 
 @dataclass
 class LoadReport:
-    """Result of ``load_hf``. The first three fields are named as in transformers. ``read_bytes`` is this rank's."""
+    """Result of ``load_hf``. The first two fields are named as in transformers. ``read_bytes`` is this rank's."""
 
     missing_keys: set[str] = field(default_factory=set)
     unexpected_keys: set[str] = field(default_factory=set)
-    mismatched_keys: set[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=set)
     read_bytes: int = 0
 
 
@@ -149,7 +148,6 @@ def load_hf(
     *,
     mode: Mode = "auto",
     strict: bool | None = None,
-    ignore_mismatched_sizes: bool = False,
     progress: bool = True,
 ) -> LoadReport:
     """Fills ``model`` in place from safetensors or ``.bin`` files. Each rank reads its own rows.
@@ -168,11 +166,10 @@ def load_hf(
             sees. ``"auto"``: ``"each"``, but ``"broadcast"`` for ``.bin`` files.
         strict: True raises for missing and unexpected names. False reports and initializes missing weights. None raises
             only for weights that the files must have: they belong to the model's class or to its adapter.
-        ignore_mismatched_sizes: whether to initialize weights whose shape differs instead of raising.
         progress: whether rank 0 shows a bar if standard error is a terminal and tqdm is installed.
 
     Returns:
-        Missing, unexpected and mismatched names, and the bytes that this rank read.
+        Missing and unexpected names, and the bytes that this rank read.
 
     Raises:
         CheckpointError: on every rank if files are missing, damaged or do not fit, tied weights differ in the files,
@@ -192,7 +189,7 @@ def load_hf(
                 "with transformers and shard the result."
             )
         plan = run_on_all_ranks(lambda: _plan(model, base, targets, tensors), what=what)
-        report = _report(base, plan, what, strict, ignore_mismatched_sizes, classes)
+        report = _report(base, plan, what, strict, classes)
         reads = mode == "each" or rank_and_size()[0] == 0
         run_on_all_ranks(lambda: _check(plan.steps, mode) if reads else None, what=what)
         bar = ProgressBar(sum(target.num_bytes for target, _ in plan.steps), "Loading weights", progress)
@@ -309,19 +306,15 @@ def _plan(model: nn.Module, base: nn.Module, targets: list[Target], tensors: Map
     return plan
 
 
-def _report(
-    base: nn.Module, plan: _Plan, what: str, strict: bool | None, ignore_mismatched_sizes: bool, classes: set[str]
-) -> LoadReport:
+def _report(base: nn.Module, plan: _Plan, what: str, strict: bool | None, classes: set[str]) -> LoadReport:
     """Reports mismatches on rank 0 in transformers' form. Raises alike on every rank."""
     recipes = plan.recipes
-    mismatched = {(name, *shapes) for name, shapes in recipes.mismatched.items()}
-    missing = {target.names[0] for target in plan.missing} - set(recipes.mismatched)
-    report = LoadReport(missing, set(recipes.unexpected), mismatched)
+    if mismatched := sorted(recipes.mismatched.items()):
+        told = "; ".join(f"{name} has {there} in the files and {here} here" for name, (there, here) in mismatched)
+        raise CheckpointError(f"{what}: shapes differ: {told}. Build the model with the config of the files.")
+    report = LoadReport({target.names[0] for target in plan.missing}, set(recipes.unexpected))
     if is_transformers(base):
         report = _as_transformers(base, report, what)
-    if mismatched and not ignore_mismatched_sizes:
-        told = "; ".join(f"{name} has {there} in the files and {here} here" for name, there, here in sorted(mismatched))
-        raise CheckpointError(f"{what}: shapes differ: {told}. Pass ignore_mismatched_sizes=True to initialize them.")
     if strict and (report.missing_keys or report.unexpected_keys):
         raise CheckpointError(
             f"{what}: missing: {sorted(report.missing_keys)}; "
@@ -351,7 +344,7 @@ def _as_transformers(base: ForeignModel, report: LoadReport, what: str) -> LoadR
     info = LoadStateDictInfo(
         missing_keys=report.missing_keys,
         unexpected_keys=report.unexpected_keys,
-        mismatched_keys=cast("Any", report.mismatched_keys),  # annotated as shapes of one dim
+        mismatched_keys=set(),
         error_msgs=[],
         conversion_errors={},
         skipped_pp_keys=set(),
@@ -361,7 +354,7 @@ def _as_transformers(base: ForeignModel, report: LoadReport, what: str) -> LoadR
         base._adjust_missing_and_unexpected_keys(info)
         if rank_and_size()[0] == 0:
             log_state_dict_report(base, what.removeprefix("loading "), True, info, logger)
-    return LoadReport(info.missing_keys, info.unexpected_keys, report.mismatched_keys)
+    return LoadReport(info.missing_keys, info.unexpected_keys)
 
 
 def _check(steps: list[tuple[Target, list[Source]]], mode: str) -> None:
@@ -394,7 +387,6 @@ def from_pretrained(
     prepare: Callable[[nn.Module], nn.Module] | None = None,
     mode: Literal["auto", "each", "broadcast"] = "auto",
     strict: bool | None = None,
-    ignore_mismatched_sizes: bool = False,
     progress: bool = True,
     **sharding: Any,
 ) -> nn.Module:
@@ -412,7 +404,7 @@ def from_pretrained(
         attn_implementation: the attention of transformers, such as ``"sdpa"``.
         prepare: a function that gets the model on the meta device and returns the model to shard, such as a PEFT model
             around it (adapters are initialized after loading).
-        mode, strict, ignore_mismatched_sizes, progress: see :func:`load_hf`.
+        mode, strict, progress: see :func:`load_hf`.
         **sharding: arguments of :func:`fully_shard`, such as mesh, mp_policy, reshard_after_forward, and auto_wrap.
 
     Returns:
@@ -466,7 +458,6 @@ def from_pretrained(
         folder,
         mode=mode,
         strict=strict,
-        ignore_mismatched_sizes=ignore_mismatched_sizes,
         progress=progress,
     )
     return model.eval()
