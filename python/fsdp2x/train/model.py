@@ -332,7 +332,7 @@ def idle_expert_units(model: torch.nn.Module, config: ParallelConfig) -> dict[st
     if not config.expert_units:
         return {}
     present = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
-    fused = next((group for group in find_experts(model) if group.is_fused), None)
+    fused = next(iter(find_experts(model)), None)
     if fused is None:
         return {}
     why = (

@@ -168,7 +168,7 @@ def test_files(ctx):
 def test_refusals(ctx):
     with pytest.raises(ValueError, match="named axes, .*'ep'.*got DeviceMesh"):
         moe.expert_parallel(fused(), init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no experts"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no fused experts"):
         moe.expert_parallel(models.build("llama"), mesh_of(1, 2))
     with pytest.raises(ValueError, match="3 experts, which 2 ranks cannot share"):
         moe.expert_parallel(fused(num_experts=3), mesh_of(1, 2))

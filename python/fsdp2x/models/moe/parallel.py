@@ -88,11 +88,6 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, ep: str = "ep", **opt
 def spreadable(model: nn.Module, world: int) -> list[ExpertGroup]:
     """Returns the experts of ``model`` that ``world`` ranks can share. Raises as ``expert_parallel`` does."""
     groups = experts_of(model, "expert_parallel")
-    if not all(group.is_fused for group in groups):
-        raise ValueError(
-            f"fsdp2x.expert_parallel: {type(model).__name__} has the experts {groups[0].name} in a list of modules. "
-            "Use a model with fused experts (transformers 5), which have one row of weights per expert."
-        )
     for group in groups:
         _check(group, world)
     return groups

@@ -2,12 +2,9 @@
 
 Gathers and reductions must come in the same order on all ranks, but a rank runs only the experts that its tokens chose.
 
-* Fused experts are one module that every rank runs, so they are one unit. Without tokens they would leave no trace in
-  the graph, so a rank without tokens gets an empty output that depends on the weights.
-* Experts in a list are called one by one, only those with tokens. So they belong to the unit of their block or layer,
-  and a block without tokens gets the same trace.
-
-Without tokens, gradients are exactly zero, and no value can be infinite.
+Fused experts are one module that every rank runs, so they are one unit. Without tokens they would leave no trace in the
+graph, so a rank without tokens gets an empty output that depends on the weights. Gradients are then exactly zero, and
+no value can be infinite. Experts in a list belong to the unit of their layer.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import logging
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,31 +30,21 @@ PARALLEL_STATE = "_fsdp2x_expert_parallel"
 
 @dataclass(frozen=True)
 class ExpertGroup:
-    """The experts of one block.
-
-    ``experts`` is the fused module (``is_fused``; transformers 5), whose parameters have ``num_experts`` rows, or the
-    ``ModuleList`` (transformers 4 and remote code). ``block`` is the innermost module with a forward around them.
-    """
+    """The fused experts of one block: a module whose parameters have ``num_experts`` rows."""
 
     name: str
     experts: nn.Module
-    block: nn.Module
     num_experts: int
-    is_fused: bool
 
 
 @checked
 def find_experts(model: nn.Module) -> list[ExpertGroup]:
-    """Returns all experts of ``model`` in the order of its modules. Empty if there are none."""
-    modules = dict(model.named_modules())
-    found = []
-    for name, module in modules.items():
-        block = modules.get(name.rpartition(".")[0], model)
-        if (count := _fused_count(module)) is not None:
-            found.append(ExpertGroup(name, module, block, count, True))
-        elif _is_list(module, name) and unsharded_class(block).forward is not nn.Module.forward:
-            found.append(ExpertGroup(name, module, block, len(module), False))
-    return found
+    """Returns all fused experts of ``model`` in the order of its modules. Empty if there are none."""
+    return [
+        ExpertGroup(name, module, count)
+        for name, module in model.named_modules()
+        if (count := _fused_count(module)) is not None
+    ]
 
 
 def experts_of(model: nn.Module, caller: str) -> list[ExpertGroup]:
@@ -65,8 +52,8 @@ def experts_of(model: nn.Module, caller: str) -> list[ExpertGroup]:
     groups = find_experts(model)
     if not groups:
         raise ValueError(
-            f"fsdp2x.{caller}: {type(model).__name__} has no experts: expected a module with 3-D weights that takes "
-            "hidden states, expert indices, and weights, or a ModuleList named 'experts'"
+            f"fsdp2x.{caller}: {type(model).__name__} has no fused experts: expected a module with 3-D weights that "
+            "takes hidden states, expert indices, and weights, as in transformers 5"
         )
     return groups
 
@@ -81,12 +68,6 @@ def _fused_count(module: nn.Module) -> int | None:
     return stacked[0].shape[0] if len(parameters) >= 4 else None
 
 
-def _is_list(module: nn.Module, name: str) -> TypeGuard[nn.ModuleList]:
-    if not isinstance(module, nn.ModuleList) or name.rpartition(".")[2] != "experts" or len(module) < 2:
-        return False
-    return len({unsharded_class(expert) for expert in module}) == 1
-
-
 logger = logging.getLogger("fsdp2x")
 
 _ALLOWS_NO_TOKENS = "_fsdp2x_allows_no_tokens"
@@ -95,8 +76,6 @@ _ALLOWS_NO_TOKENS = "_fsdp2x_allows_no_tokens"
 @checked
 def shard_experts(model: nn.Module, **options: Any) -> int:
     """Makes a unit of each block's experts. ``fully_shard(model, auto_wrap=True)`` then makes the others.
-
-    The unit has the fused experts, or the block around a list of experts (with router and shared expert).
 
     Use it to limit the memory of a gather. Without it, experts belong to their layer's unit, which is fastest if the
     layer fits.
@@ -109,28 +88,28 @@ def shard_experts(model: nn.Module, **options: Any) -> int:
         The number of units.
 
     Raises:
-        ValueError: the model has no experts.
+        ValueError: the model has no fused experts.
     """
     groups = experts_of(model, "shard_experts")
     for group in groups:
         _allow_no_tokens(group)
-        fully_shard(group.experts if group.is_fused else group.block, auto_wrap=False, **options)
+        fully_shard(group.experts, auto_wrap=False, **options)
     return len(groups)
 
 
 @checked
 def apply_expert_patch(model: nn.Module) -> int:
-    """Lets ranks without tokens run a block of experts that is a unit. Call it before or after ``fully_shard``.
+    """Lets ranks without tokens run fused experts that are a unit. Call it before or after ``fully_shard``.
 
-    A rank without tokens then has gradients of zero, instead of none, and no value is multiplied by zero. Only blocks,
-    or fused experts, that are a unit of their own need it. Experts inside another unit belong to that unit. Do not make
-    each expert of a list a unit: ranks would gather other units.
+    A rank without tokens then has gradients of zero, instead of none, and no value is multiplied by zero. Only experts,
+    or blocks of them, that are a unit of their own need it. Do not make each expert of a list, or their block, a unit:
+    ranks would gather other units.
 
     Returns:
         The number of blocks.
 
     Raises:
-        ValueError: the model has no experts.
+        ValueError: the model has no fused experts.
     """
     groups = experts_of(model, "apply_expert_patch")
     for group in groups:
@@ -139,14 +118,11 @@ def apply_expert_patch(model: nn.Module) -> int:
 
 
 def _allow_no_tokens(group: ExpertGroup) -> None:
-    module = group.experts if group.is_fused else group.block
+    module = group.experts
     if hasattr(module, _ALLOWS_NO_TOKENS) or hasattr(module, PARALLEL_STATE):
         return
     setattr(module, _ALLOWS_NO_TOKENS, (module.__dict__.get("forward"),))
-    if group.is_fused:
-        module.forward = types.MethodType(_forward, module)
-    else:
-        module.register_forward_hook(_connect, prepend=True)
+    module.forward = types.MethodType(_forward, module)
 
 
 def _forward(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -191,19 +167,6 @@ class _Joined(torch.autograd.Function):
         return grad, torch.zeros_like(zero)
 
 
-def _connect(block: nn.Module, args: tuple, output: Any) -> Any:
-    """Makes an output without graph (no tokens, no expert of a list ran) depend on the block's weights.
-
-    Otherwise backward would skip the unit on this rank, and the others would gather it alone. It runs before the unit's
-    own hook, which frees the weights.
-    """
-    first, *rest = output if isinstance(output, tuple) else (output,)
-    if first.requires_grad or not torch.is_grad_enabled():
-        return None
-    first = _joined(first, touch([*block.parameters(), *(one for one in args if isinstance(one, torch.Tensor))]))
-    return (first, *rest) if isinstance(output, tuple) else first
-
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT_BYTES = 16  # torch's grouped product needs rows of a multiple of this
 
@@ -224,11 +187,11 @@ def use_grouped_gemm(model: nn.Module, enabled: bool = True) -> str:
         The choice.
 
     Raises:
-        ValueError: the model has no experts, or only lists or experts of other libraries, which keep their loop.
+        ValueError: the model has no fused experts, or those of other libraries, which keep their loop.
     """
     groups = experts_of(model, "use_grouped_gemm")
     outer: Any = next((module for module in model.modules() if hasattr(module, "set_experts_implementation")), None)
-    foreign = [group for group in groups if not (group.is_fused and hasattr(group.experts, "is_concatenated"))]
+    foreign = [group for group in groups if not hasattr(group.experts, "is_concatenated")]
     if outer is None or foreign:
         raise ValueError(
             f"fsdp2x.use_grouped_gemm: the experts {(foreign or groups)[0].name} are not fused experts of transformers "
