@@ -56,7 +56,7 @@ class EMA:
             raise ValueError(f"fsdp2x.optim.EMA: decay must be a number in [0, 1), got {decay}")
         if dtype not in (None, torch.float32):
             raise ValueError(f"fsdp2x.optim.EMA: dtype must be torch.float32 or None, got {dtype}")
-        if hasattr(optimizer, "_fsdp2x_ema") or any(_KEY in state for state in optimizer.state.values()):
+        if "_fsdp2x_ema" in optimizer.__dict__ or any(_KEY in state for state in optimizer.state.values()):
             raise ValueError("fsdp2x.optim.EMA: the optimizer's state has averages already")
         for group in optimizer.param_groups:
             if any(host_state(param) is not None for param in group["params"]):
@@ -64,7 +64,7 @@ class EMA:
                     "fsdp2x.optim.EMA: the optimizer's state of these parameters is in CPU memory. Use "
                     "HostOffloadPolicy(mode='all'), or another policy."
                 )
-        optimizer._fsdp2x_ema = self
+        optimizer.__dict__["_fsdp2x_ema"] = True
         self.decay = decay
         self._optimizer, self._dtype, self._is_swapped = optimizer, dtype, False
         self._loading: dict[int, Tensor] = {}  # by position of their parameters
