@@ -1,7 +1,7 @@
 """fsdp2x.save_hf: loading and saving gives the same bytes, and a failed save leaves no files."""
 
 import os
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -31,10 +31,13 @@ def write_source(ctx, folder, name, **options):
     dist.barrier()
 
 
+@contextmanager
 def only_rank_0_sees_files(ctx):
-    """A folder that the ranks do not share."""
-    real = Path.is_file
-    return mock.patch.object(Path, "is_file", lambda path: ctx.rank == 0 and real(path))
+    """A folder that the ranks do not share: the others can write nothing."""
+    is_file, pwrite = Path.is_file, os.pwrite if ctx.rank == 0 else None
+    with mock.patch.object(Path, "is_file", lambda path: ctx.rank == 0 and is_file(path)):
+        with mock.patch.object(os, "pwrite", pwrite):
+            yield
 
 
 @pytest.mark.parametrize("name", NAMES)
