@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
+from torch.distributed.tensor import DTensor
 
 import fsdp2x
 from harness import distributed
@@ -86,8 +87,7 @@ def train(ctx, model, change=None, num=3):
 
 
 def is_gathered(module) -> bool:
-    group = module._get_fsdp_state()._fsdp_param_group
-    return group is not None and group.is_unsharded
+    return any(not isinstance(param, DTensor) for param in module.parameters(recurse=False))
 
 
 def through_names(value):

@@ -20,7 +20,7 @@ from fsdp2x.base.arguments import checked
 from fsdp2x.base.memory_file import collect_handed
 from fsdp2x.base.native import _C
 from fsdp2x.base.optimizer_hooks import refuse_swapped
-from fsdp2x.lifecycle.tree import roots_of, unit_states
+from fsdp2x.lifecycle.tree import roots_of, unit_states, units_of
 from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.sharding.offload import host_state
 
@@ -116,7 +116,7 @@ def sleep(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> i
         RuntimeError: a forward or backward is running, or the averages of an ``EMA`` are swapped in.
         NotImplementedError: a parameter is a tensor subclass with its own memory.
     """
-    states = unit_states(model)
+    states = units_of(model, "sleep")
     refuse_swapped("fsdp2x.sleep", model.parameters())
     _check(model, states)
     sleeper = _sleepers.setdefault(model, _Sleeper())
@@ -180,10 +180,8 @@ def wake(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> No
 
 
 def _check(model: nn.Module, states: list[ShardedUnit]) -> None:
-    if not states:
-        raise ValueError("fsdp2x.sleep: the model is not sharded. Call fully_shard on it first.")
     for state in states:
-        if state.root is not None and (state.root.in_forward or state.root.in_backward):
+        if state.is_running:
             raise RuntimeError(
                 "fsdp2x.sleep: a forward or backward of the model is running. Call sleep between two steps."
             )

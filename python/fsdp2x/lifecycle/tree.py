@@ -84,8 +84,6 @@ def set_names(root: ShardedUnit, tree: Sequence[ShardedUnit]) -> None:
                 named.add(id(param))
                 param.fqn = f"{prefix}.{name}" if prefix else name
     for state in tree:
-        for group in state.groups:
-            group.module_fqn = ", ".join(state.names)
         if state.unit is not None:
             joined = [group for group in state.groups if group.engine is not None]
             state.unit.rename(state.name, [[param.fqn for param in group.params] for group in joined])

@@ -58,7 +58,6 @@ class ShardedParamGroup(GroupNames):
         self._pin_memory = offload.pin_memory and offload.of_shards
         self._own_pool: torch.Tensor | None = None  # used until there is an engine, which may move shards
         self.params: list[ShardedParam] = []
-        self.module_fqn = ""  # of the unit's modules, set at lazy initialization
         self.unit_state: Callable = lambda: None  # weak reference to the state of the unit
         self.engine: _C.ParamGroup | None = None  # set at lazy initialization
         self.extension_gathers: Any = None  # comms._ExtensionGathers, if there are extensions or aliases

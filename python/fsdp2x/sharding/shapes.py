@@ -91,8 +91,6 @@ def keeps_dtype(param: nn.Parameter, policy: MixedPrecisionPolicy) -> bool:
     dtype = override_fn(param) if override_fn is not None else None
     if dtype is None:
         return False
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"param_dtype_override_fn must return a torch.dtype or None but got {type(dtype)}")
     if dtype not in (policy.param_dtype, param.dtype):
         raise ValueError(
             "param_dtype_override_fn must return None, param_dtype, or the parameter's original dtype but got "

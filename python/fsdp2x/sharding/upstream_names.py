@@ -10,9 +10,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Shard
 
 from fsdp2x.base import torch_private
 from fsdp2x.sharding.mesh import ShardGroup, post_forward_group
@@ -98,7 +96,6 @@ class StateNames(PrivateNames):
 
     root_settings: Any
     shared: Any
-    hooks: Any
     finish_held_backwards: Any
     is_root: Any
     groups: Any
@@ -106,12 +103,7 @@ class StateNames(PrivateNames):
     unit: Any
     auto_reshard: Any
     settings: Any
-    modules: Any
-    ranks: Any
     root: Any
-
-    def _lazy_init(self) -> None:
-        self.hooks.lazy_init()
 
     def _root_post_backward_final_callback(self) -> None:
         """Reduces pending gradients. Pipeline frameworks call it after ``group.post_backward()`` of all units."""
@@ -157,14 +149,6 @@ class StateNames(PrivateNames):
         return self.settings.mp_policy
 
     @property
-    def _modules(self):
-        return self.modules
-
-    @property
-    def _device(self) -> torch.device:
-        return self.ranks.device
-
-    @property
     def _comm_ctx(self):
         # Callers compare contexts to see whether roots share one. fsdp2x's roots never do.
         return self.root
@@ -194,7 +178,6 @@ class GroupNames(PrivateNames):
     params: Any
     ranks: Any
     unit_state: Any
-    module_fqn: Any
 
     @property
     def fsdp_params(self) -> list:
@@ -238,37 +221,8 @@ class GroupNames(PrivateNames):
         self.unit_state()._training_state = value
 
     @property
-    def _reshard_after_forward(self) -> bool:
-        return self.post_forward_mesh_info is not None
-
-    @property
     def reshard_after_backward(self) -> bool:
         return self.unit_state().options.reshard_after_backward
-
-    @property
-    def modules(self) -> tuple:
-        return self.unit_state().modules
-
-    @property
-    def device(self) -> torch.device:
-        return self.ranks.device
-
-    @property
-    def _is_hsdp(self) -> bool:
-        return self.ranks.group is not None and self.ranks.has_replicate_axis
-
-    @property
-    def is_sharded(self) -> bool:
-        return not self.is_unsharded
-
-    @property
-    def is_unsharded(self) -> bool:
-        module, name = self.params[0].owners[0]
-        return module._parameters[name] is not self.params[0].param
-
-    @property
-    def _module_fqn(self) -> str:
-        return self.module_fqn
 
     def post_backward(self) -> None:
         """Reduces pending gradients. Pipeline frameworks call it on every unit's group after their last micro-batch.
@@ -302,8 +256,6 @@ class ParamNames(PrivateNames):
     }
 
     param: Any
-    fqn: Any
-    spec: Any
     local_size: Any
 
     @property
@@ -311,40 +263,8 @@ class ParamNames(PrivateNames):
         return self.param
 
     @property
-    def _sharded_local_tensor(self) -> torch.Tensor:
-        return torch_private.local_tensor(self.param)
-
-    @property
-    def _param_fqn(self) -> str:
-        return self.fqn
-
-    @property
-    def _sharding_spec(self):
-        return self.spec.sharded
-
-    @property
     def _orig_size(self):
         return self.local_size
-
-    @property
-    def sharded_size(self) -> torch.Size:
-        return self.spec.local_shape
-
-    @property
-    def orig_dtype(self) -> torch.dtype:
-        return self.param.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.param.device
-
-    @property
-    def fsdp_placement(self) -> Shard:
-        return Shard(self.spec.shard_dim)
-
-    @property
-    def is_dtensor(self) -> bool:
-        return self.spec.unsharded is not None
 
 
 def mesh_info_of(ranks: ShardGroup):

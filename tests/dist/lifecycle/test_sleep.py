@@ -79,7 +79,7 @@ def test_what_the_engine_keeps_goes_too(ctx):
 def test_mistakes(ctx):
     only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS)
-    with pytest.raises(ValueError, match="not sharded"):
+    with pytest.raises(ValueError, match="nothing in this Stack is sharded"):
         fsdp2x.sleep(Stack())
     with pytest.raises(ValueError, match="not asleep"):
         fsdp2x.wake(model)
