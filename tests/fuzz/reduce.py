@@ -71,6 +71,3 @@ def _defaults(value, besides: tuple[str, ...]) -> Iterator:
             continue
         if repr(getattr(value, one.name)) != repr(one.default):
             yield replace(value, **{one.name: one.default})
-
-
-__all__ = ["reduced"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -68,34 +67,9 @@ def search(ranks: Ranks, seeds: Iterable[int], sides: tuple[str, ...], *, only: 
     for seed in seeds:
         program = draw(seed, ranks.world)
         if _matches(ranks.run(program, sides), only):
-            small = shrink(ranks, program, sides, only)
+            small = reduced(program, lambda smaller: _matches(ranks.run(smaller, sides), only))
             raise AssertionError(f"seed {seed}: {explain(small, ranks.world, ranks.run(small, sides))}")
-
-
-def shrink(ranks: Ranks, program: Program, sides: tuple[str, ...], only: str = "", seconds: float = 120.0) -> Program:
-    """Returns a smaller program that also shows a difference, or the program itself if it does not repeat."""
-    return reduced(program, lambda smaller: _matches(ranks.run(smaller, sides), only), seconds)
 
 
 def _matches(found: list[str], only: str) -> bool:
     return any(re.search(only, one) for one in found)
-
-
-def survey(ranks: Ranks, seeds: Iterable[int], sides: tuple[str, ...]) -> Counter:
-    """Prints the first program of each kind of difference; returns how often each kind was seen."""
-    kinds: Counter = Counter()
-    for seed in seeds:
-        program = draw(seed, ranks.world)
-        if found := ranks.run(program, sides):
-            kind = _kind(found[0])
-            kinds[kind] += 1
-            if kinds[kind] == 1:
-                print(f"==== {kind}\nseed {seed}: {explain(program, ranks.world, found)}\n", flush=True)
-    return kinds
-
-
-def _kind(text: str) -> str:
-    """A difference without its numbers, names and places."""
-    text = re.sub(r"rank \d: |operation \d+: |part \d+|\d+(\.\d+)?(e-?\d+)?", "", text.splitlines()[0])
-    text = re.sub(r"op\('(\w+)'[^:]*\)", r"\1", text)
-    return re.sub(r"(\.[\w.]+|\[[^]]*\])+", "", text)[:160]

@@ -121,23 +121,3 @@ def test_only_part_of_the_output_is_used(ctx, transport):
 
     results = parity(ctx, Two(), run, ("first", "second"), transport=transport)
     assert results[0]["second.up.weight"] is None and results[1]["second.up.weight"] is not None
-
-
-@distributed(world_sizes=(2,))
-def test_no_input_tensor_at_all(ctx):
-    """Post-backward has nothing to attach to: the root's final callback reduces."""
-
-    class Constant(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.table, self.mlp = nn.Embedding(5, 6), Mlp()
-
-        def forward(self):
-            return self.mlp(self.table(torch.tensor([1, 2])))
-
-    def run(model):
-        model().square().mean().backward()
-        return grads(model)
-
-    parity(ctx, Constant(), run, ("table", "mlp"))

@@ -150,18 +150,6 @@ def test_a_model_that_changes_its_dtype_behind_an_early_unshard(ctx, transport):
 
 
 @distributed(world_sizes=(2,))
-def test_settings_before_the_first_forward_do_not_make_a_root(ctx):
-    def run(model):
-        for module in (model, *model.blocks):
-            module.set_is_last_backward(True)
-            module.set_requires_gradient_sync(True)
-            module.set_reshard_after_backward(True)
-        return train(ctx, model)
-
-    parity(ctx, Stack(), run, STACK_UNITS)
-
-
-@distributed(world_sizes=(2,))
 def test_manual_finalization_of_a_unit_that_is_no_root(ctx):
     model = shard(ctx, Stack(), STACK_UNITS)
     if not hasattr(model, "set_manual_backward_finalization"):

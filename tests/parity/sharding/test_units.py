@@ -1,4 +1,4 @@
-"""How units are cut and when they are resharded: lists, mixed precision, ignored parameters, divide factors."""
+"""How units are cut and when they are resharded: lists, mixed precision, ignored parameters."""
 
 import copy
 
@@ -34,23 +34,6 @@ def train(ctx, model, num=3):
         if hasattr(module, "reshard"):
             module.reshard()  # an optimizer of gathered parameters steps nothing
     return trained(model, lambda m, step: m(inputs(ctx.rank, step)).square().mean(), num), params(model)
-
-
-@distributed(world_sizes=(2,))
-@both_transports
-@pytest.mark.parametrize("factor", [1.0, 3.0, 4.0])
-def test_a_divide_factor_needs_no_operation_that_gloo_lacks(ctx, transport, factor):
-    """FSDP2 calls gloo with PREMUL_SUM, which gloo lacks, unless it is set to sum and to divide by itself."""
-    results = []
-    for make in (shard_stock, lambda *args: shard(ctx, *args, transport=transport)):
-        model = make(Stack(), STACK_UNITS)
-        for module in model.modules():
-            if hasattr(module, "set_gradient_divide_factor"):
-                module.set_gradient_divide_factor(factor)
-                if make is shard_stock or ctx.impl == "torch" or factor == 4.0:  # fsdp2x also accepts it
-                    module.set_force_sum_reduction_for_comms(True)
-        results.append(train(ctx, model))
-    same(*results)
 
 
 @distributed(world_sizes=(2,))
