@@ -7,7 +7,7 @@ from torch.func import functional_call
 import fsdp2x
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import both_transports, full, grads, only_fsdp2x, same, shard
+from reference import both_transports, grads, only_fsdp2x, same, shard
 
 NAMES = {
     "all": list(dict(Stack().named_parameters())),
@@ -79,33 +79,6 @@ def test_other_tensors_while_everything_is_gathered(ctx, transport):
         same([one.grad for one in given.values()], [one.grad for one in wanted.values()], which)
         model.zero_grad()
         same(step(ctx, model, 5), expected, which)
-
-
-@distributed(world_sizes=(2,))
-@both_transports
-def test_its_own_parameters(ctx, transport):
-    """functional_call puts back what it found, sharded parameters, also of units that are gathered by then."""
-
-    def run(model):
-        results = []
-        for number in range(3):
-            own = dict(model.named_parameters())
-            loss = functional_call(model, own, (inputs(ctx.rank, number),)).square().mean()
-            again = loss_of(ctx, model, number)
-            (loss + again).backward()
-            results += [full(loss), full(again), grads(model)]
-            model.zero_grad()
-        return results
-
-    only_fsdp2x(ctx)
-    twin = shard(ctx, Stack(), STACK_UNITS, transport=transport)
-    expected = []
-    for number in range(3):
-        losses = [loss_of(ctx, twin, number) for _ in range(2)]
-        sum(losses).backward()
-        expected += [full(losses[0]), full(losses[1]), grads(twin)]
-        twin.zero_grad()
-    same(run(shard(ctx, Stack(), STACK_UNITS, transport=transport)), expected)
 
 
 @distributed(world_sizes=(2,))

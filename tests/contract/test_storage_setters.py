@@ -116,27 +116,6 @@ def test_ranks_that_would_not_find_each_other(ctx):
 
 
 @distributed(world_sizes=(2,))
-def test_no_rank_outside_of_the_new_group_is_waited_for(ctx):
-    """Torch would split the default group's communicator, which is collective over all of its ranks."""
-    only_fsdp2x(ctx)
-    model = shard(
-        ctx, Stack(), STACK_UNITS, transport="process_group", mesh=DeviceMesh.from_group(dist.new_group(), "cpu")
-    )
-    device, seen, made = torch.device("cpu", 0), [], dist.new_group
-
-    def new_group(*args, **options):
-        seen.append((dist.group.WORLD.bound_device_id, options["device_id"], options["use_local_synchronization"]))
-        return made(*args, **{**options, "device_id": None})
-
-    dist.group.WORLD.bound_device_id = device
-    with mock.patch.object(dist, "new_group", new_group):
-        model.set_separate_reduce_scatter_group()
-    assert seen == [(None, device, True)] and dist.group.WORLD.bound_device_id == device
-    dist.group.WORLD.bound_device_id = None
-    step(model, ctx)
-
-
-@distributed(world_sizes=(2,))
 @pytest.mark.parametrize("order", ["memory first", "group first", "on a child"])
 def test_no_group_beside_memory_that_is_registered_with_another(ctx, order):
     only_fsdp2x(ctx)
@@ -154,17 +133,6 @@ def test_no_group_beside_memory_that_is_registered_with_another(ctx, order):
         model.set_allocate_memory_from_process_group_for_comm(False)
         second()
         step(model, ctx)
-
-
-@distributed(world_sizes=(2,))
-def test_shared_memory_needs_no_group(ctx):
-    only_fsdp2x(ctx)
-    model = shard(ctx, Stack(), STACK_UNITS, transport="shm")
-    expected = shard(ctx, Stack(), STACK_UNITS, transport="shm")
-    model.set_separate_reduce_scatter_group(recurse=False)
-    assert groups_of_reductions(lambda: step(model, ctx)) == set()
-    step(expected, ctx)
-    same(grads(model), grads(expected), "gradients", rtol=0, atol=0)
 
 
 @distributed(world_sizes=(2,))

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import gc
 import io
-import pickle
 from typing import Any
 
 import torch
@@ -19,13 +18,6 @@ from fuzz.parts import give
 
 class Extras:
     """Mixed into `Machine`, whose attributes it uses."""
-
-    def do_copy_params(self, how="deepcopy"):
-        self.reshard_all()
-        copied = {}
-        for name, param in self.model.named_parameters():
-            copied[name] = local(copy.deepcopy(param) if how == "deepcopy" else pickle.loads(pickle.dumps(param)))
-        return self.cut(copied)
 
     def do_deepcopy(self):
         """Copies the model, which FSDP2 and fsdp2x both refuse."""
@@ -203,7 +195,3 @@ class Extras:
     def _param(self, number: int) -> nn.Parameter:
         params = list(self.params().values())
         return params[number % len(params)]
-
-    def cut(self, values: dict[str, Any]) -> dict[str, Any]:
-        """This rank's rows of values by parameter name."""
-        return values

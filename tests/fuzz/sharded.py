@@ -173,12 +173,12 @@ class Stock(Sharded):
 class Ours(Sharded):
     """Ours over one transport."""
 
-    def __init__(self, program, rank, world, transport: str, patience: timedelta = PATIENCE):
+    def __init__(self, program, rank, world, transport: str):
         super().__init__(program, rank, world)
-        self.transport, self.patience = transport, patience
+        self.transport = transport
 
     def fully_shard(self, module, **options):
-        fsdp2x.fully_shard(module, transport=self.transport, timeout=self.patience, auto_wrap=False, **options)
+        fsdp2x.fully_shard(module, transport=self.transport, timeout=PATIENCE, auto_wrap=False, **options)
 
     def register(self, module):
         fsdp2x.register_fsdp_forward_method(module, "other")

@@ -2,7 +2,6 @@
 
 import pytest
 
-from fuzz import alone
 from fuzz.execute import SIDES
 from fuzz.search import Ranks, search
 
@@ -36,12 +35,3 @@ def test_programs(ranks, world, first_seed):
 def test_many_programs(ranks, world, first_seed):
     start = first_seed + NUM_PROGRAMS[world]
     search(ranks, range(start, start + NUM_FULL[world]), SIDES)
-
-
-@pytest.mark.parametrize("world", (2, 3))
-def test_one_rank_fails(request, ranks, world, first_seed):
-    num = 100 if request.config.getoption("--full") else 2
-    for seed in range(first_seed, first_seed + num):
-        program, victim = alone.draw_alone(seed, world), seed % world
-        found = alone.check(ranks, program, victim)
-        assert not found, f"seed {seed}, victim {victim}: {program}\n{found}"

@@ -4,13 +4,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2x.base import rendezvous
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import both_transports, full, grads, mean_of_ranks, only_fsdp2x, params, parity, same, shard, shard_stock
+from reference import both_transports, full, grads, mean_of_ranks, only_fsdp2x, params, parity, same, shard
 
 # Paths of modules that are unsharded before the first forward. "" is the root. "*": asynchronous, with the wait after
 # the first forward. "+": asynchronous, with the wait at once. "!": resharded again at once.
@@ -171,31 +170,3 @@ def test_a_first_forward_that_cannot_be_is_tried_again(ctx):
             assert roots(model) == [None] * 4 and all(sharded(model))
     twin = shard(ctx, Stack(), STACK_UNITS)
     same(train(ctx, model), train(ctx, twin))
-
-
-class Pair(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = Stack(seed=1), Stack(seed=2)
-
-
-@distributed(world_sizes=(2,))
-def test_two_models_unsharded_early(ctx):
-    """Their provisional roots have nothing to do with each other."""
-
-    def run(pair):
-        for model in (pair.second, pair.first):
-            unshard(model, ["", "blocks.1"])
-        seen = []
-        for number in range(2):
-            for model in (pair.first, pair.second):
-                loss = model(inputs(ctx.rank, number)).square().mean()
-                loss.backward()
-                seen += [loss.detach(), sharded(model), roots(model)]
-        return seen, grads(pair)
-
-    pair, twin = Pair(), Pair()
-    for each, apply in ((pair, lambda m: shard(ctx, m, STACK_UNITS)), (twin, lambda m: shard_stock(m, STACK_UNITS))):
-        apply(each.first)
-        apply(each.second)
-    same(run(pair), run(twin))
