@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, fields
 import torch
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 WIDTH = 3
 # Dims below the number of ranks leave ranks without a row; a parameter may also have no element at all.
@@ -20,7 +19,10 @@ _DTYPES = (torch.float32,) * 5 + (torch.bfloat16, torch.float64, torch.uint8)
 
 @dataclass(frozen=True, repr=False)
 class Node:
-    """One module. `kind`: a leaf (mlp, norm, table, odd, tied) or a container. `unit`: fully_shard is applied to it."""
+    """One module. `kind`: "residual", which has children, or a leaf: mlp, norm, table, odd, tied.
+
+    `unit`: fully_shard is applied to it.
+    """
 
     kind: str
     size: int = 1
@@ -48,9 +50,7 @@ class Case:
     seed: int
     root_reshard: bool | int | None
     ties: bool  # parameters of one shape and dtype in one unit become one
-    input_grad: bool
     micro_batches: int
-    optimizer: str
     dtype: torch.dtype  # of activations and of all parameters but those of odd leaves
     options: dict = field(default_factory=dict)
 
@@ -82,10 +82,9 @@ def nodes(draw: st.DrawFn, world: int, depth: int) -> Node:
     if depth == 0 or draw(st.sampled_from([False, False, True])):
         node = draw(leaves())
     else:
-        node = Node(draw(st.sampled_from(["sequence", "sequence", "residual", "sum", "twice", "checkpoint"])))
+        node = Node("residual")
         children = tuple(draw(st.lists(nodes(world, depth - 1), min_size=1, max_size=4)))
-        # Modules of one list each run once per forward, which only a sequence promises.
-        if node.kind == "sequence" and len(children) > 1 and draw(st.booleans()):
+        if len(children) > 1 and draw(st.sampled_from([False, False, True])):
             together = draw(st.integers(2, len(children)))
     values = {**vars(node), "children": children, "together": together}
     return Node(**{**values, "unit": draw(st.booleans()), "reshard": draw(reshards(world))})
@@ -95,13 +94,11 @@ def nodes(draw: st.DrawFn, world: int, depth: int) -> Node:
 def cases(draw: st.DrawFn, world: int, depth: int = 2) -> Case:
     children = tuple(draw(st.lists(nodes(world, depth), min_size=1, max_size=3)))
     return Case(
-        tree=Node("sequence", children=children),
+        tree=Node("residual", children=children),
         seed=draw(st.integers(0, 999)),
         root_reshard=draw(reshards(world)),
         ties=draw(st.booleans()),
-        input_grad=draw(st.booleans()),
         micro_batches=draw(st.integers(1, 2)),
-        optimizer=draw(st.sampled_from(["SGD", "AdamW"])),
         dtype=draw(st.sampled_from([torch.float32, torch.float32, torch.float64])),
     )
 
@@ -159,30 +156,25 @@ class _Tied(nn.Module):
         return x + gate * torch.tanh(self.again.alias.sum())
 
 
-class _Container(nn.Module):
-    def __init__(self, kind: str, children: list[nn.Module]):
+class _Residual(nn.Module):
+    """Runs each child once, in order, on the output of the previous one, as the planner takes it. Returns a separate
+    tensor, or its unit's backward would begin together with its last child's.
+    """
+
+    def __init__(self, children: list[nn.Module]):
         super().__init__()
-        self.kind, self.parts = kind, nn.ModuleList(children)
+        self.parts = nn.ModuleList(children)
 
     def forward(self, x):
-        if self.kind == "checkpoint":
-            return checkpoint(self.chain, x, use_reentrant=False)
-        if self.kind == "sum":
-            return sum(part(x) for part in self.parts) / len(self.parts)
-        if self.kind == "twice":
-            return self.chain(torch.tanh(self.chain(x)))
-        return (x if self.kind == "residual" else 0) + self.chain(x)
-
-    def chain(self, x):
+        out = x
         for part in self.parts:
-            x = part(x)
-        return x
+            out = part(out)
+        return x + out
 
 
 def _module(node: Node) -> nn.Module:
     if node.children:
-        children = [_module(child) for child in node.children]
-        return nn.Sequential(*children) if node.kind == "sequence" else _Container(node.kind, children)
+        return _Residual([_module(child) for child in node.children])
     made = {
         "mlp": lambda: _Mlp(node.size),
         "norm": lambda: nn.LayerNorm(WIDTH, eps=0.1),  # rows may be nearly constant: no division by a tiny spread
@@ -197,7 +189,7 @@ def units_of(case: Case, model: nn.Module) -> list[tuple[list[nn.Module], bool |
     """Lists the modules to call fully_shard on, in this order: the children first, the root last."""
 
     def visit(node: Node, module: nn.Module) -> Iterator[tuple[list[nn.Module], bool | int | None]]:
-        parts = list(module if node.kind == "sequence" else module.parts) if node.children else []
+        parts = list(module.parts) if node.children else []
         for child, part in zip(node.children, parts, strict=True):
             yield from visit(child, part)
         # A module has one unit: those of a list must not be units themselves.

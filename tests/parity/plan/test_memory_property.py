@@ -21,16 +21,6 @@ NUM_EXAMPLES = {1: 3, 2: 4, 3: 2, 4: 2}
 NUM_STEPS = 4
 
 
-def plain(node: trees.Node) -> trees.Node:
-    """Returns the tree as the planner takes it: each module runs once, in order, on the output of the previous one.
-
-    A container also returns a separate tensor. Otherwise its unit's backward begins together with its last child's,
-    and after it.
-    """
-    kind = "residual" if node.children else node.kind
-    return replace(node, kind=kind, children=tuple(map(plain, node.children)))
-
-
 @st.composite
 def cases(draw: st.DrawFn, world: int, depth: int = 2) -> Case:
     case = draw(trees.cases(world, depth))
@@ -40,7 +30,7 @@ def cases(draw: st.DrawFn, world: int, depth: int = 2) -> Case:
         "before_last": draw(st.sampled_from(BEFORE_LAST)),
         "optimizer": draw(st.booleans()),
     }
-    return replace(case, tree=plain(case.tree), input_grad=False, options=options)
+    return replace(case, options=options)
 
 
 @pytest.mark.parametrize("world", NUM_EXAMPLES)
