@@ -108,8 +108,7 @@ SAID = {
 @pytest.mark.parametrize("package", SAID)
 def test_optimizers(tmp_path, package):
     """Equal to the bit, by kind: how many numbers, and they; a kind that raises has one, NaN."""
-    script = "torchao_optimizers" if package == "torchao" else "other_optimizers"
-    found = same_as_stock(package, script, tmp_path)
+    found = same_as_stock(package, "other_optimizers", tmp_path)
     values = [float.fromhex(text) for text in found["shm"][0]["values"]]
     for said in SAID[package]:
         num = int(values[0])
