@@ -1,11 +1,10 @@
-"""Steps that verl, torchtitan, and transformers' loader take, under stock and through install(): equal numbers."""
+"""Steps that verl and transformers' loader take, under stock and through install(): equal numbers."""
 
 import copy
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.utils.clip_grad import _clip_grads_with_norm_, _get_total_norm
@@ -14,7 +13,7 @@ import fsdp2x
 from frameworks import launched
 from harness import distributed
 from models import batch, build
-from reference import full, params, same
+from reference import params, same
 from training import shared_folder
 
 
@@ -114,77 +113,6 @@ def test_verl(ctx):
     with shared_folder(ctx) as folder:
         results = compare(ctx, lambda fully_shard: run(fully_shard, folder))
     assert float(results[0]) != float(results[-1])
-
-
-# ---- torchtitan: torchtitan/distributed/fsdp.py
-
-
-class Titan(nn.Module):
-    """A decoder and its head."""
-
-    def __init__(self):
-        super().__init__()
-        decoder = build("llama")
-        self.model, self.lm_head = decoder.model, decoder.lm_head
-
-    def forward(self, ids):
-        return self.lm_head(self.model(ids).last_hidden_state)
-
-
-def titan_shard(fully_shard, model):
-    """Embeddings; every block; norm and head as one unit; the root."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
-    options = {"mesh": mesh, "mp_policy": policy}
-    fully_shard(model.model.embed_tokens, **options, reshard_after_forward=True)
-    layers = list(model.model.layers)
-    for layer in layers:
-        fully_shard(layer, **options, reshard_after_forward=True)
-    fully_shard([model.model.norm, model.lm_head], **options, reshard_after_forward=False)
-    fully_shard(model, **options)
-    for module in model.modules():  # disable_fsdp_gradient_division
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    order = [model.model.embed_tokens, *layers, model.lm_head]
-    for module, following in zip(order, order[1:], strict=False):
-        module.set_modules_to_forward_prefetch([following])
-    for module, before in zip(reversed(order), list(reversed(order))[1:], strict=False):
-        module.set_modules_to_backward_prefetch([before])
-
-
-def titan_loss(logits, labels, num_tokens):
-    return (
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum") / num_tokens
-    )
-
-
-@distributed(world_sizes=(2,), timeout=120)
-def test_torchtitan(ctx):
-    def run(fully_shard):
-        with torch.device("meta"):
-            model = Titan()
-        titan_shard(fully_shard, model)
-        model.to_empty(device="cpu")
-        set_model_state_dict(model, Titan().state_dict(), options=StateDictOptions(full_state_dict=True))
-        model.model.rotary_emb = Titan().model.rotary_emb  # to_empty leaves buffers as garbage
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
-        results = []
-        for step in range(3):
-            inputs = batch("llama", ctx.rank + 10 * step)
-            logits = model(inputs["input_ids"])
-            loss = titan_loss(logits, inputs["labels"], ctx.world * inputs["labels"].numel())
-            loss.backward()
-            results.append(loss.detach())
-            results.append(full(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)))
-            optimizer.step()
-            optimizer.zero_grad()
-        return [*results, params(model)], model
-
-    *losses, _ = compare(ctx, run)
-    assert len(set(map(float, losses))) == len(losses)
 
 
 # ---- transformers: from_pretrained(distributed_config=...), which shards while it reads

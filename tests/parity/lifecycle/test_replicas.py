@@ -16,14 +16,12 @@ from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from reference import grads, mean_of_ranks, only_fsdp2x, same, shard
 
-TIMEOUT_S = 20.0
 
-
-def all_reduce_of(transport="shm", timeout_s=TIMEOUT_S):
+def all_reduce_of():
     replicas = SimpleNamespace(replicate_group=dist.group.WORLD, device=torch.device("cpu"))
     root = SimpleNamespace(
         as_root=SimpleNamespace(tree=()),
-        settings=SimpleNamespace(transport=transport, timeout=timedelta(seconds=timeout_s)),
+        settings=SimpleNamespace(transport="shm", timeout=timedelta(seconds=20)),
         number=UnitNumber(),
     )
     return TransportChoice(root).all_reduce_of(replicas)
@@ -56,24 +54,6 @@ def test_sums_in_rank_order(ctx, dtype):
             time.sleep(sleeps.random() * 3e-3)
         all_reduce(values, average)
         same(values, twin(ctx.world, call, numel, dtype, average))
-
-
-@distributed(world_sizes=(2,))
-def test_ranks_that_disagree_are_told(ctx):
-    all_reduce = all_reduce_of()
-    with pytest.raises(RuntimeError, match="disagree about .*replicas"):
-        all_reduce(torch.ones(3 + ctx.rank), False)
-    with pytest.raises(RuntimeError, match="floating-point values on the CPU"):
-        all_reduce(torch.ones(3, dtype=torch.int64), False)
-
-
-@distributed(world_sizes=(2,))
-def test_a_replica_that_does_not_come_is_named(ctx):
-    all_reduce = all_reduce_of(timeout_s=1.0)
-    if ctx.rank == 0:
-        with pytest.raises(RuntimeError, match=r"waited 1\.\d s for rank 1"):
-            all_reduce(torch.ones(3), False)
-    dist.barrier()
 
 
 def counted_all_reduces(calls: list):
