@@ -1,11 +1,14 @@
 """Saving in the background: what is written is the moment of the call, training is not disturbed, errors arrive."""
 
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 import torch.distributed as dist
 
+import fsdp2x
 from checkpoints import FORMS, Training, full_disk, shared_folder
 from harness import distributed
 
@@ -146,3 +149,31 @@ def test_the_model_of_a_finished_writer_can_go(ctx):
         gc.collect()
         assert gone() is None
         assert not [t for t in threading.enumerate() if t.name.startswith("fsdp2x-")]
+
+
+LAST_LINE = """
+import os, sys, torch, fsdp2x
+store = f"file://{sys.argv[1]}/store"
+torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+model = fsdp2x.fully_shard(torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(20)]))
+def refuse(*_):
+    raise OSError(28, "no space left")
+if sys.argv[2] == "fails":
+    os.fsync = refuse
+fsdp2x.checkpoint.save(sys.argv[1], model, step=1, async_save=True)
+"""
+
+
+@pytest.mark.parametrize("ends", ["well", "fails"])
+def test_a_save_that_runs_at_the_end_of_the_program(tmp_path, ends):
+    """The process waits for it. If it fails, its error has nowhere to be raised, so the exit code tells."""
+    done = subprocess.run(
+        [sys.executable, "-c", LAST_LINE, str(tmp_path), ends], capture_output=True, text=True, timeout=120
+    )
+    if ends == "well":
+        assert done.returncode == 0, done.stderr
+        assert fsdp2x.checkpoint.resolve(tmp_path).name == "step-000001"
+    else:
+        assert done.returncode == 1
+        assert "no space left" in done.stderr and "Its checkpoint does not exist" in done.stderr
+        assert not (tmp_path / "step-000001").exists()

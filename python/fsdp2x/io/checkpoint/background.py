@@ -3,6 +3,7 @@
     save(async_save=True)   copy shards -> staging; start the thread           this time is measured as the stall
     thread                  write, fsync, checksum, agree with all ranks, publish, retain
     next save, or wait()    join the thread; its error is raised there
+    end of the process      join the thread; an error that was not raised becomes the exit code
 
 The thread never uses the training's process groups: ranks agree over a separate gloo group. Every wait of that group
 has a timeout, and a rank that dies closes its connections, so the thread always ends.
@@ -10,7 +11,10 @@ has a timeout, and a rank that dies closes its connections, so the thread always
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import sys
 import threading
 import time
 import weakref
@@ -112,6 +116,7 @@ class Saver:
             self._thread = None
         error, self._error = self._error, None
         if error is not None:
+            _lost.pop(id(self), None)
             if isinstance(error, CheckpointError):
                 raise CheckpointError(f"the previous asynchronous save failed: {error}") from None
             raise RuntimeError(f"the previous asynchronous save failed: {error}") from error
@@ -141,6 +146,7 @@ class Saver:
                 saved.seconds = time.perf_counter() - begun
             except BaseException as error:
                 self._error = error
+                _lost[id(self)] = os.getpid()
                 logger.error("asynchronous save of %s failed: %s", saved.path, error)
             finally:
                 _writing.discard(self)
@@ -183,5 +189,20 @@ class Staging:
         return self._views
 
 
+def _end_with_an_error() -> None:
+    """Ends the process with exit code 1 if the error of a save was never raised. An exception would not change it.
+
+    Python has joined the threads that write, since they are no daemons.
+    """
+    if os.getpid() in _lost.values():
+        print("fsdp2x: an asynchronous save failed, see above. Its checkpoint does not exist.", file=sys.stderr)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+atexit.register(_end_with_an_error)
+_lost: dict[int, int] = {}  # savers whose error was not raised, by id; the process in which they failed
 _savers: weakref.WeakKeyDictionary[torch.nn.Module, Saver] = weakref.WeakKeyDictionary()
 _writing: set[Saver] = set()

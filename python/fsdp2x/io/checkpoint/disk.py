@@ -12,8 +12,10 @@ import errno
 import fcntl
 import mmap
 import os
+import queue
+import threading
 import zlib
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import lru_cache
 from pathlib import Path
 
@@ -58,7 +60,10 @@ class Sink:
             self._file = os.open(path, flags, 0o666)
         self._blocks = [page_aligned(BLOCK_BYTES) for _ in range(2)]
         self._filled = 0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fsdp2x-disk")
+        # No executor of concurrent.futures, which takes no work once the main thread has ended.
+        self._tasks: queue.SimpleQueue[tuple[Future, torch.Tensor, int, int] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write_all, name="fsdp2x-disk", daemon=True)
+        self._thread.start()
         self._writing: Future | None = None
 
     def put(self, content: bytes) -> None:
@@ -95,14 +100,16 @@ class Sink:
 
     def abandon(self) -> None:
         """Closes the file as it is, after an error."""
-        self._thread.shutdown(wait=True)
+        self._tasks.put(None)
+        self._thread.join()
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
     def _turn(self) -> None:
         self._wait()
-        self._writing = self._thread.submit(self._write, self._blocks[0], self._filled, self.num_bytes - self._filled)
+        self._writing = Future()
+        self._tasks.put((self._writing, self._blocks[0], self._filled, self.num_bytes - self._filled))
         self._blocks.reverse()
         self._filled = 0
 
@@ -110,6 +117,15 @@ class Sink:
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
+
+    def _write_all(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            future, block, num_bytes, offset = task
+            try:
+                self._write(block, num_bytes, offset)
+                future.set_result(None)
+            except BaseException as error:
+                future.set_exception(error)
 
     def _write(self, block: torch.Tensor, num_bytes: int, offset: int) -> None:
         """Writes the first `num_bytes` of a page-aligned block. With O_DIRECT it fills the last page."""
