@@ -152,7 +152,7 @@ class GroupInfo:
         timeout = torch_private.group_timeout(self.group, cpu)
         made = dist.new_group(self.ranks, timeout, "gloo", use_local_synchronization=True, group_desc="fsdp2x")
         assert isinstance(made, dist.ProcessGroup), "every caller is a member"
-        weakref.finalize(self.group, _destroy, made, os.getpid()).atexit = False
+        weakref.finalize(self.group, _destroy, made, os.getpid()).atexit = False  # type: ignore[missing-attribute]
         return made
 
     def require_same_units(self, caller: str = "fully_shard") -> None:
