@@ -194,7 +194,7 @@ print(f"<{accelerator.num_processes} {type(model).__name__} {accelerator.device.
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="accelerate takes the accelerator")
-@pytest.mark.parametrize("use_cpu", [True, False])
+@pytest.mark.parametrize("use_cpu", [pytest.param(True, marks=pytest.mark.full), False])
 def test_the_file_of_accelerate_config_shards_on_cpus(tmp_path, use_cpu):
     """As `accelerate config` writes it, where accelerate itself lets every rank train alone."""
     config = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "use_cpu": use_cpu,

@@ -34,7 +34,9 @@ def train(folder, method, *words, nproc=2):
     return run(folder, "-m", "fsdp2x", "trl", method, "--config", f"{method}.yaml", "--nproc", nproc, *words)
 
 
-@pytest.mark.parametrize("method", list(CONFIGS))
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=pytest.mark.full if name == "dpo" else ()) for name in CONFIGS]
+)
 def test_trains_as_on_fsdp2(folder, method):
     said = train(folder, method)
     assert said.count("fsdp2x: FSDPQwen3ForCausalLM on 2 rank(s), 4 units, transport shm") == 1

@@ -30,6 +30,7 @@ def test_the_reward_rises():
     assert len(apart) == 3 and max(apart) < 1e-4
 
 
+@pytest.mark.full
 def test_the_engine_samples_during_updates():
     said, _ = run("grpo_async.py", f"--steps={STEPS}")
     first, last = numbers(r"mean reward: (\S+) at first, (\S+) at last", said)

@@ -277,7 +277,9 @@ def push_through(ctx, over, fault, found):
 
 
 @pytest.mark.parametrize("over", CARRIERS)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=pytest.mark.full if fault in ("late", "leaves") else ()) for fault in FAULTS]
+)
 def test_an_engine_in_every_phase(fault, over):
     """One of two engines. The other one is torn as well, and no answer is mistaken for that of another request."""
     with engines(over, 2, len(PLACES) * (fault == "dies")) as found:

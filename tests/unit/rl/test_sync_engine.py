@@ -238,6 +238,7 @@ def test_junk_on_a_socket_ends_no_engine():
         assert torch.equal(held["w1"], VALUES["w1"])
 
 
+@pytest.mark.full
 def test_junk_in_a_group_ends_no_engine():
     """At the store's port, in its keys, and as requests. The next push arrives."""
     with Served(new_address("group"), Store()) as engine, contextlib.ExitStack() as stack:
