@@ -159,6 +159,5 @@ class ForkedPopen(subprocess.Popen):
             finally:
                 os._exit(1)
         self._child_created = True
-        for fd in (p2cread, c2pwrite, errwrite):
-            if fd not in (-1, getattr(self, "_devnull", None)):
-                os.close(fd)
+        # Files that the caller passed stay open, because it closes them itself.
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
