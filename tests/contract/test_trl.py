@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from harness import dist_run, programs
-from trl_runs import CONFIGS, logged, write_chat_model, write_folder
+from trl_runs import CONFIGS, logged, write_folder
 
 pytest.importorskip("trl")
 STOCK = Path(__file__).parents[1] / "support" / "stock_trl.py"
@@ -14,14 +14,7 @@ TIMEOUT_S = 200
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trl")
-    write_folder(folder)
-    dist_run(write_model, 1, str(folder), fresh=False)
-    return folder
-
-
-def write_model(ctx, folder):
-    write_chat_model(Path(folder) / "model")
+    return write_folder(tmp_path_factory.mktemp("trl"))
 
 
 def run(folder, *words):

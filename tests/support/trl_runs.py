@@ -6,6 +6,7 @@ from pathlib import Path
 import yaml
 
 from chats import MARKED, chat_tokenizer, some_rows, write_rows
+from harness import dist_run
 from training import MODEL
 
 COMMON = {
@@ -56,8 +57,8 @@ def die(completions, **columns):
 """
 
 
-def write_folder(folder: Path) -> None:
-    """Writes everything but the model, which needs torch."""
+def write_folder(folder: Path) -> Path:
+    """Writes everything, the model in a rank, and returns ``folder``."""
     write_rows(folder / "rows" / "train.jsonl", some_rows(60))
     pairs = [{"prompt": f"{i} and?", "chosen": f" yes {i}", "rejected": f" no {7 * i}"} for i in range(40)]
     write_rows(folder / "pairs" / "train.jsonl", pairs)
@@ -65,9 +66,11 @@ def write_folder(folder: Path) -> None:
     (folder / "reward.py").write_text(REWARDS)
     for method, config in CONFIGS.items():
         (folder / f"{method}.yaml").write_text(yaml.safe_dump({**COMMON, "output_dir": f"{method}-out", **config}))
+    dist_run(_write_model, 1, str(folder / "model"), fresh=False)
+    return folder
 
 
-def write_chat_model(folder: Path) -> None:
+def _write_model(ctx, folder: str) -> None:
     import torch
     import transformers
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from chats import some_rows, write_rows
-from harness import dist_run, programs
-from trl_runs import write_chat_model, write_folder
+from harness import programs
+from trl_runs import write_folder
 
 pytest.importorskip("trl")
 TIMEOUT_S = 200
@@ -30,14 +30,7 @@ for words in json.loads(sys.argv[1]):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trl")
-    write_folder(folder)
-    dist_run(write_model, 1, str(folder), fresh=False)
-    return folder
-
-
-def write_model(ctx, folder):
-    write_chat_model(Path(folder) / "model")
+    return write_folder(tmp_path_factory.mktemp("trl"))
 
 
 def test_mistakes_are_one_sentence(folder):
