@@ -130,10 +130,10 @@ def sent_bytes():
         return tensor.numel() - tensor.numel() // size
 
     def counting(real, elements):
-        def call(output, tensor, group):
+        def call(output, tensor, *splits, group):
             count = elements(output, tensor, dist.get_world_size(group), dist.get_rank(group))
             sent.append(tensor.element_size() * count)
-            return real(output, tensor, group=group)
+            return real(output, tensor, *splits, group=group)
 
         return call
 

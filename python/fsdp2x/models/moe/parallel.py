@@ -24,14 +24,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2x.base.arguments import checked
 from fsdp2x.lifecycle.api import fully_shard
+from fsdp2x.models.all_to_all import all_to_all
 from fsdp2x.models.moe.units import PARALLEL_STATE, ExpertGroup, experts_of, touch
 from fsdp2x.sharding.wrap import unsharded_class
-
-
-def _exchange(rows: torch.Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    out = rows.new_empty(sum(receives), rows.shape[1])
-    dist.all_to_all_single(out.view(torch.uint8), rows.contiguous().view(torch.uint8), receives, sends, group=group)
-    return out
 
 
 @checked
@@ -216,24 +211,11 @@ def dispatch(
     dist.all_to_all_single(received, counts, group=group)
     # One copy to the CPU for both directions.
     sends, receives = torch.stack([counts.sum(1), received.sum(1)]).tolist()
-    rows = _AllToAll.apply(hidden[order // top_k], sends, receives, group)
+    rows = all_to_all(hidden[order // top_k], group, sends, receives)
     local = torch.arange(num_experts // world, device=hidden.device).repeat(world)
     out = experts(rows, torch.repeat_interleave(local, received.reshape(-1)))
-    back = _AllToAll.apply(out, receives, sends, group)
+    back = all_to_all(out, group, receives, sends)
     places = torch.empty_like(order)
     places[order] = torch.arange(order.numel(), device=order.device)
     weighted = back[places].view(num_tokens, top_k, back.shape[1]) * weights.unsqueeze(-1)
     return weighted.sum(1).to(hidden.dtype)
-
-
-class _AllToAll(torch.autograd.Function):
-    """Maps rows (sum of sends, H) to (sum of receives, H). Gradients go the opposite way."""
-
-    @staticmethod
-    def forward(ctx, rows, sends, receives, group):
-        ctx.way_back = receives, sends, group
-        return _exchange(rows, sends, receives, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _exchange(grad, *ctx.way_back), None, None, None

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from fsdp2x.models.all_to_all import all_to_all
 from fsdp2x.models.sequence.layout import Peers, SequenceLayout
 from fsdp2x.models.sequence.varlen import Rules, attend
 
@@ -141,27 +142,11 @@ def _chunks(everyone: torch.Tensor) -> list[tuple[torch.Tensor, slice]]:
     return found
 
 
-class _AllToAll(torch.autograd.Function):
-    """Sends part ``r`` of [ranks, ...] to rank ``r``, and returns the parts that the ranks sent to this one."""
-
-    @staticmethod
-    def forward(ctx, parts: torch.Tensor, group: dist.ProcessGroup):
-        ctx.group = group
-        parts = parts.contiguous()
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        return _AllToAll.apply(grad, ctx.group), None
-
-
 def _to_heads(tensors: Sequence[torch.Tensor], peers: Peers) -> list[torch.Tensor]:
     """Tensors [rows, all heads, part, dim] -> the same of this rank's heads and all positions."""
     # [rows, ranks * heads, part, dim] -> [ranks, rows, part, heads * dim]
     by_rank = [x.unflatten(1, (peers.size, -1)).permute(1, 0, 3, 2, 4).flatten(3) for x in tensors]
-    received = _AllToAll.apply(torch.cat(by_rank, dim=-1), peers.group)
+    received = all_to_all(torch.cat(by_rank, dim=-1), peers.group)
     rows = received.transpose(0, 1).flatten(1, 2)
     parts = rows.split([x.shape[-1] for x in by_rank], dim=-1)
     return [part.unflatten(-1, (-1, x.shape[-1])).transpose(1, 2) for part, x in zip(parts, tensors, strict=True)]
@@ -169,5 +154,5 @@ def _to_heads(tensors: Sequence[torch.Tensor], peers: Peers) -> list[torch.Tenso
 
 def _to_positions(attended: torch.Tensor, peers: Peers) -> torch.Tensor:
     """[rows, all positions, this rank's heads, dim] -> [rows, part, all heads, dim]."""
-    received = _AllToAll.apply(attended.unflatten(1, (peers.size, -1)).transpose(0, 1), peers.group)
+    received = all_to_all(attended.unflatten(1, (peers.size, -1)).transpose(0, 1), peers.group)
     return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
