@@ -54,6 +54,9 @@ class AdamW(EngineStep, torch.optim.AdamW):
         max_grad_norm: largest 2-norm of all gradients together. The step then clips like ``fsdp2x.clip_grad_norm_`` and
             is collective. It leaves gradients unchanged, and sets ``grad_norm``, the norm before clipping. None
             (default): no clipping.
+        error_if_nonfinite: whether ``step`` raises RuntimeError on every rank, before it changes anything, if the norm
+            is infinite or NaN. Needs ``max_grad_norm``, and makes the host wait for the norm. False (default):
+            ``grad_norm`` tells, without a wait, after a step that made parameters NaN.
 
     Raises:
         NotImplementedError: ``capturable`` or ``differentiable`` is set, or in ``step``, ``stochastic_rounding`` meets
@@ -65,7 +68,7 @@ class AdamW(EngineStep, torch.optim.AdamW):
 
     keeps_host_state = True  # supports parameters whose state stays in CPU memory
     _name = "AdamW"
-    _kept = ("moments_dtype", "stochastic_rounding", "seed", "max_grad_norm")
+    _kept = ("moments_dtype", "stochastic_rounding", "seed", *EngineStep._kept)
 
     @checked
     def __init__(
@@ -86,8 +89,10 @@ class AdamW(EngineStep, torch.optim.AdamW):
         stochastic_rounding: bool = False,
         seed: int = 0,
         max_grad_norm: float | None = None,
+        error_if_nonfinite: bool = False,
     ) -> None:
-        self._prepare({"capturable": capturable, "differentiable": differentiable}, max_grad_norm)
+        unsupported = {"capturable": capturable, "differentiable": differentiable}
+        self._prepare(unsupported, max_grad_norm, error_if_nonfinite)
         if moments_dtype not in (None, torch.float32, torch.bfloat16, INT8):
             raise ValueError(
                 "fsdp2x.optim.AdamW: moments_dtype must be None, torch.float32, torch.bfloat16 or 'int8', got "

@@ -116,7 +116,7 @@ def _require_finite(caller: str, norm: Tensor, norm_type: float) -> None:
     if not torch.isfinite(norm):
         raise RuntimeError(
             f"fsdp2x.{caller}: the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot "
-            "be clipped. Pass error_if_nonfinite=False to scale them anyway."
+            "be clipped, and nothing was changed. Pass error_if_nonfinite=False to use them anyway."
         )
 
 
@@ -127,10 +127,17 @@ def _root(total: Tensor, norm_type: float) -> Tensor:
     return total.sqrt() if norm_type == 2.0 else total.pow(1.0 / norm_type)
 
 
-def check_max_grad_norm(name: str, value: float | None) -> None:
-    """Raises ValueError for a largest norm that is not positive."""
-    if value is not None and not value > 0:
-        raise ValueError(f"fsdp2x.optim.{name}: max_grad_norm must be None, a positive number or inf, got {value}")
+def check_clipping(name: str, max_grad_norm: float | None, error_if_nonfinite: bool) -> None:
+    """Raises ValueError for a largest norm that is not positive, or a test of a norm that is not measured."""
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(
+            f"fsdp2x.optim.{name}: max_grad_norm must be None, a positive number or inf, got {max_grad_norm}"
+        )
+    if error_if_nonfinite and max_grad_norm is None:
+        raise ValueError(
+            f"fsdp2x.optim.{name}: error_if_nonfinite needs max_grad_norm, without which the step measures no norm. "
+            "Pass max_grad_norm=math.inf to measure the norm without clipping."
+        )
 
 
 def measure_in_step(name: str, optimizer: Any) -> Tensor | None:
@@ -142,6 +149,8 @@ def measure_in_step(name: str, optimizer: Any) -> Tensor | None:
         return None
     params = [param for group in optimizer.param_groups for param in group["params"]]
     _, optimizer.grad_norm, factor = _measure(f"optim.{name}", params, float(optimizer.max_grad_norm), 2.0)
+    if optimizer.error_if_nonfinite:
+        _require_finite(f"optim.{name}", optimizer.grad_norm, 2.0)
     return factor
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsdp2x.base.native import _C
 from fsdp2x.base.optimizer_hooks import refuse_stale
-from fsdp2x.optim.clip import check_max_grad_norm, measure_in_step
+from fsdp2x.optim.clip import check_clipping, measure_in_step
 from fsdp2x.optim.local import loss_of
 from fsdp2x.optim.moments import widened, widened_states
 
@@ -22,13 +22,13 @@ class EngineStep(torch.optim.Optimizer):
 
     refuses_stale_params = True
     _name: str
-    _kept: tuple[str, ...] = ("max_grad_norm",)  # attributes that a pickle contains
+    _kept: tuple[str, ...] = ("max_grad_norm", "error_if_nonfinite")  # attributes that a pickle contains
 
-    def _prepare(self, settings: dict[str, Any], max_grad_norm: float | None) -> None:
+    def _prepare(self, settings: dict[str, Any], max_grad_norm: float | None, error_if_nonfinite: bool) -> None:
         """Runs before torch's constructor, which adds parameter groups."""
         self._refuse_unsupported(settings)
-        check_max_grad_norm(self._name, max_grad_norm)
-        self.max_grad_norm, self.grad_norm = max_grad_norm, None
+        check_clipping(self._name, max_grad_norm, error_if_nonfinite)
+        self.max_grad_norm, self.error_if_nonfinite, self.grad_norm = max_grad_norm, error_if_nonfinite, None
         self._begin_afresh()
 
     def _begin_afresh(self) -> None:
@@ -71,6 +71,7 @@ class EngineStep(torch.optim.Optimizer):
             self._refuse_unsupported(group)
         super().__setstate__(state)
         self.__dict__.setdefault("grad_norm", None)
+        self.__dict__.setdefault("error_if_nonfinite", False)
         self._begin_afresh()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -181,7 +181,7 @@ class Muon(EngineStep):
             this takes fewer operations (Zhang, Amsel, Chen, and Dao, "Gram Newton-Schulz", 2026).
         ns_dtype: dtype of the iterations and of communication. ``torch.bfloat16`` as in torch, or ``torch.float32``.
             float32 is much faster on CPUs that emulate bfloat16 (those without AVX-512 BF16 or AMX).
-        max_grad_norm: clips as in ``fsdp2x.optim.AdamW``, over all groups.
+        max_grad_norm, error_if_nonfinite: as in ``fsdp2x.optim.AdamW``, over all groups.
         moments_dtype, stochastic_rounding, seed: settings of groups without ``use_muon``, as in
             ``fsdp2x.optim.AdamW``. Momentum has the dtype of its gradient.
 
@@ -212,12 +212,13 @@ class Muon(EngineStep):
         ns_method: str = "standard",
         ns_dtype: torch.dtype = torch.bfloat16,
         max_grad_norm: float | None = None,
+        error_if_nonfinite: bool = False,
         moments_dtype: torch.dtype | str | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
         self.moments_dtype, self.stochastic_rounding, self.seed = moments_dtype, stochastic_rounding, seed
-        self._prepare({}, max_grad_norm)
+        self._prepare({}, max_grad_norm, error_if_nonfinite)
         if ns_dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"fsdp2x.optim.Muon: ns_dtype must be torch.bfloat16 or torch.float32, got {ns_dtype}")
         self.ns_dtype = ns_dtype
@@ -238,7 +239,7 @@ class Muon(EngineStep):
             },
         )
 
-    _kept = ("ns_dtype", "max_grad_norm", "moments_dtype", "stochastic_rounding", "seed")
+    _kept = ("ns_dtype", "moments_dtype", "stochastic_rounding", "seed", *EngineStep._kept)
 
     def _begin_afresh(self) -> None:
         super()._begin_afresh()

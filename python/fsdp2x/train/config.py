@@ -183,6 +183,9 @@ class OptimizerConfig(Section):
     adamw_lr: float | None = setting(None, "with muon, peak learning rate of AdamW's parameters; unset: lr", POSITIVE)
     betas: tuple[float, float] = setting((0.9, 0.95), "decay rates of AdamW's two moments", RATES)
     eps: float = setting(1e-8, "AdamW's epsilon", POSITIVE)
+    implementation: Literal["fsdp2x", "foreach", "fused", "for_loop"] = setting(
+        "fsdp2x", "of adamw: the engine's step, or a way of torch.optim.AdamW over local shards"
+    )
     weight_decay: float = setting(
         0.1, "decay of parameters with two or more dims; norms and biases get none", NOT_NEGATIVE
     )
@@ -214,6 +217,10 @@ class OptimizerConfig(Section):
     def check(self) -> None:
         name, coded = self.name, self.moments_dtype is not None
         unrounded = "false, since optimizer.moments_dtype is null and nothing is rounded"
+        ours = self.implementation == "fsdp2x"
+        self.require("implementation", ours or name == "adamw", f"fsdp2x, since optimizer.name is {name}")
+        torchs = f"null, since optimizer.implementation={self.implementation} keeps torch's moments"
+        self.require("moments_dtype", ours or not coded, torchs)
         self.require("adamw_lr", self.adamw_lr is None or name == "muon", f"null, since optimizer.name is {name}")
         self.require("momentum", not self.momentum or name in ("sgd", "muon"), f"0, since optimizer.name is {name}")
         self.require("moments_dtype", not coded or name in ("adamw", "muon"), f"null, since optimizer.name is {name}")
@@ -331,6 +338,9 @@ class TrainSection(Section):
     eval_batch_size: int | None = setting(None, "blocks per rank in evaluation; unset: as in training", POSITIVE)
     global_eval_batch_size: int | None = setting(None, "the same over all ranks; must divide evenly", POSITIVE)
     clip: float | None = setting(1.0, "largest norm of the full gradient; null: no clipping", POSITIVE)
+    on_nonfinite: Literal["end", "skip"] = setting(
+        "end", "a loss or gradient that is not finite: end the run and save nothing, or skip the step with a warning"
+    )
     seed: int = setting(0, "seed of the weights, of the data order and of each rank's generators")
     eval_every: int = setting(0, "steps between evaluations on held-out text, also at the end; 0: never", NOT_NEGATIVE)
     eval_blocks: int | None = setting(None, "most held-out blocks of an evaluation; unset: all", POSITIVE)
@@ -400,8 +410,9 @@ class TrainConfig:
         optimizer, parallel = self.optimizer, self.parallel
         parallel.require(
             "offload",
-            parallel.offload != "optimizer" or may_be_on_host(optimizer.planned_name),
-            "gradients, all or none with this optimizer: AdamW alone keeps its state there",
+            parallel.offload != "optimizer"
+            or (may_be_on_host(optimizer.planned_name) and optimizer.implementation == "fsdp2x"),
+            "gradients, all or none with this optimizer: AdamW of implementation fsdp2x alone keeps its state there",
         )
         parallel.require(
             "offload",

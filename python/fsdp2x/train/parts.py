@@ -7,6 +7,7 @@ so that a mistake on one host ends every rank.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -128,7 +129,8 @@ class Steps:
         if config.train.mode == "train":
             model.module.train()
             ns_dtype = resolve_ns_dtype(config.optimizer, inputs.world.device)
-            optimizer = make_optimizer(model.module, config.optimizer, model.decays, config.train.clip, ns_dtype)
+            clip = math.inf if config.train.clip is None else config.train.clip
+            optimizer = make_optimizer(model.module, config.optimizer, model.decays, clip, ns_dtype)
             schedule = Schedule(optimizer, config.schedule, config.optimizer.lr, num_steps)
         stream = BlockStream(
             inputs.blocks,

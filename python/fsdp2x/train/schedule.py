@@ -80,7 +80,7 @@ def make_shape(config: ScheduleConfig, peak_lr: float, num_steps: int) -> Schedu
 class Schedule:
     """Sets `lr` of every parameter group, in the proportions that the groups have now.
 
-    `step` is the number of optimizer steps already taken or skipped.
+    `step` is the number of optimizer steps already taken, which the caller counts.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: ScheduleConfig, peak_lr: float, num_steps: int):
@@ -90,10 +90,9 @@ class Schedule:
         self.shape = make_shape(config, peak_lr, num_steps)
         self.step = 0
 
-    def advance(self) -> float:
+    def set_rate(self) -> float:
         """Returns the rate of the next step, and sets it. Call it before `optimizer.step()`."""
-        self.step += 1
-        lr = self.peak_lr * lr_factor(self.step, self.shape)
+        lr = self.peak_lr * lr_factor(self.step + 1, self.shape)
         for group, part in zip(self.optimizer.param_groups, self._parts, strict=True):
             group["lr"] = lr * part
         return lr
@@ -117,13 +116,13 @@ def make_optimizer(
     model: torch.nn.Module,
     config: OptimizerConfig,
     decays: dict[str, bool],
-    max_grad_norm: float | None = None,
+    max_grad_norm: float = math.inf,
     ns_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.optim.Optimizer:
     """Makes an optimizer over the trainable parameters in two groups.
 
-    AdamW and Muon clip in their steps if there is a largest norm; SGD does not. Muon has its matrices in groups, by
-    their blocks, before those two, which are AdamW's.
+    AdamW and Muon clip in their steps, and raise for a norm that is not finite; torch's optimizers do not. Muon has its
+    matrices in groups, by their blocks, before those two, which are AdamW's.
     """
     named = optim.muon_param_groups(model, split=config.muon_split) if config.name == "muon" else []
     matrices = [{**group, "params": [p for _, p in group["params"]]} for group in named if group["use_muon"]]
@@ -142,7 +141,11 @@ def make_optimizer(
     if config.name == "sgd":
         sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum or 0.0)
         return optim.local_optimizer(sgd)
-    options: dict[str, Any] = {"max_grad_norm": max_grad_norm}
+    if config.name == "adamw" and config.implementation != "fsdp2x":
+        choice = {"foreach": config.implementation == "foreach", "fused": config.implementation == "fused"}
+        adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, **choice)
+        return optim.local_optimizer(adamw)
+    options: dict[str, Any] = {"max_grad_norm": max_grad_norm, "error_if_nonfinite": True}
     if config.moments_dtype is not None:
         options["moments_dtype"] = getattr(torch, config.moments_dtype) if config.moments_dtype != "int8" else "int8"
         options["stochastic_rounding"] = config.stochastic_rounding

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import signal
 import time
 from collections.abc import Sequence
@@ -17,9 +18,18 @@ import torch
 import torch.distributed as dist
 
 from fsdp2x import checkpoint
-from fsdp2x.api import ADAPTER_FOLDER, Saver, accumulate, has_adapters, save_adapter, save_adapter_config, seed_all
+from fsdp2x.api import (
+    ADAPTER_FOLDER,
+    Saver,
+    accumulate,
+    has_adapters,
+    local_tensor,
+    save_adapter,
+    save_adapter_config,
+    seed_all,
+)
 from fsdp2x.base.arguments import checked
-from fsdp2x.base.failures import CheckpointError, run_on_all_ranks
+from fsdp2x.base.failures import CheckpointError, exchange, run_on_all_ranks
 from fsdp2x.optim import clip_grad_norm_
 from fsdp2x.train.config import TrainConfig, TrainingError
 from fsdp2x.train.distributed import (
@@ -138,7 +148,7 @@ class Trainer:
 
         Raises:
             Interrupted: a rank got SIGINT or SIGTERM. The running step was finished and saved.
-            TrainingError: the loss is not a number.
+            TrainingError: a loss or gradient is not finite. Nothing is saved.
         """
         if not self._trains:
             self._report_evaluation()
@@ -199,7 +209,8 @@ class Trainer:
             epoch=self.stream.epoch,
             epochs=round(position / len(self.blocks.train), 4),
             **progress,
-            **({"scale": self.scaler.scale, "skipped": self.skipped} if self.scaler else {}),
+            skipped=self.skipped,
+            **({"scale": self.scaler.scale} if self.scaler else {}),
         )
 
     @functools.cached_property
@@ -234,12 +245,18 @@ class Trainer:
     def train_step(self) -> tuple[float, float | None, float]:
         """Runs one optimizer step. Returns the loss (mean over ranks and micro-batches), gradient norm, and rate.
 
-        With a scaled loss, a step whose gradients overflow on any rank changes no parameter. `skipped` is then True and
-        the norm None.
+        `skipped` tells whether the step changed nothing: no parameter, no moment, and not the rate. The norm is then
+        None. It is so if no rank has a label, if gradients of a scaled loss overflow on any rank, and, with
+        `train.on_nonfinite=skip`, if the loss or a gradient is not finite.
+
+        Raises:
+            TrainingError: on every rank, before anything changed, if the loss or a gradient is not finite.
         """
         config, optimizer, schedule = self.config, self.optimizer, self.schedule
         assert optimizer is not None and schedule is not None, "a run that only evaluates takes no steps"
         shares, self.num_tokens = self.steps.feed.step()
+        if self.num_tokens == 0:
+            shares = []
         loss_sum = torch.zeros((), device=self.world.device, dtype=torch.float64)
         scale = self.scaler.scale if self.scaler else 1.0
         for index, share in enumerate(shares):
@@ -249,39 +266,71 @@ class Trainer:
                 (loss * scale).backward()
             loss_sum += loss.detach()
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.skipped = self.scaler is not None and not self.scaler.unscale(parameters)
-        lr = schedule.advance()
-        grad_norm = None if self.skipped else self._update(optimizer, parameters)
-        optimizer.zero_grad(set_to_none=True)
+        mean, lr, grad_norm = self._mean_loss(float(loss_sum)), schedule.set_rate(), None
         self.step += 1
-        if self.scaler is not None:
-            self.scaler.update(not self.skipped)
-        mean = self._end_step(float(loss_sum))
-        return mean, grad_norm, lr
+        if self.num_tokens == 0:
+            self.skipped, mean = True, math.nan
+            self._warn("no rank has a label")
+        elif self.scaler is not None and not self.scaler.unscale(parameters):
+            self.skipped = True
+            self.scaler.update(False)
+        else:
+            grad_norm = self._update(optimizer, parameters) if math.isfinite(mean) else None
+            self.skipped = grad_norm is None or not math.isfinite(grad_norm)
+            if self.skipped:
+                self._report_nonfinite(mean, grad_norm)
+            elif self.scaler is not None:
+                self.scaler.update(True)
+        if not self.skipped:
+            schedule.step += 1
+        optimizer.zero_grad(set_to_none=True)
+        return mean, None if self.skipped else grad_norm, lr
 
-    def _end_step(self, loss: float) -> float:
-        """Returns the mean loss over ranks, and shares whether one was interrupted. Collective.
-
-        Raises:
-            TrainingError: on every rank if the mean is not a number and the step was not skipped.
-        """
+    def _mean_loss(self, loss: float) -> float:
+        """Returns the mean loss over ranks, and shares whether one was interrupted. Collective."""
         sums = [loss, 1.0, float(self._is_interrupted)]
         total, ranks, num_interrupted = sums_over_ranks(sums, self.world.device)
-        mean, self._stops = total / ranks, num_interrupted > 0
-        if mean != mean and not self.skipped:
-            raise TrainingError(f"the loss of step {self.step} is not a number. Lower optimizer.lr or set train.clip.")
-        return mean
+        self._stops = num_interrupted > 0
+        return total / ranks
 
-    def _update(self, optimizer: Any, parameters: list[torch.nn.Parameter]) -> float | None:
-        """Steps with clipped gradients. Returns their norm before, if they are clipped."""
-        clip, norm = self.config.train.clip, None
-        clips_itself = getattr(optimizer, "max_grad_norm", None) is not None
-        if clip is not None and not clips_itself:
-            norm = clip_grad_norm_(parameters, clip)
-        optimizer.step()
-        if clips_itself:
-            norm = optimizer.grad_norm
-        return None if norm is None else float(norm)
+    def _update(self, optimizer: Any, parameters: list[torch.nn.Parameter]) -> float:
+        """Steps with clipped gradients if their norm is finite. Returns the norm before."""
+        if hasattr(optimizer, "grad_norm"):
+            try:
+                optimizer.step()
+            except RuntimeError:  # also for a norm that is not finite, which is reported with names
+                if optimizer.grad_norm is None or math.isfinite(optimizer.grad_norm):
+                    raise
+            return float(optimizer.grad_norm)
+        norm = float(clip_grad_norm_(parameters, self.config.train.clip or math.inf))
+        if math.isfinite(norm):
+            optimizer.step()
+        return norm
+
+    def _report_nonfinite(self, loss: float, norm: float | None) -> None:
+        """Warns of a step that is skipped, or raises TrainingError. Collective."""
+        mine = [
+            (index, self.world.rank, name)
+            for index, (name, param) in enumerate(self.model.named_parameters())
+            if param.grad is not None and not torch.isfinite(local_tensor(param.grad)).all()
+        ]
+        found = sorted(entry for entries in exchange(mine) for entry in entries)
+        what = f"the loss is {loss}" if norm is None else f"the norm of the gradients is {norm}"
+        if found:
+            # Backward runs from the last to the first, so that the cause is near the last.
+            (_, rank, first), (_, last_rank, last) = found[0], found[-1]
+            what += f"; not finite are gradients from {first} (shard of rank {rank}) to {last} (rank {last_rank})"
+        if self.config.train.on_nonfinite == "skip":
+            self._warn(what)
+            return
+        raise TrainingError(
+            f"step {self.step}: {what}. No parameter was changed and nothing was saved. Lower optimizer.lr, set "
+            "train.clip, or skip such steps by train.on_nonfinite=skip."
+        )
+
+    def _warn(self, reason: str) -> None:
+        if self.world.is_main:
+            logger.warning("step %d is skipped: %s", self.step, reason)
 
     @torch.no_grad()
     def evaluate(self) -> float:

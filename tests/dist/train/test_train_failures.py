@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harness import dist_run, distributed
-from training import settings, shared_folder, weights, write_text
+from training import Said, settings, shared_folder, weights, write_text
 
 
 def make_trainer(config):
@@ -56,13 +56,85 @@ def test_a_rank_killed_while_training_is_named(tmp_path, moment):
     assert seconds < 30  # parallel.timeout_s
 
 
-@distributed
-def test_a_loss_that_is_not_a_number_ends_the_run(ctx):
+# ---- a step with a value that is not finite, or without labels, changes nothing
+
+OPTIMIZERS = [{}, {"implementation": "foreach"}, {"name": "sgd", "momentum": 0.9}, {"name": "muon"}]
+
+
+def poison(trainer, where, value, rank):
+    """Multiplies the loss, or the gradient of one block, by `value` in step 3, on one rank."""
+    module = trainer.model if where == "loss" else trainer.model.model.layers[1].mlp
+
+    def hook(module, args, output):
+        if trainer.step != 2 or trainer.world.rank != rank or not torch.is_grad_enabled():
+            return None
+        if where != "loss":
+            output.register_hook(lambda grad: grad * value)
+            return None
+        output.loss = output.loss * value
+        return output
+
+    module.register_forward_hook(hook)
+
+
+def state_of(trainer):
+    moments = [value for state in trainer.optimizer.state.values() for _, value in sorted(state.items())]
+    tensors = [*weights(trainer), *(value.to_local() if hasattr(value, "to_local") else value for value in moments)]
+    return [tensor.clone() for tensor in tensors], trainer.schedule.step
+
+
+def same(one, other):
+    return one[1] == other[1] and all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("where", "value"), [("loss", math.inf), ("loss", math.nan), ("block", math.nan)])
+def test_a_step_that_is_not_finite_changes_nothing(ctx, optimizer, where, value):
     with shared_folder(ctx) as folder:
-        config = settings(folder / "text", folder / "run", optimizer={"lr": 1e30}, train={"clip": None})
-        with pytest.raises(RuntimeError, match=r"loss of step \d is not a number"):
+        clip = None if value == math.inf else 1.0
+        for kind in ("end", "skip"):
+            config = settings(
+                folder / "text",
+                folder / kind,
+                optimizer=optimizer,
+                train={"clip": clip, "on_nonfinite": kind, "steps": 4},
+                checkpoint={"save_every": 1, "keep": 1},
+            )
             trainer = make_trainer(config)
-            trainer.run()
+            poison(trainer, where, value, rank=1)
+            trainer.train_step()
+            trainer.train_step()
+            trainer.save()
+            before = state_of(trainer)
+            if kind == "end":
+                match = r"step 3: the (loss|norm of the gradients) is (nan|inf); not finite .* \(shard of rank 0\) to"
+                with pytest.raises(RuntimeError, match=match):
+                    trainer.run()
+                assert same(state_of(trainer), before)
+                assert [path.name for path in (folder / kind / "checkpoints").glob("step-*")] == ["step-000002"]
+            else:
+                with Said() as said:
+                    assert trainer.train_step()[1] is None and trainer.skipped
+                assert len(said) == (ctx.rank == 0) and same(state_of(trainer), before)
+                assert trainer.train_step()[1] > 0 and not same(state_of(trainer), before)
+            trainer.close()
+
+
+@distributed(world_sizes=(2,))
+def test_a_step_without_labels_changes_nothing(ctx):
+    with shared_folder(ctx) as folder:
+        trainer = make_trainer(settings(folder / "text", folder / "run", data={"packing": True}))
+        trainer.train_step()
+        before, samples = state_of(trainer), trainer.stream.next_samples
+        # The first token of a sample has no label.
+        trainer.stream.next_samples = lambda: [{"input_ids": one["input_ids"][:1]} for one in samples()]
+        assert trainer.train_step()[1] is None and trainer.skipped and same(state_of(trainer), before)
+        trainer.stream.next_samples = lambda: [
+            one if ctx.rank else {"input_ids": one["input_ids"][:1]} for one in samples()
+        ]
+        assert trainer.train_step()[1] > 0 and not trainer.skipped and trainer.step == 3
+        trainer.close()
 
 
 @distributed
@@ -116,7 +188,7 @@ def test_an_overflow_on_one_rank_skips_on_all(ctx, parallel):
             loss, norm, lr = trainer.train_step()
             same = all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
             seen.append((trainer.skipped, same, norm is None, trainer.scaler.scale, math.isfinite(loss)))
-        assert trainer.schedule.step == 4 and lr > 0
+        assert trainer.schedule.step == 3 and lr > 0
         trainer.close()
     assert seen == [
         (False, False, False, 256.0, True),

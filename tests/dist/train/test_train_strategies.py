@@ -58,7 +58,8 @@ def unsharded_steps(trainer, config):
         loss.backward()
         grads = grads or {name: p.grad.clone() for name, p in model.named_parameters()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip)
-        numbers.append((loss.item(), norm.item(), schedule.advance()))
+        numbers.append((loss.item(), norm.item(), schedule.set_rate()))
+        schedule.step += 1
         optimizer.step()
         optimizer.zero_grad()
     return numbers, grads, dict(model.named_parameters())

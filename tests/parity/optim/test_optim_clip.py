@@ -432,6 +432,18 @@ def test_one_rank_alone_has_a_gradient_that_is_not_finite(ctx, arrangement):
         ours = fsdp2x.clip_grad_norm_(cut, 1.0, norm_type)
         same(numbers(ours), numbers(nn.utils.clip_grad_norm_(plain, 1.0, norm_type)).to(ours.dtype), what)
         assert_alike(cut, plain, what)
+        for step in (fsdp2x.optim.AdamW, fsdp2x.optim.Muon):
+            cut, _ = parameters(places, broken=broken, row=row)
+            cut = [param for param in cut if step is fsdp2x.optim.AdamW or param.ndim == 2]
+            whole = [torch.cat([numbers(param), numbers(param.grad)]) for param in cut if param.grad is not None]
+            if all(part.isfinite().all() for part in whole):
+                continue
+            optimizer = step(cut, max_grad_norm=1.0, error_if_nonfinite=True)
+            with pytest.raises(RuntimeError, match="nothing was changed"):
+                optimizer.step()
+            after = [torch.cat([numbers(param), numbers(param.grad)]) for param in cut if param.grad is not None]
+            same(after, whole, what)
+            assert not optimizer.state and not optimizer.grad_norm.isfinite()
         with fsdp2x.install():
             cut, plain = parameters(places, broken=broken, row=row)
             before = [numbers(param.grad) for param in cut]

@@ -124,7 +124,7 @@ def test_muon_has_matrices_and_adamw_the_rest():
     assert matrices["momentum"] == 0.95 and matrices["adjust_lr_fn"] == "match_rms_adamw"
     assert decaying["betas"] == (0.8, 0.9) and not decaying["use_muon"]
     schedule = Schedule(optimizer, ScheduleConfig(warmup_steps=4), 0.5, 20)
-    assert schedule.advance() == 0.5 / 4
+    assert schedule.set_rate() == 0.5 / 4
     assert [group["lr"] for group in optimizer.param_groups] == [0.5 / 4, 0.25 / 4, 0.25 / 4]
 
 

@@ -32,7 +32,9 @@ _CHUNK_TOKENS = 1024
 def count_label_tokens(
     next_labels: torch.Tensor | Iterable[torch.Tensor], *, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Counts label tokens of one optimizer step over all ranks: a float64 scalar, at least 1. Collective.
+    """Counts label tokens of one optimizer step over all ranks: a float64 scalar. Collective.
+
+    If it is zero, no rank has a label. Leave such a step out, because AdamW moves parameters whose gradient is zero.
 
     Args:
         next_labels: int64 labels of this rank, already shifted, -100 for none, of one micro-batch or an iterable of all
@@ -50,7 +52,7 @@ def count_label_tokens(
     count = torch.stack([(part != IGNORE).sum() for part in labels]).sum().to(torch.float64)
     if dist.is_initialized():
         dist.all_reduce(count, group=group)
-    return count.clamp(min=1.0)
+    return count
 
 
 @checked
@@ -85,6 +87,7 @@ def token_mean_loss(
     """
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
     total = -token_log_probs(logits, next_labels, temperature=temperature).sum()
+    num_tokens = num_tokens + (num_tokens == 0)  # zero times 1, not NaN, without labels
     return total * (ranks / num_tokens if isinstance(num_tokens, float | int) else (ranks / num_tokens).to(total))
 
 
