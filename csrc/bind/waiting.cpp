@@ -1,4 +1,4 @@
-// Binds the effect of torch's zero_grad on gradients that wait for a reduction.
+// Binds the effect of torch's zero_grad on gradients that wait for a reduction, and on the memory of the others.
 #include "bind/parts.hpp"
 
 #include <algorithm>
@@ -33,6 +33,15 @@ void visit_waiting(const std::vector<py::object>& params, const Visit& visit) {
   }
 }
 
+// Gives memory of gradients that are None now back to the allocator of the device.
+void release_gradients() {
+  const Gil gil = Gil::of_caller();
+  std::unordered_set<Root*> roots;
+  for (const auto& unit : Unit::live(gil)) {
+    if (unit->root && roots.insert(unit->root.get()).second) unit->root->release_gradients(gil);
+  }
+}
+
 }  // namespace
 
 void bind_waiting(py::module_& m) {
@@ -43,6 +52,7 @@ void bind_waiting(py::module_& m) {
           unit.root->waiting();
           WaitingGradients::clear(unit.root->schedule().reductions(), group, which, drops);
         });
+        release_gradients();
       },
       py::arg("params"), py::arg("drops"));
   m.def(
@@ -51,6 +61,7 @@ void bind_waiting(py::module_& m) {
         visit_waiting(params, [](Unit& unit, ParamGroup& group, const std::vector<bool>&) {
           unit.root->waiting().note_zeroed(group);
         });
+        release_gradients();
       },
       py::arg("params"));
 }

@@ -113,4 +113,18 @@ void Root::release_idle() {
   blocks().clear();
 }
 
+void Root::release_gradients(const Gil& gil) {
+  // An optimizer on another stream may still read the gradients.
+  if (schedule_.in_forward() || schedule_.in_backward() || settings_->post_optimizer_event) return;
+  bool has_released = false;
+  for (const auto& unit : units()) {
+    if (unit->backward_stream != current_stream(unit->device)) continue;
+    for (const auto& group : unit->groups) {
+      if (!group->transport().frees_gradients(*group)) continue;
+      has_released = group->gradients().release_if_unused(gil) || has_released;
+    }
+  }
+  if (has_released) blocks().end_loans();
+}
+
 }  // namespace fsdp2x

@@ -66,6 +66,8 @@ class Root : public std::enable_shared_from_this<Root> {
   void reset();
   // See Transport::release_idle. Also frees unused gradient blocks.
   void release_idle();
+  // Frees unused gradient blocks of transports that allow it. Otherwise the next forward frees them.
+  void release_gradients(const Gil& gil);
   RootSettings& settings() { return *settings_; }
 
   Counters& counters() const { return effects_.commons()->counters; }

@@ -115,6 +115,9 @@ class Transport {
   virtual size_t max_reduce_buffers() const { return 1; }
   // Returns unused memory to its allocator.
   virtual void release_idle() {}
+  // Returns whether the group's unused gradients may go back to the allocator between two passes. Memory of the CPU
+  // stays, because the system clears new pages.
+  virtual bool frees_gradients(const ParamGroup& /*group*/) { return false; }
   virtual void publish_progress(uint64_t position) = 0;
   // Ends the backward without a reduction of `group`.
   virtual void skip_reduce(ParamGroup& /*group*/) {}

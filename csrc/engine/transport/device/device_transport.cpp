@@ -106,6 +106,10 @@ void DeviceTransport::release_idle() {
   gathers_.slots().forget_peak();
 }
 
+bool DeviceTransport::frees_gradients(const ParamGroup& group) {
+  return !group.offloads() && !context_.layer().in_capture();  // a graph remembers addresses
+}
+
 TransportStats DeviceTransport::stats() const {
   TransportStats stats;
   const DeviceBuffers& slots = gathers_.slots();

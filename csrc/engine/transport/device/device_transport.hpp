@@ -67,6 +67,7 @@ class DeviceTransport final : public Transport {
   void set_max_reduce_buffers(size_t num) override { memory_.set_max_buffers(num); }
   size_t max_reduce_buffers() const override { return memory_.max_buffers(); }
   void release_idle() override;
+  bool frees_gradients(const ParamGroup& group) override;
   void publish_progress(uint64_t) override {}
   TransportStats stats() const override;
   std::vector<Loan> loans() const override;
