@@ -51,6 +51,7 @@ void bind_planned_steps(py::module_& m) {
            py::arg("world"), py::arg("replicas"), py::arg("registers_memory"), py::arg("max_reduce_buffers"));
   py::enum_<PlannedEvent::Kind>(m, "PlannedEventKind")
       .value("open", PlannedEvent::Kind::open)
+      .value("read", PlannedEvent::Kind::read)
       .value("use", PlannedEvent::Kind::use)
       .value("close", PlannedEvent::Kind::close);
   py::class_<PlannedEvent>(m, "PlannedEvent")

@@ -454,8 +454,9 @@ void bind_unit(py::module_& m) {
       .def(py::init<std::shared_ptr<Unit>>(), py::arg("unit"))
       .def("finish", &UnitMove::finish);
   py::class_<UnitHooks, std::shared_ptr<UnitHooks>>(m, "UnitHooks")
-      .def(py::init<const std::vector<py::object>&, py::object, py::object, py::object, std::vector<py::object>>(),
-           py::arg("modules"), py::arg("lazy_init"), py::arg("explain"), py::arg("is_running"),
+      .def(py::init<const std::vector<py::object>&, const std::vector<py::object>&, py::object, py::object, py::object,
+                    std::vector<py::object>>(),
+           py::arg("modules"), py::arg("lookups"), py::arg("lazy_init"), py::arg("explain"), py::arg("is_running"),
            py::arg("backward_hooks"))
       .def("set_marks", &UnitHooks::set_marks, py::arg("mark_inputs"), py::arg("mark_output"))
       .def("add_backward_hooks", &UnitHooks::add_backward_hooks)

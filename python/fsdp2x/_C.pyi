@@ -127,6 +127,7 @@ class PlannedRanks:
 
 class PlannedEventKind:
     open: ClassVar[PlannedEventKind]
+    read: ClassVar[PlannedEventKind]
     use: ClassVar[PlannedEventKind]
     close: ClassVar[PlannedEventKind]
     @property
@@ -390,7 +391,13 @@ class UnitMove:
 
 class UnitHooks:
     def __init__(
-        self, modules: Sequence[Any], lazy_init: Any, explain: Any, is_running: Any, backward_hooks: Sequence[Any]
+        self,
+        modules: Sequence[Any],
+        lookups: Sequence[Any],
+        lazy_init: Any,
+        explain: Any,
+        is_running: Any,
+        backward_hooks: Sequence[Any],
     ) -> None: ...
     def set_marks(self, mark_inputs: Any, mark_output: Any) -> None: ...
     def add_backward_hooks(self, arg0: Sequence[Any], /) -> None: ...

@@ -76,7 +76,8 @@ def peak(side: str, name: str, world: int, policy: str) -> dict[str, int]:
         if side == "fsdp2x":
             options["transport"] = "process_group"
             shard = fsdp2x.fully_shard
-        for unit in [*model.blocks, *([] if is_tied else [model.embedding, model.head])]:
+        tail = [[model.embedding, model.head]] if is_tied else [model.embedding, model.head]
+        for unit in [*model.blocks, *tail]:
             shard(unit, **options)
         shard(model, **options)
         tokens = torch.arange(8)[None]
@@ -85,9 +86,9 @@ def peak(side: str, name: str, world: int, policy: str) -> dict[str, int]:
             model(tokens).backward()
 
         def warm_up() -> None:
-            for _ in range(2):
+            for owner in (model, torch.optim.SGD(model.parameters())):
                 step()
-                model.zero_grad()
+                owner.zero_grad()
 
         held = memory.held(warm_up)
         highest = held + memory.peak_of(memory.allocations(step))
@@ -96,6 +97,7 @@ def peak(side: str, name: str, world: int, policy: str) -> dict[str, int]:
         report = fsdp2x.memory_report(model)
         return {
             "fsdp2x": highest,
+            "resting": held,
             "planned": report.peak_bytes - report.shard_bytes,
             "largest": max(unit.slot_bytes for unit in report.units),
         }

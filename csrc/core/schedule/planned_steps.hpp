@@ -29,10 +29,10 @@ class PlannedUnit final : public ScheduledUnit {
   bool is_outstanding = false;  // its call waits for its backward
 };
 
-// A point on a walk through the modules of a model: a unit's first module, a module that uses trainable parameters of a
-// group, or the end of a unit's last module.
+// A point on a walk through the modules of a model: a unit's first module, its first module whose backward reads
+// parameters, a module that uses trainable parameters of a group, or the end of a unit's last module.
 struct PlannedEvent {
-  enum class Kind : uint8_t { open, use, close };
+  enum class Kind : uint8_t { open, read, use, close };
   Kind kind = Kind::open;
   size_t unit = 0;
   size_t group = 0;  // of the unit, for `use`

@@ -228,9 +228,13 @@ void Schedule::abandon_forward(bool interrupted) {
 
 // --- backward ---
 
-void Schedule::pre_backward(ScheduledUnit& unit) {
+void Schedule::pre_backward(ScheduledUnit& unit, bool reads) {
   begin_backward();
-  if (unit.phase_ == Phase::backward) return;
+  if (unit.phase_ == Phase::backward) {
+    if (reads && std::exchange(unit.has_ended_reads_, false)) unshard(unit);
+    return;
+  }
+  unit.has_ended_reads_ = false;
   effects_.check_process(unit, "run backward of unit");
   const auto section = effects_.open_section(unit, Section::pre_backward);
   unit.set_phase(Phase::backward);
@@ -276,6 +280,13 @@ void Schedule::gradient_ready(ScheduledUnit& unit, ScheduledGroup& group, size_t
   if (!effects_.has_gradient(group, param)) return;
   begin_backward();
   reductions_.add_gradient(unit, group, param);
+}
+
+void Schedule::end_reads(ScheduledUnit& unit) {
+  if (unit.phase_ != Phase::backward || !unit.has_params() || !unit.options_.reshard_after_backward) return;
+  const auto section = effects_.open_section(unit, Section::post_backward_reshard);
+  reshard(unit);
+  unit.has_ended_reads_ = true;
 }
 
 void Schedule::sweep(ScheduledUnit& unit) {

@@ -93,8 +93,12 @@ class Schedule {
   bool in_backward() const { return backward_.has_begun && effects_.backward_is_alive(); }
   // Returns whether the backward's graph is gone without a run of its callback.
   bool backward_has_raised() const { return backward_.has_begun && !effects_.backward_is_alive(); }
-  // Called when autograd reaches an output of the unit, or a gradient of it.
-  void pre_backward(ScheduledUnit& unit);
+  // Called when autograd reaches an output of the unit, or a gradient of it. `reads`: the backward of the module that
+  // made the output reads parameters.
+  void pre_backward(ScheduledUnit& unit, bool reads = true);
+  // Called when the rest of the unit's backward, such as that of an embedding, reads no parameter. Reshards the unit,
+  // which still gets gradients.
+  void end_reads(ScheduledUnit& unit);
   void begin_backward();
   // Called when a parameter's gradient is complete.
   void gradient_ready(ScheduledUnit& unit, ScheduledGroup& group, size_t param);

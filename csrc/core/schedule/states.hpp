@@ -163,6 +163,7 @@ class ScheduledUnit : public std::enable_shared_from_this<ScheduledUnit> {
   uint64_t awaits_since_ = 0;  // number of the forward that set it
   size_t num_running_ = 0;
   bool is_written_in_forward_ = false;  // seen once: a forward wrote its shards after their gather had begun
+  bool has_ended_reads_ = false;        // in this backward, see Schedule::end_reads
   uint64_t backward_position_ = 0;
   std::vector<size_t> forward_indices_;  // positions in the order of forwards, the last call last
   Prefetches forward_prefetch_, backward_prefetch_;

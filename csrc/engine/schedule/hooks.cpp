@@ -42,18 +42,40 @@ struct PostBackwardNode final : public compat::Node {
   UnitCall call;
 };
 
-// Hooks an output of a unit and runs before the first node of the unit's backward.
+// Sits between the inputs of a module that reads parameters and everything before them. With the last such node of a
+// unit, the rest of its backward reads no parameter.
+struct EndOfReadsNode final : public compat::Node {
+  EndOfReadsNode(std::shared_ptr<Unit> read_unit, std::shared_ptr<bool> read, torch::autograd::edge_list edges)
+      : Node(std::move(edges)), unit(std::move(read_unit)), is_known(std::move(read)) {}
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    // A second backward of a retained graph finds no count. Then the unit stays until its end.
+    const std::shared_ptr<bool> last = std::exchange(is_known, nullptr);
+    if (last && last.use_count() <= 2 && *last) unit->root->schedule().end_reads(*unit);
+    return std::move(grads);
+  }
+
+  std::string name() const override { return "fsdp2x::EndOfReads"; }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
+
+  std::shared_ptr<Unit> unit;
+  std::shared_ptr<bool> is_known;  // see UnitHooks::reads_
+};
+
+// Hooks an output of a unit and runs before the first node of the unit's backward. `reads`: see Schedule::pre_backward.
 struct PreBackwardHook final : public torch::autograd::FunctionPreHook {
-  explicit PreBackwardHook(std::shared_ptr<Unit> hook_unit) : unit(std::move(hook_unit)) {}
+  PreBackwardHook(std::shared_ptr<Unit> hook_unit, bool hook_reads) : unit(std::move(hook_unit)), reads(hook_reads) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
-    unit->root->pre_backward(*unit);
+    unit->root->pre_backward(*unit, reads);
     return grads;
   }
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
 
   std::shared_ptr<Unit> unit;
+  bool reads;
 };
 
 TensorMap to_dtype(at::ScalarType dtype) {
@@ -113,11 +135,13 @@ void UnitCall::end() {
   unit_->root->schedule().post_backward(*unit_, number_);
 }
 
-UnitHooks::UnitHooks(const std::vector<py::object>& modules, py::object lazy_init, py::object explain,
-                     py::object is_running, std::vector<py::object> backward_hooks)
+UnitHooks::UnitHooks(const std::vector<py::object>& modules, const std::vector<py::object>& lookups,
+                     py::object lazy_init, py::object explain, py::object is_running,
+                     std::vector<py::object> backward_hooks)
     : calls_{std::move(lazy_init), std::move(explain), std::move(is_running), {}, {}},
       backward_hooks_(std::move(backward_hooks)) {
   for (const py::object& module : modules) modules_.push_back(module.ptr());
+  for (const py::object& module : lookups) lookups_.push_back(module.ptr());
 }
 
 UnitHooks::~UnitHooks() {
@@ -151,8 +175,12 @@ py::object UnitHooks::pre_forward(const py::object& module, py::object args, py:
   if (entry.begins_unit && at::GradMode::is_enabled()) {
     schedule.await_backward(unit);
     unit.packs_late = has_backward_hooks();
+    if (reads_ && reads_.use_count() == 1 && !unit.has_outstanding_calls()) reads_.reset();
     attach_post_backward(args, kwargs);
     first_node_ = at::sequence_number::peek();
+  }
+  if (!lookups_.empty() && !entry.is_recomputed && at::GradMode::is_enabled()) {
+    count_reads(module, args, kwargs, entry.begins_unit);
   }
   if (args.ptr() == old_args && kwargs.ptr() == old_kwargs) return py::none();
   return py::make_tuple(std::move(args), std::move(kwargs));
@@ -198,7 +226,7 @@ py::object UnitHooks::post_forward(const py::object& module, const py::object&, 
   const ProfileRange range(unit.ranges.post_forward);
   py::object result = output;
   if (unit.phase() != Phase::backward) {
-    attach_pre_backward(output);
+    attach_pre_backward(output, reads(module));
     result = mark_outputs(output);
     if (is_last_call(module)) {
       schedule.finish_forward(unit, at::GradMode::is_enabled());
@@ -292,7 +320,8 @@ py::object UnitHooks::cast_output(const py::object& output) const {
   return map_tensors(output.ptr(), to_dtype(*unit_->options.output_dtype), python_calls());
 }
 
-void UnitHooks::attach_post_backward(py::object& args, py::object& kwargs) {
+torch::autograd::variable_list UnitHooks::inputs_with_gradients(const py::object& args,
+                                                                const py::object& kwargs) const {
   torch::autograd::variable_list inputs;
   const auto collect = [&inputs](PyObject* object) {
     const at::Tensor& tensor = THPVariable_Unpack(object);
@@ -300,6 +329,38 @@ void UnitHooks::attach_post_backward(py::object& args, py::object& kwargs) {
   };
   for_each_tensor(args.ptr(), collect, python_calls());
   for_each_tensor(kwargs.ptr(), collect, python_calls());
+  return inputs;
+}
+
+void UnitHooks::replace_inputs(py::object& args, py::object& kwargs,
+                               const torch::autograd::variable_list& outputs) const {
+  size_t next = 0;
+  const TensorMap replace = [&outputs, &next](PyObject* object) -> py::object {
+    if (!THPVariable_Unpack(object).requires_grad()) return {};
+    return py::reinterpret_steal<py::object>(THPVariable_Wrap(outputs.at(next++)));
+  };
+  args = map_tensors(args.ptr(), replace, python_calls());
+  kwargs = map_tensors(kwargs.ptr(), replace, python_calls());
+}
+
+void UnitHooks::count_reads(const py::object& module, py::object& args, py::object& kwargs, bool begins_unit) {
+  if (!reads_) reads_ = std::make_shared<bool>(true);
+  if (!reads(module)) return;
+  const torch::autograd::variable_list inputs = inputs_with_gradients(args, kwargs);
+  if (begins_unit || inputs.empty() || unit_->packs_late || inside_transforms()) {
+    *reads_ = false;  // nothing announces the end of this call
+    return;
+  }
+  const auto node = compat::make_node<EndOfReadsNode>(unit_, reads_, torch::autograd::collect_next_edges(inputs));
+  replace_inputs(args, kwargs, compat::pass_through(inputs, node));
+}
+
+bool UnitHooks::reads(const py::object& module) const {
+  return std::find(lookups_.begin(), lookups_.end(), module.ptr()) == lookups_.end();
+}
+
+void UnitHooks::attach_post_backward(py::object& args, py::object& kwargs) {
+  const torch::autograd::variable_list inputs = inputs_with_gradients(args, kwargs);
   // Number the call also without such inputs: ranks may train different parameters, and the numbers must mean the same
   // place.
   const std::optional<uint64_t> number = unit_->root->schedule().number_call();
@@ -311,13 +372,7 @@ void UnitHooks::attach_post_backward(py::object& args, py::object& kwargs) {
     const auto node = compat::make_node<PostBackwardNode>(unit_, number, torch::autograd::collect_next_edges(inputs));
     outputs = compat::pass_through(inputs, node);
   }
-  size_t next = 0;
-  const TensorMap replace = [&outputs, &next](PyObject* object) -> py::object {
-    if (!THPVariable_Unpack(object).requires_grad()) return {};
-    return py::reinterpret_steal<py::object>(THPVariable_Wrap(outputs.at(next++)));
-  };
-  args = map_tensors(args.ptr(), replace, python_calls());
-  kwargs = map_tensors(kwargs.ptr(), replace, python_calls());
+  replace_inputs(args, kwargs, outputs);
 }
 
 py::object UnitHooks::mark_outputs(const py::object& output) const {
@@ -342,7 +397,7 @@ bool UnitHooks::has_backward_hooks() const {
 void UnitHooks::hook_leaf(PyObject* tensor) {
   if (!leaf_hook_) {
     leaf_hook_ = py::cpp_function([weak = std::weak_ptr<Unit>(unit_)](const py::object&) {
-      if (const auto unit = weak.lock()) unit->root->pre_backward(*unit);
+      if (const auto unit = weak.lock()) unit->root->pre_backward(*unit, /*reads=*/true);
     });
   }
   const py::handle leaf(tensor);
@@ -355,13 +410,13 @@ void UnitHooks::hook_leaf(PyObject* tensor) {
   leaf.attr("register_hook")(leaf_hook_);
 }
 
-void UnitHooks::attach_pre_backward(const py::object& output) {
+void UnitHooks::attach_pre_backward(const py::object& output, bool reads) {
   if (!at::GradMode::is_enabled()) return;
-  const auto attach = [this](PyObject* object) {
+  const auto attach = [this, reads](PyObject* object) {
     const at::Tensor& tensor = THPVariable_Unpack(object);
     if (!tensor.requires_grad()) return;
     if (const auto& node = tensor.grad_fn()) {
-      node->add_tensor_pre_hook(std::make_unique<PreBackwardHook>(unit_));
+      node->add_tensor_pre_hook(std::make_unique<PreBackwardHook>(unit_, reads));
     } else {
       hook_leaf(object);
     }
@@ -369,7 +424,7 @@ void UnitHooks::attach_pre_backward(const py::object& output) {
     // An in-place operation on a view replaces its node and keeps that of its base.
     const auto& base = tensor._base().grad_fn();
     if (base && base != tensor.grad_fn() && base->sequence_nr() >= first_node_) {
-      base->add_tensor_pre_hook(std::make_unique<PreBackwardHook>(unit_));
+      base->add_tensor_pre_hook(std::make_unique<PreBackwardHook>(unit_, reads));
     }
   };
   for_each_tensor(output.ptr(), attach, python_calls());

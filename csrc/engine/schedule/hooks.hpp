@@ -32,12 +32,13 @@ class UnitCall {
 // and outputs of each module are cast, and each output starts the unit's backward.
 class UnitHooks {
  public:
-  // `modules`: the unit's modules, remembered by identity only. `lazy_init` is called before the first forward and must
-  // call set_unit. `explain(exception)` is called on the root's hooks after its forward raised and before it is
-  // abandoned. `is_running(module)`: whether this thread is inside an earlier call of `module`. `backward_hooks`: weak
-  // references to the dicts of backward hooks that may read the unit's gradients.
-  UnitHooks(const std::vector<py::object>& modules, py::object lazy_init, py::object explain, py::object is_running,
-            std::vector<py::object> backward_hooks);
+  // `modules`: the unit's modules, remembered by identity only. `lookups`: those of them that only look rows up, so
+  // that their backward reads no parameter. Empty: the unit stays gathered until its backward ends. `lazy_init` is
+  // called before the first forward and must call set_unit. `explain(exception)` is called on the root's hooks after
+  // its forward raised and before it is abandoned. `is_running(module)`: whether this thread is inside an earlier call
+  // of `module`. `backward_hooks`: weak references to the dicts of backward hooks that may read the unit's gradients.
+  UnitHooks(const std::vector<py::object>& modules, const std::vector<py::object>& lookups, py::object lazy_init,
+            py::object explain, py::object is_running, std::vector<py::object> backward_hooks);
   ~UnitHooks();
   UnitHooks(const UnitHooks&) = delete;
   UnitHooks& operator=(const UnitHooks&) = delete;
@@ -85,8 +86,14 @@ class UnitHooks {
   py::object cast_output(const py::object& output) const;
   void move_inputs(py::object& args, py::object& kwargs) const;
   void cast_inputs(py::object& args, py::object& kwargs) const;
+  torch::autograd::variable_list inputs_with_gradients(const py::object& args, const py::object& kwargs) const;
+  // Replaces them by `outputs`, in the same order.
+  void replace_inputs(py::object& args, py::object& kwargs, const torch::autograd::variable_list& outputs) const;
   void attach_post_backward(py::object& args, py::object& kwargs);
-  void attach_pre_backward(const py::object& output);
+  // Marks the inputs of a call that reads parameters, so that the unit is resharded after the last of these calls.
+  void count_reads(const py::object& module, py::object& args, py::object& kwargs, bool begins_unit);
+  bool reads(const py::object& module) const;
+  void attach_pre_backward(const py::object& output, bool reads);
   // Inside a transform, a tensor may need a gradient although requires_grad is false.
   py::object mark_outputs(const py::object& output) const;
   void hook_leaf(PyObject* tensor);
@@ -107,6 +114,10 @@ class UnitHooks {
   py::object leaf_hook_;     // the pre-backward hook on inputs and parameters that the unit returned unchanged
   uint64_t first_node_ = 0;  // number of the first autograd node after the inputs of the last forward under grad
   std::vector<PyObject*> modules_;
+  std::vector<PyObject*> lookups_;
+  // Held by each call that reads parameters until its backward has run. False: one of them does not announce it. Null:
+  // no backward is left.
+  std::shared_ptr<bool> reads_;
   std::vector<PyObject*> remaining_;  // modules of the unit that did not run yet in this forward
   std::vector<std::weak_ptr<UnitHooks>> all_;
 };

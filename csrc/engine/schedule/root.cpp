@@ -60,9 +60,9 @@ void Root::fail_forward(const std::string& why) {
   schedule_.abandon_forward(/*interrupted=*/false);
 }
 
-void Root::pre_backward(Unit& unit) {
+void Root::pre_backward(Unit& unit, bool reads) {
   unit.require_params();
-  schedule_.pre_backward(unit);
+  schedule_.pre_backward(unit, reads);
 }
 
 void Root::take_gradient(Unit& unit, ParamGroup& group, size_t param) {

@@ -48,8 +48,8 @@ class Root : public std::enable_shared_from_this<Root> {
   void fail_forward(const std::string& why);
 
   // --- backward ---
-  // Called when autograd reaches an output of the unit, or a gradient of it.
-  void pre_backward(Unit& unit);
+  // See Schedule::pre_backward.
+  void pre_backward(Unit& unit, bool reads);
   // Called by the hook on the AccumulateGrad node: the parameter has a gradient.
   void take_gradient(Unit& unit, ParamGroup& group, size_t param);
   // Called by the root's callback.

@@ -24,6 +24,7 @@ from fsdp2x.lifecycle.changes import watch_loading
 from fsdp2x.lifecycle.tree import depth_of, get_state, is_running
 from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.sharding.collect import managed_modules
+from fsdp2x.sharding.wrap import only_looks_up
 
 
 def _held_by_modules(state: ShardedUnit) -> Callable[[], ShardedUnit]:
@@ -46,7 +47,8 @@ def register_hooks(state: ShardedUnit, managed: list[nn.Module], lazy_init: Call
         explain_error(error, weak())
 
     hooked = [weakref.ref(hooks) for hooks in torch_private.backward_hooks(managed)]
-    hooks = state.hooks = _C.UnitHooks(list(state.modules), begin, explain, is_running, hooked)
+    lookups = [module for module in state.modules if only_looks_up(module)] if len(state.modules) > 1 else []
+    hooks = state.hooks = _C.UnitHooks(list(state.modules), lookups, begin, explain, is_running, hooked)
     hooks.set_marks(mark_inputs, mark_output)
 
     # Hooks, and all Python that the engine calls from them, stay outside of compiled graphs.

@@ -15,6 +15,7 @@ from torch import nn
 from fsdp2x.base.native import _C
 from fsdp2x.plan.facts import GroupFacts, PlannedMesh, PlannedUnit
 from fsdp2x.sharding.transport import TransportKind
+from fsdp2x.sharding.wrap import only_looks_up
 
 # Bytes of a model's transports. ``own_gather_slot_bytes`` is this rank's part of shared gather buffers.
 HELD = (
@@ -145,6 +146,7 @@ class PlannedTree:
                 for owner in owners:
                     users.setdefault(owner, []).append((number, index))
         visited: set[int] = set()
+        begun_by_lookup: set[int] = set()  # units whose members before this one only look rows up
         is_traced = False  # whether a trainable parameter was used before
 
         def visit(module: nn.Module) -> Iterator[_C.PlannedEvent]:
@@ -153,6 +155,12 @@ class PlannedTree:
             unit = unit_of.get(id(module))
             if unit is not None and len(remaining[unit]) == len(self._units[unit].modules):
                 yield _C.PlannedEvent(kinds.open, unit, 0, is_traced)
+                if len(self._units[unit].modules) > 1 and only_looks_up(module):
+                    begun_by_lookup.add(unit)
+            if unit in begun_by_lookup and not only_looks_up(module):
+                begun_by_lookup.remove(unit)
+                if is_traced:
+                    yield _C.PlannedEvent(kinds.read, unit, 0, False)
             for user, index in users.get(id(module), ()):
                 is_traced = True
                 yield _C.PlannedEvent(kinds.use, user, index, False)

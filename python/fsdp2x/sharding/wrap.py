@@ -358,6 +358,14 @@ def _repeated_blocks(tree: _Tree, scope: str, exclude: Sequence[str] = ()) -> li
 # ---- embedding and head
 
 
+def only_looks_up(module: nn.Module) -> bool:
+    """Returns whether the module only looks rows up, so that its backward reads no parameter."""
+    cls = unsharded_class(module)
+    scales = cls.__module__.startswith("transformers.") and cls.__name__.endswith("ScaledWordEmbedding")
+    # With max_norm, a forward also writes to the weight.
+    return (cls is nn.Embedding or scales) and getattr(module, "max_norm", None) is None
+
+
 def _embedding_and_head(tree: _Tree) -> list[UnitPlan]:
     units = []
     for scope in _scopes(tree):

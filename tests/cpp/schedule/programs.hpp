@@ -26,6 +26,7 @@ struct Program {
   bool is_synchronous = false;
   bool accumulates = false;   // a backward without gradient sync, or all-reduce, comes before the one with it
   bool recomputes = false;    // activation checkpointing inside of each unit
+  bool ends_reads = false;    // calls without inputs that need gradients begin with a lookup of rows
   int without_gradient = -1;  // a unit that gets no gradient on this rank
 
   std::string text() const {
@@ -42,7 +43,8 @@ struct Program {
                                                              {reshards_after_forward, "reshards"},
                                                              {is_synchronous, "synchronous"},
                                                              {accumulates, "accumulates"},
-                                                             {recomputes, "recomputes"}}) {
+                                                             {recomputes, "recomputes"},
+                                                             {ends_reads, "ends reads"}}) {
       if (is_set) text += std::string(", ") + name;
     }
     return text;
@@ -204,12 +206,14 @@ class Rank {
         }
         continue;
       }
+      const bool is_announced = program_.units[static_cast<size_t>(it->unit)].inputs_need_grad;
+      if (program_.ends_reads && !is_announced) schedule_.end_reads(unit);
       if (it->is_first && unit.group.is_expected) {
         unit.group.is_expected = false;
         unit.group.accumulated.insert(number);
         schedule_.gradient_ready(unit, unit.group, 0);
       }
-      if (!program_.units[static_cast<size_t>(it->unit)].inputs_need_grad) continue;
+      if (!is_announced) continue;
       --unit.num_outstanding;
       schedule_.post_backward(unit, it->number);
     }
@@ -283,6 +287,7 @@ void for_each_setting(const Visit& visit) {
     for (int mode = 0; mode < 4; ++mode) {  // collectives, with replicas, with downloads, shared memory
       Program program;
       program.reshards_after_forward = (bits & 1) != 0;
+      program.ends_reads = !program.reshards_after_forward;
       program.is_synchronous = (bits & 2) != 0;
       program.accumulates = (bits & 4) != 0;
       program.recomputes = (bits & 8) != 0;
