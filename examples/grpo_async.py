@@ -53,7 +53,7 @@ def run_engine(pipe: Connection, address: str) -> None:
     """Samples what is asked for, and takes weights between two requests. Ends when the trainers leave."""
     torch.set_num_threads(1)
     model = build_model().eval().requires_grad_(False)
-    weights = sync.engine.Parameters(dict(model.named_parameters()))
+    weights = sync.engine.Parameters(model.state_dict())
     with contextlib.closing(sync.engine.Receiver(address, weights)) as receiver:
         pipe.send("ready")
         while wait([pipe, *receiver.sockets], TIMEOUT_S):

@@ -125,7 +125,7 @@ def main() -> None:
 
     # A full copy in this process. Any function of (name, full tensor) pairs can take the weights.
     sampler = build_model().eval().requires_grad_(False)
-    weights = sync.engine.Parameters(dict(sampler.named_parameters()))
+    weights = sync.engine.Parameters(sampler.state_dict())
     rewards = []
     with sync.connect(trainer.policy, sync.InProcess(weights.load), names="model") as session:
         for step in range(args.steps):

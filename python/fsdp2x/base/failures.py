@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -123,7 +124,7 @@ def _kind(module: nn.Module) -> str:
     return type(module).__name__.removeprefix("FSDP")
 
 
-def call_of(name: str, model: nn.Module, params: Iterable[nn.Parameter], *, names_shapes: bool = False) -> Call:
+def call_of(name: str, model: nn.Module, params: Iterable[torch.Tensor], *, names_shapes: bool = False) -> Call:
     """Returns the call ``name`` on ``params`` of ``model``. ``names_shapes``: it compares shapes itself."""
     places: dict = {}
     for state in all_units:

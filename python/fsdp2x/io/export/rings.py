@@ -29,7 +29,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2x.base import torch_private
@@ -44,16 +43,16 @@ from fsdp2x.sharding.transport import TransportKind
 
 @dataclass
 class Entry:
-    """A parameter of a bucket. ``group`` is None if it is not gathered with others."""
+    """A parameter or buffer of a bucket. ``group`` is None if it is not gathered with others."""
 
     name: str
-    param: nn.Parameter
+    param: torch.Tensor
     dtype: torch.dtype
     group: dist.ProcessGroup | None
     shard_dim: int = 0
 
     @classmethod
-    def of(cls, name: str, param: nn.Parameter, dtype: torch.dtype | None) -> Entry:
+    def of(cls, name: str, param: torch.Tensor, dtype: torch.dtype | None) -> Entry:
         target = dtype if dtype is not None and param.is_floating_point() else param.dtype
         if isinstance(param, DTensor):
             axes = [axis for axis, placement in enumerate(param.placements) if placement != Replicate()]
@@ -123,7 +122,7 @@ class Entry:
         """Returns the full tensor in separate memory. Collective if the parameter is sharded over several axes."""
         if not isinstance(self.param, DTensor):
             return self.param.detach().clone().to(self.dtype)
-        whole = self.param.detach().full_tensor()
+        whole = self.param.full_tensor().detach()
         replicated = all(placement == Replicate() for placement in self.param.placements)
         return (whole.clone() if replicated else whole).to(self.dtype)
 

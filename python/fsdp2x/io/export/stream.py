@@ -24,7 +24,7 @@ from fsdp2x.io.names import Family, TensorSpec, plain_families, source_families
 from fsdp2x.lifecycle.tree import named_params
 from fsdp2x.sharding.transport import check_transport
 
-Choice = Callable[[str, nn.Parameter], bool]
+Choice = Callable[[str, torch.Tensor], bool]
 
 
 @dataclass
@@ -60,7 +60,10 @@ class BucketPlan:
         return list({id(group): group for group in axes}.values())
 
     def begin(self) -> None:
-        """Begins a pass. From here on the parameters must not change."""
+        """Begins a pass. From here on the parameters must not change. Buffers may, so the pass has copies of them."""
+        for entry in self.alone:
+            if not isinstance(entry.param, nn.Parameter):
+                entry.param = entry.param.clone()
         self.versions = [entry.version for entry in self.entries]
 
     @property
@@ -74,9 +77,19 @@ class BucketPlan:
         return tuple(spec for family in self.families for spec in family.outputs)
 
 
-def chosen_params(caller: str, model: nn.Module, params: Choice | None) -> dict[str, nn.Parameter]:
-    """Returns the parameters that ``params`` selects by FQN, in the order of ``named_parameters()``, ties once."""
-    chosen = {name: p for name, p, _ in named_params(model) if params is None or params(name, p)}
+def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (FQN, parameter) in the order of ``named_parameters()``, ties once, then (FQN, persistent buffer)."""
+    for name, param, _ in named_params(model):
+        yield name, param
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer.detach()
+
+
+def chosen_params(caller: str, model: nn.Module, params: Choice | None) -> dict[str, torch.Tensor]:
+    """Returns the parameters and buffers that ``params`` selects by FQN, in the order of ``named_weights``."""
+    chosen = {name: param for name, param in named_weights(model) if params is None or params(name, param)}
     meta = [name for name, param in chosen.items() if param.is_meta]
     if meta:
         raise RuntimeError(f"{caller}: parameters on the meta device have no values yet: {meta}. Load the model first.")
@@ -85,7 +98,7 @@ def chosen_params(caller: str, model: nn.Module, params: Choice | None) -> dict[
 
 def plan_buckets(
     model: nn.Module,
-    chosen: Mapping[str, nn.Parameter],
+    chosen: Mapping[str, torch.Tensor],
     dtypes: Mapping[str, torch.dtype | None],
     names: str,
     bucket_bytes: int,
@@ -105,7 +118,10 @@ def plan_buckets(
 def pack(families: list[Family], entries: dict[str, Entry], bucket_bytes: int) -> list[BucketPlan]:
     plans: list[BucketPlan] = []
     filled_bytes = 0
-    for family in families:
+    gathered = [any(entries[name].group is not None for name in family.params) for family in families]
+    # Buffers after the last parameter have a separate bucket. Only buckets without them are handed out in their ring.
+    end = max((index + 1 for index, is_gathered in enumerate(gathered) if is_gathered), default=0)
+    for index, family in enumerate(families):
         members = [entries[name] for name in family.params]
         groups = {(id(e.group), e.device): e for e in members if e.group is not None}
         # DTensor itself gathers members over several groups one by one.
@@ -118,7 +134,7 @@ def pack(families: list[Family], entries: dict[str, Entry], bucket_bytes: int) -
             and plan.group is not None
             and (plan.group is not first.group or plan.device != first.device)
         )
-        if plan is None or differs or filled_bytes + size_bytes > bucket_bytes:
+        if plan is None or differs or index == end or filled_bytes + size_bytes > bucket_bytes:
             plan = BucketPlan(len(plans))
             plans.append(plan)
             filled_bytes = 0
@@ -129,6 +145,11 @@ def pack(families: list[Family], entries: dict[str, Entry], bucket_bytes: int) -
             (plan.gathered if first is not None and entry.group is not None else plan.alone).append(entry)
         filled_bytes += size_bytes
     return plans
+
+
+def cast_params(chosen: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.dtype | None]:
+    """Returns ``dtype`` for parameters. Buffers keep their own."""
+    return {name: dtype if isinstance(param, nn.Parameter) else None for name, param in chosen.items()}
 
 
 def check_bucket_bytes(caller: str, bucket_bytes: int) -> None:
@@ -228,12 +249,14 @@ def stream(
     bucket_bytes: int = BUCKET_BYTES,
     dtype: torch.dtype | None = None,
     names: Literal["hf", "model"] = "hf",
-    params: Callable[[str, nn.Parameter], bool] | None = None,
+    params: Choice | None = None,
     *,
     receive: bool = True,
     transport: str = "auto",
 ) -> Iterator[Bucket]:
     """Yields the parameters as full tensors in buckets, in the order of ``named_parameters()``, ties once.
+
+    Persistent buffers come after them, in their own dtype and with this rank's values at the first bucket.
 
     Use it between two steps to send weights elsewhere without holding the full model. Values are those of the sharded
     parameters. It needs memory for two buckets, and for what ``names="hf"`` un-fuses. Over a process group it also
@@ -248,7 +271,7 @@ def stream(
         dtype: dtype of floating-point parameters, converted before gathering. Default: unchanged.
         names: ``"hf"`` for names and layout of the model's original files (experts un-fused if they were) and of PEFT's
             adapter files. ``"model"`` for one tensor per parameter under its FQN.
-        params: predicate over FQN and sharded parameter, with the same result on every rank. Default: all parameters.
+        params: predicate over FQN and sharded parameter or buffer, with the same result on every rank. Default: all.
         receive: whether this rank gets tensors. With False it only takes part.
         transport: see ``fully_shard``.
 
@@ -268,7 +291,7 @@ def stream_as(caller, model, bucket_bytes, dtype, names, params, receive, transp
     check_bucket_bytes(caller, bucket_bytes)
     transport = check_transport(transport)
     chosen = chosen_params(caller, model, params)
-    dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(chosen, dtype)
+    dtypes = dtype if isinstance(dtype, Mapping) else cast_params(chosen, dtype)
     plans = plan_buckets(model, chosen, dtypes, names, bucket_bytes)
     return run_plans(plans, receive, transport, call_of(caller, model, chosen.values(), names_shapes=True))
 
@@ -294,12 +317,14 @@ def run_plans(plans: list[BucketPlan], receive: bool, transport: str, call: Call
 def full_tensors(
     model: nn.Module,
     *,
-    params: Callable[[str, nn.Parameter], bool] | None = None,
+    params: Choice | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (FQN, full tensor) for every parameter, in the order of ``named_parameters()``, ties once.
+
+    Persistent buffers come after them, in their own dtype and with this rank's values at the first item.
 
     Use it between two steps. Values are those of the sharded parameters in their original dtype, as in a full state
     dict, and each tensor has separate memory. Parameters that are not sharded are copied.
@@ -309,8 +334,8 @@ def full_tensors(
 
     Args:
         model: a module that ``fully_shard`` sharded, or a part of one.
-        params: predicate over name and sharded parameter, such as ``lambda name, param: "lora_" in name``, with the
-            same result on every rank. Default: all parameters.
+        params: predicate over name and sharded parameter or buffer, such as ``lambda name, param: "lora_" in name``,
+            with the same result on every rank. Default: all.
         dtype: dtype of floating-point parameters, converted before gathering, which also saves traffic. Default:
             unchanged.
         device: device of the tensors, such as ``"cpu"``. Default: that of the parameters.

@@ -25,14 +25,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.failures import CheckpointError, exchange, named_call, on_rank_0, rank_and_size, run_on_all_ranks
 from fsdp2x.io.export.rings import Entry
-from fsdp2x.io.export.stream import BUCKET_BYTES, stream_as
+from fsdp2x.io.export.stream import BUCKET_BYTES, named_weights, stream_as
 from fsdp2x.io.hf.empty import plain_config
 from fsdp2x.io.hf.folder import make_temporary, publish, refuse_existing, temporary
 from fsdp2x.io.hf.layout import Layout, Writer, make_files, parse_size, plan_layout
-from fsdp2x.io.names import Family, ForeignModel, TensorSpec, has_adapters, hf_base, is_adapter, source_families
+from fsdp2x.io.names import Family, ForeignModel, has_adapters, hf_base, is_adapter, source_families
 from fsdp2x.lifecycle.api import method_makers
 from fsdp2x.lifecycle.module import FSDPModule
-from fsdp2x.lifecycle.tree import named_params
 
 # A folder with one of these has a tokenizer.
 TOKENIZER_FILES = (
@@ -133,7 +132,7 @@ class _Job:
             )
         if weights == "adapter" and not is_peft:
             raise ValueError(f'fsdp2x.save_hf: weights="adapter", but {type(model).__name__} is not a PEFT model')
-        meta = [name for name, param, _ in named_params(model) if param.is_meta]
+        meta = [name for name, param in named_weights(model) if param.is_meta]
         if meta:
             raise RuntimeError(
                 f"fsdp2x.save_hf: parameters on the meta device have no values yet: {meta}. Load the model first."
@@ -142,19 +141,18 @@ class _Job:
         source_dtypes = getattr(self.base, "_fsdp2x_source_dtypes", {})
         self.dtypes: dict[str, torch.dtype] = {}
         self.entries: dict[str, Entry] = {}
-        for fqn, param, _ in named_params(model):
+        for fqn, param in named_weights(model):
             name = to_source(fqn)
             if is_adapter(name) != self.adapter or name in ignored:
                 continue
             wanted = dtype or source_dtypes.get(name, param.dtype)
-            self.dtypes[fqn] = wanted if wanted.is_floating_point and param.is_floating_point() else param.dtype
+            is_cast = isinstance(param, nn.Parameter) and wanted.is_floating_point and param.is_floating_point()
+            self.dtypes[fqn] = wanted if is_cast else param.dtype
             self.entries[fqn] = Entry.of(fqn, param, self.dtypes[fqn])
         self.families: list[Family] = source_families(
             model, {fqn: (entry.param.shape, entry.dtype) for fqn, entry in self.entries.items()}
         )
-        self.buffers: dict[str, torch.Tensor] = {} if self.adapter else self._persistent_buffers(to_source, ignored)
         specs = [spec for family in self.families for spec in family.outputs]
-        specs += [TensorSpec(name, buffer.shape, buffer.dtype) for name, buffer in self.buffers.items()]
         parse_size(max_shard_size)
         # PEFT reads adapters from a single file.
         self.layout: Layout = (
@@ -163,15 +161,6 @@ class _Job:
             else plan_layout(specs, max_shard_size, "model")
         )
         self._written_dtype = next((spec.dtype for spec in specs if spec.dtype.is_floating_point), None)
-
-    def _persistent_buffers(self, to_source: Callable[[str], str], ignored: set[str]) -> dict[str, torch.Tensor]:
-        found = {}
-        for prefix, module in self.model.named_modules():
-            for name, buffer in module._buffers.items():
-                key = to_source(f"{prefix}.{name}" if prefix else name)
-                if buffer is not None and name not in module._non_persistent_buffers_set and key not in ignored:
-                    found[key] = buffer.detach()
-        return found
 
     def write_assets(self, folder: Path, tokenizer: Any) -> None:
         """Writes config and tokenizer on rank 0."""
@@ -222,9 +211,6 @@ class _Job:
             def finish() -> None:
                 if failed is not None:
                     raise failed
-                if rank == 0:
-                    for name, buffer in self.buffers.items():
-                        writer.write(name, buffer)
                 writer.sync()
 
             run_on_all_ranks(finish, what=what)
@@ -253,9 +239,7 @@ class _Job:
             if any(replicas):
                 continue
             first, _ = entry.rows(dist.get_rank(entry.group), dist.get_world_size(entry.group))
-            writer.write(
-                spec.name, entry.param.detach().to_local(), dtype=entry.dtype, skip_bytes=entry.num_bytes(first)
-            )
+            writer.write(spec.name, entry.local, dtype=entry.dtype, skip_bytes=entry.num_bytes(first))
 
 
 # ---- save_pretrained of a sharded transformers or PEFT model

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
 
 from fsdp2x.io.names import ForeignModel, has_adapters, hf_base
 
@@ -18,7 +18,7 @@ _INSTEAD = 'Use merge_adapters=True with weights="all", which pushes the adapter
 
 
 def describe_adapter(
-    caller: str, model: ForeignModel, chosen: Mapping[str, nn.Parameter], name: str | None
+    caller: str, model: ForeignModel, chosen: Mapping[str, torch.Tensor], name: str | None
 ) -> dict[str, Any]:
     """Returns the adapter's description for engines in JSON types. Its parameters in ``chosen`` contain "lora_".
 

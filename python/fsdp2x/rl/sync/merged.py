@@ -20,7 +20,7 @@ from fsdp2x.io.names import Family, TensorSpec
 class AdapterMerge:
     """The parameters of a PEFT model that are merged, and the resulting families."""
 
-    def __init__(self, caller: str, model: nn.Module, chosen: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, caller: str, model: nn.Module, chosen: Mapping[str, torch.Tensor]) -> None:
         """Collects the adapted layers.
 
         Raises:
@@ -31,14 +31,16 @@ class AdapterMerge:
         fqns = {id(param): name for name, param, _ in named_params(model)}
         self._layers: list[tuple[Any, dict[str, nn.Parameter]]] = []
         self._replaced: dict[str, tuple[str, torch.dtype]] = {}  # FQN -> FQN and dtype of the trained replacement
-        self._copies: set[str] = set()  # FQNs of parameters in fully trained modules
+        # FQNs of weights in fully trained modules, and of buffers of adapters.
+        buffers = {name for name, weight in chosen.items() if not isinstance(weight, nn.Parameter)}
+        self._copies = {name for name in buffers if "lora_" in name or ".modules_to_save." in name}
         for path, module in _adapted(caller, model):
             params = {fqns[id(param)]: param for param in module.parameters()}
             missing = next((name for name in params if name not in chosen), None)
             if missing is not None:
                 raise ValueError(f"{caller}: params omits {missing!r}, which the merge of {path!r} needs")
             if hasattr(module, "modules_to_save"):
-                self._replace(module, path, fqns)
+                self._replace(module, path, fqns, buffers)
             else:
                 self._layers.append((module, params))
         if not self._layers and not self._replaced:
@@ -49,7 +51,7 @@ class AdapterMerge:
             raise NotImplementedError(f"{caller}: {twice!r} is the base of two adapted layers. Untie them.")
         self._touched = {*claimed, *self._replaced}
 
-    def _replace(self, wrapper: Any, path: str, fqns: Mapping[int, str]) -> None:
+    def _replace(self, wrapper: Any, path: str, fqns: Mapping[int, str], buffers: set[str]) -> None:
         if len(wrapper.active_adapters) != 1:
             raise NotImplementedError(
                 f"{self._caller}: {path!r} has {len(wrapper.active_adapters)} active copies, not 1"
@@ -58,6 +60,10 @@ class AdapterMerge:
         for name, param in wrapper.original_module.named_parameters():
             self._replaced[fqns[id(param)]] = fqns[id(trained[name])], trained[name].dtype
         self._copies |= {fqns[id(param)] for param in wrapper.modules_to_save.parameters()}
+        copy_of = f"{path}.modules_to_save.{wrapper.active_adapters[0]}."
+        for name, buffer in wrapper.original_module.named_buffers():
+            if (held := f"{path}.original_module.{name}") in buffers:
+                self._replaced[held] = copy_of + name, buffer.dtype
 
     @property
     def uncast(self) -> set[str]:

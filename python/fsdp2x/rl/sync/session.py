@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2x.api import check_transport, named_params, require_own_process, running_step
+from fsdp2x.api import check_transport, require_own_process, running_step
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.failures import call_of, calling, exchange
 from fsdp2x.io.export.rings import Entry
@@ -37,6 +37,7 @@ from fsdp2x.io.export.stream import (
     chosen_params,
     finish,
     make_rings,
+    named_weights,
     ring_of,
 )
 from fsdp2x.rl.sync.adapter import describe_adapter
@@ -74,7 +75,7 @@ def connect(
     dtype: torch.dtype | None = None,
     keep: Mapping[str, torch.dtype] | None = None,
     names: Literal["hf", "model"] = "hf",
-    params: Callable[[str, nn.Parameter], bool] | None = None,
+    params: Callable[[str, torch.Tensor], bool] | None = None,
     merge_adapters: bool = False,
     weights: Literal["all", "adapter"] = "all",
     adapter_name: str | None = None,
@@ -86,6 +87,9 @@ def connect(
 ) -> Session:
     """Plans how the weights of ``model`` get into engines. The session's ``push`` sends them. Collective.
 
+    Persistent buffers are weights, too. They keep their dtype unless ``keep`` names them, and have the values of the
+    rank that talks to the engine.
+
     Pass the same arguments on every rank of ``group``, except the target if its class says so. It sends nothing, and no
     engine has to run. Each host needs memory for two buckets of full tensors, twice the largest one with ``deltas``,
     and the target's own memory. Over a process group, each rank with an engine needs that memory instead. It then also
@@ -94,11 +98,11 @@ def connect(
     Args:
         model: a module sharded by ``fully_shard``, or a part of one.
         target: ``fsdp2x.sync.InProcess``, ``Peer``, ``Vllm`` or ``Sglang``.
-        dtype: dtype of floating-point weights on the wire, cast at the shard. Default: that of the parameters.
-        keep: dtypes by pattern, such as ``{"*.mlp.gate.weight": torch.float32}`` for routers. Patterns match parameter
-            names and names in files, and ``*`` also matches dots.
+        dtype: dtype of floating-point parameters on the wire, cast at the shard. Default: their own.
+        keep: dtypes by pattern, such as ``{"*.mlp.gate.weight": torch.float32}`` for routers. Patterns match FQNs and
+            names in files, and ``*`` also matches dots.
         names: ``"hf"`` for names and layout of the model's original files, as engines load them. ``"model"`` for FQNs.
-        params: predicate over FQN and sharded parameter, with the same result on every rank. Default: all parameters.
+        params: predicate over FQN and sharded parameter or buffer, with the same result on every rank. Default: all.
         merge_adapters: whether to merge the LoRA adapters of a PEFT model into its base. The merged weights equal those
             of ``merge_and_unload`` bit for bit, and are then cast.
         weights: ``"all"``, or ``"adapter"`` for only the LoRA adapter of a PEFT model, about 1 % of the bytes. The
@@ -194,6 +198,7 @@ class Session:
         self._group, self._adapter, self._is_merged = group, adapter, is_merged
         self._model, self._target, self._plans, self._timeout_s = model, target, plans, timeout_s
         self._transport, self._deltas = transport, deltas
+        self._known = {name for name, _ in named_weights(model)}
         self._receives = target.receives(dist.get_rank(group))
         refusal = _refusal_of(target, deltas, adapter)
         # Ranks that gather a bucket: this rank's ring, and that of rank 0.
@@ -366,7 +371,9 @@ class Session:
         return self._why_not_params()
 
     def _why_not_params(self) -> tuple[str, str] | None:
-        now = {name: param for name, param, _ in named_params(self._model)}
+        now = dict(named_weights(self._model))
+        if added := next((name for name in now if name not in self._known), None):
+            return "runtime", f"{added!r} was added to the model since connecting. Connect again."
         for plan in self._plans:
             for entry in plan.entries:
                 param = now.get(entry.name)

@@ -50,7 +50,7 @@ class WeightSource:
         dtype: torch.dtype | None = None,
         *,
         keep: Mapping[str, torch.dtype] | None = None,
-        params: Callable[[str, nn.Parameter], bool] | None = None,
+        params: Callable[[str, torch.Tensor], bool] | None = None,
         merge_adapters: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
         receive: bool = True,
@@ -60,9 +60,9 @@ class WeightSource:
 
         Args:
             model: a module sharded by ``fully_shard``, or a part of one.
-            dtype: dtype of floating-point weights, cast at the shard. Default: that of the parameters.
+            dtype: dtype of floating-point parameters, cast at the shard. Default: their own. Buffers keep theirs.
             keep: dtypes by pattern, as for ``connect``.
-            params: predicate over FQN and sharded parameter, with the same result on every rank. Default: all.
+            params: predicate over FQN and sharded parameter or buffer, the same on every rank. Default: all.
             merge_adapters: see ``connect``.
             bucket_bytes: size of a gather. Two are in memory; what the trainer class keeps is not included.
             receive: whether this rank gets tensors. With False it takes part and yields None for each tensor.

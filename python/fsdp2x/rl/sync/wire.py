@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp2x.api import ALIGN_BYTES, align_up, clean_name
-from fsdp2x.io.export.stream import BucketPlan, plan_buckets, ring_of
+from fsdp2x.io.export.stream import BucketPlan, cast_params, plan_buckets, ring_of
 from fsdp2x.io.names import Family
 from fsdp2x.rl.sync.merged import AdapterMerge
 from fsdp2x.rl.sync.targets.base import WireLayout
@@ -19,7 +19,7 @@ from fsdp2x.rl.sync.targets.base import WireLayout
 def plan_wire(
     caller: str,
     model: nn.Module,
-    chosen: Mapping[str, nn.Parameter],
+    chosen: Mapping[str, torch.Tensor],
     dtype: torch.dtype | None,
     keep: Mapping[str, torch.dtype],
     names: str,
@@ -34,7 +34,7 @@ def plan_wire(
     Raises:
         ValueError: a pattern matches nothing, or two of them give one parameter different dtypes.
     """
-    dtypes: dict[str, torch.dtype | None] = dict.fromkeys(chosen, dtype)
+    dtypes = cast_params(chosen, dtype)
     uncast, unnamed = (merge.uncast, merge.adapters) if merge is not None else (set(), set())
 
     def plan() -> list[BucketPlan]:

@@ -243,7 +243,7 @@ def delta_bytes(count: int, dtype: torch.dtype) -> tuple[int, int]:
 class Parameters:
     """Sink of a ``Receiver`` that overwrites tensors by name, in place.
 
-    Use it for engines that are plain torch modules: ``Parameters(dict(model.named_parameters()))``, with trainers that
+    Use it for engines that are plain torch modules: ``Parameters(model.state_dict())``, with trainers that
     ``connect(..., names="model")``. Tensors may be on any device and have another dtype than the received ones.
     """
 
@@ -257,7 +257,8 @@ class Parameters:
         for name, _, shape in layout:
             held = self._tensors.get(name)
             if held is None or list(held.shape) != shape:
-                has = "no tensor of this name" if held is None else f"one of shape {list(held.shape)}"
+                has = "no tensor of this name (give Parameters the engine's state_dict())"
+                has = has if held is None else f"one of shape {list(held.shape)}"
                 raise ValueError(f"the trainers send {name!r} of shape {shape}, but this engine has {has}")
 
     def load(self, items: list[tuple[str, torch.Tensor]]) -> None:

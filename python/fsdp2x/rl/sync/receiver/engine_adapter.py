@@ -23,10 +23,10 @@ PREFIX = "base_model.model."  # of names in PEFT's files
 
 
 class LoraParameters(Parameters):
-    """The parameters of ``model`` by name, and one adapter. A sink for a ``Receiver``."""
+    """The parameters and buffers of ``model`` by name, and one adapter. A sink for a ``Receiver``."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(dict(model.named_parameters()))
+        super().__init__(model.state_dict())
         self._model = model
         self._hooks: list[Any] = []
 
