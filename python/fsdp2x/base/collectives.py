@@ -54,7 +54,7 @@ def gather_in_place(group: dist.ProcessGroup, outputs: list[torch.Tensor], sourc
 class Exchange:
     """Collectives over gloo in which each rank sends a part to each other rank, in messages posted at once.
 
-    ``received`` and ``sent`` are lists of parts by rank. Those of this rank are not used.
+    ``received`` and ``sent`` are lists of parts by rank. Those of this rank are not used. None: there is no message.
 
     ``posted`` is the work of an all-reduce of one byte. It ends when all ranks have posted their messages, which then
     end without the peers' main threads.
@@ -67,16 +67,17 @@ class Exchange:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        received: Sequence[Sequence[torch.Tensor]],
-        sent: Sequence[Sequence[torch.Tensor]],
+        received: Sequence[Sequence[torch.Tensor | None]],
+        sent: Sequence[Sequence[torch.Tensor | None]],
     ) -> None:
         world, rank = group.size(), group.rank()
         self._messages: list[dist.Work] = []
         later = [(rank + distance) % world for distance in range(1, world)]
         for tag, parts in enumerate(received, _TAG):
-            self._messages += [group.recv([parts[peer]], peer, tag) for peer in later]
+            self._messages += [group.recv([part], peer, tag) for peer in later if (part := parts[peer]) is not None]
         for tag, parts in enumerate(sent, _TAG):
-            self._messages += [group.send([parts[peer]], peer, tag) for peer in reversed(later)]
+            sends = ((parts[peer], peer) for peer in reversed(later))
+            self._messages += [group.send([part], peer, tag) for part, peer in sends if part is not None]
         self.posted = group.allreduce([torch.zeros(1, dtype=torch.uint8)], _IN_BACKGROUND)
         self._started = _started.setdefault(group, [])
         self._started.append(self)

@@ -3,6 +3,7 @@
 And `full_tensors`, which gives them one by one, in memory of their own.
 """
 
+import time
 from unittest import mock
 
 import pytest
@@ -121,6 +122,20 @@ def test_memory_is_used_again_and_writes_stay_with_their_rank(ctx, transport):
         dist.barrier()
     assert len(set(places)) == 2 and places[:2] * 3 == places
     same(collect(model, transport=transport), expected)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@distributed(world_sizes=(2, 3), fresh=True)
+def test_ranks_may_end_a_pass_early(ctx, transport):
+    """The messages of the bucket that was on its way do not meet those of the next pass."""
+    model = nn.Sequential(*(nn.Linear(600, 600, bias=False) for _ in range(3)))
+    expected = params(model)
+    shard(ctx, model)
+    for _ in range(3):
+        next(fsdp2x.export.stream(model, bucket_bytes=1 << 20, transport=transport))
+        if ctx.rank == 0:
+            time.sleep(0.1)  # the others are ahead
+        same(collect(model, bucket_bytes=1 << 20, transport=transport), expected)
 
 
 @distributed(world_sizes=(4,))

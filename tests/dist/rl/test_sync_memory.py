@@ -11,6 +11,7 @@ from torch import nn
 import fsdp2x
 import memory
 from engines import Store, peer
+from fsdp2x.base.collectives import Exchange
 from fsdp2x.base.native import _C
 from fsdp2x.rl.sync.receiver.engine_group import EngineGroup
 from fsdp2x.sync import InProcess
@@ -126,7 +127,13 @@ PADDING_BYTES = 6 * (2 * 1026 + 4 * 512 + _C.ALIGN_BYTES)
 @contextlib.contextmanager
 def counting_collectives():
     """Bytes of tensors that this rank hands to others one to one, and to collectives."""
-    counted = {"isend": 0, "all_gather_into_tensor": 0, "gather": 0}
+    counted = {"all_gather_into_tensor": 0, "gather": 0}
+    messages = {"sent": 0}
+
+    def exchange(group, received, sent):
+        parts = (part for row in sent for peer, part in enumerate(row) if part is not None and peer != group.rank())
+        messages["sent"] += sum(part.nbytes for part in parts)
+        return Exchange(group, received, sent)
 
     def counting(name, which):
         inner = getattr(dist, name)
@@ -140,7 +147,8 @@ def counting_collectives():
     with pytest.MonkeyPatch.context() as patch:
         for name in counted:
             patch.setattr(dist, name, counting(name, name == "all_gather_into_tensor"))
-        yield counted
+        patch.setattr("fsdp2x.io.export.rings.Exchange", exchange)
+        yield counted, messages
 
 
 @pytest.mark.parametrize("receivers", ["everywhere", "one rank"])
@@ -162,8 +170,8 @@ def test_bytes_that_are_handed_to_the_process_group(ctx, bucket_bytes, receivers
     everyone = [None] * ctx.world
     dist.all_gather_object(everyone, counted)
     num_receivers = ctx.world if receivers == "everywhere" else 1
-    exchanged = sum(of_rank["isend"] for of_rank in everyone)  # but what a receiver has itself
-    packed = sum(of_rank["all_gather_into_tensor"] + of_rank["gather"] for of_rank in everyone)
+    exchanged = sum(messages["sent"] for _, messages in everyone)  # but what a receiver has itself
+    packed = sum(sum(of_rank.values()) for of_rank, _ in everyone)
     direct_bytes = 2 * 2 * 512 * 1026
     if num_receivers == 1:
         of_rank_0 = sum(2 * _rows_of_rank_0(size, ctx.world) * other for size, other in ((1026, 512), (512, 1026)))

@@ -9,9 +9,9 @@ time. They begin and end at the two ends of the ring, so a large one does not ne
 ``SharedRing``: one mapping for all ranks of the group. Each rank casts its rows and writes them into it, so a host has
 one copy of a bucket. Tensors use a second, copy-on-write mapping, so writes to them stay private to the rank.
 ``GroupRing``: the process group delivers the next bucket. Large parameters that are cut along dim 0 go directly from
-the shard (or its cast copy) to their place. On the CPU they go from rank to rank, without extra memory. Elsewhere a
-collective moves them if they are cut evenly and all ranks want them. All others are packed into one collective and
-sorted into their places afterwards.
+the shard (or its cast copy) to their place. Over gloo they go from rank to rank, as gradients do, without extra memory.
+Elsewhere a collective moves them if they are cut evenly and all ranks want them. All others are packed into one
+collective and sorted into their places afterwards.
 
 For bucket k of a ring every rank does, in this order: ``fill(k)``, ``finish(k)``, use it. ``fill(k+1)`` may come before
 the use ends. ``finish(k)`` is the only synchronization: every rank has filled k and no longer uses k-1, so k+1 may
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2x.base import torch_private
-from fsdp2x.base.collectives import explained
+from fsdp2x.base.collectives import Exchange, explained
 from fsdp2x.base.failures import Call, calling, current_call, exchange
 from fsdp2x.base.memory_file import MemoryFile, aligned_starts, tensor_at, whole_pages
 from fsdp2x.base.native import _C
@@ -309,42 +309,42 @@ class GroupRing:
         for index, start in (*self._packed.items(), *staged.items()):
             entry = entries[index]
             entry.part(self._sent, start, entry.rows(self.rank, self.world)[1]).copy_(entry.local)
+        received: list[list[torch.Tensor | None]] = []  # messages by parameter and rank
+        sent: list[list[torch.Tensor | None]] = []
         for index, (entry, place_bytes) in enumerate(zip(entries, place(entries)[0], strict=True)):
-            if direct[index]:
-                mine = entry.local
-                if index in staged:
-                    mine = entry.part(self._sent, staged[index], mine.shape[0])
-                whole = entry.whole(self._slot(entries), place_bytes) if self.receivers[self.rank] else None
-                if self.device.type == "cpu":
-                    self._exchange(index, entry, mine, whole)
-                    continue
+            if not direct[index]:
+                continue
+            mine = entry.local
+            if index in staged:
+                mine = entry.part(self._sent, staged[index], mine.shape[0])
+            whole = entry.whole(self._slot(entries), place_bytes) if self.receivers[self.rank] else None
+            if not self._sends_messages:
                 assert whole is not None, "every rank receives if a collective gathers"
                 self._work.append(
                     dist.all_gather_into_tensor(whole.view(-1), mine.view(-1), group=self.group, async_op=True)
                 )
+                continue
+            rows = [entry.rows(rank, self.world) for rank in range(self.world)]
+            received.append([whole.narrow(0, *row) if whole is not None and row[1] else None for row in rows])
+            sent.append([mine if receives and mine.numel() else None for receives in self.receivers])
+        if sent:
+            self._work.append(Exchange(self.group, received, sent))
         if self._packed:
             self._gather_packed(self._sent[: self._end])
-
-    def _exchange(self, index: int, entry: Entry, mine: torch.Tensor, whole: torch.Tensor | None) -> None:
-        """Sends from each rank to each receiver. ``whole`` is the target on this rank."""
-        for step in range(1, self.world):
-            sender, receiver = (self.rank - step) % self.world, (self.rank + step) % self.world
-            begin, num_rows = entry.rows(sender, self.world)
-            if whole is not None and num_rows:
-                part, source = whole.narrow(0, begin, num_rows), dist.get_global_rank(self.group, sender)
-                self._work.append(dist.irecv(part, source, group=self.group, tag=index))
-            if self.receivers[receiver] and mine.numel():
-                target = dist.get_global_rank(self.group, receiver)
-                self._work.append(dist.isend(mine, target, group=self.group, tag=index))
-        begin, num_rows = entry.rows(self.rank, self.world)
-        if whole is not None and num_rows:
-            whole.narrow(0, begin, num_rows).copy_(mine)
+        for targets, sources in zip(received, sent, strict=True):
+            own, mine = targets[self.rank], sources[self.rank]
+            if own is not None and mine is not None:
+                own.copy_(mine)
 
     def _is_direct(self, entry: Entry) -> bool:
         """Returns whether the ranks' parts, concatenated, are the full tensor and are worth a separate exchange."""
         if not entry.param.dim() or entry.shard_dim != 0 or entry.whole_bytes < _DIRECT_BYTES:
             return False
-        return self.device.type == "cpu" or all(self.receivers) and entry.param.shape[0] % self.world == 0
+        return self._sends_messages or all(self.receivers) and entry.param.shape[0] % self.world == 0
+
+    @property
+    def _sends_messages(self) -> bool:
+        return self.device.type == "cpu" and torch_private.is_gloo(self.group)
 
     def _needs_copy(self, entry: Entry) -> bool:
         local = entry.local

@@ -262,7 +262,8 @@ def stream(
     parameters. It needs memory for two buckets, and for what ``names="hf"`` un-fuses. Over a process group it also
     needs the small parameters of one bucket and this rank's part of cast ones.
 
-    Collective: every rank must run the iterator to its end, with the same arguments except ``receive``.
+    Collective: every rank must run the iterator to its end or leave it after the same bucket, with the same arguments
+    except ``receive``.
 
     Args:
         model: a module that ``fully_shard`` sharded, or a part of one. Unsharded ones work too.
