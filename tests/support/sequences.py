@@ -41,6 +41,7 @@ MODELS = {
         "deepseek_v3",
         {**_DEEPSEEK, "num_key_value_heads": 4, "first_k_dense_replace": 1, "head_dim": None},
     ),
+    "minimax_m2": ("MiniMaxM2", "minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "glm4_moe": ("Glm4Moe", "glm4_moe", {**_DEEPSEEK, "first_k_dense_replace": 1}),
     "olmo2": ("Olmo2", "olmo2", {"head_dim": None}),
 }
