@@ -12,11 +12,16 @@ MODELS = {
     "qwen3": MODEL,  # tied
     "llama": {**MODEL, "model_type": "llama", "tie_word_embeddings": False},
     "gpt2": {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32},
-    "mixtral": {**MODEL, "model_type": "mixtral", "num_local_experts": 3, "tie_word_embeddings": False},
+    "mixtral": (mixtral := {**MODEL, "model_type": "mixtral", "num_local_experts": 3, "tie_word_embeddings": False}),
+    "minimax_m2": {**mixtral, "model_type": "minimax_m2", "num_experts_per_tok": 2},
 }
 # In files: what a conversion of the class's weights leaves out, and what it makes.
 NAMES = {
     "mixtral": ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.block_sparse_moe.experts.0.w1.weight"),
+    "minimax_m2": (  # a buffer
+        "model.layers.0.mlp.e_score_correction_bias",
+        "model.layers.0.block_sparse_moe.e_score_correction_bias",
+    ),
 }
 TOKENS = torch.arange(24).view(2, 12) * 5
 

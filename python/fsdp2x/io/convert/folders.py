@@ -332,13 +332,8 @@ def export_checkpoint(
             raise CheckpointError(f"{source}: lacks {len(missing)} weights of its model: {', '.join(missing[:5])}")
         ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
         kept = [target for target in targets if not set(target.names) & ignored]
-        described = {
-            target.names[0]: (torch.Size(target.shape), held[target.names[0]].dtype)
-            for target in kept
-            if not target.is_buffer
-        }
+        described = {target.names[0]: (torch.Size(target.shape), held[target.names[0]].dtype) for target in kept}
         values = file_values(model, described, held)
-        values |= {target.names[0]: held[target.names[0]] for target in kept if target.is_buffer}
         specs = [_spec(name, value) for name, value in values.items()]
         return _write(out, force, plan_layout(specs, max_shard_size, "model"), specs, values, assets)
 
