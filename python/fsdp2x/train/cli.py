@@ -13,7 +13,7 @@ from typing import Any
 
 from fsdp2x.base.failures import CheckpointError, ConfigError
 from fsdp2x.train.commands import config, convert, doctor, plan, selftest, train, trl
-from fsdp2x.train.commands.shared import mistake
+from fsdp2x.train.commands.shared import mistake, unexpected
 
 COMMANDS = (train, trl, config, plan, convert, selftest, doctor)
 EXAMPLES = """\
@@ -85,3 +85,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The rest of the buffer cannot be written, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except Exception as error:
+        return unexpected(error)

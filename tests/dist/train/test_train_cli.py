@@ -213,6 +213,38 @@ def test_the_demo_in_few_steps(tmp_path):
     assert {"metrics.jsonl", "loss.png", "checkpoints", "export"} <= names
 
 
+FAILS = """
+import os, sys, time
+from fsdp2x.base.failures import ConfigError
+from fsdp2x.train import cli
+from fsdp2x.train.load_config import ConfigFile
+
+def read(*_):
+    time.sleep(60 if os.environ["RANK"] == "0" else 0)
+    exec(sys.argv[1])
+
+ConfigFile.read = read
+sys.exit(cli.main(["train", "x.yaml"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("raise ConfigError('first\\nlost')", "fsdp2x: [rank 1] error: first (1 more line(s))\n"),
+        ("raise KeyError('lost')", "[rank 1] unexpected failure: 'lost'\nTraceback (most recent call last):\n"),
+        ("raise ConfigError('first') from KeyError('lost')", "[rank 1] unexpected failure: first\nKeyError: 'lost'\n"),
+    ],
+)
+def test_each_rank_gives_its_reason_before_it_ends(tmp_path, fault, said):
+    """Rank 0 hangs. The others are brief, and torchrun's report is complete."""
+    (tmp_path / "fails.py").write_text(FAILS)
+    status, output = command(*torchrun(tmp_path), tmp_path / "fails.py", fault)
+    rank, _, report = output.partition("Root Cause")
+    assert status == 1 and rank.count(said) == 1 and "lost" in report, output
+    assert rank[rank.index(said) :].partition("W1")[0].count("\n") < 12, output
+
+
 def test_a_slip_of_ours_keeps_its_traceback(config, caplog, monkeypatch):
     from fsdp2x.train import model
     from fsdp2x.train.cli import main

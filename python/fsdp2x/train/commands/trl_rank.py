@@ -7,18 +7,16 @@ import ctypes
 import dataclasses
 import difflib
 import importlib.util
-import json
 import logging
 import os
 import signal
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fsdp2x.base.failures import ConfigError
-from fsdp2x.train.commands.shared import mistake
+from fsdp2x.train.commands.shared import mistake, unexpected, write_error_file
 from fsdp2x.train.parse import read_yaml
 
 # Formats of data files, by the names of the datasets library.
@@ -41,15 +39,9 @@ def run_rank(method: str, config: str | None, words: list[str], supervisor: int 
     except Exception as error:
         is_mistake = isinstance(error, ConfigError)
         if supervisor is not None:
-            now, text = time.time(), str(error) if is_mistake else traceback.format_exc()
-            path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
-            part = path.with_suffix(".part")  # the supervisor may end this process at any time
-            part.write_text(json.dumps({"message": text, "timestamp": int(now), "time": now}))
-            part.rename(path)
-        elif not is_mistake:
-            raise
-        elif os.environ.get("LOCAL_RANK", "0") == "0":
-            mistake(error)
+            write_error_file(str(error) if is_mistake else traceback.format_exc())
+        else:
+            (mistake if is_mistake else unexpected)(error)
         return 2 if is_mistake else 1
 
 
