@@ -258,14 +258,17 @@ def _take_fsdp(module: types.ModuleType, state: Any, plugin: Any) -> None:
             "would train alone. Pass use_cpu=True to TrainingArguments, or cpu=True to whatever the script creates "
             "first (Accelerator, PartialState)."
         )
-    if state.distributed_type is not kinds.MULTI_CPU:
-        return
     if plugin.fsdp_version != 2:
+        is_fsdp1 = state.distributed_type is kinds.FSDP
         logger.warning(
-            "fsdp2x: accelerate uses DDP for this model, nothing is sharded. Its FSDP plugin has version %s. "
+            "fsdp2x: accelerate uses %s for this model, %s. Its FSDP plugin has version %s. "
             "Pass FullyShardedDataParallelPlugin(fsdp_version=2), or fsdp_config={'version': 2} to the Trainer.",
+            "torch's FSDP1" if is_fsdp1 else "DDP" if state.use_distributed else "one process",
+            "not fsdp2x" if is_fsdp1 else "nothing is sharded",
             plugin.fsdp_version,
         )
+        return
+    if state.distributed_type is not kinds.MULTI_CPU:
         return
     state.distributed_type = module.PartialState._shared_state["distributed_type"] = kinds.FSDP
     if state._mixed_precision != "no":

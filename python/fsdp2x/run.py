@@ -7,16 +7,25 @@
 --auto-wrap: if the script shards a HuggingFace model by one call for the root, split it into units.
 
 The script gets the same ``sys.argv`` and ``sys.path[0]`` as with ``python script.py args``. Its exit status and
-exceptions are those of the process. Processes that it spawns (not forks) start without fsdp2x.
+exceptions are those of the process. torchrun reports the first exception. Processes that it spawns (not forks) start
+without fsdp2x.
+
+Rank 0 reports on standard error what was sharded, at the first forward, or at the end that nothing was.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import mmap
 import os
 import runpy
 import sys
 from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from fsdp2x.base.failures import has_sharded
 
 USAGE = "usage: python -m fsdp2x.run [-h] [--auto-wrap] (SCRIPT | -m MODULE) [ARGS ...]"
 
@@ -39,14 +48,59 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"fsdp2x.run: no such script: {words[0]}. Pass the path of a Python file or -m MODULE.\n")
         return 2
     _install_aloud(auto_wrap)
+    report = _Report()
     sys.argv[:] = words
-    if as_module:
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
-        return 0
-    if not sys.flags.safe_path and not os.path.isdir(words[0]):  # a folder or archive adds itself
-        sys.path[0] = os.path.dirname(os.path.realpath(words[0]))
-    runpy.run_path(words[0], run_name="__main__")
+    try:
+        if as_module:
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        else:
+            if not sys.flags.safe_path and not os.path.isdir(words[0]):  # a folder or archive adds itself
+                sys.path[0] = os.path.dirname(os.path.realpath(words[0]))
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as stop:
+        if stop.code in (None, 0):
+            report.end()
+        raise
+    except Exception as error:
+        if not os.path.exists(os.environ.get("TORCHELASTIC_ERROR_FILE", "")):  # the script has not written it
+            with contextlib.suppress(OSError):
+                get_error_handler().record_exception(error)
+        raise
+    report.end()
     return 0
+
+
+class _Report(logging.Handler):
+    """Writes the first message about a sharded model to standard error, on rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen = mmap.mmap(-1, 1)  # whether there was one, also in forks of this process
+        roots = logging.getLogger("fsdp2x.roots")
+        roots.addHandler(self)
+        roots.setLevel(logging.DEBUG)
+        roots.propagate = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self._seen[0]:
+            _say(record.getMessage())
+        self._seen[0] = 1
+
+    def end(self) -> None:
+        """Says that nothing was sharded, if it was so."""
+        if has_sharded() and not self._seen[0]:
+            _say("fsdp2x.run: the script called fully_shard, but no forward of a sharded model ran.")
+        elif not self._seen[0]:
+            _say(
+                "fsdp2x.run: the script never called fully_shard: nothing was sharded. Call it in the script, or ask "
+                "for FSDP version 2: fsdp_version: 2 in accelerate's file, fsdp_config={'version': 2} for the Trainer. "
+                "Processes that the script spawns must call fsdp2x.install() themselves."
+            )
+
+
+def _say(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"{text}\n")
 
 
 def _install_aloud(auto_wrap: bool) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import json
 import logging
+import os
 import sys
 from unittest import mock
 
@@ -212,12 +213,18 @@ def test_the_file_of_accelerate_config_shards_on_cpus(tmp_path, use_cpu):
 @distributed(world_sizes=(2,))
 def test_what_shards_nothing_is_told(ctx):
     from accelerate import Accelerator, PartialState
+    from accelerate.state import DistributedType
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     logger = logging.getLogger("fsdp2x")
     with launched(ctx), mock.patch.object(logger, "warning") as warning:
         Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))
-        assert "nothing is sharded" in warning.call_args.args[0]
+        assert "nothing is sharded" in warning.call_args.args
+    for kind, users in ((kind, kind != DistributedType.NO) for kind in DistributedType):
+        state = mock.Mock(distributed_type=kind, use_distributed=users)
+        with mock.patch.object(logger, "warning") as warning, mock.patch.dict(os.environ, WORLD_SIZE="1"):
+            sys.modules["fsdp2x.install"]._take_fsdp(sys.modules["accelerate.state"], state, mock.Mock(fsdp_version=1))
+            assert warning.call_count == 1
     if not torch.accelerator.is_available():
         with launched(ctx), pytest.raises(RuntimeError, match="every rank would train alone"):
             PartialState()

@@ -86,19 +86,54 @@ def test_mistakes(words, message, capsys):
 def test_under_torchrun(folder):
     """Two ranks train an untouched script, and it is ours that shards."""
     (folder / "train.py").write_text(
-        "import torch, torch.distributed as dist\n"
+        "import sys, torch, torch.distributed as dist\n"
         "from torch.distributed.fsdp import FSDPModule, fully_shard\n"
         "dist.init_process_group('gloo')\n"
-        "model = fully_shard(torch.nn.Linear(6, 5))\n"
-        "model(torch.ones(2, 6)).sum().backward()\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))\n"
+        "[fully_shard(part) for part in (*model, model)]\n"
+        "[model(torch.ones(2, 6)).sum().backward() for _ in range(2)]\n"
         "assert isinstance(model, FSDPModule)\n"
         "open(f'{dist.get_rank()}.txt', 'w').write(type(model).__mro__[1].__module__)\n"
         "dist.destroy_process_group()\n"
+        "sys.exit(0)\n"
     )
     words = [*programs.TORCHRUN, "--standalone", "--nproc_per_node=2", "-m", "fsdp2x.run", "train.py"]
     done = _python(*words, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert [(folder / f"{rank}.txt").read_text() for rank in (0, 1)] == ["fsdp2x.lifecycle.module"] * 2
+    assert done.stderr.count("fsdp2x: FSDPSequential has 3 unit(s) on 2 rank(s), transport shm\n") == 1
+    assert "fsdp2x.run: " not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("", "never called fully_shard: nothing was sharded. Call it"),
+        ("sys.exit()", "never called fully_shard"),
+        ("sys.exit(0)", "never called fully_shard"),
+        ("shard()", "no forward of a sharded model ran"),
+        ("shard()(torch.ones(2, 6))", "fsdp2x: FSDPLinear has 1 unit(s) on 1 rank(s), transport local"),
+        ("fork()", "fsdp2x: FSDPLinear has 1 unit(s) on 1 rank(s), transport local"),
+        ("sys.exit(1)", ""),
+        ("1 // 0", ""),
+        ("os.environ['RANK'] = '1'", ""),
+    ],
+)
+def test_what_was_sharded_is_said_once(tmp_path, body, said):
+    (tmp_path / "train.py").write_text(
+        "import os, sys, torch, fsdp2x\n"
+        "def shard():\n"
+        "    torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)\n"
+        "    return fsdp2x.fully_shard(torch.nn.Linear(6, 5))\n"
+        "def fork():\n"
+        "    if os.fork() == 0:\n"
+        "        shard()(torch.ones(2, 6)); sys.stderr.flush(); os._exit(0)\n"
+        "    os.wait()\n"
+        f"{body}\n"
+    )
+    done = _python("-m", "fsdp2x.run", "train.py", cwd=tmp_path)
+    own = [line for line in done.stderr.splitlines() if line.startswith("fsdp2x") and "installed" not in line]
+    assert len(own) == bool(said) and said in "".join(own), done.stderr
 
 
 @pytest.mark.parametrize("words", [(), ("--auto-wrap",)])

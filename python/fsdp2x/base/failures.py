@@ -120,6 +120,11 @@ def number_unit(state: Any, ranks: Iterable[int]) -> UnitNumber:
     return replace(like, number=_num_units[key] - 1)
 
 
+def has_sharded() -> bool:
+    """Returns whether this process has sharded anything."""
+    return bool(_num_units)
+
+
 def _kind(module: nn.Module) -> str:
     return type(module).__name__.removeprefix("FSDP")
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Sequence
 
@@ -30,6 +31,8 @@ from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.sharding.mesh import post_forward_group
 from fsdp2x.sharding.param_group import mark_aliases
 from fsdp2x.sharding.transport import has_streams
+
+logger = logging.getLogger("fsdp2x.roots")
 
 
 def lazy_init(unit: ShardedUnit) -> None:
@@ -176,6 +179,12 @@ def _become_root(root: ShardedUnit, held: contextlib.ExitStack) -> None:
     follow_modules_of(root, follow_modules, refuse_new_parameters)
     watch_entries(root)
     warn_of_raw_buffers(root)
+    engines = [group.engine for unit in tree for group in unit.groups]
+    logger.debug(
+        "fsdp2x: %s has %d unit(s) on %d rank(s), transport %s",
+        type(root.modules[0]).__name__, len(tree), root.ranks.world,
+        ", ".join(dict.fromkeys(engine.transport_name for engine in engines if engine is not None)) or "none",
+    )  # fmt: skip
 
 
 def _adopt_again(root: ShardedUnit, held: contextlib.ExitStack) -> None:
