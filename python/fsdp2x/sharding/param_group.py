@@ -6,6 +6,7 @@ the engine's ``_C.ParamGroup`` from it, which keeps the same pool.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -89,9 +90,7 @@ class ShardedParamGroup(GroupNames):
     def _check(self, placed: Placed) -> None:
         param, where = placed.owned.param, _where(placed)
         if not param.is_contiguous():
-            raise NotImplementedError(
-                f"FSDP does not support non-contiguous parameters yet: {param.shape=} {param.stride()=}"
-            )
+            _make_contiguous(param, where)
         grad_dtype = getattr(param, "grad_dtype", param.dtype)
         if param.requires_grad and grad_dtype not in (param.dtype, None):
             raise NotImplementedError(
@@ -454,6 +453,30 @@ def mark_aliases(groups: list[ShardedParamGroup]) -> None:
 def _where(placed: Placed) -> str:
     module, name = placed.owned.owners[0]
     return f"parameter {name!r} of {type(module).__name__}"
+
+
+def _make_contiguous(param: nn.Parameter, where: str) -> None:
+    """Copies the values of a parameter, such as one in ``channels_last``, because rows are cut from contiguous memory.
+
+    Raises:
+        NotImplementedError: elements share memory, as after ``expand``, or the parameter is a tensor subclass.
+    """
+    span, overlaps = 1, False
+    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
+        overlaps |= size > 1 and stride < span
+        span += stride * (size - 1)
+    if overlaps or type(param) is not nn.Parameter:
+        raise NotImplementedError(
+            f"fsdp2x.fully_shard: {where} is not contiguous: shape {tuple(param.shape)}, strides {param.stride()}. "
+            "Replace it by nn.Parameter(param.detach().contiguous()) first."
+        )
+    if not any(param.is_contiguous(memory_format=form) for form in (torch.channels_last, torch.channels_last_3d)):
+        warnings.warn(
+            f"fsdp2x.fully_shard: {where} is not contiguous and becomes a contiguous copy. If it is a view of another "
+            "parameter, the two are no longer tied.",
+            stacklevel=2,
+        )
+    param.data = param.data.contiguous()
 
 
 def _lies_at(local: torch.Tensor, pool: torch.Tensor, offset: int) -> bool:

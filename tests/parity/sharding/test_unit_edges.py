@@ -1,6 +1,7 @@
 """The edges of a unit: views that it returns, members that run alone, losses that bypass its output, recomputation."""
 
 import copy
+import warnings
 from collections import OrderedDict
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2x
 from harness import distributed
 from models import Stack, inputs
-from reference import both_transports, grads, mean_of_ranks, mesh_of, only_fsdp2x, same, shard, train_alike
+from reference import both_transports, full, grads, mean_of_ranks, mesh_of, only_fsdp2x, same, shard, train_alike
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}
 VIEWS = {
@@ -307,3 +308,59 @@ def test_modules_called_past_the_root(ctx, transport, units):
             call(ours, inputs(ctx.rank))
         assert fsdp2x.describe(ours).units[0].param_state == "UNSHARDED", name
         ours.reshard()
+
+
+STRIDED = {
+    "transposed": lambda weight: weight.t().clone(memory_format=torch.preserve_format),
+    "columns of more": lambda weight: torch.cat([weight, weight], dim=1)[:, ::2],
+    "rows of more": lambda weight: torch.cat([weight, weight], dim=1)[:, : weight.shape[1]],
+    "channels_last": lambda weight: weight.view(6, 3, 2, 1).to(memory_format=torch.channels_last),
+}
+
+
+class Flat(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.flatten(1), self.bias)
+
+
+def after_a_step(kind):
+    """A model with such a weight, and its optimizer after a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Flat(6, 6), nn.Linear(6, 2))
+    model[0].weight = nn.Parameter(STRIDED[kind](model[0].weight.detach()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(inputs(0)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+@distributed(world_sizes=(1, 2, 4))
+@both_transports
+@pytest.mark.parametrize("kind", STRIDED)
+def test_parameters_that_are_not_contiguous(ctx, transport, kind):
+    """They become contiguous. Values, moments of an optimizer that exists already, and state dicts stay."""
+    only_fsdp2x(ctx)
+    (model, optimizer), (ours, moved) = after_a_step(kind), after_a_step(kind)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        shard(ctx, ours, ["0"], transport=transport)
+    named = [str(one.message) for one in caught if "parameter 'weight' of Flat is not contiguous" in str(one.message)]
+    assert len(named) == (kind != "channels_last")
+    fsdp2x.rebind_optimizer(moved, ours)
+    if transport == "shm":
+        moved = fsdp2x.local_optimizer(moved)
+    same(full(ours.state_dict()), dict(model.state_dict()))
+    loss_of = lambda model, rank, step: model(inputs(rank, step)).square().mean()  # noqa: E731
+    train_alike(ctx, model, ours, loss_of, [optimizer, moved], **CLOSE)
+
+
+@distributed(world_sizes=(2,))
+def test_a_parameter_whose_elements_share_memory_is_refused(ctx):
+    only_fsdp2x(ctx)
+    model = nn.Linear(6, 6)
+    model.bias = nn.Parameter(torch.ones(1).expand(6))
+    with pytest.raises(
+        NotImplementedError, match=r"parameter 'bias' of Linear is not contiguous: .* \(0,\)\. Replace it"
+    ):
+        shard(ctx, model)
