@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
@@ -15,11 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp2x.base import torch_private
 from fsdp2x.base.arguments import checked
+from fsdp2x.base.failures import all_units
 from fsdp2x.lifecycle.hooks import register_hooks
 from fsdp2x.lifecycle.lazy_init import lazy_init
 from fsdp2x.lifecycle.module import FSDPModule
 from fsdp2x.lifecycle.tree import get_state
-from fsdp2x.lifecycle.unit import ShardedUnit, UnitSettings, mark_managed
+from fsdp2x.lifecycle.unit import ShardedUnit, UnitSettings, is_managed, mark_managed
 from fsdp2x.sharding import collect
 from fsdp2x.sharding.collect import group_by_ranks, place
 from fsdp2x.sharding.mesh import Keep, ShardGroup, default_mesh, shard_group
@@ -27,7 +28,7 @@ from fsdp2x.sharding.offload import offload_of
 from fsdp2x.sharding.param_group import ShardedParamGroup
 from fsdp2x.sharding.shapes import even_placement
 from fsdp2x.sharding.transport import check_transport
-from fsdp2x.sharding.wrap import plan_units, should_auto_wrap
+from fsdp2x.sharding.wrap import plan_units, should_auto_wrap, unsharded_class
 
 _sharded_classes: dict[type, type] = {}
 # Methods that sharded classes get in addition to FSDPModule's, by name. A maker is called with the original class and
@@ -156,7 +157,7 @@ fully_shard.state = get_state
 
 
 def _shard_params(
-    roots: Iterable[nn.Module],
+    roots: Sequence[nn.Module],
     managed: list[nn.Module],
     settings: UnitSettings,
     ignored: set[nn.Parameter],
@@ -165,6 +166,7 @@ def _shard_params(
 ) -> list[ShardedParamGroup]:
     """Cuts the parameters of ``managed``, moves their buffers, and returns a group for each mesh."""
     ranks, offload = settings.ranks, settings.offload
+    _refuse_params_of_units(roots, managed)
     owned = collect.collect_params(managed, ignored)
     _refuse_ties_to_replicas(roots, {id(entry.param) for entry in owned})
     if not offload.of_shards:
@@ -186,6 +188,26 @@ def _refuse_ties_to_replicas(roots: Iterable[nn.Module], owned: set[int]) -> Non
                     f"fully_shard: parameter {name!r} of a {type(module).__name__} under torch's replicate() is tied "
                     "to a parameter that would be sharded. Untie them, or shard both modules."
                 )
+
+
+def _refuse_params_of_units(roots: Sequence[nn.Module], managed: list[nn.Module]) -> None:
+    """Raises if an earlier unit has a parameter of ``managed``: of an outer module, or of one with a common part."""
+    inner = {id(module): module for module in managed if is_managed(module)}
+    if not inner:
+        return
+    for unit in all_units:
+        places = ((module, name) for param in unit.params for module, name in param.owners)
+        for module, name in ((module, name) for module, name in places if id(module) in inner):
+            outer = unit.modules[0]
+            paths = {id(below): path for path, below in outer.named_modules()}
+            root = next((root for root in roots if id(root) in paths), None)
+            hint = f"Call fully_shard for {type(module).__name__} first, because both modules contain it."
+            if root is not None:
+                hint = f"Call fully_shard for {paths[id(root)]!r} first, and for the outer module afterwards."
+            raise ValueError(
+                f"fully_shard: parameter {name!r} of {type(module).__name__} already belongs to the unit of "
+                f"{unsharded_class(outer).__name__}, so {type(root or roots[0]).__name__} cannot be sharded. {hint}"
+            )
 
 
 def _check_timeout(timeout: timedelta | None, ranks: ShardGroup) -> timedelta | None:

@@ -313,6 +313,11 @@ def mark_managed(module: nn.Module) -> None:
     module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
 
 
+def is_managed(module: nn.Module) -> bool:
+    """Returns whether a unit had parameters of the module."""
+    return "_is_fsdp_managed_module" in module.__dict__
+
+
 def refuse_unreduced(units: Iterable[ShardedUnit]) -> None:
     """Raises RuntimeError if one of ``units`` holds gradients that a change of dtype or device would invalidate."""
     for state in units:

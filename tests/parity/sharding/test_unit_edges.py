@@ -364,3 +364,32 @@ def test_a_parameter_whose_elements_share_memory_is_refused(ctx):
         NotImplementedError, match=r"parameter 'bias' of Linear is not contiguous: .* \(0,\)\. Replace it"
     ):
         shard(ctx, model)
+
+
+OUT_OF_ORDER = {
+    "the root first": (["", "blocks.1"], "already belongs to the unit of Stack, so Mlp .* for 'blocks.1' first"),
+    "a block first": (["blocks.1", "blocks.1.up", ""], "the unit of Mlp, so Linear .* for 'up' first"),
+    "the root, then a list": (["", "blocks.1+blocks.2"], "the unit of Stack, so Mlp .* for 'blocks.1' first"),
+    "a common part": (["blocks.0", "blocks.1"], "the unit of Mlp, so Mlp .* for Linear first, because both"),
+}
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("order", OUT_OF_ORDER)
+@pytest.mark.parametrize("gathered", [False, True])
+def test_an_inner_module_after_the_outer_one(ctx, order, gathered):
+    """Also while the outer unit is gathered, when its parameters look like plain ones. Nothing changes."""
+    only_fsdp2x(ctx)
+    model = Stack()
+    if order == "a common part":
+        model.blocks[1].up = model.blocks[0].up
+    (first, *others), message = OUT_OF_ORDER[order]
+    outer = fsdp2x.fully_shard(model.get_submodule(first))
+    if gathered:
+        outer.unshard()
+    before = {name: (type(module), module._parameters) for name, module in model.named_modules()}
+    parts = [model.get_submodule(name) for name in others[0].split("+")]
+    with pytest.raises(ValueError, match=message):
+        fsdp2x.fully_shard(parts if len(parts) > 1 else parts[0])
+    assert before == {name: (type(module), module._parameters) for name, module in model.named_modules()}
+    outer(inputs(ctx.rank)).sum().backward()
