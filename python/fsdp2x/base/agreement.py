@@ -487,12 +487,12 @@ def _is_replaced(collective: dict) -> bool:
 def _repeat(group: dist.ProcessGroup, posted: dict) -> None:
     """Posts a collective of zeros that the peers wait for. The caller waits for unfinished exchanges."""
     dtype = _DTYPES.get(posted["dtype"], torch.uint8)
-    part = torch.zeros(posted["segment_bytes"] // dtype.itemsize, dtype=dtype)
+    part = torch.zeros(posted["segment_bytes"] // dtype.itemsize, dtype=dtype, device="cpu")
     whole = part.new_zeros(part.numel() * dist.get_world_size(group))
     op = dist.ReduceOp.AVG if posted["averages"] else dist.ReduceOp.SUM
     if posted["parts"]:
         world = dist.get_world_size(group)
-        parts = [torch.zeros(size, dtype=torch.uint8) for size in posted["parts"]]
+        parts = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in posted["parts"]]
         gather_in_place(group, [part.new_empty(part.numel() * world) for part in parts], parts)
     elif posted["operation"] == "all_gather":
         plain_all_gather(group, whole, part).wait()

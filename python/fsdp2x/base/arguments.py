@@ -8,6 +8,7 @@ A dtype may be given by its name: ``"bf16"``, ``"bfloat16"``, and ``"torch.bfloa
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -37,6 +38,13 @@ def dtype_of(value: Any) -> Any:
     """Returns the floating-point dtype of a name, and any other value unchanged."""
     found = getattr(torch, dtype_name(value), None) if isinstance(value, str) else None
     return found if isinstance(found, torch.dtype) and found.is_floating_point else value
+
+
+@contextlib.contextmanager
+def with_memory() -> Iterator[None]:
+    """Takes the CPU as default device where it is meta, because torch and transformers allocate without a device."""
+    with torch.device("cpu") if torch.get_default_device().type == "meta" else contextlib.nullcontext():
+        yield
 
 
 F = TypeVar("F", bound=Callable)

@@ -78,7 +78,7 @@ class Exchange:
         for tag, parts in enumerate(sent, _TAG):
             sends = ((parts[peer], peer) for peer in reversed(later))
             self._messages += [group.send([part], peer, tag) for part, peer in sends if part is not None]
-        self.posted = group.allreduce([torch.zeros(1, dtype=torch.uint8)], _IN_BACKGROUND)
+        self.posted = group.allreduce([torch.zeros(1, dtype=torch.uint8, device="cpu")], _IN_BACKGROUND)
         self._started = _started.setdefault(group, [])
         self._started.append(self)
 

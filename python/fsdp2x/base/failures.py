@@ -24,6 +24,7 @@ from torch import nn
 
 from fsdp2x.base import torch_private
 from fsdp2x.base.agreement import agreement_of
+from fsdp2x.base.arguments import with_memory
 from fsdp2x.base.collectives import explained
 from fsdp2x.base.optimizer_hooks import original_number
 from fsdp2x.base.processes import Process, name_ended, own_host, require_own_process
@@ -188,7 +189,7 @@ def named_call(name: str, *compared: str) -> Callable[[Callable[P, T]], Callable
                 return function(*args, **kwargs)  # raises Python's own error, which has the function's name
             told = [f"{key}={given[key]!r}" for key in compared if given.get(key, defaults[key]) != defaults[key]]
             call = call_of(f"{name}({', '.join(told)})" if told else name, given["model"], given["model"].parameters())
-            with calling(call):
+            with calling(call), with_memory():
                 return function(*args, **kwargs)
 
         return named

@@ -118,7 +118,7 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
 
     Sums integers modulo 2**64, each multiplied by a different odd number, so any single difference changes the sum.
     """
-    total = torch.zeros((), dtype=torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device="cpu")
     for part in _plain(tensor):
         real = torch.view_as_real(part) if part.is_complex() else part
         bits = real.contiguous().flatten().view(_BITS[real.element_size()])

@@ -44,7 +44,7 @@ class _HostBytes:
         self._used += _C.align_up(memory.numel())
         while len(self._blocks) * BLOCK_BYTES < self._used:
             is_pinned = memory.device.type == "cuda"
-            self._blocks.append(torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=is_pinned))
+            self._blocks.append(torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=is_pinned, device="cpu"))
         for host, part in self._pieces(memory, offset):
             host.copy_(part, non_blocking=host.is_pinned())
         return offset

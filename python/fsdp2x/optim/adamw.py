@@ -202,7 +202,7 @@ class AdamW(EngineStep, torch.optim.AdamW):
         for (param, piece), zeros in zip(wanted, new_pieces(wanted), strict=True):
             state = self.state[param]
             if "step" not in state:
-                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+                state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             state[piece.name] = zeros
 
     def _place_of(self, group: int, index: int) -> tuple[int, int, int]:

@@ -82,7 +82,9 @@ class _Block:
 
     def __init__(self, mark: HostState, members: list[Wanted]) -> None:
         self.members = members
-        self.memory = torch.zeros(max(block_bytes(members), 1), dtype=torch.uint8, pin_memory=mark.pin_memory)
+        self.memory = torch.zeros(
+            max(block_bytes(members), 1), dtype=torch.uint8, pin_memory=mark.pin_memory, device="cpu"
+        )
         self.steps = _C.DeviceSteps()  # plans refer to the memory they step
         self.moments: list[_Moment] = []
         offset = 0
@@ -107,7 +109,7 @@ class _Block:
             if not state:
                 state = states[moment.param]
             if "step" not in state:
-                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+                state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             value = state.get(moment.piece.name)
             own = local_tensor(moment.tensor)
             if value is None:
@@ -137,7 +139,7 @@ class _Block:
 
 def selection(is_chosen: Callable[[Tensor], bool]) -> Callable[[int, list[Tensor]], list[Tensor]]:
     """Replaces parameters that are not chosen by a tensor without a gradient. The others keep their numbers."""
-    nobody = torch.empty(0)
+    nobody = torch.empty(0, device="cpu")
     return lambda group, params: [param if is_chosen(param) else nobody for param in params]
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2x.base import torch_private
+from fsdp2x.base.arguments import with_memory
 from fsdp2x.base.native import _C
 from fsdp2x.optim.local import cut_like, local_tensor
 
@@ -104,6 +105,7 @@ def zeros_like_all(pairs: Iterable[tuple[Tensor, torch.dtype]]) -> list[Tensor]:
     return result
 
 
+@with_memory()
 def place_in_whole(param: Tensor) -> tuple[int, int, int]:
     """Returns (first, run, stride): local element i is number ``first + i // run * stride + i % run`` of the full one.
 

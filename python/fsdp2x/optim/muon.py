@@ -246,7 +246,7 @@ class Muon(EngineStep):
         self._plan: MuonPlan | None = None
         # Steps the groups without use_muon, which belong to this optimizer, with this optimizer's state.
         self._adamw = AdamW(
-            [torch.empty(0, requires_grad=True)],
+            [torch.empty(0, requires_grad=True, device="cpu")],
             moments_dtype=self.moments_dtype,
             stochastic_rounding=self.stochastic_rounding,
             seed=self.seed,
@@ -281,7 +281,7 @@ class Muon(EngineStep):
                 for name in _MUON_SETTINGS:
                     group.pop(name, None)
                 settings = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "amsgrad")}
-                AdamW([torch.empty(0, requires_grad=True)], **settings)  # checks them
+                AdamW([torch.empty(0, requires_grad=True, device="cpu")], **settings)  # checks them
         except Exception:
             del self.param_groups[-1]
             raise

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2x.base import torch_private
+from fsdp2x.base.arguments import with_memory
 from fsdp2x.base.collectives import explained
 from fsdp2x.base.failures import exchange
 from fsdp2x.base.memory_file import aligned_starts, tensor_at
@@ -345,6 +346,7 @@ def _device(mesh: DeviceMesh, params: list[Tensor]) -> torch.device:
     )
 
 
+@with_memory()
 def _pieces(matrices: Matrices) -> list[Piece]:
     """Returns this rank's pieces. There are several if tensor parallelism cut each block of a fused matrix."""
     param = matrices.param
@@ -354,7 +356,7 @@ def _pieces(matrices: Matrices) -> list[Piece]:
     if not packed:
         shape, start = torch_private.local_shape_and_offset(param.shape, param.device_mesh, param.placements)
         return [Piece(_extent(start, 0), _extent(shape))]
-    lines = [torch.arange(size) for size in matrices.shape]
+    lines = [torch.arange(size, device="cpu") for size in matrices.shape]
     for axis in [*(axis for axis in range(param.device_mesh.ndim) if axis not in late), *reversed(late)]:
         placement: Any = param.placements[axis]
         world, rank = param.device_mesh.size(axis), param.device_mesh.get_local_rank(axis)

@@ -215,8 +215,8 @@ def group_advantages(
     Raises:
         ValueError: on every rank if lengths differ or a reward is not finite.
     """
-    rewards = torch.as_tensor(rewards)
-    ids = torch.as_tensor(group_ids, dtype=torch.int64)
+    rewards = rewards if isinstance(rewards, torch.Tensor) else torch.as_tensor(rewards, device="cpu")
+    ids = torch.as_tensor(group_ids, dtype=torch.int64, device="cpu")
     problem = _find_problem(rewards, ids)
     mine = problem, rewards.detach().double().cpu(), ids.cpu()
     first, everyone = 0, [mine]
@@ -245,7 +245,7 @@ def _find_problem(rewards: torch.Tensor, ids: torch.Tensor) -> str | None:
 def _advantages(rewards: torch.Tensor, ids: torch.Tensor, epsilon: float) -> torch.Tensor:
     _, places = ids.unique(return_inverse=True)
     num_groups = int(places.max()) + 1 if places.numel() else 0
-    sizes = torch.zeros(num_groups, dtype=torch.float64).index_add_(0, places, torch.ones_like(rewards))
+    sizes = torch.zeros(num_groups, dtype=torch.float64, device="cpu").index_add_(0, places, torch.ones_like(rewards))
     means = torch.zeros_like(sizes).index_add_(0, places, rewards) / sizes
     centred = rewards - means[places]
     # The computed mean of equal numbers may differ from that number.

@@ -140,7 +140,7 @@ class _Call:
         self._outer, self._heads = outer, heads
         self._labels, self._temperature, self._entropy = next_labels, temperature, entropy
         self._name = f"fsdp2x.rl.score: {_name_of(outer)}"
-        self._probe = torch.empty(0)
+        self._probe = torch.empty(0, device="cpu")
         self._scores: HeadScores | None = None
         self._shown: torch.Tensor | None = None  # the model's result for the probe, before any cast of its output
 
@@ -226,7 +226,7 @@ class _Call:
             NotImplementedError: it is not a scaling followed by a soft cap.
         """
         shown = self._shown
-        probe = torch.tensor(_PROBE, dtype=torch.float64)
+        probe = torch.tensor(_PROBE, dtype=torch.float64, device="cpu")
         if shown is None or shown.numel() != probe.numel():
             raise NotImplementedError(f"{self._name} changes the shape of its logits")
         made = shown.double().cpu().flatten()

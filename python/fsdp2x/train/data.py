@@ -90,7 +90,7 @@ class Samples:
         ends = [0]
         for sample in samples:
             ends.append(ends[-1] + len(sample))
-        return cls(torch.cat(samples) if samples else torch.empty(0, dtype=torch.int32), ends)
+        return cls(torch.cat(samples) if samples else torch.empty(0, dtype=torch.int32, device="cpu"), ends)
 
     def __len__(self) -> int:
         return len(self.ends) - 1
@@ -173,8 +173,8 @@ def _read_text(
 ) -> _Text:
     files = find_files(entries, pattern=config.pattern, exclude=config.exclude, setting=setting)
     generator = torch.Generator().manual_seed(seed)
-    files = [files[i] for i in torch.randperm(len(files), generator=generator).tolist()]
-    end = [] if tokenizer.eos_id is None else [torch.tensor([tokenizer.eos_id], dtype=torch.int32)]
+    files = [files[i] for i in torch.randperm(len(files), generator=generator, device="cpu").tolist()]
+    end = [] if tokenizer.eos_id is None else [torch.tensor([tokenizer.eos_id], dtype=torch.int32, device="cpu")]
     pieces: list[torch.Tensor] = []
     num_text_bytes = num_files = 0
     for file in files:
@@ -246,7 +246,7 @@ class BlockStream:
             return index
         if self._order is None or self._order[0] != epoch:
             generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
-            self._order = (epoch, torch.randperm(len(self.blocks.train), generator=generator))
+            self._order = (epoch, torch.randperm(len(self.blocks.train), generator=generator, device="cpu"))
         return int(self._order[1][index])
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2x.api import describe, fully_shard, readable
-from fsdp2x.base.arguments import checked
+from fsdp2x.base.arguments import checked, with_memory
 from fsdp2x.base.failures import exchange
 from fsdp2x.memory import memory_report
 
@@ -57,7 +57,7 @@ def build(device: torch.device) -> SimpleTransformer:
 def batch(rank: int, step: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns inputs and labels of one rank in one step, int64 [batch, length]. Any rank can make any rank's."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    tokens = torch.randint(0, VOCAB, (2, BATCH, LENGTH), generator=generator).to(device)
+    tokens = torch.randint(0, VOCAB, (2, BATCH, LENGTH), generator=generator, device="cpu").to(device)
     return tokens[0], tokens[1]
 
 
@@ -290,6 +290,7 @@ def shard_layers(model: nn.Module, mp_policy=None, transport: str = "auto") -> n
 
 
 @checked
+@with_memory()
 def run_suite(
     device: torch.device, *, shard: Callable[..., nn.Module] = shard_layers, num_steps: int = 20
 ) -> list[tuple[str, str]]:

@@ -24,7 +24,7 @@ class ByteTokenizer:
     def encode(self, text: bytes) -> torch.Tensor:
         """Converts UTF-8 bytes of one document to 1-D int64 ids, without an end mark."""
         if not text:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int64)
 
     @functools.cached_property
@@ -70,7 +70,7 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: bytes) -> torch.Tensor:
         ids = self.inner(text.decode("utf-8", errors="replace"), add_special_tokens=False, verbose=False)["input_ids"]
-        return torch.tensor(ids, dtype=torch.int64)
+        return torch.tensor(ids, dtype=torch.int64, device="cpu")
 
     def save(self, folder: Path) -> None:
         self.inner.save_pretrained(str(folder))

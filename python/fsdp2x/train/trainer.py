@@ -28,7 +28,7 @@ from fsdp2x.api import (
     save_adapter_config,
     seed_all,
 )
-from fsdp2x.base.arguments import checked
+from fsdp2x.base.arguments import checked, with_memory
 from fsdp2x.base.failures import CheckpointError, exchange, run_on_all_ranks
 from fsdp2x.optim import clip_grad_norm_
 from fsdp2x.train.config import TrainConfig, TrainingError
@@ -67,6 +67,7 @@ class Trainer:
     )
 
     @checked
+    @with_memory()
     def __init__(self, config: TrainConfig, *, loggers: Sequence[Logger] = ()):
         self.config = config
         self.step, self.skipped, self.num_tokens = 0, False, 0  # tokens of the last step, over all ranks
@@ -440,6 +441,7 @@ class Trainer:
 
 
 @checked
+@with_memory()
 def train(config: TrainConfig, *, loggers: Sequence[Logger] = ()) -> None:
     """Runs a complete training from its config. `loggers` are functions like `wandb.log`, called on rank 0."""
     trainer = Trainer(config, loggers=loggers)

@@ -302,13 +302,18 @@ def call(name, world, arguments):
     """Calls it, and uses what it returns as one does."""
     function = EVERYTHING[name]
     if name.startswith("FSDPModule."):
-        arguments = {"self": world.sharded(), **arguments}
+        arguments = {"self": arguments.get("self") or world.sharded(), **arguments}
     made = function(**arguments)
     if isinstance(made, contextlib.AbstractContextManager):
         with made:
             pass
     elif inspect.isgenerator(made):
         list(made)
+    elif isinstance(made, torch.optim.Optimizer):
+        for group in made.param_groups:
+            for param in group["params"]:
+                param.grad = torch.ones_like(param)
+        made.step()
     for end in ("close", "remove", "wait"):
         if hasattr(made, end) and not isinstance(made, torch.nn.Module | list):
             getattr(made, end)()
@@ -333,6 +338,37 @@ def test_with_its_defaults(ctx, name):
         finally:
             fsdp2x.uninstall()
         dist.barrier()
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@distributed(world_sizes=(2,), timeout=240)
+@pytest.mark.parametrize("ambient", [torch.device("meta"), pytest.param(torch.float64, marks=pytest.mark.full)])
+def test_ambient_device_and_dtype(ctx, ambient):
+    """Also for calls inside a block that makes a model without memory, or computes in double precision."""
+    only_fsdp2x(ctx)
+    faults = []
+    for name in sorted(EVERYTHING.keys() - REFUSED.keys()):
+        with shared_folder(ctx) as folder:
+            world = World(folder, folder / "text")
+            arguments = NEEDS.get(name, lambda w: {})(world)
+            arguments |= {"self": world.sharded()} if name in METHODS else {}
+            try:
+                with ambient if isinstance(ambient, torch.device) else default_dtype(ambient):
+                    call(name, world, arguments)
+            except Exception as error:
+                faults.append(f"{name}: {type(error).__name__}: {str(error)[:200]}")
+            fsdp2x.uninstall()
+            dist.barrier()
+    assert not faults, "\n".join(faults)
 
 
 # ---- wrong kinds

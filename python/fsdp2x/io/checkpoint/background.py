@@ -161,7 +161,7 @@ class Staging:
     """CPU memory for the data of one save. It is kept for the next, so pages are touched only once."""
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._sizes: list[int] = []
         self._views: list[torch.Tensor] = []
 
@@ -174,7 +174,7 @@ class Staging:
             starts, num_bytes = aligned_starts(sizes)
             if self._buffer.numel() < num_bytes or on_cuda != self._buffer.is_pinned():
                 self._views = []
-                self._buffer = torch.empty(0, dtype=torch.uint8)  # free it before allocating the next one
+                self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # free it before allocating the next one
                 pinned = {"dtype": torch.uint8, "pin_memory": True}
                 self._buffer = torch.empty(whole_pages(num_bytes), **pinned) if on_cuda else page_aligned(num_bytes)
             self._sizes = sizes

@@ -95,7 +95,7 @@ def match_model(node: Node | None, tensors: Mapping[str, Any], aliases: Mapping[
         leaf = saved[known]
         if not isinstance(mine, torch.Tensor):
             if isinstance(leaf, Leaf):
-                found.objects[name] = found.targets[leaf] = torch.empty(leaf.shape, dtype=leaf.dtype)
+                found.objects[name] = found.targets[leaf] = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
             elif wrong := mismatch(leaf, mine, name):
                 raise CheckpointError(f"checkpoint of another model: {wrong}")
             else:
@@ -146,7 +146,7 @@ def match_optimizer(node: Node | None, restore: Restore, layouts: Mapping[str, s
     for group in found.groups:
         for item in group.values():
             if isinstance(item, Leaf):
-                found.targets[item] = torch.empty(item.shape, dtype=item.dtype)
+                found.targets[item] = torch.empty(item.shape, dtype=item.dtype, device="cpu")
     return found
 
 

@@ -128,7 +128,7 @@ class Restore:
             return torch.empty(tuple(shape), dtype=dtype, device=param.device)
         if tuple(shape) == tuple(param.shape) and len(shape) > 0:
             if isinstance(param, DTensor) and host_state(self.params[name]) is not None:
-                return torch_private.dtensor_like(param, torch.empty(param.to_local().shape, dtype=dtype))
+                return torch_private.dtensor_like(param, torch.empty(param.to_local().shape, dtype=dtype, device="cpu"))
             return torch.empty_like(param, dtype=dtype)
         if isinstance(param, DTensor) and layout:
             placements = [_placement(text, name, len(shape)) for text in layout.split()]

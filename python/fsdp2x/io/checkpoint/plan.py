@@ -158,7 +158,7 @@ def holds_one_block(tensor: DTensor) -> bool:
 
 def _is_range(tensor: DTensor, dim: int) -> bool:
     """Returns whether this rank's lines along ``dim`` follow each other, by the placements from left to right."""
-    lines = torch.arange(tensor.shape[dim])
+    lines = torch.arange(tensor.shape[dim], device="cpu")
     for axis, placement in enumerate(tensor.placements):
         if getattr(placement, "dim", None) != dim:
             continue

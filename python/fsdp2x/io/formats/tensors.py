@@ -45,7 +45,7 @@ class Source:
         raise TypeError("a tensor's attributes are set by the file that holds it")
 
     def whole(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        out = torch.empty(self.shape, dtype=dtype or self.dtype)
+        out = torch.empty(self.shape, dtype=dtype or self.dtype, device="cpu")
         self.read([0] * len(self.shape), out)
         return out
 
@@ -97,7 +97,7 @@ class FileTensor(Source):
         rows = out if out.dim() else out.view(1)
         row_bytes = math.prod(rows.shape[1:]) * self.dtype.itemsize
         step = max(1, BUFFER_BYTES // max(row_bytes, 1))
-        buffer = torch.empty((min(step, rows.shape[0]), *rows.shape[1:]), dtype=self.dtype)
+        buffer = torch.empty((min(step, rows.shape[0]), *rows.shape[1:]), dtype=self.dtype, device="cpu")
         for begin in range(0, rows.shape[0], step):
             part = rows[begin : begin + step]
             self._fill(offset + begin * row_bytes, buffer[: part.shape[0]])
@@ -283,7 +283,7 @@ def differ(first: Source, second: Source, start: Sequence[int], shape: Sequence[
         return False
     limit_numel = max(1, BUFFER_BYTES // max(first.dtype.itemsize, second.dtype.itemsize))
     for offset, sizes in row_boxes(shape, limit_numel):
-        boxes = [torch.empty(sizes, dtype=first.dtype) for _ in range(2)]
+        boxes = [torch.empty(sizes, dtype=first.dtype, device="cpu") for _ in range(2)]
         for source, box in zip((first, second), boxes, strict=True):
             source.read([a + b for a, b in zip(start, offset, strict=True)], box)
         # Compare bits, because those of a NaN are equal too.

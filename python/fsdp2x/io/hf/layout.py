@@ -183,7 +183,7 @@ class Writer:
         """``num_writers`` is the number of ranks that write about as much each. The bar uses it."""
         self._folder, self._layout = folder, layout
         self._fds: dict[int, int] = {}
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._bar = ProgressBar(sum(file.num_bytes for file in layout.files) // num_writers, "Writing weights")
 
     def __enter__(self) -> Writer:
@@ -233,5 +233,5 @@ class Writer:
 
     def _buffer(self, num_bytes: int) -> torch.Tensor:
         if self._memory.numel() < num_bytes:
-            self._memory = torch.empty(max(num_bytes, BUFFER_BYTES), dtype=torch.uint8)
+            self._memory = torch.empty(max(num_bytes, BUFFER_BYTES), dtype=torch.uint8, device="cpu")
         return self._memory[:num_bytes]

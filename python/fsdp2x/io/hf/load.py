@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2x.base.arguments import checked
+from fsdp2x.base.arguments import checked, with_memory
 from fsdp2x.base.failures import CheckpointError, exchange, named_call, on_rank_0, rank_and_size, run_on_all_ranks
 from fsdp2x.base.memory_file import aligned_starts, tensor_at
 from fsdp2x.base.native import _C
@@ -65,7 +65,7 @@ def send_from_rank_0(steps: list[tuple[Target, list[Source]]], bar: Any, what: s
         sizes = [_place_bucket(bucket, steps, boxes[other])[1] for other in range(world)]
         sent = None
         if rank == 0:
-            sent = [torch.zeros(max(sizes), dtype=torch.uint8) for _ in range(world)]
+            sent = [torch.zeros(max(sizes), dtype=torch.uint8, device="cpu") for _ in range(world)]
             try:
                 _read_bucket(bucket, steps, boxes, sent)
             except Exception as failed:
@@ -377,6 +377,7 @@ def _read(steps: list[tuple[Target, list[Source]]], bar: Any) -> None:
 
 
 @checked
+@with_memory()
 def from_pretrained(
     path_or_model_class: str | Path | type[nn.Module],
     path: str | Path | None = None,

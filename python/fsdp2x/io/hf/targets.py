@@ -225,7 +225,7 @@ def _run(model: ForeignModel) -> None:
 
 def _undefined(shape, dtype: torch.dtype) -> torch.Tensor:
     """Returns a tensor of a value that no initialization leaves everywhere: NaN, or the smallest integer."""
-    tensor = torch.empty(shape, dtype=dtype)
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
     return tensor.fill_(_sentinel(dtype))
 
 

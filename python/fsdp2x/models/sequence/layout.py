@@ -203,8 +203,8 @@ class SequenceLayout:
             for row, samples in enumerate(self.by_row()):
                 for size, seen in self.pieces(samples):
                     if seen is not None:
-                        queries.append(torch.arange(place, place + size))
-                        keys.append(torch.arange(*seen) + row * self.length)
+                        queries.append(torch.arange(place, place + size, device="cpu"))
+                        keys.append(torch.arange(*seen, device="cpu") + row * self.length)
                     place += size
             self._flat_pieces = FlatPieces.of(queries, keys, device)
         return self._flat_pieces
@@ -224,7 +224,7 @@ class FlatPieces(NamedTuple):
 
     @classmethod
     def of(cls, queries: list[torch.Tensor], keys: list[torch.Tensor], device: torch.device) -> FlatPieces:
-        nothing = torch.empty(0, dtype=torch.int64)
+        nothing = torch.empty(0, dtype=torch.int64, device="cpu")
         flat_queries, flat_keys = (torch.cat([nothing, *parts]).to(device) for parts in (queries, keys))
         return cls(flat_queries, flat_keys, [len(part) for part in queries], [len(part) for part in keys])
 

@@ -220,19 +220,20 @@ def pack_samples(
     total = sum(lengths)
     num_padding = -total % pad_to_multiple_of if total else pad_to_multiple_of
     ids = [part["input_ids"] for part in parts]
-    labels = [torch.cat((torch.full((1,), IGNORE), part["labels"][1:])) for part in parts]
+    labels = [torch.cat((torch.full_like(part["labels"][:1], IGNORE), part["labels"][1:])) for part in parts]
     positions = [part["position_ids"] for part in parts]
+    device = ids[0].device if ids else "cpu"
     if num_padding:
-        ids.append(torch.full((num_padding,), pad_token_id))
-        labels.append(torch.full((num_padding,), IGNORE))
+        ids.append(torch.full((num_padding,), pad_token_id, device=device))
+        labels.append(torch.full((num_padding,), IGNORE, device=device))
         kinds = positions[0].shape[:-1] if positions else ()
-        positions.append(torch.arange(num_padding).expand(*kinds, -1))
+        positions.append(torch.arange(num_padding, device=device).expand(*kinds, -1))
     row = torch.cat(positions, dim=-1)
     return PackedBatch(
         input_ids=torch.cat(ids).unsqueeze(0),
         position_ids=row.unsqueeze(-2),
         labels=torch.cat(labels).unsqueeze(0),
-        cu_seqlens=torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32),
+        cu_seqlens=torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32),
         sample_ids=tuple(chosen),
         num_padding=num_padding,
         extras=_join_extras(parts, lengths, num_padding),
@@ -250,7 +251,7 @@ def _as_tensors(index: int, sample: Mapping[str, Any]) -> dict[str, torch.Tensor
             f"pack_samples: sample {index} needs input_ids of shape [length], at least 1 long, got {shape}"
         )
     part.setdefault("labels", ids)
-    part.setdefault("position_ids", torch.arange(ids.shape[0]))
+    part.setdefault("position_ids", torch.arange(ids.shape[0], device=ids.device))
     for name in _PER_TOKEN:
         if part[name].shape[-1:] != ids.shape:
             raise ValueError(f"pack_samples: sample {index} has {name} {list(part[name].shape)} for {len(ids)} tokens")
@@ -260,7 +261,7 @@ def _as_tensors(index: int, sample: Mapping[str, Any]) -> dict[str, torch.Tensor
 
 def _as_tensor(index: int, name: str, value: Any) -> torch.Tensor:
     try:
-        return torch.as_tensor(value)
+        return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         shown = repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"
         raise ValueError(f"pack_samples: sample {index} has {name} {shown}, expected a tensor or numbers") from None

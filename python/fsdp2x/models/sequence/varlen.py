@@ -139,7 +139,10 @@ def attend_flat(
         return (out + nothing).view(rows, length, heads, -1)
     sizes = (pieces.num_queries, pieces.num_keys)
     # A piece's queries are the last positions of its keys, as the kernel aligns them.
-    cu_q, cu_k = (torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(query.device) for n in sizes)
+    cu_q, cu_k = (
+        torch.tensor([0, *n], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32).to(query.device)
+        for n in sizes
+    )
     options = {"scale": rules.scale, "window_size": (-1 if rules.window is None else rules.window - 1, 0)}
     if key.shape[1] != heads:
         if "enable_gqa" in inspect.signature(kernel).parameters:

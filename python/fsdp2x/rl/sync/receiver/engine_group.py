@@ -305,11 +305,11 @@ class EngineGroup(BroadcastGroup):
 
     def _unpacked(self, fill: Callable[[torch.Tensor], None]) -> dict[str, Any]:
         """Returns the JSON object of two parts, its size and its bytes."""
-        fill(size := torch.zeros(1, dtype=torch.int64))
+        fill(size := torch.zeros(1, dtype=torch.int64, device="cpu"))
         try:
             if not 0 < (num_bytes := int(size)) <= _MAX_TEXT_BYTES:
                 raise ValueError(f"{num_bytes} bytes")
-            fill(text := torch.empty(num_bytes, dtype=torch.uint8))
+            fill(text := torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
             if not isinstance(value := json.loads(text.numpy().tobytes()), dict):
                 raise ValueError(f"a {type(value).__name__}")
             return value
@@ -329,7 +329,7 @@ class EngineGroup(BroadcastGroup):
 
 def _packed(value: Mapping[str, Any]) -> list[torch.Tensor]:
     text = bytearray(json.dumps(value, separators=(",", ":")).encode())
-    return [torch.tensor([len(text)]), torch.frombuffer(text, dtype=torch.uint8)]
+    return [torch.tensor([len(text)], device="cpu"), torch.frombuffer(text, dtype=torch.uint8)]
 
 
 # ---- the engine's side
