@@ -113,6 +113,7 @@ class Agreement:
         weak: Any = weakref.ref(self)  # the engine's part does not outlive it
         self.engine = _C.Agreement(lambda mine: weak()._ask(mine), lambda *left: weak()._leave(*left))
         self._generation = 0
+        self._stale: list[str] = []  # keys of the last generation
         self._num_asked = 0
         self._begin_round()
         self._failed = ""  # the message, once a failure is known
@@ -268,11 +269,24 @@ class Agreement:
     def _finish_asking(self) -> None:
         if self._rank == 0 and self._num_asked > 0:
             # All ranks have finished the last exchange, because they came to this one.
-            for name in ("", "/count", "/go", "/left", "/away", "/alarm"):
-                self._store.delete_key(self._key(f"{self._num_asked - 1}{name}"))
+            self._delete(self._keys_of(self._num_asked - 1))
+        self._delete_stale()
         self._num_asked += 1
         self._begin_round()
         self.engine.is_broken = False
+
+    def _keys_of(self, num_asked: int) -> list[str]:
+        return [self._key(f"{num_asked}{name}") for name in ("", "/count", "/go", "/left", "/away", "/alarm")]
+
+    def _delete(self, keys: list[str]) -> None:
+        for key in keys:
+            self._store.delete_key(key)
+
+    def _delete_stale(self) -> None:
+        """Deletes the keys of earlier generations. All ranks have begun this one."""
+        if self._rank == 0:
+            self._delete(self._stale)
+        self._stale = []
 
     def _leave(self, why: str, num_posted: int, num_passes: int) -> bool:
         self.engine.is_broken = True
@@ -382,6 +396,7 @@ class Agreement:
             self._write(f"again/{self._rank}", {"number": num, "recent": recent})
             self._count("again")
         self._wait_for("again/go")
+        self._delete_stale()
         states = [self._read(f"again/{rank}") for rank in range(len(self._ranks))]
         furthest = max(states, key=lambda state: state["number"])
         known = {posted["number"]: posted for posted in furthest["recent"]}
@@ -399,6 +414,10 @@ class Agreement:
         for group in (self.group, self.separate_group):
             for exchange in [] if group is None else unfinished_exchanges(group):
                 self._receive(exchange)
+        self._stale = [self._key(name) for name in ("failed", "again/count", "again/go")]
+        self._stale += [self._key(f"again/{rank}") for rank in range(len(self._ranks))]
+        for num_asked in range(max(self._num_asked - 1, 0), self._num_asked + 2):  # of any rank
+            self._stale += self._keys_of(num_asked)
         self._generation += 1
         self._num_asked = 0
         self._begin_round()

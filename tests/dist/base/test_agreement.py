@@ -6,6 +6,7 @@ import pytest
 import torch.distributed as dist
 
 import fsdp2x
+from fsdp2x.base import torch_private
 from fsdp2x.base.agreement import Agreement
 from fsdp2x.base.collectives import Diverged
 from harness import distributed
@@ -63,6 +64,43 @@ def test_a_rank_that_clips_alone(ctx):
 
     told = everyone(ctx, attempt(go_on))
     assert len(set(told)) == 1 and "rank 1 sums the norm of gradients" in told[0] and "gathers unit" in told[0], told
+
+
+@distributed(world_sizes=(2, 3))
+def test_caught_divergences_leave_no_keys_in_the_store(ctx):
+    only_fsdp2x(ctx)
+    model = shard(ctx, Stack(), STACK_UNITS, transport="process_group")
+    store, counts = torch_private.store_of(dist.group.WORLD), []
+    step(model, ctx)
+
+    def skip_a_block():
+        (model.blocks[1] if ctx.rank else model)(inputs(ctx.rank))
+
+    def raise_in_backward():
+        handle = model.blocks[1].register_full_backward_pre_hook(lambda *_: 1 / 0)
+        try:
+            if ctx.rank == 0:
+                handle.remove()
+            step(model, ctx)
+        except ZeroDivisionError:
+            pass
+        finally:
+            handle.remove()
+
+    def clip_alone():
+        fsdp2x.clip_grad_norm_(model.parameters(), 1.0) if ctx.rank else step(model, ctx)
+
+    for number in range(3):
+        for diverge in (skip_a_block, raise_in_backward, clip_alone):
+            for _ in range(2):  # the second one comes before any collective succeeds
+                attempt(diverge)
+            model.zero_grad()
+            step(model, ctx, number)
+            step(model, ctx, number)
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    assert len(set(counts[1:])) == 1, counts
 
 
 @distributed(world_sizes=(2,))
