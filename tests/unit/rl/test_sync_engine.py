@@ -142,7 +142,10 @@ LAYOUTS = [
     (CARRIERS, [["w0", "nonsense", [2]]], [4096], "has no dtype 'nonsense'"),
     (("memory",), [["w0", "float32", [2]]], [8192], "the layout says 8192 bytes, got a memory file of 4096"),
     (("memory",), [["w0", "float32", [2]]], [4096, 4096], "1 memory files, the layout names 2"),
-    (("group",), [["w0", "float32", [2]]], [-1], "negative dimension"),
+    *(
+        (("group",), [["w0", "float32", [2]]], sizes, "take at most 520")
+        for sizes in ([-1], [5000], [10**15], [], [1, 1])
+    ),
 ]
 
 

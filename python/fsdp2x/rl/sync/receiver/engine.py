@@ -44,6 +44,7 @@ _HEAD = struct.Struct("<8s8sIQ")  # magic, kind, number of descriptors, bytes of
 _MAX_BODY_BYTES, _MAX_FILES = 1 << 28, 64
 _ANSWER = "answer"
 POSITION_BYTES = _ALIGN_BYTES = 8
+_MAX_GAP_BYTES = 256  # between two tensors of a bucket
 
 
 class WireError(RuntimeError):
@@ -421,7 +422,7 @@ class Receiver:
         """Returns whether the engine goes on after this request. From begin on, it stays to the end of the push."""
         return self._state is not WeightsState.OPEN
 
-    def _map(self, sizes: list[int], files: list[int]) -> list[ReceiveBuffer]:
+    def _map(self, sizes: list[int], files: list[int], most_bytes: int) -> list[ReceiveBuffer]:
         if len(files) != len(sizes):
             raise WireError(f"{len(files)} memory files, the layout names {len(sizes)}")
         return [mapped_file(file, size) for file, size in zip(files, sizes, strict=True)]
@@ -499,7 +500,8 @@ class Receiver:
             self._tell_sink("check", layout)
         elif not hasattr(self._sink, "prepare_adapter"):
             raise NotImplementedError("this engine takes no adapters, because its sink has no prepare_adapter")
-        self._buffers = self._map(body["files"], files)
+        most_bytes = sum(math.prod(shape) * dtype.itemsize + _MAX_GAP_BYTES for _, dtype, shape in layout)
+        self._buffers = self._map(body["files"], files, most_bytes + _MAX_GAP_BYTES)
         if "device" in body:
             self._buffers = [ReceiveBuffer(opened_memory(body["device"]))]
         self._layout = layout

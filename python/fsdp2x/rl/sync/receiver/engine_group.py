@@ -436,7 +436,9 @@ class GroupReceiver(Receiver):
                 reason = f"engine {invitation['rank']} at {socket.gethostname()}: {error}"
                 join_store(*self._place).set(f"{name}/refused", reason)
 
-    def _map(self, sizes: list[int], files: list[int]) -> list[ReceiveBuffer]:
+    def _map(self, sizes: list[int], files: list[int], most_bytes: int) -> list[ReceiveBuffer]:
+        if len(sizes) != 1 or not 0 < sizes[0] <= most_bytes:
+            raise WireError(f"a memory of {sizes} bytes, but the tensors of the layout take at most {most_bytes}")
         self._memory = torch.empty(*sizes, dtype=torch.uint8, device=self._line.device)
         return [ReceiveBuffer(self._memory)]
 
