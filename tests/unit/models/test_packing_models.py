@@ -88,6 +88,26 @@ def test_twice_is_an_error_and_remove_gives_the_model_back():
     use_varlen_attention(model).remove()
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_vl"])
+def test_models_that_share_a_config(name):
+    """Such as policy and reference. One may have it, or both, and each keeps its own."""
+    first = sequences.build(name)
+    second = type(first)(first.config)
+    second.load_state_dict(first.state_dict())
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    run = lambda model: model(input_ids=IDS[:1], position_ids=positions).logits  # noqa: E731
+    expected = run(first)
+    handles = [use_varlen_attention(first)]
+    assert torch.equal(run(second), expected) and first.config.get_text_config() is first.get_decoder().config
+    handles.append(use_varlen_attention(second))
+    with handles[0].disabled():
+        packed = run(second)
+        assert torch.equal(run(first), expected) and not torch.equal(packed, expected)
+    handles[0].remove()
+    assert torch.equal(run(second), packed)
+    assert second.get_decoder().config._attn_implementation == IMPLEMENTATION
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3"])
 def test_autocast(name):
     """Rotary embeddings give fp32 queries and keys, and bf16 values."""

@@ -7,6 +7,7 @@ arguments of the forward, and transformers passes it to every attention call. If
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -81,6 +82,14 @@ def attention_configs(decoder: nn.Module) -> list[Any]:
         if hasattr(config, "_attn_implementation"):
             found.setdefault(id(config), config)
     return list(found.values())
+
+
+def _copy_configs(model: nn.Module) -> None:
+    """Gives a model config objects that no other model has, because they select the implementation."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        if hasattr(vars(module).get("config"), "_attn_implementation"):
+            module.config = copy.deepcopy(module.config, copies)
 
 
 def head_counts(config: Any) -> tuple[int, int]:
@@ -219,14 +228,15 @@ class SequenceAttention:
 
     def __init__(self, model: nn.Module) -> None:
         self.decoder = find_decoder(model)
-        self._configs = attention_configs(self.decoder)
-        before = [config._attn_implementation for config in self._configs]
+        before = [config._attn_implementation for config in attention_configs(self.decoder)]
         if IMPLEMENTATION in before:
             raise ValueError(
                 f"{type(model).__name__} already runs attention over layouts. Call remove() on its handle first."
             )
         from transformers import AttentionInterface, AttentionMaskInterface
 
+        _copy_configs(model)
+        self._configs = attention_configs(self.decoder)
         AttentionInterface.register(IMPLEMENTATION, sequence_attention)
         AttentionMaskInterface.register(IMPLEMENTATION, sequence_mask)
         self._before = before
