@@ -27,6 +27,7 @@ from fsdp2x.api import (
     save_adapter,
     save_adapter_config,
     seed_all,
+    write_config,
 )
 from fsdp2x.base.arguments import checked, with_memory
 from fsdp2x.base.failures import CheckpointError, exchange, run_on_all_ranks
@@ -407,10 +408,10 @@ class Trainer:
 
     def _write_assets(self, folder: Path) -> None:
         """Writes what the export needs in addition to weights."""
-        self.sharded.assets_config.save_pretrained(str(folder))
+        write_config(self.sharded.assets_config, folder / "config.json")
         generation = getattr(self.model, "generation_config", None)
         if generation is not None:
-            generation.save_pretrained(str(folder))
+            write_config(generation, folder / "generation_config.json")
         if has_adapters(self.model):
             save_adapter_config(self.model, folder / ADAPTER_FOLDER)
         self.inputs.tokenizer.save(folder)

@@ -1,5 +1,6 @@
 """fsdp2x.save_hf: loading and saving gives the same bytes, and a failed save leaves no files."""
 
+import logging
 import os
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -231,6 +232,26 @@ def test_a_failed_save_leaves_nothing_behind(ctx):
             model = build("qwen3")
         with pytest.raises(RuntimeError, match="have no values yet"):
             fsdp2x.save_hf(fsdp2x.fully_shard(model), folder / "meta")
+
+
+@distributed(world_sizes=(2,))
+def test_configs_that_transformers_refuses_cost_no_weights(ctx):
+    """A warning on rank 0 names the file, which keeps the settings."""
+    for change, file in (
+        (lambda model: setattr(model.generation_config, "temperature", 0.5), "generation_config.json"),
+        (lambda model: setattr(model.config, "num_beams", 3), "config.json"),
+    ):
+        model = build("qwen3")
+        change(model)
+        expected = dict(model.state_dict())
+        with shared_folder() as folder, mock.patch.object(logging.getLogger("fsdp2x"), "warning") as warning:
+            fsdp2x.fully_shard(model).save_pretrained(folder / "out")
+            assert [call.args[1] for call in warning.call_args_list] == ([file] if ctx.rank == 0 else [])
+            again = type(build("qwen3")).from_pretrained(folder / "out")
+            same(dict(again.state_dict()), expected)
+            setting = "temperature" if file.startswith("generation") else "num_beams"
+            assert f'"{setting}": {0.5 if setting == "temperature" else 3}' in (folder / "out" / file).read_text()
+            dist.barrier()
 
 
 @pytest.mark.parametrize("kind", ["plain", "peft"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import logging
 import os
 import shutil
 import sys
@@ -32,6 +33,8 @@ from fsdp2x.io.hf.layout import Layout, Writer, make_files, parse_size, plan_lay
 from fsdp2x.io.names import Family, ForeignModel, has_adapters, hf_base, is_adapter, source_families
 from fsdp2x.lifecycle.api import method_makers
 from fsdp2x.lifecycle.module import FSDPModule
+
+logger = logging.getLogger("fsdp2x")
 
 # A folder with one of these has a tokenizer.
 TOKENIZER_FILES = (
@@ -118,6 +121,16 @@ def save_adapter_config(model: ForeignModel, folder: Path) -> None:
     config.save_pretrained(str(folder))
 
 
+def write_config(config: Any, path: Path) -> None:
+    """Writes a config of transformers. Warns if transformers refuses it, so that the weights are saved."""
+    try:
+        config.save_pretrained(str(path.parent))
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        logger.warning("fsdp2x: saved %s although transformers refuses it. Correct it: %s", path.name, reason)
+        config.to_json_file(str(path))
+
+
 class _Job:
     """What to write and where. Equal on all ranks."""
 
@@ -169,9 +182,9 @@ class _Job:
         elif hasattr(self.base, "config"):
             config = plain_config(self.base)
             config.dtype = self._written_dtype or config.dtype
-            config.save_pretrained(str(folder))
+            write_config(config, folder / "config.json")
             if getattr(self.base, "generation_config", None) is not None:
-                self.base.generation_config.save_pretrained(str(folder))
+                write_config(self.base.generation_config, folder / "generation_config.json")
         source = Path(getattr(self.base, "_fsdp2x_source", None) or os.devnull)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(folder))
