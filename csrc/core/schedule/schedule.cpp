@@ -350,12 +350,14 @@ void Schedule::end_backward() {
     }
     sweep(unit);
     if (!unit.options_.requires_gradient_sync || settings_->manual_finalization) reductions_.pack_pending(unit);
-    if (unit.options_.reshard_after_backward) reshard(unit);
+    // A backward inside a forward (meta-learning, forces of energy models): the forward still needs its parameters.
+    if (unit.options_.reshard_after_backward && unit.num_running_ == 0) reshard(unit);
   }
   if (!settings_->manual_finalization) flush(alive);
   for (const auto& unit : alive) {
     if (unit->param_state_ == ParamState::gathering) gathers_.cancel(*unit);
     unit->set_phase(Phase::idle);
+    if (unit->num_running_ > 0) unit->set_phase(Phase::forward);
   }
   backward_.has_begun = false;
   reductions_.end_backward();

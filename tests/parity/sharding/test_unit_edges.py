@@ -393,3 +393,49 @@ def test_an_inner_module_after_the_outer_one(ctx, order, gathered):
         fsdp2x.fully_shard(parts if len(parts) > 1 else parts[0])
     assert before == {name: (type(module), module._parameters) for name, module in model.named_modules()}
     outer(inputs(ctx.rank)).sum().backward()
+
+
+class Inner(nn.Module):
+    """Takes inner gradients in its forward, through units that it calls, and uses its own weights afterwards."""
+
+    def __init__(self, how, depth):
+        super().__init__()
+        torch.manual_seed(2)
+        self.how = how
+        self.first, self.energy, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        if depth:
+            self.energy = Inner(how, depth - 1)
+
+    def forward(self, x):
+        x = self.first(x)
+        with torch.enable_grad():
+            z = x.detach().requires_grad_()
+            for _ in range(2 if self.how == "loop" else 1):
+                energy = self.energy(z).square().sum()
+                if self.how == "backward":
+                    energy.backward(inputs=[z])
+                    slope = z.grad
+                else:
+                    (slope,) = torch.autograd.grad(energy, z)
+                z = z.detach().requires_grad_()
+        return self.head(x + slope)
+
+
+@distributed(world_sizes=(1, 2, 3))
+@both_transports
+@pytest.mark.parametrize("how", ["grad", "loop", "backward"])
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("units", [["energy"], ["first", "energy", "head"]])
+def test_a_backward_inside_a_forward(ctx, transport, how, depth, units):
+    """The forward keeps its parameters, also of a unit inside it, in training, accumulation, and evaluation."""
+    only_fsdp2x(ctx)
+    inner = ["energy.energy", "energy.first"] if depth else []
+    reference, model = Inner(how, depth), shard(ctx, Inner(how, depth), [*inner, *units], transport=transport)
+    loss_of = lambda model, rank, step: model(inputs(rank, step)).square().mean()  # noqa: E731
+    train_alike(ctx, reference, model, loss_of, **CLOSE)
+    with torch.no_grad():
+        same(model(inputs(ctx.rank)), reference(inputs(ctx.rank)), **CLOSE)
+    with fsdp2x.accumulate(model, last=False):
+        loss_of(model, ctx.rank, 7).backward()
+    model.zero_grad()
+    train_alike(ctx, reference, model, loss_of, **CLOSE)
