@@ -106,13 +106,14 @@ def test_ranks_agree_on_the_number_of_bins(ctx):
         ({"input_ids": [1] * 21}, "rank 1: pack_by_budget: sample 1 has 21 tokens, more than max_tokens=20"),
         ({"input_ids": [1, 2], "labels": [1]}, r"rank 1: pack_samples: sample 1 has labels \[1\] for 2 tokens"),
         ({"labels": [1]}, "rank 1: pack_samples: sample 1 needs input_ids"),
+        ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "rank 1: pack_samples: sample 1 has padding in its"),
         ({"input_ids": "ab"}, "rank 1: pack_samples: sample 1 has input_ids 'ab', expected a tensor or numbers"),
         ([1, 2], "rank 1: pack_samples: sample 1 is a list, expected a mapping"),
     ],
-    ids=["long", "labels", "no_ids", "text", "list"],
+    ids=["long", "labels", "no_ids", "mask", "text", "list"],
 )
 def test_one_ranks_bad_sample_is_an_error_on_every_rank(ctx, bad, said):
-    samples = [{"input_ids": [1, 2]}] + ([bad] if ctx.rank == 1 else [])
+    samples = [{"input_ids": [1, 2], "attention_mask": [1, 1]}] + ([bad] if ctx.rank == 1 else [])
     with pytest.raises(ValueError, match=said):
         list(micro_batches(samples, 20))
     assert len(list(micro_batches(samples[:1], 20))) == 1

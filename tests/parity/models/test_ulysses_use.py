@@ -194,6 +194,17 @@ def test_heads_that_do_not_divide_are_refused_before_anything_is_changed(ctx):
 
 
 TOKENS = torch.arange(3, 27).view(2, 12)
+
+
+@distributed(world_sizes=(2,))
+def test_a_mask_does_not_undo_packing(ctx):
+    reference, ours, context, _ = setup(ctx)
+    batch = {"input_ids": TOKENS, "position_ids": torch.arange(6).repeat(2, 2), "attention_mask": torch.ones(2, 12)}
+    shard = context.shard_inputs(batch)
+    logits = context.gather_outputs(ours(**shard.inputs).logits, shard)
+    same(logits.reshape(4, 6, -1), reference(input_ids=TOKENS.view(4, 6)).logits, "logits", **EXACT)
+
+
 # What differs -> a change of the second rank's batch.
 CHANGES = {
     "input_ids": lambda batch: {"input_ids": TOKENS.flip(1)},

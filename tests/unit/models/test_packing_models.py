@@ -151,6 +151,34 @@ def test_restarting_positions_are_enough(name):
     assert (model(input_ids=IDS).logits - expected).abs().max() > 0.01
 
 
+# Two samples of 4 and 5 tokens in a row with this padding before and after.
+MASKED = {
+    "int": ((0, 0), torch.int64),
+    "bool": ((0, 0), torch.bool),
+    "float": ((0, 0), torch.float32),
+    "left": ((3, 0), torch.int64),
+    "right": ((0, 2), torch.bool),
+    "both": ((1, 4), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("case", MASKED)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2_vl"])
+def test_a_mask_does_not_undo_packing(name, case):
+    model = sequences.build(name)
+    alone = [model(input_ids=IDS[:1, part]).logits for part in (slice(0, 4), slice(4, 9))]
+    use_varlen_attention(model)
+    sides, dtype = MASKED[case]
+    rows, positions, mask = (
+        nn.functional.pad(row, sides)
+        for row in (IDS, torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], range(9)]), torch.ones(2, 9, dtype=dtype))
+    )
+    if name == "qwen2_vl":
+        positions = positions.expand(4, -1, -1)
+    got = model(input_ids=rows, position_ids=positions, attention_mask=mask).logits[:1, sides[0] :]
+    torch.testing.assert_close(got[:, :9], torch.cat(alone, 1), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "qwen2_vl"])
 def test_padding_masks(name, left):
@@ -213,6 +241,12 @@ def test_a_layout_of_other_tokens():
         ({"attention_mask": torch.tensor([[1, 0, 1] * 3] * 2)}, ValueError, "padding between tokens"),
         ({"attention_mask": torch.tensor([[1] * 5 + [2] * 4] * 2)}, ValueError, "expected 1 for tokens and 0 for"),
         ({"attention_mask": torch.full((2, 9), 0.5)}, ValueError, "expected 1 for tokens and 0 for padding"),
+        ({"attention_mask": {"full_attention": None}}, NotImplementedError, r"attention_mask \(dict\)"),
+        (
+            {"attention_mask": torch.ones(2, 9), "position_ids": torch.tensor([[0, 1, 2, 5, 6, 7, 8, 9, 10]])},
+            ValueError,
+            "row 0 goes from 2 to 5 at column 3, next to an attention_mask",
+        ),
         ({"position_ids": torch.arange(8)[None]}, ValueError, r"position_ids of shape \(1, 8\) for tokens"),
         ({"cu_seq_lens_q": torch.tensor([0, 4, 9])}, ValueError, "Pass position_ids that restart at each sample"),
         (
@@ -220,6 +254,7 @@ def test_a_layout_of_other_tokens():
             ValueError,
             "Pass position_ids that restart at each sample",
         ),
+        ({"seq_idx": torch.tensor([[0] * 4 + [1] * 5] * 2)}, ValueError, "Pass position_ids that restart"),
         ({"output_attentions": True}, NotImplementedError, "output_attentions=True has no weights"),
     ],
 )

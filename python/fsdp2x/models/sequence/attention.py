@@ -137,8 +137,8 @@ def check_rope(config: Any, longest: int) -> None:
 # ---- inputs of a decoder, cut to a range of positions
 
 _CACHES = ("cache", "past_key_values")  # transformers' name from 5.24 on, and the previous one
-_SAMPLE_ENDS = ("cu_seq_lens_q", "cu_seq_lens_k")  # of transformers' flash attention
-_IGNORED = {"attention_mask", "cache_position", "labels", "use_cache", *_CACHES, *_SAMPLE_ENDS}
+_SAMPLE_MARKS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # of transformers' collators
+_IGNORED = {"attention_mask", "cache_position", "labels", "use_cache", *_CACHES, *_SAMPLE_MARKS}
 _SECOND_DIM = {"input_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids", "per_layer_inputs"}
 
 
@@ -201,9 +201,9 @@ _running: ContextVar[_Forward | None] = ContextVar("fsdp2x_sequence_forward", de
 def use_varlen_attention(model: nn.Module) -> SequenceAttention:
     """Makes the decoder of a HuggingFace model attend inside samples only, without a mask of the full row.
 
-    Call it once, before or after ``fully_shard``. Each forward takes its samples from the first of these: the layout of
-    ``PackedBatch.inputs``, a 2-D ``attention_mask``, or ``position_ids`` that restart. Otherwise a row is one sample. A
-    forward with a cache (``generate``) runs the model's previous implementation.
+    Call it once, before or after ``fully_shard``. Each forward takes its samples from the layout of
+    ``PackedBatch.inputs``, else from ``position_ids`` that restart, without the padding of a 2-D ``attention_mask``.
+    Otherwise a row is one sample. A forward with a cache (``generate``) runs the model's previous implementation.
 
     Args:
         model: a transformers model with a causal decoder, plain, inside a vision-language model, sharded or in PEFT.
@@ -343,22 +343,21 @@ class SequenceAttention:
 
 
 def layout_of(inputs: dict[str, Any]) -> SequenceLayout:
-    """Returns the layout of a plain batch: from its padding mask, restarting positions, or full rows."""
+    """Returns the layout of a plain batch, from its padding mask and restarting positions. Default: full rows."""
     tokens = next(x for n in ("inputs_embeds", "input_ids") if (x := inputs.get(n)) is not None)
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
-    if any(inputs.get(name) is not None for name in _SAMPLE_ENDS) and (positions is None or mask is not None):
+    if positions is None and any(inputs.get(name) is not None for name in _SAMPLE_MARKS):
         raise ValueError(
-            "cu_seq_lens_q and cu_seq_lens_k do not keep samples apart in attention over layouts. Pass position_ids "
-            "that restart at each sample, without an attention_mask."
+            f"{', '.join(_SAMPLE_MARKS)} do not keep samples apart in attention over layouts. Pass position_ids that "
+            "restart at each sample."
         )
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape != tokens.shape[:2]:
+        raise ValueError(f"attention_mask of shape {tuple(mask.shape)} for tokens of {tuple(tokens.shape[:2])}")
+    if positions is not None and positions.shape[-1] != tokens.shape[1]:
+        raise ValueError(f"position_ids of shape {tuple(positions.shape)} for tokens of {tuple(tokens.shape[:2])}")
     if mask is not None:
-        found = layout.from_attention_mask(mask)
-        if (found.num_rows, found.length) != tuple(tokens.shape[:2]):
-            raise ValueError(f"attention_mask of shape {tuple(mask.shape)} for tokens of {tuple(tokens.shape[:2])}")
-        return found
+        return layout.from_attention_mask(mask, positions)
     if positions is not None:
-        if positions.shape[-1] != tokens.shape[1]:
-            raise ValueError(f"position_ids of shape {tuple(positions.shape)} for tokens of {tuple(tokens.shape[:2])}")
         return layout.from_position_ids(positions, tokens.shape[0])
     return layout.whole_rows(*tokens.shape[:2])
 

@@ -236,11 +236,10 @@ def from_position_ids(position_ids: torch.Tensor, num_rows: int) -> SequenceLayo
     samples only if there are four and the first is the text's (Qwen-VL). Otherwise a row is one sample.
     """
     length = position_ids.shape[-1]
-    if position_ids.ndim == 3:
-        if position_ids.shape[0] != 4:
-            return whole_rows(num_rows, length)
-        position_ids = position_ids[0]
-    breaks = (position_ids.diff(dim=-1) != 1).expand(num_rows, -1).cpu()
+    text = _positions_of_text(position_ids)
+    if text is None:
+        return whole_rows(num_rows, length)
+    breaks = (text.diff(dim=-1) != 1).expand(num_rows, -1).cpu()
     samples = []
     for row in range(num_rows):
         starts = [0, *(breaks[row].nonzero().flatten() + 1).tolist()]
@@ -248,11 +247,21 @@ def from_position_ids(position_ids: torch.Tensor, num_rows: int) -> SequenceLayo
     return SequenceLayout(num_rows, length, samples)
 
 
-def from_attention_mask(mask: torch.Tensor) -> SequenceLayout:
-    """Makes a layout from a padding mask [rows, length]: one sample per row, with padding at either end."""
-    if mask.ndim != 2:
+def _positions_of_text(position_ids: torch.Tensor) -> torch.Tensor | None:
+    if position_ids.ndim < 3:
+        return position_ids
+    return position_ids[0] if position_ids.shape[0] == 4 else None
+
+
+def from_attention_mask(mask: torch.Tensor, position_ids: torch.Tensor | None = None) -> SequenceLayout:
+    """Makes a layout from a padding mask [rows, length] and positions as in :func:`from_position_ids`.
+
+    A row is padded at its ends. Between its tokens, a sample begins where positions restart at 0.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        shown = f"of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else f"({type(mask).__name__})"
         raise NotImplementedError(
-            f"attention_mask of shape {tuple(mask.shape)}: attention over layouts takes padding masks of shape "
+            f"attention_mask {shown}: attention over layouts takes padding masks of shape "
             "[rows, length] only. Mark samples by restarting position_ids instead of a 4-D mask."
         )
     numbers = mask.detach().cpu()
@@ -262,6 +271,9 @@ def from_attention_mask(mask: torch.Tensor) -> SequenceLayout:
             "attention_mask: expected 1 for tokens and 0 for padding, got other values. Mark samples by restarting "
             "position_ids, without an attention_mask."
         )
+    positions = None if position_ids is None else _positions_of_text(position_ids)
+    if positions is not None:
+        positions = positions.detach().cpu().expand(mask.shape)
     samples = []
     for row, tokens in enumerate(mask):
         places = tokens.nonzero().flatten()
@@ -270,7 +282,17 @@ def from_attention_mask(mask: torch.Tensor) -> SequenceLayout:
         start, stop = int(places[0]), int(places[-1]) + 1
         if stop - start != places.numel():
             raise ValueError(f"attention_mask: row {row} has padding between tokens. Pad at the ends only.")
-        samples.append((row, start, stop))
+        starts = [start]
+        if positions is not None:
+            starts += ((positions[row, start:stop].diff() != 1).nonzero().flatten() + start + 1).tolist()
+            for place in starts[1:]:
+                if positions[row, place] != 0:  # transformers takes the row for one sample, but without a mask for two
+                    raise ValueError(
+                        f"position_ids: row {row} goes from {positions[row, place - 1]} to {positions[row, place]} at "
+                        f"column {place}, next to an attention_mask. Restart positions at 0 where a sample begins, "
+                        "omit the attention_mask, or pass sequence_layout=SequenceLayout(...)."
+                    )
+        samples += [(row, a, b) for a, b in zip(starts, [*starts[1:], stop], strict=True)]
     return SequenceLayout(mask.shape[0], mask.shape[1], samples)
 
 

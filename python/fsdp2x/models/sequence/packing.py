@@ -205,14 +205,16 @@ def pack_samples(
 
     Args:
         samples: mappings with ``input_ids`` [length] (a tensor or list) and optionally ``labels`` [length] (default:
-            the tokens), ``position_ids`` [length] or [kinds, length], further tensors along the tokens
-            (``mm_token_type_ids``), and other tensors, which are joined along dim 0 (``pixel_values``).
+            the tokens), ``position_ids`` [length] or [kinds, length], an ``attention_mask`` [length] without padding,
+            further tensors along the tokens (``mm_token_type_ids``), and other tensors, which are joined along dim 0
+            (``pixel_values``).
         members: indices of the samples to pack.
         pad_token_id: token id of padding.
         pad_to_multiple_of: number whose multiple the row's length must be.
 
     Raises:
-        ValueError: labels or positions differ in length from the tokens, or some samples lack a tensor of others.
+        ValueError: labels or positions differ in length from the tokens, some samples lack a tensor of others, or an
+            ``attention_mask`` has padding.
     """
     chosen = range(len(samples)) if members is None else members
     parts = [_as_tensors(index, samples[index]) for index in chosen]
@@ -255,6 +257,12 @@ def _as_tensors(index: int, sample: Mapping[str, Any]) -> dict[str, torch.Tensor
     for name in _PER_TOKEN:
         if part[name].shape[-1:] != ids.shape:
             raise ValueError(f"pack_samples: sample {index} has {name} {list(part[name].shape)} for {len(ids)} tokens")
+    mask = part.pop("attention_mask", None)
+    if mask is not None and (mask.shape != ids.shape or not mask.all()):
+        raise ValueError(
+            f"pack_samples: sample {index} has padding in its attention_mask, or a mask of another length. Remove the "
+            "padding from all of its tensors before packing."
+        )
     part["input_ids"], part["labels"] = ids.long(), part["labels"].long()
     return part
 
