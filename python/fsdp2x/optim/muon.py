@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2x.base.arguments import checked
+from fsdp2x.base.failures import rank_and_size
 from fsdp2x.optim.adamw import AdamW, count_on_host
 from fsdp2x.optim.clip import scaled
 from fsdp2x.optim.engine_step import EngineStep
@@ -21,6 +23,8 @@ from fsdp2x.optim.moments import zeros_like_all
 from fsdp2x.optim.muon_plan import Matrices, MatrixBlock, MatrixJob, MuonPlan, Piece, make_plan, part_of
 from fsdp2x.optim.muon_split import SPLIT_SETTINGS, WAYS, split_of, splits_of
 from fsdp2x.optim.newton_schulz import METHODS, orthogonalize
+
+logger = logging.getLogger(__name__)
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 
@@ -38,7 +42,8 @@ def muon_param_groups(
     """The trainable parameters of ``model`` in groups for ``Muon``: matrices, and last what AdamW steps.
 
     AdamW gets what has fewer than two dims, biases, embeddings, the output or task head, convolutions, Mamba's
-    ``A_log``, and what ``exclude`` names. Stacks of matrices [num, m, n], such as fused experts, are matrices.
+    ``A_log``, PEFT's adapters, and what ``exclude`` names. For adapters a warning says so: Orthogonal factors do not
+    make the update of a LoRA product orthogonal. Stacks of matrices [num, m, n], such as fused experts, are matrices.
     Matrices that fall into the same blocks share a group. Works before and after ``fully_shard``. Make the optimizer
     after it.
 
@@ -76,7 +81,13 @@ def muon_param_groups(
             "None, so its output head is not known. Pass exclude with a pattern for its parameters, such as "
             "exclude=['lm_head.*'], or exclude=[] if it has none."
         )
-    for_adamw |= {id(param) for param in head or ()}
+    adapters = _adapter_params(model)
+    for_adamw |= {id(param) for param in (*(head or ()), *adapters)}
+    if adapters and rank_and_size()[0] == 0:
+        logger.warning(
+            "fsdp2x.optim.muon_param_groups: AdamW steps the %d parameters of adapters. Muon steps matrices of a "
+            "model's own modules only.", len(adapters)
+        )  # fmt: skip
     splits = splits_of(model, split)
     matrices: dict[tuple, list[tuple[str, nn.Parameter]]] = {}  # by the settings of their blocks
     rest: list[tuple[str, nn.Parameter]] = []
@@ -98,6 +109,17 @@ def muon_param_groups(
     if not groups:
         raise ValueError("fsdp2x.optim.muon_param_groups: no parameter has requires_grad=True")
     return groups
+
+
+def _adapter_params(model: nn.Module) -> list[nn.Parameter]:
+    """Returns what PEFT adds to modules that it adapts, but not copies of modules that it trains in full."""
+    found: list[nn.Parameter] = []
+    for module in model.modules():
+        for name in getattr(module, "adapter_layer_names", ()):
+            part = getattr(module, name, None)
+            if name != "modules_to_save" and isinstance(part, nn.Module | nn.Parameter):
+                found += [part] if isinstance(part, nn.Parameter) else part.parameters()
+    return [param for param in found if param.requires_grad]
 
 
 # Ends of names of biases, of embeddings that are parameters of modules with other parameters, and of Mamba's rates.

@@ -150,7 +150,8 @@ class DataConfig(Section):
     )
     tokenizer: str | None = setting(
         None,
-        "'bytes' or a local directory with a HuggingFace tokenizer; unset: that of model.path, else bytes",
+        "'bytes' or a local directory with a HuggingFace tokenizer, which adds bos if it does so by default; unset: "
+        "that of model.path, else bytes",
         PATH,
     )
     block_size: int = setting(512, "tokens per training example; with packing, the most tokens of one", PAIRS)

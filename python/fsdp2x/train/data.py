@@ -122,9 +122,10 @@ class Blocks:
 def read_blocks(config: DataConfig, tokenizer: Tokenizer, seed: int) -> Blocks:
     """Reads the files in a seeded order, joins them with end marks, cuts blocks, and holds out the last ones.
 
-    The tail that fills no block is dropped. With `data.packing` each nonempty line is a sample with an end mark. Longer
-    ones than `block_size` are cut, and a last piece of one token is dropped. Held-out blocks come from the end of the
-    seeded order: a random sample of the files, or the end of the text if there is one file.
+    A file begins with the bos token if the tokenizer adds one by default. The tail that fills no block is dropped.
+    With `data.packing` the same holds for each nonempty line, which is a sample. Samples longer than `block_size` are
+    cut, and a last piece of one token is dropped. Held-out blocks come from the end of the seeded order: a random
+    sample of the files, or the end of the text if there is one file.
     """
     digest = hashlib.sha256()
     read = _read_text(config, config.files, tokenizer, seed, digest)
@@ -174,7 +175,7 @@ def _read_text(
     files = find_files(entries, pattern=config.pattern, exclude=config.exclude, setting=setting)
     generator = torch.Generator().manual_seed(seed)
     files = [files[i] for i in torch.randperm(len(files), generator=generator, device="cpu").tolist()]
-    end = [] if tokenizer.eos_id is None else [torch.tensor([tokenizer.eos_id], dtype=torch.int32, device="cpu")]
+    end = torch.tensor([] if tokenizer.eos_id is None else [tokenizer.eos_id], dtype=torch.int32, device="cpu")
     pieces: list[torch.Tensor] = []
     num_text_bytes = num_files = 0
     for file in files:
@@ -191,7 +192,9 @@ def _read_text(
         num_files += 1
         parts = [line for line in text.splitlines() if line.strip()] if config.packing else [text]
         for part in parts:
-            pieces += [torch.cat([tokenizer.encode(part).to(torch.int32), *end])]
+            ids = tokenizer.encode(part).to(torch.int32)
+            is_ended = len(ids) > 0 and ids[-1] == tokenizer.eos_id  # by the tokenizer
+            pieces.append(ids if is_ended else torch.cat([ids, end]))
     blocks = _cut_samples(pieces, config.block_size) if config.packing else _cut_blocks(pieces, config.block_size)
     return _Text(blocks, num_files, num_text_bytes, sum(map(len, pieces)))
 

@@ -171,6 +171,15 @@ IDLE: dict[tuple[str, ...], tuple[Callable[[TrainConfig], bool], str]] = {
         lambda c: c.optimizer.name != "muon",
         "optimizer.name is not muon",
     ),
+    ("optimizer.name", "optimizer.momentum", "optimizer.muon_split", "optimizer.muon_ns_method",
+     "optimizer.muon_ns_dtype"): (
+        lambda c: c.optimizer.name == "muon" and c.lora.rank > 0,
+        "AdamW steps the matrices of adapters",
+    ),
+    ("model.config.router_aux_loss_coef", "model.config.aux_loss_coef"): (
+        lambda c: not (c.model.config or {}).get("output_router_logits"),
+        "model.config.output_router_logits is false, so the loss has no part of the router",
+    ),
     ("schedule.warmup_ratio",): (lambda c: c.schedule.warmup_steps > 0, "schedule.warmup_steps comes before it"),
     ("schedule.min_lr_ratio",): (lambda c: c.schedule.min_lr is not None, "schedule.min_lr comes before it"),
     ("schedule.min_lr", "schedule.min_lr_ratio", "schedule.decay_steps"): (
@@ -211,6 +220,7 @@ def idle_settings(config: TrainConfig, settings: Mapping[str, Any]) -> list[str]
         for name, value in (values or {}).items()
         if known_keys()[f"{section}.{name}"].default != getattr(getattr(config, section), name)
     }
+    given |= {f"model.config.{name}": value for name, value in (config.model.config or {}).items()}
     return [
         f"{key}={value} has no effect: {why}"
         for key, value in given.items()

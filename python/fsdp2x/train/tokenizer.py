@@ -60,7 +60,7 @@ def byte_alphabet() -> list[str]:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer directory on this machine. Its special tokens in the text stay text."""
+    """A tokenizer directory on this machine. It adds special tokens, such as bos, as it does by default."""
 
     def __init__(self, folder: str):
         self.inner = _load(folder)
@@ -69,7 +69,7 @@ class HuggingFaceTokenizer:
         self.eos_id = self.inner.eos_token_id
 
     def encode(self, text: bytes) -> torch.Tensor:
-        ids = self.inner(text.decode("utf-8", errors="replace"), add_special_tokens=False, verbose=False)["input_ids"]
+        ids = self.inner(text.decode("utf-8", errors="replace"), verbose=False)["input_ids"]
         return torch.tensor(ids, dtype=torch.int64, device="cpu")
 
     def save(self, folder: Path) -> None:

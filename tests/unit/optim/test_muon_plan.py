@@ -140,11 +140,25 @@ def test_matrices_are_those_of_hidden_layers(name):
     assert others <= set(names[False])
 
 
-def test_the_head_of_a_lora_model_belongs_to_adamw():
+# Config of PEFT -> its settings, and whether it also trains a matrix of the model itself.
+ADAPTERS = {
+    "LoraConfig": ({"target_modules": ["q_proj", "embed_tokens"], "use_dora": True}, False),
+    "LoHaConfig": ({"target_modules": ["q_proj"]}, False),
+    "VeraConfig": ({"target_modules": ["q_proj"]}, False),
+    "AdaLoraConfig": ({"target_modules": ["q_proj"], "total_step": 9, "modules_to_save": ["k_proj"]}, True),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_and_heads_belong_to_adamw(name, caplog):
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     model = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**TEXT))
-    names = names_of(muon_param_groups(peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS"))))
-    assert all("lora" in name for name in names[True]) and any("score" in name for name in names[False])
+    arguments, saves = ADAPTERS[name]
+    model = peft.get_peft_model(model, getattr(peft, name)(task_type="SEQ_CLS", **arguments))
+    names = names_of(muon_param_groups(model))
+    assert [one for one in names.get(True, ()) if "k_proj.modules_to_save" not in one] == []
+    assert bool(names.get(True)) == saves and any("score" in one for one in names[False])
+    assert "AdamW steps the" in caplog.text
 
 
 class ForTest(nn.Linear):

@@ -165,6 +165,24 @@ def test_saved_form_loads_in_transformers(tmp_path):
     assert again.encode(TEXTS[2].encode()).tolist() == list(TEXTS[2].encode())
 
 
+@pytest.mark.parametrize(("template", "begins"), [("$A", 0), ("<s> $A", 1), ("<s> $A </s>", 1)])
+@pytest.mark.parametrize("packing", [False, True])
+def test_documents_have_the_special_tokens_that_the_tokenizer_adds(tmp_path, template, begins, packing):
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    inner = ByteTokenizer().inner.backend_tokenizer
+    inner.add_special_tokens(["<s>", "</s>"])
+    marks = [(mark, inner.token_to_id(mark)) for mark in ("<s>", "</s>")]
+    inner.post_processor = TemplateProcessing(single=template, special_tokens=marks)
+    PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>").save_pretrained(tmp_path / "t")
+    (tmp_path / "text.txt").write_text("abc")
+    config = DataConfig(files=[str(tmp_path / "text.txt")], block_size=4 + begins, held_out=0.0, packing=packing)
+    read = read_blocks(config, make_tokenizer(str(tmp_path / "t")), seed=1).train
+    tokens = (read.tokens if packing else read.flatten()).tolist()
+    assert tokens == [marks[0][1]] * begins + list(b"abc") + [marks[1][1]]
+
+
 def test_a_missing_directory_is_an_error():
     with pytest.raises(ConfigError, match=r"data\.tokenizer: got '/no/such'"):
         make_tokenizer("/no/such")
