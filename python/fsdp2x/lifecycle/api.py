@@ -19,7 +19,7 @@ from fsdp2x.base.failures import all_units
 from fsdp2x.lifecycle.hooks import register_hooks
 from fsdp2x.lifecycle.lazy_init import lazy_init
 from fsdp2x.lifecycle.module import FSDPModule
-from fsdp2x.lifecycle.tree import get_state
+from fsdp2x.lifecycle.tree import get_state, unit_states
 from fsdp2x.lifecycle.unit import ShardedUnit, UnitSettings, is_managed, mark_managed
 from fsdp2x.sharding import collect
 from fsdp2x.sharding.collect import group_by_ranks, place
@@ -28,7 +28,7 @@ from fsdp2x.sharding.offload import offload_of
 from fsdp2x.sharding.param_group import ShardedParamGroup
 from fsdp2x.sharding.shapes import even_placement
 from fsdp2x.sharding.transport import check_transport
-from fsdp2x.sharding.wrap import plan_units, should_auto_wrap, unsharded_class
+from fsdp2x.sharding.wrap import float32_ids, plan_units, should_auto_wrap, unsharded_class
 
 _sharded_classes: dict[type, type] = {}
 # Methods that sharded classes get in addition to FSDPModule's, by name. A maker is called with the original class and
@@ -78,7 +78,9 @@ def fully_shard(
             split), or torch's ``ShardPlacementResult``, which also chooses the mesh. Models that are split into units
             default to the first evenly divisible dim where padded rows would at least double a large parameter.
         mp_policy: dtypes of compute and reduction, and casts of inputs and outputs. ``reduce_dtype=None`` follows the
-            installed torch: the parameters' original dtype from 2.15 on, ``param_dtype`` before.
+            installed torch: the parameters' original dtype from 2.15 on, ``param_dtype`` before. Parameters that a
+            transformers model keeps in float32 (``_keep_in_fp32_modules_strict``, and ``_keep_in_fp32_modules`` for
+            float16) are computed in it. ``param_dtype_override_fn``, or None in that attribute, turns this off.
         offload_policy: ``CPUOffloadPolicy`` keeps shards, gradients, and optimizer state in CPU memory, pinned by
             default. ``fsdp2x.HostOffloadPolicy(mode)`` can keep only some of them there. On a CPU mesh only
             ``pin_memory`` has an effect.
@@ -150,10 +152,23 @@ def fully_shard(
     for plan in plans:
         shard(plan.modules, keep.in_unit(plan.reshard_after_forward))
     shard(modules, keep)
+    _keep_float32(modules)
     return module
 
 
 fully_shard.state = get_state
+
+
+def _keep_float32(modules: Iterable[nn.Module]) -> None:
+    """Lets parameters compute in float32 that a transformers model keeps in it. Its layers may be units already."""
+    for module in modules:
+        found: dict[MixedPrecisionPolicy, set[int]] = {}
+        for state in unit_states(module):
+            policy = state.settings.mp_policy
+            if policy not in found:
+                found[policy] = float32_ids(module, policy)
+            if found[policy]:
+                state.keep_float32(found[policy])
 
 
 def _shard_params(

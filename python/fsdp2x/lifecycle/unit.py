@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -146,6 +146,15 @@ class ShardedUnit(StateNames, torch_private.State):
         self.options.cast_forward_inputs = policy.cast_forward_inputs
         self.options.param_dtype = policy.param_dtype
         self.options.output_dtype = policy.output_dtype
+
+    def keep_float32(self, kept: Collection[int]) -> None:
+        """Computes with the parameters of these ids, which are stored in float32, in their own dtype."""
+        for group in self.groups:
+            group.keep_float32(kept)
+        for module in self.modules:
+            ids = {id(param) for param in module.parameters()}
+            if ids and ids <= set(kept):
+                self.options.param_dtype = None  # inputs stay as they come, which the module's caller has cast
 
     def _smaller_world(self, keep: Keep) -> int | None:
         """Returns the number of ranks that keep the parameters after forward. None if it is one or all.

@@ -25,7 +25,7 @@ from fsdp2x.sharding.offload import Offload
 from fsdp2x.sharding.param_group import ShardedParamGroup
 from fsdp2x.sharding.shapes import ParamFacts, even_placement, keeps_dtype
 from fsdp2x.sharding.transport import TransportKind, has_streams
-from fsdp2x.sharding.wrap import plan_units, should_auto_wrap
+from fsdp2x.sharding.wrap import float32_ids, plan_units, should_auto_wrap
 
 # ---- from the units of a sharded model
 
@@ -176,6 +176,7 @@ def facts_of_plan(
     inner = plan_units(model, auto_wrap, ignored_params=ignored | taken) if splits else []
     plans: list[tuple] = [((module,), None) for module in spread]
     plans += [(plan.modules, plan.reshard_after_forward) for plan in inner]
+    kept = float32_ids(model, policy)
     for modules, own in [*plans, ((model,), None)]:
         wanted = keep.in_unit(own)
         managed = collect.managed_modules(modules, planned.__contains__)
@@ -188,6 +189,10 @@ def facts_of_plan(
         if group is not None:
             dim = 1 if cuts_columns(group, ep, ours.world) else 0
             params = [replace(one, size=(one.size[0] // ep, *one.size[1:]), shard_dim=dim) for one in params]
+        params = [
+            replace(one, keeps_dtype=True) if id(owner.param) in kept else one
+            for one, owner in zip(params, owned, strict=True)
+        ]
         trains = [one.param.requires_grad for one in owned]
         small = wanted.smaller_world(ours.world) if owned else None
         settings = GroupSettings(

@@ -35,8 +35,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 AutoWrap = bool | str | type[nn.Module] | Collection[str | type[nn.Module]] | Callable[[str, nn.Module], bool] | None
@@ -199,6 +200,32 @@ def _scopes(tree: _Tree) -> list[str]:
         if _is_huggingface(module) and not any(_is_below(name, outer) for outer in found):
             found.append(name)
     return found
+
+
+# Levels that PEFT inserts into the path of a module that it adapts or trains.
+_PEFT_LEVELS = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.\w+)(?=\.)")
+
+
+def kept_in_float32(model: nn.Module, dtype: torch.dtype) -> list[nn.Parameter]:
+    """Returns the parameters that transformers keeps in float32 in a model of ``dtype``.
+
+    A model's class names them in ``_keep_in_fp32_modules_strict``, and for float16 also in ``_keep_in_fp32_modules``.
+    """
+    kept: list[nn.Parameter] = []
+    tree = _Tree(model, ())
+    for inner in map(tree.modules.__getitem__, _scopes(tree)):
+        plan = getattr(inner, "_get_dtype_plan", lambda _: ())(dtype)
+        pattern = re.compile("|".join(f"(?:{key.replace('*', '.*')})" for key in plan))
+        named = inner.named_parameters() if plan else ()
+        kept += [param for name, param in named if pattern.search(_PEFT_LEVELS.sub("", clean_name(name)))]
+    return kept
+
+
+def float32_ids(model: nn.Module, policy: MixedPrecisionPolicy) -> set[int]:
+    """Returns ids of the parameters that stay in float32 under ``policy``, unless it chooses for each parameter."""
+    if policy.param_dtype is None or getattr(policy, "param_dtype_override_fn", None) is not None:
+        return set()
+    return {id(param) for param in kept_in_float32(model, policy.param_dtype) if param.dtype == torch.float32}
 
 
 def _is_below(name: str, outer: str) -> bool:

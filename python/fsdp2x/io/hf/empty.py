@@ -18,7 +18,7 @@ from fsdp2x.base.failures import CheckpointError, first_line, reworded
 from fsdp2x.io.formats.safe_files import read_json
 from fsdp2x.io.hf.files import Checkpoint
 from fsdp2x.io.names import ForeignModel
-from fsdp2x.sharding.wrap import unsharded_class
+from fsdp2x.sharding.wrap import kept_in_float32, unsharded_class
 
 # Config keys that count things which are made one by one. The limit is more than any model has.
 _COUNTED = re.compile(r"(?:^|_)(layers?|depths?|blocks?|experts|heads|labels|codebooks)(?:_|$)")
@@ -112,8 +112,8 @@ def build_empty(
         make, options["trust_remote_code"] = model_class.from_config, False
     with torch.device("meta"):
         model = make(config, **options)
-    if keeps_float32:
-        _keep_in_float32(model, dtype)
+    for param in kept_in_float32(model, dtype) if keeps_float32 else ():
+        param.data = param.data.to(torch.float32)
     return model
 
 
@@ -122,14 +122,3 @@ def dtype_of_files(folder: Path) -> torch.dtype:
     with Checkpoint([folder]) as files:
         floating = (source.dtype for source in files.tensors.values() if source.dtype.is_floating_point)
         return next(floating, torch.float32)
-
-
-def _keep_in_float32(model: ForeignModel, dtype: torch.dtype) -> None:
-    """Converts weights that the model's class always wants in float32."""
-    plan = model._get_dtype_plan(dtype)
-    if not plan:
-        return
-    pattern = re.compile("|".join(f"(?:{key.replace('*', '.*')})" for key in plan))
-    for name, param in model.named_parameters():
-        if pattern.search(name):
-            param.data = param.data.to(torch.float32)
