@@ -362,6 +362,9 @@ class CheckpointConfig(Section):
     keep: int = setting(2, "number of checkpoints that stay on disk in addition to those of keep_every", COUNT)
     keep_every: int = setting(0, "checkpoints at multiples of this many steps are never deleted; 0: none", NOT_NEGATIVE)
     resume_from: str | None = setting(None, "a checkpoint, or a folder of checkpoints, whose latest is used", PATH)
+    accept_changes: bool = setting(
+        False, "resume also if model, adapter, tokenizer or packing differ from those of the checkpoint's run"
+    )
     folder: str | None = setting(None, "folder of the checkpoints; unset: checkpoints/ in logging.output", PATH)
 
 

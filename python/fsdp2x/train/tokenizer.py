@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     eos_id = 256
+    fingerprint = "bytes"
 
     def encode(self, text: bytes) -> torch.Tensor:
         """Converts UTF-8 bytes of one document to 1-D int64 ids, without an end mark."""
@@ -72,10 +74,18 @@ class HuggingFaceTokenizer:
         ids = self.inner(text.decode("utf-8", errors="replace"), verbose=False)["input_ids"]
         return torch.tensor(ids, dtype=torch.int64, device="cpu")
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A hash of what the tokenizer does. Other files of the same tokenizer have the same."""
+        vocabulary = sorted(self.inner.get_vocab().items(), key=lambda item: item[1])
+        does = [vocabulary, self.eos_id, self.encode(_PROBE.encode()).tolist()]
+        return hashlib.sha256(repr(does).encode()).hexdigest()[:16]
+
     def save(self, folder: Path) -> None:
         self.inner.save_pretrained(str(folder))
 
 
+_PROBE = "Ab 12345, don't\n\tna\u00efve  \u65e5\u672c\u8a9e \U0001f642 <|endoftext|>"
 Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 

@@ -44,6 +44,7 @@ from fsdp2x.train.distributed import (
 from fsdp2x.train.metrics import Logger, memory_bytes, planned_bytes, shard_report
 from fsdp2x.train.model import make_model
 from fsdp2x.train.parts import Inputs, Output, Steps
+from fsdp2x.train.resume import compare_runs, describe_run
 from fsdp2x.train.schedule import restore_settings
 from fsdp2x.train.strategy import explain_emulation
 from fsdp2x.train.tokenizer import replaces_tokenizer
@@ -362,7 +363,7 @@ class Trainer:
             scheduler=self.schedule,
             scaler=self.scaler,
             data=self.stream,
-            extra={"config": dataclasses.asdict(self.config)},
+            extra={"config": dataclasses.asdict(self.config), "run": self._described_run},
             form=config.form,
             keep=config.keep,
             marked=bool(config.keep_every and self.step % config.keep_every == 0),
@@ -381,7 +382,17 @@ class Trainer:
         run_on_all_ranks(lambda: self._go_on_from(loaded, configured), what=f"resuming from {loaded.path}")
         return loaded.path
 
+    @functools.cached_property
+    def _described_run(self) -> dict[str, Any]:
+        inputs, model_config = self.inputs, self.sharded.assets_config
+        return describe_run(
+            self.config, inputs.tokenizer, model_config, inputs.batching, self.world.size, inputs.num_readers
+        )
+
     def _go_on_from(self, loaded: checkpoint.Loaded, configured: list[dict]) -> None:
+        for sentence in compare_runs(loaded.extra, self._described_run, self.config):
+            if self.world.is_main:
+                logger.warning("%s", sentence)
         self.step = loaded.step if isinstance(loaded.step, int) else 0  # other programs do not save it
         if self.optimizer is None:
             return

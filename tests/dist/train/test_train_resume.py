@@ -1,12 +1,15 @@
 """Training, interrupted and resumed: bit for bit at the same world size, on the same text at another one."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from fsdp2x.checkpoint import CheckpointError
 from harness import dist_run, distributed
 from reference import full, same
-from training import Said, losses, run, settings, shared_folder, weights, write_text
+from training import MODEL, Said, losses, run, settings, shared_folder, weights, write_text
 
 MUON = {"name": "muon", "lr": 1e-2, "adamw_lr": 5e-3, "momentum": 0.9, "moments_dtype": "int8"}
 
@@ -66,6 +69,33 @@ def test_settings_changed_at_resume_win_and_are_told(ctx):
         assert [group["weight_decay"] for group in second.optimizer.param_groups] == [0.5, 0.0]
         assert "optimizer: weight_decay of group 0 was 0.1, is 0.5" in said
         assert "schedule: decay_steps was 3, is 6" in said
+
+
+# A change of a LoRA run when it resumes -> what the error and the warning say.
+OTHER_FUNCTIONS = {
+    "alpha": ({"lora": {"alpha": 64.0}}, "lora.alpha was 16.0 in the run of the checkpoint, and is 64.0"),
+    "evaluation": ({"lora": {"alpha": 64.0}, "train": {"mode": "evaluate"}}, "lora.alpha was 16.0"),
+    "model": ({"model": {"config": {**MODEL, "rms_norm_eps": 0.1}}}, "model.config.rms_norm_eps was 1e-06 .* is 0.1"),
+    "packing": ({"data": {"packing": True}}, "data.packing was False in the run of the checkpoint, and is True"),
+}
+
+
+@distributed(world_sizes=(2,))
+def test_a_run_of_another_function_is_refused(ctx):
+    with shared_folder(ctx) as folder:
+        lora = {"lora": {"rank": 2}, "train": {"steps": 1, "accumulation": 1}}
+        first = settings(folder / "text", folder / "first")
+        run({name: {**first.get(name, {}), **lora.get(name, {})} for name in (*first, "lora")})
+        for name, (changes, said) in OTHER_FUNCTIONS.items():
+            config = settings(folder / "text", folder / name, checkpoint={"resume_from": str(folder / "first")})
+            for section, values in (*lora.items(), ("train", {"steps": 2}), *changes.items()):
+                config[section] = {**config.get(section, {}), **values}
+            with pytest.raises(CheckpointError, match=f"{said}.* or checkpoint.accept_changes=true"):
+                run(config)
+            config["checkpoint"]["accept_changes"] = True
+            with Said() as told:
+                run(config)
+            assert [re.search(said, one) is not None for one in told].count(True) == (ctx.rank == 0), told
 
 
 @distributed

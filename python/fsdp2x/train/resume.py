@@ -1,0 +1,116 @@
+"""Compares a run with that of the checkpoint from which it resumes.
+
+A run of another function is refused. What only changes a step is said, with the setting that restores it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fsdp2x.base.failures import CheckpointError
+from fsdp2x.train.config import TrainConfig
+from fsdp2x.train.strategy import Batching
+from fsdp2x.train.tokenizer import Tokenizer
+
+# Keys of a HuggingFace config that change neither outputs nor loss, or that other settings decide.
+_WITHOUT_EFFECT = {
+    "_attn_implementation", "_attn_implementation_internal", "_commit_hash", "_name_or_path", "architectures",
+    "attn_implementation", "dtype", "output_attentions", "output_hidden_states", "return_dict", "torch_dtype",
+    "transformers_version", "use_cache",
+}  # fmt: skip
+# Settings that change steps but not what a step minimizes. The optimizer, the schedule and the text say their own.
+_OF_STEPS = (
+    "train.clip", "train.seed", "data.shuffle", "lora.dropout", "model.dtype", "model.freeze", "parallel.param_dtype",
+    "parallel.reduce_dtype",
+)  # fmt: skip
+
+
+def describe_run(
+    config: TrainConfig, tokenizer: Tokenizer, model_config: Any, batching: Batching, ranks: int, num_readers: int
+) -> dict[str, Any]:
+    """Returns what a checkpoint says of its run: plain values. ``num_readers`` of ``ranks`` read different text."""
+    function = {"data.packing": config.data.packing, "data.tokenizer": tokenizer.fingerprint}
+    function |= _flat("model.config", json.loads(model_config.to_json_string(use_diff=False)))
+    if config.lora.rank:
+        modules = sorted(config.lora.target_modules)
+        function |= {"lora.rank": config.lora.rank, "lora.alpha": config.lora.alpha, "lora.target_modules": modules}
+    step = {"batch_size": batching.batch_size, "accumulation": batching.accumulation, "readers": num_readers}
+    return {"function": function, "step": {**step, "ranks": ranks}}
+
+
+def _flat(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found |= _flat(f"{prefix}.{name}", value)
+        elif name not in _WITHOUT_EFFECT:
+            found[f"{prefix}.{name}"] = value
+    return found
+
+
+def compare_runs(saved: Any, run: dict[str, Any], config: TrainConfig) -> list[str]:
+    """Returns a sentence for each change since the checkpoint, whose ``extra`` is ``saved``.
+
+    Raises:
+        CheckpointError: the run computes another function, and checkpoint.accept_changes is false.
+    """
+    then = saved.get("run") if isinstance(saved, dict) else None
+    if not isinstance(then, dict) or "function" not in then:  # of another program
+        return []
+    before, now, settings = then["function"], run["function"], dataclasses.asdict(config)
+    changes = [
+        f"{key} was {_shown(key, before[key], saved['config'])} in the run of the checkpoint, and is "
+        f"{_shown(key, now[key], settings)}"
+        for key in sorted(before.keys() & now.keys())
+        if before[key] != now[key]
+    ]
+    if changes and not config.checkpoint.accept_changes:
+        raise CheckpointError(
+            f"{'; '.join(changes)}. The resumed run would compute another function. Set what it was, or "
+            "checkpoint.accept_changes=true."
+        )
+    if config.train.mode == "evaluate":
+        return changes
+    for key in _OF_STEPS:
+        section, _, name = key.partition(".")
+        value = settings[section][name]
+        old = saved["config"][section].get(name, value)
+        if old != value:
+            was = f"{key} was {old!r} in the run of the checkpoint"
+            changes.append(f"{was}, and is {value!r}. To restore it set {old!r}")
+    return changes + _changes_of_step(then["step"], run["step"], config)
+
+
+def _shown(key: str, value: Any, config: Mapping[str, Any]) -> str:
+    if key != "data.tokenizer":
+        return repr(value)
+    return f"{config['data']['tokenizer'] or config['model']['path'] or 'bytes'} ({value})"
+
+
+def _changes_of_step(before: dict[str, int], now: dict[str, int], config: TrainConfig) -> list[str]:
+    if before == now:
+        return []
+    total, readers, per_rank = _num_sequences(before), now["readers"], now["batch_size"]
+    if total == _num_sequences(now):
+        way = "The number of sequences is the same"
+    elif total % (readers * per_rank) == 0 and config.train.global_batch_size is None:
+        way = f"To restore it set train.accumulation={total // (readers * per_rank)}"
+    elif total % readers == 0:
+        way = f"To restore it set train.global_batch_size={total}, train.batch_size=null, and train.accumulation=null"
+    else:
+        way = f"To restore it use a number of data-parallel ranks that divides {total}"
+    return [f"a step has {_sentence(now)}. In the run of the checkpoint it had {_sentence(before)}. {way}"]
+
+
+def _num_sequences(step: dict[str, int]) -> int:
+    return step["batch_size"] * step["accumulation"] * step["readers"]
+
+
+def _sentence(step: dict[str, int]) -> str:
+    return (
+        f"{_num_sequences(step)} sequences ({step['batch_size']} per rank x {step['accumulation']} micro-batches x "
+        f"{step['readers']} data-parallel ranks of {step['ranks']})"
+    )
