@@ -98,13 +98,41 @@ def test_parameters_that_are_counted_as_a_config_says(config, tmp_path, capsys):
 
 def test_whether_it_fits(config, capsys):
     _, plan = plan_json(capsys, config, "--world-size", 4)
-    peak = plan["report"]["peak_bytes"]
+    peak = plan["report"]["peak_bytes"] + plan["runtime_bytes"]
     assert plan_json(capsys, config, "--world-size", 4, "--memory", f"{peak}B")[0] == 0
     status, plan = plan_json(capsys, config, "--world-size", 4, "--memory", f"{peak - 1}B")
     assert status == 1 and plan["fits"] is False
     assert main(["plan", str(config), "--world-size", "4", "--memory", "1KiB"]) == 1
     text = capsys.readouterr().out
     assert "1.00 KiB a rank: too big by" in text and "peak, without activations" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_groups"),
+    [(["--world-size", "1"], 0), (["--world-size", "4"], 1), (["--world-size", "4", "--replicas", "2"], 2),
+     (["--world-size", "4", "--device", "cpu"], None)],
+)  # fmt: skip
+def test_memory_of_the_runtime_is_counted_on_a_gpu(config, capsys, arguments, num_groups):
+    assert main(["plan", str(config), *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = {None: None, 0: "544.00 MiB", 1: "1.03 GiB", 2: "1.53 GiB"}[num_groups]
+    said = [line for line in lines if line.startswith("CUDA context, cuBLAS, and NCCL")]
+    assert said == ([f"CUDA context, cuBLAS, and NCCL: about {shown} in addition"] if shown else [])
+
+
+@pytest.mark.parametrize(("num_gpus", "ranks"), [(0, 1), (3, 3)])
+def test_the_default_is_a_rank_for_each_gpu_of_this_host(config, capsys, monkeypatch, num_gpus, ranks):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    assert plan_json(capsys, config)[1]["world_size"] == ranks
+
+
+@pytest.mark.parametrize("name", ["config.json", "train.yaml"])
+def test_quantized_weights_are_refused(config, tmp_path, capsys, name):
+    quantized = {**json.loads(config.read_text()), "quantization_config": {"quant_method": "fp8"}}
+    config.write_text(json.dumps(quantized))
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump({"model": {"path": str(tmp_path)}}))
+    assert main(["plan", str(tmp_path / name)]) == 2
+    assert "plans do not count quantized weights" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

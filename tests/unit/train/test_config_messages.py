@@ -117,20 +117,21 @@ def test_every_spelling_of_resuming_reaches_the_run(said, words):
     assert line.endswith("gone: no such checkpoint. Pass a checkpoint folder or its parent.")
 
 
-def test_a_plan_is_for_the_device_of_the_run(said, capsys, tmp_path, monkeypatch):
-    import torch
-
-    for has_gpu, overrides, device in (
-        (False, (), "cpu"),
-        (True, (), "cuda"),
-        (True, ("parallel.device=cpu",), "cpu"),
-        (False, ("--device", "cuda"), "cuda"),
-    ):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
-        said(OWN, *overrides, "--world-size", "2", command=("plan",), status=0)
-        (tmp_path / "run.yaml").write_text(OWN)
-        assert main(["plan", "run.yaml", *overrides, "--world-size", "2"]) == 0
-        assert f"on {device}" in capsys.readouterr().out.splitlines()[0]
+@pytest.mark.parametrize(
+    ("overrides", "head"),
+    [
+        ((), "on cuda"),
+        (("parallel.device=cpu",), "on cpu"),
+        (("parallel.transport=shm",), "on cpu"),
+        (("parallel.device=cpu", "--device", "cuda"), "on cuda"),
+    ],
+)
+def test_a_plan_is_for_the_device_of_the_run(capsys, tmp_path, monkeypatch, overrides, head):
+    (tmp_path / "run.yaml").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "run.yaml", *overrides, "--world-size", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert head in lines[0] and lines[-1].startswith("CUDA context, ") == (head == "on cuda")
 
 
 def test_logs_have_no_loading_bars(tmp_path, capfd):

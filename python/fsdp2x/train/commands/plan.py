@@ -21,7 +21,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("config", metavar="CONFIG", help="config.json of a HuggingFace model, or a training YAML.")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="Settings that replace the YAML's.")
-    command.add_argument("--world-size", type=positive, required=True, metavar="N", help="Number of ranks.")
+    command.add_argument(
+        "--world-size", type=positive, metavar="N", help="Number of ranks. Default: the GPUs of this host, or 1."
+    )
     command.add_argument("--replicas", type=positive, metavar="R", help="Copies of the shards (HSDP). Must divide N.")
     command.add_argument(
         "--local-world-size",
@@ -50,7 +52,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "--device",
         choices=("cuda", "cpu"),
-        help="Device. Default: the choice of a run of the YAML on this machine, or cuda for a config.json.",
+        help="Device. Default: the one that the YAML names, else cuda.",
     )
     command.add_argument(
         "--offload",

@@ -43,6 +43,11 @@ _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
 _DECIMAL_UNITS = {"K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 
 
+# Estimates of what a process of torch takes on a GPU outside of torch's allocator.
+_CONTEXT_BYTES = 544 * 2**20  # CUDA's context with the loaded kernels, and a workspace of cuBLAS
+_NCCL_BYTES = 512 * 2**20  # buffers of a communicator
+
+
 @dataclass(frozen=True)
 class SequencePlan:
     """Bytes of ranks that share sequences, for the longest micro-batches; the report has none of them.
@@ -79,7 +84,13 @@ class MemoryPlan:
     @property
     def peak_bytes(self) -> int:
         """The most bytes that a rank's device holds, without activations."""
-        return self.report.device_peak_bytes + (0 if self.request.on_cuda else self.staging_bytes)
+        return self.report.device_peak_bytes + (self.runtime_bytes if self.request.on_cuda else self.staging_bytes)
+
+    @property
+    def runtime_bytes(self) -> int:
+        """Memory of a GPU that CUDA, cuBLAS, and NCCL take: an estimate."""
+        groups = (self.request.world_size // self.request.replicas, self.request.replicas)
+        return _CONTEXT_BYTES + _NCCL_BYTES * sum(size > 1 for size in groups) if self.request.on_cuda else 0
 
     def fits(self, memory_bytes: int | None) -> bool | None:
         """Returns whether that fits into the memory. None if no memory was given."""
@@ -98,6 +109,7 @@ class MemoryPlan:
             "memory_bytes": memory_bytes,
             "fits": self.fits(memory_bytes),
             "staging_bytes": self.staging_bytes,
+            "runtime_bytes": self.runtime_bytes,
             "sequences": None if self.sequences is None else dataclasses.asdict(self.sequences),
             "report": self.report.to_dict(),
         }
@@ -126,6 +138,8 @@ class MemoryPlan:
             lines.append(f"{self.sequences}; activations, not in the peak")
         if self.staging_bytes:
             lines.append(f"saves in the background: up to {readable(self.staging_bytes)} of CPU memory in addition")
+        if self.runtime_bytes:
+            lines.append(f"CUDA context, cuBLAS, and NCCL: about {readable(self.runtime_bytes)} in addition")
         if memory_bytes is not None:
             room = memory_bytes - self.peak_bytes
             verdict = f"fits, {readable(room)} left for activations" if room >= 0 else f"too big by {readable(-room)}"
@@ -135,12 +149,12 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
-def make_plan(config: str, world_size: int, overrides: Sequence[str] = (), **given: Any) -> MemoryPlan:
+def make_plan(config: str, world_size: int | None = None, overrides: Sequence[str] = (), **given: Any) -> MemoryPlan:
     """Reads the config, builds the model on the meta device, and plans it.
 
     Args:
         config: config.json of a HuggingFace model or its folder, or a training YAML.
-        world_size: number of all ranks.
+        world_size: number of all ranks. None: one for each GPU of this host, or one.
         overrides: settings that replace the YAML's.
         given: arguments of `PlanRequest`, and `dtype`, `param_dtype`, and `reduce_dtype` by name. They replace what the
             config says, if they are not None.
@@ -149,6 +163,7 @@ def make_plan(config: str, world_size: int, overrides: Sequence[str] = (), **giv
         ConfigError: the config cannot be read, or does not fit the request.
     """
     given = {name: value for name, value in given.items() if value is not None}
+    world_size = world_size or torch.cuda.device_count() or 1
     given.setdefault("local_world_size", usual_node(world_size))
     path = Path(config).expanduser()
     stages_saves, sequences = False, None
@@ -160,6 +175,11 @@ def make_plan(config: str, world_size: int, overrides: Sequence[str] = (), **giv
         asked = {"dtype": str(model.config.dtype).removeprefix("torch.")}
     else:
         model, asked, stages_saves, sequences = _read_training(path, overrides, world_size, given)
+    if getattr(model.config, "quantization_config", None) is not None:  # type: ignore[union-attr]
+        raise ConfigError(
+            f"{config}: the model has a quantization_config, and plans do not count quantized weights. Remove it from "
+            "a copy of config.json to plan the weights in --dtype."
+        )
     settings: dict[str, Any] = {**asked, **given}
     settings.setdefault(
         "transport", TransportKind.SHM if settings.get("device") == "cpu" else TransportKind.PROCESS_GROUP
@@ -234,9 +254,7 @@ def _asked_by(
     mesh = plan_mesh(parallel, world_size, local_world_size)
     trains = config.train.mode == "train"
     shares_memory = TransportKind.SHM in (given.get("transport"), parallel.transport)
-    # The choice of a run on this machine.
-    has_gpu = parallel.device == "cuda" or parallel.device == "auto" and torch.cuda.is_available()
-    device = given.get("device") or ("cpu" if shares_memory or not has_gpu else "cuda")
+    device = given.get("device") or ("cpu" if shares_memory or parallel.device == "cpu" else "cuda")
     in_few_bits = parallel.wire_weights is not None or parallel.wire_gradients is not None
     on_one_host = device == "cpu" and mesh.shard_size <= local_world_size
     asked = {
