@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -162,13 +162,10 @@ fully_shard.state = get_state
 def _keep_float32(modules: Iterable[nn.Module]) -> None:
     """Lets parameters compute in float32 that a transformers model keeps in it. Its layers may be units already."""
     for module in modules:
-        found: dict[MixedPrecisionPolicy, set[int]] = {}
+        ids_by_policy = cache(partial(float32_ids, module))
         for state in unit_states(module):
-            policy = state.settings.mp_policy
-            if policy not in found:
-                found[policy] = float32_ids(module, policy)
-            if found[policy]:
-                state.keep_float32(found[policy])
+            if kept := ids_by_policy(state.settings.mp_policy):
+                state.keep_float32(kept)
 
 
 def _shard_params(

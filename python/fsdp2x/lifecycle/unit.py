@@ -149,8 +149,10 @@ class ShardedUnit(StateNames, torch_private.State):
 
     def keep_float32(self, kept: Collection[int]) -> None:
         """Computes with the parameters of these ids, which are stored in float32, in their own dtype."""
-        for group in self.groups:
-            group.keep_float32(kept)
+        for param in self.params:
+            if id(param.param) in kept and not param.keeps_dtype:
+                self.forget_engine()  # if unshard() made it
+                param.keeps_dtype = True
         for module in self.modules:
             ids = {id(param) for param in module.parameters()}
             if ids and ids <= set(kept):

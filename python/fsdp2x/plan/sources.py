@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.base import torch_private
 from fsdp2x.base.collectives import may_replace
@@ -185,14 +184,14 @@ def facts_of_plan(
         sharded.update((id(module), name) for one in owned for module, name in one.owners)
         group = spread.get(modules[0])
         ours = ranks if group is None or experts is None else experts.ranks
-        params = [_param_of_plan(one, param_names[one.param], policy, ours.world, splits) for one in owned]
+        world = ours.world if splits else None
+        params = []
+        for param in (one.param for one in owned):
+            keeps = id(param) in kept or keeps_dtype(param, policy)
+            params.append(_param_of_plan(param, param_names[param], keeps, world))
         if group is not None:
             dim = 1 if cuts_columns(group, ep, ours.world) else 0
             params = [replace(one, size=(one.size[0] // ep, *one.size[1:]), shard_dim=dim) for one in params]
-        params = [
-            replace(one, keeps_dtype=True) if id(owner.param) in kept else one
-            for one, owner in zip(params, owned, strict=True)
-        ]
         trains = [one.param.requires_grad for one in owned]
         small = wanted.smaller_world(ours.world) if owned else None
         settings = GroupSettings(
@@ -229,12 +228,10 @@ class ExpertRanks:
     ranks: PlannedMesh
 
 
-def _param_of_plan(
-    one: collect.OwnedParam, name: str, policy: MixedPrecisionPolicy, world: int, splits: bool
-) -> ParamFacts:
-    placement = even_placement(one.param, world) if splits else None
-    dim = 0 if placement is None else placement.dim
-    return ParamFacts(name, one.param.shape, dim, one.param.dtype, keeps_dtype(one.param, policy))
+def _param_of_plan(param: nn.Parameter, name: str, keeps: bool, world: int | None) -> ParamFacts:
+    """``world``: ranks of a model that is split into units."""
+    placement = None if world is None else even_placement(param, world)
+    return ParamFacts(name, param.shape, 0 if placement is None else placement.dim, param.dtype, keeps)
 
 
 def _small_ranks(world: int, ranks: PlannedMesh) -> PlannedMesh:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -119,13 +119,6 @@ class ShardedParamGroup(GroupNames):
         keeps = keeps_dtype(owned.param, self.policy)
         owners = Owners(owned.owners)
         self.params.append(ShardedParam(sharded, owners, spec, full.shape, attributes, keeps, is_wrapper(local)))
-
-    def keep_float32(self, kept: Collection[int]) -> None:
-        """Computes with the parameters of these ids in their own dtype."""
-        for one in self.params:
-            if id(one.param) in kept and not one.keeps_dtype:
-                self._leave_engine()  # if unshard() made it
-                one.keeps_dtype = True
 
     def find_extensions(self) -> None:
         """Finds local tensors that define their own all-gather. Runs again at lazy initialization: users patch late."""

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from fsdp2x.base.failures import CheckpointError
 from fsdp2x.train.config import TrainConfig
-from fsdp2x.train.strategy import Batching
-from fsdp2x.train.tokenizer import Tokenizer
+from fsdp2x.train.parts import Inputs
 
 # Keys of a HuggingFace config that change neither outputs nor loss, or that other settings decide.
 _WITHOUT_EFFECT = {
-    "_attn_implementation", "_attn_implementation_internal", "_commit_hash", "_name_or_path", "architectures",
-    "attn_implementation", "dtype", "output_attentions", "output_hidden_states", "return_dict", "torch_dtype",
-    "transformers_version", "use_cache",
+    "_commit_hash", "_name_or_path", "architectures", "dtype", "initializer_range", "output_attentions",
+    "output_hidden_states", "return_dict", "transformers_version", "use_cache",
 }  # fmt: skip
 # Settings that change steps but not what a step minimizes. The optimizer, the schedule and the text say their own.
 _OF_STEPS = (
@@ -28,17 +27,16 @@ _OF_STEPS = (
 )  # fmt: skip
 
 
-def describe_run(
-    config: TrainConfig, tokenizer: Tokenizer, model_config: Any, batching: Batching, ranks: int, num_readers: int
-) -> dict[str, Any]:
-    """Returns what a checkpoint says of its run: plain values. ``num_readers`` of ``ranks`` read different text."""
-    function = {"data.packing": config.data.packing, "data.tokenizer": tokenizer.fingerprint}
+def describe_run(config: TrainConfig, inputs: Inputs, model_config: Any) -> dict[str, Any]:
+    """Returns what a checkpoint says of its run: plain values."""
+    function: dict[str, Any] = {"data.packing": config.data.packing, "data.tokenizer": inputs.tokenizer.fingerprint}
     function |= _flat("model.config", json.loads(model_config.to_json_string(use_diff=False)))
-    if config.lora.rank:
-        modules = sorted(config.lora.target_modules)
-        function |= {"lora.rank": config.lora.rank, "lora.alpha": config.lora.alpha, "lora.target_modules": modules}
-    step = {"batch_size": batching.batch_size, "accumulation": batching.accumulation, "readers": num_readers}
-    return {"function": function, "step": {**step, "ranks": ranks}}
+    if (lora := config.lora).rank:
+        function |= {"lora.rank": lora.rank, "lora.alpha": lora.alpha}
+        function["lora.target_modules"] = sorted(lora.target_modules)
+    batching, readers = inputs.batching, inputs.num_readers
+    step = {"batch_size": batching.batch_size, "accumulation": batching.accumulation, "readers": readers}
+    return {"function": function, "step": {**step, "ranks": inputs.world.size, "sequences": math.prod(step.values())}}
 
 
 def _flat(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,8 +91,8 @@ def _shown(key: str, value: Any, config: Mapping[str, Any]) -> str:
 def _changes_of_step(before: dict[str, int], now: dict[str, int], config: TrainConfig) -> list[str]:
     if before == now:
         return []
-    total, readers, per_rank = _num_sequences(before), now["readers"], now["batch_size"]
-    if total == _num_sequences(now):
+    total, readers, per_rank = before["sequences"], now["readers"], now["batch_size"]
+    if total == now["sequences"]:
         way = "The number of sequences is the same"
     elif total % (readers * per_rank) == 0 and config.train.global_batch_size is None:
         way = f"To restore it set train.accumulation={total // (readers * per_rank)}"
@@ -105,12 +103,8 @@ def _changes_of_step(before: dict[str, int], now: dict[str, int], config: TrainC
     return [f"a step has {_sentence(now)}. In the run of the checkpoint it had {_sentence(before)}. {way}"]
 
 
-def _num_sequences(step: dict[str, int]) -> int:
-    return step["batch_size"] * step["accumulation"] * step["readers"]
-
-
 def _sentence(step: dict[str, int]) -> str:
     return (
-        f"{_num_sequences(step)} sequences ({step['batch_size']} per rank x {step['accumulation']} micro-batches x "
+        f"{step['sequences']} sequences ({step['batch_size']} per rank x {step['accumulation']} micro-batches x "
         f"{step['readers']} data-parallel ranks of {step['ranks']})"
     )

@@ -384,10 +384,7 @@ class Trainer:
 
     @functools.cached_property
     def _described_run(self) -> dict[str, Any]:
-        inputs, model_config = self.inputs, self.sharded.assets_config
-        return describe_run(
-            self.config, inputs.tokenizer, model_config, inputs.batching, self.world.size, inputs.num_readers
-        )
+        return describe_run(self.config, self.inputs, self.sharded.assets_config)
 
     def _go_on_from(self, loaded: checkpoint.Loaded, configured: list[dict]) -> None:
         for sentence in compare_runs(loaded.extra, self._described_run, self.config):

@@ -83,18 +83,17 @@ OTHER_FUNCTIONS = {
 @distributed(world_sizes=(2,))
 def test_a_run_of_another_function_is_refused(ctx):
     with shared_folder(ctx) as folder:
-        lora = {"lora": {"rank": 2}, "train": {"steps": 1, "accumulation": 1}}
-        first = settings(folder / "text", folder / "first")
-        run({name: {**first.get(name, {}), **lora.get(name, {})} for name in (*first, "lora")})
+        base = settings(folder / "text", folder / "first", train={"accumulation": 1, "steps": 1})
+        base["lora"] = {"rank": 2}
+        run(base)
         for name, (changes, said) in OTHER_FUNCTIONS.items():
-            config = settings(folder / "text", folder / name, checkpoint={"resume_from": str(folder / "first")})
-            for section, values in (*lora.items(), ("train", {"steps": 2}), *changes.items()):
-                config[section] = {**config.get(section, {}), **values}
+            resumed = {"checkpoint": {"resume_from": str(folder / "first")}, "train": {"steps": 2}}
+            resumed["logging"] = {"output": str(folder / name)}
+            config = {section: base[section] | resumed.get(section, {}) | changes.get(section, {}) for section in base}
             with pytest.raises(CheckpointError, match=f"{said}.* or checkpoint.accept_changes=true"):
                 run(config)
-            config["checkpoint"]["accept_changes"] = True
             with Said() as told:
-                run(config)
+                run({**config, "checkpoint": {**config["checkpoint"], "accept_changes": True}})
             assert [re.search(said, one) is not None for one in told].count(True) == (ctx.rank == 0), told
 
 

@@ -242,8 +242,6 @@ INVALID = {
     "labels": ({"labels": TOKENS[:, 1:]}, ValueError, "labels of shape"),
     "mask_shape": ({"attention_mask": torch.ones(2, 11)}, ValueError, "attention_mask of shape"),
     "mask_hole": ({"attention_mask": torch.tensor([[1, 0, 1] * 4] * 2)}, ValueError, "padding between tokens"),
-    "mask_numbers": ({"attention_mask": TOKENS}, ValueError, "expected 1 for tokens and 0 for padding"),
-    "mask_4d": ({"attention_mask": torch.ones(2, 1, 12, 12)}, NotImplementedError, "padding masks"),
     "positions": ({"position_ids": torch.arange(11)[None]}, ValueError, "position_ids of shape"),
     "unknown": ({"weights": torch.ones(2, 12)}, NotImplementedError, "seems to run along the sequence"),
     "ends": ({"cu_seq_lens_q": ENDS, "cu_seq_lens_k": ENDS}, ValueError, "do not keep samples apart"),

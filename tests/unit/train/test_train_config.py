@@ -304,7 +304,6 @@ IDLE_SETTINGS = [
     ({"lora.alpha": 16.0}, []),  # the default
     ({"data.max_tokens": 32, "logging.wandb_options": {"project": "x"}}, ["data.max_tokens", "logging.wandb_options"]),
     ({"optimizer.name": "sgd", "optimizer.betas": [0.5, 0.5]}, ["optimizer.betas"]),
-    ({"optimizer.name": "muon", "optimizer.muon_split": "heads"}, []),
     ({"optimizer.name": "muon", "optimizer.muon_split": "heads", "lora.rank": 2},
      ["optimizer.name", "optimizer.muon_split"]),
     ({"model.config": {"model_type": "qwen3_moe", "router_aux_loss_coef": 0.001}},

@@ -172,15 +172,14 @@ def test_documents_have_the_special_tokens_that_the_tokenizer_adds(tmp_path, tem
     from transformers import PreTrainedTokenizerFast
 
     inner = ByteTokenizer().inner.backend_tokenizer
-    inner.add_special_tokens(["<s>", "</s>"])
-    marks = [(mark, inner.token_to_id(mark)) for mark in ("<s>", "</s>")]
+    inner.add_special_tokens(["<s>", "</s>"])  # 257 and 258
+    marks = [("<s>", 257), ("</s>", 258)]
     inner.post_processor = TemplateProcessing(single=template, special_tokens=marks)
     PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>").save_pretrained(tmp_path / "t")
     (tmp_path / "text.txt").write_text("abc")
     config = DataConfig(files=[str(tmp_path / "text.txt")], block_size=4 + begins, held_out=0.0, packing=packing)
     read = read_blocks(config, make_tokenizer(str(tmp_path / "t")), seed=1).train
-    tokens = (read.tokens if packing else read.flatten()).tolist()
-    assert tokens == [marks[0][1]] * begins + list(b"abc") + [marks[1][1]]
+    assert (read.tokens if packing else read.flatten()).tolist() == [257] * begins + [*b"abc", 258]
 
 
 def test_a_missing_directory_is_an_error():
