@@ -32,6 +32,7 @@ from fsdp2x.io.hf.layout import bars_of_rank_0
 from fsdp2x.io.hf.load import from_pretrained
 from fsdp2x.io.hf.lora import add_lora, save_adapter
 from fsdp2x.io.hf.save import TOKENIZER_FILES, save_adapter_config, write_config
+from fsdp2x.io.merged import MergedModel
 from fsdp2x.io.names import has_adapters
 from fsdp2x.lifecycle.api import fully_shard
 from fsdp2x.lifecycle.contexts import accumulate, unsharded

@@ -103,11 +103,11 @@ def hf_base(model: nn.Module) -> tuple[ForeignModel, Callable[[str], str]]:
 
     def to_source(fqn: str) -> str:
         name = clean_name(fqn)
-        if "lora_" in name or ".modules_to_save." in name:
+        if "lora_" in name or ".modules_to_save." in name or ".trainable_tokens_delta." in name:
             name = name.replace(".modules_to_save.", ".")
             name = re.sub(rf"\.(?:{adapters})(?=\.|$)", "", name, count=1)
             return name if wraps else f"base_model.model.{name}"
-        name = name.replace(".base_layer.", ".").replace(".original_module.", ".")
+        name = re.sub(r"\.(?:token_adapter|base_layer|original_module)(?=\.)", "", name)
         return prefix.sub("", name, count=1)
 
     return _unwrapped(outer.get_base_model()) if wraps else outer, to_source

@@ -102,14 +102,10 @@ def test_checkpoints_of_adapters_are_exported_merged_and_alone(tmp_path, name, f
     with pytest.raises(CheckpointError, match="holds LoRA adapters.*lora='merge'"):
         export_checkpoint(tmp_path / "run", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
-    if name == "mixtral":  # adapters of experts that the class fuses
-        with pytest.raises(CheckpointError, match="cannot be merged offline"):
-            export_checkpoint(tmp_path / "run", tmp_path / "merged", lora="merge")
-    else:
-        merged = load(export_checkpoint(tmp_path / "run", tmp_path / "merged", lora="merge"))
-        assert not (tmp_path / "merged/adapter_config.json").exists()
-        with torch.no_grad():
-            torch.testing.assert_close(merged(input_ids=TOKENS).logits, outcome.value, atol=1e-5, rtol=0)
+    merged = load(export_checkpoint(tmp_path / "run", tmp_path / "merged", lora="merge"))
+    assert not (tmp_path / "merged/adapter_config.json").exists()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(input_ids=TOKENS).logits, outcome.value, atol=1e-5, rtol=0)
     export_checkpoint(tmp_path / "run", tmp_path / "adapter", lora="adapter")
     of_run, alone = (load_file(tmp_path / place / "adapter_model.safetensors") for place in ("run/adapter", "adapter"))
     same(alone, of_run)

@@ -158,7 +158,8 @@ def _write_like(
     specs = [spec for part in parts.values() for spec in part]
     is_indexed = len(parts) > 1 or any(origin.glob("*.index.json"))
     layout = layout_of(parts, is_indexed=is_indexed)
-    return _write(out, force, layout, specs, {**values, **extra}, origin, dtype)
+    changes = {} if dtype is None else {"dtype": str(dtype).removeprefix("torch."), "torch_dtype": None}
+    return _write(out, force, layout, specs, {**values, **extra}, origin, changes)
 
 
 def _spec(name: str, source: Source, dtype: torch.dtype | None = None) -> TensorSpec:
@@ -252,19 +253,18 @@ def _write(
     specs: list[TensorSpec],
     values: Mapping[str, Source],
     assets: Path,
-    dtype: torch.dtype | None = None,
+    changes: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes a folder that appears when it is complete. ``dtype`` replaces the one in its config.json."""
+    """Writes a folder that appears when it is complete. ``changes`` are to its config.json, and None removes a key."""
     with written(out, "convert", force) as folder:
         make_files(folder, layout)
         with Writer(folder, layout) as writer:
             for spec in specs:
                 writer.copy(spec.name, values[spec.name], spec.dtype)
         copy_assets(assets, folder)
-        if dtype is not None:
-            config = read_config(folder / "config.json")
-            config.pop("torch_dtype", None)
-            config["dtype"] = str(dtype).removeprefix("torch.")
+        if changes:
+            config = {**read_config(folder / "config.json"), **changes}
+            config = {key: value for key, value in config.items() if changes.get(key, "") is not None}
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return out
 
@@ -294,7 +294,8 @@ def export_checkpoint(
         checkpoint: a checkpoint of any form, or a folder of checkpoints, whose latest is used.
         out: a new folder, which appears when it is complete.
         lora: what to export of a run with LoRA adapters, which needs a choice. "merge": the full model with merged
-            adapters, one layer in memory at a time. "adapter": only the adapter, for PEFT.
+            adapters, one layer in memory at a time. Its config unties embeddings that differ. "adapter": only the
+            adapter, for PEFT.
         max_shard_size: bytes per file, or a size such as ``"5GB"``.
         force: whether to replace ``out``.
 
@@ -312,20 +313,18 @@ def export_checkpoint(
         raise CheckpointError(f"{assets / 'config.json'}: missing, but an export needs the model's config")
     with OpenFiles() as files:
         tensors, aliases = open_dcp(source, files)
-        adapters = _adapters(tensors, assets, lora, str(source))
+        adapters = _adapters(tensors, aliases, assets, lora, str(source))
         if adapters is not None and lora == "adapter":
             values = adapters.alone()
             specs = [_spec(name, value) for name, value in values.items()]
             layout = plan_layout(specs, sys.maxsize, "adapter_model")  # PEFT reads one file only
             return _write(out, force, layout, specs, values, adapters.folder)
-        model = empty_model(assets)
+        stored, unties = (None, False) if adapters is None else adapters.merged()
+        model = empty_model(assets, unties=unties)
         targets = find_targets(model)
-        names = [name for target in targets for name in target.names]
-        if adapters is None:
+        if stored is None:
+            names = (name for target in targets for name in target.names)
             stored = {name: tensors[f"model.{name}"] for name in names if f"model.{name}" in tensors}
-        else:
-            stored = adapters.merged()
-            aliases = {adapters.base_name(alias): adapters.base_name(kept) for alias, kept in aliases.items()}
         held = _values_of(targets, stored, aliases, str(source))
         missing = [target.fqn for target in targets if target.names[0] not in held]
         if missing:
@@ -335,10 +334,13 @@ def export_checkpoint(
         described = {target.names[0]: (torch.Size(target.shape), held[target.names[0]].dtype) for target in kept}
         values = file_values(model, described, held)
         specs = [_spec(name, value) for name, value in values.items()]
-        return _write(out, force, plan_layout(specs, max_shard_size, "model"), specs, values, assets)
+        changes = {"tie_word_embeddings": False} if unties else {}
+        return _write(out, force, plan_layout(specs, max_shard_size, "model"), specs, values, assets, changes)
 
 
-def _adapters(tensors: Mapping[str, Source], assets: Path, lora: str | None, where: str) -> StoredAdapters | None:
+def _adapters(
+    tensors: Mapping[str, Source], aliases: Mapping[str, str], assets: Path, lora: str | None, where: str
+) -> StoredAdapters | None:
     if not holds_adapters(tensors):
         if lora is not None:
             raise CheckpointError(f"{where}: holds no LoRA adapters, leave out lora={lora!r} (--merge, --adapter)")
@@ -348,7 +350,7 @@ def _adapters(tensors: Mapping[str, Source], assets: Path, lora: str | None, whe
             f"{where}: holds LoRA adapters. Choose lora='merge' (--merge) for the full model with merged adapters, "
             "or lora='adapter' (--adapter) for only the adapter."
         )
-    return StoredAdapters(tensors, assets, where)
+    return StoredAdapters(tensors, aliases, assets, where)
 
 
 def _values_of(

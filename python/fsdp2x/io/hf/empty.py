@@ -52,12 +52,17 @@ def plain_config(model: ForeignModel) -> Any:
     return config
 
 
-def empty_model(folder: Path) -> nn.Module:
-    """Builds the model of a folder's config on the meta device, in the dtype of the config or else of the files."""
+def empty_model(folder: Path, *, unties: bool = False) -> nn.Module:
+    """Builds the model of a folder's config on the meta device, in the dtype of the config or else of the files.
+
+    With ``unties`` its embeddings are not tied.
+    """
     with told_of(folder):
         config = read_hf_config(folder)
         if getattr(config, "quantization_config", None) is not None:
             raise CheckpointError(f"{folder / 'config.json'}: asks for quantized weights, which are not supported")
+        if unties:
+            config.tie_word_embeddings = False
         return build_empty(None, config, config.dtype or dtype_of_files(folder))
 
 

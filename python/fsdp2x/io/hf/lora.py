@@ -67,7 +67,7 @@ def add_lora(model: nn.Module, settings: Any) -> nn.Module:
             f"fsdp2x.add_lora: {sharded or 'the model'} is sharded already. Add adapters before fully_shard."
         )
     if isinstance(settings, (str, Path)):
-        settings = _read_config(Path(settings))
+        settings = read_adapter_config(Path(settings))
         settings.inference_mode = False
     elif isinstance(settings, Mapping):
         settings = LoraConfig(**_arguments(model, settings))
@@ -182,7 +182,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> LoadReport:
 
     def read() -> dict[str, Any]:
         try:
-            return _read_config(folder).to_dict()
+            return read_adapter_config(folder).to_dict()
         except ValueError as error:
             raise CheckpointError(str(error)) from None
 
@@ -197,7 +197,8 @@ def load_adapter(model: nn.Module, folder: str | Path) -> LoadReport:
     return load_hf(model, folder, strict=True, progress=False)
 
 
-def _read_config(folder: Path) -> Any:
+def read_adapter_config(folder: Path) -> Any:
+    """Returns the `LoraConfig` of an adapter's folder."""
     from peft import LoraConfig
 
     path = folder / "adapter_config.json"

@@ -85,7 +85,7 @@ def save_hf(
         CheckpointError: on every rank if the folder exists or cannot be written. An existing ``path`` stays intact.
         ValueError: a choice or size is unknown.
         RuntimeError: a parameter is on the meta device.
-        NotImplementedError: a PEFT model with several adapters, or weights of a quantized model.
+        NotImplementedError: a PEFT model with several adapters or trained biases, or weights of a quantized model.
     """
     out = Path(path).expanduser()
     what = f"saving to {out}"
@@ -131,6 +131,16 @@ def write_config(config: Any, path: Path) -> None:
         config.to_json_file(str(path))
 
 
+def refuse_bias(caller: str, model: ForeignModel) -> None:
+    """Raises if an adapter trains biases of the base, which have no place among its weights."""
+    found = next((one.bias for one in model.peft_config.values() if getattr(one, "bias", "none") != "none"), None)
+    if found is not None:
+        raise NotImplementedError(
+            f"{caller}: the adapter has bias={found!r}. It trains biases of the base, which its own file would lack. "
+            "Save a checkpoint, and merge it by fsdp2x export --merge."
+        )
+
+
 class _Job:
     """What to write and where. Equal on all ranks."""
 
@@ -143,6 +153,8 @@ class _Job:
             raise NotImplementedError(
                 f"fsdp2x.save_hf: only one adapter can be saved, the model has {', '.join(model.peft_config)}"
             )
+        if self.adapter:
+            refuse_bias("fsdp2x.save_hf", model)
         if weights == "adapter" and not is_peft:
             raise ValueError(f'fsdp2x.save_hf: weights="adapter", but {type(model).__name__} is not a PEFT model')
         meta = [name for name, param in named_weights(model) if param.is_meta]

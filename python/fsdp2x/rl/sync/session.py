@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2x.api import check_transport, require_own_process, running_step
+from fsdp2x.api import MergedModel, check_transport, require_own_process, running_step
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.failures import call_of, calling, exchange
 from fsdp2x.io.export.rings import Entry
@@ -42,7 +42,6 @@ from fsdp2x.io.export.stream import (
 )
 from fsdp2x.rl.sync.adapter import describe_adapter
 from fsdp2x.rl.sync.delta import BucketDelta, Changes, Snapshot, fill_changes, finish_changes, gather_changes, ring_for
-from fsdp2x.rl.sync.merged import AdapterMerge
 from fsdp2x.rl.sync.receiver.engine import POSITION_BYTES
 from fsdp2x.rl.sync.targets.base import EngineTarget, Failure, PushBucket, PushReport, SyncError, TargetError
 from fsdp2x.rl.sync.wire import describe_wire, layout_digest, lies_in_ring, plan_wire
@@ -104,7 +103,7 @@ def connect(
         names: ``"hf"`` for names and layout of the model's original files, as engines load them. ``"model"`` for FQNs.
         params: predicate over FQN and sharded parameter or buffer, with the same result on every rank. Default: all.
         merge_adapters: whether to merge the LoRA adapters of a PEFT model into its base. The merged weights equal those
-            of ``merge_and_unload`` bit for bit, and are then cast.
+            of ``merge_and_unload`` bit for bit, and are then cast. Embeddings that only the base ties are refused.
         weights: ``"all"``, or ``"adapter"`` for only the LoRA adapter of a PEFT model, about 1 % of the bytes. The
             engine must already run the same base. If such a push fails, the previous adapter stays in use. A later full
             push drops it. Targets: ``Peer``, ``Vllm``, ``Sglang``, and ``InProcess(load_adapter=...)``.
@@ -135,7 +134,7 @@ def connect(
     chosen = chosen_params(caller, model, params)
     if not chosen:
         raise ValueError(f"{caller}: params selects no parameter")
-    merge = adapter = None
+    merged = adapter = None
     if weights == "adapter":
         if merge_adapters or deltas or names != "hf" or params is not None:
             raise ValueError(
@@ -149,11 +148,11 @@ def connect(
     elif merge_adapters:
         if names != "hf":
             raise ValueError(f'{caller}: merge_adapters=True uses the names of files. Keep names="hf".')
-        merge = AdapterMerge(caller, model, chosen)
+        merged = MergedModel(caller, model)
     else:
         _check_adapters(caller, model, chosen, names)
-    plans = plan_wire(caller, model, chosen, dtype, keep or {}, names, bucket_bytes, merge=merge)
-    return Session(model, target, plans, deltas, transport, float(timeout_s), group, adapter, merge is not None)
+    plans = plan_wire(caller, model, chosen, dtype, keep or {}, names, bucket_bytes, merged=merged)
+    return Session(model, target, plans, deltas, transport, float(timeout_s), group, adapter, merged is not None)
 
 
 def _check_adapters(caller: str, model: nn.Module, chosen: Mapping[str, Any], names: str) -> None:

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fsdp2x.api import check_transport, running_step
+from fsdp2x.api import MergedModel, check_transport, running_step
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.failures import call_of
 from fsdp2x.io.export.stream import BUCKET_BYTES, BucketPlan, check_bucket_bytes, chosen_params, run_plans
-from fsdp2x.rl.sync.merged import AdapterMerge
 from fsdp2x.rl.sync.wire import by_layers, layer_of, plan_wire
 
 
@@ -85,9 +84,9 @@ class WeightSource:
     def _plans(self) -> list[BucketPlan]:
         """Makes the plans again, because parameters may have been replaced."""
         chosen = chosen_params(self._caller, self._model, self._params)
-        merge = AdapterMerge(self._caller, self._model, chosen) if self._merges else None
+        merged = MergedModel(self._caller, self._model) if self._merges else None
         return plan_wire(
-            self._caller, self._model, chosen, self._dtype, self._keep, "hf", self._bucket_bytes, by_layers, merge
+            self._caller, self._model, chosen, self._dtype, self._keep, "hf", self._bucket_bytes, by_layers, merged
         )
 
     def metadata(self) -> list[SourceParam]:

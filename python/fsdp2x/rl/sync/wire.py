@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from fsdp2x.api import ALIGN_BYTES, align_up, clean_name
+from fsdp2x.api import ALIGN_BYTES, MergedModel, align_up, clean_name
 from fsdp2x.io.export.stream import BucketPlan, cast_params, plan_buckets, ring_of
 from fsdp2x.io.names import Family
-from fsdp2x.rl.sync.merged import AdapterMerge
 from fsdp2x.rl.sync.targets.base import WireLayout
 
 
@@ -25,24 +24,26 @@ def plan_wire(
     names: str,
     bucket_bytes: int,
     arrange: Callable[[list[Family]], list[Family]] = list,
-    merge: AdapterMerge | None = None,
+    merged: MergedModel | None = None,
 ) -> list[BucketPlan]:
     """Returns the buckets of a push. Patterns of ``keep`` match FQNs and names in the files.
 
-    ``arrange`` makes another order of the families. ``merge`` holds adapters to merge into the weights of their base.
+    ``arrange`` makes another order of the families. ``merged`` is the model whose weights are sent.
 
     Raises:
         ValueError: a pattern matches nothing, or two of them give one parameter different dtypes.
     """
     dtypes = cast_params(chosen, dtype)
-    uncast, unnamed = (merge.uncast, merge.adapters) if merge is not None else (set(), set())
+    layers = [] if merged is None else merged.layers.values()
+    uncast = {fqn for layer in layers for fqn in layer.params.values()}  # they are cast when they are merged
+    unnamed = () if merged is None else chosen
 
     def plan() -> list[BucketPlan]:
         gathered = {name: None if name in uncast else kind for name, kind in dtypes.items()}
         return plan_buckets(model, chosen, gathered, names, bucket_bytes, arranged, unnamed)
 
     def arranged(families: list[Family]) -> list[Family]:
-        return arrange(families if merge is None else merge.arrange(families, dtypes))
+        return arrange(families if merged is None else merged.families(chosen, dtypes))
 
     if keep:
         spellings = {name: {name, clean_name(name)} for name in chosen}
