@@ -36,6 +36,7 @@ from fsdp2x.sharding.mesh import ShardGroup, covering_group
 from fsdp2x.sharding.param_group import ShardedParamGroup
 from fsdp2x.sharding.shapes import keeps_dtype
 from fsdp2x.sharding.sharded_param import ShardedParam, user_attributes
+from fsdp2x.sharding.wrap import unsharded_class
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -325,9 +326,9 @@ def refuse_made_in_forward(tree: Sequence[ShardedUnit]) -> None:
     for _, module, name, param in _unknown(tree):
         if param.requires_grad and id(param) not in sharded:
             raise RuntimeError(
-                f"fsdp2x: {type(module).__name__} registered the parameter {name!r} in a forward. The gradient of this "
-                "step would differ by rank, because only the next forward adopts the parameter. Call the model once "
-                "under torch.no_grad() before the first step."
+                f"fsdp2x: {unsharded_class(module).__name__} registered the parameter {name!r} in a forward. The "
+                "gradient of this step would differ by rank, because only the next forward adopts the parameter. Call "
+                "the model once under torch.no_grad() before the first step."
             )
 
 
