@@ -30,6 +30,7 @@ import socket
 import threading
 import time
 import urllib.parse
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -136,6 +137,8 @@ class BroadcastGroup:
         self._name = invitation["name"]
         self._store: Any = store  # None after leaving the group
         self._group: Any = None
+        self._calls: queue.SimpleQueue = queue.SimpleQueue()  # of the thread that waits for members
+        self._end_calls = weakref.finalize(self, self._calls.put, None)
         if self._backend == "gloo" and dist.is_gloo_available():
             self.device = torch.device("cpu")
         elif self._backend == "nccl" and dist.is_nccl_available() and torch.cuda.is_available():
@@ -149,6 +152,7 @@ class BroadcastGroup:
         Raises:
             WireError: the others did not come in time, or ``is_lost`` reports that one will not.
         """
+        threading.Thread(target=_run_calls, args=(self._calls,), name="fsdp2x-group", daemon=True).start()
         self._group = self._within(lambda _: self._made(self._store, rank, deadline), deadline, is_lost)
 
     def _made(self, store: dist.TCPStore, rank: int, deadline: float) -> Any:
@@ -197,6 +201,7 @@ class BroadcastGroup:
         """Leaves the group without waiting. A pending operation of gloo lasts until its own limit."""
         held = [self._group]
         self._group = self._store = None
+        self._end_calls()
         if held[0] is not None:
             with contextlib.suppress(Exception):
                 held[0].abort()  # gloo's does nothing: its group ends with its object, which waits
@@ -205,9 +210,12 @@ class BroadcastGroup:
     def _within(self, act: Callable[[Any], Any], deadline: float, is_lost: Callable[[], bool] = lambda: False) -> Any:
         """Returns what ``act`` does with torch's group, which may wait for members without a limit.
 
-        A thread calls it, and is abandoned if the call is too late. No frame of this one refers to torch's group, which
-        ends with its last reference, because errors keep frames.
+        The group's thread calls it, and is abandoned if the call is too late. It is one thread, because each that uses
+        gloo costs memory that is not freed. No frame of this one refers to torch's group, which ends with its last
+        reference, because errors keep frames.
         """
+        if self._store is None:
+            raise WireError(f"the group of {self._size} members by {self._backend} has ended")
         done, found = threading.Event(), []
 
         def run() -> None:
@@ -219,7 +227,7 @@ class BroadcastGroup:
                 found.append((None, _reason(error)))
             done.set()
 
-        threading.Thread(target=run, name="fsdp2x-group", daemon=True).start()
+        self._calls.put(run)
         while not done.wait(LOOK_S) and not found:
             if time.monotonic() > deadline:
                 found.append((None, "not in time: a member hangs or is busy"))
@@ -230,6 +238,12 @@ class BroadcastGroup:
             self.close()
             raise WireError(f"the group of {self._size} members by {self._backend} failed: {reason}")
         return result
+
+
+def _run_calls(calls: queue.SimpleQueue) -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call  # or its group lives until the next one
 
 
 def _reason(error: Exception) -> str:
