@@ -105,8 +105,8 @@ class MergedModel:
             buffers |= {f"{prefix}{name}": (held[id(one)], one) for name, one in merged.named_buffers()}
             if any(isinstance(one, BaseTunerLayer) for one in merged.modules()):
                 raise NotImplementedError(
-                    f"{self._caller}: modules_to_save copies {path!r} with adapters inside of it, and PEFT does not "
-                    f"merge those. {_ADAPTER_ITSELF}"
+                    f"{self._caller}: {path!r} is trained by modules_to_save or trainable_token_indices and has other "
+                    f"adapters inside of it, which PEFT does not merge. {_ADAPTER_ITSELF}"
                 )
             changed = set() if is_copy else _changed(module, sources)
             for name, source in sources.items():
@@ -216,7 +216,7 @@ def _params(module: Any) -> dict[str, nn.Parameter]:
 
 def _changed(layer: Any, names: Mapping[str, str]) -> set[str]:
     """Returns those of the merged layer's parameters that merging may change."""
-    if not set(layer.active_adapters) - set(layer.merged_adapters):
+    if not set(layer.active_adapters) - set(getattr(layer, "token_adapter", layer).merged_adapters):
         return set()
     wrapped = {one.parameter_name for one in layer.modules() if hasattr(one, "parameter_name")}
     has_bias = any(getattr(layer, "lora_bias", {}).values())

@@ -195,8 +195,10 @@ def check_files(case, folder, live, expected, can_merge):
     try:
         merged = export_checkpoint(folder / "saved", folder / "merged", lora="merge")
     except CheckpointError as error:
-        is_drawn = "makes no such weight" in str(error) and len(case.options) > 1  # PEFT forgets some combinations
-        assert not can_merge or is_drawn or "layer_replication" in str(error) or "KaSA" in str(error), error
+        known = ["layer_replication", "KaSA"]
+        if len(case.options) > 1:  # PEFT forgets parts of some combinations
+            known += ["makes no such weight", "adapters inside of it"]
+        assert not can_merge or any(words in str(error) for words in known), error
         assert not (folder / "merged").exists()
         return
     loaded, info = AutoModelForCausalLM.from_pretrained(merged, output_loading_info=True)
