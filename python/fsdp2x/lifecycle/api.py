@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp2x.base import torch_private
@@ -124,6 +125,7 @@ def fully_shard(
             "fully_shard: auto_wrap splits one model, but got a list of modules. Pass the model, or omit auto_wrap."
         )
     plans = plan_units(module, auto_wrap, ignored_params=ignored_params or ()) if split else []
+    _refuse_views(modules)
     ranks = shard_group(mesh or default_mesh(), dp_mesh_dims)
     if split and shard_placement_fn is None:
         shard_placement_fn = partial(even_placement, world=ranks.world)
@@ -132,7 +134,7 @@ def fully_shard(
     )
     ignored = ignored_params or set()
 
-    def shard(modules: Iterable[nn.Module], keep: Keep) -> None:
+    def shard(modules: Iterable[nn.Module], keep: Keep, unshard_in_backward: bool = True) -> None:
         state, roots = ShardedUnit(), tuple(torch_private.root_modules(list(modules)))
         torch_private.register_state(roots, "fully_shard", state)
         try:
@@ -140,6 +142,7 @@ def fully_shard(
             managed = collect.managed_modules(roots, lambda inner: get_state(inner) is not None)
             groups = _shard_params(roots, managed, settings, ignored, shard_placement_fn, buffer_dtype)
             state.configure(roots, managed, groups, settings, keep)
+            state.options.unshard_in_backward = unshard_in_backward
             register_hooks(state, managed, lazy_init)
             for root, cls in zip(roots, classes, strict=True):
                 root.__class__ = cls
@@ -150,7 +153,7 @@ def fully_shard(
             mark_managed(inner)
 
     for plan in plans:
-        shard(plan.modules, keep.in_unit(plan.reshard_after_forward))
+        shard(plan.modules, keep.in_unit(plan.reshard_after_forward), plan.unshard_in_backward)
     shard(modules, keep)
     _keep_float32(modules)
     return module
@@ -220,6 +223,24 @@ def _refuse_params_of_units(roots: Sequence[nn.Module], managed: list[nn.Module]
                 f"fully_shard: parameter {name!r} of {type(module).__name__} already belongs to the unit of "
                 f"{unsharded_class(outer).__name__}, so {type(root or roots[0]).__name__} cannot be sharded. {hint}"
             )
+
+
+def _refuse_views(modules: Iterable[nn.Module]) -> None:
+    """Raises if a parameter is not contiguous and shares its memory with another one, since a copy would untie them."""
+    named = {param: name for module in modules for name, param in module.named_parameters()}
+    for param, name in named.items():
+        if isinstance(param, DTensor) or param.is_meta or param.is_contiguous():
+            continue
+        memory = param.untyped_storage().data_ptr()
+        for other, its_name in named.items():
+            if other is param or isinstance(other, DTensor) or other.is_meta:
+                continue
+            if memory and other.untyped_storage().data_ptr() == memory:
+                raise NotImplementedError(
+                    f"fsdp2x.fully_shard: parameter {name!r} is not contiguous and shares its memory with "
+                    f"{its_name!r}. Shards cannot share memory like that. Use one parameter for both modules, or "
+                    "untie them (ensure_weight_tying=False for adapters of PEFT)."
+                )
 
 
 def _check_timeout(timeout: timedelta | None, ranks: ShardGroup) -> timedelta | None:

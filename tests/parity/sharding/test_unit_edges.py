@@ -439,3 +439,17 @@ def test_a_backward_inside_a_forward(ctx, transport, how, depth, units):
         loss_of(model, ctx.rank, 7).backward()
     model.zero_grad()
     train_alike(ctx, reference, model, loss_of, **CLOSE)
+
+
+@distributed(world_sizes=(1,))
+def test_parameters_that_share_memory_are_refused(ctx):
+    """PEFT ties adapters of tied embeddings so: a contiguous copy would untie them."""
+    import fsdp2x
+
+    only_fsdp2x(ctx)
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False))
+    model[1].weight = nn.Parameter(model[0].weight.detach().t())
+    with pytest.raises(NotImplementedError, match="'1.weight' .* shares its memory with '0.weight'"):
+        fsdp2x.fully_shard(model)
+    model[1].weight = nn.Parameter(model[0].weight.detach().t().clone(memory_format=torch.preserve_format))
+    fsdp2x.fully_shard(model)
