@@ -72,7 +72,7 @@ void bind_planned_steps(py::module_& m) {
       .def(py::init<size_t>(), py::arg("page_bytes"))
       .def("add_transport", &PlannedSteps::add_transport, py::arg("kind"), py::arg("ranks"))
       .def("add_unit", &PlannedSteps::add_unit, py::arg("name"), py::arg("reshards_after_forward"),
-           py::arg("reshards_after_backward"))
+           py::arg("reshards_after_backward"), py::arg("unshards_in_backward"))
       .def("add_group", &PlannedSteps::add_group, py::arg("unit"), py::arg("transport"), py::arg("sizes"),
            py::arg("smaller"))
       // Returns (identical backwards, gathered groups, reduced groups) for each backward of the last step.

@@ -139,8 +139,10 @@ size_t PlannedSteps::add_transport(TransportKind kind, const PlannedRanks& ranks
   return transports_.size() - 1;
 }
 
-size_t PlannedSteps::add_unit(const std::string& name, bool reshards_after_forward, bool reshards_after_backward) {
+size_t PlannedSteps::add_unit(const std::string& name, bool reshards_after_forward, bool reshards_after_backward,
+                              bool unshards_in_backward) {
   units_.push_back(std::make_shared<PlannedUnit>(name, reshards_after_forward, reshards_after_backward));
+  units_.back()->options.unshard_in_backward = unshards_in_backward;
   schedule_.add_unit(units_.back());
   calls_.emplace_back();
   return units_.size() - 1;

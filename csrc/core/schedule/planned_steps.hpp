@@ -127,7 +127,8 @@ class PlannedSteps {
 
   // Each returns the index of the new item.
   size_t add_transport(TransportKind kind, const PlannedRanks& ranks);
-  size_t add_unit(const std::string& name, bool reshards_after_forward, bool reshards_after_backward);
+  size_t add_unit(const std::string& name, bool reshards_after_forward, bool reshards_after_backward,
+                  bool unshards_in_backward);
   // Adds a group. Without a unit, it is the smaller world of another group, which keeps its rows after forward.
   size_t add_group(std::optional<size_t> unit, size_t transport, const GroupBytes& bytes,
                    std::optional<size_t> smaller);

@@ -93,6 +93,7 @@ class PlannedUnit:
     num_elements: int
     reshards_after_forward: bool
     reshards_after_backward: bool = True
+    unshards_in_backward: bool = True
     expert_parallel: int = 1  # ranks over which its parameters are spread before they are sharded
 
 

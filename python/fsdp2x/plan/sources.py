@@ -64,6 +64,7 @@ def _unit_of_state(state: ShardedUnit, names: dict[int, str], common: dict[str, 
         num_elements=sum(param.local_size.numel() for param in state.params),
         reshards_after_forward=reshards,
         reshards_after_backward=options.reshard_after_backward,
+        unshards_in_backward=options.unshard_in_backward,
     )
 
 
@@ -173,10 +174,10 @@ def facts_of_plan(
     splits = should_auto_wrap(model, auto_wrap)
     taken = {param for module in spread for param in module.parameters()}
     inner = plan_units(model, auto_wrap, ignored_params=ignored | taken) if splits else []
-    plans: list[tuple] = [((module,), None) for module in spread]
-    plans += [(plan.modules, plan.reshard_after_forward) for plan in inner]
+    plans: list[tuple] = [((module,), None, True) for module in spread]
+    plans += [(plan.modules, plan.reshard_after_forward, plan.unshard_in_backward) for plan in inner]
     kept = float32_ids(model, policy)
-    for modules, own in [*plans, ((model,), None)]:
+    for modules, own, unshards in [*plans, ((model,), None, True)]:
         wanted = keep.in_unit(own)
         managed = collect.managed_modules(modules, planned.__contains__)
         owned = collect.collect_params(managed, ignored)
@@ -212,6 +213,7 @@ def facts_of_plan(
                 num_params=len(owned),
                 num_elements=sum(math.prod(one.size) for one in params),
                 reshards_after_forward=wanted.ranks != 1 and not (wanted.fully_in_root and modules == (model,)),
+                unshards_in_backward=unshards,
                 expert_parallel=1 if group is None else ep,
             )
         )

@@ -92,7 +92,8 @@ class PlannedTree:
         self._transports: dict[Hashable, int] = {}
         self.is_on_device = True
         for facts in units:
-            unit = self._steps.add_unit(facts.name, facts.reshards_after_forward, facts.reshards_after_backward)
+            reshards = facts.reshards_after_forward, facts.reshards_after_backward
+            unit = self._steps.add_unit(facts.name, *reshards, facts.unshards_in_backward)
             for group in facts.groups:
                 small = self._add_group(None, group.small, None) if group.small else None
                 self._add_group(unit, group, small)

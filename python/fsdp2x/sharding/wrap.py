@@ -32,7 +32,7 @@ import difflib
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
@@ -68,13 +68,14 @@ class UnitPlan:
     """One call of ``fully_shard``: the modules to shard together, none inside another.
 
     ``names`` are their paths from the model, in the same order. ``reshard_after_forward`` None means the caller's
-    argument. ``reason`` is one sentence for reports.
+    argument. ``reason`` is one sentence for reports. ``unshard_in_backward``: see ``FSDPModule``.
     """
 
     modules: tuple[nn.Module, ...]
     names: tuple[str, ...]
     reshard_after_forward: bool | None
     reason: str
+    unshard_in_backward: bool = True
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -403,7 +404,8 @@ def _embedding_and_head(tree: _Tree) -> list[UnitPlan]:
         norm = _final_norm(model)
         tail = [m for m in ((norm, embedding, head) if tied else (norm, head)) if tree.can_be_unit(m)]
         if not tied and tree.can_be_unit(embedding):
-            units.append(tree.unit([embedding], None, "input embedding"))
+            unit = tree.unit([embedding], None, "input embedding")
+            units.append(replace(unit, unshard_in_backward=not only_looks_up(embedding)))
         if tail:
             parts = [
                 label for m, label in ((norm, "final norm"), (embedding, "embedding"), (head, "head")) if m in tail
@@ -440,7 +442,7 @@ def _without_repeats(units: list[UnitPlan]) -> list[UnitPlan]:
         pairs = [(m, n) for m, n in zip(unit.modules, unit.names, strict=True) if owner[m] == i]
         if pairs:
             modules, names = zip(*pairs, strict=True)
-            kept.append(UnitPlan(modules, names, unit.reshard_after_forward, unit.reason))
+            kept.append(replace(unit, modules=modules, names=names))
     return kept
 
 

@@ -86,6 +86,27 @@ def test_steps_are_those_of_one_process(ctx, kind, transport):
 
 
 @distributed(world_sizes=(2,))
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_no_backward_gathers_an_embedding(ctx, is_tied):
+    """A step of a transformers model gathers each block twice, and the embedding and the tail once."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import fsdp2x
+
+    only_fsdp2x(ctx)
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    config = LlamaConfig(**sizes, num_hidden_layers=3, tie_word_embeddings=is_tied)
+    model = fsdp2x.fully_shard(LlamaForCausalLM(config))
+    tokens = torch.arange(8).view(2, 4)
+    counts = []
+    for _ in range(2):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        counts.append(fsdp2x.describe(model).stats["gathers"])
+    made = counts[1] - counts[0]
+    assert made == fsdp2x.memory_report(model).traffic.gathers == 2 * 3 + (1 if is_tied else 2)
+
+
+@distributed(world_sizes=(2,))
 @pytest.mark.parametrize("kind", ["plain", "max_norm", "detached"])
 def test_the_embedding_has_no_gathered_weight_in_backward(ctx, kind):
     only_fsdp2x(ctx)
