@@ -14,9 +14,9 @@ def everything_is_large():
     """Gathers in place what can be, and by messages. Yields what each gather in place was given."""
     gathered = []
 
-    def gather_in_place(group, outputs, sources):
+    def gather_in_place(group, outputs, sources, count):
         gathered.append([output.numel() for output in outputs])
-        return collectives.gather_in_place(group, outputs, sources)
+        return collectives.gather_in_place(group, outputs, sources, count)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "MESSAGE_BYTES", 0)

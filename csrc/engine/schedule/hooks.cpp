@@ -202,6 +202,7 @@ Schedule::Entry UnitHooks::enter(const py::object& module) {
   const bool was_interrupted = unit_->phase() != Phase::backward && unit_->num_running() > 0 &&
                                schedule.is_forward_root(unit_.get()) && root.is_forward_thread() &&
                                !calls_.is_running(module).cast<bool>();
+  if (was_interrupted) root.leave_pass("left its forward, which was interrupted");
   if (was_interrupted || !schedule.in_forward()) root.note_thread();
   const Schedule::Entry entry = schedule.enter(*unit_, at::GradMode::is_enabled(), was_interrupted);
   if (!entry.is_recomputed && modules_.size() > 1 && remaining_.empty()) remaining_ = modules_;

@@ -78,9 +78,7 @@ void Root::end_backward() {
   if (!settings_->manual_finalization) effects_.raise_error_of_hook();
 }
 
-void Root::leave_backward() noexcept {
-  effects_.leave_pass("left its backward, which raised: its own output says why");
-}
+void Root::leave_pass(const std::string& why) noexcept { effects_.leave_pass(why); }
 
 void Root::finalize_backward() {
   schedule_.finalize_backward();

@@ -44,6 +44,8 @@ class Root : public std::enable_shared_from_this<Root> {
   void note_thread();
   // Returns whether this thread began the running forward.
   bool is_forward_thread() const { return forward_thread_ == std::this_thread::get_id(); }
+  // Reports to the peers that this rank's forward or backward has raised.
+  void leave_pass(const std::string& why) noexcept;
   // Abandons the root's forward after it raised. `why` is the reason for the peers that wait for this rank.
   void fail_forward(const std::string& why);
 
@@ -54,8 +56,6 @@ class Root : public std::enable_shared_from_this<Root> {
   void take_gradient(Unit& unit, ParamGroup& group, size_t param);
   // Called by the root's callback.
   void end_backward();
-  // Reports to the peers that this rank's backward has raised.
-  void leave_backward() noexcept;
   void finalize_backward();
   void finish_held_backwards();
   void synchronize_gradients(const std::vector<std::shared_ptr<Unit>>& units);

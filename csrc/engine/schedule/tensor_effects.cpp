@@ -58,7 +58,9 @@ void add_once(std::vector<T>& list, const T& item) {
 
 Backward::~Backward() {
   const auto root = root_.lock();
-  if (root && root->schedule().backward_has_raised()) root->leave_backward();
+  if (root && root->schedule().backward_has_raised()) {
+    root->leave_pass("left its backward, which raised: its own output says why");
+  }
 }
 
 void TensorEffects::add_transport(const std::shared_ptr<Transport>& transport) {
@@ -329,7 +331,7 @@ void TensorEffects::all_reduce(ScheduledGroup& scheduled) {
     const double divisor = group.averages() ? 1.0 : group.divisor() / group.pre_divisor();
     rows = SegmentRows::zeros(group.transport().segment_layout(group), group.reduce_type(), divisor);
   }
-  agree_on_replicas(group, rows->values().nbytes(), group.reduce_type());
+  agree_on_replicas(group, rows->values().nbytes(), group.reduce_type(), Counts::at_post);
   {
     const pybind11::gil_scoped_acquire gil;
     const PyRef values = PyRef::steal(THPVariable_Wrap(rows->values()));

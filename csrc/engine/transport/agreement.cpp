@@ -5,6 +5,8 @@
 
 #include <array>
 #include <functional>
+#include <thread>
+#include <utility>
 
 #include "engine/params/param_group.hpp"
 
@@ -35,15 +37,19 @@ const char* name_of(WireFormat format) {
 
 }  // namespace
 
-void agree_on_shards(const ParamGroup& group, Operation operation, size_t segment_bytes, DType type,
+void agree_on_shards(const ParamGroup& group, Operation operation, size_t segment_bytes, DType type, Counts counts,
                      const std::vector<size_t>& parts) {
-  const AgreementSeat& seat = group.shard_seat();
-  if (seat.agreement) seat.agreement->post(seat.subject, group, operation, segment_bytes, type, parts);
+  const auto& [agreement, subject] = group.shard_seat();
+  if (!agreement) return;
+  agreement->agree(subject, group, operation, segment_bytes, type, parts);
+  if (counts == Counts::now) agreement->count();
 }
 
-void agree_on_replicas(const ParamGroup& group, size_t segment_bytes, DType type) {
-  const AgreementSeat& seat = group.replica_seat();
-  if (seat.agreement) seat.agreement->post(seat.subject, group, Operation::all_reduce, segment_bytes, type, {});
+void agree_on_replicas(const ParamGroup& group, size_t segment_bytes, DType type, Counts counts) {
+  const auto& [agreement, subject] = group.replica_seat();
+  if (!agreement) return;
+  agreement->agree(subject, group, Operation::all_reduce, segment_bytes, type, {});
+  if (counts == Counts::now) agreement->count();
 }
 
 uint64_t Agreement::add_subject(const std::string& label) {
@@ -51,8 +57,8 @@ uint64_t Agreement::add_subject(const std::string& label) {
   return num_subjects_;
 }
 
-void Agreement::post(uint64_t subject, const ParamGroup& group, Operation operation, size_t segment_bytes, DType type,
-                     const std::vector<size_t>& parts) {
+void Agreement::agree(uint64_t subject, const ParamGroup& group, Operation operation, size_t segment_bytes, DType type,
+                      const std::vector<size_t>& parts) {
   Collective next;
   next.subject = subject;
   next.operation = operation;
@@ -70,22 +76,23 @@ void Agreement::post(uint64_t subject, const ParamGroup& group, Operation operat
   if (known.name != group.name()) known.name = group.name();  // units are renamed when they move to another root
   next.is_in_place = !parts.empty();
   if (next.is_in_place && known.parts != parts) known.parts = parts;
-  post(next, &group);
+  agree(next, &group);
 }
 
-void Agreement::post_other(const Gil& /*gil*/, const std::string& kind, const std::string& what, Operation operation,
-                           size_t segment_bytes, DType type) {
+void Agreement::agree_on_other(const Gil& /*gil*/, const std::string& kind, const std::string& what,
+                               Operation operation, size_t segment_bytes, DType type) {
   Collective next;
   // The highest bit keeps it apart from the numbers of units.
   next.subject = std::hash<std::string>()(kind) | uint64_t{1} << 63;
   next.operation = operation;
+  next.pass = call();
   next.segment_bytes = segment_bytes;
   next.type = type;
   subjects_[next.subject].name = what;
-  post(next, nullptr);
+  agree(next, nullptr);
 }
 
-void Agreement::post(const Collective& next, const ParamGroup* group) {
+void Agreement::agree(const Collective& next, const ParamGroup* group) {
   std::unique_lock lock(mutex_);
   if (must_ask_ || !order_.expects(next)) {
     Collective counted = next;
@@ -106,20 +113,27 @@ void Agreement::post(const Collective& next, const ParamGroup* group) {
     must_ask_ = false;
     lock.lock();
   }
-  order_.add(next);
+  agreed_ = next;
+}
+
+void Agreement::count() {
+  const std::lock_guard lock(mutex_);
+  if (agreed_) order_.add(*std::exchange(agreed_, std::nullopt));
 }
 
 void Agreement::leave(const Pass& pass, const std::string& why) noexcept {
   if (!Py_IsInitialized()) return;
   const pybind11::gil_scoped_acquire gil;
-  // Keep an exception that is already in flight.
-  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
-  PyErr_Fetch(&type, &value, &traceback);
+  agreed_.reset();
   order_.leave(pass);  // Python threads wait for the GIL
-  const PyRef done = PyRef::steal(
-      PyObject_CallFunction(leave_.get(), "sKK", why.c_str(), order_.num_posted(), order_.num_passes(pass)));
-  if (!done) PyErr_Clear();  // the store is gone, and the peers with it
-  PyErr_Restore(type, value, traceback);
+  // In another thread, no signal handler raises, and the exception in flight stays.
+  std::thread reporter([&] {
+    const pybind11::gil_scoped_acquire gil_of_thread;
+    const PyRef done = PyRef::steal(PyObject_CallFunction(leave_.get(), "sK", why.c_str(), order_.num_passes(pass)));
+    if (!done) PyErr_Clear();  // the store is gone, and the peers with it
+  });
+  const ReleaseGil released;
+  reporter.join();
 }
 
 uint64_t Agreement::num_posted() const {

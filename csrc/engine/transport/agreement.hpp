@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -34,12 +35,18 @@ class Agreement {
   // Call it before a collective of `group`, which is `subject` here, is posted. Takes the GIL only to ask. Throws if
   // the ranks disagree, or if one of them has left the pass. `parts`: a rank's bytes in each output of a gather in
   // place.
-  void post(uint64_t subject, const ParamGroup& group, Operation operation, size_t segment_bytes, DType type,
-            const std::vector<size_t>& parts);
+  void agree(uint64_t subject, const ParamGroup& group, Operation operation, size_t segment_bytes, DType type,
+             const std::vector<size_t>& parts);
   // Does the same for a collective of Python. Ranks compare `kind`. `what` follows the rank in messages, for example
   // "clips gradients".
-  void post_other(const Gil& gil, const std::string& kind, const std::string& what, Operation operation,
-                  size_t segment_bytes, DType type);
+  void agree_on_other(const Gil& gil, const std::string& kind, const std::string& what, Operation operation,
+                      size_t segment_bytes, DType type);
+  // Begins a call outside of passes. Its collectives are a pass.
+  void begin_call() { ++num_calls_; }
+  void leave_call(const std::string& why) noexcept { leave(call(), why); }
+  // Counts the collective that the ranks agreed on as posted. No exception may come between this call and the post: a
+  // rank that leaves reports what it has counted, and its peers wait for these collectives.
+  void count();
   // Reports that this rank's pass has raised to peers that wait in it.
   void leave(const Pass& pass, const std::string& why) noexcept;
 
@@ -60,21 +67,27 @@ class Agreement {
     std::string name;           // of the unit, or of Python's operation
     std::vector<size_t> parts;  // of its gathers in place, which are all alike
   };
-  void post(const Collective& next, const ParamGroup* group);
+  Pass call() const { return {PassKind::outside, nullptr, num_calls_}; }
+  void agree(const Collective& next, const ParamGroup* group);
   pybind11::dict describe(const Collective& collective, uint64_t number) const;
 
   PyRef ask_, leave_;
   mutable std::mutex mutex_;  // guards reads from a Python thread, never held while taking the GIL
   CollectiveOrder order_;
+  std::optional<Collective> agreed_;  // not counted yet
   std::atomic<bool> must_ask_ = false;
   std::atomic<bool> is_broken_ = false;
   uint64_t num_subjects_ = 0;
+  uint64_t num_calls_ = 0;
   std::map<uint64_t, Subject> subjects_;
 };
 
-// Call before a collective of `group` over its shards or its replicas. See Agreement::post.
-void agree_on_shards(const ParamGroup& group, Operation operation, size_t segment_bytes, DType type,
+// Who calls Agreement::count: this function, or the Python function that posts.
+enum class Counts : uint8_t { now, at_post };
+
+// Call before a collective of `group` over its shards or its replicas. See Agreement::agree.
+void agree_on_shards(const ParamGroup& group, Operation operation, size_t segment_bytes, DType type, Counts counts,
                      const std::vector<size_t>& parts = {});
-void agree_on_replicas(const ParamGroup& group, size_t segment_bytes, DType type);
+void agree_on_replicas(const ParamGroup& group, size_t segment_bytes, DType type, Counts counts);
 
 }  // namespace fsdp2x

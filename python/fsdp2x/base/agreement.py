@@ -10,7 +10,7 @@ all ranks did before. The ranks then compare through the group's store, under ke
     K/away     how many ranks have left and have not asked again
     K/alarm    one of the above needs ranks that wait in a collective, so they look
     failed     the message that every rank raises
-    again/...  after a failure: how many collectives each rank has posted
+    again/...  after a failure: how many collectives each rank has posted, and how many ranks have left since
 
 A rank that posts what is expected writes nothing. If its peers ask at that moment, the collectives differ, or a peer
 has come back after its forward raised. The rank answers when it has waited for ``_LOOK_S``. A steady step neither
@@ -22,13 +22,17 @@ have posted, with zeros. Then collectives match again.
 
 from __future__ import annotations
 
+import _thread
+import contextlib
+import functools
 import json
 import queue
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +46,7 @@ from fsdp2x.base.collectives import (
     explained,
     gather_in_place,
     plain_all_gather,
+    post,
     reduce_scatter,
     unfinished_exchanges,
     wait,
@@ -54,11 +59,13 @@ _ALARM_S = 0.05  # a rank that asks for longer raises the alarm
 _POLL_S = 0.0003  # the first pause; later ones are a third of the time that this rank has waited
 _LOOK_FOR_DEATHS_S = 1.0
 _ENDED_S = 5.0  # a rank may end while others still exchange what it has
+_GIVE_UP_S = 1.0  # a question whose caller is gone ends earlier
 _PATIENCE_S = 2.0  # a rank that left an earlier pass may come back, and its peers wait for it so long
 _VERBS = {"all_gather": "gathers", "reduce_scatter": "reduces", "all_to_all": "reduces", "all_reduce": "all-reduces"}
 _DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
 _ADVICE = "Every rank must run the same units and calls in the same order, with the same settings."
 
+T = TypeVar("T")
 _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = weakref.WeakKeyDictionary()
 
 
@@ -87,12 +94,53 @@ def all_reduce_agreed(group: dist.ProcessGroup, values: torch.Tensor, op: Any, w
         Diverged: another rank does something else.
     """
     agreement = agreement_of(group)
-    if agreement is not None:
-        agreement.post(what, values)
-    if agreement is None or agreement.group is None:
+    if agreement is None or not agreement.has_group(what):
         dist.all_reduce(values, op=op, group=group)
     else:
-        agreement.wait(dist.all_reduce(values, op=op, group=agreement.group, async_op=True))
+        with reported(what):
+            agreement.engine.agree(what, what, values.nbytes, values.dtype)
+            agreement.all_reduce(values, op)
+
+
+@contextlib.contextmanager
+def reported(call: str, kind: type[BaseException] = BaseException) -> Iterator[None]:
+    """If the block, which is not in a forward or backward, raises, peers that wait for this rank in it raise, too.
+
+    ``kind``: KeyboardInterrupt for a block whose other exceptions the ranks exchange.
+    """
+    try:
+        for agreement in list(_agreements.values()):
+            agreement.engine.begin_call()
+        yield
+    except Diverged:
+        raise
+    except kind as error:
+        for agreement in list(_agreements.values()):
+            agreement.engine.leave_call(f"left the {call}, which raised {type(error).__name__}")
+        raise
+
+
+def undisturbed(function: Callable[..., T], *args: Any) -> T:
+    """Runs ``function`` in another thread, where signal handlers do not raise, and waits.
+
+    If a handler raises in the caller meanwhile, the function runs on.
+    """
+    answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answer.put((function(*args), None))
+        except BaseException as error:
+            answer.put((None, error))
+
+    _thread.start_new_thread(run, ())
+    result, error = answer.get()
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error  # or it lives with the backward that it ends, until a garbage collection
+    return result
 
 
 class Agreement:
@@ -111,7 +159,11 @@ class Agreement:
         self._ranks = dist.get_process_group_ranks(group)
         self.timeout = torch_private.group_timeout(group, torch.device("cpu")).total_seconds()
         weak: Any = weakref.ref(self)  # the engine's part does not outlive it
-        self.engine = _C.Agreement(lambda mine: weak()._ask(mine), lambda *left: weak()._leave(*left))
+        self.engine = _C.Agreement(lambda mine: weak()._ask_undisturbed(mine), lambda *left: weak()._leave(*left))
+        # Makes ``group`` from the user's, at the first need.
+        self.make_group: Callable[[dist.ProcessGroup], dist.ProcessGroup] | None = None
+        self._caller_is_gone = threading.Event()  # of the last question
+        self._left_meanwhile: tuple[str, int] | None = None  # arguments of _leave during the running question
         self._generation = 0
         self._stale: list[str] = []  # keys of the last generation
         self._num_asked = 0
@@ -128,13 +180,10 @@ class Agreement:
         self._has_answered = False  # to a peer that came back
         self._has_left = False
         self._is_away = False  # whether this rank has left without asking again
+        self._left_again = False  # whether this rank has left after a failure, and has not come to begin again
         self._saw_away: float | None = None  # first time at which a peer was away
 
     # --- calls before a collective, and while it runs ---
-
-    def post(self, what: str, values: torch.Tensor) -> None:
-        """Announces an all-reduce of ``values``. ``what`` follows the rank in messages: "clips gradients"."""
-        self.engine.post(what, what, values.nbytes, values.dtype)
 
     def meet(self, call: str) -> None:
         """Waits until all ranks are about to exchange objects. Messages name ``call``, which this rank is in.
@@ -142,8 +191,51 @@ class Agreement:
         Raises:
             Diverged: a peer does something else.
         """
-        self.engine.ask_next()
-        self.engine.post("exchange of objects", f"is in the {call}")
+        with reported(call):
+            self.engine.ask_next()
+            self.engine.agree("exchange of objects", f"is in the {call}")
+            self.engine.count()
+
+    def has_group(self, what: str) -> bool:
+        """Returns whether ``group`` may run collectives of ``what``. Collective: makes the group at first."""
+        if self.group is None and self.make_group is not None:
+            self.meet(what)
+            undisturbed(self._make_group)
+        return self.group is not None
+
+    def _make_group(self) -> None:
+        with self._lock:
+            users_group = self._users_group()
+            if self.make_group is not None and users_group is not None:
+                self.group, self.make_group = self.make_group(users_group), None
+
+    def all_reduce(self, values: torch.Tensor, op: Any, timeout: timedelta | None = None) -> None:
+        """All-reduces ``values``, on which the ranks have agreed."""
+        assert self.group is not None, "checked by the caller"
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.asyncOp = op, True
+        (work,) = post(self.engine.count, functools.partial(self.group.allreduce, [values], options))
+        self.wait(work, timeout)
+
+    def exchange(self, call: str, mine: bytes) -> list[bytes]:
+        """Returns the bytes of all ranks. Messages name ``call``, which this rank is in.
+
+        Raises:
+            Diverged: a peer does something else.
+        """
+        with reported(call), torch_private.unobserved():
+            self.engine.ask_next()
+            sizes = self._gather(call, torch.tensor([len(mine)], device="cpu").view(torch.uint8)).view(torch.int64)
+            padded = torch.frombuffer(bytearray(mine.ljust(int(sizes.max()))), dtype=torch.uint8)
+            rows = self._gather(call, padded).view(len(sizes), -1)
+            return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes.tolist(), strict=True)]
+
+    def _gather(self, call: str, mine: torch.Tensor) -> torch.Tensor:
+        assert self.group is not None, "checked by the caller"
+        self.engine.agree("exchange of objects", f"is in the {call}", mine.nbytes)
+        gathered = mine.new_empty(len(self._ranks) * mine.numel())
+        self.wait(plain_all_gather(self.group, gathered, mine, self.engine.count))
+        return gathered
 
     def wait(self, work: Any, timeout: timedelta | None = None) -> bool:
         """Waits for the work of a collective, and checks the peers meanwhile.
@@ -189,8 +281,7 @@ class Agreement:
     def _check(self, looks: bool) -> None:
         """Raises an error if this rank waits in vain for a collective that it has posted."""
         if looks:
-            with self._lock:
-                self._look()
+            undisturbed(self._look)
         self._raise_if_ended(since_s=_ENDED_S)
 
     def _raise_if_ended(self, since_s: float = 0.0) -> None:
@@ -230,10 +321,26 @@ class Agreement:
         """Returns how the wait for ``name`` ends, which the first rank decides."""
         return json.loads(self._store.compare_set(self._key(name), "", json.dumps(how)))
 
-    def _ask(self, mine: dict) -> bool:
+    def _ask_undisturbed(self, mine: dict) -> bool:
+        self._caller_is_gone.set()
+        self._caller_is_gone = caller_is_gone = threading.Event()
+        try:
+            return undisturbed(self._ask, mine, caller_is_gone)
+        finally:
+            caller_is_gone.set()
+
+    def _ask(self, mine: dict, caller_is_gone: threading.Event) -> bool:
         """Waits until all ranks are about to post ``mine``. Raises Diverged."""
+        try:
+            return self._ask_peers(mine, caller_is_gone)
+        finally:
+            if left := self._left_meanwhile:
+                self._leave(*left)
+
+    def _ask_peers(self, mine: dict, caller_is_gone: threading.Event) -> bool:
         mine["rank"] = self._ranks[self._rank]
         with self._lock, explained(self._users_group(), _operation(mine)):
+            self._question, self._left_meanwhile = caller_is_gone, None
             if self._must_raise:
                 self._must_raise = False
                 raise Diverged(self._failed)
@@ -288,21 +395,47 @@ class Agreement:
             self._delete(self._stale)
         self._stale = []
 
-    def _leave(self, why: str, num_posted: int, num_passes: int) -> bool:
+    def _leave(self, why: str, num_passes: int) -> bool:
+        self._caller_is_gone.set()
+        # A question that nobody waits for ends soon, unless the ranks are about to begin again.
+        if self._lock.acquire(timeout=_GIVE_UP_S):
+            try:
+                self._leave_locked(why, num_passes)
+            finally:
+                self._lock.release()
+        else:
+            self._left_meanwhile = (why, num_passes)
+        return True
+
+    def _leave_locked(self, why: str, num_passes: int) -> None:
         self.engine.is_broken = True
         self.engine.ask_next()
-        if not self._failed:
-            self._has_left = True
-            left = {"rank": self._ranks[self._rank], "why": why, "number": num_posted, "num_passes": num_passes}
-            self._write(f"{self._num_asked}/left", left)
-            if not self._is_away:
-                self._is_away = True
-                self._store.add(self._key(f"{self._num_asked}/away"), 1)
-            self._write(f"{self._num_asked}/alarm")
-        return True
+        if self._failed or self._has("failed"):  # peers may wait for this rank to begin again
+            text = f"fsdp2x: the ranks diverged: rank {self._ranks[self._rank]} {why}. {_ADVICE}"
+            self._write("again/left", text)
+            if not self._left_again:
+                self._left_again = True
+                self._store.add(self._key("again/away"), 1)
+            if self._has("again/go"):  # they have begun again, because this rank has waited for them before
+                left = {"rank": self._ranks[self._rank], "why": why, "number": 0, "num_passes": 1}
+                self._store.set(f"{self._generation + 1}/0/left", json.dumps(left))
+                self._store.set(f"{self._generation + 1}/0/alarm", "1")
+            return
+        self._has_left = True
+        number = self.engine.num_posted
+        left = {"rank": self._ranks[self._rank], "why": why, "number": number, "num_passes": num_passes}
+        self._write(f"{self._num_asked}/left", left)
+        if not self._is_away:
+            self._is_away = True
+            self._store.add(self._key(f"{self._num_asked}/away"), 1)
+        self._write(f"{self._num_asked}/alarm")
 
     def _look(self) -> None:
         """Checks the peers while this rank waits for a collective that it has posted. Raises Diverged."""
+        with self._lock:
+            self._look_locked()
+
+    def _look_locked(self) -> None:
         if self._failed:
             raise Diverged(self._failed)
         num = self._num_asked
@@ -330,9 +463,14 @@ class Agreement:
         """
         if self._has("failed"):
             self._fail("")
-        if not self._has_left and self._has(f"{self._num_asked}/left"):
+        if self._has(f"{self._num_asked}/left"):
             left = self._read(f"{self._num_asked}/left")
-            if number >= left["number"] and (num_passes <= left["num_passes"] or self._stays_away()):
+            if self._has_left:  # and has come back, but another one has not
+                has_gone = self._stays_away()
+                self._has_left = not has_gone
+            else:
+                has_gone = number >= left["number"] and (num_passes <= left["num_passes"] or self._stays_away())
+            if has_gone:
                 self._raise_if_ended()  # which then is why the peer left
                 self._fail(f"rank {left['rank']} {left['why']}")
 
@@ -354,12 +492,17 @@ class Agreement:
         look_for_deaths = began + _LOOK_FOR_DEATHS_S
         alarmed = False
         while not self._has(name):
+            # Peers may count on this rank. If they have all come, it only has not posted.
+            if mine and self._question.is_set() and self._end_wait(name, "too late") == "too late":
+                self._fail(f"rank {self._ranks[self._rank]} was interrupted when it {_told(mine)}")
             now = time.monotonic()
             if mine is not None and now - began > _ALARM_S:
                 self._check_peers(mine["number"], mine["num_passes"])
                 if not alarmed:
                     self._write(f"{self._num_asked}/alarm")
                     alarmed = True
+            elif mine is None and now - began > _PATIENCE_S and self._store.add(self._key("again/away"), 0) > 0:
+                raise Diverged(self._read("again/left"))
             if now > look_for_deaths:
                 look_for_deaths = now + _LOOK_FOR_DEATHS_S
                 self._raise_if_ended()
@@ -390,12 +533,20 @@ class Agreement:
         why = self._failed or self._read("failed")
         if self._watcher is not None:
             raise Diverged(f"{why} The process group cannot be used again: a device may still wait. Restart all ranks.")
+        if self._left_again:
+            self._left_again = False
+            self._store.add(self._key("again/away"), -1)
         num = self.engine.num_posted
         recent = [self.engine.describe_posted(number) for number in range(max(num - 256, 0), num)]
         if not self._has(f"again/{self._rank}"):  # otherwise it has already waited in vain
             self._write(f"again/{self._rank}", {"number": num, "recent": recent})
             self._count("again")
         self._wait_for("again/go")
+        end = time.monotonic() + _PATIENCE_S
+        while self._store.add(self._key("again/away"), 0) > 0:  # that rank has waited before, and does not wait now
+            if time.monotonic() > end:
+                raise Diverged(self._read("again/left"))
+            time.sleep(_LOOK_S / 10)
         self._delete_stale()
         states = [self._read(f"again/{rank}") for rank in range(len(self._ranks))]
         furthest = max(states, key=lambda state: state["number"])
@@ -406,15 +557,17 @@ class Agreement:
                 raise Diverged(f"{why} The process group cannot be used again: too much is missing. Restart all ranks.")
         for posted in missing[len(missing) - (furthest["number"] - num) :]:
             assert posted is not None, "checked above"
+            if posted["is_custom"] or posted["operation"] == "other":
+                continue  # these run over the user's group
             group = self.separate_group if posted["is_separate"] else self.group
             assert group is not None, "ranks of a device do not come here"
-            if not posted["is_custom"] and posted["operation"] != "other":  # those run over the user's group
-                with unchecked():
-                    _repeat(group, posted)
+            with unchecked():
+                _repeat(group, posted)
         for group in (self.group, self.separate_group):
             for exchange in [] if group is None else unfinished_exchanges(group):
                 self._receive(exchange)
-        self._stale = [self._key(name) for name in ("failed", "again/count", "again/go")]
+        names = ("failed", "again/count", "again/go", "again/left", "again/away")
+        self._stale = [self._key(name) for name in names]
         self._stale += [self._key(f"again/{rank}") for rank in range(len(self._ranks))]
         for num_asked in range(max(self._num_asked - 1, 0), self._num_asked + 2):  # of any rank
             self._stale += self._keys_of(num_asked)
@@ -430,7 +583,7 @@ def _watch(weak: weakref.ref[Agreement]) -> None:
         try:
             with agreement._lock:
                 if not agreement._failed and agreement.engine.num_posted > 0:
-                    agreement._look()
+                    agreement._look_locked()
         except Diverged:
             agreement._must_raise = True
         except RuntimeError:

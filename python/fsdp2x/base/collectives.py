@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from fsdp2x.base import torch_private
 from fsdp2x.base.memory_file import aligned_starts
@@ -22,33 +25,57 @@ from fsdp2x.base.processes import introduced, name_ended, own_host
 MESSAGE_BYTES = 1 << 18
 
 
-def all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
-    """Starts an all-gather of ``source`` into ``output`` and returns the work.
+Count = Callable[[], Any]
+
+
+def post(count: Count | None, *posts: Callable[[], Any], works: list | None = None) -> list:
+    """Calls ``posts``, then ``count``, and returns the works, which it adds to ``works``.
+
+    This is one call in C. So an exception of a signal handler comes before all of it or after all of it.
+    """
+    works = [] if works is None else works
+    works.extend(filter(None, map(operator.call, posts if count is None else (*posts, count))))
+    return works
+
+
+def all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, count: Count | None = None):
+    """Starts an all-gather of ``source`` into ``output`` and returns the work. ``count`` notes that it is posted.
 
     Over gloo, ranks exchange large parts as messages. gloo's own gather copies into memory that it allocates.
     """
     is_large = source.nbytes >= MESSAGE_BYTES and group is not None
     if not (is_large and torch_private.is_gloo(group) and may_replace()):
-        return _gather()(output, source, group=group, async_op=True)
+        return plain_all_gather(group, output, source, count)
     own = output.view(group.size(), -1)[group.rank()]
     if own.data_ptr() != source.data_ptr():
         own.copy_(source.view(-1))
-    return gather_in_place(group, [output], [own])
+    return gather_in_place(group, [output], [own], count)
 
 
-def plain_all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor):
+def plain_all_gather(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, count: Count | None = None):
     """Starts one all-gather, also if ``all_gather`` would exchange messages. Returns the work."""
-    return _gather()(output, source, group=group, async_op=True)
+    if group is not None and torch_private.is_gloo(group) and may_replace():
+        gather = functools.partial(group._allgather_base, output, source, _GATHER_IN_BACKGROUND)
+    else:
+        gather = functools.partial(_gather(), output, source, group=group, async_op=True)
+    return _only(post(count, gather))
 
 
-def gather_in_place(group: dist.ProcessGroup, outputs: list[torch.Tensor], sources: list[torch.Tensor]) -> Exchange:
+def _only(works: list) -> Any:
+    # Synchronous process groups (fake, threaded) return nothing.
+    return works[0] if works else None
+
+
+def gather_in_place(
+    group: dist.ProcessGroup, outputs: list[torch.Tensor], sources: list[torch.Tensor], count: Count | None = None
+) -> Exchange:
     """Starts all-gathers of ``sources`` over gloo into ``outputs``. Returns the work of all.
 
     This rank's part of an output is not written. Its source may be that part.
     """
     world = group.size()
     received = [output.view(world, -1).unbind() for output in outputs]
-    return Exchange(group, received, [[source] * world for source in sources])
+    return Exchange(group, received, [[source] * world for source in sources], count)
 
 
 class Exchange:
@@ -69,25 +96,31 @@ class Exchange:
         group: dist.ProcessGroup,
         received: Sequence[Sequence[torch.Tensor | None]],
         sent: Sequence[Sequence[torch.Tensor | None]],
+        count: Count | None = None,
     ) -> None:
         world, rank = group.size(), group.rank()
-        self._messages: list[dist.Work] = []
         later = [(rank + distance) % world for distance in range(1, world)]
+        posts: list[Callable[[], Any]] = []
         for tag, parts in enumerate(received, _TAG):
-            self._messages += [group.recv([part], peer, tag) for peer in later if (part := parts[peer]) is not None]
+            parts_of = ((parts[peer], peer) for peer in later)
+            posts += [functools.partial(group.recv, [part], peer, tag) for part, peer in parts_of if part is not None]
         for tag, parts in enumerate(sent, _TAG):
-            sends = ((parts[peer], peer) for peer in reversed(later))
-            self._messages += [group.send([part], peer, tag) for part, peer in sends if part is not None]
-        self.posted = group.allreduce([torch.zeros(1, dtype=torch.uint8, device="cpu")], _IN_BACKGROUND)
+            parts_of = ((parts[peer], peer) for peer in reversed(later))
+            posts += [functools.partial(group.send, [part], peer, tag) for part, peer in parts_of if part is not None]
+        mark = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        posts.append(functools.partial(group.allreduce, [mark], _IN_BACKGROUND))
+        self._messages: list[dist.Work] = []
         self._started = _started.setdefault(group, [])
-        self._started.append(self)
+        self._started.append(self)  # before the posts, because their works must be kept
+        self.posted = post(count, *posts, works=self._messages)[-1]
 
     def wait(self, *timeout: timedelta) -> bool:
         """Waits for the messages, and for those of earlier exchanges, which two ranks send in the same order."""
-        self.posted.wait(*timeout)
         while self in self._started:
             messages = self._started[0]._messages
-            while messages:
+            if messages:  # otherwise its caller was interrupted before the posts
+                messages[-1].wait(*timeout)
+            while len(messages) > 1:
                 # A second wait for a message would not end. There is one if a signal handler raised after the first.
                 if not (messages[0].is_completed() and messages[0].is_success()):
                     messages[0].wait(*timeout)
@@ -105,6 +138,8 @@ _started: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Exchange]] = weakref
 _TAG = 1 << 30  # of an exchange's first messages; torch and users count from 0
 _IN_BACKGROUND = dist.AllreduceOptions()
 _IN_BACKGROUND.asyncOp = True
+_GATHER_IN_BACKGROUND = AllgatherOptions()
+_GATHER_IN_BACKGROUND.asyncOp = True
 
 
 def may_replace() -> bool:
@@ -117,10 +152,12 @@ def _gather() -> Callable[..., Any]:
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def reduce_scatter(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, average: bool):
+def reduce_scatter(
+    group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, average: bool, count: Count | None = None
+):
     """Starts a reduce-scatter of ``source`` into ``output``; returns the work."""
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-    return _scatter()(output, source, op=op, group=group, async_op=True)
+    return _only(post(count, functools.partial(_scatter(), output, source, op=op, group=group, async_op=True)))
 
 
 def _scatter() -> Callable[..., Any]:
@@ -130,16 +167,20 @@ def _scatter() -> Callable[..., Any]:
 _GATHER, _SCATTER = _gather(), _scatter()  # valid unless patched
 
 
-def all_to_all(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor) -> Any:
+def all_to_all(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, count: Count | None = None) -> Any:
     """Starts an all-to-all of equal parts of ``source``, one per rank, into ``output``. Returns the work.
 
     This rank's part of ``output`` may stay unwritten, because over gloo, ranks exchange large parts as messages.
     """
-    is_large = source.nbytes >= MESSAGE_BYTES * dist.get_world_size(group)
-    if is_large and group is not None and torch_private.is_gloo(group):
+    over_gloo = group is not None and torch_private.is_gloo(group)
+    if over_gloo and source.nbytes >= MESSAGE_BYTES * group.size():
         sent, received = (tensor.view(group.size(), -1).unbind() for tensor in (source, output))
-        return Exchange(group, [received], [sent])
-    return dist.all_to_all_single(output, source, group=group, async_op=True)
+        return Exchange(group, [received], [sent], count)
+    if over_gloo and may_replace():
+        exchange = functools.partial(group.alltoall_base, output, source, [], [])
+    else:
+        exchange = functools.partial(dist.all_to_all_single, output, source, group=group, async_op=True)
+    return _only(post(count, exchange))
 
 
 def wait(work, timeout: timedelta | None = None) -> bool:

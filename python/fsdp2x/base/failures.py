@@ -11,6 +11,7 @@ import functools
 import hashlib
 import inspect
 import itertools
+import pickle
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2x.base import torch_private
-from fsdp2x.base.agreement import agreement_of
+from fsdp2x.base.agreement import agreement_of, reported
 from fsdp2x.base.arguments import with_memory
 from fsdp2x.base.collectives import explained
 from fsdp2x.base.optimizer_hooks import original_number
@@ -163,10 +164,11 @@ def digest(facts: Sequence) -> bytes:
 
 @contextlib.contextmanager
 def calling(call: Call) -> Iterator[None]:
-    """Assigns the exchanges of the block to ``call``."""
+    """Assigns the exchanges of the block to ``call``. If it is interrupted, peers that wait for it raise."""
     token = _current.set(call)
     try:
-        yield
+        with reported(str(call), KeyboardInterrupt):
+            yield
     finally:
         _current.reset(token)
 
@@ -241,11 +243,16 @@ def exchange(mine: T, group: Group = None, what: str = "synchronization of the r
         return [mine]
     require_own_process("agree with the other ranks")
     call = current_call(what)
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    if (agreement := agreement_of(group or dist.group.WORLD)) is not None:
-        agreement.meet(str(call))
-    with torch_private.unobserved(), explained(group, str(call)):
-        dist.all_gather_object(everyone, (call, mine), group=group)
+    agreement = agreement_of(group or dist.group.WORLD)
+    if agreement is not None and agreement.has_group(str(call)):
+        with explained(group, str(call)):
+            everyone = [pickle.loads(theirs) for theirs in agreement.exchange(str(call), pickle.dumps((call, mine)))]
+    else:
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        if agreement is not None:
+            agreement.meet(str(call))
+        with torch_private.unobserved(), explained(group, str(call)):
+            dist.all_gather_object(everyone, (call, mine), group=group)
     ranks = dist.get_process_group_ranks(group)
     require_same_call({rank: call for rank, (call, _) in zip(ranks, everyone, strict=True)})
     return [theirs for _, theirs in everyone]
@@ -276,7 +283,9 @@ def on_rank_0(work: Callable[[], T], *, what: str = "", group: Group = None) -> 
     """Runs ``work`` on rank 0 and returns its result on every rank. Fails as ``run_on_all_ranks`` does."""
     rank, size = rank_and_size(group)
     result = [run_on_all_ranks(lambda: work() if rank == 0 else None, what=what, group=group)]
-    if size > 1:
+    if _has_own_group(group):
+        result = exchange(result[0], group)
+    elif size > 1:
         dist.broadcast_object_list(result, src=_first(group), group=group)
     return result[0]  # type: ignore[return-value]
 
@@ -287,6 +296,9 @@ def gather_on_rank_0(work: Callable[[], T], *, what: str = "", group: Group = No
     mine = run_on_all_ranks(work, what=what, group=group)
     if size == 1:
         return [mine]
+    if _has_own_group(group):
+        everyone = exchange(mine, group)
+        return everyone if rank == 0 else []
     found: list[Any] = [None] * size if rank == 0 else []
     dist.gather_object(mine, found if rank == 0 else None, dst=_first(group), group=group)
     return found
@@ -297,6 +309,12 @@ def problems_of_all(problem: str | None, group: Group = None, what: str = "synch
     said = exchange(problem, group, what)
     ranks = [0] if len(said) == 1 else dist.get_process_group_ranks(group)
     return "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, said, strict=True) if text is not None)
+
+
+def _has_own_group(group: Group) -> bool:
+    """Whether an exchange over ``group`` runs over fsdp2x's own group. It can be interrupted, and the ranks go on."""
+    agreement = agreement_of(group or dist.group.WORLD) if dist.is_initialized() else None
+    return agreement is not None and agreement.group is not None
 
 
 def _first(group: Group) -> int:

@@ -139,21 +139,8 @@ class GroupInfo:
         return _C.share_memory_file(*self._place, self._exchange, num_bytes, use)
 
     def twin_of_group(self) -> dist.ProcessGroup:
-        """Makes another gloo group of the same ranks. Returns ``group`` itself if that is impossible. Collective.
-
-        Messages that a failed step leaves in the new group do not disturb the user's collectives. It ends with
-        ``group``, because torch keeps the sockets and threads of every group that is not destroyed.
-        """
-        cpu = torch.device("cpu")
-        if not torch_private.is_gloo(self.group):
-            return self.group
-        if len({peer.group_name for peer in self.peers}) > 1:
-            return self.group  # torch would wait for the ranks under different names
-        timeout = torch_private.group_timeout(self.group, cpu)
-        made = dist.new_group(self.ranks, timeout, "gloo", use_local_synchronization=True, group_desc="fsdp2x")
-        assert isinstance(made, dist.ProcessGroup), "every caller is a member"
-        weakref.finalize(self.group, _destroy, made, os.getpid()).atexit = False  # type: ignore[missing-attribute]
-        return made
+        """Makes another gloo group of the same ranks, see ``twin_of``. Collective."""
+        return twin_of([peer.group_name for peer in self.peers], self.group)
 
     def require_same_units(self, caller: str = "fully_shard") -> None:
         """Raises ValueError, the same on every rank, if the ranks do not have the same parameters."""
@@ -174,6 +161,24 @@ class GroupInfo:
     def _place(self) -> tuple[int, list[int], str, bytes]:
         first = self.peers[0]
         return dist.get_rank(self.group), self.ranks, first.socket, first.token
+
+
+def twin_of(names: Sequence[str], group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Makes another gloo group of the same ranks. Returns ``group`` itself if that is impossible. Collective.
+
+    ``names`` are those of the group on its ranks. Messages that a failed step leaves in the new group do not disturb
+    the user's collectives. It ends with ``group``, because torch keeps the sockets and threads of every group that is
+    not destroyed.
+    """
+    # torch would wait for the ranks under different names.
+    if not torch_private.is_gloo(group) or len(set(names)) > 1:
+        return group
+    timeout = torch_private.group_timeout(group, torch.device("cpu"))
+    ranks = dist.get_process_group_ranks(group)
+    made = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True, group_desc="fsdp2x")
+    assert isinstance(made, dist.ProcessGroup), "every caller is a member"
+    weakref.finalize(group, _destroy, made, os.getpid()).atexit = False  # type: ignore[missing-attribute]
+    return made
 
 
 def _destroy(group: dist.ProcessGroup, pid: int) -> None:

@@ -28,7 +28,7 @@ from fsdp2x.base.collectives import (
     wait,
 )
 from fsdp2x.base.native import _C
-from fsdp2x.base.rendezvous import GroupInfo, UnitParams, rendezvous
+from fsdp2x.base.rendezvous import GroupInfo, UnitParams, rendezvous, twin_of
 from fsdp2x.lifecycle.comms import describe_wire_formats
 from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.sharding import transport
@@ -187,11 +187,12 @@ class TransportChoice:
         group: Any = ranks.group if agreement is None else agreement.group
         how = torch_private.gathers_of(group, ranks.device)
         below = transport.pack_below_bytes(how, ranks.world)
+        count = None if agreement is None else agreement.engine.count
         return _C.group_transport(
-            skips_checks(all_gather, group),
-            skips_checks(gather_in_place, group),
-            skips_checks(reduce_scatter, group),
-            skips_checks(all_to_all, group),
+            skips_checks(all_gather, group, count=count),
+            skips_checks(gather_in_place, group, count=count),
+            skips_checks(reduce_scatter, group, count=count),
+            skips_checks(all_to_all, group, count=count),
             skips_checks(wait if agreement is None else agreement.wait, timeout=self._timeout),
             may_replace if how == "messages" else None,
             MESSAGE_BYTES,
@@ -217,6 +218,9 @@ class TransportChoice:
         if reason is None:
             shared, fault = known.shm_group(self._timeout or torch_private.group_timeout(group, device))
             reason = fault
+        agreement = agreement_of(group)
+        if shared is not None and agreement is not None and agreement.group is None:
+            agreement.make_group = functools.partial(twin_of, [peer.group_name for peer in known.peers])
         if fault and reason == fault and self._name == "auto" and dist.get_rank(group) == 0:
             warnings.warn(
                 f"fsdp2x: the ranks do not share memory: {fault}. Gathers and reductions use the process group, "
@@ -230,7 +234,8 @@ def _all_reduce(group: dist.ProcessGroup | None, timeout: timedelta | None, rows
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     agreement = agreement_of(group)
     if agreement is not None and agreement.group is not None:
-        return agreement.wait(dist.all_reduce(rows, op=op, group=agreement.group, async_op=True), timeout)
+        agreement.all_reduce(rows, op, timeout)
+        return True
     if timeout is None or agreement is not None:  # in the order of the current stream, on a device
         dist.all_reduce(rows, op=op, group=group)
         return True

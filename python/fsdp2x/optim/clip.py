@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp2x.base import torch_private
-from fsdp2x.base.agreement import all_reduce_agreed
+from fsdp2x.base.agreement import all_reduce_agreed, reported
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.collectives import explained
 from fsdp2x.base.native import _C
@@ -73,6 +73,7 @@ def _clip_method(cls: type) -> Callable | None:
 method_makers["clip_grad_norm_"] = _clip_method
 
 
+@reported("norm of gradients")
 def norm_of(caller: str, tensors: list[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """Returns the norm of full tensors as one vector, by torch on the local ones. Collective."""
     buckets = _buckets_of(caller, tensors, norm_type)
@@ -162,6 +163,7 @@ def scaled(grad: Tensor, factor: Tensor | None) -> Tensor:
     return cut_like(grad, local * factor.to(local.device))
 
 
+@reported("norm of gradients")
 def _measure(
     caller: str, params: list[Tensor], max_norm: float, norm_type: float
 ) -> tuple[_C.LocalGradients, Tensor, Tensor]:

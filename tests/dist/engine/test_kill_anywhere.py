@@ -160,13 +160,13 @@ def gather_until_killed(ctx, victim: int):
         time.sleep(0.01)
         die()
 
-    def gather_in_place(group, outputs, sources):
+    def gather_in_place(group, outputs, sources, count):
         if ctx.rank == victim:
             threading.Thread(target=die_soon).start()
         else:  # Without the delay, this rank's one-byte message waits behind those of the gather.
             time.sleep(0.3)
             store.set("a peer sends", "")
-        return collectives.gather_in_place(group, outputs, sources)
+        return collectives.gather_in_place(group, outputs, sources, count)
 
     begin = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:

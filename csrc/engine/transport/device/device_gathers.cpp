@@ -78,7 +78,7 @@ void DeviceGathers::enqueue(ParamGroup& group, bool pools_stand_still) {
   if (!group.gathers_alone()) {
     size_t bytes = gather.segment_bytes;
     for (const DirectGather& direct : gather.direct) bytes += direct.chunk_bytes;
-    agree_on_shards(group, Operation::all_gather, bytes, DType::byte);
+    agree_on_shards(group, Operation::all_gather, bytes, DType::byte, Counts::now);
   }
   bool is_new = false;
   bool staging_is_new = false;

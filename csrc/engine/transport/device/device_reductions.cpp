@@ -73,7 +73,7 @@ void DeviceReductions::take_memory(ParamGroup& group, const DevicePacking::Packe
     running.buffer = packed.buffer;
   } else {
     agree_on_shards(group, wire == nullptr ? Operation::reduce_scatter : Operation::all_to_all,
-                    wire == nullptr ? plan.segment_bytes : wire->bytes(), group.reduce_type());
+                    wire == nullptr ? plan.segment_bytes : wire->bytes(), group.reduce_type(), Counts::now);
     if (group.reduce_type() == DType::f16) {
       const double before = group.pre_divisor();
       if (before != 1.0) layer.divide(input_of(group, packed), before);
@@ -196,7 +196,7 @@ void DeviceReductions::reduce_over_replicas(ParamGroup& group, Reduction& runnin
     return;
   }
   const ProfileRange range(group.unit().ranges.all_reduce);
-  agree_on_replicas(group, rows.nbytes(), type);
+  agree_on_replicas(group, rows.nbytes(), type, Counts::now);
   context_.follow(Lane::all_reduce, running.lane);
   running.lane = Lane::all_reduce;
   const LaneScope scope(context_.layer(), running.lane);

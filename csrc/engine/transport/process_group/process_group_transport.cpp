@@ -29,6 +29,9 @@ DType wire_type(const Layout& layout) {
   return type;
 }
 
+// `collectives_` count what they post. Others do not know the agreement.
+Counts counts(const PyRef& replacement) { return replacement ? Counts::now : Counts::at_post; }
+
 }  // namespace
 
 ProcessGroupTransport::ProcessGroupTransport(Collectives collectives)
@@ -127,9 +130,11 @@ void ProcessGroupTransport::wait(const ParamGroup& group, Posted& posted, const 
   if (!posted.work) return;
   pybind11::gil_scoped_acquire gil;
   const PyRef work = std::move(posted.work);
-  if (work.get() == Py_None) return;  // of a synchronous collective
-  const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(collectives_.wait.get(), work.get(), nullptr));
-  if (!done) throw_collective_error(gil, group, group.calls().explain, operation);
+  if (work.get() != Py_None) {  // which is the work of a synchronous collective
+    const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(collectives_.wait.get(), work.get(), nullptr));
+    if (!done) throw_collective_error(gil, group, group.calls().explain, operation);
+  }
+  posted.is_open = false;
 }
 
 template <typename Close>
@@ -162,6 +167,7 @@ void ProcessGroupTransport::start(ParamGroup& group, const PyRef& collective, Po
   pybind11::gil_scoped_acquire gil;
   const PyRef py_output = PyRef::steal(THPVariable_Wrap(output));
   const PyRef py_input = PyRef::steal(THPVariable_Wrap(input));
+  posted.is_open = true;
   posted.work =
       PyRef::steal(PyObject_CallFunctionObjArgs(collective.get(), py_output.get(), py_input.get(), option, nullptr));
   if (!posted.work) throw_collective_error(gil, group, group.calls().explain, operation);
@@ -175,7 +181,7 @@ void ProcessGroupTransport::begin_coded_gather(ParamGroup& group, bool pools_sta
     state.wire_gather = std::make_unique<WireGather>(group.layout(), format);
   }
   WireGather& wire = *state.wire_gather;
-  agree_on_shards(group, Operation::all_gather, wire.segment_bytes(), DType::byte,
+  agree_on_shards(group, Operation::all_gather, wire.segment_bytes(), DType::byte, counts(group.calls().all_gather),
                   message_parts(group, wire.segment_bytes()));
   state.gather.memory = take(wire.segment_bytes() * static_cast<size_t>(group.layout().world()));
   pybind11::gil_scoped_acquire gil;
@@ -201,7 +207,8 @@ void ProcessGroupTransport::begin_gather_in_place(ParamGroup& group, bool pools_
   std::vector<size_t> parts;
   for (const DirectGather& direct : plan.direct) parts.push_back(direct.chunk_bytes);
   if (plan.segment_bytes > 0) parts.push_back(plan.segment_bytes);
-  agree_on_shards(group, Operation::all_gather, group.layout().gather_segment_bytes(), DType::byte, parts);
+  agree_on_shards(group, Operation::all_gather, group.layout().gather_segment_bytes(), DType::byte, Counts::at_post,
+                  parts);
   open_slot(group);
   const at::Tensor& pool = group.pool();
   const at::Tensor& slot = slot_memory_[static_cast<size_t>(group.gather().slot.id)];
@@ -228,6 +235,7 @@ void ProcessGroupTransport::begin_gather_in_place(ParamGroup& group, bool pools_
     const pybind11::gil_scoped_acquire gil;
     const pybind11::object py_outputs = pybind11::cast(outputs);
     const pybind11::object py_sources = pybind11::cast(sources);
+    state.gather.is_open = true;
     state.gather.work = PyRef::steal(
         PyObject_CallFunctionObjArgs(collectives_.gather_in_place.get(), py_outputs.ptr(), py_sources.ptr(), nullptr));
     if (!state.gather.work) throw_collective_error(gil, group, group.calls().explain, "all-gather");
@@ -260,7 +268,8 @@ void ProcessGroupTransport::begin_packed_gather(ParamGroup& group) {
   const size_t segment = group.layout().gather_segment_bytes();
   const auto rank = static_cast<size_t>(group.layout().rank());
   const DType wire = wire_type(group.layout());
-  agree_on_shards(group, Operation::all_gather, segment, wire, message_parts(group, segment));
+  agree_on_shards(group, Operation::all_gather, segment, wire, counts(group.calls().all_gather),
+                  message_parts(group, segment));
   const size_t bytes = segment * static_cast<size_t>(group.layout().world());
   at::Tensor output;
   if (const PyRef& memory = group.calls().gather_memory) {
@@ -299,15 +308,13 @@ void ProcessGroupTransport::finish_gather(ParamGroup& group) {
 
 void ProcessGroupTransport::release_gather(ParamGroup& group) {
   PerGroup& state = per_group(group);
-  const std::shared_ptr<Agreement>& agreement = group.shard_seat().agreement;
-  // gloo may then still write into a slot that the group keeps for its next gather.
-  const bool is_spoiled =
-      state.gather.route == Route::messages && state.gather.work && agreement && agreement->is_broken();
   if (ahead_ == &state) ahead_ = nullptr;
   end(group, state.gather, "all-gather", [&] {  // not before, because peers may still send into the slot
     give_back(state.gather.memory);
     const int id = group.gather().slot.id;
     if (id < 0) return;
+    // gloo may still write into a slot that the group keeps for its next gather.
+    const bool is_spoiled = state.gather.route == Route::messages && std::exchange(state.gather.is_open, false);
     const bool is_free = group.close_slot(gather_ledger_);
     // The group's own reduction follows, or the use of a unit that is gathered ahead.
     const bool reduces = state.plan != nullptr && !is_in_forward_;
@@ -347,7 +354,8 @@ void ProcessGroupTransport::close_scratch(PerGroup& state) {
   // would then be higher than without kept memory.
   const size_t slot_bytes = state.group->layout().slot_bytes();
   const bool is_wide = !KeptMemory::is_alike(state.packed.nbytes(), slot_bytes);
-  const bool keeps = ahead_ != nullptr && !is_wide && !state.group->calls().reduce_memory;
+  const bool is_open = std::exchange(state.reduced.is_open, false);  // gloo may still use the memory
+  const bool keeps = ahead_ != nullptr && !is_wide && !is_open && !state.group->calls().reduce_memory;
   give_back(state.reduced.memory, keeps);
   give_back(state.packed, keeps);
   if (!keeps) kept_.clear();
@@ -418,7 +426,7 @@ void ProcessGroupTransport::begin_coded_reduce(ParamGroup& group) {
   }
   WireReduction& wire = *state.wire_reduction;
   const size_t bytes = wire.segment_bytes() * static_cast<size_t>(group.layout().world());
-  agree_on_shards(group, Operation::all_to_all, wire.segment_bytes(), DType::byte);
+  agree_on_shards(group, Operation::all_to_all, wire.segment_bytes(), DType::byte, Counts::at_post);
   at::Tensor sent = take(bytes);
   wire.encode(state.packed.const_data_ptr(), state.filled, sent.mutable_data_ptr());
   give_back(state.packed);
@@ -430,9 +438,9 @@ void ProcessGroupTransport::begin_coded_reduce(ParamGroup& group) {
 void ProcessGroupTransport::begin_exchange(ParamGroup& group) {
   PerGroup& state = per_group(group);
   const size_t segment = state.plan->segment_bytes;
-  agree_on_shards(group, Operation::all_to_all, segment, group.reduce_type());
-  state.reduced.memory = take(segment * static_cast<size_t>(group.layout().world()));
   const PyRef& separate = group.calls().separate_all_to_all;
+  agree_on_shards(group, Operation::all_to_all, segment, group.reduce_type(), counts(separate));
+  state.reduced.memory = take(segment * static_cast<size_t>(group.layout().world()));
   start(group, separate ? separate : collectives_.all_to_all, state.reduced, state.reduced.memory, state.packed,
         "reduction");
 }
@@ -460,8 +468,9 @@ void ProcessGroupTransport::begin_reduce_scatter(ParamGroup& group) {
   const DType type = group.reduce_type();
   const size_t segment = state.plan->segment_bytes;
   at::Tensor input = packed_values(group);
-  agree_on_shards(group, Operation::reduce_scatter, segment, type);
   const GroupCalls& calls = group.calls();
+  agree_on_shards(group, Operation::reduce_scatter, segment, type,
+                  counts(calls.reduce_scatter ? calls.reduce_scatter : calls.separate_reduce_scatter));
   at::Tensor output;
   if (calls.reduce_memory) {
     at::Tensor copy = allocate(group, calls.reduce_memory, type, input.nbytes(), "reduction");

@@ -77,6 +77,7 @@ class ProcessGroupTransport final : public Transport {
   struct Posted {
     at::Tensor memory;
     PyRef work;
+    bool is_open = false;  // from before the post until a wait has ended: the backend may use the memory
     Route route = Route::collective;
   };
   struct PerGroup {
