@@ -235,6 +235,7 @@ void bind_root(py::module_& m) {
       .def(py::init<>())
       .def_readwrite("is_last_backward", &RootSettings::is_last_backward)
       .def_readwrite("manual_finalization", &RootSettings::manual_finalization)
+      .def("set_forward_runs", [](RootSettings& self, const py::object& runs) { self.forward_runs = own(runs); })
       .def("set_post_optimizer_event",
            [](RootSettings& self, const py::object& event) { self.post_optimizer_event = own(event); });
   py::class_<Root, std::shared_ptr<Root>>(m, "Root")

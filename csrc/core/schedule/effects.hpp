@@ -129,6 +129,8 @@ class Effects {
   // The root's forward begins, outside of a backward. `number` counts these from 1.
   virtual void begin_forward(uint64_t number, const ScheduledUnits& units) = 0;
   virtual void end_forward() = 0;
+  // Whether the running forward is still on a stack. An interrupt ends a forward without an announcement.
+  virtual bool forward_runs() const { return true; }
   // Announces the root's callback to autograd. `is_alone`: the backward is of the last forward only. Returns whether
   // gradients go to all leaves of the graph.
   virtual bool begin_backward(uint64_t number, bool is_alone) = 0;

@@ -339,6 +339,9 @@ void Schedule::publish(uint64_t position) {
 }
 
 void Schedule::end_backward() {
+  // A backward inside a forward (meta-learning, forces of energy models): the forward still needs its parameters.
+  const bool is_inside = in_forward() && effects_.forward_runs();
+  const auto runs = [is_inside](const ScheduledUnit& unit) { return is_inside && unit.num_running_ > 0; };
   const ScheduledUnits alive = units();
   publish(reductions_.backward_number() << kPositionBits);
   for (auto it = alive.rbegin(); it != alive.rend(); ++it) {
@@ -350,14 +353,13 @@ void Schedule::end_backward() {
     }
     sweep(unit);
     if (!unit.options_.requires_gradient_sync || settings_->manual_finalization) reductions_.pack_pending(unit);
-    // A backward inside a forward (meta-learning, forces of energy models): the forward still needs its parameters.
-    if (unit.options_.reshard_after_backward && unit.num_running_ == 0) reshard(unit);
+    if (unit.options_.reshard_after_backward && !runs(unit)) reshard(unit);
   }
   if (!settings_->manual_finalization) flush(alive);
   for (const auto& unit : alive) {
     if (unit->param_state_ == ParamState::gathering) gathers_.cancel(*unit);
     unit->set_phase(Phase::idle);
-    if (unit->num_running_ > 0) unit->set_phase(Phase::forward);
+    if (runs(*unit)) unit->set_phase(Phase::forward);
   }
   backward_.has_begun = false;
   reductions_.end_backward();

@@ -16,6 +16,7 @@
 namespace fsdp2x {
 
 struct RootSettings : Schedule::Settings {
+  PyRef forward_runs;          // whether a forward of the root is on the stack of a thread
   PyRef post_optimizer_event;  // the next forward's gathers wait for it, once; null: for everything enqueued before it
 };
 

@@ -93,6 +93,13 @@ void TensorEffects::release_unused_gradients(const ScheduledUnits& units) {
 
 bool TensorEffects::inside_backward() const { return fsdp2x::inside_backward(); }
 
+bool TensorEffects::forward_runs() const {
+  const pybind11::gil_scoped_acquire gil;
+  const PyRef runs = PyRef::steal(PyObject_CallNoArgs(root_.settings().forward_runs.get()));
+  if (!runs) throw_python_error();
+  return runs.get() == Py_True;
+}
+
 bool TensorEffects::has_outstanding_calls(const ScheduledUnit& unit) const { return of(unit).has_outstanding_calls(); }
 
 bool TensorEffects::has_gradient(ScheduledGroup& group, size_t param) const {

@@ -52,6 +52,7 @@ class TensorEffects final : public Effects {
   void forget_error_of_hook() { error_of_hook_ = nullptr; }
 
   bool inside_backward() const override;
+  bool forward_runs() const override;
   bool backward_is_alive() const override { return !backward_.expired(); }
   bool has_outstanding_calls(const ScheduledUnit& unit) const override;
   bool has_gradient(ScheduledGroup& group, size_t param) const override;

@@ -26,7 +26,7 @@ from fsdp2x.lifecycle.changes import (
 )
 from fsdp2x.lifecycle.hooks import follow_modules_of, watch_entries
 from fsdp2x.lifecycle.transport_choice import TransportChoice
-from fsdp2x.lifecycle.tree import check_tree, find_tree, name_units, set_names
+from fsdp2x.lifecycle.tree import check_tree, find_tree, is_on_a_stack, name_units, set_names
 from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.sharding.mesh import post_forward_group
 from fsdp2x.sharding.param_group import mark_aliases
@@ -254,6 +254,8 @@ def _prepare(tree: Sequence[ShardedUnit]) -> None:
 def _make_root(unit: ShardedUnit) -> None:
     """Makes the engine's root for the tree of ``unit``, and its transports. Collective."""
     tree = unit.as_root.tree
+    weak = weakref.ref(unit.modules[0])
+    unit.root_settings.set_forward_runs(lambda: (module := weak()) is not None and is_on_a_stack(module))
     root = _C.Root(unit.root_settings)
     choice = TransportChoice(unit)
     new = [below for below in tree if below.unit is None]

@@ -180,6 +180,17 @@ def is_running(module: nn.Module) -> bool:
     return num_calls > 1
 
 
+def is_on_a_stack(root: nn.Module) -> bool:
+    """Returns whether a call of ``root`` or of a module inside it is running on any thread."""
+    inside = {id(module) for module in root.modules()}
+    for frame in sys._current_frames().values():
+        while frame is not None:
+            if frame.f_code.co_name == "_call_impl" and id(frame.f_locals.get("self")) in inside:
+                return True
+            frame = frame.f_back
+    return False
+
+
 def depth_of(module: nn.Module) -> int:
     """Returns how many calls of ``module`` are on the stack of this thread."""
     depth = 0
