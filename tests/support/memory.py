@@ -72,8 +72,11 @@ def copied_shared_bytes(inodes: set[int]) -> int:
     return total
 
 
-def _events(run: Callable[[], object]) -> list[tuple[int, int]]:
-    """(address, bytes) of the CPU tensor allocations of this thread during `run`, in order; frees are negative."""
+def _events(run: Callable[[], object], without: str = "") -> list[tuple[int, int]]:
+    """(address, bytes) of the CPU tensor allocations of this thread during `run`, in order; frees are negative.
+
+    `without`: an operator whose own temporaries do not count, because a device's kernel has none.
+    """
     from torch._C._profiler import _EventType
 
     gc.collect()
@@ -81,20 +84,30 @@ def _events(run: Callable[[], object]) -> list[tuple[int, int]]:
         run()
         # They let go of tensors some time after a waiter went on, and tell the profiler, which must not have gone.
         gloo_threads.wait_until_idle()
-    found, pending = [], list(profile.profiler.kineto_results.experimental_event_tree())
+    found, pending = [], [(event, False) for event in profile.profiler.kineto_results.experimental_event_tree()]
     while pending:
-        event = pending.pop()
-        pending += event.children
+        event, hidden = pending.pop()
         if event.tag == _EventType.Allocation:
-            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-    return [(address, size) for _, address, size in sorted(found, key=lambda event: event[0])]
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size, hidden))
+        else:
+            hidden = hidden or event.name == without
+        pending += [(child, hidden) for child in event.children]
+    told, temporary = [], set()
+    for _, address, size, hidden in sorted(found, key=lambda event: event[0]):
+        if size > 0 and hidden:
+            temporary.add(address)
+        elif size < 0 and address in temporary:
+            temporary.remove(address)
+        else:
+            told.append((address, size))
+    return told
 
 
-def allocations(run: Callable[[], object]) -> list[int]:
+def allocations(run: Callable[[], object], without: str = "") -> list[int]:
     """Sizes of the CPU tensor allocations (positive) and frees (negative) of this thread during `run`, in order.
 
     Frees of memory from before are among them only where an earlier profiler saw it made."""
-    return [size for _, size in _events(run)]
+    return [size for _, size in _events(run, without)]
 
 
 def held(run: Callable[[], object]) -> int:
