@@ -54,8 +54,21 @@ class Cuda:
         """The most there was since `restart_peak`."""
         return torch.cuda.memory_stats()["allocated_bytes.all.peak"]
 
+    def reserved_bytes(self) -> int:
+        """The most that the allocator has held since `restart_peak`."""
+        return torch.cuda.memory_stats()["reserved_bytes.all.peak"]
+
+    def num_retries(self) -> int:
+        """How often the allocator has freed its cache to satisfy a request."""
+        return torch.cuda.memory_stats()["num_alloc_retries"]
+
     def restart_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats()
+
+    def make_workspaces(self) -> None:
+        """Makes memory that libraries keep, such as cuBLAS's workspace, so that no side pays for it."""
+        ones = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)
+        (ones @ ones).float() @ torch.ones(64, 64, device="cuda")
 
     def clear(self) -> None:
         """Frees all unreferenced memory."""
@@ -88,8 +101,17 @@ class Cpu:
     def peak_bytes(self) -> int:
         return 0
 
+    def reserved_bytes(self) -> int:
+        return 0
+
+    def num_retries(self) -> int:
+        return 0
+
     def restart_peak(self) -> None:
         """There is no peak."""
+
+    def make_workspaces(self) -> None:
+        """The CPU's libraries keep none that is counted."""
 
     def clear(self) -> None:
         gc.collect()
