@@ -61,6 +61,7 @@ _LOOK_FOR_DEATHS_S = 1.0
 _ENDED_S = 5.0  # a rank may end while others still exchange what it has
 _GIVE_UP_S = 1.0  # a question whose caller is gone ends earlier
 _PATIENCE_S = 2.0  # a rank that left an earlier pass may come back, and its peers wait for it so long
+_AGAIN_S = 5.0  # the same after a failure, when all ranks are to begin again
 _VERBS = {"all_gather": "gathers", "reduce_scatter": "reduces", "all_to_all": "reduces", "all_reduce": "all-reduces"}
 _DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
 _ADVICE = "Every rank must run the same units and calls in the same order, with the same settings."
@@ -501,7 +502,7 @@ class Agreement:
                 if not alarmed:
                     self._write(f"{self._num_asked}/alarm")
                     alarmed = True
-            elif mine is None and now - began > _PATIENCE_S and self._store.add(self._key("again/away"), 0) > 0:
+            elif mine is None and now - began > _AGAIN_S and self._store.add(self._key("again/away"), 0) > 0:
                 raise Diverged(self._read("again/left"))
             if now > look_for_deaths:
                 look_for_deaths = now + _LOOK_FOR_DEATHS_S
@@ -542,7 +543,7 @@ class Agreement:
             self._write(f"again/{self._rank}", {"number": num, "recent": recent})
             self._count("again")
         self._wait_for("again/go")
-        end = time.monotonic() + _PATIENCE_S
+        end = time.monotonic() + _AGAIN_S
         while self._store.add(self._key("again/away"), 0) > 0:  # that rank has waited before, and does not wait now
             if time.monotonic() > end:
                 raise Diverged(self._read("again/left"))
