@@ -98,9 +98,8 @@ def all_reduce_agreed(group: dist.ProcessGroup, values: torch.Tensor, op: Any, w
     if agreement is None or not agreement.has_group(what):
         dist.all_reduce(values, op=op, group=group)
     else:
-        with reported(what):
-            agreement.engine.agree(what, what, values.nbytes, values.dtype)
-            agreement.all_reduce(values, op)
+        agreement.engine.agree(what, what, values.nbytes, values.dtype)
+        agreement.all_reduce(values, op)
 
 
 @contextlib.contextmanager
