@@ -299,10 +299,11 @@ class Trainer:
     def _update(self, optimizer: Any, parameters: list[torch.nn.Parameter]) -> float:
         """Steps with clipped gradients if their norm is finite. Returns the norm before."""
         if hasattr(optimizer, "grad_norm"):
+            before = optimizer.grad_norm
             try:
                 optimizer.step()
             except RuntimeError:  # also for a norm that is not finite, which is reported with names
-                if optimizer.grad_norm is None or math.isfinite(optimizer.grad_norm):
+                if optimizer.grad_norm is before or math.isfinite(optimizer.grad_norm):
                     raise
             return float(optimizer.grad_norm)
         norm = float(clip_grad_norm_(parameters, self.config.train.clip or math.inf))

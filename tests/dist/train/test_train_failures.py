@@ -83,6 +83,10 @@ def state_of(trainer):
     return [tensor.clone() for tensor in tensors], trainer.schedule.step
 
 
+def fail():
+    raise RuntimeError("another reason")
+
+
 def same(one, other):
     return one[1] == other[1] and all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
 
@@ -117,6 +121,10 @@ def test_a_step_that_is_not_finite_changes_nothing(ctx, optimizer, where, value)
                 with Said() as said:
                     assert trainer.train_step()[1] is None and trainer.skipped
                 assert len(said) == (ctx.rank == 0) and same(state_of(trainer), before)
+                with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="another reason"):
+                    patch.setattr(trainer.optimizer, "step", fail)
+                    trainer.train_step()
+                trainer.optimizer.zero_grad()
                 assert trainer.train_step()[1] > 0 and not same(state_of(trainer), before)
             trainer.close()
 
