@@ -24,7 +24,7 @@ from fsdp2x.sharding.offload import Offload
 from fsdp2x.sharding.param_group import ShardedParamGroup
 from fsdp2x.sharding.shapes import ParamFacts, even_placement, keeps_dtype
 from fsdp2x.sharding.transport import TransportKind, has_streams
-from fsdp2x.sharding.wrap import float32_ids, plan_units, should_auto_wrap
+from fsdp2x.sharding.wrap import UnitPlan, float32_ids, plan_units, should_auto_wrap
 
 # ---- from the units of a sharded model
 
@@ -174,11 +174,10 @@ def facts_of_plan(
     splits = should_auto_wrap(model, auto_wrap)
     taken = {param for module in spread for param in module.parameters()}
     inner = plan_units(model, auto_wrap, ignored_params=ignored | taken) if splits else []
-    plans: list[tuple] = [((module,), None, True) for module in spread]
-    plans += [(plan.modules, plan.reshard_after_forward, plan.unshard_in_backward) for plan in inner]
+    outside = [UnitPlan((module,), (names[module],), None, "") for module in (*spread, model)]
     kept = float32_ids(model, policy)
-    for modules, own, unshards in [*plans, ((model,), None, True)]:
-        wanted = keep.in_unit(own)
+    for plan in [*outside[:-1], *inner, outside[-1]]:
+        modules, wanted = plan.modules, keep.in_unit(plan.reshard_after_forward)
         managed = collect.managed_modules(modules, planned.__contains__)
         owned = collect.collect_params(managed, ignored)
         planned.update(modules)
@@ -213,7 +212,7 @@ def facts_of_plan(
                 num_params=len(owned),
                 num_elements=sum(math.prod(one.size) for one in params),
                 reshards_after_forward=wanted.ranks != 1 and not (wanted.fully_in_root and modules == (model,)),
-                unshards_in_backward=unshards,
+                unshards_in_backward=plan.unshard_in_backward,
                 expert_parallel=1 if group is None else ep,
             )
         )
