@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
+from typing import Any
 
 from torch import nn
 
@@ -183,19 +185,17 @@ def is_running(module: nn.Module) -> bool:
 def is_on_a_stack(root: nn.Module) -> bool:
     """Returns whether a call of ``root`` or of a module inside it is running on any thread."""
     inside = {id(module) for module in root.modules()}
-    for frame in sys._current_frames().values():
-        while frame is not None:
-            if frame.f_code.co_name == "_call_impl" and id(frame.f_locals.get("self")) in inside:
-                return True
-            frame = frame.f_back
-    return False
+    return any(id(called) in inside for frame in sys._current_frames().values() for called in _called(frame))
 
 
 def depth_of(module: nn.Module) -> int:
     """Returns how many calls of ``module`` are on the stack of this thread."""
-    depth = 0
-    frame = sys._getframe(1)
+    return sum(called is module for called in _called(sys._getframe(1)))
+
+
+def _called(frame: FrameType | None) -> Iterator[Any]:
+    """Yields the modules whose calls are on the stack of ``frame``, the innermost first."""
     while frame is not None:
-        depth += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
+        if frame.f_code.co_name == "_call_impl":
+            yield frame.f_locals.get("self")
         frame = frame.f_back
-    return depth
