@@ -228,19 +228,21 @@ def _refuse_params_of_units(roots: Sequence[nn.Module], managed: list[nn.Module]
 def _refuse_views(modules: Iterable[nn.Module]) -> None:
     """Raises if a parameter is not contiguous and shares its memory with another one, since a copy would untie them."""
     named = {param: name for module in modules for name, param in module.named_parameters()}
-    for param, name in named.items():
-        if isinstance(param, DTensor) or param.is_meta or param.is_contiguous():
+    plain = {param: name for param, name in named.items() if not (isinstance(param, DTensor) or param.is_meta)}
+    for param, name in plain.items():
+        if param.is_contiguous() or not (memory := _memory(param)):
             continue
-        memory = param.untyped_storage().data_ptr()
-        for other, its_name in named.items():
-            if other is param or isinstance(other, DTensor) or other.is_meta:
-                continue
-            if memory and other.untyped_storage().data_ptr() == memory:
-                raise NotImplementedError(
-                    f"fsdp2x.fully_shard: parameter {name!r} is not contiguous and shares its memory with "
-                    f"{its_name!r}. Shards cannot share memory like that. Use one parameter for both modules, or "
-                    "untie them (ensure_weight_tying=False for adapters of PEFT)."
-                )
+        others = (its_name for one, its_name in plain.items() if one is not param and _memory(one) == memory)
+        if (other := next(others, None)) is not None:
+            raise NotImplementedError(
+                f"fsdp2x.fully_shard: parameter {name!r} is not contiguous and shares its memory with {other!r}. "
+                "Shards cannot share memory like that. Use one parameter for both modules, or untie them "
+                "(ensure_weight_tying=False for adapters of PEFT)."
+            )
+
+
+def _memory(param: nn.Parameter) -> int:
+    return param.untyped_storage().data_ptr()
 
 
 def _check_timeout(timeout: timedelta | None, ranks: ShardGroup) -> timedelta | None:
