@@ -8,6 +8,7 @@ import torch
 
 import fsdp2x
 from frameworks import assert_sharded_by_us, fsdp_accelerator_class, launched
+from fsdp2x import rl
 from harness import distributed
 from models import VOCAB, build
 from reference import params, same
@@ -76,6 +77,37 @@ def test_resume_gives_the_same_losses(ctx, name, state_dict_type):
             assert len(expected) == NUM_STEPS
             same(logged(trainer)[-2:], expected[-2:])
             same(params(trainer.model), weights)
+
+
+@distributed(world_sizes=(2,), timeout=120)
+def test_the_tiled_loss_is_the_trainers(ctx):
+    """With accumulation, bf16 autocast, experts, and an evaluation between steps."""
+    with shared_folder(ctx) as folder:
+        for name, bf16 in (("qwen3", True), ("qwen3_moe", False)):
+            found = []
+            for tiled in (False, True):
+                with launched(ctx):
+                    model = build(name)
+                    model.config.output_router_logits = name == "qwen3_moe"
+                    trainer = trainer_of(model, folder, bf16=bf16)
+                    trainer.eval_dataset = torch.utils.data.Subset(Tokens(), range(8))
+                    if tiled:
+                        rl.use_tiled_loss(trainer)
+                    trainer.train()
+                    found.append(logged(trainer) + [trainer.evaluate()["eval_loss"]])
+            same(torch.tensor(found[1]), torch.tensor(found[0]), rtol=0, atol=1e-2 if bf16 else 1e-5)
+
+
+@distributed(world_sizes=(1,))
+def test_trainers_that_need_logits(ctx):
+    with shared_folder(ctx) as folder, launched(ctx):
+        trainer = trainer_of(build("qwen3"), folder, label_smoothing_factor=0.1)
+        with pytest.raises(NotImplementedError, match="Trainer smooths labels.*fsdp2x.rl.causal_lm_loss"):
+            rl.use_tiled_loss(trainer)
+        trainer = trainer_of(build("qwen3"), folder)
+        trainer.compute_loss_func = lambda *_, **__: None
+        with pytest.raises(NotImplementedError, match="Trainer computes a loss of its own"):
+            rl.use_tiled_loss(trainer)
 
 
 @distributed(world_sizes=(2,), timeout=120)

@@ -12,6 +12,7 @@ from fsdp2x.rl.losses import (
 )
 from fsdp2x.rl.rows import RowTokens, StepCount, count_step
 from fsdp2x.rl.score import Reference, Scores, score
+from fsdp2x.rl.tiled_loss import causal_lm_loss, use_tiled_loss
 from fsdp2x.rl.trl_rollout import rollout_func
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "RowTokens",
     "Scores",
     "StepCount",
+    "causal_lm_loss",
     "count_step",
     "group_advantages",
     "head_scores",
@@ -32,4 +34,5 @@ __all__ = [
     "policy_loss",
     "rollout_func",
     "score",
+    "use_tiled_loss",
 ]

@@ -86,7 +86,7 @@ def score(
         NotImplementedError: the head is not one plain linear layer, or the model changes its logits in an unknown way.
     """
     outer = base_model(model)
-    heads = _find_heads(outer)
+    heads = find_heads(outer)
     if inputs.get("labels") is not None:
         raise ValueError("fsdp2x.rl.score: the inputs contain labels, for which the model needs logits. Remove them.")
     known = _transforms.get(outer)
@@ -100,7 +100,7 @@ def score(
     return call.join(output)
 
 
-def _find_heads(outer: Any) -> list[nn.Linear]:
+def find_heads(outer: Any) -> list[nn.Linear]:
     """Returns the linear layers that may be the model's head. PEFT's trained copies make several."""
     name = _name_of(outer)
     if not hasattr(outer, "get_output_embeddings") or not hasattr(outer, "config"):

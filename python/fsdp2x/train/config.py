@@ -346,6 +346,9 @@ class TrainSection(Section):
     eval_every: int = setting(0, "steps between evaluations on held-out text, also at the end; 0: never", NOT_NEGATIVE)
     eval_blocks: int | None = setting(None, "most held-out blocks of an evaluation; unset: all", POSITIVE)
     activation_checkpointing: bool = setting(False, "recompute the activations of each block in backward")
+    tiled_loss: bool | None = setting(
+        None, "the loss from tiles of logits, never all of them; unset: on a GPU, if the model's head allows it"
+    )
     compile: bool = setting(False, "torch.compile of each block")
     compile_backend: str = setting("inductor", "backend of torch.compile")
     deterministic: bool = setting(False, "deterministic algorithms only: two runs are bitwise equal")

@@ -15,12 +15,15 @@ import torch
 
 from fsdp2x.api import IGNORE, base_model
 from fsdp2x.base.failures import reworded
+from fsdp2x.rl import causal_lm_loss, score
+from fsdp2x.rl.tiled_loss import require_tiled_loss
 from fsdp2x.sequence import (
     PackedBatch,
     apply_context_parallel,
     apply_ulysses,
     count_label_tokens,
     init_sequence_mesh,
+    mean_of_tokens,
     micro_batches,
     token_mean_loss,
     use_varlen_attention,
@@ -41,6 +44,7 @@ class BlockFeed:
     stream: BlockStream
     batching: Batching
     device: torch.device
+    tiled_loss: bool
 
     def step(self) -> tuple[list[Share], int]:
         """Returns the micro-batches of this rank's next step, and the step's tokens over all ranks."""
@@ -54,7 +58,8 @@ class BlockFeed:
 
     def _loss(self, tokens: torch.Tensor) -> torch.Tensor:
         tokens = tokens.to(self.device, non_blocking=True)
-        return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+        return causal_lm_loss(self.model, inputs) if self.tiled_loss else self.model(**inputs).loss
 
     def evaluate(self, blocks: torch.Tensor | Samples) -> float:
         """Returns the mean loss per predicted token, the same on every rank. Collective."""
@@ -122,6 +127,8 @@ class SequenceFeed(BlockFeed):
         return shares, int(num_tokens)
 
     def _share_of(self, inputs: dict[str, Any], labels: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
+        if self.tiled_loss:
+            return mean_of_tokens(score(self.model, inputs, labels).log_probs, num_tokens)
         return token_mean_loss(self.model(**inputs).logits, labels, num_tokens)
 
 
@@ -142,6 +149,25 @@ def _require_token_loss(model: torch.nn.Module, data: DataConfig, sequence_ranks
         )
 
 
+def resolve_tiled_loss(wanted: bool | None, model: torch.nn.Module, device: torch.device) -> bool:
+    """Returns whether the loss is computed without logits. None: on a device, if the model's head and loss are known.
+
+    On a CPU, memory for logits is rarely short, and backward would compute them a second time.
+
+    Raises:
+        ConfigError: it is wanted, but the model has another head or loss.
+    """
+    if wanted is False or wanted is None and device.type == "cpu":
+        return False
+    try:
+        require_tiled_loss(model)
+    except NotImplementedError as error:
+        if wanted:
+            raise ConfigError(f"train.tiled_loss: {error}") from None
+        return False
+    return True
+
+
 def make_feed(
     model: torch.nn.Module,
     stream: BlockStream,
@@ -150,6 +176,7 @@ def make_feed(
     *,
     sequence_ranks: SequenceRanks,
     device: torch.device,
+    tiled_loss: bool | None,
 ) -> BlockFeed:
     """Makes the feed of a config. Changes the sharded model's attention if necessary. Collective.
 
@@ -157,7 +184,8 @@ def make_feed(
         ConfigError: the model rejects a setting, or its own loss has a part that this feed would leave out.
     """
     _require_token_loss(model, data, sequence_ranks)
-    common = {"model": model, "stream": stream, "batching": batching, "device": device}
+    common: dict[str, Any] = {"model": model, "stream": stream, "batching": batching, "device": device}
+    common["tiled_loss"] = resolve_tiled_loss(tiled_loss, model, device)
     if sequence_ranks.total > 1:
         with reworded(ConfigError, "parallel.sequence_parallel"):
             ulysses, size = sequence_ranks.ulysses, sequence_ranks.total

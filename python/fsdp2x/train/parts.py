@@ -147,6 +147,7 @@ class Steps:
             config.data,
             sequence_ranks=config.parallel.sequence_ranks,
             device=inputs.world.device,
+            tiled_loss=config.train.tiled_loss,
         )
         scaler = GradScaler(config.scaler) if inputs.scales_loss else None
         return cls(num_steps, optimizer, schedule, scaler, stream, feed)

@@ -54,6 +54,24 @@ def test_compiled_blocks_give_the_same_losses(ctx):
         assert float.fromhex(got[step]) == pytest.approx(float.fromhex(plain[step]), abs=1e-5)
 
 
+@pytest.mark.parametrize("over", [{}, {"data": {"packing": True}}, {"parallel": {"sequence_parallel": 2}}])
+@distributed(world_sizes=(2,))
+def test_the_tiled_loss_is_the_models(ctx, over):
+    """In training and evaluation. Its head returns eight numbers in place of logits."""
+    with shared_folder(ctx) as folder:
+        for tiled in (None, True):
+            sizes = set()
+            trainer = make(folder, str(tiled), train={"steps": 3, "eval_every": 3, "tiled_loss": tiled}, **over)
+            trainer.model.lm_head.register_forward_hook(lambda *args, sizes=sizes: sizes.add(args[-1].numel()))
+            trainer.run()
+            trainer.close()
+            assert (sizes == {8}) == bool(tiled) and min(sizes) >= 8
+        dist.barrier()
+        plain, got = (list(read_metrics(folder / name / "metrics.jsonl")) for name in ("None", "True"))
+        for one, other in zip(plain, got, strict=True):
+            assert one.get("loss") == pytest.approx(other.get("loss"), abs=1e-5)
+
+
 @distributed(world_sizes=(3,))
 def test_the_report_names_every_parameter(ctx):
     from fsdp2x.train.metrics import shard_report

@@ -303,6 +303,37 @@ def test_other_outputs_come_along(ctx):
     assert all(grad is not None for grad in grads(model).values())
 
 
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("name", ["llama", "granite", "gemma2_cap", "qwen3_moe"])
+def test_losses_are_the_models(ctx, name):
+    """Some positions have no label, labels are shifted or not, and a Trainer has counted them or not."""
+    only_fsdp2x(ctx)
+    reference = build(name)
+    reference.config.output_router_logits = name == "qwen3_moe"
+    ours = fsdp2x.fully_shard(copy.deepcopy(reference))
+    ids = torch.randint(3, models.VOCAB, (2, 9), generator=torch.Generator().manual_seed(ctx.rank))
+    labels = torch.where(ids % 4 == 0, -100, ids)
+    shifted = {"labels": labels, "shift_labels": labels.roll(1, 1)}
+    for inputs, count in ((labels, None), (labels, torch.tensor(11)), (shifted, 7)):
+        inputs = {"input_ids": ids, **(inputs if isinstance(inputs, dict) else {"labels": inputs})}
+        given = {} if count is None else {"num_items_in_batch": count}
+        wanted, got = reference(**inputs, **given).loss, rl.causal_lm_loss(ours, inputs, **given)
+        same(got.detach(), wanted.detach(), "loss", **EXACT)
+        wanted.backward()
+        got.backward()
+        for param in reference.parameters():
+            dist.all_reduce(param.grad)
+            param.grad /= ctx.world
+        same_grads(ours, reference, **EXACT)
+        for model in (ours, reference):
+            model.zero_grad()
+    with pytest.raises(ValueError, match="expected labels in the inputs"):
+        rl.causal_lm_loss(ours, {"input_ids": ids})
+    ours.loss_function = lambda **_: None
+    with pytest.raises(NotImplementedError, match="has another loss than the mean cross-entropy"):
+        rl.causal_lm_loss(ours, {"input_ids": ids, "labels": labels})
+
+
 # ---- refusals, each leaving a model that works
 
 

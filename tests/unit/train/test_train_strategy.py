@@ -8,8 +8,10 @@ import torch
 
 from fsdp2x.train import ConfigError
 from fsdp2x.train.config import ModelConfig, ParallelConfig, ScalerConfig, TrainSection
+from fsdp2x.train.feeds import resolve_tiled_loss
 from fsdp2x.train.model import sharding
 from fsdp2x.train.strategy import explain_emulation, plan_mesh, resolve_batching, resolve_scaling, resolve_steps
+from models import build
 
 
 @pytest.mark.parametrize(
@@ -132,3 +134,17 @@ def test_half_precision_that_a_cpu_emulates_is_reported(dtype, fast, monkeypatch
     else:
         assert str(dtype).removeprefix("torch.") in warning and "parallel.param_dtype=float32" in warning
     assert explain_emulation(dtype, torch.device("cuda")) is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "tiled"), [(None, "cpu", False), (None, "cuda", True), (True, "cpu", True)]
+)
+def test_the_loss_has_no_logits_where_the_head_is_known(wanted, device, tiled):
+    model, device = build("llama"), torch.device(device)
+    assert resolve_tiled_loss(wanted, model, device) == tiled
+    model.loss_function = lambda **_: None
+    if wanted:
+        with pytest.raises(ConfigError, match="train.tiled_loss: .* has another loss"):
+            resolve_tiled_loss(wanted, model, device)
+    else:
+        assert not resolve_tiled_loss(wanted, model, device)

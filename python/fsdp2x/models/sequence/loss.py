@@ -85,10 +85,27 @@ def token_mean_loss(
     Returns:
         A scalar.
     """
+    return mean_of_tokens(token_log_probs(logits, next_labels, temperature=temperature), num_tokens, group=group)
+
+
+@checked
+def mean_of_tokens(
+    log_probs: torch.Tensor, num_tokens: torch.Tensor | float, *, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Returns what :func:`token_mean_loss` does, of log-probabilities that ``fsdp2x.rl.score`` computed without logits.
+
+    Args:
+        log_probs: [..., tokens], zero where there is no label.
+        num_tokens: result of ``count_label_tokens`` for the step.
+        group: ranks over which gradients are averaged. Default: all.
+
+    Returns:
+        A scalar.
+    """
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
-    total = -token_log_probs(logits, next_labels, temperature=temperature).sum()
     num_tokens = num_tokens + (num_tokens == 0)  # zero times 1, not NaN, without labels
-    return total * (ranks / num_tokens if isinstance(num_tokens, float | int) else (ranks / num_tokens).to(total))
+    share = ranks / num_tokens if isinstance(num_tokens, float | int) else (ranks / num_tokens).to(log_probs)
+    return -log_probs.sum() * share
 
 
 @checked
