@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from fsdp2x.train.cli import make_parser
-from fsdp2x.train.parse import SECTIONS, known_keys
+from fsdp2x.train.config import SECTIONS, known_keys
 from pages import CODE, ROOT, commands, fences, name_of, pages
 
 PAGES = {name_of(page): page.read_text() for page in pages()}

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp2x.base.failures import LostRanks
-from fsdp2x.train.config import ConfigError
+from fsdp2x.base.failures import ConfigError, LostRanks
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +86,26 @@ def open_world(device: str, timeout_s: float) -> World:
         backend=dist.get_backend(),
         lost_ranks=lost_ranks,
         owns_group=owns_group,
+    )
+
+
+def explain_emulation(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Returns a warning for a half precision that this CPU emulates without vector instructions, and slowly.
+
+    The rule is oneDNN's: https://uxlfoundation.github.io/oneDNN/dev_guide_data_types.html
+    """
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return None
+    supported = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    if dtype not in supported or supported[dtype]():
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return (
+        f"this CPU has no fast {name} arithmetic: matrix products can take 10 times as long as in float32. "
+        "Set parallel.param_dtype=float32 and model.dtype=float32."
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from fsdp2x.api import plan_units
 from fsdp2x.base.failures import reworded
 from fsdp2x.train.config import ConfigError, TrainConfig
-from fsdp2x.train.load_config import ConfigFile, idle_settings, parse_sections
+from fsdp2x.train.config_file import ConfigFile, idle_settings, parse_config
 from fsdp2x.train.model import build_on_meta, idle_expert_units, prepare, unit_policy
 from fsdp2x.train.parse import show
 from fsdp2x.train.strategy import MeshPlan, plan_mesh, resolve_batching, usual_node
@@ -26,6 +26,7 @@ class Explanation:
     world_size: int
     plan: MeshPlan
     batching: str
+    needs: list[str]
     units: list[dict[str, Any]] = field(default_factory=list)  # of one kind: count, modules, reason, num_parameters
     idle: list[str] = field(default_factory=list)  # settings without effect for this model
     model: str = ""
@@ -34,7 +35,7 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         return {
             "settings": self.file.settings,
-            "needs": self.file.missing,
+            "needs": self.needs,
             "world_size": self.world_size,
             "mesh": {"shape": self.plan.shape, "axes": self.plan.axes, "strategy": self.plan.name},
             "reshard_after_forward": self.plan.reshard_after_forward,
@@ -47,8 +48,8 @@ class Explanation:
         lines = [f"{self.file.path}:", ""]
         for section, values in self.file.settings.items():
             lines += [f"  {section}.{name} = {show(value)}" for name, value in (values or {}).items()]
-        if self.file.missing:
-            lines += ["", "To run it needs:", *(f"  {need}" for need in self.file.missing)]
+        if self.needs:
+            lines += ["", "To run it needs:", *(f"  {need}" for need in self.needs)]
         lines += ["", *self.idle] if self.idle else []
         lines += ["", f"{self.world_size} rank(s)  {self.plan}", self.batching]
         lines.append(f"{self.model} in units:" if self.units else f"units: {self.no_units}")
@@ -77,8 +78,8 @@ def explain(
 
 
 def _explain(file: ConfigFile, world_size: int | None, local_world_size: int | None) -> Explanation:
-    sections = parse_sections(file.settings)
-    parallel, train = sections["parallel"], sections["train"]
+    config = parse_config(file.settings)
+    parallel, train = config.parallel, config.train
     world_size = world_size or parallel.world_size or max(parallel.fsdp_size or 1, 1)
     plan = plan_mesh(parallel, world_size, local_world_size or usual_node(world_size))
     readers = world_size // parallel.sequence_ranks.total
@@ -90,16 +91,16 @@ def _explain(file: ConfigFile, world_size: int | None, local_world_size: int | N
     )
     if train.mode == "evaluate":
         sentence = f"evaluation only: {batching.eval_batch_size} sequences per rank and forward"
-    found = Explanation(file, world_size, plan, sentence)
-    if "model" in sections:
-        _find_units(found, TrainConfig(**sections))
+    found = Explanation(file, world_size, plan, sentence, config.missing)
+    if not config.model.missing:
+        _find_units(found, config)
     else:
         found.no_units = "they follow from the model, which is missing"
     return found
 
 
 def _find_units(found: Explanation, config: TrainConfig) -> None:
-    found.idle += idle_settings(config, found.file.settings)
+    found.idle += idle_settings(config)
     path, tokenizer = config.model.path, None
     if path is not None and not (Path(path).expanduser() / "config.json").is_file():
         found.no_units = f"model.path={path} is not a local directory with a config.json"

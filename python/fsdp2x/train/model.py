@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import difflib
 import logging
@@ -269,7 +268,7 @@ def prepare(model: torch.nn.Module, config: TrainConfig) -> torch.nn.Module:
             use_grouped_gemm(model)
     if lora.rank:
         with reworded(ConfigError, "lora"):
-            model = add_lora(model, dataclasses.asdict(lora))
+            model = add_lora(model, lora.model_dump())
     if wanted.freeze:
         with reworded(ConfigError, "model.freeze"):
             num_frozen = freeze_module_prefix(model, wanted.freeze)

@@ -1,48 +1,42 @@
-"""Parses YAML and `key=value` overrides into a `TrainConfig`. Every mistake is one sentence with the dotted path."""
+"""Reads YAML and `key=value` overrides as plain mappings, and names the known keys nearest to unknown ones."""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
-import math
+import itertools
 import re
-import types
-import typing
 from collections.abc import Collection, Iterable, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Union
+from typing import Any
 
 from fsdp2x.api import read_text
-from fsdp2x.base.arguments import DTYPE_NAMES, checked, dtype_name
-from fsdp2x.base.failures import CheckpointError
-from fsdp2x.train.config import ConfigError, TrainConfig
+from fsdp2x.base.failures import CheckpointError, ConfigError
 
 # ---- plain mappings
 
 
-def read_config_text(path: str | Path) -> str:
-    """Returns the text of a file, which may be a pipe. Raises `ConfigError`."""
+def read_yaml(path: str | Path) -> dict:
+    """Returns the mapping of a file, which may be a pipe. Raises `ConfigError`."""
+    return read_lines(path)[0]
+
+
+def read_lines(path: str | Path) -> tuple[dict, dict[str, int]]:
+    """Returns the mapping of a file, and the line of each of its dotted keys. Raises `ConfigError`."""
     try:
-        return read_text(Path(path), MOST_BYTES, may_be_pipe=True)
+        text = read_text(Path(path), MOST_BYTES, may_be_pipe=True)
     except CheckpointError as error:
         raise ConfigError(f"config file {error}") from None
-
-
-def read_yaml(path: str | Path, text: str | None = None) -> dict:
-    """Returns the mapping of a file, or of its ``text`` if that is known. Raises `ConfigError`."""
-    text = read_config_text(path) if text is None else text
-    settings = load_yaml(text, f"config file {path}")
-    if settings is None:
-        settings = {}
+    settings, lines = _load(text, f"config file {path}")
+    settings = {} if settings is None else settings
     if not isinstance(settings, dict):
         raise ConfigError(f"config file {path}: got {describe(settings)}, expected a mapping of sections")
     for key in settings:
         if isinstance(key, str) and all(parts := key.split(".")) and len(parts) > 1:
             block = ": {".join(parts) + ": ..." + "}" * (len(parts) - 1)
             raise ConfigError(f"config file {path}: {key}: only the command line takes dotted keys. Write {block}")
-    return settings
+    return settings, lines
 
 
 def apply_overrides(settings: Mapping[str, Any], overrides: Iterable[str]) -> dict:
@@ -90,59 +84,7 @@ def first_leaf(path: str, value: Any) -> str:
     return path
 
 
-# ---- typed settings
-
-SECTIONS: dict[str, type] = typing.get_type_hints(TrainConfig)
-
-
-class KnownKey(NamedTuple):
-    kind: Any
-    default: Any
-    help: str
-
-
-@functools.cache
-def known_keys() -> dict[str, KnownKey]:
-    """Returns every setting by its dotted path."""
-    keys: dict[str, KnownKey] = {}
-    for section, cls in SECTIONS.items():
-        hints = typing.get_type_hints(cls)
-        for field in dataclasses.fields(cls):
-            default = field.default_factory() if callable(field.default_factory) else field.default
-            keys[f"{section}.{field.name}"] = KnownKey(hints[field.name], default, field.metadata["help"])
-    return keys
-
-
-@checked(own=("settings",))
-def parse_config(settings: Mapping[str, Any]) -> TrainConfig:
-    """Returns the configuration of a nested mapping."""
-    if not isinstance(settings, Mapping):
-        raise ConfigError(f"config: got {describe(settings)}, expected a mapping")
-    check_sections(settings)
-    return TrainConfig(**{section: build(section, settings) for section in SECTIONS})
-
-
-def build(section: str, settings: Mapping[str, Any]) -> Any:
-    """Returns one section of `settings`, with every value checked."""
-    values = settings.get(section)
-    if not isinstance(values, Mapping | None):
-        raise ConfigError(f"{section}: got {describe(values)}, expected a mapping")
-    given = {f"{section}.{name}": (name, value) for name, value in (values or {}).items()}
-    return SECTIONS[section](
-        **{name: convert(known_keys()[path].kind, value, path) for path, (name, value) in given.items()}
-    )
-
-
-def check_sections(settings: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for keys that no section has, with the nearest ones."""
-    known, wrong = [*known_keys(), *SECTIONS], []
-    for section, values in settings.items():
-        if section not in SECTIONS:
-            wrong.append(first_leaf(str(section), values))
-        elif isinstance(values, Mapping):
-            inner = {f"{section}.{name}": value for name, value in values.items()}
-            wrong += [first_leaf(path, value) for path, value in inner.items() if path not in known]
-    refuse_unknown({path: path for path in wrong}, known)
+# ---- unknown keys
 
 
 def refuse_unknown(unknown: Mapping[str, str], keys: Collection[str]) -> None:
@@ -150,18 +92,17 @@ def refuse_unknown(unknown: Mapping[str, str], keys: Collection[str]) -> None:
 
     ``unknown`` maps a key as the user wrote it to the form of ``keys``, the known ones.
     """
-    said = []
-    for shown, path in unknown.items():
-        near = nearest_key(path, keys)
-        near = shown.removesuffix(path) + near if near and shown.endswith(f".{path}") else near
-        if elsewhere := _does_elsewhere(path):
-            said.append(f"unknown key {shown}. {elsewhere}")
-        elif near:
-            said.append(f"unknown key {shown}. Did you mean {near}?")
-        else:
-            said.append(f"unknown key {shown}. See fsdp2x config list.")
-    if said:
-        raise ConfigError("\n".join(said))
+    if unknown:
+        raise ConfigError("\n".join(say_unknown(shown, path, keys) for shown, path in unknown.items()))
+
+
+def say_unknown(shown: str, path: str, keys: Collection[str]) -> str:
+    """Returns a sentence about an unknown key with the nearest one of ``keys``."""
+    near = nearest_key(path, keys)
+    near = shown.removesuffix(path) + near if near and shown.endswith(f".{path}") else near
+    if elsewhere := _does_elsewhere(path):
+        return f"unknown key {shown}. {elsewhere}"
+    return f"unknown key {shown}. Did you mean {near}?" if near else f"unknown key {shown}. See fsdp2x config list."
 
 
 # ---- keys of other trainers
@@ -212,70 +153,6 @@ def nearest_key(path: str, keys: Collection[str]) -> str:
     return siblings[alike[0]] if alike else next(iter(difflib.get_close_matches(path, keys, n=1, cutoff=0.7)), "")
 
 
-def convert(kind: Any, value: Any, path: str) -> Any:
-    """Returns `value` as `kind`, or raises a `ConfigError` with what it got and expected."""
-    try:
-        return _convert(kind, value)
-    except ValueError:
-        words = [str(word) for word in _words(kind)]
-        words += [alias for alias, name in DTYPE_NAMES.items() if name in words]
-        near = difflib.get_close_matches(str(value), words, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"{path}: got {describe(value)}, expected {type_name(kind)}{hint}") from None
-
-
-def _convert(kind: Any, value: Any) -> Any:
-    """Converts, or raises `ValueError` without a text."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
-        return value
-    if origin in (Union, types.UnionType):
-        for option in args:
-            try:
-                return _convert(option, value)
-            except ValueError:
-                pass
-    elif origin is Literal:
-        if isinstance(value, bool) and "on" in args:
-            return "on" if value else "off"  # YAML 1.1 reads these words as booleans
-        if isinstance(value, str) and value not in args:
-            value = dtype_name(value)
-        if any(value == option and type(value) is type(option) for option in args):
-            return value
-    elif origin is list:
-        values = [value] if args[0] is str and isinstance(value, str) else value
-        if isinstance(values, list):
-            return [_convert(args[0], item) for item in values]
-    elif origin is tuple:
-        if isinstance(value, list | tuple) and len(value) == len(args):
-            return tuple(map(_convert, args, value))
-    elif kind is float:
-        # YAML 1.1 reads 1e-3 (no dot) as text.
-        number = float(value) if type(value) in (int, float, str) else math.nan
-        if not math.isnan(number):
-            return number
-    elif type(value) is kind:
-        return value
-    raise ValueError
-
-
-def _words(kind: Any) -> list[Any]:
-    """Returns the values of each `Literal` in `kind`."""
-    args = typing.get_args(kind)
-    return list(args) if typing.get_origin(kind) is Literal else [word for arg in args for word in _words(arg)]
-
-
-def type_name(kind: Any) -> str:
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (Union, types.UnionType):
-        return " or ".join(type_name(arg) for arg in args)
-    if origin is Literal:
-        return "one of " + ", ".join(map(str, args))
-    if origin in (list, tuple):
-        return f"list of {len(args) if origin is tuple else ''} {type_name(args[0])}".replace("  ", " ")
-    return {type(None): "null", dict: "mapping"}.get(kind) or kind.__name__
-
-
 def describe(value: Any) -> str:
     if isinstance(value, dict):
         return "a mapping"
@@ -315,12 +192,22 @@ def load_yaml(text: str, what: str) -> Any:
         ConfigError: the text is not YAML, sets a key twice, has more than `MOST_VALUES` values (aliases count as often
             as they occur) or `DEEPEST` levels, or has a number of more than 64 bits.
     """
+    return _load(text, what)[0]
+
+
+def _load(text: str, what: str) -> tuple[Any, dict[str, int]]:
+    """Returns the value of a text, and the line of each of its dotted keys."""
     import yaml
 
     try:
-        return yaml.load(text, Loader=_loader())
+        loader = _loader()(text)
+        node = loader.get_single_node()
+        lines = {} if node is None else _find_lines(node)
+        return None if node is None else loader.construct_document(node), lines
     except ConfigError as error:
         raise ConfigError(f"{what}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{what}: the text is nested deeper than {DEEPEST} levels") from None
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), _problem(error)
         line = f":{mark.line + 1}" if mark is not None and "\n" in text else ""
@@ -337,41 +224,10 @@ def _problem(error: Any) -> str:
 
 @functools.cache
 def _loader() -> type:
-    """Makes PyYAML's safe loader with limits. They act while nodes are composed, before anything is built."""
+    """Makes PyYAML's safe loader with YAML 1.2's numbers: 1e-3 is one, and none has more than 64 bits."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        num_values = depth = 0
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            compose: Any = super().compose_node  # whose nodes get attributes of this loader
-            line = self.peek_event().start_mark.line + 1
-            if self.check_event(yaml.AliasEvent):
-                node = compose(parent, index)
-                if not hasattr(node, "num_values"):
-                    raise ConfigError(f"the alias of line {line} contains itself")
-                self._count(node.num_values, node.height, line)
-                return node
-            before = self.num_values
-            self._count(1, 1, line)
-            self.depth += 1
-            node = compose(parent, index)
-            self.depth -= 1
-            children = node.value if not isinstance(node, yaml.ScalarNode) else []
-            if isinstance(node, yaml.MappingNode):
-                _refuse_repeated_keys(node)
-                children = [part for pair in children for part in pair]
-            node.num_values = self.num_values - before
-            node.height = 1 + max((child.height for child in children), default=0)
-            return node
-
-        def _count(self, num_values: int, height: int, line: int) -> None:
-            self.num_values += num_values
-            if self.num_values > MOST_VALUES:
-                raise ConfigError(f"line {line}: with its aliases the text has more than {MOST_VALUES} values")
-            if self.depth + height > DEEPEST:
-                raise ConfigError(f"line {line} is nested deeper than {DEEPEST} levels")
-
         def construct_yaml_int(self, node: Any) -> int:
             number = super().construct_yaml_int(node)
             if not -_LARGEST < number < _LARGEST:
@@ -379,32 +235,37 @@ def _loader() -> type:
             return number
 
     Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
+    exponent = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", exponent, list("-+0123456789"))
     return Loader
 
 
-def key_lines(text: str) -> dict[str, int]:
-    """Returns the line of each key of a YAML text, by dotted path."""
+def _find_lines(root: Any) -> dict[str, int]:
+    """Returns the line of each dotted key of a tree of nodes. Raises `ConfigError` for a tree over the limits."""
     import yaml
 
     lines: dict[str, int] = {}
+    numbers = itertools.count(1)
 
-    def visit(node: Any, prefix: str) -> None:
-        if isinstance(node, yaml.MappingNode):
-            for key, value in node.value:
-                if isinstance(key.value, str):
-                    lines.setdefault(prefix + key.value, key.start_mark.line + 1)
-                    visit(value, f"{prefix}{key.value}.")
+    def visit(node: Any, prefix: str, depth: int) -> None:
+        line = node.start_mark.line + 1
+        if next(numbers) > MOST_VALUES:
+            raise ConfigError(f"line {line}: with its aliases the text has more than {MOST_VALUES} values")
+        if depth > DEEPEST:
+            raise ConfigError(f"line {line} is nested deeper than {DEEPEST} levels")
+        seen: dict[str, int] = {}
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else []:
+            path, line = prefix, key.start_mark.line + 1
+            if isinstance(key.value, str):
+                if key.value in seen and key.value != "<<":  # PyYAML would take the last
+                    raise ConfigError(f"{key.value} is set twice, in lines {seen[key.value]} and {line}. Keep one.")
+                seen[key.value] = line
+                path = f"{prefix}{key.value}"[:200]
+                lines.setdefault(path, line)
+            visit(key, "", depth + 1)
+            visit(value, f"{path}.", depth + 1)
+        for item in node.value if isinstance(node, yaml.SequenceNode) else []:
+            visit(item, f"{prefix}[].", depth + 1)
 
-    visit(yaml.compose(text, Loader=_loader()), "")
+    visit(root, "", 1)
     return lines
-
-
-def _refuse_repeated_keys(node: Any) -> None:
-    """Raises for repeated keys, of which PyYAML would take the last."""
-    lines: dict[str, int] = {}
-    for key, _ in node.value:
-        if isinstance(key.value, str):
-            line = key.start_mark.line + 1
-            if key.value in lines and key.value != "<<":
-                raise ConfigError(f"{key.value} is set twice, in lines {lines[key.value]} and {line}. Keep one.")
-            lines[key.value] = line

@@ -6,7 +6,6 @@ so that a mistake on one host ends every rank.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -175,7 +174,7 @@ class Output:
 
         def begin_wandb() -> WandbLogger | None:
             options = {"dir": str(folder.output), **logging.wandb_options}
-            return WandbLogger(options, dataclasses.asdict(config)) if world.is_main else None
+            return WandbLogger(options, config.model_dump()) if world.is_main else None
 
         # Only rank 0 has the run, but all must learn if it cannot begin.
         run = run_on_all_ranks(begin_wandb, raising=ConfigError) if logging.wandb else None

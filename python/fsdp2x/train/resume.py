@@ -5,7 +5,6 @@ A run of another function is refused. What only changes a step is said, with the
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -58,7 +57,7 @@ def compare_runs(saved: Any, run: dict[str, Any], config: TrainConfig) -> list[s
     then = saved.get("run") if isinstance(saved, dict) else None
     if not isinstance(then, dict) or "function" not in then:  # of another program
         return []
-    before, now, settings = then["function"], run["function"], dataclasses.asdict(config)
+    before, now, settings = then["function"], run["function"], config.model_dump()
     changes = [
         f"{key} was {_shown(key, before[key], saved['config'])} in the run of the checkpoint, and is "
         f"{_shown(key, now[key], settings)}"

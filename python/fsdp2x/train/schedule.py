@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -66,14 +65,15 @@ def make_shape(config: ScheduleConfig, peak_lr: float, num_steps: int) -> Schedu
             f"schedule.wsd_decay_steps: got {wsd_decay_steps}, expected at most {decay_steps - warmup_steps}, the rest "
             f"of decay_steps={decay_steps} after warmup_steps={warmup_steps}"
         )
-    return dataclasses.replace(
-        config,
-        warmup_steps=warmup_steps,
-        warmup_ratio=0.0,
-        decay_steps=decay_steps,
-        min_lr=None,
-        min_lr_ratio=min_lr_ratio,
-        wsd_decay_steps=wsd_decay_steps,
+    return config.model_copy(
+        update={
+            "warmup_steps": warmup_steps,
+            "warmup_ratio": 0.0,
+            "decay_steps": decay_steps,
+            "min_lr": None,
+            "min_lr_ratio": min_lr_ratio,
+            "wsd_decay_steps": wsd_decay_steps,
+        }
     )
 
 
@@ -98,12 +98,12 @@ class Schedule:
         return lr
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "peak_lr": self.peak_lr, **dataclasses.asdict(self.shape)}
+        return {"step": self.step, "peak_lr": self.peak_lr, **self.shape.model_dump()}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Takes the step, but keeps the configured shape. Returns differences to the saved shape as sentences."""
         self.step = int(state["step"])
-        now = {"peak_lr": self.peak_lr, **dataclasses.asdict(self.shape)}
+        now = {"peak_lr": self.peak_lr, **self.shape.model_dump()}
         return [f"{key} was {state[key]}, is {now[key]}" for key in now if key in state and state[key] != now[key]]
 
 

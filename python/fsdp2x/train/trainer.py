@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import math
@@ -30,7 +29,7 @@ from fsdp2x.api import (
     write_config,
 )
 from fsdp2x.base.arguments import checked, with_memory
-from fsdp2x.base.failures import CheckpointError, exchange, run_on_all_ranks
+from fsdp2x.base.failures import CheckpointError, ConfigError, exchange, run_on_all_ranks
 from fsdp2x.optim import clip_grad_norm_
 from fsdp2x.train.config import TrainConfig, TrainingError
 from fsdp2x.train.distributed import (
@@ -38,6 +37,7 @@ from fsdp2x.train.distributed import (
     Interrupted,
     any_rank,
     deterministic_algorithms,
+    explain_emulation,
     open_world,
     sums_over_ranks,
 )
@@ -46,7 +46,6 @@ from fsdp2x.train.model import make_model
 from fsdp2x.train.parts import Inputs, Output, Steps
 from fsdp2x.train.resume import compare_runs, describe_run
 from fsdp2x.train.schedule import restore_settings
-from fsdp2x.train.strategy import explain_emulation
 from fsdp2x.train.tokenizer import replaces_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -71,6 +70,8 @@ class Trainer:
     @checked
     @with_memory()
     def __init__(self, config: TrainConfig, *, loggers: Sequence[Logger] = ()):
+        if config.missing:
+            raise ConfigError(f"the config lacks settings. To run it needs {'; '.join(config.missing)}.")
         self.config = config
         self.step, self.skipped, self.num_tokens = 0, False, 0  # tokens of the last step, over all ranks
         self._closing = contextlib.ExitStack()
@@ -364,7 +365,7 @@ class Trainer:
             scheduler=self.schedule,
             scaler=self.scaler,
             data=self.stream,
-            extra={"config": dataclasses.asdict(self.config), "run": self._described_run},
+            extra={"config": self.config.model_dump(), "run": self._described_run},
             form=config.form,
             keep=config.keep,
             marked=bool(config.keep_every and self.step % config.keep_every == 0),

@@ -14,8 +14,9 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fsdp2x.train.config import ConfigError
-from fsdp2x.train.parse import SECTIONS, describe, foreign_keys, load_yaml, refuse_unknown, set_path, show
+from fsdp2x.base.failures import ConfigError
+from fsdp2x.train.config import SECTIONS
+from fsdp2x.train.parse import describe, foreign_keys, load_yaml, refuse_unknown, set_path, show
 
 To = Literal["train", "sft", "grpo"]
 COLUMNS = {"train": ("train",), "sft": ("sft", "trl"), "grpo": ("grpo", "trl")}

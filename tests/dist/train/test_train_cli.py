@@ -217,7 +217,7 @@ FAILS = """
 import os, sys, time
 from fsdp2x.base.failures import ConfigError
 from fsdp2x.train import cli
-from fsdp2x.train.load_config import ConfigFile
+from fsdp2x.train.config_file import ConfigFile
 
 def read(*_):
     time.sleep(60 if os.environ["RANK"] == "0" else 0)

@@ -12,7 +12,7 @@ from checkpoints import on_first
 from fsdp2x.memory import plan_memory
 from fsdp2x.train import Trainer, parse_config
 from fsdp2x.train.commands.plan_request import make_plan
-from fsdp2x.train.parse import known_keys
+from fsdp2x.train.config import known_keys
 from harness import distributed
 from training import MODEL, settings, shared_folder, write_model, write_text
 

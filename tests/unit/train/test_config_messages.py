@@ -5,7 +5,8 @@ import json
 import pytest
 
 from fsdp2x.train.cli import main
-from fsdp2x.train.parse import foreign_keys, known_keys
+from fsdp2x.train.config import known_keys
+from fsdp2x.train.parse import foreign_keys
 from training import MODEL, settings, write_model, write_text
 
 OWN = f"model: {{config: {json.dumps(MODEL)}}}\ndata: {{files: [text]}}\n"
@@ -66,9 +67,10 @@ def test_keys_of_early_stopping_name_what_does_it(said, word):
     assert line.startswith(f"run.yaml:3: unknown key train.{word}. ") and "metrics.jsonl" in line
 
 
-def test_all_unknown_keys_are_told_with_their_lines(said):
-    text = OWN + "optimizer:\n  lr: 1.0\n  betaz: [0, 0]\ntrain:\n  stepz: 3\n  zzzzzz: 3\n"
+def test_all_mistakes_are_told_with_their_lines(said):
+    text = OWN + "optimizer:\n  lr: -1.0\n  betaz: [0, 0]\ntrain:\n  stepz: 3\n  zzzzzz: 3\n"
     assert said(text, "train.clipp=3") == [
+        "run.yaml:4: optimizer.lr: got -1.0 (float), expected float above 0",
         "run.yaml:5: unknown key optimizer.betaz. Did you mean optimizer.betas?",
         "run.yaml:7: unknown key train.stepz. Did you mean train.steps?",
         "run.yaml:8: unknown key train.zzzzzz. See fsdp2x config list.",
@@ -82,10 +84,10 @@ def test_all_unknown_keys_are_told_with_their_lines(said):
 @pytest.mark.parametrize("command", [("train",), ("config", "explain"), ("plan", "--world-size", "2")], ids=" ".join)
 def test_values_have_their_line_in_every_command(said, command):
     assert said(OWN + "train:\n  steps: ten\n", command=command) == [
-        "run.yaml:4: train.steps: got 'ten' (str), expected int or null"
+        "run.yaml:4: train.steps: got 'ten' (str), expected int above 0 or null"
     ]
     assert said(OWN + "train: {clip: 1.0}\n", "train.clip=-1", command=command) == [
-        "train.clip: got -1.0, expected a positive number"
+        "train.clip: got -1 (int), expected float above 0 or null"
     ]
 
 

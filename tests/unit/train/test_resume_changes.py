@@ -1,6 +1,5 @@
 """What a resumed run says of its checkpoint's run: settings, tokenizers, and how to restore a step."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +23,7 @@ def described(tmp_path, ranks, overrides=(), tokenizer="bytes"):
 
 
 def compare(before, now):
-    return compare_runs({"config": dataclasses.asdict(before[0]), "run": before[1]}, now[1], now[0])
+    return compare_runs({"config": before[0].model_dump(), "run": before[1]}, now[1], now[0])
 
 
 WHOLE = ["train.global_batch_size=6", "train.batch_size=null", "train.accumulation=null"]

@@ -2,15 +2,17 @@
 
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import yaml
+from pydantic import TypeAdapter
 
 import snippets
 from fsdp2x.train import ConfigError, load_config
 from fsdp2x.train.cli import main
-from fsdp2x.train.parse import apply_overrides, convert, foreign_keys, known_keys
+from fsdp2x.train.config import SECTIONS, known_keys
+from fsdp2x.train.parse import apply_overrides, foreign_keys
 from fsdp2x.train.translate import COLUMNS, interpolate, translate
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -67,7 +69,10 @@ def test_rows_make_settings_of_fsdp2x(form):
         for value in [*column.get("map", {}).values(), *([column["value"]] if "value" in column else [])]:
             is_text = isinstance(value, str)
             if path in known and not (is_text and (" " in value or "$" in value)) and "$" not in str(value):
-                convert(known[path].kind, value, f"{key} -> {path}")
+                section, _, name = path.partition(".")
+                field = SECTIONS[section].model_fields[name]
+                adapter = TypeAdapter(Annotated[field.annotation, field], config=SECTIONS[section].model_config)
+                adapter.validate_python(value)
 
 
 @pytest.mark.parametrize("wanted", ["sft", "grpo"])
@@ -189,7 +194,7 @@ def test_flags_become_settings_of_trl(capsys):
         "model_name_or_path": "Qwen3-0.6B", "dataset_name": "a.jsonl", "reward_funcs": ["accuracy_reward"],
         "max_steps": 2000, "generation_batch_size": 64, "num_generations": 8, "gradient_accumulation_steps": 16,
         "per_device_train_batch_size": 1, "max_completion_length": 4096, "importance_sampling_level": "sequence",
-        "epsilon": 0.2, "epsilon_high": 0.28, "learning_rate": "1e-6", "beta": 0.01, "bf16": True, "loss_type": "grpo",
+        "epsilon": 0.2, "epsilon_high": 0.28, "learning_rate": 1e-6, "beta": 0.01, "bf16": True, "loss_type": "grpo",
         "lr_scheduler_type": "constant", "adam_beta2": 0.95, "vllm_importance_sampling_correction": True,
         "vllm_importance_sampling_mode": "token_truncate",
     }  # fmt: skip
@@ -287,10 +292,10 @@ MISTAKES = [
      "unknown key shardng_strategy. Did you mean sharding_strategy?"),
     (FLAT, ("FULL_SHARD", "FULL_SHARDS"), [],
      "sharding_strategy: got 'FULL_SHARDS' (str), expected one of FULL_SHARD, SHARD_GRAD_OP, "
-     "NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2 or null; did you mean FULL_SHARD?"),
+     "NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2 or null"),
     (FLAT, ("n_embd:", "n_embed:"), [], "unknown key n_embed. Did you mean n_embd?"),
     (FLAT, ("lr: 2e-3", "lr: fast"), [], "lr: got 'fast' (str), expected float"),
-    (FLAT, ("train_percent: 0.8", "train_percent: 80"), [], "train_percent: got -79.0, expected a fraction in [0, 1)"),
+    (FLAT, ("train_percent: 0.8", "train_percent: 80"), [], "train_percent: got -79 (int), expected float at l"),
     (FLAT, ("device: cuda", "device: gpu"), [], "device: got 'gpu' (str), expected one of auto, cpu, cuda"),
     (FLAT, ("seed: 114514", "seed: 1\nseed: 2"), [], "seed is set twice, in lines"),
     (FLAT, ("seed: 114514", "train: {seed: 1}"), [], "the file has fsdp2x's own sections (train)"),

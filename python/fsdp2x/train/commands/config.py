@@ -6,9 +6,9 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from fsdp2x.base.failures import ConfigError
+from fsdp2x.base.failures import ConfigError, reworded
 from fsdp2x.train.commands.shared import positive, show
 
 
@@ -76,7 +76,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from fsdp2x.train.load_config import list_keys
+    from fsdp2x.train.config_file import list_keys
     from fsdp2x.train.parse import show as shown
 
     rows = list_keys()
@@ -91,22 +91,20 @@ def _list(args: argparse.Namespace) -> int:
 def _translate(args: argparse.Namespace) -> int:
     import yaml
 
-    from fsdp2x.train.load_config import ConfigFile, missing_settings, parse_sections
-    from fsdp2x.train.parse import SECTIONS
+    from fsdp2x.train.config import SECTIONS
+    from fsdp2x.train.config_file import ConfigFile, parse_config
     from fsdp2x.train.translate import translate
 
     path, overrides, flags = _split_words([args.config, *args.overrides])
     file = ConfigFile.read_any(path, [*overrides, *flags])
+    missing: list[str] = []
     with file.located():
         found = translate(file.settings, to=args.to, role=args.role)
         settings = found.settings
         if found.to == "train":
             settings = {section: settings[section] for section in SECTIONS if section in settings}
-            try:
-                parse_sections(settings)
-            except ConfigError as error:
-                setting, colon, problem = str(error).partition(":")
-                raise ConfigError(found.made_by.get(setting, setting) + colon + problem) from None
+            with reworded(ConfigError, lambda error: _in_keys_of(found.made_by, str(error)), ConfigError):
+                missing = parse_config(settings).missing
     command = "train" if found.to == "train" else f"trl {found.to} --config"
     head = f"# {found.title}, translated for fsdp2x {command}\n"
     show(head + yaml.safe_dump(settings, sort_keys=False).rstrip())
@@ -114,9 +112,15 @@ def _translate(args: argparse.Namespace) -> int:
         _tell(f"{file.line_of(key)}dropped {key}: {why}")
     for note, keys in found.notes.items():
         _tell(f"{file.line_of(keys[0])}note on {', '.join(keys)}: {note}")
-    for missing in missing_settings(found.settings) if found.to == "train" else ():
-        _tell(f"to run it needs {missing}")
+    for need in missing:
+        _tell(f"to run it needs {need}")
     return 0
+
+
+def _in_keys_of(made_by: Mapping[str, str], message: str) -> str:
+    """Returns a message about settings with the keys that made them."""
+    parts = (line.partition(":") for line in message.split("\n"))
+    return "\n".join(made_by.get(setting, setting) + colon + problem for setting, colon, problem in parts)
 
 
 def _tell(sentence: str) -> None:

@@ -19,7 +19,7 @@ from typing import Literal
 from fsdp2x.train.commands.shared import show
 
 GIB = 2**30
-PACKAGES = ("transformers", "tokenizers", "safetensors", "accelerate", "peft", "matplotlib", "tensorboard")
+PACKAGES = ("transformers", "tokenizers", "safetensors", "pydantic", "accelerate", "peft", "matplotlib", "tensorboard")
 VARIABLES = (
     "FSDP2X_TRANSPORT", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
     "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_DIST_USE_NCCL2", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_DEBUG",

@@ -34,7 +34,7 @@ from fsdp2x.base.failures import CheckpointError, reworded
 from fsdp2x.memory import MemoryReport, PlanRequest
 from fsdp2x.train import ConfigError, TrainConfig
 from fsdp2x.train.config import SequenceRanks
-from fsdp2x.train.load_config import ConfigFile, parse_incomplete
+from fsdp2x.train.config_file import ConfigFile, parse_config
 from fsdp2x.train.model import build_on_meta, offload_mode, prepare, unit_policy
 from fsdp2x.train.strategy import plan_mesh, resolve_batching, usual_node
 from fsdp2x.train.tokenizer import choose_tokenizer, make_tokenizer
@@ -243,7 +243,10 @@ def _read_training(
     """
     file = ConfigFile.read(path, overrides)
     with file.located():
-        return _asked_by(parse_incomplete(file.settings), world_size, given)
+        config = parse_config(file.settings)
+        if config.model.missing:
+            raise ConfigError(f"{path} has no model. To plan it set {config.model.missing[0]}.")
+        return _asked_by(config, world_size, given)
 
 
 def _asked_by(

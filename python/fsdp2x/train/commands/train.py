@@ -28,7 +28,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def _train(args: argparse.Namespace) -> int:
     from fsdp2x.train import TrainingError, train
-    from fsdp2x.train.load_config import ConfigFile
+    from fsdp2x.train.config_file import ConfigFile
 
     overrides = [*args.overrides, *(["logging.report=true"] if args.report else [])]
     file = ConfigFile.read(args.config, overrides)

@@ -69,7 +69,7 @@ def _parse(parser: Any, config: str | None, words: list[str]) -> tuple:
     """Returns TRL's dataclasses, or raises ``ConfigError``. TRL alone ignores unknown keys of a file."""
     import torch
 
-    from fsdp2x.train.strategy import explain_emulation
+    from fsdp2x.train.distributed import explain_emulation
 
     def fail(message: str) -> None:
         raise ConfigError(message)

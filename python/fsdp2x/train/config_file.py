@@ -5,7 +5,6 @@ It warns of keys without an effect, because a run without a warning would look a
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import re
@@ -15,20 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from fsdp2x.base.arguments import checked
-from fsdp2x.base.failures import reworded
-from fsdp2x.train.config import ConfigError, TrainConfig
+from fsdp2x.base.failures import ConfigError, reworded
+from fsdp2x.train.config import SECTIONS, TrainConfig, known_keys
 from fsdp2x.train.parse import (
-    SECTIONS,
     apply_overrides,
-    check_sections,
-    key_lines,
-    known_keys,
-    parse_config,
-    read_config_text,
+    describe,
+    first_leaf,
+    read_lines,
     read_overrides,
-    read_yaml,
-    type_name,
+    say_unknown,
+    set_path,
 )
 from fsdp2x.train.translate import find_format, own_sections
 
@@ -42,6 +40,39 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), *, resume_from:
     `resume_from` replaces checkpoint.resume_from. Warnings name keys without an effect.
     """
     return ConfigFile.read(path, overrides).parse(resume_from=resume_from)
+
+
+@checked(own=("settings",))
+def parse_config(settings: Mapping[str, Any]) -> TrainConfig:
+    """Returns the configuration of a nested mapping, which may lack what only a run needs.
+
+    Raises:
+        ConfigError: keys or values are wrong. It has a line for each of them.
+    """
+    try:
+        return TrainConfig.model_validate(settings)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_sentences(error, settings))) from None
+
+
+def _sentences(error: ValidationError, settings: Any) -> list[str]:
+    """Returns a sentence for each wrong setting: pydantic has several errors for a value of several types."""
+    known, said = known_keys(), {}
+    for one in error.errors(include_url=False):
+        place = one["loc"][:2]
+        key = ".".join(map(str, place))
+        if one["type"] in ("extra_forbidden", "invalid_key"):
+            path = first_leaf(key, one["input"])
+            said[path] = say_unknown(path, path, [*known, *SECTIONS])
+        elif one["type"] == "value_error":
+            said[key] = str(one["ctx"]["error"])
+        else:
+            got = settings
+            for part in place:
+                got = got[part]
+            expected = known[key].type if key in known else "a mapping"
+            said[key] = f"{key or 'config'}: got {describe(got)}, expected {expected}"
+    return [*said.values()]
 
 
 @dataclass(frozen=True)
@@ -58,7 +89,7 @@ class ConfigFile:
         """Reads a file in fsdp2x's sections.
 
         Raises:
-            ConfigError: it is the file of another trainer, or has unknown keys.
+            ConfigError: it is the file of another trainer.
         """
         if not str(path):
             raise ConfigError("expected the path of a config, got an empty one")
@@ -71,17 +102,16 @@ class ConfigFile:
                 f"{path}: the file has {form['title']}. Translate it with `fsdp2x config translate {path} > "
                 "mine.yaml`, and use mine.yaml."
             )
-        with file.located():
-            check_sections(file.settings)
         return file
 
     @classmethod
     def read_any(cls, path: str | Path, overrides: Iterable[str]) -> ConfigFile:
         """Reads a file of any keys. An empty path reads no file."""
         overrides = list(overrides)
-        text = read_config_text(path) if path else ""
-        settings = apply_overrides(read_yaml(path, text), overrides)
-        return cls(str(path), settings, key_lines(text), [key for key, _ in read_overrides(overrides)])
+        settings, lines = read_lines(path) if path else ({}, {})
+        return cls(
+            str(path), apply_overrides(settings, overrides), lines, [key for key, _ in read_overrides(overrides)]
+        )
 
     def line_of(self, key: str) -> str:
         """Returns `FILE:LINE: ` for a key of the file, else an empty string."""
@@ -100,64 +130,22 @@ class ConfigFile:
         return (self.line_of(found[1]) if found else "") + sentence
 
     def parse(self, *, resume_from: str | None = None) -> TrainConfig:
-        """Returns the config of a run. Raises `ConfigError` if what only a run needs is missing."""
-        if self.missing:
-            raise ConfigError(f"{self.path} lacks settings. To run it needs {'; '.join(self.missing)}.")
+        """Returns the config of a run. Raises `ConfigError` also if what only a run needs is missing."""
+        if resume_from is not None:
+            set_path(self.settings, ["checkpoint", "resume_from"], resume_from, "")
         with self.located():
             config = parse_config(self.settings)
+        if config.missing:
+            raise ConfigError(f"{self.path} lacks settings. To run it needs {'; '.join(config.missing)}.")
         if os.environ.get("RANK", "0") == "0":
-            for sentence in idle_settings(config, self.settings):
+            for sentence in idle_settings(config):
                 logger.warning("%s: %s", self.path, self.locate(sentence).removeprefix(f"{self.path}:"))
-        if resume_from is None:
-            return config
-        return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume_from=resume_from))
-
-    @property
-    def missing(self) -> list[str]:
-        return missing_settings(self.settings)
-
-
-_MODEL = ("model.path", "model.config")
-
-
-def _is_set(settings: Mapping[str, Any], path: str) -> bool:
-    section, _, name = path.partition(".")
-    values = settings.get(section)
-    return isinstance(values, Mapping) and bool(values.get(name))
-
-
-def missing_settings(settings: Mapping[str, Any]) -> list[str]:
-    """Returns what a run needs in addition."""
-    missing = []
-    if not any(_is_set(settings, path) for path in _MODEL):
-        missing.append("model.path=FOLDER or model.config={model_type: ...}: the model")
-    if not _is_set(settings, "data.files"):
-        missing.append("data.files=FILES: the text")
-    return missing
-
-
-def parse_incomplete(settings: Mapping[str, Any]) -> TrainConfig:
-    """Returns the config of settings that may lack the text. Raises `ConfigError`."""
-    return parse_config(
-        settings if _is_set(settings, "data.files") else apply_overrides(settings, ["data.files=[text]"])
-    )
-
-
-def parse_sections(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sections of settings that may lack text and model, without a model that is missing."""
-    if any(_is_set(settings, path) for path in _MODEL):
-        config = parse_incomplete(settings)
-        return {section: getattr(config, section) for section in SECTIONS}
-    config = parse_incomplete(apply_overrides(settings, ["model.path=folder"]))
-    return {section: getattr(config, section) for section in SECTIONS if section != "model"}
+        return config
 
 
 def list_keys() -> dict[str, dict[str, Any]]:
     """Returns the ``type``, ``default`` and ``help`` of all keys, by name."""
-    return {
-        key: {"type": type_name(known.kind), "default": known.default, "help": known.help}
-        for key, known in known_keys().items()
-    }
+    return {key: known._asdict() for key, known in known_keys().items()}
 
 
 # ---- settings that have no effect together with others: keys, or whole sections -> (when, why)
@@ -209,17 +197,15 @@ IDLE: dict[tuple[str, ...], tuple[Callable[[TrainConfig], bool], str]] = {
 }  # fmt: skip
 
 
-def idle_settings(config: TrainConfig, settings: Mapping[str, Any]) -> list[str]:
-    """Returns a sentence for each of ``settings``, a mapping of fsdp2x's sections, without effect on ``config``.
-
-    It ignores default values.
-    """
+def idle_settings(config: TrainConfig) -> list[str]:
+    """Returns a sentence for each given setting without effect. It ignores default values."""
     given = {
-        f"{section}.{name}": value
-        for section, values in settings.items()
-        for name, value in (values or {}).items()
-        if known_keys()[f"{section}.{name}"].default != getattr(getattr(config, section), name)
+        f"{section}.{name}": getattr(values, name)
+        for section, values in config
+        for name in SECTIONS[section].model_fields
+        if name in values.model_fields_set
     }
+    given = {key: value for key, value in given.items() if value != known_keys()[key].default}
     given |= {f"model.config.{name}": value for name, value in (config.model.config or {}).items()}
     return [
         f"{key}={value} has no effect: {why}"
