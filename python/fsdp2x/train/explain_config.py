@@ -16,7 +16,7 @@ from fsdp2x.train.config import ConfigError, TrainConfig
 from fsdp2x.train.config_file import ConfigFile, idle_settings, parse_config
 from fsdp2x.train.model import build_on_meta, idle_expert_units, prepare, unit_policy
 from fsdp2x.train.parse import show
-from fsdp2x.train.strategy import MeshPlan, plan_mesh, resolve_batching, usual_node
+from fsdp2x.train.strategy import MeshPlan, describe_step, plan_mesh, resolve_batching, usual_node
 from fsdp2x.train.tokenizer import choose_tokenizer, make_tokenizer
 
 
@@ -84,11 +84,7 @@ def _explain(file: ConfigFile, world_size: int | None, local_world_size: int | N
     plan = plan_mesh(parallel, world_size, local_world_size or usual_node(world_size))
     readers = world_size // parallel.sequence_ranks.total
     batching = resolve_batching(train, readers)
-    per_rank, accumulation = batching.batch_size, batching.accumulation
-    sentence = (
-        f"a step: {per_rank * accumulation * readers} sequences ({per_rank} per rank x {accumulation} micro-batches x "
-        f"{readers} data-parallel ranks)"
-    )
+    sentence = f"a step: {describe_step(batching.batch_size, batching.accumulation, readers)}"
     if train.mode == "evaluate":
         sentence = f"evaluation only: {batching.eval_batch_size} sequences per rank and forward"
     found = Explanation(file, world_size, plan, sentence, config.missing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import resource
@@ -14,7 +15,15 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2x.api import columns, local_tensor, parse_json, read_text, start_memory_history, stop_memory_history
+from fsdp2x.api import (
+    columns,
+    local_tensor,
+    parse_json,
+    read_text,
+    readable,
+    start_memory_history,
+    stop_memory_history,
+)
 from fsdp2x.base.failures import exchange
 from fsdp2x.memory import memory_report
 from fsdp2x.train.config import ConfigError, LoggingConfig, ParallelConfig
@@ -99,15 +108,17 @@ class Metrics:
         self.write("train", step, **values)
         if not self.main:
             return
+        from tqdm import tqdm
+
         planned = values.get("planned_bytes")
         shown = {
             "loss": f"{values['loss']:.4f}",
             "lr": f"{values['lr']:.2e}",
             "epoch": f"{values['epochs']:.2f}",
-            **({} if self._bar is not None or left is None else {"left": _duration(left)}),
+            **({} if self._bar is not None or left is None else {"left": tqdm.format_interval(left)}),
             "tok/s": f"{values['tokens_per_s']:.0f}",
             "grad": f"{values['grad_norm']:.3f}" if values["grad_norm"] is not None else "-",
-            "mem": _mebibytes(values["used_bytes"]) + (f" (plan {_mebibytes(planned)})" if planned else ""),
+            "mem": readable(values["used_bytes"]) + (f" (plan {readable(planned)})" if planned else ""),
         }
         if self._bar is not None:
             self._bar.set_postfix(shown, refresh=False)
@@ -157,26 +168,12 @@ class WandbLogger:
         self._run.finish()
 
 
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
-
-
-def _mebibytes(size: int) -> str:
-    return f"{size / 2**20:.0f} MiB"
-
-
 def memory_bytes(device: torch.device) -> int:
     """Returns memory in use by this process: the most that was allocated on the GPU, or the resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def planned_bytes(model: torch.nn.Module, optimizer: Any, batching: Batching, parallel: ParallelConfig) -> int:
@@ -224,13 +221,8 @@ def shard_report(model: torch.nn.Module) -> str:
 
 def _runs(shapes: list[tuple[int, ...]]) -> list[tuple[str, tuple[int, ...]]]:
     """Groups consecutive ranks with equal shapes."""
-    runs: list[list[Any]] = []
-    for rank, shape in enumerate(shapes):
-        if runs and runs[-1][2] == shape:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank, shape])
-    return [(str(first) if first == last else f"{first}-{last}", shape) for first, last, shape in runs]
+    runs = [[*run] for _, run in itertools.groupby(enumerate(shapes), key=lambda one: one[1])]
+    return [(f"{run[0][0]}-{run[-1][0]}" if len(run) > 1 else f"{run[0][0]}", run[0][1]) for run in runs]
 
 
 class Observer:

@@ -201,6 +201,7 @@ def _load(text: str, what: str) -> tuple[Any, dict[str, int]]:
 
     try:
         loader = _loader()(text)
+        loader.name = "the text"
         node = loader.get_single_node()
         lines = {} if node is None else _find_lines(node)
         return None if node is None else loader.construct_document(node), lines
@@ -209,17 +210,11 @@ def _load(text: str, what: str) -> tuple[Any, dict[str, int]]:
     except RecursionError:
         raise ConfigError(f"{what}: the text is nested deeper than {DEEPEST} levels") from None
     except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), _problem(error)
+        mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark is not None and "\n" in text else ""
-        shown = (text.splitlines()[mark.line : mark.line + 1] or [""])[0].strip() if mark is not None else ""
-        near = f", near {_short(shown)!r}" if shown else ""
-        raise ConfigError(f"{what}{line}: not valid YAML: {' '.join(problem.split())}{near}") from None
+        raise ConfigError(f"{what}{line}: not valid YAML: {' '.join(str(error).split())}") from None
     except Exception as error:  # PyYAML's constructors raise various types for tags and dates
         raise ConfigError(f"{what}: a value cannot be read: {' '.join(str(error).split())}") from None
-
-
-def _problem(error: Any) -> str:
-    return ", ".join(filter(None, (getattr(error, name, None) for name in ("context", "problem")))) or str(error)
 
 
 @functools.cache

@@ -13,16 +13,17 @@ from typing import Any
 from fsdp2x.base.failures import CheckpointError
 from fsdp2x.train.config import TrainConfig
 from fsdp2x.train.parts import Inputs
+from fsdp2x.train.strategy import describe_step
 
 # Keys of a HuggingFace config that change neither outputs nor loss, or that other settings decide.
 _WITHOUT_EFFECT = {
     "_commit_hash", "_name_or_path", "architectures", "dtype", "initializer_range", "output_attentions",
     "output_hidden_states", "return_dict", "transformers_version", "use_cache",
 }  # fmt: skip
-# Settings that change steps but not what a step minimizes. The optimizer, the schedule and the text say their own.
+# Settings that change steps but not what a step minimizes, and whole sections of them. The text says its own.
 _OF_STEPS = (
-    "train.clip", "train.seed", "data.shuffle", "lora.dropout", "model.dtype", "model.freeze", "parallel.param_dtype",
-    "parallel.reduce_dtype",
+    "train.clip", "train.seed", "train.steps", "train.epochs", "data.shuffle", "lora.dropout", "model.dtype",
+    "model.freeze", "parallel.param_dtype", "parallel.reduce_dtype", "optimizer", "schedule",
 )  # fmt: skip
 
 
@@ -71,13 +72,12 @@ def compare_runs(saved: Any, run: dict[str, Any], config: TrainConfig) -> list[s
         )
     if config.train.mode == "evaluate":
         return changes
-    for key in _OF_STEPS:
-        section, _, name = key.partition(".")
-        value = settings[section][name]
-        old = saved["config"][section].get(name, value)
-        if old != value:
-            was = f"{key} was {old!r} in the run of the checkpoint"
-            changes.append(f"{was}, and is {value!r}. To restore it set {old!r}")
+    for section, values in settings.items():
+        for name, value in values.items():
+            key, old = f"{section}.{name}", saved["config"][section].get(name, value)
+            if old != value and not {key, section}.isdisjoint(_OF_STEPS):
+                was = f"{key} was {old!r} in the run of the checkpoint"
+                changes.append(f"{was}, and is {value!r}. To restore it set {old!r}")
     return changes + _changes_of_step(then["step"], run["step"], config)
 
 
@@ -99,11 +99,7 @@ def _changes_of_step(before: dict[str, int], now: dict[str, int], config: TrainC
         way = f"To restore it set train.global_batch_size={total}, train.batch_size=null, and train.accumulation=null"
     else:
         way = f"To restore it use a number of data-parallel ranks that divides {total}"
-    return [f"a step has {_sentence(now)}. In the run of the checkpoint it had {_sentence(before)}. {way}"]
-
-
-def _sentence(step: dict[str, int]) -> str:
-    return (
-        f"{step['sequences']} sequences ({step['batch_size']} per rank x {step['accumulation']} micro-batches x "
-        f"{step['readers']} data-parallel ranks of {step['ranks']})"
-    )
+    had, has = (describe_step(step["batch_size"], step["accumulation"], step["readers"]) for step in (before, now))
+    return [
+        f"a step has {has} of {now['ranks']}. In the run of the checkpoint it had {had} of {before['ranks']}. {way}"
+    ]

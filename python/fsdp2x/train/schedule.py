@@ -98,13 +98,11 @@ class Schedule:
         return lr
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "peak_lr": self.peak_lr, **self.shape.model_dump()}
+        return {"step": self.step}
 
-    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Takes the step, but keeps the configured shape. Returns differences to the saved shape as sentences."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the step, but keeps the configured shape."""
         self.step = int(state["step"])
-        now = {"peak_lr": self.peak_lr, **self.shape.model_dump()}
-        return [f"{key} was {state[key]}, is {now[key]}" for key in now if key in state and state[key] != now[key]]
 
 
 def decay_groups(model: torch.nn.Module) -> dict[str, bool]:
@@ -162,20 +160,6 @@ def make_optimizer(
             **options,
         )
     return optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, **options)
-
-
-def restore_settings(optimizer: torch.optim.Optimizer, configured: list[dict[str, Any]]) -> list[str]:
-    """Replaces a checkpoint's values by the configured ones. Returns the differences as sentences.
-
-    It ignores the learning rate, which the schedule sets at each step.
-    """
-    differing = []
-    for index, (group, values) in enumerate(zip(optimizer.param_groups, configured, strict=True)):
-        for key, value in values.items():
-            if key != "lr" and group.get(key) != value:
-                differing.append(f"{key} of group {index} was {group.get(key)}, is {value}")
-                group[key] = value
-    return differing
 
 
 # ---- loss scaling for float16

@@ -178,6 +178,11 @@ class Batching:
     eval_batch_size: int
 
 
+def describe_step(batch_size: int, accumulation: int, readers: int) -> str:
+    total = batch_size * accumulation * readers
+    return f"{total} sequences ({batch_size} per rank x {accumulation} micro-batches x {readers} data-parallel ranks)"
+
+
 def resolve_batching(train: TrainSection, num_readers: int) -> Batching:
     """Resolves batch sizes. `num_readers` ranks read different text: all, or one per group that shares sequences.
 

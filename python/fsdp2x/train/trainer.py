@@ -45,7 +45,6 @@ from fsdp2x.train.metrics import Logger, memory_bytes, planned_bytes, shard_repo
 from fsdp2x.train.model import make_model
 from fsdp2x.train.parts import Inputs, Output, Steps
 from fsdp2x.train.resume import compare_runs, describe_run
-from fsdp2x.train.schedule import restore_settings
 from fsdp2x.train.tokenizer import replaces_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -397,8 +396,8 @@ class Trainer:
             return
         if loaded.scheduler is None or loaded.data is None:
             raise CheckpointError("it holds no training run (no schedule or data position)")
-        for sentence in restore_settings(self.optimizer, configured):
-            logger.warning("optimizer: %s", sentence)
+        for group, settings in zip(self.optimizer.param_groups, configured, strict=True):
+            group.update(settings)
         if self.scaler is not None and not loaded.scaler:
             logger.warning("scaler: the checkpoint has none, the scale starts at %g", self.scaler.scale)
         parts: dict[str, tuple[Any, Any]] = {

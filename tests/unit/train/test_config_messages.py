@@ -94,7 +94,7 @@ def test_values_have_their_line_in_every_command(said, command):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("model:\n  path: [x\ndata: 1\n", "config file run.yaml:3: not valid YAML: while parsing a flow sequence, "),
+        ("model:\n  path: [x\ndata: 1\n", "config file run.yaml:3: not valid YAML: while parsing a flow sequence "),
         ("model:\n path: x\n  load: rows\n", "config file run.yaml:3: not valid YAML: "),
         ("a: 'x\n", "config file run.yaml:2: not valid YAML: while scanning a quoted scalar"),
     ],

@@ -54,11 +54,11 @@ def test_bar_shows_loss_speed_norm_and_memory(tmp_path, capsys):
     metrics.say("a %s", "note")
     metrics.close()
     shown = capsys.readouterr().err
-    for part in ("4/10", "loss=1.5000", "tok/s=1234", "grad=0.250", "mem=1024 MiB (plan 3 MiB)", "a note"):
+    for part in ("4/10", "loss=1.5000", "tok/s=1234", "grad=0.250", "mem=1.00 GiB (plan 3.00 MiB)", "a note"):
         assert part in shown
 
 
-@pytest.mark.parametrize(("speed", "left"), [(0.5, "left 2s"), (30, "left 2m00s"), (900, "left 1h00m")])
+@pytest.mark.parametrize(("speed", "left"), [(0.5, "left 00:02"), (30, "left 02:00"), (900, "left 1:00:00")])
 def test_a_line_says_how_long_the_rest_will_take(tmp_path, monkeypatch, speed, left):
     """Ten steps, of which the sixth is done."""
     now = 100.0
