@@ -16,61 +16,17 @@ from fsdp2x.train.config import ConfigError
 END_OF_TEXT = "<|endoftext|>"
 
 
-class ByteTokenizer:
-    """Token i is byte i for i < 256. 256 ends a document and is also bos and pad."""
+class Tokenizer:
+    """A HuggingFace tokenizer. It adds special tokens, such as bos, as it does by default."""
 
-    vocab_size = 257
-    eos_id = 256
-    fingerprint = "bytes"
-
-    def encode(self, text: bytes) -> torch.Tensor:
-        """Converts UTF-8 bytes of one document to 1-D int64 ids, without an end mark."""
-        if not text:
-            return torch.empty(0, dtype=torch.int64, device="cpu")
-        return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int64)
-
-    @functools.cached_property
-    def inner(self) -> Any:
-        """The same as a transformers tokenizer."""
-        from tokenizers import Tokenizer as FastTokenizer
-        from tokenizers import decoders, models, pre_tokenizers
-        from transformers import PreTrainedTokenizerFast
-
-        # A byte-level BPE without merges: the pre-tokenizer maps each byte to one character, which is one token.
-        vocab = {character: byte for byte, character in enumerate(byte_alphabet())}
-        tokenizer = FastTokenizer(models.BPE(vocab=vocab, merges=[]))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        return PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            bos_token=END_OF_TEXT,
-            eos_token=END_OF_TEXT,
-            pad_token=END_OF_TEXT,
-            clean_up_tokenization_spaces=False,
-        )
-
-    def save(self, folder: Path) -> None:
-        """Writes files that `transformers.AutoTokenizer.from_pretrained(folder)` loads."""
-        self.inner.save_pretrained(str(folder))
-
-
-def byte_alphabet() -> list[str]:
-    """Returns the characters of byte-level BPE for each byte: itself if printable Latin-1, else from U+0100 upwards."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
-    spare = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
-
-
-class HuggingFaceTokenizer:
-    """A tokenizer directory on this machine. It adds special tokens, such as bos, as it does by default."""
-
-    def __init__(self, folder: str):
-        self.inner = _load(folder)
+    def __init__(self, inner: Any):
+        self.inner = inner
         # An id may lie beyond the number of entries.
         self.vocab_size = 1 + max(len(self.inner) - 1, *self.inner.get_vocab().values())
         self.eos_id = self.inner.eos_token_id
 
     def encode(self, text: bytes) -> torch.Tensor:
+        """Converts UTF-8 bytes of one document to 1-D int64 ids."""
         ids = self.inner(text.decode("utf-8", errors="replace"), verbose=False)["input_ids"]
         return torch.tensor(ids, dtype=torch.int64, device="cpu")
 
@@ -82,11 +38,39 @@ class HuggingFaceTokenizer:
         return hashlib.sha256(repr(does).encode()).hexdigest()[:16]
 
     def save(self, folder: Path) -> None:
+        """Writes files that `transformers.AutoTokenizer.from_pretrained(folder)` loads."""
         self.inner.save_pretrained(str(folder))
 
 
+class ByteTokenizer(Tokenizer):
+    """Token i is byte i for i < 256. 256 ends a document and is also bos and pad."""
+
+    fingerprint = "bytes"
+
+    def __init__(self) -> None:
+        from tokenizers import Tokenizer as FastTokenizer
+        from tokenizers import decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        # A byte-level BPE without merges: the pre-tokenizer maps each byte to one character, which is one token.
+        vocab = {character: byte for byte, character in bytes_to_unicode().items()}
+        tokenizer = FastTokenizer(models.BPE(vocab=vocab, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        marks = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
+        super().__init__(
+            PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **marks)
+        )
+
+    def encode(self, text: bytes) -> torch.Tensor:
+        """Does the same fast, also for bytes that are not UTF-8, and adds no end mark."""
+        if not text:
+            return torch.empty(0, dtype=torch.int64, device="cpu")
+        return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int64)
+
+
 _PROBE = "Ab 12345, don't\n\tna\u00efve  \u65e5\u672c\u8a9e \U0001f642 <|endoftext|>"
-Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 
 def _load(folder: str) -> Any:
@@ -126,4 +110,4 @@ def replaces_tokenizer(asked: str | None, model_path: str | None) -> bool:
 
 
 def make_tokenizer(name: str) -> Tokenizer:
-    return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
+    return ByteTokenizer() if name == "bytes" else Tokenizer(_load(name))

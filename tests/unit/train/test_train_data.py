@@ -28,7 +28,7 @@ def test_text_is_cut_into_blocks_without_loss(tmp_path):
     config = DataConfig(files=[str(folder)], block_size=16, held_out=0.2)
     blocks = read_blocks(config, ByteTokenizer(), seed=1)
     tokens = torch.cat([blocks.train, blocks.held_out]).flatten()
-    end = ByteTokenizer.eos_id
+    end = ByteTokenizer().eos_id
     documents = [file.read_bytes() for file in folder.iterdir()]
     length = sum(len(d) + 1 for d in documents)
     assert len(tokens) == length // 16 * 16
