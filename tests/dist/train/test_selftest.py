@@ -109,4 +109,4 @@ def test_command():
 
 def test_a_run_that_takes_too_long_is_ended():
     done = run_command("--world", "2", "--timeout", "0.5")
-    assert done.returncode == 1 and "did not finish within 0.5 s" in done.stderr
+    assert done.returncode == 1 and "Timeout (0:00:00.500000)!" in done.stderr

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
-import signal
 import subprocess
 import sys
 
 from fsdp2x.api import TRANSPORTS
 from fsdp2x.base.failures import ConfigError
-
-_GRACE_S = 5
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -56,6 +54,8 @@ def _check(args: argparse.Namespace) -> int:
     from fsdp2x.train.distributed import open_world
     from fsdp2x.train.selftest import run_suite, shard_layers
 
+    # torchrun ends the other ranks when one has ended.
+    faulthandler.dump_traceback_later(args.timeout, exit=True)
     world = open_world(args.device, args.timeout)
     try:
 
@@ -64,31 +64,12 @@ def _check(args: argparse.Namespace) -> int:
 
         return 1 if run_suite(world.device, shard=shard, num_steps=args.steps) else 0
     finally:
+        faulthandler.cancel_dump_traceback_later()
         world.close()
 
 
 def _launch(args: argparse.Namespace, world: int) -> int:
-    """Starts the ranks under torchrun in a separate session, so that none outlives a timeout."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
     command += ["-m", "fsdp2x", "selftest", "--device", args.device, "--transport", args.transport]
     command += ["--steps", str(args.steps), "--timeout", str(args.timeout)]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    ranks = subprocess.Popen(command, env=environment, start_new_session=True)
-    try:
-        return 1 if ranks.wait(timeout=args.timeout) else 0
-    except subprocess.TimeoutExpired:
-        sys.stderr.write(f"fsdp2x: error: the self-test did not finish within {args.timeout:g} s\n")
-        return 1
-    finally:
-        _end(ranks)
-
-
-def _end(ranks: subprocess.Popen) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if ranks.poll() is not None:
-            return
-        os.killpg(ranks.pid, number)
-        try:
-            ranks.wait(timeout=_GRACE_S)
-        except subprocess.TimeoutExpired:
-            continue
+    return 1 if subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ}).returncode else 0
