@@ -5,7 +5,10 @@ It warns of keys without an effect, because a run without a warning would look a
 
 from __future__ import annotations
 
+import difflib
+import functools
 import logging
+import operator
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -67,11 +70,13 @@ def _sentences(error: ValidationError, settings: Any) -> list[str]:
         elif one["type"] == "value_error":
             said[key] = str(one["ctx"]["error"])
         else:
-            got = settings
-            for part in place:
-                got = got[part]
+            got = functools.reduce(operator.getitem, place, settings)
             expected = known[key].type if key in known else "a mapping"
-            said[key] = f"{key or 'config'}: got {describe(got)}, expected {expected}"
+            words = re.findall("'(.*?)'", one.get("ctx", {}).get("expected", ""))
+            near = difflib.get_close_matches(str(got), words, n=1)
+            if near or key not in said:
+                hint = f"; did you mean {near[0]}?" if near else ""
+                said[key] = f"{key or 'config'}: got {describe(got)}, expected {expected}{hint}"
     return [*said.values()]
 
 
