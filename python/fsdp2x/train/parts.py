@@ -63,7 +63,6 @@ class Inputs:
         folder = RunFolder.of(config)
         closing.callback(folder.release)
         run_on_all_ranks(lambda: _claim(config, folder, world), raising=ConfigError)
-        run_on_all_ranks(folder.join, raising=ConfigError)
         run_on_all_ranks(lambda: _check_paths(config, world), raising=ConfigError)
         if config.checkpoint.resume_from is not None:
             run_on_all_ranks(lambda: find(config.checkpoint.resume_from))

@@ -1,18 +1,13 @@
 """Locks the folders of a run, so that only one running job writes there, and protects the work of earlier runs.
 
-    out/run/run.lock      JSON: the host and the pids of the run's ranks there
-
-Every rank holds a shared lock on this file, which the kernel releases when the process ends, however it ends. A new run
-needs an exclusive one first.
+Rank 0 holds a lock on the file `run.lock`, which the kernel releases when the process ends, however it ends. The file
+has the ids of the run's processes on this host.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
-import os
-import socket
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,8 +29,7 @@ class RunFolder:
     def __init__(self, output: Path, checkpoints: Path, *, saves: bool) -> None:
         """A run that only evaluates saves nothing."""
         self.output, self.checkpoints, self.saves = output, checkpoints, saves
-        self._locks: dict[Path, TextIO] = {}
-        self._is_owner = False
+        self._locks: list[TextIO] = []
 
     @classmethod
     def of(cls, config: TrainConfig) -> RunFolder:
@@ -44,51 +38,31 @@ class RunFolder:
         return cls(output, checkpoints, saves=config.train.mode == "train")
 
     def claim(self, pids: Sequence[int]) -> None:
-        """Locks the folders for this run and makes missing ones. Rank 0 calls it before the other ranks join.
+        """Locks the folders for this run and makes missing ones. For rank 0.
 
         Raises:
             ConfigError: a folder cannot be written, or another running job uses it.
         """
-        self._is_owner = True
-        for setting, folder in self._folders().items():
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                self._lock(setting, folder, pids)
-            except OSError as error:
-                raise ConfigError(f"{setting}: cannot write to {folder}: {error.strerror or error}") from None
-
-    def join(self) -> None:
-        """Holds the lock as well, if this rank sees rank 0's folders. For the other ranks."""
-        for setting, folder in self._folders().items():
-            if (folder / LOCK).exists() and folder / LOCK not in self._locks:
-                self._lock(setting, folder)
-
-    def _folders(self) -> dict[str, Path]:
         folders = {"logging.output": self.output}
         if self.saves and self.checkpoints.resolve() != self.output.resolve():
             folders["checkpoint.folder"] = self.checkpoints
-        return folders
-
-    def _lock(self, setting: str, folder: Path, pids: Sequence[int] = ()) -> None:
-        """Takes a shared lock. With `pids`, takes an exclusive one first."""
-        path = folder / LOCK
-        file = open(path, "a+", encoding="utf-8")
-        try:
-            if pids:
+        for setting, folder in folders.items():
+            check_writable(setting, folder)
+            file = open(folder / LOCK, "a+")
+            self._locks.append(file)
+            try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if not path.exists() or os.fstat(file.fileno()).st_ino != path.stat().st_ino:
-                    file.close()  # its run has just ended
-                    return self._lock(setting, folder, pids)
-                file.truncate(0)
-                file.write(json.dumps({"host": socket.gethostname(), "pids": [*pids]}))
-                file.flush()
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise ConfigError(f"{setting}: {_living(path)}, or choose another folder with {setting}=FOLDER") from None
-        except OSError as error:
-            logger.warning("%s: it cannot be locked (%s): do not start a second run in it", folder, error.strerror)
-        self._locks[path] = file
+            except BlockingIOError:
+                file.seek(0)
+                raise ConfigError(
+                    f"{setting}: another run uses {folder} and is still running. End its processes (kill "
+                    f"{file.read()}), or choose another folder with {setting}=FOLDER."
+                ) from None
+            except OSError as error:
+                logger.warning("%s: it cannot be locked (%s): do not start a second run in it", folder, error.strerror)
+            file.truncate(0)
+            file.write(" ".join(map(str, pids)))
+            file.flush()
 
     def refuse_former_run(self, resume_from: str | None) -> None:
         """Lets a run that saves begin in empty folders, or continue the run that is there.
@@ -110,21 +84,9 @@ class RunFolder:
             )
 
     def release(self) -> None:
-        for path, file in self._locks.items():
-            if self._is_owner:
-                path.unlink(missing_ok=True)
+        for file in self._locks:
             file.close()
-        self._locks = {}
-
-
-def _living(lock: Path) -> str:
-    """Names the run that holds a lock, and how to end it."""
-    try:
-        owner = json.loads(lock.read_text(encoding="utf-8"))
-        pids, host = " ".join(map(str, owner["pids"])), owner["host"]
-    except (OSError, ValueError, KeyError, TypeError):
-        pids, host = "?", "an unknown host"
-    return f"another run (on {host}) uses {lock.parent} and is still running. End its processes (kill {pids})"
+        self._locks = []
 
 
 def check_writable(setting: str, folder: Path) -> None:
