@@ -1,4 +1,7 @@
-"""`fsdp2x doctor`: reports what this machine has, what training would use, and whether it can run."""
+"""`fsdp2x doctor`: reports what training would use on this machine, and whether it can run.
+
+`python -m torch.utils.collect_env` reports the machine itself: its compilers, drivers, and devices.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ import os
 import platform
 import resource
 import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -51,7 +53,8 @@ def add(commands: argparse._SubParsersAction) -> None:
         help="report what this machine would use, and whether it can run",
         description=(
             "Report versions, the build, limits, and what training would use, with the reason. Starts nothing; "
-            "`fsdp2x selftest` trains. Exit status 1: nothing can run."
+            "`fsdp2x selftest` trains. torch.utils.collect_env reports compilers, drivers, and devices. Exit "
+            "status 1: nothing can run."
         ),
     )
     command.add_argument("--json", action="store_true", help="Print everything as one JSON object.")
@@ -87,7 +90,7 @@ def _table(found: list[Finding], runs: bool) -> str:
 
 def findings() -> list[Finding]:
     """Returns all findings, topic by topic. Starts no process group and makes no device context."""
-    return [*_versions(), *_build(), *_machine(), *_limits(), *_variables(), *_choices()]
+    return [*_versions(), *_build(), *_limits(), *_variables(), *_choices()]
 
 
 def _versions() -> Iterator[Finding]:
@@ -113,37 +116,6 @@ def _build() -> Iterator[Finding]:
         yield Finding("build", "CUDA kernels", text, "note" if advice else "ok", advice)
     else:
         yield Finding("build", "CUDA kernels", f"compiled by CUDA {build_info.CUDA}")
-    for name, program in (("C++ compiler", os.environ.get("CXX", "c++")), ("CMake", "cmake"), ("nvcc", "nvcc")):
-        yield Finding("build", name, _version_of(program))
-
-
-def _version_of(program: str) -> str:
-    path = shutil.which(program)
-    if path is None:
-        return "not found; needed to build, not to run"
-    try:
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"{path} does not answer: {error}"
-    lines = [line for line in said.splitlines() if any(letter.isdigit() for letter in line)]
-    return next((line for line in lines if "release" in line), lines[0] if lines else path).strip()
-
-
-def _machine() -> Iterator[Finding]:
-    import torch
-
-    yield Finding("machine", "system", f"{platform.system()} {platform.release()}, {platform.machine()}")
-    num_cores = len(os.sched_getaffinity(0))
-    yield Finding("machine", "cores", f"{num_cores} for this process")
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    yield Finding("machine", "memory", f"{whole / GIB:.1f} GiB")
-    if not torch.cuda.is_available():
-        yield Finding("machine", "GPUs", "none that this torch sees")
-        return
-    for index in range(torch.cuda.device_count()):
-        seen = torch.cuda.get_device_properties(index)
-        text = f"{seen.name}, {seen.total_memory / GIB:.0f} GiB, compute capability {seen.major}.{seen.minor}"
-        yield Finding("machine", f"GPU {index}", text)
 
 
 def _limits() -> Iterator[Finding]:
