@@ -34,8 +34,7 @@ logger = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 
 
-# A function like `wandb.log`, called on rank 0 with numbers by name (`train/loss`) and `step=`. If it has a method
-# `finish`, that is called when the run ends.
+# A function like `wandb.log`, called on rank 0 with numbers by name (`train/loss`) and `step=`.
 Logger = Callable[..., Any]
 
 
@@ -142,30 +141,19 @@ class Metrics:
             self._board.close()
         if self._file is not None:
             self._file.close()
-        for log in self._loggers:
-            if hasattr(log, "finish"):
-                log.finish()
         self._file = self._board = self._bar = None
         self._loggers = ()
 
 
-class WandbLogger:
-    """A Weights & Biases run. Raises `ConfigError` if the package is missing."""
-
-    def __init__(self, options: dict[str, Any], config: dict[str, Any]):
-        try:
-            import wandb
-        except ModuleNotFoundError:
-            raise ConfigError(
-                "logging.wandb: the package wandb is not installed. Run `pip install wandb`, or set it to false."
-            ) from None
-        self._run = wandb.init(**{"config": config, **options})
-
-    def __call__(self, values: dict[str, float], *, step: int) -> None:
-        self._run.log(values, step=step)
-
-    def finish(self) -> None:
-        self._run.finish()
+def begin_wandb(options: dict[str, Any], config: dict[str, Any]) -> Any:
+    """Begins a Weights & Biases run. Raises `ConfigError` if the package is missing."""
+    try:
+        import wandb
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "logging.wandb: the package wandb is not installed. Run `pip install wandb`, or set it to false."
+        ) from None
+    return wandb.init(**{"config": config, **options})
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -21,7 +21,7 @@ from fsdp2x.train.config import ConfigError, TrainConfig
 from fsdp2x.train.data import Blocks, BlockStream, read_blocks
 from fsdp2x.train.distributed import World
 from fsdp2x.train.feeds import BlockFeed, make_feed
-from fsdp2x.train.metrics import Logger, Metrics, Observer, WandbLogger
+from fsdp2x.train.metrics import Logger, Metrics, Observer, begin_wandb
 from fsdp2x.train.model import Model, build_on_meta, check_folder
 from fsdp2x.train.run_folder import RunFolder, check_writable
 from fsdp2x.train.schedule import GradScaler, Schedule, make_optimizer
@@ -171,12 +171,14 @@ class Output:
         """Opens the metrics of a run that begins after `first_step`."""
         world, folder, logging = inputs.world, inputs.folder, config.logging
 
-        def begin_wandb() -> WandbLogger | None:
+        if logging.wandb:
             options = {"dir": str(folder.output), **logging.wandb_options}
-            return WandbLogger(options, config.model_dump()) if world.is_main else None
-
-        # Only rank 0 has the run, but all must learn if it cannot begin.
-        run = run_on_all_ranks(begin_wandb, raising=ConfigError) if logging.wandb else None
+            run = run_on_all_ranks(
+                lambda: begin_wandb(options, config.model_dump()) if world.is_main else None, raising=ConfigError
+            )
+            if run is not None:
+                closing.callback(run.finish)
+                loggers = [*loggers, run.log]
         metrics = Metrics(
             folder.output,
             main=world.is_main,
@@ -184,7 +186,7 @@ class Output:
             progress=logging.progress,
             num_steps=num_steps,
             first_step=first_step,
-            loggers=[*loggers, *([run] if run else [])],
+            loggers=loggers,
         )
         closing.callback(metrics.close)
         return cls(metrics, Observer(logging, folder.output, world.rank, world.device))
