@@ -83,7 +83,7 @@ optimizer.weight_decay parallel.device parallel.offload parallel.timeout_s paral
 scaler.growth_interval scaler.init_scale schedule.decay_steps schedule.kind schedule.min_lr schedule.min_lr_ratio
 schedule.warmup_ratio schedule.warmup_steps schedule.wsd_decay_steps train.activation_checkpointing train.clip
 train.compile train.compile_backend train.deterministic train.epochs train.eval_batch_size train.eval_blocks
-train.eval_every train.global_eval_batch_size train.on_nonfinite train.seed train.steps
+train.eval_every train.global_eval_batch_size train.on_nonfinite train.seed train.steps train.tiled_loss
 """.split()
 
 
