@@ -51,6 +51,7 @@ from fsdp2x.optim.local import local_tensor
 from fsdp2x.plan.describe import describe
 from fsdp2x.plan.optimizers import PLANNED, may_be_on_host
 from fsdp2x.plan.plan import planned_facts, planned_report
+from fsdp2x.plan.profile import profile
 from fsdp2x.plan.report import columns, readable
 from fsdp2x.sharding.offload import OFFLOAD_MODES, HostOffloadPolicy, OffloadMode
 from fsdp2x.sharding.transport import TRANSPORTS, TransportKind, check_transport

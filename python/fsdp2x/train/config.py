@@ -360,7 +360,7 @@ class LoggingConfig(Section):
         "step after which to write memory/: on GPUs torch's snapshot of allocations, on CPUs planned and real bytes",
         ge=1,
     )
-    profile_start: int | None = setting(None, "first step of the window that torch.profiler records", ge=1)
+    profile_start: int | None = setting(None, "first step of the window that fsdp2x.profile records in profile/", ge=1)
     profile_end: int | None = setting(None, "last step of the window; unset: profile_start", ge=1)
 
     def check(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -19,6 +20,7 @@ from fsdp2x.api import (
     columns,
     local_tensor,
     parse_json,
+    profile,
     read_text,
     readable,
     start_memory_history,
@@ -216,41 +218,30 @@ def _runs(shapes: list[tuple[int, ...]]) -> list[tuple[str, tuple[int, ...]]]:
 class Observer:
     """Hooks of the training loop around each step. Every rank writes its own files in the run's folder.
 
-    profile/rank-R-steps-A-B.json  chrome trace of the steps A to B
+    profile/steps-A-B/             what `fsdp2x.profile` writes of the steps A to B, or to the last one
     memory/rank-R-step-N.pickle    torch's snapshot of CUDA allocations (for torch's memory viewer), or
     memory/rank-R-step-N.json      on a CPU: bytes in use, and what the plan says of each unit and of the optimizer
     """
 
     def __init__(self, config: LoggingConfig, output: Path, rank: int, device: torch.device):
         self.output, self.rank, self.device = output, rank, device
-        self.first = config.profile_start
-        self.last = config.profile_end or config.profile_start or 0
+        self.first, self.last = config.profile_start, config.profile_end or config.profile_start or 0
         self.snapshot_step = config.memory_snapshot
-        self._profiler: Any = None
+        self._window = contextlib.ExitStack()
         if self.snapshot_step is not None and device.type == "cuda":
             start_memory_history()
 
     def before_step(self, step: int) -> None:
         # A run that resumed inside the window records the rest of it.
-        if self.first is not None and self.first <= step <= self.last and self._profiler is None:
-            self.first = step
-            self._profiler = torch.profiler.profile(record_shapes=True)
-            self._profiler.start()
+        if self.first is not None and self.first <= step <= self.last:
+            self._window.enter_context(profile(self.output / f"profile/steps-{step}-{self.last}", record_shapes=True))
+            self.first = None
 
     def after_step(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        if self._profiler is not None and step >= self.last:
-            self._end_profile(step)
+        if step >= self.last:
+            self.close()
         if self.snapshot_step == step:
             self._snapshot(step, model, optimizer)
-
-    def _end_profile(self, step: int) -> None:
-        profiler, self._profiler = self._profiler, None
-        profiler.stop()
-        folder = self.output / "profile"
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"rank-{self.rank}-steps-{self.first}-{step}.json"
-        profiler.export_chrome_trace(str(path))
-        logger.info("trace of steps %d to %d: %s", self.first, step, path)
 
     def _snapshot(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         folder = self.output / "memory"
@@ -265,7 +256,6 @@ class Observer:
         }
         (folder / f"rank-{self.rank}-step-{step}.json").write_text(json.dumps(found, indent=1))
 
-    def close(self, step: int) -> None:
+    def close(self) -> None:
         """Ends a window whose end the run did not reach."""
-        if self._profiler is not None:
-            self._end_profile(step)
+        self._window.close()

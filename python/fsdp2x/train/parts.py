@@ -189,4 +189,6 @@ class Output:
             loggers=loggers,
         )
         closing.callback(metrics.close)
-        return cls(metrics, Observer(logging, folder.output, world.rank, world.device))
+        observer = Observer(logging, folder.output, world.rank, world.device)
+        closing.callback(observer.close)
+        return cls(metrics, observer)

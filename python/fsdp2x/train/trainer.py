@@ -189,7 +189,6 @@ class Trainer:
                 self._end_early(last_saved)
             # Throughput counts training only.
             since += time.perf_counter() - pause
-        observer.close(self.step)
         if last_saved is None and config.checkpoint.save_last:
             self.save()
         checkpoint.wait(self.model)
@@ -227,7 +226,6 @@ class Trainer:
             self.save()
             last_saved = self.step
         checkpoint.wait(self.model)
-        self.output.observer.close(self.step)
         self.output.metrics.write("interrupt", self.step)
         how = "nothing was saved: checkpoint.save_last=false and checkpoint.save_every=0"
         if last_saved is not None:

@@ -1,5 +1,6 @@
 """Features of a run: deterministic, compiled, monitored, evaluated, and loaded row by row."""
 
+import gzip
 import json
 import logging
 
@@ -110,7 +111,8 @@ def test_profile_snapshot_report_and_loggers(ctx):
         trainer.run()
         trainer.close()
         dist.barrier()
-        trace = json.loads((folder / "run" / "profile" / f"rank-{ctx.rank}-steps-2-3.json").read_text())
+        with gzip.open(folder / "run/profile/steps-2-3" / f"trace-rank{ctx.rank}.json.gz") as file:
+            trace = json.load(file)
         names = {event.get("name", "") for event in trace["traceEvents"]}
         assert any("backward" in name.lower() for name in names)
         snapshot = json.loads((folder / "run" / "memory" / f"rank-{ctx.rank}-step-3.json").read_text())
@@ -134,7 +136,7 @@ def test_a_window_that_outlasts_the_run_is_written(ctx):
                 folder / "text", folder / "run", train={"steps": 2}, logging={"profile_start": 2, "profile_end": 9}
             )
         )
-        assert (folder / "run" / "profile" / f"rank-{ctx.rank}-steps-2-2.json").exists()
+        assert (folder / "run/profile/steps-2-9" / f"trace-rank{ctx.rank}.json.gz").exists()
 
 
 @distributed
