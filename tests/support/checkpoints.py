@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from models import Stack
 
 ROWS = 12
-FORMS = ("sharded", "full", "per_rank")  # of a folder; a full checkpoint may also be one file
+FORMS = ("sharded", "full", "per_rank")
 
 
 class Mixed(nn.Module):

@@ -226,18 +226,34 @@ def change_json(rng: random.Random, path: Path) -> Change:
 
 
 def fit(folder: Path) -> None:
-    """Makes the manifest of a checkpoint say what its files are."""
+    """Makes the manifest of a checkpoint say what its files are, except for the chunks of tensors in them."""
     path = folder / "manifest.json"
+    if not path.is_file():
+        return
     try:
-        manifest = json.loads(path.read_text()) if path.is_file() else {"files": {}}
-        for name in manifest["files"]:
-            if (folder / name).is_file():
+        manifest = json.loads(path.read_text())
+        for name, described in manifest["files"].items():
+            if os.path.isfile(folder / name):
                 content = (folder / name).read_bytes()
-                manifest["files"][name] = {"bytes": len(content), "crc32": zlib.crc32(content)}
-        if path.is_file():
-            path.write_text(json.dumps(manifest))
+                described |= {key: {"bytes": len, "crc32": zlib.crc32}[key](content) for key in described}
+        path.write_text(json.dumps(sealed(manifest)))
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError):
         pass  # damaged itself
+
+
+def flip(path: Path) -> None:
+    """Changes one bit of a file, of a tensor if the manifest next to it lists one there."""
+    tensors = json.loads((path.parent / "manifest.json").read_text())["tensors"].values()
+    chunks = [one for entry in tensors for one in entry["chunks"] if one["file"] == path.name]
+    content = bytearray(path.read_bytes())
+    content[chunks[0].get("first_byte", -1) if chunks else 200] ^= 4
+    path.write_bytes(content)
+
+
+def sealed(manifest: dict) -> dict:
+    """The manifest with the checksum of its contents."""
+    rest = {key: value for key, value in manifest.items() if key != "crc32"}
+    return {**rest, "crc32": zlib.crc32(json.dumps(rest, sort_keys=True).encode())} if "crc32" in manifest else rest
 
 
 def change_archive(rng: random.Random, path: Path, lie: Callable[[random.Random, Any], tuple] | None = None) -> Change:
@@ -297,56 +313,31 @@ _VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "N
 
 
 def lying(rng: random.Random, tensors: dict[str, torch.Tensor], nest: Callable[[dict], Any]) -> tuple[bytes, Change]:
-    """An archive in which one tensor has another shape, dtype or place than its record.
+    """An archive in which one tensor has another shape or dtype than its record, or none.
 
-    `nest` makes the tree to pickle from what stands for each tensor.
+    `nest` makes the tree to pickle from the tensors, of which no two may share memory.
     """
-    from fsdp2x.io.checkpoint.archive import Archive, Stored
-    from fsdp2x.io.checkpoint.disk import bytes_of
-
-    stored = {name: Stored(key, t.dtype, tuple(t.shape)) for key, (name, t) in enumerate(tensors.items())}
     name = rng.choice(list(tensors))
-    truth = stored[name]
-    grown = tuple(size + rng.choice([1, 5, 1000, 2**29]) for size in truth.shape) or (1000,)
-    other = rng.choice(list(tensors))
+    truth = tensors[name]
+    grown = tuple(size + rng.choice([1, 5, 1000]) for size in truth.shape) or (1000,)
     lies = {
-        "larger": dataclasses.replace(truth, shape=grown),
-        "of another dtype": dataclasses.replace(truth, dtype=torch.float64),
-        "nowhere": dataclasses.replace(truth, key=rng.choice([len(stored), -1])),
-        f"{other}": dataclasses.replace(truth, key=stored[other].key),
-        "smaller": dataclasses.replace(truth, shape=(*truth.shape[:-1], 1)),
+        "larger": truth.new_zeros(grown),
+        "of another dtype": truth.to(torch.float64),
+        "smaller": truth.new_zeros((*truth.shape[:-1], 1)),
+        "nowhere": truth,
     }
     said = rng.choice(list(lies))
-    archive = Archive(nest({**stored, name: lies[said]}), list(stored.values()))
-    sink = _Bytes()
-    archive.write(sink, [bytes_of(tensor) for tensor in tensors.values()])
-    return bytes(sink.content), Change(f"say that {name} is {said}", (name,))
-
-
-def relabel(archive: bytes, like: bytes) -> bytes:
-    """An archive with the label of another one, so that only its contents tell that it is not that one."""
-    with zipfile.ZipFile(io.BytesIO(like)) as file:
-        labels = [file.read(name) for name in file.namelist() if name.endswith("/label")]
-    if not labels or not archive:
-        return archive
-    buffer = io.BytesIO(archive)
-    with zipfile.ZipFile(buffer, "a") as file:
-        file.writestr(zipfile.ZipInfo(f"{file.namelist()[0].partition('/')[0]}/label"), labels[0])
-    return buffer.getvalue()
-
-
-class _Bytes:
-    """A `disk.Sink` into memory."""
-
-    def __init__(self):
-        self.content = bytearray()
-
-    def put(self, content: bytes) -> None:
-        self.content += content
-
-    def data(self, source: torch.Tensor) -> int:
-        self.put(content := source.numpy().tobytes())
-        return zlib.crc32(content)
+    buffer = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(pack(nest(tensors)))) as records,
+        zipfile.ZipFile(io.BytesIO(pack(nest({**tensors, name: lies[said]})))) as lie,
+        zipfile.ZipFile(buffer, "w") as archive,
+    ):
+        lost = f"archive/data/{list(tensors).index(name)}" if said == "nowhere" else ""
+        for one in records.namelist():
+            if one != lost:
+                archive.writestr(one, (lie if one.endswith("data.pkl") else records).read(one))
+    return buffer.getvalue(), Change(f"say that {name} is {said}", (name,))
 
 
 def change_zip(rng: random.Random, content: bytes) -> tuple[bytes, Change]:

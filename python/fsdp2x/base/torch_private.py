@@ -18,8 +18,6 @@ from torch import nn
 
 # torch.compiler.disable would import Dynamo together with fsdp2x, not at the first call.
 from torch._compile import _disable_dynamo as never_compiled
-from torch._utils import _rebuild_tensor_v2 as rebuild_tensor  # the function that files of torch.save name
-from torch._utils import _rebuild_tensor_v3 as rebuild_tensor_of_dtype
 from torch.distributed._composable.contract import (  # where composable functions find one another
     REGISTRY_KEY,
     STATE_KEY,
@@ -60,7 +58,7 @@ S = TypeVar("S", bound=State)
 __all__ = [
     "DTensorSpec", "State", "StridedShard", "TrainingState", "cpu_flash", "cpu_flash_backward",
     "is_traceable_wrapper_subclass",
-    "local_shape_and_offset", "never_compiled", "rebuild_tensor", "rebuild_tensor_of_dtype", "root_modules",
+    "local_shape_and_offset", "never_compiled", "root_modules",
     "tree_leaves",
 ]  # fmt: skip
 

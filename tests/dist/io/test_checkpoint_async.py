@@ -22,9 +22,9 @@ class Held:
         self.go = threading.Event()
         original = saving.Job._write
 
-        def wait(job, data):
+        def wait(job, *args):
             assert self.go.wait(30)
-            return original(job, data)
+            return original(job, *args)
 
         patch.setattr(saving.Job, "_write", wait)
 
@@ -93,13 +93,10 @@ def test_two_models_write_to_one_folder_one_after_the_other(ctx, second_is_async
         for way, options in {
             "later": {"step": 3},
             "overwritten": {"step": 1, "overwrite": True},
-            "file.pt": {"step": 1, "form": "full"},
         }.items():
             with pytest.MonkeyPatch.context() as patch:
                 held = Held(patch)
-                first = actor.save(
-                    folder / way, step=1, async_save=True, overwrite=True, form=options.get("form", "sharded")
-                )
+                first = actor.save(folder / way, step=1, async_save=True, overwrite=True)
                 threading.Timer(0.2, held.go.set).start()
                 second = critic.save(folder / way, async_save=second_is_async, **options)
                 assert first.wait() and second.wait()

@@ -1,23 +1,24 @@
 """The three forms: what is saved loads at other world sizes, into fresh optimizers, in stock, and in the trainer."""
 
+import json
+import zlib
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from checkpoints import FORMS, OPTIMIZERS, Mixed, Training, on_first, shared_folder
 from fsdp2x.base.failures import CheckpointError
+from fsdp2x.io.checkpoint.trees import nest
 from harness import dist_run, distributed
 from training import losses as logged
 from training import run, settings
 from training import shared_folder as text_folder
-
-
-def place(folder, optimizer, form):
-    return folder / f"{optimizer}.pt" if form == "file" else folder / optimizer / form
 
 
 def train_and_save(ctx, folder, cells):
@@ -27,7 +28,7 @@ def train_and_save(ctx, folder, cells):
         training = Training(optimizer)
         training.steps(3)
         for form in [form for other, form in cells if other == optimizer]:
-            training.save(place(folder, optimizer, form), form="full" if form == "file" else form)
+            training.save(folder / optimizer / form, form=form)
         losses[optimizer] = training.steps(3)
     return losses
 
@@ -36,31 +37,30 @@ def resume(ctx, folder, cells):
     losses = {}
     for optimizer, form in cells:
         training = Training(optimizer)
-        loaded = training.load(place(folder, optimizer, form))
+        loaded = training.load(folder / optimizer / form)
         assert loaded.world_size == 2 and loaded.step == 3 and not loaded.missing
         losses[optimizer, form] = training.steps(3)
     return losses
 
 
-def load_per_rank(ctx, path):
-    training = Training()
+def load_per_rank(ctx, path, optimizer):
+    training = Training(optimizer)
     with pytest.raises(Exception) as error:
         training.load(path)
     return str(error.value)
 
 
-@pytest.mark.parametrize(("worlds", "num"), [((1, 3), 1), pytest.param((1, 3, 4), 4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("worlds", "num"), [((1, 3), 1), pytest.param((1, 3, 4), 3, marks=pytest.mark.full)])
 def test_other_world_sizes_continue_the_run(tmp_path, worlds, num):
-    """`num` of the four forms for each optimizer, as they were saved and converted to another one."""
+    """`num` of the forms for each optimizer, as they were saved and converted to another one."""
     from fsdp2x.convert import convert_checkpoint
 
-    forms = (*reversed(FORMS), "file")
-    cells = [(name, forms[(number + k) % 4]) for number, name in enumerate(OPTIMIZERS) for k in range(num)]
+    cells = [(name, FORMS[-(number + k) % 3]) for number, name in enumerate(OPTIMIZERS) for k in range(num)]
     whole = dist_run(train_and_save, 2, tmp_path, cells, fresh=False)[0].value
     converted = []
     for number, (optimizer, form) in enumerate(cells):
         to = ("full", "sharded")[number % 2]
-        if form != "file" and (optimizer, to) not in converted:
+        if (optimizer, to) not in converted:
             converted.append((optimizer, to))
             convert_checkpoint(tmp_path / optimizer / form, tmp_path / "converted" / optimizer / to, form=to)
     for folder, saved in ((tmp_path, cells), (tmp_path / "converted", converted)):
@@ -74,9 +74,10 @@ def test_other_world_sizes_continue_the_run(tmp_path, worlds, num):
                 # Sums over other numbers of ranks round otherwise; the bfloat16 weight amplifies it.
                 assert losses == pytest.approx(whole[optimizer], rel=2e-3), (world, folder, optimizer, form)
                 assert losses[:2] == pytest.approx(whole[optimizer][:2], rel=3e-4), (world, folder, optimizer, form)
-    said = dist_run(load_per_rank, 3, tmp_path / "torch_adamw/per_rank", fresh=False)
+    optimizer = next(name for name, form in cells if form == "per_rank")
+    said = dist_run(load_per_rank, 3, tmp_path / optimizer / "per_rank", optimizer, fresh=False)
     for outcome in said:
-        assert "per-rank files of 2 ranks cannot be loaded by 3 ranks. Use as many ranks" in outcome.value
+        assert "a per-rank checkpoint of 2 ranks cannot be loaded by 3 ranks. Use as many ranks" in outcome.value
 
 
 @distributed
@@ -91,9 +92,9 @@ def test_conversions_that_fail_leave_what_is_there(ctx, form):
             convert_checkpoint(folder / "saved", folder / "out", form="full")
             with pytest.raises(FileExistsError):
                 convert_checkpoint(folder / "saved", folder / "out", form="full")
-            (lost,) = folder.glob("saved/step-*/r*-00001.pt" if form == "per_rank" else "saved/step-*/manifest.json")
+            (lost,) = folder.glob("saved/step-*/__1_0.distcp" if form == "per_rank" else "saved/step-*/manifest.json")
             lost.unlink()
-            said = "rank-00001.pt: missing" if form == "per_rank" else "no such|manifest"
+            said = "__1_0.distcp: missing" if form == "per_rank" else "no such|manifest"
             with pytest.raises(CheckpointError, match=said):
                 convert_checkpoint(folder / "saved", folder / "out", form="full", force=True)
             assert sorted(path.name for path in folder.iterdir()) == ["out", "saved"]
@@ -102,34 +103,95 @@ def test_conversions_that_fail_leave_what_is_there(ctx, form):
 
 
 @distributed(world_sizes=(2, 3))
-def test_a_full_file_needs_torch_alone(ctx):
+def test_a_full_checkpoint_needs_safetensors_and_torch_alone(ctx):
     with shared_folder() as folder:
         training = Training("adamw")
         training.steps(2)
-        training.save(folder / "one.pt", form="full", extra={"note": "hi"})
-        whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in _state(training).items()}
-        moments = {
-            name: training.optimizer.state[p]["exp_avg"].full_tensor()
-            for name, p in training.model.named_parameters()
-            if p in training.optimizer.state
-        }
-        assert [path.name for path in folder.iterdir()] == ["one.pt"]
-        for mmap in (False, True):
-            file = torch.load(folder / "one.pt", weights_only=True, mmap=mmap)
-            assert set(file["model"]) == set(whole)
-            for name, tensor in whole.items():
-                assert torch.equal(file["model"][name], tensor), name
-            assert file["model"]["head.weight"].data_ptr() == file["model"]["embed.weight"].data_ptr()
-            for name, tensor in moments.items():
-                assert torch.equal(file["optimizer"]["state"][name]["exp_avg"], tensor), name
-            assert file["optimizer"]["param_groups"][0]["lr"] == training.optimizer.param_groups[0]["lr"]
-            assert (file["step"], file["extra"], len(file["rng"])) == (2, {"note": "hi"}, ctx.world)
-        plain = Mixed()
-        plain.load_state_dict(file["model"])
+        path = training.save(folder, form="full", extra={"note": "hi"}).path
+        state = training.model.state_dict()
+        whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in state.items()}
+        file, parts = load_file(path / "checkpoint.safetensors"), torch.load(path / "trainer.pt", weights_only=True)
+        model = {name.removeprefix("model."): tensor for name, tensor in file.items() if name.startswith("model.")}
+        assert whole.keys() - model.keys() == {"head.weight"}  # a tied weight is there once
+        for name, tensor in model.items():
+            assert torch.equal(tensor, whole[name]), name
+        for name, param in training.model.named_parameters():
+            if param in training.optimizer.state:
+                moment = training.optimizer.state[param]["exp_avg"].full_tensor()
+                assert torch.equal(file[f"optimizer.state.{name}.exp_avg"], moment), name
+        assert parts["values"]["optimizer.param_groups.0.lr"] == training.optimizer.param_groups[0]["lr"]
+        assert (parts["step"], parts["extra"], len(parts["rng"])) == (2, {"note": "hi"}, ctx.world)
+        Mixed().load_state_dict({**model, "head.weight": model["embed.weight"]})
 
 
-def _state(training):
-    return training.model.state_dict()
+@distributed
+def test_files_of_torch_save_are_read_but_no_longer_written(ctx):
+    from fsdp2x import checkpoint
+
+    with shared_folder() as folder:
+        training = Training("adamw")
+        training.steps(2)
+        with pytest.raises(ValueError, match="a checkpoint is a folder. Pass a folder and form='full'"):
+            training.save(folder / "one.pt", form="full")
+        options = StateDictOptions(full_state_dict=True)
+        model, optimizer = get_state_dict(training.model, training.optimizer, options=options)
+        parts = {"scheduler": training.schedule.state_dict(), "step": 2}
+        on_first(lambda: torch.save({"model": model, "optimizer": optimizer, **parts}, folder / "one.pt"))
+        fresh = Training("adamw")
+        loaded = checkpoint.load(folder / "one.pt", fresh.model, fresh.optimizer, scheduler=fresh.schedule)
+        assert (loaded.step, loaded.form, loaded.world_size) == (2, "full", None)
+        fresh.number = 2
+        assert fresh.steps(2) == training.steps(2)
+
+
+def make_old(path, form):
+    """Turns a checkpoint into one of format 3: checksums of files instead of chunks, generators in JSON."""
+    parts = torch.load(path / "trainer.pt", weights_only=True)
+    rngs, values = parts.pop("rng"), parts.pop("values")
+    manifest = json.loads((path / "manifest.json").read_text())
+    paths = {name: entry["path"] for name, entry in manifest["tensors"].items()} | manifest["values"]
+    manifest = {key: one for key, one in manifest.items() if key not in ("tensors", "values", "files", "crc32")}
+    manifest |= {"format": 3, "entries": {}, "num_entries": []}
+    if form == "full":
+        leaves = {**load_file(path / "checkpoint.safetensors"), **values}
+        tree = {**nest(paths, leaves), **parts, "rng": rngs, "manifest": manifest}
+        torch.save(tree, path / "checkpoint.pt")
+        (path / "checkpoint.safetensors").unlink()
+        (path / "trainer.pt").unlink()
+    else:
+        torch.save(parts, path / "trainer.pt")
+        for rank, state in enumerate(rngs):
+            (path / f"rng-{rank:05d}.json").write_text(json.dumps({**state, "rank": rank, "step": parts["step"]}))
+    names = [one.name for one in path.iterdir() if one.name != "manifest.json"]
+    contents = {name: (path / name).read_bytes() for name in names}
+    files = {name: {"bytes": len(one), "crc32": zlib.crc32(one)} for name, one in contents.items()}
+    (path / "manifest.json").write_text(json.dumps({**manifest, "files": files}))
+
+
+@distributed
+@pytest.mark.parametrize("form", ["sharded", "full", "file"])
+def test_checkpoints_of_the_format_before_are_read(ctx, form):
+    from fsdp2x import checkpoint
+
+    with shared_folder() as folder:
+        training = Training()
+        training.steps(2)
+        path = training.save(folder, form="full" if form == "file" else form).path
+        drawn = torch.rand(3)
+        on_first(lambda: make_old(path, "full" if form == "file" else form))
+        fresh = Training()
+        loaded = fresh.load(path / "checkpoint.pt" if form == "file" else folder)
+        assert (loaded.step, loaded.world_size) == (2, ctx.world) and torch.equal(torch.rand(3), drawn)
+        assert fresh.steps(2) == training.steps(2)
+        if form == "sharded":
+            from fsdp2x.convert import convert_checkpoint
+
+            on_first(lambda: convert_checkpoint(folder, folder / "new", form="full"))
+            assert Training().load(folder / "new").step == 2
+        (file,) = path.glob("__1_0.distcp" if form == "sharded" else "checkpoint.pt")
+        on_first(lambda: file.write_bytes(file.read_bytes()[:-3000] + bytes(3000)))
+        with pytest.raises(checkpoint.CheckpointError, match=f"{file.name}: damaged"):
+            fresh.load(path / "checkpoint.pt" if form == "file" else folder)
 
 
 @distributed(world_sizes=(2,))

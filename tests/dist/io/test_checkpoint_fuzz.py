@@ -7,15 +7,19 @@ checkpoint's.
 
 import copy
 import io
+import json
 import pickle
 import random
+import re
 import shutil
 import warnings
+import zlib
 
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import damage
 from checkpoints import FORMS, Training, on_first, shared_folder
@@ -26,7 +30,15 @@ ROUNDS = [pytest.param((*range(4), 261, 313), id="4")]
 ROUNDS += [pytest.param(range(a, a + 100), id=f"{a}-{a + 100}", marks=pytest.mark.full) for a in (4, 104, 204)]
 LAST = "step-000002"
 # These errors do not make fsdp2x fall back to an older checkpoint: it does not fit the model or must be trusted.
-NOT_DAMAGED = (" there, ", "trusted=True", "reads format", "strict=False", " has no ")
+NOT_DAMAGED = (
+    " there, ",
+    "trusted=True",
+    "reads format",
+    "strict=False",
+    " has no ",
+    ": expected ",
+    "cannot be loaded by",
+)
 
 
 def snapshot(training):
@@ -115,14 +127,17 @@ class Subject:
         is_older = of_root and loaded.step == 1
         expected, change = (states[1], damage.Change("")) if is_older else (states[2], change)
         odd = [name for name in differences(expected, after) if not explained(name, after, expected, change)]
-        odd = [name for name in odd if form != "stock" or name.startswith(("model", "optimizer"))]
-        return f"{odd[:5]} of step {loaded.step}" if odd or loaded.step not in (None, 1, 2) else None
+        held = {"stock": ("model", "optimizer"), "file": ("model", "optimizer", "scheduler")}.get(form, "")
+        # A file has no table of what is in it, so it may lack state of the optimizer.
+        odd = [name for name in odd if name.startswith(held) and (form != "file" or name in after)]
+        is_step = form == "file" or loaded.step in (None, 1, 2)  # only the file itself has its step
+        return f"{odd[:5]} of step {loaded.step}" if odd or not is_step else None
 
 
 def hurt(rng, path, form, other):
     """Damages the checkpoint at `path`; `other` is the one of step 1."""
     if form == "file":
-        return damage.change_archive(rng, path, _lie)
+        return _hurt_archive(rng, path, _lie)
     files = sorted(file for file in path.iterdir() if file.is_file())
     kind = rng.random()
     if kind < 0.15:
@@ -130,26 +145,61 @@ def hurt(rng, path, form, other):
         # FSDP2's checkpoints do not record their step.
         others = [other / file.name] * 4 if form != "stock" else []
         change = damage.change_file(rng, file, [*files, *others])
-    elif kind < 0.4 and form != "stock":
-        change = damage.change_json(rng, rng.choice([file for file in files if file.suffix == ".json"]))
-        if change.what.startswith("rng-"):
-            change.touched = tuple(f"rng.{int(change.what[4:9])}.{one}" for one in change.touched)
-    elif form in ("sharded", "stock") and kind < 0.65:
-        change = _hurt_table(rng, path)
-    elif form in ("sharded", "stock") and kind < 0.9 or form == "stock":
-        change = _hurt_chunk(rng, path)
+    elif form == "stock":
+        change = (_hurt_table if kind < 0.5 else _hurt_chunk)(rng, path)
+    elif kind < 0.45:
+        change = damage.change_json(rng, path / "manifest.json")
+        change.touched = tuple(re.sub("^(tensors|values)[.]", "", one) for one in change.touched)
+    elif kind < 0.6:
+        change = _hurt_bytes(rng, path)
+    elif kind < 0.75:
+        file = path / "checkpoint.safetensors"
+        change = damage.change_header(rng, file) if form == "full" else _hurt_table(rng, path)
     else:
-        change = damage.change_archive(rng, rng.choice([file for file in files if file.suffix == ".pt"]), _lie)
+        change = _hurt_archive(rng, path / "trainer.pt")
+        change.touched = tuple(one.removeprefix("values.") for one in change.touched)
+    change.touched = tuple(re.sub(r"^ranks[.][0-9]+[.]", "", one) for one in change.touched)
     if form != "stock" and rng.random() < 0.95:
         damage.fit(path)
     return change
+
+
+def _hurt_archive(rng, path, lie=None):
+    change = damage.change_archive(rng, path, lie)
+    if ": rename" in change.what:
+        change.touched += tuple(one.rpartition(".")[0] for one in change.touched)  # where the new name is
+    return change
+
+
+def _hurt_bytes(rng, folder):
+    """Fills the bytes of a chunk with one number, and now and then its checksum fits."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    name = rng.choice([name for name, entry in manifest["tensors"].items() if entry["chunks"]])
+    entry = manifest["tensors"][name]
+    chunk = rng.choice(entry["chunks"])
+    file, first = folder / chunk["file"], chunk.get("first_byte")
+    if first is None:
+        header = json.loads(file.read_bytes()[8:].split(b"}}", 1)[0] + b"}}")
+        first = 8 + int.from_bytes(file.read_bytes()[:8], "little") + header[name]["data_offsets"][0]
+        chunk = {"sizes": entry["shape"]}
+    value = torch.full(chunk["sizes"], rng.choice([0, 3]), dtype=getattr(torch, entry["dtype"]))
+    with open(file, "r+b") as opened:
+        opened.seek(first)
+        opened.write(value.view(-1).view(torch.uint8).numpy().tobytes())
+    if is_fitted := rng.random() < 0.3:
+        for one in entry["chunks"]:
+            is_filled = chunk.get("offsets") in (None, one["offsets"])
+            filled = torch.full(one["sizes"], value.view(-1)[0].item(), dtype=value.dtype)
+            one["crc32"] = zlib.crc32(filled.view(-1).view(torch.uint8).numpy()) if is_filled else one["crc32"]
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    return damage.Change(f"fill {name} with a number, {is_fitted=}", (name,))
 
 
 def _lie(rng, tree):
     from fsdp2x.io.checkpoint.trees import flatten, nest
 
     flat, paths = flatten(tree)
-    tensors = {name: value.contiguous() for name, value in flat.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value.clone() for name, value in flat.items() if isinstance(value, torch.Tensor)}
     if not tensors:
         return damage.pack({}), damage.Change("nothing left")
     return damage.lying(rng, tensors, lambda stored: nest(paths, {**flat, **stored}))
@@ -184,7 +234,6 @@ def _hurt_chunk(rng, folder):
         else:
             tree, change = damage.change(rng, {"it": value})
             new = damage.pack(tree.get("it"))
-        new = damage.relabel(new, content[start : start + old]) if rng.random() < 0.9 else new
     file.write_bytes(content[:start] + new + content[start + old :])
     for one in {id(one): one for one in table.storage_data.values()}.values():
         if (one.relative_path, one.offset) == (info.relative_path, start):
@@ -208,6 +257,8 @@ def explained(name, values, originals, change):
         return True
     if not isinstance(value, torch.Tensor) or (value.dtype, value.shape) != (original.dtype, original.shape):
         return False
+    if "fill" in change.what:
+        return True
     if any(word in change.what for word in ("swap", "say that", "ZIP")):
         return any(torch.equal(value, one) for one in originals.values() if isinstance(one, torch.Tensor))
     return value.numel() < 2 or bool(value.isnan().all() or (value == value[:1]).all())  # as damage.py replaces it
@@ -248,10 +299,21 @@ def save_two(folder, form):
 
             stock_save(training, folder / f"saved/step-00000{step}")
         elif form == "file":
-            training.save(folder / f"saved/step-00000{step}.pt", form="full")
+            save_file(training, folder / "saved", step)
         else:
             training.save(folder / "saved", form=form)
     return states
+
+
+def save_file(training, folder, step):
+    """Saves a file as other programs write it, by `torch.save` of full tensors."""
+    options = StateDictOptions(full_state_dict=True)
+    model, optimizer = get_state_dict(training.model, training.optimizer, options=options)
+    parts = {"scheduler": training.schedule.state_dict(), "step": step}
+    if dist.get_rank() == 0:
+        folder.mkdir(exist_ok=True)
+        torch.save({"model": model, "optimizer": optimizer, **parts}, folder / f"step-00000{step}.pt")
+    dist.barrier()
 
 
 def _fresh(ctx, folder, form):

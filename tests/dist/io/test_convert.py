@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
+import damage
 import fsdp2x
 from checkpoints import shared_folder, tensors
 from fsdp2x.base.failures import CheckpointError
@@ -112,10 +113,8 @@ def test_checkpoints_of_training(ctx):
             if ctx.rank == 0:
                 check_same_folder(folder, dcp_to_hf(folder / "run", folder / "out", folder / "origin"))
                 (damaged,) = (folder / "run" / "checkpoints" / "step-000002").glob("__1_0.distcp")
-                data = bytearray(damaged.read_bytes())
-                data[len(data) // 2] ^= 1
-                damaged.write_bytes(data)
-                with pytest.raises(CheckpointError, match="__1_0.distcp: damaged"):
+                damage.flip(damaged)
+                with pytest.raises(CheckpointError, match="__1_0.distcp: .* damaged"):
                     dcp_to_hf(folder / "run", folder / "out", folder / "origin", force=True)
                 assert sorted(file.name for file in folder.iterdir()) == ["expected", "origin", "out", "run"]
             dist.barrier()

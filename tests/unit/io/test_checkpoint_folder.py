@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 
+import damage
 from fsdp2x.base.failures import CorruptFile
 from fsdp2x.checkpoint import CheckpointError
 from fsdp2x.io.checkpoint import directory
@@ -17,22 +18,19 @@ from fsdp2x.io.checkpoint.directory import (
     repair,
     resolve,
     retain,
-    rng_file,
     step_name,
     whole_checkpoints,
 )
 from fsdp2x.io.checkpoint.manifest import (
-    check_entries,
-    describe_entries,
     describe_files,
     file_names,
     make_manifest,
     model_layout,
     read_manifest,
-    tied_names,
-    verify_files,
     write_manifest,
 )
+from fsdp2x.io.checkpoint.sources import verify_folder
+from fsdp2x.io.formats.safe_files import OpenFiles
 
 
 class Killed(BaseException):
@@ -166,20 +164,26 @@ class Tied(torch.nn.Module):
         self.register_buffer("count", torch.zeros(3))
 
 
-ENTRIES = {"model.embed.weight": ((5, 4), torch.float32), "optimizer.param_groups.0.lr": None}
+CHUNKS = [
+    {"offsets": [0, 0], "sizes": [3, 4], "crc32": 7, "file": "data.bin", "first_byte": 0},
+    {"offsets": [3, 0], "sizes": [2, 4], "crc32": 8, "file": "data.bin", "first_byte": 152},
+]
+WEIGHT = "model.embed.weight"
+TENSORS = {WEIGHT: {"path": ["model", "embed.weight"], "shape": [5, 4], "dtype": "float32", "chunks": CHUNKS}}
 
 
 @pytest.fixture
 def folder(tmp_path):
     _, aliases = model_layout(Tied())
     (tmp_path / "data.bin").write_bytes(bytes(range(200)))
-    for name in (".metadata", PARTS_FILE, rng_file(0), rng_file(1)):
+    for name in (".metadata", PARTS_FILE):
         (tmp_path / name).write_text("{}")
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
     manifest = make_manifest(step=7, world_size=2, mesh=[], aliases=aliases, model_type="tied")
-    manifest |= {"parts": ["data"], "entries": describe_entries(ENTRIES), "num_entries": [2, 1]}
-    write_manifest(tmp_path, manifest, describe_files(tmp_path, file_names(tmp_path)))
+    manifest |= {"parts": ["data"], "tensors": TENSORS, "values": {"optimizer.lr": ["optimizer", "lr"]}}
+    files = describe_files(tmp_path, file_names(tmp_path))
+    write_manifest(tmp_path, {**manifest, "files": {**files, "data.bin": {"bytes": 200}}})
     return tmp_path
 
 
@@ -196,11 +200,15 @@ def test_ties_are_listed_once_and_wrappers_leave_no_trace():
 def test_round_trip(folder):
     manifest = read_manifest(folder)
     assert (manifest["step"], manifest["world_size"], manifest["tied"]) == (7, 2, {"head.weight": "embed.weight"})
-    own = {".metadata", PARTS_FILE, rng_file(0), rng_file(1)}
-    assert set(manifest["files"]) == {"data.bin", "hf/config.json", *own}
-    assert tied_names(manifest) == [{"model.embed.weight", "model.head.weight"}]
-    for rank in range(3):
-        verify_files(folder, manifest, rank=rank, world_size=3)
+    assert set(manifest["files"]) == {"data.bin", "hf/config.json", ".metadata", PARTS_FILE}
+    assert manifest["tensors"] == TENSORS and manifest["same_world"] is False
+    (folder / "hf/config.json").write_text("[]")
+    with pytest.raises(CorruptFile, match=r"hf/config.json: damaged, .* \(CRC-32 differs\)"):
+        verify_folder(folder, OpenFiles(), manifest)
+
+
+def flip(path, one, other):
+    path.write_bytes(path.read_bytes().replace(one, other))
 
 
 def _write(text):
@@ -211,7 +219,7 @@ def _change(change):
     def write(folder):
         manifest = json.loads((folder / "manifest.json").read_text())
         change(manifest)
-        (folder / "manifest.json").write_text(json.dumps(manifest))
+        (folder / "manifest.json").write_text(json.dumps(damage.sealed(manifest)))
 
     return write
 
@@ -221,8 +229,16 @@ def _change(change):
     [
         (_write("{"), "manifest.json: damaged, not valid JSON"),
         (_write("[]"), "manifest.json: expected a mapping, got list"),
-        (_change(lambda m: m.update(format=99)), "manifest.json: format 99, but this version of fsdp2x reads format 3"),
-        (_change(lambda m: m.update(format=2)), "format 2, .* reads format 3. Read it with the version that wrote it"),
+        (
+            _change(lambda m: m.update(format=99)),
+            "manifest.json: format 99 .*, but this version of fsdp2x reads format 4",
+        ),
+        (_change(lambda m: m.update(format=2)), "format 2 .* reads format 4. Convert it with the version that wrote"),
+        (
+            _change(lambda m: m.update(format=3, form="per_rank")),
+            r"format 3 \(per_rank\), .* fsdp2x convert --to sharded",
+        ),
+        (lambda folder: flip(folder / "manifest.json", b'"step": 7', b'"step": 5'), "crc32 is"),
         (_change(lambda m: m["files"].update({"x" * 5000: {"bytes": 1, "crc32": 1}})), "xxx: missing, .* with 1 bytes"),
         (lambda folder: (folder / "manifest.json").unlink(), "manifest.json: No such file"),
         (
@@ -246,19 +262,31 @@ def test_what_is_no_manifest_or_lacks_files_is_named(folder, hurt, reason):
         (lambda m: m["files"]["data.bin"].update(crc32=-1), "it does not describe its files"),
         (lambda m: m["files"].update({"../secret": dict(m["files"]["data.bin"])}), "it does not describe its files"),
         (lambda m: m["files"].update({"/etc/passwd": dict(m["files"]["data.bin"])}), "it does not describe its files"),
-        (lambda m: m["files"].clear(), "it does not list .metadata, rng-00000.json, rng-00001.json, trainer.pt"),
-        (lambda m: m["files"].pop("rng-00001.json"), "it does not list rng-00001.json"),
-        (lambda m: m.update(world_size=3), "num_entries is"),
+        (lambda m: m["files"].clear(), "files is {}"),
+        (lambda m: m["files"].pop("trainer.pt"), "files is"),
+        (lambda m: m["files"].pop("data.bin"), "tensors is"),
+        (lambda m: m.update(same_world=True), "same_world is True"),
         (lambda m: m.update(world_size=True), "world_size is True"),
-        (lambda m: m.update(world_size=0, num_entries=[]), "world_size is 0"),
+        (lambda m: m.update(world_size=0), "world_size is 0"),
         (lambda m: m.update(step=-1), "step is -1"),
         (lambda m: m.update(step=float("nan")), "step is nan"),
         (lambda m: m.update(form="whole"), "form is whole"),
         (lambda m: m.update(form=["full"]), "form is"),
+        (lambda m: m.update(form="full"), "files is"),
         (lambda m: m.update(tied={"a": 3}), "tied is"),
         (lambda m: m.update(layouts=[]), "layouts is"),
-        (lambda m: m["entries"]["model.embed.weight"].update(shape=[5, "4"]), "entries is"),
-        (lambda m: m.pop("entries"), "entries is None"),
+        (lambda m: m.pop("tensors"), "tensors is None"),
+        (lambda m: m.update(values={"a": ["b"]}), "values is"),
+        (lambda m: m["tensors"][WEIGHT].update(shape=[5, "4"]), "tensors is"),
+        (lambda m: m["tensors"][WEIGHT].update(shape=[6, 4]), "tensors is"),
+        (lambda m: m["tensors"][WEIGHT].update(dtype="nn"), "tensors is"),
+        (lambda m: m["tensors"][WEIGHT].update(path=["model", "x"]), "tensors is"),
+        (lambda m: m["tensors"][WEIGHT]["chunks"].pop(), "tensors is"),
+        (lambda m: m["tensors"][WEIGHT]["chunks"].append(CHUNKS[0]), "tensors is"),
+        (lambda m: m["tensors"][WEIGHT]["chunks"][1].update(offsets=[2, 0]), "tensors is"),
+        (lambda m: m["tensors"][WEIGHT]["chunks"][1].update(first_byte=180), "tensors is"),
+        (lambda m: m["tensors"][WEIGHT]["chunks"][1].update(file="../secret"), "tensors is"),
+        (lambda m: m["tensors"][WEIGHT]["chunks"][1].pop("crc32"), "tensors is"),
         (lambda m: m.pop("format"), "format is None"),
     ],
 )
@@ -266,23 +294,3 @@ def test_a_manifest_that_says_what_none_can_say(folder, change, reason):
     _change(change)(folder)
     with pytest.raises(CorruptFile, match=f"manifest.json: .*{reason}"):
         read_manifest(folder)
-
-
-def test_entries_are_counted_and_compared(folder):
-    manifest = read_manifest(folder)
-    whole = {**ENTRIES, "model.head.weight": ENTRIES["model.embed.weight"]}
-    check_entries(folder, manifest, whole)
-    check_entries(folder, manifest, ENTRIES, rank=0)
-    check_entries(folder, manifest, {"optimizer.param_groups.0.lr": None}, rank=1)
-    for wrong, reason in (
-        (ENTRIES, "it lacks model.head.weight"),
-        ({**whole, "model.x": None}, "the manifest says model.x is nothing, got a value"),
-        ({**whole, "model.embed.weight": ((4, 5), torch.float32)}, r"the manifest says .*\[5, 4\].*, got .*\[4, 5\]"),
-        ({**whole, "model.embed.weight": ((5, 4), torch.float16)}, "the manifest says .*float32.*, got .*float16"),
-        ({**whole, "model.embed.weight": None}, "the manifest says .*, got a value"),
-        ({**whole, "optimizer.param_groups.0.lr": ((), torch.float32)}, "the manifest says .* is a value"),
-    ):
-        with pytest.raises(CorruptFile, match=reason):
-            check_entries(folder, manifest, wrong)
-    with pytest.raises(CorruptFile, match="it lacks model.embed.weight"):
-        check_entries(folder, manifest, {"optimizer.param_groups.0.lr": None}, rank=0)

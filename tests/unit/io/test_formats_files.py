@@ -306,5 +306,5 @@ def test_sizes():
 def test_refusals():
     with pytest.raises(ValueError, match="several weights .* as a"):
         plan_layout([SPECS[0], SPECS[0]], 100, "model")
-    with pytest.raises(ValueError, match=r"safetensors cannot hold z \(torch.complex64\)"):
-        plan_layout([TensorSpec("z", torch.Size([1]), torch.complex64)], 100, "model")
+    with pytest.raises(ValueError, match=r"safetensors cannot hold z \(torch.complex128\)"):
+        plan_layout([TensorSpec("z", torch.Size([1]), torch.complex128)], 100, "model")

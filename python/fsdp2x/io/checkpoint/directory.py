@@ -21,6 +21,7 @@ from pathlib import Path
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.failures import CheckpointError
 from fsdp2x.io.formats.dcp import METADATA
+from fsdp2x.io.hf.folder import remove, sync_folder
 
 logger = logging.getLogger(__name__)
 
@@ -28,17 +29,10 @@ LATEST = "latest"
 MARKED = "marked"
 MANIFEST = "manifest.json"
 ASSETS_FOLDER = "hf"
-FULL_FILE = "checkpoint.pt"
+FULL_FILE = "checkpoint.safetensors"
+OLD_FULL_FILE = "checkpoint.pt"  # of format 3
 PARTS_FILE = "trainer.pt"
 _STEP = re.compile(r"step-([0-9]{1,18})")
-
-
-def rank_file(rank: int) -> str:
-    return f"rank-{rank:05d}.pt"
-
-
-def rng_file(rank: int) -> str:
-    return f"rng-{rank:05d}.json"
 
 
 def step_name(step: int) -> str:
@@ -222,14 +216,6 @@ def repair(root: Path) -> None:
                 logger.warning("%s: removed, because the save that wrote it was interrupted", path)
 
 
-def remove(path: Path) -> None:
-    """Removes a file, a folder with its contents, or a link (not its target), if it exists."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def write_file(path: Path, text: str) -> None:
     """Writes text and waits until it is on disk."""
     write_bytes(path, text.encode())
@@ -245,17 +231,3 @@ def write_bytes(path: Path, content: bytes) -> None:
     except OSError as error:
         error.filename = str(path)
         raise
-
-
-def sync_file(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Makes names in a folder durable. Renames and new files are on disk only after this."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Writes one large file front to back, past the page cache if the file system allows, with its CRC-32.
+"""Writes one large file front to back, past the page cache if the file system allows.
 
 Fresh pages of the page cache cost more than the disk. Writes with O_DIRECT from a few aligned blocks are several times
 faster and leave the caches of other programs alone. File systems without O_DIRECT get ordinary writes. The file is on
@@ -16,7 +16,6 @@ import queue
 import threading
 import zlib
 from concurrent.futures import Future
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -25,7 +24,6 @@ from fsdp2x.base.memory_file import memory_of, whole_pages
 
 BLOCK_BYTES = 8 << 20
 _PAGE = 4096
-_POLYNOMIAL = 0xEDB88320
 
 
 def page_aligned(num_bytes: int) -> torch.Tensor:
@@ -42,12 +40,11 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-class Sink:
-    """Writes one file. `put` appends bytes, `data` a tensor. `crc` and `num_bytes` cover everything written."""
+class DirectFile:
+    """One file. `put` appends bytes, `data` a tensor. `num_bytes` is what was written."""
 
     def __init__(self, path: Path):
         self.path = path
-        self.crc = 0
         self.num_bytes = 0
         self._direct = True
         flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC
@@ -83,7 +80,6 @@ class Sink:
             done += count
             if self._filled == BLOCK_BYTES:
                 self._turn()
-        self.crc = combine(self.crc, crc, source.numel())
         return crc
 
     def close(self) -> None:
@@ -146,39 +142,3 @@ class Sink:
                 self._direct = False
                 fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT)
             content, offset = content[written:], offset + written
-
-
-def combine(first: int, second: int, second_bytes: int) -> int:
-    """Returns the CRC-32 of A + B from those of A (`first`) and B (`second`). B has `second_bytes` bytes.
-
-    A CRC is the remainder of a polynomial over GF(2): appending n zero bytes multiplies it by x^(8n). Polynomials are
-    kept bit-reversed in 32 bits, as zlib does: bit 31 is x^0.
-    """
-    return _multiply(_shift(second_bytes), first) ^ second
-
-
-def _multiply(a: int, b: int) -> int:
-    """Returns a * b modulo the polynomial."""
-    product = 0
-    bit = 1 << 31
-    while bit and a & (2 * bit - 1):
-        if a & bit:
-            product ^= b
-        bit >>= 1
-        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
-    return product
-
-
-@lru_cache(maxsize=4096)
-def _shift(num_bytes: int) -> int:
-    """Returns x^(8 * num_bytes) modulo the polynomial."""
-    result = 1 << 31
-    power = _multiply(1 << 30, 1 << 30)  # x^2
-    power = _multiply(power, power)
-    power = _multiply(power, power)  # x^8
-    while num_bytes:
-        if num_bytes & 1:
-            result = _multiply(power, result)
-        power = _multiply(power, power)
-        num_bytes >>= 1
-    return result

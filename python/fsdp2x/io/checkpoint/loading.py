@@ -24,20 +24,13 @@ from fsdp2x.base.failures import (
 )
 from fsdp2x.base.optimizer_hooks import why_swapped
 from fsdp2x.io.checkpoint.background import Saver
-from fsdp2x.io.checkpoint.directory import MANIFEST, PARTS_FILE, find, rng_file
-from fsdp2x.io.checkpoint.manifest import (
-    FormName,
-    check_entries,
-    manifest_in,
-    model_layout,
-    read_manifest,
-    verify_files,
-)
+from fsdp2x.io.checkpoint.directory import MANIFEST, PARTS_FILE, find
+from fsdp2x.io.checkpoint.manifest import FormName, model_layout, read_manifest
 from fsdp2x.io.checkpoint.match import FoundState, find_parts, match_model, match_optimizer
 from fsdp2x.io.checkpoint.optimizer import Optimizers, Restore, as_optimizers
 from fsdp2x.io.checkpoint.plan import PARTS
-from fsdp2x.io.checkpoint.rng import check_rng, device_of, read_rng, seed_all, set_rng
-from fsdp2x.io.checkpoint.sources import open_source, verify_archive
+from fsdp2x.io.checkpoint.rng import check_rng, device_of, seed_all, set_rng
+from fsdp2x.io.checkpoint.sources import OWN_PARTS, open_checkpoint, verify_archive, verify_folder
 from fsdp2x.io.checkpoint.trees import mismatch
 from fsdp2x.io.formats.dcp import METADATA
 from fsdp2x.io.formats.safe_files import OpenFiles
@@ -57,13 +50,14 @@ class Choice:
     manifest: dict[str, Any] | None
 
 
-def choose(path: Path, verify: bool, look_into: Callable[[Choice], None], what: str) -> Choice:
+def choose(path: Path, verify: bool, files: OpenFiles, look_into: Callable[[Choice], None], what: str) -> Choice:
     """Returns the newest checkpoint that is undamaged and passes `look_into` on every rank. Collective."""
     rank, world_size = rank_and_size()
     refused = []
     for option in run_on_all_ranks(lambda: find(path), what=what):
         found: list[Choice] = []
-        failures = _failures(lambda found=found, option=option: found.append(_examine(option, verify)), what)
+        files.close()
+        failures = _failures(lambda found=found, option=option: found.append(_examine(option, verify, files)), what)
         if not failures:
             failures = _failures(lambda found=found: look_into(found[0]), what)
         if not failures:
@@ -88,7 +82,7 @@ def _failures(work: Callable[[], Any], what: str) -> dict[int, str]:
     return {rank: one for rank, one in enumerate(said) if one is not None}
 
 
-def _examine(option: Path, verify: bool) -> Choice:
+def _examine(option: Path, verify: bool, files: OpenFiles) -> Choice:
     """Reads the manifest and checks this rank's part of the files."""
     rank, world_size = rank_and_size()
     if option.is_file():
@@ -101,7 +95,7 @@ def _examine(option: Path, verify: bool) -> Choice:
         return Choice(option, "sharded", None)
     manifest = read_manifest(option)
     if verify:
-        verify_files(option, manifest, rank=rank, world_size=world_size)
+        verify_folder(option, files, manifest, rank=rank, world_size=world_size)
     return Choice(option, manifest["form"], manifest)
 
 
@@ -179,10 +173,9 @@ def load(
 
         def look_into(choice: Choice) -> None:
             matches.clear()
-            files.close()
             matches.append(_match(choice, files, model, optimizers, wanted, strict, trusted))
 
-        choice = choose(path, verify, look_into, what)
+        choice = choose(path, verify, files, look_into, what)
         (match,) = matches
         said = _apply(match, wanted, what)
     saver.roots.add(choice.path.parent.resolve())
@@ -191,6 +184,7 @@ def load(
     for sentence in said:
         logger.warning("optimizer: %s", sentence)
     parts, manifest = match.parts, match.manifest
+    step = parts.get("step")
     saved_by = manifest.get("world_size")
     if rank == 0 and saved_by not in (None, world_size):
         logger.info("checkpoint of %d ranks loaded on %d", saved_by, world_size)
@@ -199,7 +193,7 @@ def load(
         seed_all(seed, rank)
     return Loaded(
         choice.path,
-        parts.get("step", manifest.get("step")),
+        step if type(step) is int else None,
         choice.form,
         saved_by,
         missing=match.missing,
@@ -290,21 +284,18 @@ def _match(
     saved_by = (choice.manifest or {}).get("world_size")
     if choice.form == "per_rank" and saved_by != world_size:
         raise CheckpointError(
-            f"{choice.path}: per-rank files of {saved_by} ranks cannot be loaded by {world_size} ranks. "
-            "Use as many ranks, or convert them by fsdp2x convert --to sharded for any number of ranks."
+            f"{choice.path}: a per-rank checkpoint of {saved_by} ranks cannot be loaded by {world_size} ranks. "
+            "Use as many ranks, or convert it by fsdp2x convert --to sharded for any number of ranks."
         )
-    source = open_source(choice.path, choice.form, files, rank, trusted, choice.manifest)
-    parts = source.parts()
-    manifest = choice.manifest or manifest_in(parts) or {}
+    source = open_checkpoint(choice.path, files, choice.manifest, rank, trusted)
+    parts = source.parts
+    manifest: Mapping[str, Any] = choice.manifest or parts.get("manifest", {})
     rng = None
     if manifest:
-        check_entries(choice.path, manifest, source.entries, rank if choice.form == "per_rank" else None)
         _check_parts(choice.path, parts, manifest)
-        rng = _rng_of(choice, parts, manifest, rank, device_of(model))
-    elif isinstance(parts.get("rng"), list):
-        raise CorruptFile(f"{choice.path}: damaged, it has random generators of each rank, but no manifest")
+        rng = _rng_of(choice.path, parts, manifest, rank, device_of(model))
     tensors, aliases = model_layout(model)
-    model_node, optimizer_node = find_parts(source.tree, {**tensors, **aliases})
+    model_node, optimizer_node = find_parts(source.tree(), {**tensors, **aliases})
     found = match_model(model_node, tensors, aliases, strict)
     restore = Restore(model, optimizers)
     state = match_optimizer(optimizer_node, restore, manifest.get("layouts", {})) if optimizers else None
@@ -331,7 +322,7 @@ def _match(
 
 def _check_parts(path: Path, parts: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
     """Raises `CorruptFile` unless the small parts are those that the manifest names."""
-    names = sorted(parts.keys() - {"step", "rng", "manifest", "chunks", "owner"})
+    names = sorted(parts.keys() - OWN_PARTS)
     if names != sorted(manifest["parts"]) or parts.get("step") != manifest["step"]:
         raise CorruptFile(
             f"{path}: damaged, it has {', '.join(names)} of step {parts.get('step')}, but the manifest lists "
@@ -343,21 +334,15 @@ def _check_parts(path: Path, parts: Mapping[str, Any], manifest: Mapping[str, An
 
 
 def _rng_of(
-    choice: Choice, parts: Mapping[str, Any], manifest: Mapping[str, Any], rank: int, device: torch.device
+    path: Path, parts: Mapping[str, Any], manifest: Mapping[str, Any], rank: int, device: torch.device
 ) -> dict[str, Any] | None:
     """Returns the random generators of this rank, or None if there was no such rank. Raises `CorruptFile`."""
-    if choice.form == "full":
-        states = parts.get("rng")
-        if not isinstance(states, list) or len(states) != manifest["world_size"]:
-            raise CorruptFile(f"{choice.path}: damaged, it has no random generators of {manifest['world_size']} ranks")
-        for other, state in enumerate(states):
-            check_rng(state, device, f"{choice.path}: rank {other}")
-        return states[rank] if rank < len(states) else None
-    if rank >= manifest["world_size"]:
-        return None
-    state = read_rng(choice.path, rank, manifest["step"])
-    check_rng(state, device, str(choice.path / rng_file(rank)))
-    return state
+    states = parts.get("rng")
+    if not isinstance(states, list) or len(states) != manifest["world_size"]:
+        raise CorruptFile(f"{path}: damaged, it has no random generators of {manifest['world_size']} ranks")
+    for other, state in enumerate(states):
+        check_rng(state, device, f"{path}: rank {other}")
+    return states[rank] if rank < len(states) else None
 
 
 def _take_own_position(parts: dict[str, Any], rank: int, world_size: int, needed: bool) -> None:

@@ -1,43 +1,37 @@
-"""Reads and writes manifest.json: what a checkpoint holds, its model and world, and the size of each of its files.
+"""Reads and writes manifest.json: the model and world of a checkpoint, and its table of contents.
 
-A save writes it last and a load reads it first. So a checkpoint of another model, or with a missing or damaged file,
-raises before anything is loaded. It names every entry of model and optimizer, so that a lost or exchanged entry is
-found even if the checksum of its file is right.
+For each tensor, it has the place and the checksum of every chunk, by whichever rank it was written. So a load finds a
+chunk that is damaged, of another step, or in the place of another one. Small files have one checksum each, and so has
+the manifest. A save writes it last and a load reads it first.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import platform
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, TypeGuard, assert_never, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 import torch
 
 from fsdp2x.base.failures import CheckpointError, CorruptFile
-from fsdp2x.io.checkpoint.directory import (
-    FULL_FILE,
-    MANIFEST,
-    MARKED,
-    PARTS_FILE,
-    rank_file,
-    rng_file,
-    sync_file,
-    write_file,
-)
-from fsdp2x.io.formats.dcp import METADATA
+from fsdp2x.io.checkpoint.directory import FULL_FILE, MANIFEST, MARKED, PARTS_FILE, write_file
+from fsdp2x.io.formats.dcp import METADATA, is_path
 from fsdp2x.io.formats.safe_files import open_regular, read_json
+from fsdp2x.io.formats.tensors import covers, is_shape
+from fsdp2x.io.hf.folder import sync_file
 from fsdp2x.sharding.wrap import clean_name
 
-FORMAT = 3
+FORMAT = 4
+OLD_FORMAT = 3  # without `tensors` and `values`; read, but no longer written
 FormName = Literal["sharded", "full", "per_rank"]
 FORMS: tuple[FormName, ...] = get_args(FormName)
-# Name of an entry -> shape and dtype of a tensor, or None for another value.
-Entries = Mapping[str, tuple[tuple[int, ...], torch.dtype] | None]
 
 
 def model_layout(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -56,12 +50,8 @@ def model_layout(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[
     return {name: tensor for name, tensor in state.items() if name not in aliases}, aliases
 
 
-def describe_entries(entries: Entries) -> dict[str, Any]:
-    """Returns the entries in the form of the manifest."""
-    return {
-        name: entry and {"shape": list(entry[0]), "dtype": str(entry[1]).removeprefix("torch.")}
-        for name, entry in entries.items()
-    }
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def make_manifest(
@@ -71,7 +61,7 @@ def make_manifest(
     mesh: list[list[Any]],
     aliases: Mapping[str, str],
     model_type: str,
-    form: str = "sharded",
+    form: FormName = "sharded",
     layouts: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Returns the manifest without its files and without what only rank 0 knows."""
@@ -82,6 +72,7 @@ def make_manifest(
     return {
         "format": FORMAT,
         "form": form,
+        "same_world": form == "per_rank",
         "step": step,
         "world_size": world_size,
         "mesh": mesh,
@@ -116,22 +107,23 @@ def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, in
     return described
 
 
-def write_manifest(folder: Path, manifest: Mapping[str, Any], files: Mapping[str, Any]) -> None:
-    write_file(folder / MANIFEST, json.dumps({**manifest, "files": dict(sorted(files.items()))}, indent=1) + "\n")
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    write_file(folder / MANIFEST, json.dumps({**manifest, "crc32": _own_checksum(manifest)}) + "\n")
+
+
+def _own_checksum(manifest: Mapping[str, Any]) -> int:
+    rest = {key: value for key, value in manifest.items() if key != "crc32"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Reads the manifest, checks it, and checks that each file has its size. Raises `CorruptFile`."""
     path = folder / MANIFEST
     manifest = read_json(path)
-    check_manifest(manifest, str(path))
-    files = manifest.get("files")
-    if not isinstance(files, dict) or not all(map(_is_file, files, files.values())):
+    if not _each(manifest.get("files"), _is_file):
         raise CorruptFile(f"{path}: not the manifest of a checkpoint, because it does not describe its files")
-    lost = sorted(_needed_files(manifest) - files.keys())
-    if lost:
-        raise CorruptFile(f"{path}: damaged, it does not list {', '.join(lost[:5])}")
-    for name, described in files.items():
+    check_manifest(manifest, str(path))
+    for name, described in manifest["files"].items():
         file = folder / name
         if not os.path.isfile(file):  # false also for a name that no file can have
             raise CorruptFile(f"{folder / name[:200]}: missing, the manifest lists it with {described['bytes']} bytes")
@@ -142,22 +134,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def manifest_in(file: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the manifest in the file of a full checkpoint, or None if another program wrote the file."""
-    manifest = file.get("manifest")
-    return manifest if isinstance(manifest, dict) and "entries" in manifest else None
-
-
 def check_manifest(manifest: Mapping[str, Any], where: str) -> None:
     """Raises `CheckpointError` for a manifest of another format and `CorruptFile` for an impossible one."""
-    number = manifest.get("format")
-    if type(number) is int and number != FORMAT:
+    number, form, world_size = (manifest.get(key) for key in ("format", "form", "world_size"))
+    is_old = number == OLD_FORMAT
+    if type(number) is int and (number not in (FORMAT, OLD_FORMAT) or is_old and form == "per_rank"):
         raise CheckpointError(
-            f"{where}: format {number}, but this version of fsdp2x reads format {FORMAT}. Read it with the version "
-            "that wrote it, or with torch.distributed.checkpoint if its form is sharded."
+            f"{where}: format {number} ({form}), but this version of fsdp2x reads format {FORMAT}. Convert it with the "
+            "version that wrote it: fsdp2x convert --to sharded."
         )
-    form, world_size = manifest.get("form"), manifest.get("world_size")
-    for key, is_right in (
+    known = (
         ("format", type(number) is int),
         ("form", isinstance(form, str) and form in FORMS),
         ("step", _is_count(manifest.get("step"))),
@@ -168,85 +154,62 @@ def check_manifest(manifest: Mapping[str, Any], where: str) -> None:
         ("tied", _is_text(manifest.get("tied"))),
         ("layouts", _is_text(manifest.get("layouts"))),
         ("parts", isinstance(manifest.get("parts"), list) and all(isinstance(p, str) for p in manifest["parts"])),
-        ("entries", isinstance(manifest.get("entries"), dict) and all(map(_is_entry, manifest["entries"].values()))),
-        ("num_entries", _are_counts(manifest.get("num_entries")) and len(manifest["num_entries"]) == world_size),
-    ):
+    )
+    for key, is_right in itertools.chain(known, () if is_old else _checks(manifest)):
         if not is_right:
             raise CorruptFile(f"{where}: not the manifest of a checkpoint: {key} is {str(manifest.get(key))[:100]}")
+
+
+def _checks(manifest: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Yields what only this format has: a key, and whether its value is possible."""
+    form, files = manifest.get("form"), manifest.get("files", {})
+    yield "same_world", manifest.get("same_world") is (form == "per_rank")
+    yield "files", _each(files, _is_file) and {PARTS_FILE, FULL_FILE if form == "full" else METADATA} <= files.keys()
+    yield "tensors", _each(manifest.get("tensors"), lambda name, entry: _is_tensor(name, entry, files))
+    yield "values", _each(manifest.get("values"), is_path)
+    yield "crc32", manifest.get("crc32") == _own_checksum(manifest)
 
 
 def _is_count(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_count, value))
-
-
 def _is_text(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
 
 
-def _is_entry(entry: Any) -> bool:
-    if entry is None:
-        return True
-    is_described = isinstance(entry, dict) and entry.keys() == {"shape", "dtype"}
-    return is_described and _are_counts(entry["shape"]) and isinstance(entry["dtype"], str)
+def _each(values: Any, is_right: Callable[[str, Any], bool]) -> bool:
+    return isinstance(values, dict) and all(is_right(name, value) for name, value in values.items())
 
 
 def _is_file(name: str, described: Any) -> bool:
     path = PurePosixPath(name)
     is_inside = bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
-    is_described = isinstance(described, dict) and described.keys() == {"bytes", "crc32"}
+    is_described = isinstance(described, dict) and {"bytes"} <= described.keys() <= {"bytes", "crc32"}
     return is_inside and is_described and all(map(_is_count, described.values()))
 
 
-def _needed_files(manifest: Mapping[str, Any]) -> set[str]:
-    """Returns the files that a checkpoint of this form must have."""
-    form: FormName = manifest["form"]
-    ranks = range(manifest["world_size"])
-    match form:
-        case "full":
-            return {FULL_FILE}
-        case "sharded":
-            own = {METADATA}
-        case "per_rank":
-            own = {rank_file(rank) for rank in ranks}
-        case _:
-            assert_never(form)
-    return {PARTS_FILE, *own, *(rng_file(rank) for rank in ranks)}
+def _is_tensor(name: str, entry: Any, files: Mapping[str, Any]) -> bool:
+    """Returns whether the chunks of a tensor are inside their files and make it up."""
+    if not isinstance(entry, dict) or entry.keys() != {"path", "shape", "dtype", "chunks"}:
+        return False
+    shape, dtype, chunks = entry["shape"], getattr(torch, str(entry["dtype"]), None), entry["chunks"]
+    is_right = is_path(name, entry["path"]) and is_shape(shape) and isinstance(chunks, list)
+    if not is_right or not isinstance(dtype, torch.dtype):
+        return False
+    return all(_is_chunk(one, dtype, files) for one in chunks) and not covers(
+        shape, [(one["offsets"], one["sizes"]) for one in chunks]
+    )
 
 
-def tied_names(manifest: Mapping[str, Any]) -> list[set[str]]:
-    """Returns the names in model and optimizer that share their bytes."""
-    groups: dict[str, set[str]] = {}
-    for alias, kept in manifest["tied"].items():
-        groups.setdefault(kept, {f"model.{kept}"}).add(f"model.{alias}")
-    return list(groups.values())
+def _is_chunk(chunk: Any, dtype: torch.dtype, files: Mapping[str, Any]) -> bool:
+    """`first_byte` is that of the chunk in its file. In the full form, the header of the file has the places."""
+    if not isinstance(chunk, dict) or chunk.keys() | {"first_byte"} != _CHUNK_KEYS:
+        return False
+    first, sizes, file = chunk.get("first_byte", 0), chunk["sizes"], chunk["file"]
+    is_right = is_shape(chunk["offsets"]) and is_shape(sizes) and 0 not in sizes and _is_count(first)
+    is_right = is_right and _is_count(chunk["crc32"]) and isinstance(file, str) and file in files
+    return is_right and first + math.prod(sizes) * dtype.itemsize <= files[file]["bytes"]
 
 
-def check_entries(where: Path | str, manifest: Mapping[str, Any], found: Entries, rank: int | None = None) -> None:
-    """Raises `CorruptFile` unless the entries of a checkpoint, or of a rank's file, are those of its manifest."""
-    expected = dict(manifest["entries"])
-    if rank is None:
-        expected |= {f"model.{a}": expected.get(f"model.{kept}") for a, kept in manifest["tied"].items()}
-    got = describe_entries(found)
-    wrong = [name for name in got if name not in expected or got[name] != expected[name]]
-    if wrong:
-        name = wrong[0]
-        said = "nothing" if name not in expected else expected[name] or "a value"
-        raise CorruptFile(f"{where}: damaged, the manifest says {name} is {said}, got {got[name] or 'a value'}")
-    lost = [name for name in expected if name not in got]
-    if rank is not None:
-        lost = lost[:1] if len(got) != manifest["num_entries"][rank] else []
-    if lost:
-        raise CorruptFile(f"{where}: damaged, it lacks {', '.join(lost[:5])}, which the manifest lists")
-
-
-def verify_files(folder: Path, manifest: Mapping[str, Any], *, rank: int = 0, world_size: int = 1) -> None:
-    """Reads this rank's part of the files. Raises `CorruptFile` for the first whose contents changed."""
-    for name in list(manifest["files"])[rank::world_size]:
-        if checksum(folder / name) != manifest["files"][name]["crc32"]:
-            raise CorruptFile(
-                f"{folder / name}: damaged, its contents are not those that were written (CRC-32 differs)"
-            )
+_CHUNK_KEYS = {"offsets", "sizes", "crc32", "file", "first_byte"}

@@ -10,7 +10,6 @@ as FSDP2 cuts them. The plan depends only on names, shapes and layouts, and is r
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,20 +17,21 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from fsdp2x.base import torch_private
 from fsdp2x.base.failures import CheckpointError, gather_on_rank_0, on_rank_0, rank_and_size
 from fsdp2x.base.optimizer_hooks import why_swapped
-from fsdp2x.io.checkpoint.manifest import Entries, model_layout
+from fsdp2x.io.checkpoint.manifest import model_layout
 from fsdp2x.io.checkpoint.optimizer import Optimizers, layout_of, named_state
 from fsdp2x.io.checkpoint.rng import device_of, rng_state
 from fsdp2x.io.checkpoint.trees import check_loadable, flatten
 from fsdp2x.io.formats.dcp import KeyPath
 
 PARTS = ("scheduler", "scaler", "data", "extra")
+OWN = "ranks"  # in a per-rank checkpoint, entries of one rank have the path (OWN, rank, ...)
 
 
 @dataclass
@@ -51,8 +51,13 @@ class State:
     plain: dict[str, str]
 
 
-def collect(model: torch.nn.Module, optimizers: Optimizers, small: Mapping[str, Any], trusted: bool) -> State:
-    """Collects everything of this rank. Not collective. Raises `CheckpointError` for what could not be loaded."""
+def collect(
+    model: torch.nn.Module, optimizers: Optimizers, small: Mapping[str, Any], trusted: bool, keeps_own: bool = False
+) -> State:
+    """Collects everything of this rank. Not collective. Raises `CheckpointError` for what could not be loaded.
+
+    With `keeps_own`, everything but shards gets a name of this rank.
+    """
     if why := why_swapped(model.parameters()):
         raise CheckpointError(why)
     tensors, aliases = model_layout(model)
@@ -72,10 +77,18 @@ def collect(model: torch.nn.Module, optimizers: Optimizers, small: Mapping[str, 
     parts = {name: copy.deepcopy(state) for name, state in states.items() if small[name] is not None}
     if not trusted:
         check_loadable({**{n: v for n, v in flat.items() if not isinstance(v, torch.Tensor)}, **parts})
-    signature = tuple(
-        (name, value.dtype, value.shape, layouts.get(name)) if isinstance(value, torch.Tensor) else (name,)
-        for name, value in flat.items()
+    signature = (
+        keeps_own,
+        *(
+            (name, value.dtype, value.shape, layouts.get(name)) if isinstance(value, torch.Tensor) else (name,)
+            for name, value in flat.items()
+        ),
     )
+    if keeps_own:
+        own = (OWN, str(rank_and_size()[0]))
+        named = {name: () if isinstance(value, DTensor) else own for name, value in flat.items()}
+        paths = {".".join((*named[name], name)): (*named[name], *path) for name, path in paths.items()}
+        flat = {".".join((*named[name], name)): value for name, value in flat.items()}
     return State(flat, paths, aliases, parts, rng_state(device_of(model)), signature, layouts, plain_layouts)
 
 
@@ -99,14 +112,12 @@ class Plan:
     """The chunks and entries that each rank writes.
 
     Attributes:
-        held: every chunk of this rank.
-        mine: chunks that this rank writes if each chunk is written once.
+        mine: chunks that this rank writes. Each chunk is written once.
         objects: entries that are not tensors, likewise.
         metadata, paths: those of all ranks, on rank 0 only.
     """
 
     signature: tuple
-    held: list[Chunk]
     mine: list[Chunk]
     objects: list[str]
     metadata: Metadata | None = None
@@ -116,15 +127,6 @@ class Plan:
         """Returns metadata and paths, on rank 0."""
         assert self.metadata is not None and self.paths is not None, "only rank 0 has them"
         return self.metadata, dict(self.paths)
-
-    @functools.cached_property
-    def entries(self) -> Entries:
-        """Returns all entries with shape and dtype on rank 0, and none on other ranks."""
-        described = self.metadata.state_dict_metadata if self.metadata is not None else {}
-        return {
-            name: (tuple(entry.size), entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
-            for name, entry in described.items()
-        }
 
 
 def local_plan(flat: Mapping[str, Any]) -> SavePlan:
@@ -201,7 +203,7 @@ def make_plan(flat: Mapping[str, Any], paths: Mapping[str, KeyPath], signature: 
     wanted = set(assigned[rank])
     mine = [item for item in local[0].items if _key(item) in wanted]
     objects = [item.index.fqn for item in mine if item.type == WriteItemType.BYTE_IO]
-    plan = Plan(signature, _chunks(local[0].items), _chunks(mine), objects)
+    plan = Plan(signature, _chunks(mine), objects)
     if rank == 0:
         plan.metadata = metadata[0]
         plan.paths = {name: path for _, some in reversed(everything) for name, path in some.items()}
@@ -211,9 +213,8 @@ def make_plan(flat: Mapping[str, Any], paths: Mapping[str, KeyPath], signature: 
 def plan_alone(entries: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> Plan:
     """Makes the plan of a process that writes everything alone. Not collective."""
     local = local_plan(entries)
-    chunks = _chunks(local.items)
     objects = [item.index.fqn for item in local.items if item.type == WriteItemType.BYTE_IO]
-    return Plan((), chunks, chunks, objects, _global_plan([local])[1], paths)
+    return Plan((), _chunks(local.items), objects, _global_plan([local])[1], paths)
 
 
 def _global_plan(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:

@@ -1,19 +1,15 @@
-"""Converts random-number state of one rank to JSON: Python's, numpy's if loaded, torch's CPU and CUDA generators."""
+"""Converts random-number state of one rank to plain values: Python's, numpy's if loaded, torch's CPU and GPU's."""
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from fsdp2x.base.failures import CorruptFile, first_line
-from fsdp2x.io.checkpoint.directory import rng_file, write_file
-from fsdp2x.io.formats.safe_files import read_json
 
 _NUMPY_WORDS = 624
 _MOST_HEX = 1 << 20
@@ -44,19 +40,6 @@ def rng_state(device: torch.device) -> dict[str, Any]:
         state["numpy"] = [name, keys.tolist(), int(position), int(has_gauss), float(cached)]
     if (module := _device_module(device)) is not None:
         state[device.type] = module.get_rng_state(device).numpy(force=True).tobytes().hex()
-    return state
-
-
-def save_rng(folder: Path, rank: int, step: int, state: Mapping[str, Any]) -> None:
-    write_file(folder / rng_file(rank), json.dumps({**state, "rank": rank, "step": step}))
-
-
-def read_rng(folder: Path, rank: int, step: int) -> dict[str, Any]:
-    """Returns the state that this rank saved at that step. Raises `CorruptFile`."""
-    path = folder / rng_file(rank)
-    state = read_json(path)
-    if (state.pop("rank", None), state.pop("step", None)) != (rank, step):
-        raise CorruptFile(f"{path}: damaged, not the random generators of rank {rank} at step {step}")
     return state
 
 

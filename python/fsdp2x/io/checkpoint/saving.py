@@ -8,8 +8,6 @@ fsync of the folder, `latest`, retention. `directory.py` lists what a killed job
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -34,25 +32,15 @@ from fsdp2x.base.failures import (
 )
 from fsdp2x.io.checkpoint import directory
 from fsdp2x.io.checkpoint.background import Saved, Saver
-from fsdp2x.io.checkpoint.directory import ASSETS_FOLDER, PARTS_FILE
 from fsdp2x.io.checkpoint.disk import bytes_of
-from fsdp2x.io.checkpoint.forms import FORM_CLASSES, Contents, write_described
-from fsdp2x.io.checkpoint.manifest import (
-    FormName,
-    describe_entries,
-    describe_files,
-    file_names,
-    make_manifest,
-    write_manifest,
-)
+from fsdp2x.io.checkpoint.manifest import FormName, make_manifest
 from fsdp2x.io.checkpoint.optimizer import as_optimizers, require_same_cut
 from fsdp2x.io.checkpoint.plan import Plan, State, collect, local_data, make_plan
-from fsdp2x.io.checkpoint.rng import save_rng
-from fsdp2x.io.checkpoint.trees import same, to_bytes
+from fsdp2x.io.checkpoint.sinks import SINKS, Contents, finish, write_chunks
+from fsdp2x.io.checkpoint.trees import same
+from fsdp2x.io.hf.layout import Layout
 
 logger = logging.getLogger(__name__)
-
-FILE_SUFFIXES = (".pt", ".pth")
 
 
 @checked
@@ -77,14 +65,12 @@ def save(
 ) -> Saved:
     """Saves a checkpoint to `path/step-<step>`, points `path/latest` to it, and deletes old ones. Collective.
 
-    With `form="full"` and a `path` that ends with `.pt` or `.pth`, it writes only that file.
-
     It saves the model's state dict (tied weights once), optimizer state under parameter names, the other arguments,
     and the random generators of all ranks. If the job is killed, the previous checkpoint stays intact. All ranks must
     see the folder.
 
     Args:
-        path: the folder of the run's checkpoints, or a file.
+        path: the folder of the run's checkpoints.
         model: a model sharded by fsdp2x or FSDP2, or an unsharded one. Tensors that are not sharded, such as buffers,
             come from the first rank that has them, except with `form="per_rank"`.
         optimizer: one or several optimizers of torch or fsdp2x, or wrapped by `local_optimizer`. None saves none.
@@ -92,9 +78,9 @@ def save(
         scheduler, scaler, data: objects with `state_dict()`, or values of plain Python and tensors. `data` may differ
             between ranks, and then loads on the same number of ranks only. Others come from rank 0.
         extra: another such value.
-        form: `"sharded"`, a `torch.distributed.checkpoint` directory for any world size. `"full"`, one file that
-            `torch.load(weights_only=True)` reads, for any world size. `"per_rank"`, one file for each rank, for the
-            same number of ranks.
+        form: `"sharded"`, a `torch.distributed.checkpoint` directory for any world size. `"full"`, one safetensors
+            file with full tensors, for any world size. `"per_rank"`, a sharded one that also keeps what each rank has
+            for itself, for the same number of ranks.
         keep: number of checkpoints to keep in the folder in addition to marked ones.
         marked: whether later saves never delete this checkpoint. See `mark`.
         overwrite: whether saves may replace and delete checkpoints of `step` and later that this model was not loaded
@@ -115,7 +101,7 @@ def save(
     """
     begun = time.perf_counter()
     target = SaveTarget(Path(path).expanduser(), int(step), keep, marked)
-    _check(target, form)
+    _check(target)
     optimizers = as_optimizers(optimizer)
     what = f"saving checkpoint {target.final}"
     saver = Saver.of(model)
@@ -127,8 +113,8 @@ def save(
 
         def begin() -> State:
             if rank_and_size()[0] == 0:
-                _make_way(saver, target, root, is_refused=not (target.is_file or overwrite or root in saver.roots))
-            return collect(model, optimizers, small, trusted)
+                _make_way(saver, target, root, is_refused=not (overwrite or root in saver.roots))
+            return collect(model, optimizers, small, trusted, keeps_own=form == "per_rank")
 
         state, plan, sources = _agree(saver, begin, what)
         saver.roots.add(root)
@@ -142,7 +128,7 @@ def save(
         layouts=state.layouts,
     )
     job = Job(target, form, plan, state, what, lost_ranks, manifest, write_assets)
-    data = [bytes_of(sources[chunk.name]) for chunk in job.form.chunks]
+    data = [bytes_of(sources[chunk.name]) for chunk in plan.mine]
     saved = Saved(target.final, target.step, form, sum(part.numel() for part in data))
     if async_save:
         saved._saver, saver.writing_to, saver.writing_step = saver, root, target.step
@@ -161,7 +147,7 @@ def wait(model: torch.nn.Module) -> None:
 
 @dataclass(frozen=True)
 class SaveTarget:
-    """Target of a checkpoint: a folder inside a root, or one file."""
+    """Target of a checkpoint: a folder inside a root."""
 
     path: Path
     step: int
@@ -169,18 +155,11 @@ class SaveTarget:
     marked: bool
 
     @property
-    def is_file(self) -> bool:
-        return self.path.suffix in FILE_SUFFIXES
-
-    @property
     def final(self) -> Path:
-        return self.path if self.is_file else self.path / directory.step_name(self.step)
+        return self.path / directory.step_name(self.step)
 
     @property
     def temporary(self) -> Path:
-        """Folder that holds a single file until it is complete."""
-        if self.is_file:
-            return self.path.parent / f".tmp-{self.path.name}"
         return directory.temporary_path(self.path, self.step)
 
     def refuse_former_run(self) -> None:
@@ -194,31 +173,14 @@ class SaveTarget:
                 "overwrite=True."
             )
 
-    def prepare(self) -> None:
-        if self.is_file:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(self.temporary, ignore_errors=True)
-            self.temporary.mkdir()
-        else:
-            directory.prepare(self.path, self.step)
-
     def discard(self) -> None:
         """Removes what a failed save left. If the disk allows no removal, the next save tries again."""
         try:
-            if self.is_file:
-                shutil.rmtree(self.temporary, ignore_errors=True)
-            else:
-                directory.discard(self.path, self.step)
+            directory.discard(self.path, self.step)
         except OSError as error:
             logger.warning("%s: cannot remove what the failed save left: %s", self.temporary, error)
 
     def publish(self) -> None:
-        if self.is_file:
-            directory.sync_folder(self.temporary)
-            os.replace(self.temporary / self.path.name, self.path)
-            shutil.rmtree(self.temporary, ignore_errors=True)
-            directory.sync_folder(self.path.parent)
-            return
         directory.publish(self.path, self.step)
         for old in directory.retain(self.path, self.keep):
             logger.info("deleted old checkpoint %s", old)
@@ -228,29 +190,23 @@ class Job:
     """One save after its state was collected. Any thread can run the rest at any later time."""
 
     def __init__(self, target, form: FormName, plan: Plan, state: State, what, lost_ranks, manifest, write_assets):
-        self.target, self.what, self.lost_ranks, self.write_assets = target, what, lost_ranks, write_assets
+        self.target, self.form, self.plan, self.what, self.lost_ranks = target, form, plan, what, lost_ranks
         self.call = current_call(what)
         self.small, self.rng = state.small, state.rng
-        objects = {name: value for name, value in state.flat.items() if not isinstance(value, torch.Tensor)}
-        self.contents = Contents(objects, state.paths, state.aliases, manifest)
-        if target.is_file:
-            self.contents.file_name = target.path.name
-        self.num_entries = len(state.flat)
-        self.entries = plan.entries
-        rank, _ = rank_and_size()
-        self.form = FORM_CLASSES[form](plan, rank, self.contents)
+        self.values = {name: state.flat[name] for name in plan.objects}
+        self.contents = Contents(manifest, write_assets=write_assets)
 
     def run(self, data: list[torch.Tensor], group: Group) -> None:
-        """Writes and publishes the data of `form.chunks`. Collective over `group`."""
+        """Writes and publishes the data of the plan's chunks. Collective over `group`."""
         with calling(self.call), self.lost_ranks.named(self.what):
             target, what = self.target, self.what
             rank, _ = rank_and_size(group)
-            mine = (self.small.get("data"), self.rng, self.num_entries)
-            gathered = gather_on_rank_0(lambda: mine, group=group)
+            gathered = gather_on_rank_0(lambda: (self.small.get("data"), self.rng, self.values), group=group)
             on_rank_0(lambda: self._begin(gathered), what=what, group=group)
             try:
-                self.form.place(target.temporary, group)
-                written = gather_on_rank_0(lambda: self._write(data), what=what, group=group)
+                lay_out = SINKS[self.form].lay_out
+                layout = on_rank_0(lambda: lay_out(target.temporary, self.plan), what=what, group=group)
+                written = gather_on_rank_0(lambda: self._write(layout, data), what=what, group=group)
                 on_rank_0(lambda: self._finish(written), what=what, group=group)
             except CheckpointError:
                 # Raised on every rank, and only after it has stopped writing.
@@ -261,17 +217,13 @@ class Job:
                     target.discard()  # a rank is gone, or this one must end, so there is no agreement
                 raise
 
-    def _begin(self, gathered: list[tuple[Any, dict, int]]) -> None:
+    def _begin(self, gathered: list[tuple[Any, dict, dict]]) -> None:
         """Collects on rank 0 what all ranks add to the small files, and makes the folder."""
-        contents = self.contents
-        contents.small = self._small([data for data, *_ in gathered])
-        contents.rngs = [rng for _, rng, _ in gathered]
-        contents.manifest |= {
-            "parts": sorted(contents.small),
-            "entries": describe_entries(self.entries),
-            "num_entries": [num for *_, num in gathered],
-        }
-        self.target.prepare()
+        contents, small = self.contents, self._small([data for data, *_ in gathered])
+        contents.manifest["parts"] = sorted(small)
+        contents.parts = {**small, "step": self.target.step, "rng": [rng for _, rng, _ in gathered]}
+        contents.values = {name: value for *_, values in gathered for name, value in values.items()}
+        directory.prepare(self.target.path, self.target.step)
 
     def _small(self, positions: list[Any]) -> dict[str, Any]:
         """Returns the small parts of all ranks, with one data position if all ranks have the same."""
@@ -279,7 +231,7 @@ class Job:
             return self.small
         return {**{k: v for k, v in self.small.items() if k != "data"}, "data_of_ranks": positions}
 
-    def _write(self, data: list[torch.Tensor]) -> Any:
+    def _write(self, layout: Layout | None, data: list[torch.Tensor]) -> Any:
         folder = self.target.temporary
         rank, _ = rank_and_size()
         if not folder.is_dir():
@@ -287,35 +239,26 @@ class Job:
                 f"rank {rank} does not see the folder {folder}, which rank 0 made. All ranks must save to one shared "
                 "file system."
             )
-        if not self.form.holds_parts:
-            save_rng(folder, rank, self.target.step, self.rng)
-        return self.form.write(folder, data)
+        return write_chunks(SINKS[self.form], folder, rank, layout, self.plan.mine, data)
 
     def _finish(self, written: list) -> None:
-        folder, contents = self.target.temporary, self.contents
-        files = {name: described for of_rank, _ in written for name, described in of_rank.items()}
-        files.update(self.form.finish(folder, [details for _, details in written]))
-        if not self.target.is_file:
-            if not self.form.holds_parts:
-                parts = {**contents.small, "step": self.target.step}
-                files[PARTS_FILE] = write_described(folder / PARTS_FILE, to_bytes(parts))
-            if self.write_assets is not None:
-                (folder / ASSETS_FOLDER).mkdir()
-                self.write_assets(folder / ASSETS_FOLDER)
-            rest = [name for name in file_names(folder) if name not in files]
-            write_manifest(folder, contents.manifest, {**files, **describe_files(folder, rest)})
-            if self.target.marked:
-                directory.write_file(folder / directory.MARKED, "")
+        folder = self.target.temporary
+        finish(folder, self.form, self.plan, self.contents, written)
+        if self.target.marked:
+            directory.write_file(folder / directory.MARKED, "")
         self.target.publish()
 
 
-def _check(target: SaveTarget, form: str) -> None:
+def _check(target: SaveTarget) -> None:
     if target.step < 0:
         raise ValueError(f"checkpoint.save: step must be at least 0, got {target.step}")
     if target.keep < 1:
         raise ValueError(f"checkpoint.save: keep must be at least 1, got {target.keep}")
-    if target.is_file and form != "full":
-        raise ValueError(f"checkpoint.save: {target.path} is one file, so form must be 'full', got {form!r}")
+    if target.path.suffix in (".pt", ".pth"):
+        raise ValueError(
+            f"checkpoint.save: {target.path} is a file, but a checkpoint is a folder. Pass a folder and form='full', "
+            "whose safetensors file has the full tensors."
+        )
 
 
 def _make_way(saver: Saver, target: SaveTarget, root: Path, is_refused: bool) -> None:
@@ -323,10 +266,9 @@ def _make_way(saver: Saver, target: SaveTarget, root: Path, is_refused: bool) ->
     others = saver.others_writing(root)
     if is_refused:
         if ahead := [one.writing_step for one in others if one.writing_step >= target.step]:
-            name = target.path.name if target.is_file else directory.step_name(ahead[0])
             raise CheckpointError(
-                f"{target.path}: another model's {name} is being written there. Save to another folder, or pass "
-                "overwrite=True."
+                f"{target.path}: another model's {directory.step_name(ahead[0])} is being written there. Save to "
+                "another folder, or pass overwrite=True."
             )
         target.refuse_former_run()
     for other in others:
@@ -342,7 +284,7 @@ def _agree(saver: Saver, work: Callable[[], State], what: str) -> tuple[State, P
     sources: dict[str, torch.Tensor] = {}
 
     def data_of(plan: Plan) -> dict[str, torch.Tensor]:
-        return {chunk.name: local_data(collected[0].flat, chunk) for chunk in plan.held}
+        return {chunk.name: local_data(collected[0].flat, chunk) for chunk in plan.mine}
 
     def is_known() -> tuple[bool, dict[str, str]]:
         collected.append(state := work())

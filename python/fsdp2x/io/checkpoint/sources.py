@@ -1,34 +1,38 @@
-"""Reads the three forms: the contents of a checkpoint as one tree, and its tensors into existing memory.
+"""Opens a checkpoint of any form: its tensors as sources, its other values, and its small parts.
 
-Every rank reads only what it needs. Nothing here is collective. A leaf of the tree is a `Leaf` for a stored tensor,
-else the value itself. `prepare` checks everything that will be read and changes nothing.
+Every rank reads only what it needs. Nothing here is collective. `prepare` checks everything that will be read and
+changes nothing.
 """
 
 from __future__ import annotations
 
 import functools
 import zipfile
-from collections.abc import Callable, Collection, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2x.base.arguments import checked
-from fsdp2x.base.failures import CheckpointError, CorruptFile
-from fsdp2x.io.checkpoint.directory import FULL_FILE, PARTS_FILE, rank_file
-from fsdp2x.io.checkpoint.manifest import Entries, FormName, check_manifest, manifest_in, tied_names
-from fsdp2x.io.checkpoint.plan import Chunk, chunks_of
+from fsdp2x.base.failures import CheckpointError, CorruptFile, reworded
+from fsdp2x.io.checkpoint.directory import FULL_FILE, OLD_FULL_FILE, PARTS_FILE
+from fsdp2x.io.checkpoint.manifest import FORMAT, check_manifest, checksum
+from fsdp2x.io.checkpoint.plan import OWN, chunks_of
 from fsdp2x.io.checkpoint.trees import flatten, nest
-from fsdp2x.io.formats import tensors
-from fsdp2x.io.formats.dcp import DcpTensors, Ours
+from fsdp2x.io.formats.dcp import DcpTensors, KeyPath
 from fsdp2x.io.formats.records import Shard, detached, open_archive
-from fsdp2x.io.formats.safe_files import OpenFiles, open_regular
+from fsdp2x.io.formats.safe_files import OpenFiles, open_regular, read_json
+from fsdp2x.io.formats.tensors import FileTensor, Source, Tile, Tiled, checksum_of_box
+from fsdp2x.io.hf.files import read_safetensors
 
 _BLOCK_BYTES = 8 << 20
 _TOPS = ("model", "optimizer")
+# Parts of a file that `parts` of its manifest does not list.
+OWN_PARTS = frozenset(("step", "rng", "values", "manifest"))
 
 
 @dataclass(frozen=True)
@@ -40,129 +44,130 @@ class Leaf:
     dtype: torch.dtype
 
 
-class CheckpointSource:
-    """A checkpoint of one form: its `tree`, and the `entries` that its manifest should list."""
+@dataclass
+class Opened:
+    """An open checkpoint. `values` are entries of model and optimizer that are no tensors. `parts` are the rest."""
 
-    entries: Entries
-    tree: dict[str, Any]
-    _folder: Path
-    _trusted: bool
+    tensors: Mapping[str, Source]
+    values: dict[str, Any]
+    paths: Mapping[str, KeyPath]
+    parts: dict[str, Any]
+
+    def tree(self) -> dict[str, Any]:
+        """Returns the entries as nested mappings, with a `Leaf` for each tensor."""
+        table = self.tensors.table.tensors if isinstance(self.tensors, DcpTensors) else self.tensors
+        leaves = {name: Leaf(name, one.shape, one.dtype) for name, one in table.items()}
+        return nest(self.paths, {**leaves, **self.values})
 
     def prepare(self, targets: Mapping[Leaf, torch.Tensor]) -> list[Callable[[], None]]:
         """Returns calls that each read the bytes of one of this rank's chunks into ``targets``."""
         by_name = {leaf.name: target for leaf, target in targets.items()}
         reads = []
         for chunk in chunks_of(by_name):
-            source, start = self._place(chunk)
+            if isinstance(self.tensors, DcpTensors):
+                source = self.tensors.part(chunk.name, (chunk.offsets, chunk.sizes))
+            else:
+                source = self.tensors[chunk.name]
             target = by_name[chunk.name]
             local = target.to_local() if isinstance(target, DTensor) else target
-            reads.append(functools.partial(source.read, start, local.detach()))
+            reads.append(functools.partial(source.read, chunk.offsets, local.detach()))
         return reads
 
-    def _place(self, chunk: Chunk) -> tuple[tensors.Source, tuple[int, ...]]:
-        """Returns what holds a chunk of this rank, and where in it the chunk begins."""
-        raise NotImplementedError
 
-    def parts(self) -> dict[str, Any]:
-        return read_parts(self._folder, self._trusted)
+def open_checkpoint(
+    path: Path, files: OpenFiles, manifest: Mapping[str, Any] | None, rank: int | None = None, trusted: bool = False
+) -> Opened:
+    """Opens a checkpoint with its manifest, or a file or a DCP directory without one.
 
-    def tile(self, name: str) -> tensors.Tile:
-        """Returns everything that it holds of a tensor, and its position in the tensor."""
-        raise NotImplementedError
-
-
-class ShardedSource(CheckpointSource):
-    """A directory of torch DCP that fsdp2x wrote, or without a manifest, any program."""
-
-    def __init__(self, folder: Path, files: OpenFiles, trusted: bool, manifest: Mapping[str, Any] | None):
-        self._folder, self._files, self._trusted = folder, files, trusted
-        self._tensors = DcpTensors(folder, files, Ours(manifest["step"], tied_names(manifest)) if manifest else None)
-        table = self._tensors.table
-        self.entries = table.entries
-        leaves: dict[str, Any] = {name: Leaf(name, one.shape, one.dtype) for name, one in table.tensors.items()}
-        leaves |= {name: self._tensors.value(name, trusted) for name in table.objects}
-        self.tree = nest(table.paths, leaves)
-
-    def _place(self, chunk: Chunk) -> tuple[tensors.Source, tuple[int, ...]]:
-        return self._tensors.part(chunk.name, (chunk.offsets, chunk.sizes)), chunk.offsets
-
-    def tile(self, name: str) -> tensors.Tile:
-        source = self._tensors[name]
-        return tensors.Tile((0,) * len(source.shape), source)
+    Args:
+        rank: the rank whose own entries of a per-rank checkpoint to take, or None for each of the first that has it.
+    """
+    if manifest is not None and manifest["format"] == FORMAT:
+        return _open_ours(path, files, manifest, rank, trusted)
+    if path.is_file() or manifest is not None and manifest["form"] == "full":
+        return _open_file(path if path.is_file() else path / OLD_FULL_FILE, files, trusted)
+    tensors = DcpTensors(path, files)
+    values = {name: tensors.value(name, trusted) for name in tensors.table.objects}
+    parts = read_parts(path, trusted)
+    if manifest is not None:
+        parts["rng"] = [_old_rng(path, rank, manifest["step"]) for rank in range(manifest["world_size"])]
+    return Opened(tensors, values, tensors.table.paths, parts)
 
 
-class FullSource(CheckpointSource):
-    """One file with full tensors."""
-
-    def __init__(self, path: Path, files: OpenFiles, trusted: bool):
-        values, records = open_archive(files, path, trusted)
-        self._file = values
-        self.tree, self.entries, self._sources = _matched(path, values, records)
-        if (manifest := manifest_in(self._file)) is not None:
-            check_manifest(manifest, f"{path}: manifest")
-            _check_records(path, self._sources, tied_names(manifest))
-
-    def _place(self, chunk: Chunk) -> tuple[tensors.Source, tuple[int, ...]]:
-        return self._sources[chunk.name], chunk.offsets
-
-    def tile(self, name: str) -> tensors.Tile:
-        source = self._sources[name]
-        return tensors.Tile((0,) * len(source.shape), source)
-
-    def parts(self) -> dict[str, Any]:
-        return detached({name: value for name, value in self._file.items() if name not in _TOPS})
+def _open_ours(folder: Path, files: OpenFiles, manifest: Mapping[str, Any], rank: int | None, trusted: bool) -> Opened:
+    parts = _read_parts(folder, trusted)
+    stored = {**manifest["tensors"], **manifest["values"]}
+    values = parts.get("values")
+    if not isinstance(values, dict) or values.keys() != manifest["values"].keys():
+        raise CorruptFile(f"{folder / PARTS_FILE}: damaged, its values are not those of the manifest")
+    found = {**tensors_of(folder, files, manifest), **values}
+    names = _names_of(stored, rank)
+    paths = {name: stored[one]["path"] if one in manifest["tensors"] else stored[one] for name, one in names.items()}
+    paths = {name: tuple(path[2:] if name != names[name] else path) for name, path in paths.items()}
+    tensors = {name: found[one] for name, one in names.items() if one not in values}
+    return Opened(tensors, {name: values[one] for name, one in names.items() if one in values}, paths, parts)
 
 
-class PerRankSource(CheckpointSource):
-    """The file of this rank."""
+def _names_of(stored: Iterable[str], rank: int | None) -> dict[str, str]:
+    """Returns name -> name in the manifest, of entries of all ranks and of this one, or of the first that has it."""
+    names: dict[str, str] = {}
+    for name in stored:
+        top, _, rest = name.partition(".")
+        owner, _, own = rest.partition(".")
+        if top != OWN:
+            names[name] = name
+        elif rank is None or owner == str(rank):
+            names.setdefault(own, name)
+    return names
 
-    def __init__(self, folder: Path, files: OpenFiles, trusted: bool, manifest: Mapping[str, Any], rank: int):
-        self._folder, self._trusted = folder, trusted
-        self._path = path = folder / rank_file(rank)
-        values, records = open_archive(files, path, trusted)
-        world_size, step = manifest["world_size"], manifest["step"]
-        if values.get("owner") != {"rank": rank, "world_size": world_size, "step": step}:
-            raise CorruptFile(f"{path}: damaged, not the file of rank {rank} of {world_size} at step {step}")
-        tree, held, self._sources = _matched(path, values, records)
-        _check_records(path, self._sources, [])
-        self._chunks: Any = values.get("chunks")
-        stored = {name: entry for name, entry in held.items() if entry is not None}
-        if not isinstance(self._chunks, dict) or self._chunks.keys() != stored.keys():
-            raise CorruptFile(f"{path}: damaged, its chunks are not those of its tensors")
-        leaves, paths = flatten(tree)
-        for name, (shape, dtype) in stored.items():
-            leaves[name] = Leaf(name, _whole_shape(f"{path}: damaged, {name}", self._chunks[name], shape), dtype)
-        self.entries = {name: held[name] and (leaves[name].shape, leaves[name].dtype) for name in held}
-        self.tree = nest(paths, leaves)
 
-    def _place(self, chunk: Chunk) -> tuple[tensors.Source, tuple[int, ...]]:
-        saved = self._chunks[chunk.name]
-        if (saved["offsets"], saved["sizes"]) != (list(chunk.offsets), list(chunk.sizes)):
-            raise CheckpointError(
-                f"{self._path}: {chunk.name} was cut differently: this rank had {saved['sizes']} at "
-                f"{saved['offsets']}, it now has {list(chunk.sizes)} at {list(chunk.offsets)}. Per-rank files load "
-                "into the same sharding only."
+def tensors_of(folder: Path, files: OpenFiles, manifest: Mapping[str, Any]) -> dict[str, Source]:
+    """Returns the tensors that the manifest lists. That of format 3 lists none."""
+    if manifest["format"] != FORMAT:
+        return {}
+    with reworded(CorruptFile, str, CheckpointError):  # a type that fsdp2x did not write is damage
+        whole = read_safetensors(files, folder / FULL_FILE) if manifest["form"] == "full" else {}
+    found: dict[str, Source] = {}
+    for name, entry in manifest["tensors"].items():
+        shape, dtype = tuple(entry["shape"]), getattr(torch, entry["dtype"])
+        if manifest["form"] == "full":
+            one = whole.get(name)
+            if one is None or (one.shape, one.dtype) != (shape, dtype):
+                raise CorruptFile(f"{folder / FULL_FILE}: damaged, it has no {name} of {list(shape)} and {dtype}")
+            found[name] = one
+            continue
+        tiles = [
+            Tile(
+                tuple(one["offsets"]),
+                FileTensor(files, folder / one["file"], one["first_byte"], tuple(one["sizes"]), dtype),
             )
-        return self._sources[chunk.name], (0,) * len(chunk.sizes)
+            for one in entry["chunks"]
+        ]
+        found[name] = Tiled(shape, dtype, tiles)
+    return found
 
-    def tile(self, name: str) -> tensors.Tile:
-        return tensors.Tile(tuple(self._chunks[name]["offsets"]), self._sources[name])
 
-
-def open_source(
-    path: Path, form: FormName, files: OpenFiles, rank: int, trusted: bool, manifest: Mapping[str, Any] | None
-) -> CheckpointSource:
-    """Returns the reader for a checkpoint of that form. `path` may be the single file of a full one."""
-    match form:
-        case "full":
-            return FullSource(path if path.is_file() else path / FULL_FILE, files, trusted)
-        case "per_rank":
-            assert manifest is not None, "a single file is a full checkpoint"
-            return PerRankSource(path, files, trusted, manifest, rank)
-        case "sharded":
-            return ShardedSource(path, files, trusted, manifest)
-        case _:
-            assert_never(form)
+def _open_file(path: Path, files: OpenFiles, trusted: bool) -> Opened:
+    """Opens a file of `torch.save` with full tensors, such as a full checkpoint of format 3."""
+    values, records = open_archive(files, path, trusted)
+    if "manifest" in values:
+        manifest = values["manifest"]
+        check_manifest(manifest if isinstance(manifest, dict) else {}, f"{path}: manifest")
+    flat, paths = flatten({name: values[name] for name in _TOPS if name in values})
+    found, _ = flatten({name: records[name] for name in _TOPS if name in records})
+    sources: dict[str, Source] = {}
+    for name, value in flat.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        source = found.get(name)
+        if isinstance(source, Shard) or isinstance(value, DTensor):
+            raise CheckpointError(f"{path}: {name} is a DTensor, one rank's part of a tensor. Save full tensors.")
+        if not isinstance(source, Source) or (source.shape, source.dtype) != (tuple(value.shape), value.dtype):
+            raise CorruptFile(f"{path}: damaged, {name} is {list(value.shape)} of {value.dtype}, its record is another")
+        sources[name] = source
+    rest = {name: value for name, value in flat.items() if name not in sources}
+    parts = detached({name: value for name, value in values.items() if name not in _TOPS})
+    return Opened(sources, rest, paths, parts)
 
 
 @checked
@@ -176,11 +181,41 @@ def read_parts(folder: str | Path, trusted: bool = False) -> dict[str, Any]:
     Returns:
         step, scheduler, scaler, data, and extra, as far as they were saved.
     """
-    path = Path(folder).expanduser() / PARTS_FILE
-    if not path.is_file():
-        return {}
+    path = Path(folder).expanduser()
+    found = _read_parts(path, trusted) if (path / PARTS_FILE).is_file() else {}
+    return {name: part for name, part in found.items() if name not in ("rng", "values")}
+
+
+def _read_parts(folder: Path, trusted: bool) -> dict[str, Any]:
     with OpenFiles() as files:
-        return detached(open_archive(files, path, trusted)[0])
+        return detached(open_archive(files, folder / PARTS_FILE, trusted)[0])
+
+
+def _old_rng(folder: Path, rank: int, step: int) -> dict[str, Any]:
+    """Returns the random generators of a rank in a checkpoint of format 3."""
+    path = folder / f"rng-{rank:05d}.json"
+    state = read_json(path)
+    if (state.pop("rank", None), state.pop("step", None)) != (rank, step):
+        raise CorruptFile(f"{path}: damaged, not the random generators of rank {rank} at step {step}")
+    return state
+
+
+_CHANGED = "damaged, its contents are not those that were written (CRC-32 differs)"
+
+
+def verify_folder(
+    folder: Path, files: OpenFiles, manifest: Mapping[str, Any], *, rank: int = 0, world_size: int = 1
+) -> None:
+    """Reads this rank's part of a checkpoint. Raises `CorruptFile` for the first file or chunk that was changed."""
+    checked_files = [name for name, described in manifest["files"].items() if "crc32" in described]
+    for name in checked_files[rank::world_size]:
+        if checksum(folder / name) != manifest["files"][name]["crc32"]:
+            raise CorruptFile(f"{folder / name}: {_CHANGED}")
+    tensors = tensors_of(folder, files, manifest)
+    chunks = [(name, chunk) for name in tensors for chunk in manifest["tensors"][name]["chunks"]]
+    for name, chunk in chunks[rank::world_size]:
+        if checksum_of_box(tensors[name], chunk["offsets"], chunk["sizes"]) != chunk["crc32"]:
+            raise CorruptFile(f"{folder / chunk['file']}: {name} at {chunk['offsets']}: {_CHANGED}")
 
 
 def verify_archive(path: Path, rank: int, world_size: int) -> None:
@@ -193,51 +228,5 @@ def verify_archive(path: Path, rank: int, world_size: int) -> None:
                         pass
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, RuntimeError, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, ValueError, RuntimeError, EOFError) as error:
         raise error if isinstance(error, CheckpointError) else CorruptFile(f"{path}: damaged, {error}") from None
-
-
-def _matched(
-    path: Path, values: Mapping[str, Any], records: Mapping[str, Any]
-) -> tuple[dict[str, Any], Entries, dict[str, tensors.Source]]:
-    """Returns model and optimizer of a file as a tree, its entries, and a source for each tensor."""
-    flat, paths = flatten({name: values[name] for name in _TOPS if name in values})
-    found, _ = flatten({name: records[name] for name in _TOPS if name in records})
-    leaves, entries, sources = {}, {}, {}
-    for name, value in flat.items():
-        leaves[name], entries[name] = value, None
-        if not isinstance(value, torch.Tensor):
-            continue
-        source = found.get(name)
-        if isinstance(source, Shard) or isinstance(value, DTensor):
-            raise CheckpointError(f"{path}: {name} is a DTensor, one rank's part of a tensor. Save full tensors.")
-        if not isinstance(source, tensors.Source) or (source.shape, source.dtype) != (tuple(value.shape), value.dtype):
-            raise CorruptFile(f"{path}: damaged, {name} is {list(value.shape)} of {value.dtype}, its record is another")
-        sources[name] = source
-        leaves[name], entries[name] = Leaf(name, source.shape, source.dtype), (source.shape, source.dtype)
-    return nest(paths, leaves), entries, sources
-
-
-def _check_records(path: Path, sources: Mapping[str, tensors.Source], tied: Collection[Collection[str]]) -> None:
-    """Raises `CorruptFile` unless every tensor of fsdp2x's file fills one record. Tied tensors share theirs."""
-    kept = {name: min(names) for names in tied for name in names}
-    owners: dict[int, str] = {}
-    for name, source in sources.items():
-        if not isinstance(source, tensors.FileTensor) or not source.is_whole:
-            raise CorruptFile(f"{path}: damaged, {name} does not fill its record")
-        owner = owners.setdefault(source.offset, name)
-        if kept.get(owner, owner) != kept.get(name, name):
-            raise CorruptFile(f"{path}: damaged, {owner} and {name} share one record")
-
-
-def _whole_shape(what: str, chunk: Any, held: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of the tensor that a chunk of per-rank files belongs to."""
-    numbers: list[Any] = (
-        [chunk.get(key) for key in ("shape", "offsets", "sizes")] if isinstance(chunk, dict) else [None] * 3
-    )
-    shape, offsets, sizes = numbers
-    fits = all(isinstance(one, list) and tensors.is_shape(one) for one in numbers)
-    fits = fits and sizes == list(held) and len(shape) == len(offsets) == len(held)
-    if not fits or any(a + n > whole for a, n, whole in zip(offsets, sizes, shape, strict=True)):
-        raise CorruptFile(f"{what} has shape {list(held)}, but its entry describes the chunk {str(chunk)[:200]}")
-    return tuple(shape)

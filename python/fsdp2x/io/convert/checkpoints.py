@@ -3,80 +3,34 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.failures import CheckpointError
-from fsdp2x.io.checkpoint.directory import ASSETS_FOLDER, FULL_FILE, MANIFEST, PARTS_FILE, resolve, write_bytes
+from fsdp2x.io.checkpoint.directory import ASSETS_FOLDER, MANIFEST, resolve
 from fsdp2x.io.checkpoint.disk import bytes_of
-from fsdp2x.io.checkpoint.forms import FORM_CLASSES, Contents
-from fsdp2x.io.checkpoint.manifest import (
-    check_entries,
-    describe_files,
-    file_names,
-    read_manifest,
-    verify_files,
-    write_manifest,
-)
-from fsdp2x.io.checkpoint.plan import plan_alone
-from fsdp2x.io.checkpoint.rng import read_rng, save_rng
-from fsdp2x.io.checkpoint.sources import FullSource, Leaf, PerRankSource, ShardedSource
-from fsdp2x.io.checkpoint.trees import flatten, to_bytes
+from fsdp2x.io.checkpoint.manifest import FORMAT, FormName, read_manifest
+from fsdp2x.io.checkpoint.plan import Plan, plan_alone
+from fsdp2x.io.checkpoint.sinks import SINKS, Contents, finish, write_chunks
+from fsdp2x.io.checkpoint.sources import OWN_PARTS, Opened, open_checkpoint, verify_folder
 from fsdp2x.io.formats.safe_files import OpenFiles
-from fsdp2x.io.formats.tensors import Source, Tile, tiled
 from fsdp2x.io.hf.folder import refuse_existing, refuse_inside, written
 
 
-@dataclass
-class Whole:
-    """A checkpoint of any form as full tensors and other values by name. Tied weights occur once."""
-
-    tensors: dict[str, Source]
-    objects: dict[str, Any]
-    paths: dict[str, tuple]
-    parts: dict[str, Any]
-
-
-def open_whole(folder: Path, files: OpenFiles, manifest: Mapping[str, Any]) -> Whole:
-    """Opens a checkpoint of any form, whatever the number of ranks that saved it.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or the files contradict each other.
-    """
-    if manifest["form"] == "per_rank":
-        ranks = range(manifest["world_size"])
-        parts = [PerRankSource(folder, files, False, manifest, rank) for rank in ranks]
-        for rank, part in enumerate(parts):
-            check_entries(folder, manifest, part.entries, rank)
-    else:
-        full = manifest["form"] == "full"
-        parts = [
-            FullSource(folder / FULL_FILE, files, False) if full else ShardedSource(folder, files, False, manifest)
-        ]
-        check_entries(folder, manifest, parts[0].entries)
-    aliases = {f"model.{alias}" for alias in manifest["tied"]}
-    whole = Whole({}, {}, {}, parts[0].parts())
-    tiles: dict[str, list[Tile]] = {}
-    leaves: dict[str, Leaf] = {}
-    for part in parts:
-        flat, paths = flatten(part.tree)
-        for name, value in flat.items():
-            if name in aliases:
-                continue
-            whole.paths.setdefault(name, paths[name])
-            if isinstance(value, Leaf):
-                leaves.setdefault(name, value)
-                tiles.setdefault(name, []).append(part.tile(name))
-            else:
-                whole.objects.setdefault(name, value)
-    for name, leaf in leaves.items():
-        whole.tensors[name] = tiled(f"{folder}: {name}", leaf.shape, leaf.dtype, tiles[name])
-    return whole
+def copy_tensors(source: Opened, folder: Path, form: FormName, dtype: torch.dtype | None = None) -> tuple[Plan, list]:
+    """Writes all tensors of a checkpoint into a folder, one after another. `finish` needs what it returns."""
+    wanted = {
+        name: one.dtype if dtype is None or not one.dtype.is_floating_point else dtype
+        for name, one in source.tensors.items()
+    }
+    empty = {name: torch.empty(one.shape, dtype=wanted[name], device="meta") for name, one in source.tensors.items()}
+    plan = plan_alone({**empty, **source.values}, source.paths)
+    layout = SINKS[form].lay_out(folder, plan)
+    data = (bytes_of(source.tensors[chunk.name].whole(chunk.dtype)) for chunk in plan.mine)
+    return plan, [write_chunks(SINKS[form], folder, 0, layout, plan.mine, data)]
 
 
 @checked
@@ -107,29 +61,32 @@ def convert_checkpoint(
     refuse_inside(out, source)
     if not (source / MANIFEST).is_file():
         raise CheckpointError(f"{source}: fsdp2x did not save this checkpoint, {MANIFEST} is missing")
-    manifest = read_manifest(source)
-    verify_files(source, manifest)
-    step, ranks = manifest["step"], range(manifest["world_size"])
     with OpenFiles() as files, written(out, "convert", force) as folder:
-        whole = open_whole(source, files, manifest)
-        own = ("rng", "step", "manifest", "chunks", "owner")
-        small = {name: part for name, part in whole.parts.items() if name not in own}
-        has_files = manifest["form"] != "full"
-        rngs = [read_rng(source, rank, step) for rank in ranks] if has_files else whole.parts["rng"]
-        described = {**manifest, "form": form}
-        described.pop("files")
-        contents = Contents(whole.objects, whole.paths, dict(manifest["tied"]), described, small=small, rngs=rngs)
-        empty = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in whole.tensors.items()}
-        saved = FORM_CLASSES[form](plan_alone({**empty, **whole.objects}, whole.paths), 0, contents)
-        saved.place_alone(folder)
-        data = (bytes_of(whole.tensors[chunk.name].whole()) for chunk in saved.chunks)
-        _, details = saved.write(folder, data)
-        saved.finish(folder, [details])
-        if not saved.holds_parts:
-            write_bytes(folder / PARTS_FILE, to_bytes({**small, "step": step}))
-            for rank, state in enumerate(rngs):
-                save_rng(folder, rank, step, state)
-        if (source / ASSETS_FOLDER).is_dir():
-            shutil.copytree(source / ASSETS_FOLDER, folder / ASSETS_FOLDER)
-        write_manifest(folder, described, describe_files(folder, file_names(folder)))
+        opened, manifest = open_verified(source, files)
+        rest = ("files", "tensors", "values", "crc32")
+        described = {name: value for name, value in manifest.items() if name not in rest}
+        described |= {"format": FORMAT, "form": form, "same_world": False}
+        parts = {name: part for name, part in opened.parts.items() if name not in OWN_PARTS}
+        parts |= {"step": manifest["step"], "rng": opened.parts["rng"]}
+        has_assets = (source / ASSETS_FOLDER).is_dir()
+        copy_assets = lambda to: shutil.copytree(source / ASSETS_FOLDER, to, dirs_exist_ok=True)  # noqa: E731
+        contents = Contents(described, opened.values, parts, copy_assets if has_assets else None)
+        plan, done = copy_tensors(opened, folder, form)
+        finish(folder, form, plan, contents, done)
     return out
+
+
+def open_verified(folder: Path, files: OpenFiles) -> tuple[Opened, dict]:
+    """Opens a checkpoint of fsdp2x of any form after it was compared with its checksums. Also returns its manifest.
+
+    Tied weights are there once.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the files contradict each other.
+    """
+    manifest = read_manifest(folder)
+    verify_folder(folder, files, manifest)
+    opened = open_checkpoint(folder, files, manifest)
+    aliases = {f"model.{alias}" for alias in manifest["tied"]}
+    tensors = {name: opened.tensors[name] for name in opened.tensors if name not in aliases}
+    return Opened(tensors, opened.values, opened.paths, opened.parts), manifest

@@ -19,10 +19,10 @@ import torch
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.failures import CheckpointError
 from fsdp2x.io.checkpoint.directory import ASSETS_FOLDER, resolve
-from fsdp2x.io.checkpoint.disk import bytes_of
-from fsdp2x.io.checkpoint.forms import Contents, Sharded
-from fsdp2x.io.checkpoint.plan import plan_alone
+from fsdp2x.io.checkpoint.sinks import Contents, DcpSink
+from fsdp2x.io.checkpoint.sources import Opened
 from fsdp2x.io.convert.adapters import StoredAdapters, holds_adapters
+from fsdp2x.io.convert.checkpoints import copy_tensors
 from fsdp2x.io.convert.stored import match, open_dcp, open_ranks, without_groups
 from fsdp2x.io.formats.safe_files import OpenFiles
 from fsdp2x.io.formats.tensors import Source, differ
@@ -408,16 +408,11 @@ def hf_to_dcp(
     refuse_inside(out, origin)
     with Checkpoint([origin]) as files:
         sources, aliases = _sources(origin, files)
-        state: dict[str, Any] = {}
-        for name, source in sources.items():
-            wanted = dtype if dtype is not None and source.dtype.is_floating_point else source.dtype
-            state[f"model.{name}"] = torch.empty(source.shape, dtype=wanted, device="meta")
+        tensors = {f"model.{name}": source for name, source in sources.items()}
+        paths = {f"model.{name}": ("model", name) for name in sources}
         with written(out, "convert", force) as folder:
-            paths = {f"model.{name}": ("model", name) for name in sources}
-            form = Sharded(plan_alone(state, paths), 0, Contents({}, paths, aliases, {"step": 0}))
-            data = (bytes_of(sources[c.name.removeprefix("model.")].whole(c.dtype)) for c in form.chunks)
-            _, entries = form.write(folder, data)
-            form.finish(folder, [entries])
+            plan, done = copy_tensors(Opened(tensors, {}, paths, {}), folder, "sharded", dtype)
+            DcpSink.finish(folder, plan, done[0][0], Contents({"tied": aliases}))
             (folder / ASSETS_FOLDER).mkdir()
             copy_assets(origin, folder / ASSETS_FOLDER)
     return out

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from fsdp2x.base.failures import CheckpointError, CorruptFile
 from fsdp2x.io.checkpoint.directory import MANIFEST, resolve
-from fsdp2x.io.checkpoint.manifest import check_entries, read_manifest, tied_names, verify_files
-from fsdp2x.io.convert.checkpoints import open_whole
-from fsdp2x.io.formats.dcp import METADATA, DcpTensors, Ours
+from fsdp2x.io.convert.checkpoints import open_verified
+from fsdp2x.io.formats.dcp import METADATA, DcpTensors
 from fsdp2x.io.formats.records import Shard, box_of, read_records
 from fsdp2x.io.formats.safe_files import OpenFiles, read_text
 from fsdp2x.io.formats.tensors import Piece, Source, Tile, tiled
@@ -51,13 +50,8 @@ def open_dcp(path: Path, files: OpenFiles) -> tuple[Mapping[str, Source], dict[s
     folder = dcp_folder(path)
     if not (folder / MANIFEST).is_file():
         return DcpTensors(folder, files), {}
-    manifest = read_manifest(folder)
-    verify_files(folder, manifest)
-    if manifest["form"] != "sharded":
-        return open_whole(folder, files, manifest).tensors, dict(manifest["tied"])
-    tensors = DcpTensors(folder, files, Ours(manifest["step"], tied_names(manifest)))
-    check_entries(folder, manifest, tensors.table.entries)
-    return tensors, dict(manifest["tied"])
+    opened, manifest = open_verified(folder, files)
+    return opened.tensors, dict(manifest["tied"])
 
 
 def open_ranks(folder: Path, files: OpenFiles) -> dict[str, Source]:

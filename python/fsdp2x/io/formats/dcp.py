@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -19,7 +19,7 @@ import torch
 from fsdp2x.base.failures import CheckpointError, CorruptFile, first_line
 from fsdp2x.io.formats.records import load_run, read_records
 from fsdp2x.io.formats.safe_files import OpenFiles, open_regular
-from fsdp2x.io.formats.tensors import FileTensor, Source, Tile, Tiled, covers, is_shape
+from fsdp2x.io.formats.tensors import Source, Tile, Tiled, covers, is_shape
 
 METADATA = ".metadata"
 KeyPath = tuple[str | int, ...]
@@ -67,19 +67,13 @@ class Table:
     objects: dict[str, Run]
     paths: dict[str, KeyPath]
 
-    @property
-    def entries(self) -> dict[str, tuple[tuple[int, ...], torch.dtype] | None]:
-        """Shape and dtype of each entry, or None for one that is not a tensor."""
-        found = {name: (one.shape, one.dtype) for name, one in self.tensors.items()}
-        return {**found, **dict.fromkeys(self.objects)}
 
-
-def read_table(folder: Path, tied: Collection[Collection[str]] | None = None) -> Table:
-    """Reads a directory's table and checks it against the files. `tied` names may share bytes, with None any may."""
+def read_table(folder: Path) -> Table:
+    """Reads a directory's table and checks it against the files."""
     path = folder / METADATA
     with open(open_regular(path), "rb") as file:
         table = _unpickled(path, file)
-    _check_runs(folder, table, tied)
+    _check_runs(folder, table)
     return table
 
 
@@ -217,70 +211,53 @@ def _sizes(value: Any, what: str) -> tuple[int, ...]:
     return value
 
 
+def is_path(name: str, path: Any) -> bool:
+    """Returns whether an entry of that name can have that place in the tree."""
+    is_right = isinstance(path, tuple | list) and 0 < len(path) <= _LONGEST_PATH
+    return is_right and all(type(key) in (str, int) for key in path) and ".".join(map(str, path)) == name
+
+
 def _paths(paths: Any, names: Collection[str]) -> dict[str, KeyPath]:
     if not isinstance(paths, dict) or not paths:
         return {name: (name,) for name in names}
     found = {}
     for name in names:
         path = paths.get(name, (name,))
-        is_path = isinstance(path, tuple | list) and 0 < len(path) <= _LONGEST_PATH
-        is_path = is_path and all(type(key) in (str, int) for key in path)
-        _require(is_path and ".".join(map(str, path)) == name, f"the path of {name} is {str(path)[:200]}")
+        _require(is_path(name, path), f"the path of {name} is {str(path)[:200]}")
         found[name] = tuple(path)
     more = [name for name in paths if name not in found]
     _require(not more, f"it has a path, but no entry, for {str(more[:1])[:200]}")
     return found
 
 
-def _check_runs(folder: Path, table: Table, tied: Collection[Collection[str]] | None) -> None:
-    """Checks that every run is inside its file, and that two share bytes only if their names may."""
-    kept = {name: min(names) for names in tied or () for name in names}
-    by_file: dict[str, dict[Run, set[str]]] = {}
+def _check_runs(folder: Path, table: Table) -> None:
+    """Checks that every run is inside its file, and that no two overlap. Tied tensors share theirs."""
+    by_file: dict[str, dict[Run, str]] = {}
     runs = [(run, name) for name, tensor in table.tensors.items() for _, _, run in tensor.chunks]
     for run, name in [*runs, *((run, name) for name, run in table.objects.items())]:
-        by_file.setdefault(run.file, {}).setdefault(run, set()).add(kept.get(name, name))
+        by_file.setdefault(run.file, {}).setdefault(run, name)
     for file, places in by_file.items():
         try:
             size = os.stat(folder / file).st_size
         except OSError as error:
             raise CorruptFile(f"{folder / file}: {error.strerror or error}") from None
         end, before = 0, ""
-        for run, names in sorted(places.items(), key=lambda item: (item[0].offset, item[0].num_bytes)):
-            first, reach = min(names), run.offset + run.num_bytes
+        for run, name in sorted(places.items(), key=lambda item: (item[0].offset, item[0].num_bytes)):
+            reach = run.offset + run.num_bytes
             if run.offset < end or run.num_bytes <= 0 or reach > size:
                 raise CorruptFile(
-                    f"{folder / METADATA}: damaged, {first} would have bytes {run.offset} to {reach} of {file}, which "
+                    f"{folder / METADATA}: damaged, {name} would have bytes {run.offset} to {reach} of {file}, which "
                     f"has {size} bytes; {before or 'nothing'} before it ends at {end}"
                 )
-            if tied is not None and len(names) > 1:
-                raise CorruptFile(f"{folder / METADATA}: damaged, {first} and {max(names)} have one place in {file}")
-            end, before = reach, first
-
-
-@dataclass(frozen=True)
-class Ours:
-    """Facts of a directory that fsdp2x wrote: its step, and the names that share their bytes."""
-
-    step: int
-    tied: Collection[Collection[str]]
-
-    def labels(self, name: str, offsets: Sequence[int] | None) -> set[bytes]:
-        """Returns the labels that the archive of an entry may have."""
-        names = next((names for names in self.tied if name in names), {name})
-        return {label(one, offsets, self.step) for one in names}
-
-
-def label(name: str, offsets: Sequence[int] | None, step: int) -> bytes:
-    """Returns the label of an archive, which detects one in another's place. It has the same length at any step."""
-    return f"{step:020d} {name} {'' if offsets is None else list(offsets)}".encode()
+            end, before = reach, name
 
 
 class DcpTensors(Mapping):
     """Maps each key to the source of its tensor. Opens a file when a source is requested."""
 
-    def __init__(self, folder: Path, files: OpenFiles, ours: Ours | None = None) -> None:
-        self.folder, self._files, self._ours = folder, files, ours
-        self.table = read_table(folder, None if ours is None else ours.tied)
+    def __init__(self, folder: Path, files: OpenFiles) -> None:
+        self.folder, self._files = folder, files
+        self.table = read_table(folder)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.table.tensors)
@@ -299,25 +276,19 @@ class DcpTensors(Mapping):
             if box is not None and not _meet(box, (offsets, sizes)):
                 continue
             path = self.folder / run.file
-            labels = None if self._ours is None else self._ours.labels(key, offsets)
-            # In fsdp2x's archives an object in place of a tensor means damage.
-            opaque = self._ours is not None
-            found = read_records(self._files, path, run.offset, run.num_bytes, opaque=opaque, labels=labels)
+            found = read_records(self._files, path, run.offset, run.num_bytes)
             if not isinstance(found, Source) or (found.shape, found.dtype) != (sizes, entry.dtype):
                 got = f"{list(found.shape)} of {found.dtype}" if isinstance(found, Source) else type(found).__name__
                 raise CorruptFile(
                     f"{path}: damaged, {METADATA} describes a part of {key}, {list(sizes)} of {entry.dtype}, got {got}"
                 )
-            if self._ours is not None and not (isinstance(found, FileTensor) and found.is_whole):
-                raise CorruptFile(f"{path}: damaged, {key} at {list(offsets)} does not fill its record")
             tiles.append(Tile(offsets, found))
         return Tiled(entry.shape, entry.dtype, tiles)
 
     def value(self, key: str, trusted: bool = False) -> Any:
         """Returns an entry that is not a tensor."""
         run = self.table.objects[key]
-        labels = None if self._ours is None else self._ours.labels(key, None)
-        return load_run(self._files, self.folder / run.file, run.offset, run.num_bytes, key, trusted, labels)
+        return load_run(self._files, self.folder / run.file, run.offset, run.num_bytes, key, trusted)
 
 
 def _meet(one: tuple, other: tuple) -> bool:

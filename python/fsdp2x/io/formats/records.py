@@ -19,7 +19,7 @@ import re
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,6 @@ STORAGES = {  # by name of torch's class
     "ComplexDoubleStorage": torch.complex128,
     "UntypedStorage": torch.uint8,
 }
-LABEL = "label"  # of archives that fsdp2x writes into a DCP directory
 _LOCAL_HEADER_BYTES = 30
 _ENCRYPTED, _HAS_TAIL = 1, 8
 
@@ -110,13 +109,11 @@ def read_records(
     length: int | None = None,
     *,
     opaque: bool = False,
-    labels: Collection[bytes] | None = None,
 ) -> Any:
     """Returns the object saved in ``length`` bytes at ``offset`` of a file, with records in place of its tensors.
 
     Args:
         opaque: whether objects of classes that a state dict does not need become `OpaqueObject` instead of raising.
-        labels: allowed contents of the record `LABEL`.
     """
     if length is None:
         length = files.num_bytes(path) - offset
@@ -126,9 +123,6 @@ def read_records(
             order = archive.read(members["byteorder"]) if "byteorder" in members else b"little"
             if order != b"little":
                 raise CheckpointError(f"byte order {order!r} is not supported")
-            said = archive.read(members[LABEL]) if LABEL in members else b""
-            if labels is not None and said not in labels:
-                raise CorruptFile(f"expected the label {min(labels)[:200]!r}, got {said[:200]!r}")
             pickled = archive.read(members["data.pkl"])
         found = _Records(io.BytesIO(pickled), files, path, places, opaque).load()
     except CorruptFile as error:
@@ -343,10 +337,9 @@ def load_run(
     num_bytes: int,
     name: str,
     trusted: bool,
-    labels: Collection[bytes] | None = None,
 ) -> Any:
     """Returns the value in a run of bytes of a file. Errors name the entry ``name``. Raises as `open_archive`."""
-    read_records(files, path, offset, num_bytes, opaque=True, labels=labels)
+    read_records(files, path, offset, num_bytes, opaque=True)
     return _load(io.BytesIO(files.read(path, offset, num_bytes)), f"{path}: {name}", trusted)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -290,6 +291,16 @@ def differ(first: Source, second: Source, start: Sequence[int], shape: Sequence[
         if not torch.equal(*(box.view(-1).view(torch.uint8) for box in boxes)):
             return True
     return False
+
+
+def checksum_of_box(source: Source, start: Sequence[int], shape: Sequence[int]) -> int:
+    """Returns the CRC-32 of the elements of a box in row-major order. Reads a few rows at a time."""
+    crc = 0
+    for offset, sizes in row_boxes(shape, max(1, BUFFER_BYTES // source.dtype.itemsize)):
+        box = torch.empty(sizes, dtype=source.dtype, device="cpu")
+        source.read([a + b for a, b in zip(start, offset, strict=True)], box)
+        crc = zlib.crc32(memory_of(box), crc)
+    return crc
 
 
 def row_boxes(shape: Sequence[int], limit_numel: int) -> Iterator[tuple[list[int], list[int]]]:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fsdp2x.base.failures import CheckpointError
-from fsdp2x.io.checkpoint.directory import remove, sync_file, sync_folder
 
 
 def refuse_existing(out: Path, force: bool) -> None:
@@ -68,3 +67,25 @@ def publish(out: Path, folder: Path, force: bool) -> None:
         raise
     remove(replaced)
     sync_folder(out.parent)
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a folder with its contents, or a link (not its target), if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync_file(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Makes names in a folder durable. Renames and new files are on disk only after this."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

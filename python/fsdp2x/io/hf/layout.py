@@ -179,12 +179,13 @@ def make_files(folder: Path, layout: Layout) -> None:
 class Writer:
     """The weight files of a folder, opened at this rank's first write to them. Shows a progress bar."""
 
-    def __init__(self, folder: Path, layout: Layout, *, num_writers: int = 1) -> None:
+    def __init__(self, folder: Path, layout: Layout, *, num_writers: int = 1, shows_progress: bool = True) -> None:
         """``num_writers`` is the number of ranks that write about as much each. The bar uses it."""
         self._folder, self._layout = folder, layout
         self._fds: dict[int, int] = {}
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._bar = ProgressBar(sum(file.num_bytes for file in layout.files) // num_writers, "Writing weights")
+        num_bytes = sum(file.num_bytes for file in layout.files) // num_writers
+        self._bar = ProgressBar(num_bytes, "Writing weights", shows_progress)
 
     def __enter__(self) -> Writer:
         return self
