@@ -37,7 +37,7 @@ def save(folder, form, tensors, values):
     paths = {name: tuple(name.split(".", 1)) for name in [*tensors, *values]}
     plan = plan_alone({**tensors, **values}, paths)
     manifest = make_manifest(step=3, world_size=1, mesh=[], aliases={}, model_type="x", form=form)
-    contents = Contents({**manifest, "parts": []}, values, {"step": 3, "rng": [{}]})
+    contents = Contents(manifest, values, {"step": 3, "rng": [{}]})
     layout = SINKS[form].lay_out(folder, plan)
     data = [bytes_of(tensors[chunk.name]) for chunk in plan.mine]
     finish(folder, form, plan, contents, [write_chunks(SINKS[form], folder, 0, layout, plan.mine, data)])
@@ -140,7 +140,7 @@ def test_chunks_of_any_cut_make_up_their_tensors(tmp_path, form):
             type(metadata.chunks[0])(torch.Size(one.entry["offsets"]), torch.Size(one.entry["sizes"]))
             for (one,), _ in written
         ]
-        finish(folder, form, plan, Contents({**manifest, "parts": []}), written)
+        finish(folder, form, plan, Contents(manifest), written)
         manifest = read_manifest(folder)
         with OpenFiles() as files:
             sources = [open_checkpoint(folder, files, manifest).tensors["model.x"]]

@@ -153,12 +153,18 @@ def prepare(root: Path, step: int) -> Path:
 
 
 def discard(root: Path, step: int) -> None:
-    """Undoes a failed save of `step`: removes its temporary folder and restores the former checkpoint."""
+    """Undoes a failed save of `step`: removes its temporary folder and restores the former checkpoint.
+
+    If the disk allows no removal, the next save tries again.
+    """
     final, replaced = root / step_name(step), root / f".old-{step_name(step)}"
-    remove(temporary_path(root, step))
-    remove(root / f".tmp-{LATEST}")
-    if replaced.exists() and not final.exists():
-        os.rename(replaced, final)
+    try:
+        remove(temporary_path(root, step))
+        remove(root / f".tmp-{LATEST}")
+        if replaced.exists() and not final.exists():
+            os.rename(replaced, final)
+    except OSError as error:
+        logger.warning("%s: cannot remove what the failed save left: %s", temporary_path(root, step), error)
 
 
 def publish(root: Path, step: int) -> Path:

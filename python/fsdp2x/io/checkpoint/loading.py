@@ -30,7 +30,7 @@ from fsdp2x.io.checkpoint.match import FoundState, find_parts, match_model, matc
 from fsdp2x.io.checkpoint.optimizer import Optimizers, Restore, as_optimizers
 from fsdp2x.io.checkpoint.plan import PARTS
 from fsdp2x.io.checkpoint.rng import check_rng, device_of, seed_all, set_rng
-from fsdp2x.io.checkpoint.sources import OWN_PARTS, open_checkpoint, verify_archive, verify_folder
+from fsdp2x.io.checkpoint.sources import open_checkpoint, verify_archive, verify_folder
 from fsdp2x.io.checkpoint.trees import mismatch
 from fsdp2x.io.formats.dcp import METADATA
 from fsdp2x.io.formats.safe_files import OpenFiles
@@ -290,10 +290,7 @@ def _match(
     source = open_checkpoint(choice.path, files, choice.manifest, rank, trusted)
     parts = source.parts
     manifest: Mapping[str, Any] = choice.manifest or parts.get("manifest", {})
-    rng = None
-    if manifest:
-        _check_parts(choice.path, parts, manifest)
-        rng = _rng_of(choice.path, parts, manifest, rank, device_of(model))
+    rng = _own_rng(choice.path, parts, manifest, rank, device_of(model)) if manifest else None
     tensors, aliases = model_layout(model)
     model_node, optimizer_node = find_parts(source.tree(), {**tensors, **aliases})
     found = match_model(model_node, tensors, aliases, strict)
@@ -320,29 +317,19 @@ def _match(
     return Match(model, parts, manifest, values, restore, state, missing, unexpected, rng, model_reads, state_reads)
 
 
-def _check_parts(path: Path, parts: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
-    """Raises `CorruptFile` unless the small parts are those that the manifest names."""
-    names = sorted(parts.keys() - OWN_PARTS)
-    if names != sorted(manifest["parts"]) or parts.get("step") != manifest["step"]:
-        raise CorruptFile(
-            f"{path}: damaged, it has {', '.join(names)} of step {parts.get('step')}, but the manifest lists "
-            f"{', '.join(manifest['parts'])} of step {manifest['step']}"
-        )
-    positions = parts.get("data_of_ranks")
-    if positions is not None and (not isinstance(positions, list) or len(positions) != manifest["world_size"]):
-        raise CorruptFile(f"{path}: damaged, it lacks the data position of each of {manifest['world_size']} ranks")
-
-
-def _rng_of(
+def _own_rng(
     path: Path, parts: Mapping[str, Any], manifest: Mapping[str, Any], rank: int, device: torch.device
 ) -> dict[str, Any] | None:
-    """Returns the random generators of this rank, or None if there was no such rank. Raises `CorruptFile`."""
-    states = parts.get("rng")
-    if not isinstance(states, list) or len(states) != manifest["world_size"]:
-        raise CorruptFile(f"{path}: damaged, it has no random generators of {manifest['world_size']} ranks")
-    for other, state in enumerate(states):
+    """Compares the small parts with the manifest. Returns the random generators of this rank if it was there."""
+    if parts.get("step") != manifest["step"]:
+        raise CorruptFile(f"{path}: damaged, its parts are of step {parts.get('step')}, not {manifest['step']}")
+    for name in ("rng", *({"data_of_ranks"} & parts.keys())):
+        found = parts.get(name)
+        if not isinstance(found, list) or len(found) != manifest["world_size"]:
+            raise CorruptFile(f"{path}: damaged, it does not have {name} of {manifest['world_size']} ranks")
+    for other, state in enumerate(parts["rng"]):
         check_rng(state, device, f"{path}: rank {other}")
-    return states[rank] if rank < len(states) else None
+    return parts["rng"][rank] if rank < len(parts["rng"]) else None
 
 
 def _take_own_position(parts: dict[str, Any], rank: int, world_size: int, needed: bool) -> None:

@@ -153,7 +153,6 @@ def check_manifest(manifest: Mapping[str, Any], where: str) -> None:
         ("model_type", isinstance(manifest.get("model_type"), str)),
         ("tied", _is_text(manifest.get("tied"))),
         ("layouts", _is_text(manifest.get("layouts"))),
-        ("parts", isinstance(manifest.get("parts"), list) and all(isinstance(p, str) for p in manifest["parts"])),
     )
     for key, is_right in itertools.chain(known, () if is_old else _checks(manifest)):
         if not is_right:

@@ -158,33 +158,6 @@ class SaveTarget:
     def final(self) -> Path:
         return self.path / directory.step_name(self.step)
 
-    @property
-    def temporary(self) -> Path:
-        return directory.temporary_path(self.path, self.step)
-
-    def refuse_former_run(self) -> None:
-        """Raises `CheckpointError` if this run would replace and later delete other work."""
-        there = [path.name for path in directory.whole_checkpoints(self.path)]
-        later = [name for name in there if (directory.step_of(name) or 0) >= self.step]
-        if later:
-            raise CheckpointError(
-                f"{self.path} has {later[-1]}, which this model was not loaded from. It belongs to another run, and "
-                f"saves from step {self.step} on would replace it. Load from it first, choose another folder, or pass "
-                "overwrite=True."
-            )
-
-    def discard(self) -> None:
-        """Removes what a failed save left. If the disk allows no removal, the next save tries again."""
-        try:
-            directory.discard(self.path, self.step)
-        except OSError as error:
-            logger.warning("%s: cannot remove what the failed save left: %s", self.temporary, error)
-
-    def publish(self) -> None:
-        directory.publish(self.path, self.step)
-        for old in directory.retain(self.path, self.keep):
-            logger.info("deleted old checkpoint %s", old)
-
 
 class Job:
     """One save after its state was collected. Any thread can run the rest at any later time."""
@@ -199,31 +172,28 @@ class Job:
     def run(self, data: list[torch.Tensor], group: Group) -> None:
         """Writes and publishes the data of the plan's chunks. Collective over `group`."""
         with calling(self.call), self.lost_ranks.named(self.what):
-            target, what = self.target, self.what
+            what = self.what
             rank, _ = rank_and_size(group)
             gathered = gather_on_rank_0(lambda: (self.small.get("data"), self.rng, self.values), group=group)
-            on_rank_0(lambda: self._begin(gathered), what=what, group=group)
             try:
-                lay_out = SINKS[self.form].lay_out
-                layout = on_rank_0(lambda: lay_out(target.temporary, self.plan), what=what, group=group)
+                layout = on_rank_0(lambda: self._begin(gathered), what=what, group=group)
                 written = gather_on_rank_0(lambda: self._write(layout, data), what=what, group=group)
                 on_rank_0(lambda: self._finish(written), what=what, group=group)
             except CheckpointError:
                 # Raised on every rank, and only after it has stopped writing.
-                on_rank_0(target.discard, what=what, group=group)
+                on_rank_0(self._discard, what=what, group=group)
                 raise
             except BaseException:
                 if rank == 0:
-                    target.discard()  # a rank is gone, or this one must end, so there is no agreement
+                    self._discard()  # a rank is gone, or this one must end, so there is no agreement
                 raise
 
-    def _begin(self, gathered: list[tuple[Any, dict, dict]]) -> None:
-        """Collects on rank 0 what all ranks add to the small files, and makes the folder."""
+    def _begin(self, gathered: list[tuple[Any, dict, dict]]) -> Layout | None:
+        """Collects on rank 0 what all ranks add to the small files, makes the folder, and lays out its files."""
         contents, small = self.contents, self._small([data for data, *_ in gathered])
-        contents.manifest["parts"] = sorted(small)
         contents.parts = {**small, "step": self.target.step, "rng": [rng for _, rng, _ in gathered]}
         contents.values = {name: value for *_, values in gathered for name, value in values.items()}
-        directory.prepare(self.target.path, self.target.step)
+        return SINKS[self.form].lay_out(directory.prepare(self.target.path, self.target.step), self.plan)
 
     def _small(self, positions: list[Any]) -> dict[str, Any]:
         """Returns the small parts of all ranks, with one data position if all ranks have the same."""
@@ -232,7 +202,7 @@ class Job:
         return {**{k: v for k, v in self.small.items() if k != "data"}, "data_of_ranks": positions}
 
     def _write(self, layout: Layout | None, data: list[torch.Tensor]) -> Any:
-        folder = self.target.temporary
+        folder = directory.temporary_path(self.target.path, self.target.step)
         rank, _ = rank_and_size()
         if not folder.is_dir():
             raise CheckpointError(
@@ -242,11 +212,17 @@ class Job:
         return write_chunks(SINKS[self.form], folder, rank, layout, self.plan.mine, data)
 
     def _finish(self, written: list) -> None:
-        folder = self.target.temporary
+        target = self.target
+        folder = directory.temporary_path(target.path, target.step)
         finish(folder, self.form, self.plan, self.contents, written)
-        if self.target.marked:
+        if target.marked:
             directory.write_file(folder / directory.MARKED, "")
-        self.target.publish()
+        directory.publish(target.path, target.step)
+        for old in directory.retain(target.path, target.keep):
+            logger.info("deleted old checkpoint %s", old)
+
+    def _discard(self) -> None:
+        directory.discard(self.target.path, self.target.step)
 
 
 def _check(target: SaveTarget) -> None:
@@ -262,7 +238,7 @@ def _check(target: SaveTarget) -> None:
 
 
 def _make_way(saver: Saver, target: SaveTarget, root: Path, is_refused: bool) -> None:
-    """Makes sure, on rank 0, that no other model writes to this folder."""
+    """Makes sure, on rank 0, that no other model writes to this folder, and that no other work is replaced."""
     others = saver.others_writing(root)
     if is_refused:
         if ahead := [one.writing_step for one in others if one.writing_step >= target.step]:
@@ -270,7 +246,13 @@ def _make_way(saver: Saver, target: SaveTarget, root: Path, is_refused: bool) ->
                 f"{target.path}: another model's {directory.step_name(ahead[0])} is being written there. Save to "
                 "another folder, or pass overwrite=True."
             )
-        target.refuse_former_run()
+        there = [path.name for path in directory.whole_checkpoints(target.path)]
+        if later := [name for name in there if (directory.step_of(name) or 0) >= target.step]:
+            raise CheckpointError(
+                f"{target.path} has {later[-1]}, which this model was not loaded from. It belongs to another run, and "
+                f"saves from step {target.step} on would replace it. Load from it first, choose another folder, or "
+                "pass overwrite=True."
+            )
     for other in others:
         other.finish_writing()
 

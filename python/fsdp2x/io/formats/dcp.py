@@ -12,12 +12,12 @@ import pickle
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 import torch
 
 from fsdp2x.base.failures import CheckpointError, CorruptFile, first_line
-from fsdp2x.io.formats.records import load_run, read_records
+from fsdp2x.io.formats.records import OpaqueObject, load_run, read_records
 from fsdp2x.io.formats.safe_files import OpenFiles, open_regular
 from fsdp2x.io.formats.tensors import Source, Tile, Tiled, covers, is_shape
 
@@ -90,47 +90,26 @@ def _unpickled(path: Path, file: IO[bytes]) -> Table:
         raise CorruptFile(f"{path}: not the metadata of a checkpoint: {first_line(error)}") from None
 
 
-class _Kind:
-    """An object of one of torch's classes, or a look-alike: its arguments and its state."""
-
-    args: tuple = ()
-    state: Any = None
-
-    def __new__(cls, *args: Any) -> _Kind:
-        self = super().__new__(cls)
-        self.args = args
-        return self
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __init__(self, *args: Any) -> None:
-        pass
-
-    def get(self, name: str) -> Any:
-        return self.state.get(name) if isinstance(self.state, dict) else None
-
-
 class _Unpickler(pickle.Unpickler):
     """Resolves only the names that DCP writes, and never to their usual objects."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _KINDS:
-            return type(name, (_Kind,), {})
+            return type(name, (OpaqueObject,), {})
         if (module, name) == ("torch", "Size"):
             return lambda sizes=(): tuple(sizes)
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if module in ("pathlib", "pathlib._local") and name in _PATHS:
-            return type(name, (_Kind,), {})  # the folder it was written to, for any system; never used
+            return OpaqueObject  # the folder it was written to, for any system; never used
         raise CorruptFile(f"it refers to {module}.{name}, which no checkpoint needs")
 
     def persistent_load(self, pid: Any) -> Any:
         raise CorruptFile("it holds a persistent reference, which no checkpoint needs")
 
 
-def _is(value: Any, kind: str) -> bool:
-    return isinstance(value, _Kind) and type(value).__name__ == kind
+def _is(value: Any, kind: str) -> TypeGuard[OpaqueObject]:
+    return isinstance(value, OpaqueObject) and type(value).__name__ == kind
 
 
 def _require(condition: bool, sentence: str) -> None:
@@ -185,7 +164,7 @@ def _run(info: Any, name: str) -> Run:
     return Run(file, offset, num_bytes)
 
 
-def _tensor(name: str, entry: _Kind, runs: Mapping, used: set) -> StoredTensor:
+def _tensor(name: str, entry: OpaqueObject, runs: Mapping, used: set) -> StoredTensor:
     shape = _sizes(entry.get("size"), name)
     properties = entry.get("properties")
     state = properties.state if _is(properties, "TensorProperties") else None

@@ -78,6 +78,7 @@ class OpaqueObject:
     """An object whose class was not looked up: its arguments and attributes. Other operations on it are lost."""
 
     args: tuple
+    state: Any = None
     shape: tuple[int, ...]  # if it is a tensor
 
     def __new__(cls, *args: Any, **keywords: Any) -> OpaqueObject:
@@ -89,9 +90,13 @@ class OpaqueObject:
         pass
 
     def __setstate__(self, state: Any) -> None:
+        self.state = state
         for part in state if isinstance(state, tuple) else (state,):
             if isinstance(part, dict):
                 self.__dict__.update((name, value) for name, value in part.items() if isinstance(name, str))
+
+    def get(self, name: str) -> Any:
+        return self.__dict__.get(name)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
