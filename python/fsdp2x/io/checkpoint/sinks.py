@@ -36,6 +36,7 @@ from fsdp2x.io.checkpoint.trees import to_bytes
 from fsdp2x.io.formats.dcp import METADATA
 from fsdp2x.io.formats.tensors import runs_of_box
 from fsdp2x.io.hf.files import DTYPES
+from fsdp2x.io.hf.folder import sync_file
 from fsdp2x.io.hf.layout import Layout, Writer, layout_of, make_files
 from fsdp2x.io.names import TensorSpec
 
@@ -174,9 +175,9 @@ def _archive_around(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, 
 
     The archive has a checksum of 0 for them, which `torch.load` ignores. The manifest has the right one.
     """
-    stream = _Hollow()
+    stream: Any = _Hollow()
     with torch.serialization.skip_data():
-        torch.save(torch.empty(sizes, dtype=dtype, device="cpu"), stream)  # pyrefly: ignore
+        torch.save(torch.empty(sizes, dtype=dtype, device="cpu"), stream)
     head, *tail = map(bytes, stream.parts)
     return head, b"".join(tail)
 
@@ -225,13 +226,16 @@ class FullSink(Sink):
             raise CheckpointError(f"safetensors cannot hold {unknown[0]}. Save with form='sharded'.")
         layout = layout_of({FULL_FILE: specs}, is_indexed=False)
         make_files(folder, layout)
+        sync_file(folder / FULL_FILE)  # the header, because another rank may write everything else
         return layout
 
 
 SINKS: dict[FormName, type[Sink]] = {"sharded": DcpSink, "per_rank": DcpSink, "full": FullSink}
 
 
-def write_chunks(sink: type[Sink], folder: Path, rank: int, layout: Any, chunks: Sequence[Chunk], data: Iterable):
+def write_chunks(
+    sink: type[Sink], folder: Path, rank: int, layout: Layout | None, chunks: Sequence[Chunk], data: Iterable
+) -> tuple[list[Written], dict[str, int]]:
     """Writes this rank's chunks, whose bytes `data` has in the same order. Returns them, and the bytes of each file."""
     if not chunks:
         return [], {}
