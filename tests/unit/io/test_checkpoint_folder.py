@@ -180,7 +180,7 @@ def folder(tmp_path):
         (tmp_path / name).write_text("{}")
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
-    manifest = make_manifest(step=7, world_size=2, mesh=[], aliases=aliases, model_type="tied")
+    manifest = make_manifest(step=7, world_size=2, aliases=aliases)
     manifest |= {"tensors": TENSORS, "values": {"optimizer.lr": ["optimizer", "lr"]}}
     files = describe_files(tmp_path, file_names(tmp_path))
     write_manifest(tmp_path, {**manifest, "files": {**files, "data.bin": {"bytes": 200}}})

@@ -36,7 +36,7 @@ def same_bits(one, other):
 def save(folder, form, tensors, values):
     paths = {name: tuple(name.split(".", 1)) for name in [*tensors, *values]}
     plan = plan_alone({**tensors, **values}, paths)
-    manifest = make_manifest(step=3, world_size=1, mesh=[], aliases={}, model_type="x", form=form)
+    manifest = make_manifest(step=3, world_size=1, aliases={}, form=form)
     contents = Contents(manifest, values, {"step": 3, "rng": [{}]})
     layout = SINKS[form].lay_out(folder, plan)
     data = [bytes_of(tensors[chunk.name]) for chunk in plan.mine]
@@ -134,7 +134,7 @@ def test_chunks_of_any_cut_make_up_their_tensors(tmp_path, form):
             chunk = Chunk("model.x", whole.dtype, shape, tuple(first for first, _ in box), tuple(part.shape))
             written.append(write_chunks(SINKS[form], folder, rank, layout, [chunk], [bytes_of(part)]))
             assert written[-1][0][0].entry["crc32"] == zlib.crc32(part.numpy().tobytes())
-        manifest = make_manifest(step=1, world_size=1, mesh=[], aliases={}, model_type="x", form=form)
+        manifest = make_manifest(step=1, world_size=1, aliases={}, form=form)
         metadata = plan.metadata.state_dict_metadata["model.x"]
         metadata.chunks = [
             type(metadata.chunks[0])(torch.Size(one.entry["offsets"]), torch.Size(one.entry["sizes"]))

@@ -87,7 +87,7 @@ def _examine(option: Path, verify: bool, files: OpenFiles) -> Choice:
     rank, world_size = rank_and_size()
     if option.is_file():
         if verify:
-            verify_archive(option, rank, world_size)
+            verify_archive(option)
         return Choice(option, "full", None)
     if not (option / MANIFEST).is_file() and (option / METADATA).is_file():
         if (option / PARTS_FILE).is_file():

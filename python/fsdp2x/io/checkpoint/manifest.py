@@ -1,4 +1,4 @@
-"""Reads and writes manifest.json: the model and world of a checkpoint, and its table of contents.
+"""Reads and writes manifest.json: the form and world of a checkpoint, and its table of contents.
 
 For each tensor, it has the place and the checksum of every chunk, by whichever rank it was written. So a load finds a
 chunk that is damaged, of another step, or in the place of another one. Small files have one checksum each, and so has
@@ -58,9 +58,7 @@ def make_manifest(
     *,
     step: int,
     world_size: int,
-    mesh: list[list[Any]],
     aliases: Mapping[str, str],
-    model_type: str,
     form: FormName = "sharded",
     layouts: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
@@ -75,9 +73,7 @@ def make_manifest(
         "same_world": form == "per_rank",
         "step": step,
         "world_size": world_size,
-        "mesh": mesh,
         "versions": {"fsdp2x": own_version, "torch": str(torch.__version__), "python": platform.python_version()},
-        "model_type": model_type,
         "tied": dict(aliases),
         "layouts": dict(layouts or {}),
     }
@@ -148,9 +144,7 @@ def check_manifest(manifest: Mapping[str, Any], where: str) -> None:
         ("form", isinstance(form, str) and form in FORMS),
         ("step", _is_count(manifest.get("step"))),
         ("world_size", _is_count(world_size) and 0 < world_size < 2**32),
-        ("mesh", isinstance(manifest.get("mesh"), list)),
         ("versions", _is_text(manifest.get("versions"))),
-        ("model_type", isinstance(manifest.get("model_type"), str)),
         ("tied", _is_text(manifest.get("tied"))),
         ("layouts", _is_text(manifest.get("layouts"))),
     )

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.failures import (
@@ -121,9 +120,7 @@ def save(
     manifest = make_manifest(
         step=target.step,
         world_size=rank_and_size()[1],
-        mesh=_mesh_of(state.flat),
         aliases=state.aliases,
-        model_type=str(getattr(getattr(model, "config", None), "model_type", type(model).__name__)),
         form=form,
         layouts=state.layouts,
     )
@@ -282,13 +279,3 @@ def _agree(saver: Saver, work: Callable[[], State], what: str) -> tuple[State, P
         saver.plan = plan = make_plan(state.flat, state.paths, state.signature)
         sources = run_on_all_ranks(lambda: data_of(plan), what=what)
     return state, plan, sources
-
-
-def _mesh_of(tensors: Mapping[str, Any]) -> list[list[Any]]:
-    """Returns axis names and sizes of the mesh that shards the model. Empty if nothing is sharded."""
-    for tensor in tensors.values():
-        if isinstance(tensor, DTensor):
-            mesh = tensor.device_mesh
-            names = mesh.mesh_dim_names or [None] * mesh.ndim
-            return [[name, mesh.size(axis)] for axis, name in enumerate(names)]
-    return []

@@ -12,10 +12,10 @@ from fsdp2x.base.arguments import checked
 from fsdp2x.base.failures import CheckpointError
 from fsdp2x.io.checkpoint.directory import ASSETS_FOLDER, MANIFEST, resolve
 from fsdp2x.io.checkpoint.disk import bytes_of
-from fsdp2x.io.checkpoint.manifest import FORMAT, FormName, read_manifest
+from fsdp2x.io.checkpoint.manifest import FormName, make_manifest, read_manifest
 from fsdp2x.io.checkpoint.plan import Plan, plan_alone
 from fsdp2x.io.checkpoint.sinks import SINKS, Contents, finish, write_chunks
-from fsdp2x.io.checkpoint.sources import OWN_PARTS, Opened, open_checkpoint, verify_folder
+from fsdp2x.io.checkpoint.sources import Opened, open_checkpoint, verify_folder
 from fsdp2x.io.formats.safe_files import OpenFiles
 from fsdp2x.io.hf.folder import refuse_existing, refuse_inside, written
 
@@ -63,16 +63,18 @@ def convert_checkpoint(
         raise CheckpointError(f"{source}: fsdp2x did not save this checkpoint, {MANIFEST} is missing")
     with OpenFiles() as files, written(out, "convert", force) as folder:
         opened, manifest = open_verified(source, files)
-        rest = ("files", "tensors", "values", "crc32")
-        described = {name: value for name, value in manifest.items() if name not in rest}
-        described |= {"format": FORMAT, "form": form, "same_world": False}
-        parts = {name: part for name, part in opened.parts.items() if name not in OWN_PARTS}
-        parts |= {"step": manifest["step"], "rng": opened.parts["rng"]}
-        has_assets = (source / ASSETS_FOLDER).is_dir()
-        copy_assets = lambda to: shutil.copytree(source / ASSETS_FOLDER, to, dirs_exist_ok=True)  # noqa: E731
-        contents = Contents(described, opened.values, parts, copy_assets if has_assets else None)
+        described = make_manifest(
+            step=manifest["step"],
+            world_size=manifest["world_size"],
+            aliases=manifest["tied"],
+            form=form,
+            layouts=manifest["layouts"],
+        )
+        parts = {name: part for name, part in opened.parts.items() if name != "manifest"}
+        if (source / ASSETS_FOLDER).is_dir():
+            shutil.copytree(source / ASSETS_FOLDER, folder / ASSETS_FOLDER)
         plan, done = copy_tensors(opened, folder, form)
-        finish(folder, form, plan, contents, done)
+        finish(folder, form, plan, Contents(described, opened.values, parts), done)
     return out
 
 
