@@ -12,10 +12,8 @@ import errno
 import fcntl
 import mmap
 import os
-import queue
 import threading
 import zlib
-from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -57,11 +55,8 @@ class DirectFile:
             self._file = os.open(path, flags, 0o666)
         self._blocks = [page_aligned(BLOCK_BYTES) for _ in range(2)]
         self._filled = 0
-        # No executor of concurrent.futures, which takes no work once the main thread has ended.
-        self._tasks: queue.SimpleQueue[tuple[Future, torch.Tensor, int, int] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._write_all, name="fsdp2x-disk", daemon=True)
-        self._thread.start()
-        self._writing: Future | None = None
+        self._writing: threading.Thread | None = None
+        self._error: BaseException | None = None
 
     def put(self, content: bytes) -> None:
         if content:
@@ -96,32 +91,38 @@ class DirectFile:
 
     def abandon(self) -> None:
         """Closes the file as it is, after an error."""
-        self._tasks.put(None)
-        self._thread.join()
+        if self._writing is not None:
+            self._writing.join()
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
     def _turn(self) -> None:
+        """Writes the filled block, while the other one is filled."""
         self._wait()
-        self._writing = Future()
-        self._tasks.put((self._writing, self._blocks[0], self._filled, self.num_bytes - self._filled))
+        task = (self._blocks[0], self._filled, self.num_bytes - self._filled)
+        # No executor of concurrent.futures, which takes no work once the main thread has ended.
+        writing = threading.Thread(target=self._try_to_write, args=task, name="fsdp2x-disk", daemon=True)
+        try:
+            writing.start()
+            self._writing = writing
+        except RuntimeError:  # Python 3.12 then starts no thread either
+            self._try_to_write(*task)
         self._blocks.reverse()
         self._filled = 0
 
     def _wait(self) -> None:
         if self._writing is not None:
-            writing, self._writing = self._writing, None
-            writing.result()
+            self._writing.join()
+            self._writing = None
+        if self._error is not None:
+            raise self._error
 
-    def _write_all(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            future, block, num_bytes, offset = task
-            try:
-                self._write(block, num_bytes, offset)
-                future.set_result(None)
-            except BaseException as error:
-                future.set_exception(error)
+    def _try_to_write(self, block: torch.Tensor, num_bytes: int, offset: int) -> None:
+        try:
+            self._write(block, num_bytes, offset)
+        except BaseException as error:
+            self._error = error
 
     def _write(self, block: torch.Tensor, num_bytes: int, offset: int) -> None:
         """Writes the first `num_bytes` of a page-aligned block. With O_DIRECT it fills the last page."""
