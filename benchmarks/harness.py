@@ -32,6 +32,11 @@ class Samples:
     def add(self, phase: str, seconds: float) -> None:
         self.phases.setdefault(phase, []).append(seconds)
 
+    def extend(self, other: Samples) -> None:
+        """Adds the times of another round."""
+        for phase, values in other.phases.items():
+            self.phases.setdefault(phase, []).extend(values)
+
     def summary(self) -> dict[str, dict[str, float]]:
         """Per phase: median, minimum and maximum in milliseconds."""
         return {

@@ -18,9 +18,9 @@ steps and at the peak, without activations.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from unittest import mock
 
@@ -33,33 +33,14 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import bench_host  # noqa: E402
 from gpu import bench_step, gpu_device, gpu_results, hf_shapes  # noqa: E402
 
-SHARDERS = {"stock": bench_step.shard_stock, "fsdp2x": bench_step.shard_ours}
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    shape: hf_shapes.Shape
-    tokens: int
-    policy: str
-    world: int
-
-
+# "kept" is fsdp2x with two of its savings off: a tied unit stays gathered until backward has ended, and gradients'
+# memory stays between steps.
+SIDES = ("stock", "fsdp2x", "kept")
 CASES = (("qwen3-0.6b:512", 1), ("llama-1b:512", 1), ("llama-1b:512", 8), ("llama-8b:512", 1), ("llama-8b:512", 8))
 QUICK = (("llama-1b:512", 1), ("llama-1b:512", 8), ("llama-8b:512", 1), ("llama-8b:512", 8))
 QUICK_LAYERS = 4  # of the untied model
 RESTING_BYTES = 1 << 20  # allowed in addition to the model
 DRY_RUN = (("qwen3-tiny:8", 1), ("llama-tiny:8", 2))
-
-
-def case_of(name: str, policy: str, world: int, free_bytes: int) -> Case:
-    """With as many layers as fit: built whole in fp32, then sharded with gradients and moments; one side at a time."""
-    shape, _, tokens = name.partition(":")
-    known = {**hf_shapes.SHAPES, **hf_shapes.TINY}[shape]
-    for_logits = bench_step.BYTES_PER_LOGIT * known.vocab * int(tokens)
-    for_units = 10 * 4 * max(known.block_numel, known.vocab * known.hidden)  # slots, gradients, buffers
-    per_element = (4 + 16 / world) * 1.1
-    return Case(name, known.fitting(free_bytes - for_logits - for_units, per_element), int(tokens), policy, world)
 
 
 @contextmanager
@@ -78,21 +59,32 @@ def as_nccl() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def keeping() -> Iterator[None]:
+    """fsdp2x takes no embedding for one whose backward reads no weight."""
+    from fsdp2x.lifecycle import hooks
+
+    with mock.patch.object(hooks, "only_looks_up", lambda module: False):
+        yield
+
+
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Returns the bytes of this rank's parts."""
     local = (one.to_local() if isinstance(one, DTensor) else one for one in tensors)
     return sum(one.numel() * one.itemsize for one in local)
 
 
-def measure(side: str, case: Case, device: gpu_device.Device) -> dict:
+def measure(side: str, case: bench_step.Case, device: gpu_device.Device) -> dict:
     """Bytes of one side, and its first loss."""
     inputs = hf_shapes.batch(case.shape, case.tokens, device.type)
     device.clear()
     device.make_workspaces()
     base, retries = device.allocated_bytes(), device.num_retries()
-    with gpu_device.alone_in(device, case.world) as mesh, as_nccl():
-        model = SHARDERS[side](hf_shapes.build(case.shape, device.type), mesh, case.policy)
-        optimizer = bench_step.adamw_of(side)(model.parameters(), lr=bench_step.LR)
+    shard = bench_step.shard_stock if side == "stock" else bench_step.shard_ours
+    keeps = side == "kept"
+    with gpu_device.alone_in(device, case.world) as mesh, as_nccl(), keeping() if keeps else nullcontext():
+        model = shard(hf_shapes.build(case.shape, device.type), mesh, case.policy)
+        optimizer = bench_step.adamw_of("stock" if side == "stock" else "fsdp2x")(model.parameters(), lr=bench_step.LR)
         first_loss = None
         for _ in range(3):
             device.synchronize()
@@ -101,7 +93,11 @@ def measure(side: str, case: Case, device: gpu_device.Device) -> dict:
             loss.backward()
             backward = device.peak_bytes() - base
             optimizer.step()
-            optimizer.zero_grad()
+            if keeps:
+                for param in model.parameters():
+                    param.grad = None
+            else:
+                optimizer.zero_grad()
             step = device.peak_bytes() - base
             first_loss = loss.item() if first_loss is None else first_loss
             del loss
@@ -116,7 +112,7 @@ def measure(side: str, case: Case, device: gpu_device.Device) -> dict:
             "model": bytes_of([*model.parameters(), *model.buffers(), *moments]),
             "first_loss": first_loss,
         }
-        if side == "fsdp2x":
+        if side != "stock":
             result |= plan_of(model, optimizer)
         del model, optimizer, moments
     device.clear()
@@ -134,30 +130,43 @@ def plan_of(model, optimizer) -> dict:
     }
 
 
-def run_case(case: Case, device: gpu_device.Device) -> dict:
-    sides = {side: measure(side, case, device) for side in SHARDERS}
-    first, stock = (sides[side].pop("first_loss") for side in ("fsdp2x", "stock"))
+def check_first_losses(case: bench_step.Case, losses: dict[str, float]) -> None:
+    """They come from the same weights.
+
+    Raises:
+        AssertionError: they differ.
+    """
     tolerance = 1e-5 if case.policy == "fp32" else 1e-3
-    if not abs(first - stock) <= tolerance * abs(stock):
-        raise AssertionError(f"{case}: the first loss must agree: fsdp2x {first}, stock {stock}")
-    return {"case": asdict(case), **sides}
+    if not all(abs(loss - losses["stock"]) <= tolerance * abs(losses["stock"]) for loss in losses.values()):
+        raise AssertionError(f"{case}: the first losses must agree: {losses}")
+
+
+def run_case(case: bench_step.Case, device: gpu_device.Device, sides: Sequence[str]) -> dict:
+    found = {side: measure(side, case, device) for side in sides}
+    check_first_losses(case, {side: result.pop("first_loss") for side, result in found.items()})
+    return {"case": asdict(case), **found}
 
 
 def rows_of(results: list[dict]) -> list[list[str]]:
     """The table: MiB of a rank, and by how many largest units fsdp2x needs less than stock."""
-    rows = [["shape", "layers", "ranks", "precision", "what", "stock FSDP2, MiB", "fsdp2x, MiB", "largest units less"]]
+    head = ["shape", "layers", "ranks", "precision", "what", "stock FSDP2, MiB", "fsdp2x, MiB", "memory kept, MiB"]
+    rows = [[*head, "largest units less"]]
     for result in results:
-        case, stock, ours = result["case"], result["stock"], result["fsdp2x"]
+        case, stock, ours, kept = result["case"], result["stock"], result["fsdp2x"], result.get("kept")
         head = [case["name"].partition(":")[0], str(case["shape"]["layers"]), str(case["world"]), case["policy"]]
         for what in ("backward", "step", "resting", "reserved"):
+            if what not in stock:  # an older result
+                continue
             less = (stock[what] - ours[what]) / ours["largest_unit"]
             allowed = ours["model"] + RESTING_BYTES if what == "resting" else stock[what]
             mark = " (missed)" if what != "step" and ours[what] > allowed else ""
-            rows.append([*head, what, f"{stock[what] / 2**20:.0f}", f"{ours[what] / 2**20:.0f}", f"{less:.2f}{mark}"])
-        rows.append([*head, "model", f"{stock['model'] / 2**20:.0f}", f"{ours['model'] / 2**20:.0f}", ""])
-        rows.append([*head, "retries, times", str(stock["retries"]), str(ours["retries"]), ""])
+            shown = [f"{side[what] / 2**20:.0f}" if side else "" for side in (stock, ours, kept)]
+            rows.append([*head, what, *shown, f"{less:.2f}{mark}"])
+        rows.append([*head, "model", f"{stock['model'] / 2**20:.0f}", f"{ours['model'] / 2**20:.0f}", "", ""])
+        if "retries" in stock:
+            rows.append([*head, "retries, times", str(stock["retries"]), str(ours["retries"]), "", ""])
         for what in ("plan_resting", "plan_peak"):
-            rows.append([*head, what.replace("_", ", "), "", f"{ours[what] / 2**20:.0f}", ""])
+            rows.append([*head, what.replace("_", ", "), "", f"{ours[what] / 2**20:.0f}", "", ""])
     return rows
 
 
@@ -179,6 +188,7 @@ def main() -> int:
     parser = gpu_results.parser(__doc__)
     parser.add_argument("--cases", nargs="+", help="shape:tokens:ranks")
     parser.add_argument("--policies", nargs="+", choices=[*hf_shapes.POLICIES], default=[*hf_shapes.POLICIES])
+    parser.add_argument("--kept", action="store_true", help="also fsdp2x with two of its savings off")
     arguments = parser.parse_args()
     device = gpu_device.open_device(arguments.device)
     if device is None:
@@ -189,10 +199,10 @@ def main() -> int:
     results = []
     for name, world in names:
         for policy in arguments.policies:
-            case = case_of(name, policy, world, device.free_bytes())
+            case = bench_step.case_of(name, policy, world, device.free_bytes())
             if arguments.quick and not arguments.cases and not case.shape.is_tied:
                 case = replace(case, shape=replace(case.shape, layers=min(QUICK_LAYERS, case.shape.layers)))
-            results.append(run_case(case, device))
+            results.append(run_case(case, device, SIDES if arguments.kept else SIDES[:2]))
             gpu_results.publish(arguments, device, "memory", results, rows_of(results[-1:]))
     return 0
 

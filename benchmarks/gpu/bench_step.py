@@ -1,4 +1,4 @@
-"""Measures one training step of HuggingFace shapes on one GPU: fsdp2x against FSDP2, alternating, world size 1.
+"""Measures one training step of HuggingFace shapes on one GPU: fsdp2x, FSDP2, and the unsharded model, world size 1.
 
     python benchmarks/gpu/bench_step.py            # a table, and benchmarks/results/<gpu>-<date>.json
     python benchmarks/gpu/bench_step.py --quick    # the shape of the target, and a few wide blocks
@@ -7,9 +7,14 @@
     torchrun --nproc_per_node=8 benchmarks/gpu/bench_step.py --cases llama-8b:8192 qwen3-30b-a3b:2048    # on all GPUs
 
 Models are built from configs with equal weights, over the same units (fsdp2x's plan). fsdp2x uses its own AdamW, and
-FSDP2 uses torch's fused one, its fastest. Times come from events on the device, which is idle before each step. "host"
-is the time that the host took to enqueue the step. If a shape does not fit twice with AdamW's state, it gets fewer
-layers. Losses of both sides must agree at every step, or there is no row. No TF32.
+FSDP2 uses torch's fused one, its fastest. The unsharded model keeps its parameters in the compute dtype, so its forward
+and backward are a lower bound, and its optimizer steps fewer bytes. Only one side is in memory at a time, in rounds
+that change their order. A shape gets as many layers as fit into 60 % of free memory. If the allocator had to free its
+cache, there is no row.
+
+Times come from events on the device, which is idle before each step. "host" is the time that the host took to enqueue
+the step. "device busy" is how long any kernel or copy of one more step ran, from a profiler's trace. Losses of fsdp2x
+and FSDP2 must agree at every step, and the unsharded one's at the first step, or there is no row. No TF32.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,17 +35,16 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import harness  # noqa: E402
 import peers  # noqa: E402
-from gpu import gpu_device, gpu_results, hf_shapes  # noqa: E402
+from gpu import device_work, gpu_device, gpu_results, hf_shapes  # noqa: E402
 
 LR = 1e-4
 TARGETS = {"qwen3-0.6b:512": 1.2}  # speedup over FSDP2; all other shapes must not be slower
-# Weights, gradients, and two moments in fp32 of two models, and 10 % for a full unit and its copies in flight.
-BYTES_PER_ELEMENT = 2 * 16 * 1.1
 # Of the free memory. Where a step fills the card, the allocator frees its cache and waits, which is no time of a step.
 SHARE_OF_MEMORY = 0.6
 # Per token and element of the vocabulary: logits, their gradient and fp32 copies of them, of one model at a time.
 BYTES_PER_LOGIT = 16
-PHASES = ("step", "forward", "backward", "optimizer", "host")
+PHASES = ("step", "forward", "backward", "optimizer", "host", "device busy")
+ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,11 @@ class Case:
     shape: hf_shapes.Shape
     tokens: int
     policy: str
+    world: int = 1
+
+
+class NoRow(Exception):
+    """A measurement that would mislead."""
 
 
 CASES = ("qwen3-0.6b:512", "qwen3-0.6b:4096", "llama-1b:512", "llama-1b:4096", "llama-8b:2048", "qwen3-8b:2048")
@@ -56,8 +65,8 @@ QUICK = ("qwen3-0.6b:512", "llama-8b:2048")
 DRY_RUN = ("qwen3-tiny:8", "llama-tiny:8")
 
 
-def case_of(name: str, policy: str, free_bytes: int, ranks: int = 1) -> Case:
-    """The case `shape:tokens`, with as many layers as fit.
+def case_of(name: str, policy: str, world: int, free_bytes: int) -> Case:
+    """The case `shape:tokens`, with as many layers as fit: built whole in fp32, then sharded, one side at a time.
 
     Raises:
         ValueError: no such shape.
@@ -66,11 +75,13 @@ def case_of(name: str, policy: str, free_bytes: int, ranks: int = 1) -> Case:
     known = {**hf_shapes.SHAPES, **hf_shapes.TINY}
     if shape not in known or not tokens.isdigit():
         raise ValueError(f"--cases takes shape:tokens with one of {[*known]}, got {name!r}")
-    for_logits = BYTES_PER_LOGIT * known[shape].vocab * int(tokens)
-    # Both models are whole on each rank before they are sharded, in fp32.
-    per_element = max(BYTES_PER_ELEMENT / ranks, 2 * 4.4)
-    left = SHARE_OF_MEMORY * free_bytes - for_logits
-    return Case(name, known[shape].fitting(left, per_element), int(tokens), policy)
+    sizes = known[shape]
+    for_logits = BYTES_PER_LOGIT * sizes.vocab * int(tokens)
+    for_units = 10 * 4 * max(sizes.block_numel, sizes.vocab * sizes.hidden)  # slots, gradients, buffers
+    # Weights, gradients, and two moments in fp32.
+    per_element = (4 + 16 / world) * 1.1
+    left = SHARE_OF_MEMORY * free_bytes - for_logits - for_units
+    return Case(name, sizes.fitting(left, per_element), int(tokens), policy, world)
 
 
 def shard_ours(model: nn.Module, mesh: DeviceMesh, policy: str) -> nn.Module:
@@ -81,6 +92,13 @@ def shard_ours(model: nn.Module, mesh: DeviceMesh, policy: str) -> nn.Module:
 
 def shard_stock(model: nn.Module, mesh: DeviceMesh, policy: str) -> nn.Module:
     return peers.shard_stock(model, mesh=mesh, mp_policy=hf_shapes.POLICIES[policy])
+
+
+def leave_unsharded(model: nn.Module, mesh: DeviceMesh, policy: str) -> nn.Module:
+    return model.to(hf_shapes.POLICIES[policy].param_dtype or torch.float32)
+
+
+SIDES = {"stock": shard_stock, "fsdp2x": shard_ours, "unsharded": leave_unsharded}
 
 
 def adamw_of(side: str) -> Callable[..., torch.optim.Optimizer]:
@@ -121,40 +139,69 @@ def same_losses(case: Case, ours: list[torch.Tensor], stock: list[torch.Tensor])
         )
 
 
-def run_case(case: Case, device: gpu_device.Device, steps: int) -> dict:
+def run_side(
+    side: str,
+    case: Case,
+    device: gpu_device.Device,
+    mesh: DeviceMesh,
+    steps: int,
+    samples: harness.Samples,
+    losses: list[torch.Tensor],
+) -> list[device_work.Work]:
+    """Adds a round of one side, whose memory is free before and after it, and returns the work of one more step.
+
+    Raises:
+        NoRow: memory was short.
+    """
+    device.clear()
+    retries = device.num_retries()
+    model = SIDES[side](hf_shapes.build(case.shape, device.type), mesh, case.policy)
     inputs = hf_shapes.batch(case.shape, case.tokens, device.type)
-    losses: dict[str, list[torch.Tensor]] = {"stock": [], "fsdp2x": []}
+    step = make_step(model, adamw_of(side)(model.parameters(), lr=LR), inputs, losses)
+    timer = functools.partial(gpu_device.DeviceTimer, device)
+    found = harness.alternate({side: step}, warmup=3, count=steps, before=device.synchronize, make_timer=timer)[side]
+    if device.num_retries() != retries:
+        raise NoRow(f"{case.name} in {case.policy}, {side}: the allocator freed its cache, which takes time")
+    uncounted = harness.PhaseTimer(harness.Samples(), counted=False)
+    work = device_work.work_of(device_work.trace_of(lambda: step(uncounted), device.type))
+    found.add("device busy", device_work.busy_us(work) / 1e6)
+    samples.extend(found)
+    return work
+
+
+def run_case(case: Case, device: gpu_device.Device, steps: int, sides: Sequence[str]) -> dict:
+    samples = {side: harness.Samples() for side in sides}
+    losses: dict[str, list[torch.Tensor]] = {}
     with gpu_device.alone_in(device, world=1) as mesh:
-        sides = {}
-        for side, shard in (("stock", shard_stock), ("fsdp2x", shard_ours)):
-            model = shard(hf_shapes.build(case.shape, device.type), mesh, case.policy)
-            sides[side] = make_step(model, adamw_of(side)(model.parameters(), lr=LR), inputs, losses[side])
-        samples = harness.alternate(
-            sides,
-            warmup=3,
-            count=steps,
-            before=device.synchronize,
-            make_timer=functools.partial(gpu_device.DeviceTimer, device),
-        )
+        for number in range(ROUNDS):
+            for side in sides if number % 2 == 0 else reversed(sides):
+                losses[side] = []
+                run_side(side, case, device, mesh, -(-steps // ROUNDS), samples[side], losses[side])
+    if {"stock", "fsdp2x"} <= set(sides):
         same_losses(case, losses["fsdp2x"], losses["stock"])
-        del sides, model
+    first = [side_losses[0].float() for side_losses in losses.values()]
+    torch.testing.assert_close(torch.stack(first), torch.stack([first[0]] * len(first)), rtol=1e-3, atol=0.0)
     device.clear()
     return {"case": asdict(case), **{side: sample.summary() for side, sample in samples.items()}}
 
 
 def rows_of(results: list[dict]) -> list[list[str]]:
     """The table: medians, and how many times faster than stock FSDP2 they are; what misses its target is marked."""
-    rows = [["shape", "layers", "tokens", "precision", "phase", "stock FSDP2, ms", "fsdp2x, ms", "ratio", "target"]]
+    head = ["shape", "layers", "tokens", "precision", "phase", "stock FSDP2, ms", "fsdp2x, ms", "unsharded, ms"]
+    rows = [[*head, "ratio", "target"]]
     for result in results:
         case = result["case"]
-        shape = case["name"].partition(":")[0]
         for phase in PHASES:
-            stock, ours = (result[side][phase]["median_ms"] for side in ("stock", "fsdp2x"))
-            target = TARGETS.get(case["name"], 1.0) if phase == "step" else None
+            times = [result.get(side, {}).get(phase, {}).get("median_ms") for side in SIDES]
+            stock, ours, _ = times
+            if not any(times):
+                continue
+            first = [case["name"].partition(":")[0], str(case["shape"]["layers"]), str(case["tokens"]), case["policy"]]
+            shown = ["" if time is None else f"{time:.2f}" for time in times]
+            target = TARGETS.get(case["name"], 1.0) if phase == "step" and stock and ours else None
+            ratio = f"{stock / ours:.2f}x" if stock and ours else ""
             mark = " (missed)" if target is not None and stock / ours < target else ""
-            head = [shape, str(case["shape"]["layers"]), str(case["tokens"]), case["policy"], phase]
-            shown = "" if target is None else f"{target:.1f}x"
-            rows.append([*head, f"{stock:.2f}", f"{ours:.2f}", f"{stock / ours:.2f}x{mark}", shown])
+            rows.append([*first, phase, *shown, ratio + mark, "" if target is None else f"{target:.1f}x"])
     return rows
 
 
@@ -163,9 +210,10 @@ def targets_of(results: list[dict]) -> list[gpu_results.Target]:
     targets = []
     for result in results:
         case = result["case"]
-        stock, ours = (result[side]["step"]["median_ms"] for side in ("stock", "fsdp2x"))
-        what = f"{case['name']}, {case['shape']['layers']} layers, {case['policy']}: step"
-        targets.append(gpu_results.times(what, stock, ours, TARGETS.get(case["name"], 1.0)))
+        if {"stock", "fsdp2x"} <= set(result):
+            stock, ours = (result[side]["step"]["median_ms"] for side in ("stock", "fsdp2x"))
+            what = f"{case['name']}, {case['shape']['layers']} layers, {case['policy']}: step"
+            targets.append(gpu_results.times(what, stock, ours, TARGETS.get(case["name"], 1.0)))
     return targets
 
 
@@ -173,18 +221,24 @@ def main() -> int:
     parser = gpu_results.parser(__doc__)
     parser.add_argument("--cases", nargs="+", help=f"shape:tokens; default {' '.join(CASES)}")
     parser.add_argument("--policies", nargs="+", choices=[*hf_shapes.POLICIES], default=[*hf_shapes.POLICIES])
-    parser.add_argument("--steps", type=int, help="default 15, quick 7")
+    parser.add_argument("--sides", nargs="+", choices=[*SIDES], help="default: all, without unsharded under torchrun")
+    parser.add_argument("--steps", type=int, help=f"in {ROUNDS} rounds; default 15, quick 9")
     arguments = parser.parse_args()
     device = gpu_device.open_device(arguments.device)
     if device is None:
         return 0
     names = arguments.cases or (DRY_RUN if device.is_dry_run else QUICK if arguments.quick else CASES)
-    steps = arguments.steps or (7 if arguments.quick or device.is_dry_run else 15)
+    steps = arguments.steps or (3 if device.is_dry_run else 9 if arguments.quick else 15)
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    sides = arguments.sides or [side for side in SIDES if ranks == 1 or side != "unsharded"]
     results = []
     for name in names:
         for policy in arguments.policies:
-            ranks = int(os.environ.get("WORLD_SIZE", 1))
-            results.append(run_case(case_of(name, policy, device.free_bytes(), ranks), device, steps))
+            try:
+                results.append(run_case(case_of(name, policy, ranks, device.free_bytes()), device, steps, sides))
+            except NoRow as error:
+                print(f"no row: {error}", flush=True)
+                continue
             # Keeps these results if a later case fails.
             gpu_results.publish(arguments, device, "step", results, rows_of(results[-1:]))
     return 0
