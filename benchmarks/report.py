@@ -41,6 +41,7 @@ TITLES = {
 # Entries of a GPU's results, with tables made by rows_of in gpu/bench_<entry>.py.
 GPU_TITLES = {
     "step": "Steps of HuggingFace shapes at world size 1",
+    "world": "Steps as rank 0 of 8, with simulated collectives",
     "units": "What a unit costs: host, kernels, copies",
     "memory": "Memory of a rank",
     "kernels": "Kernels against a device copy",

@@ -21,11 +21,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from gpu import bench_kernels, bench_memory, bench_step, bench_units  # noqa: E402
+from gpu import bench_kernels, bench_memory, bench_step, bench_units, bench_world  # noqa: E402
 from gpu.gpu_results import RESULTS, Target  # noqa: E402
 
 # The entry of the results that each writes. What is least known comes first.
-BENCHMARKS = {"memory": bench_memory, "step": bench_step, "kernels": bench_kernels, "units": bench_units}
+BENCHMARKS = {
+    "memory": bench_memory,
+    "step": bench_step,
+    "world": bench_world,
+    "kernels": bench_kernels,
+    "units": bench_units,
+}
 
 
 def run(name: str, arguments: list[str], timeout: float) -> tuple[list[Target], str]:
