@@ -48,7 +48,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: build wheel cuda-compiler demo demo-real test test-full test-project durations test-cpp test-ptx test-real test-vllm lint stub format docs docs-serve docs-shoot bench bench-record sanitize gpu-kernels gpu-test gpu-test-8 gpu-bench clean help
+.PHONY: build wheel cuda-compiler demo demo-real test test-full test-project durations test-cpp test-ptx test-real test-vllm lint stub format docs docs-serve docs-shoot bench bench-record sanitize gpu-kernels gpu-prebuilt gpu-test gpu-test-8 gpu-bench clean help
 
 help:
 	@echo "make build     .venv with torch $(TORCH_VERSION), the tools and fsdp2x (editable, compiled in build/dev)"
@@ -65,7 +65,8 @@ help:
 	@echo "make test-real  packages that drive FSDP2, installed and run on both engines; skips what cannot be had"
 	@echo "make test-vllm  pushes into a real vLLM on the CPU (6 GB in build/vllm); skips what cannot be had"
 	@echo "make gpu-test  the kernels and the engine on a GPU; gpu-bench measures them; both skip without one"
-	@echo "make gpu-test QUICK=1  the parts of it that tell the most, in ten minutes; make gpu-test-8 on eight GPUs, in thirty"
+	@echo "make gpu-test QUICK=1  what is least known, in nine minutes of one GPU, and QUICK=2, in five; make gpu-test-8 on eight"
+	@echo "make gpu-prebuilt  compiles for another machine, which then needs no minutes for it (CONTRIBUTING.md)"
 	@echo "make bench     the quick set of benchmarks against stock FSDP2, in minutes; results in out/bench"
 	@echo "make bench-record  five full runs of the main ones on a machine that does nothing else, appended to a history"
 
@@ -90,10 +91,21 @@ endif
 
 # Editable: edits of Python files act at once; a changed C++ file, and a new Python file, need `make build` again. Only
 # what changed is compiled, because the build folder is kept.
+# OFFLINE=ON takes what `make gpu-prebuilt` has compiled elsewhere, if it fits.
+PREBUILT := build/prebuilt
+USE_PREBUILT = $(if $(filter ON,$(OFFLINE)),$(RUN_PYTHON) cmake/prebuilt.py,false)
+PIP_BUILD = --no-build-isolation --no-deps -C cmake.define.FSDP2X_CUDA=$(CUDA_FLAG) \
+  -C cmake.define.FSDP2X_WERROR=$(WERROR) -C cmake.define.FSDP2X_TESTING=ON
 build: cuda-compiler
-	$(USE_CUDA) $(RUN_PYTHON) -m pip install -q --no-build-isolation --no-deps -C build-dir=$(BUILD) \
-	  -C cmake.define.FSDP2X_CUDA=$(CUDA_FLAG) -C cmake.define.FSDP2X_WERROR=$(WERROR) \
-	  -C cmake.define.FSDP2X_TESTING=ON -e .
+	$(USE_PREBUILT) install $(PREBUILT) || \
+	  $(USE_CUDA) $(RUN_PYTHON) -m pip install -q $(PIP_BUILD) -C build-dir=$(BUILD) -e .
+
+# For a machine with a GPU and little time. CUDAARCHS is its GPU's, as in
+# `make gpu-prebuilt PYTHON=python3.12 TORCH_VERSION=2.11.0 VENV=.venv-gpu CUDA=ON CUDAARCHS=90`.
+gpu-prebuilt: cuda-compiler gpu-kernels
+	rm -rf $(PREBUILT)
+	$(USE_CUDA) $(RUN_PYTHON) -m pip wheel -q $(PIP_BUILD) -C build-dir=$(BUILD)-$(TORCH_VERSION) -w $(PREBUILT) .
+	$(RUN_PYTHON) cmake/prebuilt.py write $(PREBUILT) $(GPU_PROGRAMS) --architectures "$(CUDAARCHS)"
 
 # For whoever has the same minor version of torch; its name says which, and of which CUDA the kernels are. Compiled in a
 # folder of its own, for all architectures, whatever the one of `make build` was told.
@@ -155,9 +167,10 @@ sanitize: $(TOOLS)
 CONFIGURE_GPU = $(USE_CUDA) $(CMAKE) -S . -B build/gpu $(CMAKE_FLAGS) -DFSDP2X_CUDA=ON -DFSDP2X_BUILD_EXTENSION=OFF \
   -DFSDP2X_BUILD_TESTS=ON
 
+GPU_PROGRAMS := build/gpu/tests/cpp
 gpu-kernels: cuda-compiler
-	$(CONFIGURE_GPU)
-	$(CMAKE) --build build/gpu --target gpu_kernels
+	$(USE_PREBUILT) programs $(PREBUILT) $(GPU_PROGRAMS) || \
+	  { $(CONFIGURE_GPU) && $(CMAKE) --build build/gpu --target gpu_kernels; }
 
 test-ptx: cuda-compiler
 	$(CONFIGURE_GPU)
@@ -180,14 +193,15 @@ gpu-test-8: build
 # Both skip, with the reason, what this machine cannot run, begin with what tells the most, and end with a page: claims
 # that were shown, targets that were held. The slow ones, compute-sanitizer's, can be left out:
 # `make gpu-test PYTEST_ARGS="-m 'not full'"`. A build with CUDA=OFF shows what torch's operations do in their place.
-# QUICK=1: the parts that tell the most, in ten minutes, compiled for this machine's GPU alone; with DRY_RUN=1 without one.
+# QUICK=1 and QUICK=2: two calls, what is least known first, compiled for this machine's GPU alone; with DRY_RUN=1
+# without one.
 ifneq ($(QUICK),)
 GPU_ARCHITECTURE := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -1 | tr -d .)
 ifneq ($(GPU_ARCHITECTURE),)
 export CUDAARCHS ?= $(GPU_ARCHITECTURE)
 endif
-gpu-test: build gpu-kernels
-	$(RUN_PYTHON) tests/gpu/run_parts.py one $(if $(DRY_RUN),--dry-run)
+gpu-test: build $(if $(DRY_RUN),,gpu-kernels)
+	$(RUN_PYTHON) tests/gpu/run_parts.py $(if $(filter 2,$(QUICK)),second,first) $(if $(DRY_RUN),--dry-run)
 else
 gpu-test: build gpu-kernels
 	$(RUN_PYTHON) -m pytest tests/gpu --full -q -rN --verdict build/gpu/verdict.txt $(PYTEST_ARGS)

@@ -1,5 +1,6 @@
 """The benchmarks' harness, tables and history, and dry runs of the GPU scripts."""
 
+import itertools
 import json
 import math
 import subprocess
@@ -9,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from harness import programs
+from one_gpu import device_work
 
-FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER, PARTS = ROOT / "benchmarks", ROOT / "tests" / "gpu" / "run_parts.py"
+Work = device_work.Work
 
 
 def report(*arguments) -> subprocess.CompletedProcess:
@@ -54,17 +58,23 @@ def test_a_row_below_all_recorded_runs_is_found(history, result):
 
 
 @pytest.mark.full
-def test_gpu_benchmarks_train_on_the_cpu_when_asked_to(tmp_path):
-    """Dry runs: everything but the device's clock and counters, with losses that agree; and the report shows them."""
-    kept = tmp_path / "results" / "dry-run.json"
-    for name in ("step", "units", "memory"):
-        done = programs.run(FOLDER / f"gpu/bench_{name}.py", "--device", "cpu", "--json", kept, timeout=200)
+def test_gpu_parts_end_on_the_cpu(tmp_path):
+    """Dry runs of both calls, in two minutes: all but the device, with losses that agree; and the report shows them."""
+    for call in ("first", "second"):
+        command = [sys.executable, str(PARTS), call, "--dry-run", "--out", str(tmp_path)]
+        done = subprocess.run(
+            command, env=programs.environment(), capture_output=True, text=True, timeout=300, check=False
+        )
         assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads(kept.read_text())["results"]
-    assert [(one["case"]["name"], one["case"]["policy"]) for one in results["step"]] == [
-        (name, policy) for name in ("qwen3-tiny:8", "llama-tiny:8") for policy in ("fp32", "bf16")
-    ]
-    assert all(one[side]["step"]["median_ms"] > 0 for one in results["step"] for side in ("stock", "fsdp2x"))
+        page = (tmp_path / call / "page.txt").read_text()
+        assert "VERDICT" in page and "FAILED" not in page, page
+    probed = json.loads((tmp_path / "first" / "probe.json").read_text())
+    assert probed["memory of another process"] and probed["two ranks on one device"]
+    first, second = (json.loads((tmp_path / call / "numbers.json").read_text()) for call in ("first", "second"))
+    results = {**second["results"], **first["results"]}
+    assert [one["case"]["name"] for one in results["step"]] == ["qwen3-tiny:8", "llama-tiny:8"]
+    for one in results["step"]:
+        assert all(one[side]["step"]["median_ms"] > 0 for side in ("stock", "fsdp2x", "unsharded"))
     assert [(one["case"]["world"], one["case"]["gathers"]) for one in results["units"]] == [
         (1, "packed"), (2, "packed"), (2, "alone"),
     ]  # fmt: skip
@@ -72,11 +82,41 @@ def test_gpu_benchmarks_train_on_the_cpu_when_asked_to(tmp_path):
         assert all(math.isfinite(one["host_us"][side]["backward"]) for side in ("stock", "fsdp2x"))
     for one in results["memory"]:
         assert one["stock"]["model"] <= one["fsdp2x"]["model"] < one["fsdp2x"]["plan_resting"]
+        assert one["kept"]["model"] == one["fsdp2x"]["model"]
+    kept = tmp_path / "results" / "dry-run.json"
+    kept.parent.mkdir()
+    kept.write_text(json.dumps({**first, "results": results}))
     done = report("--results", kept.parent, "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "out" / "README.md").read_text()
-    for title in ("Steps of HuggingFace shapes", "What a unit costs", "Memory of a rank"):
+    for title in ("Steps of HuggingFace shapes", "Steps as rank 0 of 8", "What a unit costs", "Memory of a rank"):
         assert f"### {title}" in text
+
+
+def test_simulated_ranks_overlap_what_they_may(tmp_path):
+    """The order of both sides on streams, and what it lets overlap: all gathers of layers in forward, for example."""
+    path = tmp_path / "world.json"
+    done = programs.run(FOLDER / "gpu/bench_world.py", "--device", "cpu", "--cases", "llama-8b:8192", "--json", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (result,) = json.loads(path.read_text())["results"]["world"]
+    layers = [f"layer {number}" for number in range(4)]
+    for side in ("stock", "fsdp2x"):
+        work = [Work(*one) for one in result[side]["timeline"]]
+        compute = {(one.kind, one.name): one for one in work if one.kind in ("forward", "backward")}
+        order = [*(("forward", name) for name in (*layers, "head")), ("backward", "head")]
+        assert [*compute] == [*order, *(("backward", name) for name in reversed(layers))]
+        # One gather for each unit and pass, but none of the embedding and the head in backward; one reduction for each.
+        gathers = [one for one in work if one.kind == "all_gather"]
+        reductions = [one for one in work if one.kind == "reduce_scatter"]
+        assert len(gathers) == (6 + 4 if side == "fsdp2x" else 6 + 5) and len(reductions) == 6
+        for number in (1, 2, 3):
+            before = compute["forward", f"layer {number - 1}"]
+            assert gathers[number + 1].end_us <= before.end_us, f"{side}: the gather of layer {number} is exposed"
+        # Collectives of one communicator take turns.
+        collectives = sorted([*gathers, *reductions], key=lambda one: one.start_us)
+        assert all(one.end_us <= next.start_us + 1e-6 for one, next in itertools.pairwise(collectives))
+        assert device_work.busy_us(collectives) == pytest.approx(1e3 * result[side]["communication"]["median_ms"])
+    assert result["fsdp2x"]["step"]["median_ms"] < result["stock"]["step"]["median_ms"]
 
 
 # ---- every benchmark, as short as it gets: it runs to its end, its sides agree, its result makes a table

@@ -389,3 +389,58 @@ def test_a_kernel_that_spills_does_not_compile(tmp_path):
         "local memory" in (result.stdout + result.stderr).lower() or "spill" in (result.stdout + result.stderr).lower()
     )
     assert nvcc(*kernel_options(werror=False), *common).returncode == 0
+
+
+# --- what was compiled for another machine ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prebuilt():
+    return load(ROOT / "cmake" / "prebuilt.py")
+
+
+def test_a_prebuilt_folder_is_used_where_it_fits(tmp_path, prebuilt, monkeypatch, capsys):
+    """Programs are copied, and the wheel is installed with the checkout's Python files, or a sentence says why not."""
+    here = {"python": "cpython-312", "torch": "2.11", "cuda": "13", "architecture": "90", "sources": "1"}
+    monkeypatch.setattr(prebuilt, "machine", lambda: here)
+    folder, compiled, programs_here = tmp_path / "prebuilt", tmp_path / "compiled", tmp_path / "build"
+    folder.mkdir()
+    compiled.mkdir()
+    (compiled / "bench").write_text("program")
+    (compiled / "bench").chmod(0o755)
+    (compiled / "Makefile").write_text("not a program")
+    commands = []
+    monkeypatch.setattr(prebuilt.subprocess, "run", lambda command, check: commands.append(command))
+    monkeypatch.setattr(prebuilt.sysconfig, "get_path", lambda name: str(tmp_path / "site"))
+
+    def run(*arguments: object) -> int:
+        monkeypatch.setattr(sys, "argv", ["prebuilt.py", *map(str, arguments)])
+        return prebuilt.main()
+
+    assert run("programs", folder, programs_here) == 1  # there is none
+    assert run("write", folder, compiled, "--architectures", "80-real;90-real") == 0
+    (folder / "fsdp2x-0.1.0-cp312.whl").write_text("")
+    assert run("programs", folder, programs_here) == run("install", folder) == 0
+    assert [path.name for path in programs_here.iterdir()] == ["bench"]
+    assert commands[0][-1] == str(folder / "fsdp2x-0.1.0-cp312.whl") and "--no-index" in commands[0]
+    installed = tmp_path / "site" / "fsdp2x" / "base" / "native.py"
+    assert installed.read_text() == (ROOT / "python" / "fsdp2x" / "base" / "native.py").read_text()
+    capsys.readouterr()
+    wrong = {"python": "cpython-311", "torch": "2.15", "cuda": "12", "architecture": "100", "sources": "2"}
+    for name, value in wrong.items():
+        monkeypatch.setattr(prebuilt, "machine", lambda name=name, value=value: {**here, name: value})
+        assert run("install", folder) == 1 and name in capsys.readouterr().out
+    assert len(commands) == 1
+
+
+def test_sources_of_a_prebuilt_folder_are_what_is_compiled(tmp_path, prebuilt):
+    for name in ("CMakeLists.txt", "csrc/core/slots.cpp", "benchmarks/gpu/kernel.cu", "python/fsdp2x/api.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+    before = prebuilt.sources(tmp_path)
+    (tmp_path / "python/fsdp2x/api.py").write_text("2")
+    assert prebuilt.sources(tmp_path) == before
+    for name in ("CMakeLists.txt", "csrc/core/slots.cpp", "benchmarks/gpu/kernel.cu"):
+        (tmp_path / name).write_text("2")
+        before, last = prebuilt.sources(tmp_path), before
+        assert before != last, name
