@@ -5,6 +5,7 @@ everything in host order and notes which operation touches which bytes, so the c
 operations touch the same bytes and one of them writes, a chain of events must order them.
 """
 
+import ctypes
 import functools
 import weakref
 from collections.abc import Callable
@@ -50,6 +51,7 @@ def install(pack_below_bytes: int = 0, grouped: bool = True, with_kernels: bool 
     mock.patch.object(transport, "pack_below_bytes", lambda gathers, world: pack_below).start()
     # After a failure, ranks that have used a device cannot use their group again. Later tests of these processes do.
     mock.patch.object(agreement, "_agreements", weakref.WeakKeyDictionary()).start()
+    _defer_collectives(recorder)
     _note_collectives(recorder)
     _note_moments(recorder)
     users = Users(recorder)
@@ -69,6 +71,45 @@ def _after(owner: Any, name: str, note: Callable) -> None:
         return result
 
     mock.patch.object(owner, name, call).start()
+
+
+def _as_now(argument: Any) -> Any:
+    """Tensors where they lie now: as on a device, their memory may be that of others when the work runs."""
+    if isinstance(argument, list):
+        return [_as_now(one) for one in argument]
+    if not isinstance(argument, torch.Tensor) or argument.nbytes == 0:
+        return argument
+    memory = (ctypes.c_byte * argument.nbytes).from_address(argument.data_ptr())
+    return torch.frombuffer(memory, dtype=torch.uint8).view(argument.dtype).view(argument.shape)
+
+
+def _defer_collectives(recorder) -> None:
+    """Runs collectives when it is their lane's turn, which is late after `recorder.delay`.
+
+    The user's collectives and hooks may do anything on their lane, so all late work comes before them.
+    """
+    for owner, names in {
+        transport: ("_all_gather_now", "_all_gather_group", "_reduce_scatter_now", "_all_to_all_now"),
+        transport_choice: ("_all_reduce",),
+    }.items():
+        for name in names:
+            original = getattr(owner, name)
+
+            @functools.wraps(original)
+            def call(*args, original=original) -> bool:
+                recorder.defer(functools.partial(original, *map(_as_now, args)))
+                return True
+
+            mock.patch.object(owner, name, call).start()
+    for owner, name in ((comms, "_call_hook"), (comms, "_gather_copies"), (comms, "_scatter_copies")):
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def in_turn(*args, original=original):
+            recorder.finish()
+            return original(*args)
+
+        mock.patch.object(owner, name, in_turn).start()
 
 
 def _note_collectives(recorder) -> None:

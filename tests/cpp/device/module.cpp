@@ -2,6 +2,7 @@
 // fsdp2x._C, which must be imported first.
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -37,6 +38,22 @@ PYBIND11_MODULE(_C_testing, m) {
       .def("wait_stream", &RecordingLayer::wait_stream, py::arg("number"))
       .def("begin_capture", &RecordingLayer::begin_capture)
       .def("end_capture", &RecordingLayer::end_capture)
+      .def("delay", &RecordingLayer::delay, py::arg("seed"), py::arg("lane") = "", py::arg("event") = "")
+      .def(
+          "defer",
+          [](RecordingLayer& self, const py::function& work) {
+            // Late work may be dropped without the GIL.
+            const auto drop = [](py::function* owned) {
+              const py::gil_scoped_acquire gil;
+              delete owned;
+            };
+            self.defer([owned = std::shared_ptr<py::function>(new py::function(work), drop)] {
+              const py::gil_scoped_acquire gil;
+              (*owned)();
+            });
+          },
+          py::arg("work"))
+      .def("finish", &RecordingLayer::finish)
       // Each entry has operation, lane, subject, and the (address, bytes) that it reads and writes.
       .def_property_readonly("entries", [](const RecordingLayer& layer) {
         py::list result;

@@ -9,14 +9,15 @@
 
 namespace fsdp2x {
 
-namespace {
-
 struct NamedEvent final : DeviceEvent {
   explicit NamedEvent(std::string event_name) : name(std::move(event_name)) {}
   std::string name;
-  uint64_t capture = 0;                // the capture that recorded it last
-  std::vector<MemoryRange> delivered;  // by the transfer that it followed
+  uint64_t capture = 0;                         // the capture that recorded it last
+  std::vector<MemoryRange> delivered;           // by the transfer that it followed
+  std::shared_ptr<RecordingLayer::Place> last;  // where it was recorded last, if work may be late
 };
+
+namespace {
 
 // Streams by number: those of lanes, then the user's second one and the others.
 constexpr int kFirstUserStream = static_cast<int>(kNumLanes);
@@ -75,6 +76,11 @@ std::vector<MemoryRange> ranges_of(at::TensorList tensors) {
     if (tensor.defined()) ranges.push_back(range_of(tensor));
   }
   return ranges;
+}
+
+// Where it lies now, for work that runs later: views of buffers move to other memory.
+at::Tensor as_now(const at::Tensor& memory) {
+  return at::from_blob(memory.data_ptr(), memory.sizes(), memory.strides(), memory.options());
 }
 
 bool overlap(const MemoryRange& one, const MemoryRange& other) {
@@ -227,6 +233,10 @@ void RecordingLayer::record(DeviceEvent& event, Lane lane) {
       !entries_.empty() && entries_.back().operation == "transfer" && entries_.back().lane == name_of(on);
   named.delivered = follows_transfer ? entries_.back().writes : std::vector<MemoryRange>();
   entries_.push_back({"record", name_of(on), named.name, {}, {}});
+  if (!delays_) return;
+  named.last = std::make_shared<Place>(Place{on, !is_late(on)});
+  if (is_late(on)) late_[on].push_back({{}, {}, named.last});
+  stir();
 }
 
 void RecordingLayer::wait(Lane lane, DeviceEvent& event) {
@@ -239,10 +249,67 @@ void RecordingLayer::wait(Lane lane, DeviceEvent& event) {
   if (lane == Lane::compute && is_slot(named.name) && named.name.find(".ready") != std::string::npos) {
     note_use(named.name);
   }
+  const bool forgets = !forgetful_lane_.empty() && name_of(on) == forgetful_lane_ &&
+                       named.name.find(forgotten_event_) != std::string::npos;
+  if (named.last && !forgets) {
+    if (is_late(on)) {
+      late_[on].push_back({{}, named.last, {}});
+    } else {
+      run_until(*named.last);
+    }
+  }
+  stir();
+}
+
+// --- work that is late ---
+
+bool RecordingLayer::is_late(int stream) const {
+  return delays_ && stream != static_cast<int>(Lane::compute) && stream < static_cast<int>(Lane::host);
+}
+
+void RecordingLayer::delay(uint64_t seed, std::string lane, std::string event) {
+  finish();
+  delays_.emplace(seed);
+  forgetful_lane_ = std::move(lane);
+  forgotten_event_ = std::move(event);
+}
+
+void RecordingLayer::defer(std::function<void()> work) {
+  const int on = stream_of(lane_);
+  if (lane_ == Lane::host || !is_late(on)) return work();
+  late_[on].push_back({std::move(work), {}, {}});
+}
+
+void RecordingLayer::run_one(int stream) {
+  const Late next = std::move(late_[stream].front());
+  late_[stream].pop_front();
+  if (next.waits_for) run_until(*next.waits_for);
+  if (next.work) next.work();
+  if (next.reaches) next.reaches->is_reached = true;
+}
+
+void RecordingLayer::run_until(Place& place) {
+  while (!place.is_reached) run_one(place.stream);
+}
+
+void RecordingLayer::finish() {
+  for (auto& [stream, queue] : late_) {
+    while (!queue.empty()) run_one(stream);
+  }
+  kept_.clear();
+}
+
+void RecordingLayer::stir() {
+  if (!delays_) return;
+  while ((*delays_)() % 3 == 0) {
+    const auto stream = static_cast<int>((*delays_)() % kNumLanes);
+    if (!late_[stream].empty()) run_one(stream);
+  }
 }
 
 void RecordingLayer::synchronize(DeviceEvent& event) {
   const auto& named = static_cast<const NamedEvent&>(event);
+  if (named.last) run_until(*named.last);
   entries_.push_back({"wait", lane_name(Lane::host), named.name, {}, {}});
   if (!named.delivered.empty()) entries_.push_back({"read", lane_name(Lane::host), named.name, named.delivered, {}});
 }
@@ -279,6 +346,8 @@ at::Tensor RecordingLayer::allocate(size_t bytes) {
 }
 
 void RecordingLayer::free(at::Tensor memory) {
+  // Late work that nothing waits for would write to memory of others.
+  if (!forgetful_lane_.empty()) kept_.push_back(memory);
   entries_.push_back({"give_back", name_of(stream_of(Lane::compute)), "", {}, {range_of(memory)}});
   std::erase_if(slots_, [&](const auto& slot) { return overlap(slot.second, range_of(memory)); });
 }
@@ -311,7 +380,7 @@ void RecordingLayer::note_plan(const void* segments) { note("read plan", "", {{s
 
 void RecordingLayer::copy(const CopyProgram& program, const void* src, void* dst) {
   note("copy", "", touched(program.copies, src, false), touched(program.copies, dst, true));
-  DeviceLayer::copy(program, src, dst);
+  defer([this, &program, src, dst] { DeviceLayer::copy(program, src, dst); });
 }
 
 void RecordingLayer::launch_pack(SegmentPlan& plan, const std::vector<PackItem>& items,
@@ -336,7 +405,7 @@ void RecordingLayer::launch_pack(SegmentPlan& plan, const std::vector<PackItem>&
     writes.push_back({static_cast<const std::byte*>(buffer.const_data_ptr()) + at, plan.segment_bytes - flags_at});
   }
   note("pack", "", reads, writes);
-  DeviceLayer::launch_pack(plan, items, flags, buffer);
+  defer([=, this, &plan, now = as_now(buffer)] { DeviceLayer::launch_pack(plan, items, flags, now); });
 }
 
 void RecordingLayer::write_rows(SegmentPlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,
@@ -351,7 +420,7 @@ void RecordingLayer::write_rows(SegmentPlan& plan, const std::vector<RowItem>& i
     if (item.accumulate) reads.push_back(writes.back());
   }
   note("write_rows", "", reads, writes);
-  DeviceLayer::write_rows(plan, items, segment, divisor);
+  defer([=, this, &plan, now = as_now(segment)] { DeviceLayer::write_rows(plan, items, now, divisor); });
 }
 
 void RecordingLayer::write_host_rows(const Layout& layout, const at::Tensor& rows, const GradientTargets& targets,
@@ -386,43 +455,43 @@ void RecordingLayer::encode(const WireProgram& program, const void* values, void
     }
   }
   note("encode", "", reads, writes);
-  DeviceLayer::encode(program, values, segments, errors, filled);
+  defer([=, this, &program] { DeviceLayer::encode(program, values, segments, errors, filled); });
 }
 
 void RecordingLayer::decode(const WireProgram& program, const void* segments, void* values) {
   note("decode", "", touched_codes(program, segments), touched_values(program, values));
-  DeviceLayer::decode(program, segments, values);
+  defer([=, this, &program] { DeviceLayer::decode(program, segments, values); });
 }
 
 void RecordingLayer::sum_codes(const WireProgram& program, const void* segments, size_t segment_bytes, int num_ranks,
                                double divisor, void* values) {
   note("sum_codes", "", touched_codes(program, segments, segment_bytes, num_ranks), touched_values(program, values));
-  DeviceLayer::sum_codes(program, segments, segment_bytes, num_ranks, divisor, values);
+  defer([=, this, &program] { DeviceLayer::sum_codes(program, segments, segment_bytes, num_ranks, divisor, values); });
 }
 
 void RecordingLayer::zero(const at::Tensor& memory) {
   note("zero", "", {}, {range_of(memory)});
-  DeviceLayer::zero(memory);
+  defer([this, now = as_now(memory)] { DeviceLayer::zero(now); });
 }
 
 void RecordingLayer::divide(const at::Tensor& memory, double divisor) {
   note("divide", "", {range_of(memory)}, {range_of(memory)});
-  DeviceLayer::divide(memory, divisor);
+  defer([=, this, now = as_now(memory)] { DeviceLayer::divide(now, divisor); });
 }
 
 void RecordingLayer::add(const at::Tensor& target, const at::Tensor& source) {
   note("add", "", {range_of(source), range_of(target)}, {range_of(target)});
-  DeviceLayer::add(target, source);
+  defer([this, to = as_now(target), from = as_now(source)] { DeviceLayer::add(to, from); });
 }
 
 void RecordingLayer::assign(const at::Tensor& target, const at::Tensor& source) {
   note("assign", "", {range_of(source)}, {range_of(target)});
-  DeviceLayer::assign(target, source);
+  defer([this, to = as_now(target), from = as_now(source)] { DeviceLayer::assign(to, from); });
 }
 
 void RecordingLayer::transfer(const at::Tensor& target, const at::Tensor& source) {
   note("transfer", "", {range_of(source)}, {range_of(target)});
-  DeviceLayer::transfer(target, source);
+  defer([this, to = as_now(target), from = as_now(source)] { DeviceLayer::transfer(to, from); });
 }
 
 }  // namespace fsdp2x

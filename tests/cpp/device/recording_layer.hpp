@@ -4,7 +4,12 @@
 
 #include <ATen/record_function.h>
 
+#include <deque>
+#include <functional>
 #include <map>
+#include <memory>
+#include <optional>
+#include <random>
 #include <set>
 #include <string>
 #include <vector>
@@ -77,6 +82,15 @@ class RecordingLayer final : public DeviceLayer {
   void begin_capture();
   void end_capture();
 
+  // From here on, work of all lanes but the user's streams runs late: at random times, and at the latest when those or
+  // the host wait for it. Ranks with the same seed run their collectives in the same order. Waits of `lane` for events
+  // whose name has `event` in it are forgotten, so that a test can show what they prevent. Empty: none is.
+  void delay(uint64_t seed, std::string lane, std::string event);
+  // Runs `work` on the current lane, now or when its turn comes.
+  void defer(std::function<void()> work);
+  // Runs all work that is late.
+  void finish();
+
  protected:
   Lane enter(Lane lane) override;
   void leave(Lane before) override;
@@ -87,6 +101,24 @@ class RecordingLayer final : public DeviceLayer {
   // Returns the stream of `lane` here.
   int stream_of(Lane lane) const;
   static std::string name_of(int stream);
+
+  // A place in a lane: behind all work that was enqueued before it.
+  struct Place {
+    int stream = 0;
+    bool is_reached = false;
+  };
+  friend struct NamedEvent;
+  // One of the three.
+  struct Late {
+    std::function<void()> work;
+    std::shared_ptr<Place> waits_for;
+    std::shared_ptr<Place> reaches;
+  };
+  bool is_late(int stream) const;
+  void run_one(int stream);
+  void run_until(Place& place);
+  // Runs some late work.
+  void stir();
   std::string current_name() const;
   void note(const std::string& operation, const std::string& subject, const std::vector<MemoryRange>& reads,
             const std::vector<MemoryRange>& writes);
@@ -106,6 +138,10 @@ class RecordingLayer final : public DeviceLayer {
   std::map<std::string, int> names_;                       // of events, and how often
   std::map<std::string, std::vector<MemoryRange>> slots_;  // by the name of their events: gathered memory
   at::CallbackHandle range_observer_;
+  std::optional<std::mt19937_64> delays_;
+  std::string forgetful_lane_, forgotten_event_;
+  std::map<int, std::deque<Late>> late_;  // by stream
+  std::vector<at::Tensor> kept_;          // given back while waits are forgotten
 };
 
 }  // namespace fsdp2x
