@@ -31,6 +31,7 @@ from fsdp2x.lifecycle.module import (
 from fsdp2x.lifecycle.replicas import check_module_states, sync_module_states
 from fsdp2x.lifecycle.sleep import sleep, wake
 from fsdp2x.memory import memory_report
+from fsdp2x.models.activation_offload import offload_activations
 from fsdp2x.models.freeze import freeze_module_prefix
 from fsdp2x.models.tiled_mlp import apply_tiled_mlp
 from fsdp2x.models.vision import shard_vision_language
@@ -67,6 +68,7 @@ __all__ = [
     "local_optimizer",
     "memory_report",
     "moe",
+    "offload_activations",
     "optim",
     "profile",
     "rebind_optimizer",

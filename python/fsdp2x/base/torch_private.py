@@ -83,6 +83,11 @@ def outside_graphs(hook: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, 
     return call
 
 
+def has_saved_tensors_hooks() -> bool:
+    """Returns whether hooks pack what autograd saves now, such as those of activation checkpointing."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def backward_hooks(modules: list[nn.Module]) -> list[dict]:
     """Returns the dicts in which ``modules``, and all modules together, keep their backward hooks."""
     found = [nn.modules.module._global_backward_hooks, *(getattr(m, "_backward_hooks", None) for m in modules)]

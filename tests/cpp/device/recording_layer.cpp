@@ -491,6 +491,7 @@ void RecordingLayer::assign(const at::Tensor& target, const at::Tensor& source) 
 
 void RecordingLayer::transfer(const at::Tensor& target, const at::Tensor& source) {
   note("transfer", "", {range_of(source)}, {range_of(target)});
+  if (!forgetful_lane_.empty()) kept_.insert(kept_.end(), {target, source});
   defer([this, to = as_now(target), from = as_now(source)] { DeviceLayer::transfer(to, from); });
 }
 
