@@ -5,6 +5,7 @@ everything in host order and notes which operation touches which bytes, so the c
 operations touch the same bytes and one of them writes, a chain of events must order them.
 """
 
+import contextlib
 import ctypes
 import functools
 import weakref
@@ -366,6 +367,27 @@ def step(model, ctx, number: int = 0, optimizer=None) -> None:
     if optimizer is not None:
         optimizer.step()
         optimizer.zero_grad()
+
+
+def results_of_steps(ctx, model, around=contextlib.nullcontext) -> list[torch.Tensor]:
+    """Losses and gradients of three steps with SGD, of two forwards each, `around` which a context may be."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found, held = [], []
+    for number in range(3):
+        with around():
+            losses = [model(inputs(ctx.rank, number + part, width=WIDTH)).float().square().mean() for part in range(2)]
+        for loss in reversed(losses):
+            loss.backward()
+        held += [param.grad for param in model.parameters()]  # work that is late may write to them
+        found += [*losses, *(param.grad.to_local().clone() for param in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    install().finish()
+    return [one.detach() for one in found]
+
+
+def same_bits(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def record_of_steps(ctx, recorder, model, num: int = 3) -> list[tuple]:

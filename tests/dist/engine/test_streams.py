@@ -26,7 +26,7 @@ from reference import (
     shard,
     train_alike,
 )
-from streams import WIDTH, Experts, races, record_of_steps, step, wide
+from streams import WIDTH, Experts, races, record_of_steps, results_of_steps, same_bits, step, wide
 
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),
@@ -168,22 +168,6 @@ def test_events_order_every_access(ctx, reshard):
         assert races(broken), "not found: the optimizer reads gradients that are not reduced"
 
 
-def results_of_steps(ctx, recorder, **options) -> list[torch.Tensor]:
-    """Losses, gradients, and parameters of three steps with SGD."""
-    model = sharded(ctx, 4, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found, held = [], []
-    for number in range(3):
-        loss = loss_of(model, ctx.rank, number)
-        loss.backward()
-        held += [param.grad for param in model.parameters()]  # late work may write to them
-        found += [loss.detach().clone(), *(param.grad.to_local().clone() for param in model.parameters())]
-        optimizer.step()
-        optimizer.zero_grad()
-    recorder.finish()
-    return found + [param.detach().to_local().clone() for param in model.parameters()]
-
-
 DELAYED = {
     "fp32": {},
     "bf16": {"mp_policy": POLICIES["bf16"]},
@@ -197,14 +181,13 @@ def test_results_do_not_depend_on_delays(ctx, case):
     """All lanes but compute run late, at random, as far as events allow; without a kind of wait, results are others."""
     only_fsdp2x(ctx)
     recorder = streams.install(pack_below_bytes=1200)
-    expected = results_of_steps(ctx, recorder, **DELAYED[case])
+    expected = results_of_steps(ctx, sharded(ctx, 4, **DELAYED[case]))
 
-    def equals_with(seed: int, lane: str = "", event: str = "") -> bool:
-        recorder.delay(seed, lane, event)
-        found = results_of_steps(ctx, recorder, **DELAYED[case])
-        return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    def equals_with(*delays) -> bool:
+        recorder.delay(*delays)
+        return same_bits(results_of_steps(ctx, sharded(ctx, 4, **DELAYED[case])), expected)
 
-    assert [seed for seed in range(10) if not equals_with(seed)] == []
+    assert all(equals_with(seed) for seed in range(10))
     for lane, event in (("gather", "slot"), ("compute", "slot"), ("compute", "reduce")):
         assert not all(equals_with(seed, lane, event) for seed in range(4)), (lane, event)
 

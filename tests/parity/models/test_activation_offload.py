@@ -1,7 +1,5 @@
 """``offload_activations``: the bits of torch's ``save_on_cpu``, in the order of its streams, and prefetched by unit."""
 
-import contextlib
-
 import pytest
 import torch
 from torch import nn
@@ -12,7 +10,7 @@ import streams
 from harness import distributed
 from models import Stack, inputs
 from reference import only_fsdp2x, shard
-from streams import WIDTH
+from streams import WIDTH, results_of_steps, same_bits
 
 NUM = 4
 
@@ -35,28 +33,6 @@ def sharded(ctx, model: nn.Module, **options) -> nn.Module:
     return shard(ctx, model, [f"blocks.{i}" for i in range(NUM)], transport="streams", **options)
 
 
-def results_of(ctx, model: nn.Module, around=contextlib.nullcontext) -> list[torch.Tensor]:
-    """Losses and gradients of three steps, the last with two forwards before their backwards."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
-    for number in range(3):
-        losses = []
-        for part in range(1 + number // 2):
-            with around():
-                losses.append(model(inputs(ctx.rank, number + part, width=WIDTH)).square().mean())
-        for loss in reversed(losses):
-            loss.backward()
-        found += [*(loss.detach().clone() for loss in losses)]
-        found += [param.grad.to_local().clone() for param in model.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
-
-
-def same_bits(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-
-
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("reshard", [False, True])
@@ -64,27 +40,24 @@ def test_bits_are_those_of_save_on_cpu(ctx, checkpoints, reshard):
     """Also if all copies are late; and without the wait for them, other bits come out."""
     only_fsdp2x(ctx)
     recorder = streams.install()
-    options = {"reshard_after_forward": reshard}
-    stock = sharded(ctx, Blocks(checkpoints), **options)
-    expected = results_of(ctx, stock, torch.autograd.graph.save_on_cpu)
+    make = lambda: sharded(ctx, Blocks(checkpoints), reshard_after_forward=reshard)  # noqa: E731
+    expected = results_of_steps(ctx, make(), torch.autograd.graph.save_on_cpu)
 
-    def found_with(*delays) -> list[torch.Tensor]:
-        model = sharded(ctx, Blocks(checkpoints), **options)
+    def equals_with(*delays) -> bool:
+        model = make()
         assert fsdp2x.offload_activations(model, min_bytes=1) == NUM + 1
         recorder.clear()
         if delays:
             recorder.delay(*delays)
-        found = results_of(ctx, model)
-        recorder.finish()
-        return found
+        return same_bits(results_of_steps(ctx, model), expected)
 
-    assert same_bits(found_with(), expected)
+    assert equals_with()
     entries = [entry for entry in recorder.entries if entry[0] == "transfer"]
     lanes = {lane: [e for e in entries if e[1] == lane] for lane in ("copy_out", "copy_in")}
-    # Of four forwards. A checkpoint leaves the block's input; the last unit's group stays.
-    assert len(lanes["copy_out"]) >= 4 * (NUM - 1) and 0 < len(lanes["copy_in"]) <= len(lanes["copy_out"])
-    assert all(same_bits(found_with(seed), expected) for seed in range(4))
-    assert not all(same_bits(found_with(seed, "compute", "activations"), expected) for seed in range(4))
+    # Of six forwards. A checkpoint saves the block's input. The last unit's group stays.
+    assert len(lanes["copy_out"]) >= 6 * (NUM - 1) and 0 < len(lanes["copy_in"]) <= len(lanes["copy_out"])
+    assert all(equals_with(seed) for seed in range(4))
+    assert not all(equals_with(seed, "compute", "activations") for seed in range(4))
 
 
 @distributed(world_sizes=(2,))
@@ -184,18 +157,11 @@ def test_calls_that_change_nothing(ctx):
     only_fsdp2x(ctx)
     model = shard(ctx, Stack(), ["blocks.0"])
     assert fsdp2x.offload_activations(model) == 0
-    assert not model._forward_hooks or all("offload" not in str(hook) for hook in model._forward_hooks.values())
     with pytest.raises(ValueError, match="min_bytes must be at least 0, got -1"):
         fsdp2x.offload_activations(model, -1)
     with pytest.raises(ValueError, match="offload_activations: nothing in this Linear is sharded"):
         fsdp2x.offload_activations(nn.Linear(2, 2))
-    seen = []
-
-    def inside(*_) -> None:
-        with pytest.raises(RuntimeError, match="a forward or backward of this model is running"):
-            fsdp2x.offload_activations(model)
-        seen.append(True)
-
-    model.blocks[1].register_forward_hook(inside)
-    model(inputs(ctx.rank))
-    assert seen == [True]
+    hook = lambda *_: fsdp2x.offload_activations(model)  # noqa: E731
+    model.blocks[1].register_forward_hook(hook)
+    with pytest.raises(RuntimeError, match="a forward or backward of this model is running"):
+        model(inputs(ctx.rank))
