@@ -101,7 +101,8 @@ build: cuda-compiler
 	  $(USE_CUDA) $(RUN_PYTHON) -m pip install -q $(PIP_BUILD) -C build-dir=$(BUILD) -e .
 
 # For a machine with a GPU and little time. CUDAARCHS is its GPU's, as in
-# `make gpu-prebuilt PYTHON=python3.12 TORCH_VERSION=2.11.0 VENV=.venv-gpu CUDA=ON CUDAARCHS=90`.
+# `make gpu-prebuilt PYTHON=python3.12 TORCH_VERSION=2.11.0 VENV=.venv-gpu CUDAARCHS=90`.
+gpu-prebuilt: CUDA_FLAG := ON
 gpu-prebuilt: cuda-compiler gpu-kernels
 	rm -rf $(PREBUILT)
 	$(USE_CUDA) $(RUN_PYTHON) -m pip wheel -q $(PIP_BUILD) -C build-dir=$(BUILD)-$(TORCH_VERSION) -w $(PREBUILT) .
