@@ -37,8 +37,8 @@ def offload_activations(model: nn.Module, min_bytes: int = 1 << 16) -> int:
 
     It acts at every later forward of ``model``. Copies run on separate streams while other units compute. Results are
     the same bits as without it. Call it after ``fully_shard``; a second call changes ``min_bytes``. With activation
-    checkpointing, only the inputs that checkpoints save are offloaded. Parts that ``torch.compile`` has compiled keep
-    their activations on the device. On CPU ranks there is nothing to offload, and the call changes nothing.
+    checkpointing, only the inputs that checkpoints save are offloaded. On CPU ranks there is nothing to offload, and
+    the call changes nothing.
 
     Args:
         model: a module with units of ``fully_shard``.
@@ -68,8 +68,8 @@ def offload_activations(model: nn.Module, min_bytes: int = 1 << 16) -> int:
         # The streams are not those of the engine, whose gathers would wait for activations there.
         offload = _Offload(device, make_layer())
         setattr(model, _ATTRIBUTE, offload)
-        model.register_forward_pre_hook(offload.begin)
-        model.register_forward_hook(offload.end, always_call=True)
+        model.register_forward_pre_hook(torch_private.outside_graphs(offload.begin), with_kwargs=True)
+        model.register_forward_hook(torch_private.outside_graphs(offload.end), always_call=True)
     offload.min_bytes = min_bytes
     for state in states:
         offload.watch(state)
@@ -238,20 +238,23 @@ class _Offload:
         self._device, self._layer = device, layer
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None  # while its forward runs
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._units: list[weakref.ref[ShardedUnit]] = []  # the root, and the one that runs
+        self._states: list[weakref.ref[ShardedUnit]] = []
+        self._units: list[int] = []  # the root's number, and that of the unit that runs
         self._weights: set[int] = set()  # storages of their gathered parameters
         self._group: _Group | None = None
         self._leaving: deque[weakref.ref[_Group]] = deque()
 
     def watch(self, state: ShardedUnit) -> None:
         """Begins a group when a module of the unit does."""
-        weak = weakref.ref(state)
+        number = len(self._states)  # Dynamo mistakes a weak reference in a closure for its object
+        self._states.append(weakref.ref(state))
         for module in state.modules:
             if module not in self._watched:
                 self._watched.add(module)
-                module.register_forward_pre_hook(lambda *_: self._begin_unit(weak))
+                begin = torch_private.outside_graphs(lambda *_: self._begin_unit(number))
+                module.register_forward_pre_hook(begin, with_kwargs=True)
 
-    def begin(self, module: nn.Module, args: tuple) -> None:
+    def begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         # A checkpoint around the model, and hooks of the user, decide what is saved.
         if self._hooks is None and torch.is_grad_enabled() and not torch_private.has_saved_tensors_hooks():
             self._units, self._group = self._units[:1], None
@@ -263,7 +266,7 @@ class _Offload:
             hooks, self._hooks, self._group = self._hooks, None, None
             hooks.__exit__()
 
-    def _begin_unit(self, weak: weakref.ref[ShardedUnit]) -> None:
+    def _begin_unit(self, number: int) -> None:
         if self._hooks is None:
             return
         before = self._group
@@ -274,22 +277,25 @@ class _Offload:
             earlier = self._leaving.popleft()()
             if earlier is not None:
                 earlier.release()
-        self._units, self._weights = [*self._units[:1], weak], set()
+        self._units, self._weights = [*self._units[:1], number], set()
         if before is None or not before.is_empty:
             self._group = _Group(self._layer, before, self._device.type != "cpu")
 
+    @torch_private.never_compiled
     def _pack(self, tensor: Tensor) -> _View | tuple[Tensor, int | None]:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return tensor, None
         if self._group is None or tensor.device != self._device or tensor.nbytes < max(self.min_bytes, 1):
             return tensor, tensor._version
         if not self._weights:
-            self._weights = {storage for weak in self._units if (state := weak()) for storage in _weights_of(state)}
+            states = [self._states[number]() for number in self._units]
+            self._weights = {storage for state in states if state is not None for storage in _weights_of(state)}
         if tensor.untyped_storage()._cdata in self._weights:
             return tensor, None  # gathers write to them
         return self._group.add(tensor)
 
 
+@torch_private.never_compiled
 def _unpack(packed: _View | tuple[Tensor, int | None]) -> Tensor:
     if isinstance(packed, _View):
         return packed.unpack()

@@ -123,6 +123,23 @@ def test_what_is_not_offloaded(ctx):
     assert same_bits([param.grad.to_local() for param in model.parameters()], first)
 
 
+@distributed(world_sizes=(1,))
+@pytest.mark.parametrize("compiled", ["model", "blocks"])
+def test_compiled_models(ctx, compiled):
+    only_fsdp2x(ctx)
+    recorder, found = streams.install(), []
+    for offloads in (False, True):
+        torch._dynamo.reset()
+        model = sharded(ctx, Blocks())
+        if offloads:
+            fsdp2x.offload_activations(model, min_bytes=1)
+        for module in [model] if compiled == "model" else model.blocks:
+            module.compile(backend="aot_eager")
+        recorder.clear()
+        found.append(results_of_steps(ctx, model))
+    assert same_bits(*found) and any(entry[0] == "transfer" for entry in recorder.entries)
+
+
 class Mistaken(nn.Module):
     def __init__(self, in_place: str) -> None:
         super().__init__()
