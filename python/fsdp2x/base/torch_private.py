@@ -46,7 +46,10 @@ from torch.utils._python_dispatch import (  # whether a mode watches the collect
     _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,  # tensors that have inner tensors instead of memory
 )
-from torch.utils._pytree import tree_leaves  # the order in which the engine walks a call's inputs
+from torch.utils._pytree import (
+    tree_leaves,  # the order in which the engine walks a call's inputs
+    tree_map_only,  # so that all traces look into the same containers
+)
 
 # The flash kernels of a CPU. Unlike scaled_dot_product_attention, they return the logarithms of the sums.
 cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -59,7 +62,7 @@ __all__ = [
     "DTensorSpec", "State", "StridedShard", "TrainingState", "cpu_flash", "cpu_flash_backward",
     "is_traceable_wrapper_subclass",
     "local_shape_and_offset", "never_compiled", "root_modules",
-    "tree_leaves",
+    "tree_leaves", "tree_map_only",
 ]  # fmt: skip
 
 

@@ -28,22 +28,15 @@ from fsdp2x.base.failures import CheckpointError, exchange, named_call, on_rank_
 from fsdp2x.base.memory_file import aligned_starts, tensor_at
 from fsdp2x.base.native import _C
 from fsdp2x.base.optimizer_hooks import why_swapped
+from fsdp2x.io.conversions import is_transformers, kind_of, original_classes
 from fsdp2x.io.formats.safe_files import read_json
 from fsdp2x.io.formats.tensors import RemoteTensor, Source
 from fsdp2x.io.hf.empty import build_empty, dtype_of_files, read_hf_config, told_of
 from fsdp2x.io.hf.files import Checkpoint
 from fsdp2x.io.hf.layout import ProgressBar, in_runs
-from fsdp2x.io.hf.recipes import Recipes, kind_of, make_recipes
+from fsdp2x.io.hf.recipes import Recipes, make_recipes
 from fsdp2x.io.hf.targets import Target, check_buffers, check_ties, find_targets, initial_values, materialize
-from fsdp2x.io.names import (
-    ForeignModel,
-    hf_base,
-    is_adapter,
-    is_quantized,
-    is_transformers,
-    original_classes,
-    remember_source,
-)
+from fsdp2x.io.names import ForeignModel, hf_base, is_adapter, is_quantized, remember_source
 from fsdp2x.lifecycle.api import fully_shard
 from fsdp2x.lifecycle.replicas import check_again
 from fsdp2x.lifecycle.tree import unit_states

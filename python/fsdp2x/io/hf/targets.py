@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp2x.base import torch_private
 from fsdp2x.base.failures import CheckpointError, exchange, rank_and_size
+from fsdp2x.io.conversions import is_transformers, original_classes
 from fsdp2x.io.formats.tensors import Source, differ
-from fsdp2x.io.names import ForeignModel, hf_base, is_transformers, original_classes
+from fsdp2x.io.names import ForeignModel, hf_base
 from fsdp2x.lifecycle.replicas import checksum
 from fsdp2x.lifecycle.tree import unit_states
 from fsdp2x.sharding.mesh import ShardGroup
