@@ -4,7 +4,7 @@ All ranks make the same plan from names and shapes. Then each rank reads its own
 rank its rows, one bucket of parameters at a time. Between two synchronizations nothing is collective, so an error on
 any rank is raised on all. For a bucket, rank r gets these bytes, of equal length on every rank and with aligned starts:
 
-    | flag |pad| rows of r of p0 |pad| rows of r of p1 |pad| ...        flag 1: rank 0 failed, nothing follows
+    rows of r of p0 |pad| rows of r of p1 |pad| ...
 
 Rank 0 holds one bucket (or one larger parameter) at a time, and the other ranks their part of it.
 """
@@ -12,6 +12,7 @@ Rank 0 holds one bucket (or one larger parameter) at a time, and the other ranks
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,18 +25,25 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2x.base.arguments import checked, with_memory
-from fsdp2x.base.failures import CheckpointError, exchange, named_call, on_rank_0, rank_and_size, run_on_all_ranks
+from fsdp2x.base.failures import (
+    CheckpointError,
+    exchange,
+    named_call,
+    on_rank_0,
+    rank_and_size,
+    reworded,
+    run_on_all_ranks,
+)
 from fsdp2x.base.memory_file import aligned_starts, tensor_at
-from fsdp2x.base.native import _C
 from fsdp2x.base.optimizer_hooks import why_swapped
 from fsdp2x.io.conversions import is_transformers, kind_of, original_classes
 from fsdp2x.io.formats.safe_files import read_json
-from fsdp2x.io.formats.tensors import RemoteTensor, Source
+from fsdp2x.io.formats.tensors import RemoteTensor, Source, differ
 from fsdp2x.io.hf.empty import build_empty, dtype_of_files, read_hf_config, told_of
 from fsdp2x.io.hf.files import Checkpoint
 from fsdp2x.io.hf.layout import ProgressBar, in_runs
 from fsdp2x.io.hf.recipes import Recipes, make_recipes
-from fsdp2x.io.hf.targets import Target, check_buffers, check_ties, find_targets, initial_values, materialize
+from fsdp2x.io.hf.targets import Target, check_buffers, find_targets, initial_values, materialize
 from fsdp2x.io.names import ForeignModel, hf_base, is_adapter, is_quantized, remember_source
 from fsdp2x.lifecycle.api import fully_shard
 from fsdp2x.lifecycle.replicas import check_again
@@ -44,80 +52,64 @@ from fsdp2x.sharding.wrap import unsharded_class
 
 BUCKET_BYTES = 16 << 20
 
-Box = tuple[list[int], list[int]]
+Box = tuple[list[int], list[int]]  # start and sizes
+# A target and what fills it. A tied weight may be stored several times.
+Step = tuple[Target, list[Source]]
 
 
 @torch.no_grad()
-def send_from_rank_0(steps: list[tuple[Target, list[Source]]], bar: Any, what: str) -> None:
+def _send_from_rank_0(steps: list[Step], bar: ProgressBar, what: str) -> None:
     """Fills the targets of all ranks from the sources of rank 0. Collective over the default process group."""
-    rank, world = rank_and_size()
-    mine = [target.box() or ([0] * len(target.shape), list(target.shape)) for target, _ in steps]
-    boxes: list[list[Box]] = exchange(mine)
-    error: Exception | None = None
+    rank, _ = rank_and_size()
+    boxes = exchange([target.box() for target, _ in steps])
     for bucket in in_runs(range(len(steps)), lambda index: steps[index][0].num_bytes, BUCKET_BYTES):
-        sizes = [_place_bucket(bucket, steps, boxes[other])[1] for other in range(world)]
-        sent = None
-        if rank == 0:
-            sent = [torch.zeros(max(sizes), dtype=torch.uint8, device="cpu") for _ in range(world)]
-            try:
-                _read_bucket(bucket, steps, boxes, sent)
-            except Exception as failed:
-                error = failed
-                for part in sent:
-                    part[0] = 1
-        received = _scatter(sent, max(sizes))
-        if received[0]:
-            break
-        for index, start in zip(bucket, _place_bucket(bucket, steps, mine)[0], strict=True):
-            target = steps[index][0]
-            part = tensor_at(received, start, mine[index][1], target.dtype)
-            if target.box() is None:
-                target.fill_from_whole(part)
-            else:
-                target.local.copy_(part)
+        chosen, parts = [steps[index] for index in bucket], [[of_rank[index] for index in bucket] for of_rank in boxes]
+        read = functools.partial(_read_parts, chosen, parts)
+        received = _scatter(run_on_all_ranks(read, what=what))
+        for (target, _), values in zip(chosen, _tensors_in(received, chosen, parts[rank]), strict=True):
+            target.fill(values)
             bar.add(target.num_bytes)
 
-    def tell() -> None:
-        if error is not None:
-            raise error
 
-    run_on_all_ranks(tell, what=what)
+def _read_parts(steps: list[Step], parts: list[list[Box]]) -> list[torch.Tensor]:
+    """Returns the buffers to send on rank 0, and one to receive into on the others."""
+    num_bytes = max(_places(steps, of_rank)[1] for of_rank in parts)
+    if rank_and_size()[0] != 0:
+        return [torch.empty(num_bytes, dtype=torch.uint8, device="cpu")]
+    buffers = []
+    for of_rank in parts:
+        buffers.append(torch.zeros(num_bytes, dtype=torch.uint8, device="cpu"))
+        for (_, sources), (start, _), values in zip(
+            steps, of_rank, _tensors_in(buffers[-1], steps, of_rank), strict=True
+        ):
+            sources[0].read(start, values)
+    return buffers
 
 
-def _scatter(sent: list[torch.Tensor] | None, num_bytes: int) -> torch.Tensor:
-    if sent is not None and len(sent) == 1:
-        return sent[0]
-    # Without a CPU backend the bytes go through the accelerator.
-    device = torch.device("cpu")
-    if "cpu" not in dist.get_backend_config():
+def _places(steps: list[Step], boxes: list[Box]) -> tuple[list[int], int]:
+    return aligned_starts(
+        math.prod(sizes) * target.dtype.itemsize for (target, _), (_, sizes) in zip(steps, boxes, strict=True)
+    )
+
+
+def _tensors_in(buffer: torch.Tensor, steps: list[Step], boxes: list[Box]) -> Iterator[torch.Tensor]:
+    for (target, _), (_, sizes), start in zip(steps, boxes, _places(steps, boxes)[0], strict=True):
+        yield tensor_at(buffer, start, sizes, target.dtype)
+
+
+def _scatter(buffers: list[torch.Tensor]) -> torch.Tensor:
+    """Returns this rank's buffer of those on rank 0. Other ranks pass one of the same size."""
+    rank, world = rank_and_size()
+    if world == 1:
+        return buffers[0]
+    if "cpu" not in dist.get_backend_config():  # through the accelerator
         accelerator = torch.accelerator.current_accelerator()
         assert accelerator is not None, "the process group communicates on an accelerator"
         device = torch.device(accelerator.type, torch.accelerator.current_device_index())
-        sent = None if sent is None else [part.to(device) for part in sent]
-    received = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    dist.scatter(received, sent, src=0)
+        buffers = [buffer.to(device) for buffer in buffers]
+    received = torch.empty_like(buffers[0])
+    dist.scatter(received, buffers if rank == 0 else None, src=0)
     return received.cpu()
-
-
-def _place_bucket(bucket: list[int], steps: list, boxes: list[Box]) -> tuple[list[int], int]:
-    sizes = (math.prod(boxes[index][1]) * steps[index][0].dtype.itemsize for index in bucket)
-    return aligned_starts(sizes, begin=_C.ALIGN_BYTES)
-
-
-def _read_bucket(bucket: list[int], steps: list, boxes: list[list[Box]], sent: list[torch.Tensor]) -> None:
-    places = [_place_bucket(bucket, steps, boxes[rank])[0] for rank in range(len(sent))]
-    for position, index in enumerate(bucket):
-        target, sources = steps[index]
-        done: dict[tuple, torch.Tensor] = {}
-        for rank, part in enumerate(sent):
-            box = boxes[rank][index]
-            view = tensor_at(part, places[rank][position], box[1], target.dtype)
-            key = (tuple(box[0]), tuple(box[1]))
-            if key in done:
-                view.copy_(done[key])  # a replica
-            else:
-                sources[0].read(box[0], view)
-                done[key] = view
 
 
 logger = logging.getLogger("fsdp2x")
@@ -174,8 +166,8 @@ def load_hf(
     what = f"loading {', '.join(map(str, paths))}"
     base, _ = hf_base(model)
     targets = find_targets(model)
-    opened, tensors, mode, seed, classes = _open(paths, mode, what)
-    try:
+    with contextlib.ExitStack() as stack:
+        opened, tensors, mode, seed, classes = _open(paths, mode, what, stack)
         if is_quantized(base) and not all(map(is_adapter, tensors)):
             raise NotImplementedError(
                 "fsdp2x.load_hf: the model's config asks for quantized weights, which are not supported. Load them "
@@ -184,79 +176,64 @@ def load_hf(
         plan = run_on_all_ranks(lambda: _plan(model, base, targets, tensors), what=what)
         report = _report(base, plan, what, strict, classes)
         reads = mode == "each" or rank_and_size()[0] == 0
-        run_on_all_ranks(lambda: _check(plan.steps, mode) if reads else None, what=what)
+        run_on_all_ranks(lambda: _check_ties(plan.steps, mode) if reads else None, what=what)
         bar = ProgressBar(sum(target.num_bytes for target, _ in plan.steps), "Loading weights", progress)
         run_on_all_ranks(lambda: materialize(model, targets), what=what)
         place_initial = run_on_all_ranks(lambda: initial_values(model, targets, plan.missing, seed), what=what)
-        with _partly_filled():
+        with reworded(CheckpointError, _partly_filled, CheckpointError):
             if mode == "each":
                 run_on_all_ranks(lambda: _read(plan.steps, bar), what=what)
             else:
-                send_from_rank_0(plan.steps, bar, what)
+                _send_from_rank_0(plan.steps, bar, what)
             run_on_all_ranks(place_initial, what=what)
         bar.close()
-        for state in unit_states(model):
-            check_again(state)
-        check_buffers(model)
-        loaded = {target.names[0]: sources[0].dtype for target, sources in plan.steps}
-        if any(not is_adapter(name) for name in loaded):
-            remember_source(base, plan.recipes.conversions, loaded, paths[0])
         report.read_bytes = 0 if opened is None else opened.read_bytes
-        return report
-    finally:
-        if opened is not None:
-            opened.close()
+    for state in unit_states(model):
+        check_again(state)
+    check_buffers(model)
+    loaded = {target.names[0]: sources[0].dtype for target, sources in plan.steps}
+    if any(not is_adapter(name) for name in loaded):
+        remember_source(base, plan.recipes.conversions, loaded, paths[0])
+    return report
 
 
-@contextlib.contextmanager
-def _partly_filled() -> Iterator[None]:
+def _partly_filled(error: Exception) -> str:
     """Adds to errors that come after all checks, such as those of a disk, that the model is partly filled."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{error}. A part of the weights is filled, so load again before you use the model."
-        ) from error.__cause__
+    return f"{error}. A part of the weights is filled, so load again before you use the model."
 
 
-def _open(paths: list, mode: Mode, what: str) -> tuple[Checkpoint | None, dict[str, Source], Mode, int, set[str]]:
+def _open(
+    paths: list, mode: Mode, what: str, stack: contextlib.ExitStack
+) -> tuple[Checkpoint | None, Mapping[str, Source], Mode, int, set[str]]:
     """Opens the files on the ranks that read. The others get names and shapes from rank 0.
 
-    Returns the files, their tensors, the mode ("auto" resolved), rank 0's current seed, and the classes that configs
-    next to the files name.
+    Returns the files, which ``stack`` closes, their tensors, the mode ("auto" resolved), rank 0's current seed, and the
+    classes that configs next to the files name.
     """
-    rank, _ = rank_and_size()
-    opened: Checkpoint | None = None
+    opened: list[Checkpoint] = []
 
     def on_first() -> tuple[Mode, int, dict, set[str]]:
-        nonlocal opened
-        opened = Checkpoint(paths)
-        guessed = "broadcast" if opened.is_pickled and dist.is_initialized() else "each"
-        chosen: Mode = guessed if mode == "auto" else mode
-        described = {name: (source.shape, source.dtype) for name, source in opened.tensors.items()}
-        return chosen, torch.initial_seed(), described, _classes(opened.folders)
+        opened.append(stack.enter_context(Checkpoint(paths)))
+        guessed = "broadcast" if opened[0].is_pickled and dist.is_initialized() else "each"
+        return guessed if mode == "auto" else mode, torch.initial_seed(), described(), _classes(opened[0].folders)
 
-    try:
-        mode, seed, described, classes = on_rank_0(on_first, what=what)
-        if mode == "broadcast":
-            remote: dict[str, Source] = {name: RemoteTensor(*one) for name, one in described.items()}
-            return opened, remote if opened is None else opened.tensors, mode, seed, classes
+    def described() -> dict:
+        return {name: (source.shape, source.dtype) for name, source in opened[0].tensors.items()}
 
-        def on_each() -> None:
-            nonlocal opened
-            opened = opened or Checkpoint(paths)
-            if {name: (source.shape, source.dtype) for name, source in opened.tensors.items()} != described:
-                raise CheckpointError(
-                    f"rank {rank} sees other files than rank 0. Use mode='broadcast' if only rank 0 has the files."
-                )
+    def on_each() -> None:
+        if chosen == "each" and not opened:
+            opened.append(stack.enter_context(Checkpoint(paths)))
+        if opened and described() != of_first:
+            raise CheckpointError(
+                f"rank {rank_and_size()[0]} sees other files than rank 0. Use mode='broadcast' if only rank 0 has the "
+                "files."
+            )
 
-        run_on_all_ranks(on_each, what=what)
-        assert opened is not None
-        return opened, opened.tensors, mode, seed, classes
-    except BaseException:
-        if opened is not None:
-            opened.close()
-        raise
+    chosen, seed, of_first, classes = on_rank_0(on_first, what=what)
+    run_on_all_ranks(on_each, what=what)
+    if opened:
+        return opened[0], opened[0].tensors, chosen, seed, classes
+    return None, {name: RemoteTensor(*one) for name, one in of_first.items()}, chosen, seed, classes
 
 
 def _classes(folders: list[Path]) -> set[str]:
@@ -272,7 +249,7 @@ def _classes(folders: list[Path]) -> set[str]:
 @dataclass
 class _Plan:
     recipes: Recipes
-    steps: list[tuple[Target, list[Source]]] = field(default_factory=list)  # several sources: tied weights stored twice
+    steps: list[Step] = field(default_factory=list)
     missing: list[Target] = field(default_factory=list)
 
 
@@ -350,22 +327,24 @@ def _as_transformers(base: ForeignModel, report: LoadReport, what: str) -> LoadR
     return LoadReport(info.missing_keys, info.unexpected_keys)
 
 
-def _check(steps: list[tuple[Target, list[Source]]], mode: str) -> None:
-    """Raises if tied weights that are stored several times differ in the part that this rank reads."""
-    for target, sources in steps:
-        box = target.box() if mode == "each" else None
-        start, shape = box if box is not None else ([0] * len(target.shape), target.shape)
-        check_ties(target, sources, start, shape)
+def _check_ties(steps: list[Step], mode: str) -> None:
+    """Raises if a tied weight is stored several times, and differs in what this rank reads."""
+    for target, (first, *others) in steps:
+        box = target.box() if mode == "each" else ([0] * len(target.shape), target.shape)
+        if any(differ(first, other, *box) for other in others):
+            raise CheckpointError(
+                f"{' and '.join(target.names)} are tied in the model, but differ in the files. Build the model with "
+                "tie_word_embeddings=False in its config to keep both."
+            )
 
 
 @torch.no_grad()
-def _read(steps: list[tuple[Target, list[Source]]], bar: Any) -> None:
+def _read(steps: list[Step], bar: ProgressBar) -> None:
     for target, sources in steps:
-        box = target.box()
-        if box is None:
-            target.fill_from_whole(sources[0].whole(target.dtype))
+        if target.is_box:
+            sources[0].read(target.box()[0], target.local)
         else:
-            sources[0].read(box[0], target.local)
+            target.fill(sources[0].whole(target.dtype))
         bar.add(target.num_bytes)
 
 

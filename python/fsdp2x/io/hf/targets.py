@@ -8,7 +8,7 @@ the missing weights and everything else marked as initialized. Ranks draw from o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fsdp2x.base import torch_private
 from fsdp2x.base.failures import CheckpointError, exchange, rank_and_size
 from fsdp2x.io.conversions import is_transformers, original_classes
-from fsdp2x.io.formats.tensors import Source, differ
 from fsdp2x.io.names import ForeignModel, hf_base
 from fsdp2x.lifecycle.replicas import checksum
 from fsdp2x.lifecycle.tree import unit_states
@@ -46,9 +45,13 @@ class Target:
         if self.record is not None:
             return self.record.param
         module, name = self.owners[0]
-        found = (module._buffers if self.is_buffer else module._parameters)[name]
+        found = self.registry(module)[name]
         assert found is not None, f"{self.fqn} has lost its tensor"
         return found
+
+    def registry(self, module: nn.Module) -> dict[str, Any]:
+        """Returns where ``module`` registers the tensor."""
+        return module._buffers if self.is_buffer else module._parameters
 
     @property
     def num_bytes(self) -> int:
@@ -60,41 +63,43 @@ class Target:
         tensor = self.tensor.detach()
         return torch_private.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
-    def box(self) -> tuple[list[int], list[int]] | None:
-        """Start and shape of this rank's part. None if it is not a box (tensor parallelism, or several axes)."""
-        tensor = self.tensor
-        if not isinstance(tensor, DTensor):
-            return [0] * len(self.shape), list(self.shape)
-        record, ranks = self.record, self.ranks
-        if record is not None and ranks is not None and record.spec.unsharded is None and not record.is_wrapper:
-            return ranks.rows(self.shape, record.spec.shard_dim)
-        return None
+    @property
+    def is_box(self) -> bool:
+        """Whether this rank's part is a box of the full tensor. False for tensor parallelism, or several axes."""
+        if not isinstance(self.tensor, DTensor):
+            return True
+        return self.record is not None and self.record.spec.unsharded is None and not self.record.is_wrapper
 
-    def fill_from_whole(self, whole: torch.Tensor) -> None:
-        """Keeps this rank's part of the full tensor. Not collective."""
+    def box(self) -> tuple[list[int], list[int]]:
+        """Start and shape of this rank's part, or of the full tensor if the part is not a box."""
+        if self.is_box and isinstance(self.tensor, DTensor) and self.record is not None and self.ranks is not None:
+            return self.ranks.rows(self.shape, self.record.spec.shard_dim)
+        return [0] * len(self.shape), list(self.shape)
+
+    def fill(self, values: torch.Tensor) -> None:
+        """Takes the values of the box. Not collective."""
         tensor, local = self.tensor, self.local
-        if not isinstance(tensor, DTensor):
-            local.copy_(whole)
-            return
-        box = self.box()
-        if box is not None:
-            for dim, (start, size) in enumerate(zip(*box, strict=True)):
-                whole = whole.narrow(dim, start, size) if size != whole.shape[dim] else whole
-        elif self.record is not None and self.ranks is not None and (inner := self.record.spec.unsharded) is not None:
-            whole = whole.to(local.device)
-            whole = distribute_tensor(whole, inner.mesh, inner.placements, src_data_rank=None).to_local()
-            dim = self.record.spec.shard_dim
-            start, sizes = self.ranks.rows(whole.shape, dim)
-            whole = whole.narrow(dim, start[dim], sizes[dim])
+        inner = None if self.record is None else self.record.spec.unsharded
+        if self.is_box or not isinstance(tensor, DTensor):
+            local.copy_(values)
+        elif inner is not None and self.record is not None and self.ranks is not None:
+            values = _distributed(values.to(local.device), inner)
+            start, sizes = self.ranks.rows(values.shape, self.record.spec.shard_dim)
+            local.copy_(values[_slices(start, sizes)])
         elif all(type(placement) is Shard or placement.is_replicate() for placement in tensor.placements):
-            whole = distribute_tensor(
-                whole.to(local.device), tensor.device_mesh, tensor.placements, src_data_rank=None
-            ).to_local()
+            local.copy_(_distributed(values.to(local.device), torch_private.spec_of(tensor)))
         else:
             raise NotImplementedError(
                 f"fsdp2x.load_hf: parameter {self.fqn!r} has placements {tensor.placements}, which cannot be filled"
             )
-        local.copy_(whole)
+
+
+def _distributed(whole: torch.Tensor, spec: torch_private.DTensorSpec) -> torch.Tensor:
+    return distribute_tensor(whole, spec.mesh, spec.placements, src_data_rank=None).to_local()
+
+
+def _slices(start: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(first, first + size) for first, size in zip(start, sizes, strict=True))
 
 
 def find_targets(model: nn.Module) -> list[Target]:
@@ -139,18 +144,7 @@ def materialize(model: nn.Module, targets: list[Target]) -> None:
             if not target.is_buffer:
                 fresh = nn.Parameter(fresh, requires_grad=old.requires_grad)
             for module, name in target.owners:
-                registry: dict[str, Any] = module._buffers if target.is_buffer else module._parameters
-                registry[name] = fresh
-
-
-def check_ties(target: Target, sources: list[Source], start: Sequence[int], shape: Sequence[int]) -> None:
-    """Raises if a tied weight is stored under several names with different values."""
-    for other in sources[1:]:
-        if differ(sources[0], other, start, shape):
-            raise CheckpointError(
-                f"{' and '.join(target.names)} are tied in the model, but differ in the files. Build the model with "
-                "tie_word_embeddings=False in its config to keep both."
-            )
+                target.registry(module)[name] = fresh
 
 
 _MARK = "_is_hf_initialized"
@@ -159,33 +153,37 @@ _MARK = "_is_hf_initialized"
 @torch.no_grad()
 def initial_values(model: nn.Module, targets: list[Target], missing: list[Target], seed: int) -> Callable[[], None]:
     """Makes values for ``missing`` and all buffers on the meta device. The returned call puts them in place."""
+    paths = {module: path for path, module in model.named_modules()}
     buffers = [
-        (module, name, buffer)
-        for module in model.modules()
+        (module, name, _undefined(buffer.shape, buffer.dtype))
+        for module in paths
         for name, buffer in module._buffers.items()
         if buffer is not None and buffer.is_meta
     ]
-    if not missing and not buffers:
-        return lambda: None
-    device = next((t.local.device for t in targets if not t.local.is_meta), torch.device("cpu"))
     wholes = [(target, _undefined(target.shape, target.dtype)) for target in missing]
-    made = [(module, name, _undefined(buffer.shape, buffer.dtype)) for module, name, buffer in buffers]
-    placed = {id(value) for *_, value in made}
+    if not buffers and not wholes:
+        return lambda: None
+    places: list[tuple[Any, str, torch.Tensor]] = [(module._buffers, name, value) for module, name, value in buffers]
+    for target, whole in wholes:
+        value = whole if target.is_buffer else nn.Parameter(whole, requires_grad=False)
+        places += [(target.registry(module), name, value) for module, name in target.owners]
+    fresh = {id(value) for *_, value in places}
+    device = next((t.local.device for t in targets if not t.local.is_meta), torch.device("cpu"))
     with contextlib.ExitStack() as stack:
-        for target, whole in wholes:
-            value = whole if target.is_buffer else nn.Parameter(whole, requires_grad=False)
-            placed.add(id(value))
-            for module, name in target.owners:
-                stack.enter_context(_replaced(module._buffers if target.is_buffer else module._parameters, name, value))
-        for module, name, value in made:
-            stack.enter_context(_replaced(module._buffers, name, value))
-        stack.enter_context(_marked(model, placed))
+        for registry, name, value in places:
+            stack.callback(registry.__setitem__, name, registry[name])
+            registry[name] = value
+        for module in paths:  # everything except fresh values counts as initialized, but no module
+            module.__dict__.pop(_MARK, None)
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None and id(tensor) not in fresh and not getattr(tensor, _MARK, False):
+                    setattr(tensor, _MARK, True)
+                    stack.callback(delattr, tensor, _MARK)
         stack.enter_context(torch.random.fork_rng(devices=[]))
         torch.manual_seed(seed)
         _run(model)
     unset = [target.fqn for target, whole in wholes if _is_undefined(whole)]
-    paths = {module: path for path, module in model.named_modules()}
-    unset += [f"{paths[module]}.{name}".lstrip(".") for module, name, value in made if _is_undefined(value)]
+    unset += [f"{paths[module]}.{name}".lstrip(".") for module, name, value in buffers if _is_undefined(value)]
     if unset:
         raise CheckpointError(
             f"no file holds {', '.join(unset)}, and {type(model).__name__} does not initialize them. Give them values "
@@ -195,8 +193,8 @@ def initial_values(model: nn.Module, targets: list[Target], missing: list[Target
     @torch.no_grad()
     def place() -> None:
         for target, whole in wholes:
-            target.fill_from_whole(whole)
-        for module, name, value in made:
+            target.fill(whole[_slices(*target.box())])
+        for module, name, value in buffers:
             module._buffers[name] = value.to(device)
 
     return place
@@ -224,51 +222,22 @@ def _run(model: ForeignModel) -> None:
                     module.reset_lora_parameters(adapter, model.peft_config[adapter].init_lora_weights)
 
 
-def _undefined(shape, dtype: torch.dtype) -> torch.Tensor:
+def _undefined(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Returns a tensor of a value that no initialization leaves everywhere: NaN, or the smallest integer."""
-    tensor = torch.empty(shape, dtype=dtype, device="cpu")
-    return tensor.fill_(_sentinel(dtype))
-
-
-def _sentinel(dtype: torch.dtype) -> float | int | bool:
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return False if dtype == torch.bool else torch.iinfo(dtype).min
+    is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    sentinel = torch.iinfo(dtype).min if is_integer else False if dtype == torch.bool else torch.nan
+    return torch.full(shape, sentinel, dtype=dtype, device="cpu")
 
 
 def _is_undefined(tensor: torch.Tensor) -> bool:
     if tensor.numel() == 0 or tensor.dtype in (torch.bool, torch.uint8):
         return False
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return bool(tensor.isnan().all())
-    return bool((tensor == _sentinel(tensor.dtype)).all())
-
-
-@contextlib.contextmanager
-def _replaced(registry: dict, name: str, value: torch.Tensor) -> Iterator[None]:
-    before = registry[name]
-    registry[name] = value
-    try:
-        yield
-    finally:
-        registry[name] = before
-
-
-@contextlib.contextmanager
-def _marked(model: nn.Module, unmarked: set[int]) -> Iterator[None]:
-    """Marks everything except the tensors with these ids as initialized, but no module."""
-    marked: list[torch.Tensor] = []
-    for module in model.modules():
-        module.__dict__.pop(_MARK, None)
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and id(tensor) not in unmarked and not getattr(tensor, _MARK, False):
-                setattr(tensor, _MARK, True)
-                marked.append(tensor)
-    try:
-        yield
-    finally:
-        for tensor in marked:
-            delattr(tensor, _MARK)
+    is_set = (
+        tensor == tensor
+        if tensor.is_floating_point() or tensor.is_complex()
+        else tensor != _undefined((), tensor.dtype)
+    )
+    return not is_set.any()
 
 
 def check_buffers(model: nn.Module) -> None:
