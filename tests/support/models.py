@@ -36,6 +36,8 @@ _MODELS = {
         "Qwen3MoeConfig",
         {**_MOE, "num_experts": 4, "moe_intermediate_size": 12, "decoder_sparse_step": 1, "tie_word_embeddings": False},
     ),
+    # Its files hold fused matrices that transformers splits while it loads.
+    "hrm_text": ("hrm_text", "HrmTextForCausalLM", "HrmTextConfig", {**_DENSE, "num_key_value_heads": 2}),
     "t5": ("t5", "T5ForConditionalGeneration", "T5Config", {**_T5, "vocab_size": VOCAB, "decoder_start_token_id": 0}),
     "bert": (
         "bert",

@@ -18,7 +18,7 @@ from harness import distributed
 from models import batch, build, tiny_vlm
 from reference import same
 
-NAMES = ["qwen3", "llama", "mixtral", "qwen3_moe", "gpt2", "t5", "vlm"]
+NAMES = ["qwen3", "llama", "mixtral", "qwen3_moe", "gpt2", "t5", "vlm", "hrm_text"]
 SHORT = NAMES[3:6] + NAMES[:1]
 
 

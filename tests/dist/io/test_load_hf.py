@@ -62,7 +62,7 @@ def refuses(pattern):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "llama", "qwen3_moe", "gpt2", "t5", "bert", "vlm"]
+    "name", ["qwen3", "llama", "qwen3_moe", "hrm_text", "gpt2", "t5", "bert", "vlm"]
 )  # mixtral: test_save_hf.py
 @distributed(world_sizes=(2,))
 def test_equals_transformers(ctx, name):
@@ -84,8 +84,8 @@ def test_equals_transformers(ctx, name):
 
 @distributed(world_sizes=(1, 3))
 def test_any_number_of_ranks(ctx):
-    """37 rows of vocabulary and 4 experts: short and empty shards."""
-    for name in ("qwen3", "qwen3_moe"):
+    """37 rows of vocabulary, 4 experts, and matrices that are split from one: short and empty shards."""
+    for name in ("qwen3", "qwen3_moe", "hrm_text"):
         with shared_folder(ctx, writer(name)) as folder:
             for mode in ("each", "broadcast"):
                 model = fsdp2x.from_pretrained(folder, mode=mode, **QUIET)

@@ -20,7 +20,7 @@ from models import Stack, build, tiny_lora, tiny_vlm
 from reference import same
 
 # The others are among those of `test_load_hf.py` and `test_convert.py`.
-NAMES = ["qwen3", "mixtral", "gpt2", "vlm"]
+NAMES = ["qwen3", "mixtral", "gpt2", "vlm", "hrm_text"]
 NAMES += [pytest.param(name, marks=pytest.mark.full) for name in ("llama", "qwen3_moe", "t5", "bert")]
 HALF = ("qwen3", "llama", "qwen3_moe", "vlm")  # tied, untied, experts, vision and language: also in bfloat16
 
