@@ -1,4 +1,4 @@
-"""Measures seconds until a sharded model has the weights of safetensors files, with fsdp2x and four other ways.
+"""Measures seconds until a sharded model has the weights of safetensors files, with fsdp2x and five other ways.
 
     python benchmarks/bench_load.py [--hidden 512] [--layers 16] [--repeats 3] [--cold] [--json FILE]
 
@@ -8,6 +8,7 @@ loads it.
 
     fsdp2x            from_pretrained: each rank reads its rows
     fsdp2x broadcast  the same, read by rank 0 and sent
+    transformers      from_pretrained(distributed_config=...): FSDP2 shards whose memory is the mapped file
     every rank        each rank loads the full model with transformers, then shards with FSDP2
     rank 0 broadcast  rank 0 loads the full model; torch's set_model_state_dict(broadcast_from_rank0=True)
     accelerate        cpu_ram_efficient_loading: full model on rank 0, fsdp2_load_full_state_dict
@@ -15,8 +16,12 @@ loads it.
 Before its clock starts, a process allocates and frees as much memory as the files take. A virtual machine may return
 free memory to its host. The first use of such a page then waits for the host, for seconds per GB.
 
-Also reports the peak of private memory over the start (MB, largest rank) and bytes read through read calls (percent of
-the files, largest rank). Mapped files do not count. ``--cold`` drops the files from the page cache before each sample.
+The first step after it is one forward, backward, and SGD update of 128 tokens. Shards that are mapped files read and
+copy their pages there, so compare the sum of both.
+
+Also reports the peaks of private memory and of mapped files over the start (MB, largest rank), and bytes read through
+read calls (percent of the files, largest rank). Mapped files do not count as read. ``--cold`` drops the files from the
+page cache before each sample.
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ import harness
 from bench_step import qwen3_sizes
 from peers import shard_stock
 
-WAYS = ("fsdp2x", "fsdp2x broadcast", "every rank", "rank 0 broadcast", "accelerate")
+WAYS = ("fsdp2x", "fsdp2x broadcast", "transformers", "every rank", "rank 0 broadcast", "accelerate")
 
 
 def write_model(folder: Path, hidden: int, layers: int) -> None:
@@ -63,6 +68,10 @@ def load(way: str, folder: str):
     cls = transformers.AutoModelForCausalLM
     if way == "every rank":
         return shard_stock(cls.from_pretrained(folder))
+    if way == "transformers":
+        from transformers.distributed import DistributedConfig
+
+        return cls.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=dist.get_world_size()))
     rank = dist.get_rank()
     if way == "rank 0 broadcast":
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -99,10 +108,13 @@ def load_with_accelerate(cls: type, folder: str):
 
 
 class PeakMemory:
-    """Largest private memory of this process over what it had at the start, sampled every few milliseconds."""
+    """Largest private memory of this process and largest part of mapped files in it, over what it had at the start.
+
+    Sampled every few milliseconds.
+    """
 
     def __enter__(self) -> PeakMemory:
-        self._start = self.peak = _private_bytes()
+        self._start = self._peak = _resident_bytes()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
@@ -110,16 +122,22 @@ class PeakMemory:
 
     def _watch(self) -> None:
         while not self._stop.wait(0.005):
-            self.peak = max(self.peak, _private_bytes())
+            self._sample()
+
+    def _sample(self) -> None:
+        self._peak = tuple(map(max, self._peak, _resident_bytes()))
 
     def __exit__(self, *exception) -> None:
         self._stop.set()
         self._thread.join()
-        self.peak = max(self.peak, _private_bytes()) - self._start
+        self._sample()
+        self.private, self.mapped = (peak - start for peak, start in zip(self._peak, self._start, strict=True))
 
 
-def _private_bytes() -> int:
-    return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
+def _resident_bytes() -> tuple[int, ...]:
+    """Private bytes, and those of mapped files and shared memory."""
+    found = dict(re.findall(r"(Rss\w+):\s+(\d+) kB", Path("/proc/self/status").read_text()))
+    return int(found["RssAnon"]) << 10, (int(found["RssFile"]) + int(found["RssShmem"])) << 10
 
 
 def _read_bytes() -> int:
@@ -152,16 +170,29 @@ def sample(way: str, folder: str) -> None:
         model = load(way, folder)
         dist.barrier()
         seconds = time.perf_counter() - start
-    mine = {"seconds": seconds, "peak_bytes": memory.peak, "read_bytes": _read_bytes() - read}
+    read = _read_bytes() - read
+    mine = {"seconds": seconds, "peak_bytes": memory.private, "mapped_bytes": memory.mapped, "read_bytes": read}
+    start = time.perf_counter()
+    step(model)
+    dist.barrier()
+    mine["first_step_seconds"] = time.perf_counter() - start
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    # The same bits everywhere: one weight tells.
+    # The same bits everywhere: one weight tells, because the learning rate is 0.
     weight = model.get_parameter("model.layers.0.mlp.down_proj.weight")
     check = float(weight.full_tensor().double().square().sum())
     if rank == 0:
         worst = {key: max(one[key] for one in everyone) for key in mine}
         print("SAMPLE " + json.dumps({**worst, "check": check}), flush=True)
     dist.destroy_process_group()
+
+
+def step(model: torch.nn.Module) -> None:
+    """One training step that changes no value."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ids = torch.arange(128).view(1, -1)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
 
 
 def drop_from_cache(folder: Path) -> None:
@@ -194,12 +225,16 @@ def run_samples(folder: Path, repeats: int, cold: bool, ways: list[str]) -> dict
 
 def rows_of(results: dict) -> list[list[str]]:
     """The table: medians of each way, and how many times as long as the first (fsdp2x) it takes."""
-    rows = [["way", "files, MB", "cache", "ms", "times fsdp2x", "peak private, MB", "read, % of the files"]]
+    rows = [["way", "files, MB", "cache", "load, ms", "times fsdp2x", "load + first step, ms", "times fsdp2x"]]
+    rows[0] += ["peak private, MB", "peak mapped, MB", "read, % of the files"]
     file_bytes = results["file_bytes"]
-    base = next(iter(results["ways"].values()))["seconds"]
+    totals = {way: one["seconds"] + one["first_step_seconds"] for way, one in results["ways"].items()}
+    base, base_total = next(iter(results["ways"].values()))["seconds"], next(iter(totals.values()))
     for way, result in results["ways"].items():
         numbers = [f"{1e3 * result['seconds']:.0f}", f"{result['seconds'] / base:.2f}x"]
-        numbers += [f"{result['peak_bytes'] / 1e6:.0f}", f"{100 * result['read_bytes'] / file_bytes:.0f}"]
+        numbers += [f"{1e3 * totals[way]:.0f}", f"{totals[way] / base_total:.2f}x"]
+        numbers += [f"{result[key] / 1e6:.0f}" for key in ("peak_bytes", "mapped_bytes")]
+        numbers.append(f"{100 * result['read_bytes'] / file_bytes:.0f}")
         rows.append([way, f"{file_bytes / 1e6:.0f}", results["cache"], *numbers])
     return rows
 
