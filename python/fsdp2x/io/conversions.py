@@ -44,13 +44,15 @@ class Traced(torch.Tensor):
         if name == "__setitem__" or name.endswith("_") and not name.endswith("__"):
             raise NotImplementedError(f"the conversion writes into a tensor by {name}")
         made = super().__torch_function__(func, types, args, kwargs)
-        several = isinstance(made, tuple | list)
-        for index, one in enumerate(made if several else [made]):
-            if isinstance(one, Traced) and not hasattr(one, "inputs"):  # contiguous() may return its own tensor
-                one.call = (func, args, kwargs)
-                one.index = index if several else None
-                used = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, Traced)]
-                one.inputs = tuple(dict.fromkeys(name for leaf in used for name in leaf.inputs))
+        results = made if isinstance(made, tuple | list) else [made]
+        # contiguous() may return its own tensor, which is known.
+        fresh = [isinstance(one, Traced) and not hasattr(one, "inputs") for one in results]
+        if any(fresh):
+            used = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, Traced)]
+            inputs, call = tuple(dict.fromkeys(name for leaf in used for name in leaf.inputs)), (func, args, kwargs)
+            for index, (one, is_fresh) in enumerate(zip(results, fresh, strict=True)):
+                if is_fresh:
+                    one.inputs, one.call, one.index = inputs, call, None if results is not made else index
         return made
 
 
@@ -130,9 +132,10 @@ def _convert(
 ) -> dict[str, Traced]:
     """Returns what a converter makes of these (pattern, key) for the weight ``name``, by name of the result."""
     converter, first = copy.deepcopy(converter), members[0][1]
+    kind = kind_of(stored[first].dtype)
     try:
         for pattern, key in members:
-            if kind_of(stored[key].dtype) != kind_of(stored[first].dtype):
+            if kind_of(stored[key].dtype) != kind:
                 raise TypeError(f"{key} has dtype {stored[key].dtype}")
             converter.add_tensor(name, key, pattern, stored[key])
         made = converter.convert(name, model=model, config=model.config)

@@ -80,3 +80,12 @@ def test_rows_of_converted_weights(tmp_path, name):
 def test_a_conversion_that_writes_is_refused(write):
     with pytest.raises(NotImplementedError, match="the conversion writes into a tensor by"):
         write(Traced.of("a", (2, 3), torch.float32))
+
+
+def test_a_call_with_several_results_runs_once():
+    known = {}
+    for index, part in enumerate(torch.chunk(Traced.of("a", (4, 2), torch.float32), 4)):
+        assert torch.equal(
+            evaluate(part, {"a": torch.arange(8.0).view(4, 2)}, known)[0], torch.arange(8.0)[2 * index :][:2]
+        )
+    assert len(known) == 1
