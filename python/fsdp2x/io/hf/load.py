@@ -175,17 +175,25 @@ def load_hf(
             )
         plan = run_on_all_ranks(lambda: _plan(model, base, targets, tensors), what=what)
         report = _report(base, plan, what, strict, classes)
-        reads = mode == "each" or rank_and_size()[0] == 0
-        run_on_all_ranks(lambda: _check_ties(plan.steps, mode) if reads else None, what=what)
+        if twice := [step for step in plan.steps if len(step[1]) > 1]:
+            reads = mode == "each" or rank_and_size()[0] == 0
+            run_on_all_ranks(lambda: _check_ties(twice, mode) if reads else None, what=what)
         bar = ProgressBar(sum(target.num_bytes for target, _ in plan.steps), "Loading weights", progress)
-        run_on_all_ranks(lambda: materialize(model, targets), what=what)
-        place_initial = run_on_all_ranks(lambda: initial_values(model, targets, plan.missing, seed), what=what)
-        with reworded(CheckpointError, _partly_filled, CheckpointError):
+
+        def prepare() -> Callable[[], None]:
+            materialize(model, targets)
+            return initial_values(model, targets, plan.missing, seed)
+
+        def fill() -> None:
             if mode == "each":
-                run_on_all_ranks(lambda: _read(plan.steps, bar), what=what)
-            else:
+                _read(plan.steps, bar)
+            place_initial()
+
+        place_initial = run_on_all_ranks(prepare, what=what)
+        with reworded(CheckpointError, _partly_filled, CheckpointError):
+            if mode == "broadcast":
                 _send_from_rank_0(plan.steps, bar, what)
-            run_on_all_ranks(place_initial, what=what)
+            run_on_all_ranks(fill, what=what)
         bar.close()
         report.read_bytes = 0 if opened is None else opened.read_bytes
     for state in unit_states(model):
