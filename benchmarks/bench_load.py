@@ -225,17 +225,19 @@ def run_samples(folder: Path, repeats: int, cold: bool, ways: list[str]) -> dict
 
 def rows_of(results: dict) -> list[list[str]]:
     """The table: medians of each way, and how many times as long as the first (fsdp2x) it takes."""
-    rows = [["way", "files, MB", "cache", "load, ms", "times fsdp2x", "load + first step, ms", "times fsdp2x"]]
-    rows[0] += ["peak private, MB", "peak mapped, MB", "read, % of the files"]
-    file_bytes = results["file_bytes"]
-    totals = {way: one["seconds"] + one["first_step_seconds"] for way, one in results["ways"].items()}
-    base, base_total = next(iter(results["ways"].values()))["seconds"], next(iter(totals.values()))
-    for way, result in results["ways"].items():
-        numbers = [f"{1e3 * result['seconds']:.0f}", f"{result['seconds'] / base:.2f}x"]
-        numbers += [f"{1e3 * totals[way]:.0f}", f"{totals[way] / base_total:.2f}x"]
-        numbers += [f"{result[key] / 1e6:.0f}" for key in ("peak_bytes", "mapped_bytes")]
-        numbers.append(f"{100 * result['read_bytes'] / file_bytes:.0f}")
-        rows.append([way, f"{file_bytes / 1e6:.0f}", results["cache"], *numbers])
+    ways, file_bytes = results["ways"], results["file_bytes"]
+    has_step = all("first_step_seconds" in one for one in ways.values())  # older results do not
+    rows = [["way", "files, MB", "cache", "ms", "times fsdp2x"]]
+    rows[0] += ["with first step, ms", "times fsdp2x"] if has_step else []
+    rows[0] += ["peak private, MB", *(["peak mapped, MB"] if has_step else []), "read, % of the files"]
+    first = next(iter(ways.values()))
+    for way, result in ways.items():
+        row = [way, f"{file_bytes / 1e6:.0f}", results["cache"]]
+        for parts in (["seconds"], ["seconds", "first_step_seconds"]) if has_step else (["seconds"],):
+            mine, base = (sum(one[part] for part in parts) for one in (result, first))
+            row += [f"{1e3 * mine:.0f}", f"{mine / base:.2f}x"]
+        row += [f"{result[key] / 1e6:.0f}" for key in ("peak_bytes", "mapped_bytes") if key in result]
+        rows.append([*row, f"{100 * result['read_bytes'] / file_bytes:.0f}"])
     return rows
 
 
