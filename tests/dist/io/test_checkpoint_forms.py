@@ -475,7 +475,7 @@ def test_a_run_that_saves_in_the_background_resumes_bit_for_bit(ctx, form):
         run(settings(folder / "text", folder / "whole", checkpoint=section))
         # `keep_every` protects steps 3 and 6. Of the other checkpoints, `keep` leaves only the last one.
         names = sorted(path.name for path in (folder / "whole/checkpoints").iterdir())
-        assert names == ["latest", "step-000003", "step-000005", "step-000006"]
+        assert names == ["latest", "run.lock", "step-000003", "step-000005", "step-000006"]
         checkpoint = {"resume_from": str(folder / "whole/checkpoints/step-000003"), "save_every": 0}
         run(settings(folder / "text", folder / "resumed", checkpoint=checkpoint))
         dist.barrier()

@@ -54,7 +54,7 @@ def dcp_to_hf(
     Names, files, index, dtypes, and fused or separate experts are the origin's, and its other files are copied. Keys
     may be names of the model or of the origin's files after any prefix (``model.``, ``model_state.model.``). Weights of
     the origin that the model's class does not have are copied. It needs no process group and a few MiB of memory, or
-    two full weights if transformers must convert them.
+    one full weight if transformers must convert them.
 
     Args:
         input_dir: a folder with .metadata, directly or in ``model/`` or ``dcp/``, or a folder of checkpoints.
@@ -288,7 +288,7 @@ def export_checkpoint(
 ) -> Path:
     """Exports a checkpoint of `fsdp2x train` as a HuggingFace folder, in one process without a process group.
 
-    It needs a few MiB of memory, or two full weights if transformers must convert them.
+    It needs a few MiB of memory, or one full weight if transformers must convert them.
 
     Args:
         checkpoint: a checkpoint of any form, or a folder of checkpoints, whose latest is used.
