@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Partial
 from fsdp2x.base import torch_private
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.native import _C
-from fsdp2x.lifecycle.tree import roots_of, unit_states
+from fsdp2x.lifecycle.tree import get_state, roots_of, unit_states
+from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.sharding.sharded_param import ShardedParam
 from fsdp2x.sharding.spec import ParamSpec
 
@@ -44,38 +45,43 @@ def zero_grad(self: Any, set_to_none: bool = True) -> None:
     _C.clear_waiting_gradients(params, set_to_none)
 
 
-def get_pending_gradients(self: nn.Module) -> dict[nn.Parameter, Waiting]:
+def get_pending_gradients(self: nn.Module, *, recurse: bool = True) -> dict[nn.Parameter, Waiting]:
     """Returns the gradients that wait for a reduction, in this module's unit and all units below. Not collective.
 
     Each tensor is the sum itself, so in-place writes are reduced. It stays the same object over later backwards,
     ``reshard()``, and calls of this method, until it is reduced. On accelerators, the next backward replaces
     ``partial``.
 
+    Args:
+        recurse: whether to include the units below.
+
     Returns:
-        ``(unreduced, partial)`` for each sharded parameter, in the reduce dtype, with None for a missing one.
+        ``(unreduced, partial)`` for each sharded parameter that has one of them, in the reduce dtype.
         ``unreduced`` is this rank's gradient of the full parameter, in its unsharded shape and not yet divided. It is a
         DTensor if modules see the parameter as one, with ``Partial`` where ranks hold summands. ``partial`` is this
         rank's rows, reduced over the shard ranks, that wait for the all-reduce over the replicas.
     """
     pending = {}
-    for state in unit_states(self):
+    for state in _states(self, recurse):
         for number, group in enumerate(state.groups):
             for index, sharded in enumerate(group.params):
                 whole, rows = (None, None) if state.unit is None else state.unit.waiting_gradient(number, index)
-                pending[sharded.param] = _shown(sharded, "whole", whole), _shown(sharded, "rows", rows)
+                shown = _shown(sharded, "whole", whole), _shown(sharded, "rows", rows)
+                if any(one is not None for one in shown):
+                    pending[sharded.param] = shown
     return pending
 
 
-def synchronize_gradients(self: nn.Module) -> None:
+def synchronize_gradients(self: nn.Module, *, recurse: bool = True) -> None:
     """Reduces gradients that wait in this module's unit and all units below, and adds them to ``.grad``. Collective.
 
     It divides as a backward does, all-reduces over the replicas, and ignores ``set_requires_gradient_sync`` and
-    ``set_requires_all_reduce``. If no gradients wait, nothing happens.
+    ``set_requires_all_reduce``. If no gradients wait, nothing happens. ``recurse=False`` leaves out the units below.
 
     Raises:
         RuntimeError: called during forward or backward, or gradients were lost with those of a failed backward.
     """
-    states = unit_states(self)
+    states = _states(self, recurse)
     options = [state.options for state in states]
     before = [(each.requires_gradient_sync, each.requires_all_reduce) for each in options]
     try:
@@ -88,6 +94,11 @@ def synchronize_gradients(self: nn.Module) -> None:
     finally:
         for each, (sync, all_reduce) in zip(options, before, strict=True):
             each.requires_gradient_sync, each.requires_all_reduce = sync, all_reduce
+
+
+def _states(module: nn.Module, recurse: bool) -> list[ShardedUnit]:
+    own = get_state(module)
+    return [own] if own is not None and not recurse else unit_states(module)
 
 
 def _shown(sharded: ShardedParam, kind: str, flat: torch.Tensor | None) -> torch.Tensor | None:
