@@ -27,11 +27,16 @@ struct TorchShape {
   int64_t outer, dim, inner;
   at::ScalarType original, compute, reduce;
   bool in_slot;
+  std::optional<at::ScalarType> grad_override;
+  bool takes_any_grad;
 
+  at::ScalarType grad() const { return grad_override.value_or(original); }
   // Dtypes that the engine cannot cast are passed as bytes.
   ParamShape in_engine() const {
     ParamShape shape{outer, dim,    inner, engine_dtype(original), engine_dtype(compute), engine_dtype(reduce),
                      true,  in_slot};
+    if (grad_override) shape.grad_override = engine_dtype(*grad_override);
+    shape.takes_any_grad = takes_any_grad;
     if (shape.orig == DType::byte) {
       shape.inner *= static_cast<int64_t>(c10::elementSize(original));
       shape.compute = shape.reduce = DType::byte;
@@ -116,15 +121,18 @@ void stream_copies(const std::vector<at::Tensor>& targets, const std::vector<at:
 void bind_layout(py::module_& m) {
   py::class_<cuda::Kernels>(m, "Kernels");  // tests pass it as on_host
   py::class_<TorchShape>(m, "ParamShape")
-      .def(py::init<int64_t, int64_t, int64_t, at::ScalarType, at::ScalarType, at::ScalarType, bool>(),
+      .def(py::init<int64_t, int64_t, int64_t, at::ScalarType, at::ScalarType, at::ScalarType, bool,
+                    std::optional<at::ScalarType>, bool>(),
            py::arg("outer"), py::arg("dim"), py::arg("inner"), py::arg("original"), py::arg("compute"),
-           py::arg("reduce"), py::arg("in_slot") = true)
+           py::arg("reduce"), py::arg("in_slot") = true, py::arg("grad_override") = py::none(),
+           py::arg("takes_any_grad") = false)
       .def_readonly("outer", &TorchShape::outer)
       .def_readonly("dim", &TorchShape::dim)
       .def_readonly("inner", &TorchShape::inner)
       .def_readonly("original", &TorchShape::original)
       .def_readonly("compute", &TorchShape::compute)
       .def_readonly("reduce", &TorchShape::reduce)
+      .def_property_readonly("grad", &TorchShape::grad)
       .def_readonly("in_slot", &TorchShape::in_slot)
       .def_property_readonly("numel", [](const TorchShape& shape) { return shape.outer * shape.dim * shape.inner; })
       // For memory plans: bytes of the gradient as peers read it.

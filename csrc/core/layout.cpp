@@ -124,7 +124,7 @@ Layout::Layout(std::vector<ParamShape> shapes, int world, int rank, bool whole_c
     }
     if (shape.trainable) {
       place.gradient_offset = gradient_pool_bytes_;
-      gradient_pool_bytes_ += align_up(num_bytes(place.padded_shard_numel, shape.orig));
+      gradient_pool_bytes_ += align_up(num_bytes(place.padded_shard_numel, shape.grad()));
       place.scratch_offset = scratch_bytes_;
       scratch_bytes_ += align_up(num_bytes(shape.numel(), shape.packed()));
       place.wide_scratch_offset = wide_scratch_bytes_;
@@ -154,7 +154,7 @@ Layout::Layout(std::vector<ParamShape> shapes, int world, int rank, bool whole_c
 bool Layout::can_reduce_in_place() const {
   return gradient_pool_bytes_ > 0 && std::all_of(params_.begin(), params_.end(), [](const ParamPlace& place) {
            return !place.shape.trainable ||
-                  (place.shape.reduce == place.shape.orig && place.reduce_segment_offset == place.gradient_offset);
+                  (place.shape.reduce == place.shape.grad() && place.reduce_segment_offset == place.gradient_offset);
          });
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "core/dtype.hpp"
@@ -35,11 +36,15 @@ struct ParamShape {
   int64_t outer = 1;
   int64_t dim = 0;
   int64_t inner = 1;
-  DType orig = DType::f32;     // dtype of the sharded parameter and of `.grad`
+  DType orig = DType::f32;     // dtype of the sharded parameter
   DType compute = DType::f32;  // dtype of the unsharded parameter
   DType reduce = DType::f32;   // dtype gradients are summed in
   bool trainable = true;
   bool in_slot = true;  // false: an all-gather extension gathers it
+  // Set if the parameter has its own `grad_dtype`: the dtype of `.grad`.
+  std::optional<DType> grad_override = std::nullopt;
+  bool takes_any_grad = false;  // that `grad_dtype` is None
+  DType grad() const { return grad_override.value_or(orig); }
   int64_t numel() const { return outer * dim * inner; }
   // Returns the dtype in which peers read a packed gradient: the one of autograd, if a sum in fp32 loses nothing by
   // that.

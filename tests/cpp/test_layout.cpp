@@ -16,7 +16,7 @@ namespace {
 
 std::vector<ParamShape> unit_a() {
   std::vector<ParamShape> shapes(7);
-  shapes[0] = {.outer = 1, .dim = 7, .inner = 5, .compute = DType::bf16};
+  shapes[0] = {.outer = 1, .dim = 7, .inner = 5, .compute = DType::bf16, .grad_override = DType::bf16};
   shapes[1] = {.outer = 1, .dim = 3, .inner = 1, .trainable = false};
   shapes[2] = {.outer = 4, .dim = 6, .inner = 3, .compute = DType::bf16, .reduce = DType::bf16};
   shapes[3] = {.outer = 1, .dim = 1, .inner = 1};
@@ -104,7 +104,7 @@ TEST_P(LayoutWorld, OffsetsAreAlignedDisjointAndEqualOnAllRanks) {
         next(place.gather_segment_offset, gather_end, place.padded_shard_numel, place.shape.compute);
         if (!place.shape.trainable) continue;
         EXPECT_EQ(place.gradient_offset, gradient_bytes);
-        gradient_bytes += align_up(static_cast<size_t>(place.padded_shard_numel) * dtype_bytes(place.shape.orig));
+        gradient_bytes += align_up(static_cast<size_t>(place.padded_shard_numel) * dtype_bytes(place.shape.grad()));
         next(place.scratch_offset, scratch_end, place.shape.numel(), place.shape.packed());
         next(place.wide_scratch_offset, wide_end, place.shape.numel(), place.shape.reduce);
         EXPECT_GE(place.wide_scratch_offset, place.scratch_offset);

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "engine/memory/device_copy.hpp"
 #include "engine/memory/local_tensor.hpp"
 
 namespace fsdp2x {
@@ -16,6 +17,12 @@ at::Tensor allocate(size_t bytes, const at::TensorOptions& memory) {
 // Returns the number of elements in the gradient of `param`. A complex element counts as two in the layout.
 int64_t numel_of(const ParamPlace& place, const at::Tensor& param) {
   return param.is_complex() ? place.shard_numel / 2 : place.shard_numel;
+}
+
+// Returns the dtype of the gradient of `param`.
+at::ScalarType grad_type_of(const ParamPlace& place, const at::Tensor& param) {
+  const at::ScalarType type = torch_dtype(place.shape.grad());
+  return param.is_complex() ? c10::toComplexType(type) : type;
 }
 
 // Calls a Python function of two arguments; the result is a new reference.
@@ -86,8 +93,8 @@ void Gradients::make(const Gil& gil, size_t param, const at::Tensor& memory, siz
   const at::Tensor& like = params_[param].sharded();
   Entry& entry = entries_[param];
   const ParamPlace& place = layout_.params()[param];
-  PyRef local_object =
-      PyRef::steal(THPVariable_Wrap(tensor_in_pool(memory, offset, {numel_of(place, like)}, like.scalar_type())));
+  PyRef local_object = PyRef::steal(
+      THPVariable_Wrap(tensor_in_pool(memory, offset, {numel_of(place, like)}, grad_type_of(place, like))));
   ++num_python_calls_;
   const PyRef tensor = call(gil, calls_.make_gradient, params_[param].gradient_spec(), local_object.get());
   // The DTensor keeps a reshaped alias of `local`. Users see that alias, so watch it.
@@ -157,7 +164,7 @@ GradientTarget Gradients::prepare(const Gil& gil, size_t param) {
     return target;
   }
   if (sharded.grad().defined()) {
-    target.foreign = at::empty({numel_of(place, sharded)}, memory_.dtype(sharded.scalar_type()));
+    target.foreign = at::empty({numel_of(place, sharded)}, memory_.dtype(grad_type_of(place, sharded)));
     target.data = target.foreign.data_ptr();
     target.is_new = true;
     return target;
@@ -173,7 +180,7 @@ GradientTarget Gradients::prepare(const Gil& gil, size_t param) {
     make(gil, param, block_, places_->params()[param].gradient_offset, /*in_block=*/true);
   } else if (!entry.tensor.defined() || is_held || (entry.in_block && !has_place)) {
     // The parameter no longer trains, or the user still holds last step's gradient. That gradient keeps its memory.
-    const size_t bytes = static_cast<size_t>(numel_of(place, sharded)) * sharded.element_size();
+    const size_t bytes = static_cast<size_t>(place.shard_numel) * dtype_bytes(place.shape.grad());
     make(gil, param, allocate(std::max<size_t>(bytes, 1), memory_), 0, /*in_block=*/false);
     target.is_new = true;
   } else if (entry.in_block && entry.local.storage().data_ptr().get() == nullptr && place.shard_numel > 0) {

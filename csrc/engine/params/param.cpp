@@ -87,6 +87,17 @@ void Param::take_requires_grad(const at::Tensor& registered) {
   if (sharded().requires_grad() != requires_grad_) sharded().requires_grad_(requires_grad_);
 }
 
+bool Param::has_other_grad_dtype(const ParamPlace& place) const {
+  if (!place.shape.trainable) return false;
+  if (storage_ && unsharded().is_floating_point() && unsharded().grad_dtype()) return true;
+  const auto* const meta = torch::autograd::impl::get_autograd_meta(sharded());
+  const bool is_set = meta != nullptr && (meta->grad_dtype_ || meta->allow_grad_dtype_mismatch_);
+  if (!is_set || !place.shape.grad_override) return is_set != place.shape.grad_override.has_value();
+  const std::optional<at::ScalarType> type = sharded().grad_dtype();
+  return place.shape.takes_any_grad ? type.has_value()
+                                    : !type || engine_dtype(c10::toRealValueType(*type)) != place.shape.grad();
+}
+
 bool Param::has_own_memory() const {
   return !storage_ || (local().storage().unsafeGetStorageImpl() == storage_.get() &&
                        local().scalar_type() == memory_.scalar_type() && local().sizes() == memory_.sizes());

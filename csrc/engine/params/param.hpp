@@ -56,6 +56,9 @@ class Param {
   void empty(const Gil& gil);
   // Returns whether it trains now. `place` is its place in the group's layout.
   bool trains(const ParamPlace& place) const { return place.shape.trainable && sharded().requires_grad(); }
+  // Returns whether the user has changed `grad_dtype` since the layout was made, which has its place, on the sharded or
+  // the gathered parameter.
+  bool has_other_grad_dtype(const ParamPlace& place) const;
   // Copies requires_grad to `registered`, which modules register instead of the sharded parameter.
   void give_requires_grad(const at::Tensor& registered);
   // Copies requires_grad back to the sharded parameter if it was changed on `registered` since.

@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "core/error.hpp"
+#include "engine/memory/device_copy.hpp"
 #include "engine/memory/local_tensor.hpp"
 #include "engine/memory/storage.hpp"
 
@@ -80,6 +81,7 @@ void ParamGroup::watch_shards(const std::vector<std::optional<at::Tensor>>& loca
 bool ParamGroup::has_replaced_shards(const Gil& /*gil*/) const {
   static PyObject* const local_name = interned("_local_tensor");
   for (size_t i = 0; i < params_.size(); ++i) {
+    if (params_[i].has_other_grad_dtype(layout_.params()[i])) return true;
     if (!shards_.is_watched(i)) continue;
     const at::Tensor& sharded = params_[i].sharded();
     PyRef local;
@@ -316,6 +318,14 @@ at::Tensor ParamGroup::packable(at::Tensor gradient, size_t i) const {
   if (gradient.layout() != at::kStrided) {
     throw Error("fsdp2x: the gradient of '" + params_[i].fqn() +
                 "' is sparse, but fsdp2x only shards dense gradients. Use sparse=False in the embedding.");
+  }
+  const ParamShape& shape = layout_.params()[i].shape;
+  const at::ScalarType reduce = torch_dtype(shape.reduce), made = gradient.scalar_type();
+  if (shape.takes_any_grad && made != torch_dtype(shape.compute) && at::promote_types(made, reduce) != reduce) {
+    throw Error("fsdp2x: the gradient of '" + params_[i].fqn() + "' has dtype " + c10::toString(made) +
+                ", but its unit reduces in " + c10::toString(reduce) +
+                ", and its grad_dtype is None. Pass "
+                "MixedPrecisionPolicy(reduce_dtype=...) with the dtype that gradients have, or a grad_dtype.");
   }
   if (gradient.unsafeGetTensorImpl()->is_python_dispatch()) gradient = plain(gradient, i);
   if (gradient.is_complex()) gradient = at::view_as_real(gradient.resolve_conj());

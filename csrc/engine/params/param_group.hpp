@@ -103,7 +103,7 @@ class ParamGroup final : public ScheduledGroup {
   // Sets the local tensors of the sharded parameters, with none for one outside of the pool. Throws if one does not
   // match the layout.
   void watch_shards(const std::vector<std::optional<at::Tensor>>& locals);
-  // Returns whether a sharded parameter is not the watched tensor, or has another dtype or size.
+  // Returns whether a sharded parameter is not the watched tensor, or has another dtype, `grad_dtype` or size.
   bool has_replaced_shards(const Gil& gil) const;
 
   // --- who it belongs to ---

@@ -103,7 +103,7 @@ void SegmentRows::write(const GradientTargets& targets) {
   for (size_t i = 0; i < targets.size(); ++i) {
     if (!targets[i]) continue;
     const ParamPlace& place = layout_->params()[i];
-    reduce(place.reduce_segment_offset, place.shard_numel, place.shape.orig, targets[i]->data, divisor_,
+    reduce(place.reduce_segment_offset, place.shard_numel, place.shape.grad(), targets[i]->data, divisor_,
            targets[i]->accumulate);
   }
 }

@@ -263,13 +263,13 @@ std::vector<ReducePlan> plan_reduce(const Layout& layout) {
     std::vector<ReduceSegment> segments;
     for (size_t param = first; param < end; ++param) {
       const ParamPlace& place = layout.params()[param];
-      if (!has_kernels(place, place.shape.orig)) continue;
+      if (!has_kernels(place, place.shape.grad())) continue;
       ReduceSegment segment;
       segment.src_offset = static_cast<int64_t>(place.reduce_segment_offset);
       segment.numel = place.shard_numel;
       segment.target = static_cast<int32_t>(param - first);
       segment.src = place.shape.reduce;
-      segment.dst = place.shape.orig;
+      segment.dst = place.shape.grad();
       segments.push_back(segment);
     }
     return segments;

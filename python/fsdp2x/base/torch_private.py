@@ -190,6 +190,19 @@ def restore_gradient_hooks(param: torch.Tensor) -> None:
         param._post_accumulate_grad_hooks = hooks
 
 
+def grad_dtype_of(param: torch.Tensor) -> tuple[torch.dtype | None, ...]:
+    """Returns the ``grad_dtype`` that was set on ``param``, as a tuple. Empty if it was not set."""
+    dtype = getattr(param, "grad_dtype", param.dtype)
+    is_set = getattr(param, "_has_grad_dtype_override", dtype != param.dtype)  # new in torch 2.15
+    return (dtype,) if is_set else ()
+
+
+def set_grad_dtype(param: Any, grad_dtype: tuple[torch.dtype | None, ...]) -> None:
+    """Sets what ``grad_dtype_of`` returned. An empty tuple changes nothing, since torch cannot unset it."""
+    for dtype in grad_dtype:
+        param.grad_dtype = dtype
+
+
 def set_spec(param: Any, spec: DTensorSpec) -> None:
     """Gives a DTensor an equal spec object, because an operation makes a new one."""
     param._spec = spec

@@ -60,12 +60,18 @@ def moving(state: ShardedUnit, fn: Convert) -> Iterator[None]:
         NotImplementedError: ``fn`` shares the memory of parameters with other processes.
     """
     _refuse_moment(state, fn)
+    for group in state.groups:
+        group.take_grad_dtypes()
     state.reshard()
     # First, because a gradient that other code also holds cannot be exchanged.
     for group in state.groups:
         if group.engine is not None:
             group.engine.forget_gradients()
     kept = [user_attributes(sharded.param) for sharded in state.params]
+    # Gradients of parameters with their own grad_dtype keep their dtype.
+    grads = [(sharded, sharded.param.grad) for sharded in state.params if sharded.spec.grad_dtype]
+    for sharded, _ in grads:
+        sharded.param.grad = None
     try:
         with _RefuseSharing():
             yield
@@ -75,6 +81,8 @@ def moving(state: ShardedUnit, fn: Convert) -> Iterator[None]:
         finally:
             for sharded, attributes in zip(state.params, kept, strict=True):
                 sharded.param.__dict__.update({**attributes, **user_attributes(sharded.param)})
+            for sharded, grad in grads:
+                sharded.param.grad = None if grad is None else grad.to(sharded.param.device)
     if getattr(fn, "__qualname__", "").startswith("Module.to_empty."):
         buffers = (buffer for module in state.modules for buffer in module.buffers())
         state.raw_buffers = [(weakref.ref(buffer), buffer._version) for buffer in buffers]
@@ -156,6 +164,8 @@ def watch_loading(state: ShardedUnit, modules: Iterable[nn.Module]) -> None:
 
     def before_load(*args: Any) -> None:
         optimizer_hooks.refuse_swapped("load_state_dict", (param.param for param in weak().params))
+        for group in weak().groups:
+            group.take_grad_dtypes()
         weak().reshard()
 
     def after_load(*args: Any) -> None:

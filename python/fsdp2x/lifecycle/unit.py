@@ -336,5 +336,5 @@ def refuse_unreduced(units: Iterable[ShardedUnit]) -> None:
             raise RuntimeError(
                 f"fsdp2x: unit '{state.name}' holds gradients that are not reduced yet, so the model's parameters "
                 "cannot change their dtype or device. End the step with a synchronized backward, or call "
-                "reset_iter_state() on the root module."
+                "model.zero_grad(set_to_none=True)."
             )

@@ -135,6 +135,13 @@ def _step_locally(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         for group, params in zip(self.param_groups, stand_ins, strict=True):
             group["params"] = params
         self._whole_step()
+    except RuntimeError as error:
+        if all(one.grad is None or one.grad.dtype == one.dtype for params in stand_ins for one in params):
+            raise
+        raise RuntimeError(
+            f"fsdp2x.local_optimizer: {type(self).__name__} cannot step gradients of another dtype than their "
+            "parameter's. Use fsdp2x.optim.AdamW, or leave grad_dtype unset before fully_shard."
+        ) from error
     finally:
         self.state = whole_state
         for group, params in zip(self.param_groups, whole_params, strict=True):
@@ -164,6 +171,8 @@ def _stand_in(param: Tensor, whole_state: dict, state: dict) -> Tensor:
     grad = param.grad
     if grad is not None:
         refuse_sparse("local_optimizer", grad)
+        if grad.dtype != local.dtype:
+            torch_private.set_grad_dtype(local, (grad.dtype,))
     local.grad = _cut_alike(param, grad, "gradient")
     if param in whole_state:
         state[local] = {name: _cut_alike(param, value, name) for name, value in whole_state[param].items()}

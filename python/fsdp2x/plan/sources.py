@@ -232,7 +232,8 @@ class ExpertRanks:
 def _param_of_plan(param: nn.Parameter, name: str, keeps: bool, world: int | None) -> ParamFacts:
     """``world``: ranks of a model that is split into units."""
     placement = None if world is None else even_placement(param, world)
-    return ParamFacts(name, param.shape, 0 if placement is None else placement.dim, param.dtype, keeps)
+    dim, grad_dtype = 0 if placement is None else placement.dim, torch_private.grad_dtype_of(param)
+    return ParamFacts(name, param.shape, dim, param.dtype, keeps, grad_dtype=grad_dtype)
 
 
 def _small_ranks(world: int, ranks: PlannedMesh) -> PlannedMesh:

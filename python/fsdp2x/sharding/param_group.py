@@ -30,6 +30,7 @@ from fsdp2x.sharding.sharded_param import (
     cut,
     is_sharded,
     parameter_over,
+    refuse_grad_dtype,
     tie_again,
     unsharded_parameter,
     user_attributes,
@@ -91,12 +92,7 @@ class ShardedParamGroup(GroupNames):
         param, where = placed.owned.param, _where(placed)
         if not param.is_contiguous():
             _make_contiguous(param, where)
-        grad_dtype = getattr(param, "grad_dtype", param.dtype)
-        if param.requires_grad and grad_dtype not in (param.dtype, None):
-            raise NotImplementedError(
-                f"fsdp2x.fully_shard: {where} has grad_dtype {grad_dtype} and dtype {param.dtype}; gradients are kept "
-                "in the parameter's dtype. Leave grad_dtype unset and choose MixedPrecisionPolicy(reduce_dtype=...)."
-            )
+        refuse_grad_dtype(param, where)
         if param.requires_grad and param.dtype not in (*REDUCIBLE, *PARTS):
             raise NotImplementedError(
                 f"fsdp2x.fully_shard: {where} is trainable and has dtype {param.dtype}, but gradients can be reduced "
@@ -106,6 +102,7 @@ class ShardedParamGroup(GroupNames):
     def _shard(self, placed: Placed) -> None:
         owned, ranks = placed.owned, placed.ranks
         spec, full = specs.make_spec(owned.param, _where(placed), ranks, placed.shard_dim)
+        spec.grad_dtype = torch_private.grad_dtype_of(owned.param)
         dim = placed.shard_dim
         if dim > 0 and full.shape[dim] % ranks.world != 0:
             raise NotImplementedError(
@@ -179,11 +176,16 @@ class ShardedParamGroup(GroupNames):
 
         Raises:
             ValueError: a parameter does not have the shape of its shard. Modules then register the shard again.
+            RuntimeError: the ``grad_dtype`` of a parameter was changed after the first forward.
         """
+        self.take_grad_dtypes()
         before = [sharded.param for sharded in self.params]
         self.follow_modules()
         _refuse_shapes(self, before, self._dtypes)
+        if self.engine is None:
+            self.take_grad_dtypes()  # of parameters that were loaded
         for sharded in self.params:
+            sharded.restore_grad_dtype()
             torch_private.restore_gradient_hooks(sharded.param)
             if not user_attributes(sharded.param):  # converting a module inside the unit drops them
                 sharded.param.__dict__.update(sharded.attributes)
@@ -194,6 +196,11 @@ class ShardedParamGroup(GroupNames):
             if sharded.param is not old:
                 self.engine.set_sharded_param(index, sharded.param, sharded.spec)
         self._watch_shards(self.engine)
+
+    def take_grad_dtypes(self) -> None:
+        """Follows ``grad_dtype`` until the first forward. Raises RuntimeError if it was changed later."""
+        for sharded in self.params:
+            sharded.take_grad_dtype(has_layout=self.engine is not None)
 
     def follow_modules(self) -> None:
         """Takes over the parameters that modules register now."""
@@ -369,7 +376,7 @@ class ShardedParamGroup(GroupNames):
             self._own_pool, self._own_offsets = self.engine.pool, self.engine.shard_offsets
         self.engine = self.extension_gathers = None
         for sharded in self.params:
-            sharded.extension = None
+            sharded.extension = sharded.gathered = None
 
     def _watch_shards(self, engine: _C.ParamGroup) -> None:
         engine.watch_shards([sharded.local if sharded.is_pooled else None for sharded in self.params])
@@ -402,9 +409,9 @@ class ShardedParamGroup(GroupNames):
             for sharded, shape, offset in zip(self.params, shapes, layout.shard_offsets, strict=True):
                 _, sizes = ranks.rows(sharded.local_size, sharded.spec.shard_dim)
                 local = _C.tensor_in_pool(pool, offset, sizes, sharded.gathered_dtype(shape))
-                params.append(
-                    nn.Parameter(specs.post_forward_dtensor(sharded, local, ranks), sharded.param.requires_grad)
-                )
+                shard = specs.post_forward_dtensor(sharded, local, ranks)
+                params.append(nn.Parameter(shard, sharded.param.requires_grad))
+                torch_private.set_grad_dtype(params[-1], sharded.spec.grad_dtype)
         assert self.engine is not None, "made before"
         self.engine.set_post_forward(layout, pool, params, explain)
 
@@ -425,6 +432,7 @@ class ShardedParamGroup(GroupNames):
                     dtype = sharded.gathered_dtype(shape)
                     local = _C.tensor_without_memory(list(sharded.local_size), dtype, self.ranks.device)
                     unsharded = unsharded_parameter(sharded, sharded.spec.wrap_unsharded(local))
+                    sharded.gathered = unsharded if unsharded.is_floating_point() else None
                 owners = [_owner(module, name) for module, name in sharded.owners]
                 wrapped = sharded.spec.is_wrapped
                 result.append((sharded.fqn, sharded.param, unsharded, local if wrapped else None, sharded.spec, owners))

@@ -34,6 +34,7 @@ class ParamFacts:
     dtype: torch.dtype
     keeps_dtype: bool = False  # computes in its original dtype, whatever the policy says
     is_wrapper: bool = False  # a tensor subclass with its own all-gather, not in the gather buffer
+    grad_dtype: tuple[torch.dtype | None, ...] = ()  # what the user set on the parameter, empty if nothing
 
     @property
     def view(self) -> tuple[int, int, int]:
@@ -45,6 +46,18 @@ class ParamFacts:
     def element(self) -> torch.dtype:
         """Dtype of the elements that ``view`` counts."""
         return PARTS.get(self.dtype, self.dtype)
+
+    def computes_in(self, param_dtype: torch.dtype | None) -> torch.dtype:
+        """Returns the dtype of the gathered elements under this policy."""
+        casts = param_dtype is not None and self.dtype.is_floating_point and not self.keeps_dtype
+        return param_dtype if casts and param_dtype is not None else self.element
+
+    def grad_in(self, made: torch.dtype) -> torch.dtype:
+        """Returns the dtype of the gradient's elements. ``made``: the one for ``grad_dtype=None``."""
+        if not self.grad_dtype:
+            return self.element
+        dtype = self.grad_dtype[0]
+        return made if dtype is None else PARTS.get(dtype, dtype)
 
 
 def layout_shapes(
@@ -60,12 +73,11 @@ def layout_shapes(
     if reduce is None:
         for param in params:
             if param.element in REDUCIBLE:
-                reduce = param.element if reduce is None else torch.promote_types(reduce, param.element)
+                dtype = param.grad_in(param.computes_in(param_dtype))
+                reduce = dtype if reduce is None else torch.promote_types(reduce, dtype)
     shapes = []
     for param in params:
-        original = compute = param.element
-        if param_dtype is not None and param.dtype.is_floating_point and not param.keeps_dtype:
-            compute = param_dtype
+        original, compute = param.element, param.computes_in(param_dtype)
         castable = original in REDUCIBLE and compute in REDUCIBLE
         if compute != original and not castable and not param.is_wrapper:
             raise NotImplementedError(
@@ -73,7 +85,9 @@ def layout_shapes(
                 "it before fully_shard."
             )
         reduce_as = reduce if castable and reduce is not None else original
-        shapes.append(_C.ParamShape(*param.view, original, compute, reduce_as, not param.is_wrapper))
+        grad = param.grad_in(reduce_as) if param.grad_dtype else None
+        takes_any = param.grad_dtype == (None,)
+        shapes.append(_C.ParamShape(*param.view, original, compute, reduce_as, not param.is_wrapper, grad, takes_any))
     return shapes
 
 

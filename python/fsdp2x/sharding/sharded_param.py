@@ -18,7 +18,7 @@ from fsdp2x.sharding.collect import Owners
 from fsdp2x.sharding.extensions import Extension, is_wrapper
 from fsdp2x.sharding.mesh import ShardGroup
 from fsdp2x.sharding.offload import MARK
-from fsdp2x.sharding.shapes import ParamFacts
+from fsdp2x.sharding.shapes import PARTS, REDUCIBLE, ParamFacts
 from fsdp2x.sharding.spec import ParamSpec
 from fsdp2x.sharding.upstream_names import ParamNames
 
@@ -38,6 +38,7 @@ class ShardedParam(ParamNames):
     keeps_dtype: bool  # computes in its original dtype, whatever the policy says
     is_wrapper: bool  # the shard is a tensor subclass that keeps its own storages
     original: int = 0  # number of the original parameter, to detect that two units claim it
+    gathered: nn.Parameter | None = None  # what modules register while the unit is gathered, once there is an engine
     extension: Extension | None = None
     is_alias: bool = False  # another group registers it too and stores it in its pool
     storage: torch.UntypedStorage | None = None  # of the local tensor when it was put into the pool
@@ -66,8 +67,9 @@ class ShardedParam(ParamNames):
     def facts(self) -> ParamFacts:
         """Facts from which the layout of its group is made."""
         return ParamFacts(
-            self.fqn, self.local_size, self.spec.shard_dim, self.param.dtype, self.keeps_dtype, self.is_wrapper
-        )
+            self.fqn, self.local_size, self.spec.shard_dim, self.param.dtype, self.keeps_dtype, self.is_wrapper,
+            self.spec.grad_dtype,
+        )  # fmt: skip
 
     def was_moved(self, local: torch.Tensor) -> bool:
         """Returns whether ``local`` still has the storage that was put into the pool, even if its memory moved.
@@ -77,9 +79,53 @@ class ShardedParam(ParamNames):
         """
         return self.storage is not None and local.untyped_storage()._cdata == self.storage._cdata
 
+    def take_grad_dtype(self, *, has_layout: bool) -> None:
+        """Follows a ``grad_dtype`` that was set after ``fully_shard``. ``has_layout``: gradients have places already.
+
+        Raises:
+            RuntimeError: it was set after that.
+            NotImplementedError: gradients cannot be summed in it.
+        """
+        now = torch_private.grad_dtype_of(self.param)
+        gathered = () if self.gathered is None else torch_private.grad_dtype_of(self.gathered)
+        if now in ((), self.spec.grad_dtype) and gathered in ((), (None,)):  # conversions drop it
+            return
+        if has_layout:
+            raise RuntimeError(
+                f"fsdp2x: the grad_dtype of parameter {self.label!r} was changed after the first forward, which laid "
+                "out its gradients. Set it before fully_shard."
+            )
+        refuse_grad_dtype(self.param, f"parameter {self.label!r}")
+        self.spec.grad_dtype = now
+
+    def restore_grad_dtype(self) -> None:
+        """Gives the parameter the ``grad_dtype`` of its spec again, and its gradient that dtype."""
+        param, wanted = self.param, self.spec.grad_dtype
+        if torch_private.grad_dtype_of(param) == wanted:
+            return
+        grad, param.grad = param.grad, None
+        torch_private.set_grad_dtype(param, wanted)
+        if not wanted:  # torch cannot unset it
+            fresh = self.spec.parameter(self.local, requires_grad=param.requires_grad)
+            fresh.__dict__.update(user_attributes(param))
+            torch.utils.swap_tensors(param, fresh)
+        if grad is not None:
+            param.grad = grad.to(param.grad_dtype or grad.dtype)
+
     def gathered_dtype(self, shape: _C.ParamShape) -> torch.dtype:
         """Returns the dtype of the gathered parameter, whose layout is ``shape``."""
         return self.param.dtype if self.param.is_complex() else shape.compute
+
+
+def refuse_grad_dtype(param: nn.Parameter, where: str) -> None:
+    """Raises NotImplementedError if gradients cannot be summed in the ``grad_dtype`` of ``param``."""
+    known = PARTS if param.is_complex() else REDUCIBLE
+    for dtype in filter(None, torch_private.grad_dtype_of(param)):
+        if dtype not in known:
+            raise NotImplementedError(
+                f"fsdp2x.fully_shard: {where} has dtype {param.dtype} and grad_dtype {dtype}, in which gradients "
+                f"cannot be summed. Use one of {', '.join(map(str, known))}."
+            )
 
 
 def user_attributes(param: nn.Parameter) -> dict:

@@ -35,6 +35,7 @@ class ParamSpec:
     shard_dim: int
     annotation: Annotation | None = None
     is_plain: bool = False  # the parameter and its gradient are plain tensors on every rank
+    grad_dtype: tuple[torch.dtype | None, ...] = ()  # what the user set on the parameter, empty if nothing
 
     @property
     def is_wrapped(self) -> bool:
@@ -56,6 +57,7 @@ class ParamSpec:
         param = nn.Parameter(wrapped, requires_grad=requires_grad)
         if isinstance(wrapped, DTensor):
             torch_private.set_spec(param, torch_private.spec_of(wrapped))
+        torch_private.set_grad_dtype(param, self.grad_dtype)
         return param
 
     def wrap_unsharded(self, local: torch.Tensor) -> torch.Tensor:
@@ -119,7 +121,8 @@ def replicated_spec(param: nn.Parameter, ranks: ShardGroup) -> ParamSpec:
     """Returns the spec of a plain parameter that every rank of ``ranks.mesh`` has in full."""
     placements = (_REPLICATE,) * ranks.mesh.ndim
     spec = torch_private.dtensor_spec(ranks.mesh, placements, param.shape, param.stride(), param.dtype)
-    return ParamSpec(spec, None, frozenset(), param.shape, 0, is_plain=True)
+    grad_dtype = torch_private.grad_dtype_of(param)
+    return ParamSpec(spec, None, frozenset(), param.shape, 0, is_plain=True, grad_dtype=grad_dtype)
 
 
 def make_spec(param: nn.Parameter, where: str, ranks: ShardGroup, shard_dim: int) -> tuple[ParamSpec, torch.Tensor]:

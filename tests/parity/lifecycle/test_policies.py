@@ -112,15 +112,6 @@ def test_a_user_chooses_the_dtype_of_what_transformers_keeps_in_float32(ctx, way
         assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
 
 
-@distributed(world_sizes=(1,))
-def test_a_gradient_dtype_of_its_own_is_refused(ctx):
-    only_fsdp2x(ctx)
-    model = Stack().bfloat16()
-    model.head.weight.grad_dtype = torch.float32
-    with pytest.raises(NotImplementedError, match="'weight' of Linear has grad_dtype"):
-        shard(ctx, model)
-
-
 @distributed(world_sizes=(2,))
 def test_buffer_dtype(ctx):
     """Floating-point buffers are converted, counters are not."""

@@ -105,7 +105,7 @@ void DeviceLayer::write_rows(SegmentPlan& plan, const std::vector<RowItem>& item
   const auto* const rows = static_cast<const std::byte*>(segment.const_data_ptr());
   for (const RowItem& item : runner_ ? runner_->write_rows(plan, items, rows, divisor, native_stream()) : items) {
     const ParamPlace& place = plan.layout->params()[item.param];
-    scale_into(device_, place.shape.orig, item.target, place.shape.reduce, rows + place.reduce_segment_offset,
+    scale_into(device_, place.shape.grad(), item.target, place.shape.reduce, rows + place.reduce_segment_offset,
                place.shard_numel, divisor, item.accumulate);
   }
 }
@@ -117,7 +117,7 @@ void DeviceLayer::write_host_rows(const Layout& layout, const at::Tensor& rows, 
     const ParamPlace& place = layout.params()[i];
     const auto* const row = static_cast<const std::byte*>(rows.const_data_ptr()) + place.reduce_segment_offset;
     if (row == targets[i]->data || place.shard_numel == 0) continue;
-    scale_into(at::kCPU, place.shape.orig, targets[i]->data, place.shape.reduce, row, place.shard_numel, divisor,
+    scale_into(at::kCPU, place.shape.grad(), targets[i]->data, place.shape.reduce, row, place.shard_numel, divisor,
                targets[i]->accumulate);
   }
 }

@@ -172,7 +172,7 @@ std::vector<RowItem> PlanRunner::write_rows(SegmentPlan& plan, const std::vector
   std::vector<RowItem> left_over;
   for (const RowItem& item : items) {
     const ParamShape& shape = plan.layout->params()[item.param].shape;
-    if (!cuda::computes(shape.reduce, shape.orig)) left_over.push_back(item);
+    if (!cuda::computes(shape.reduce, shape.grad())) left_over.push_back(item);
   }
   return left_over;
 }

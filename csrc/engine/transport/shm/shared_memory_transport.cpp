@@ -401,7 +401,7 @@ void SharedMemoryTransport::sum_into(const ParamGroup& group, const Sources& sou
   for (size_t i = 0; i < targets.size(); ++i) {
     if (!targets[i]) continue;
     cpu::ReducePiece piece;
-    piece.dst_type = group.layout().params()[i].shape.orig;
+    piece.dst_type = group.layout().params()[i].shape.grad();
     piece.dst = targets[i]->data;
     piece.divisor = group.divisor() / before_sum(group);
     piece.round = true;

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp2x.base import torch_private
 from fsdp2x.base.arguments import checked
 from fsdp2x.lifecycle.api import fully_shard
 from fsdp2x.models.all_to_all import all_to_all
@@ -125,7 +126,8 @@ def _own_part(group: ExpertGroup, mesh: DeviceMesh) -> None:
     for name, param in experts.named_parameters():
         local = param.detach()[first : first + num_local].clone()
         whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=param.shape, stride=param.stride())
-        experts._parameters[name] = nn.Parameter(whole, requires_grad=param.requires_grad)
+        experts._parameters[name] = own = nn.Parameter(whole, requires_grad=param.requires_grad)
+        torch_private.set_grad_dtype(own, torch_private.grad_dtype_of(param))
     setattr(experts, PARALLEL_STATE, _State(mesh.get_group(), group.num_experts, num_local))
     experts.forward = types.MethodType(_forward, experts)
 
