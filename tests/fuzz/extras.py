@@ -48,7 +48,7 @@ class Extras:
         chosen = self._param(param)
         if not chosen.requires_grad or "unfinished" in self.taint:
             return SKIPPED
-        chosen.grad = torch.full_like(chosen.detach(), 0.5)
+        chosen.grad = torch.full_like(chosen.detach(), 0.5, dtype=chosen.grad_dtype)
         return None
 
     def do_hold(self):

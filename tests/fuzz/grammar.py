@@ -9,8 +9,10 @@ from typing import Any
 from fuzz.machine import MODES
 from fuzz.parts import BACKWARD_FAULTS, CONTAINERS, FORWARD_FAULTS, HOOKS, LEAVES, RETURNS, TAKES
 from fuzz.program import POLICIES, Op, Part, Program, op
+from reference import TORCH_MINOR
 
 OPTIMIZERS = ("SGD", "AdamW", "ours", "local")
+GRADS = ("", "bfloat16", "float32", "float64")
 # Name, values, whether it takes `recurse`.
 SETTERS = (
     ("set_reshard_after_backward", (False, True), True),
@@ -81,6 +83,11 @@ class Grammar:
             "hooks": tuple(dict.fromkeys(self.pick(HOOKS) for _ in range(2))) if self.chance(5) else (),
         }
 
+    def grads(self) -> tuple[str, ...]:
+        """FSDP2 ignores them before torch 2.15."""
+        drawn = tuple(self.pick(GRADS) for _ in range(3)) if self.chance(6) else ()
+        return drawn if TORCH_MINOR >= 15 else ()
+
     def program(self) -> Program:
         mesh = "2d" if self._world == 4 and self.chance(2) else "1d"
         shards = self._world // 2 if mesh == "2d" else self._world
@@ -100,6 +107,7 @@ class Grammar:
             columns=self.chance(5),
             late_hooks=self.chance(3),
             meta=self.chance(8),
+            grads=self.grads(),
         )
 
     # --- operations ---

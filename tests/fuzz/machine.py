@@ -203,7 +203,7 @@ class Machine(Extras):
         return None
 
     def make_optimizer(self, kind: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        if kind == "SGD":
+        if kind == "SGD" or self.program.grads:  # torch's AdamW steps gradients of the parameter's dtype only
             return torch.optim.SGD(params, lr=0.1, momentum=0.9)
         # A large eps: with the usual one the first step is a sign, which rounding decides where a gradient is zero.
         return torch.optim.AdamW(params, lr=1e-2, eps=1e-2)

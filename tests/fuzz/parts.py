@@ -311,6 +311,10 @@ def build(program: Program, on_meta: bool = False) -> Unit:
         model = _module(program.tree, itertools.count(), stage)
     if program.ties:
         _tie(program, model)
+    # The frozen ones as well: they may train later.
+    for param, name in zip(model.parameters(), itertools.cycle(program.grads), strict=False):
+        if name:
+            param.grad_dtype = getattr(torch, name)
     if not program.late_hooks:
         register_hooks(model)
     return model

@@ -74,6 +74,7 @@ class Program(_Short):
     columns: bool = False  # Parameters are sharded along dim 1 if that is even.
     late_hooks: bool = False  # Hooks are registered after sharding.
     meta: bool = False  # The model is sharded on the meta device and filled afterwards.
+    grads: tuple[str, ...] = ()  # grad_dtype of the parameters, in turn; "": unset
 
     def __str__(self) -> str:
         ops = "".join(f"    {one!r},\n" for one in self.ops)

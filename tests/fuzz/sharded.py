@@ -184,8 +184,9 @@ class Ours(Sharded):
         fsdp2x.register_fsdp_forward_method(module, "other")
 
     def full(self):
-        # In the order of the names; each parameter once.
-        return dict(fsdp2x.full_tensors(self.model))
+        # In the order of the names; each parameter once, without buffers.
+        params = self.params()
+        return {name: value for name, value in fsdp2x.full_tensors(self.model) if name in params}
 
     def do_report(self):
         str(fsdp2x.describe(self.model))
@@ -198,7 +199,7 @@ class Ours(Sharded):
         return fsdp2x.accumulate(self.model, last=False, before_last=before_last)
 
     def make_optimizer(self, kind, params):
-        if kind == "ours":
+        if kind == "ours" and not self.program.grads:
             return fsdp2x.optim.AdamW(params, lr=1e-2, eps=1e-2)
         if kind == "local":
             return fsdp2x.local_optimizer(super().make_optimizer("AdamW", params))

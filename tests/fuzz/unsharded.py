@@ -107,12 +107,12 @@ class Unsharded(Machine):
             if not options["sync"] or self.program.mesh == "2d" and not options["all_reduce"]:
                 continue
             if options["unused"] and param.requires_grad:
-                self.pending.setdefault(param, torch.zeros_like(param))
+                self.pending.setdefault(param, torch.zeros_like(param, dtype=param.grad_dtype))
             if param not in self.pending:
                 continue
             total = self.pending.pop(param).double()
             dist.all_reduce(total)
-            mean = (total / (options["factor"] or self.world) * options["hook"]).to(param.dtype)
+            mean = (total / (options["factor"] or self.world) * options["hook"]).to(param.grad_dtype or param.dtype)
             if param.grad is None:
                 param.grad = mean
             else:
@@ -131,10 +131,21 @@ class Unsharded(Machine):
     def watch(self, name):
         """Runs where gradients are averaged."""
 
+    def do_apply(self, how="cpu"):
+        before = [(param, param.grad) for param in self.params().values() if self.program.grads]
+        for param, _ in before:
+            param.grad = None
+        super().do_apply(how)
+        for param, grad in before:
+            param.grad = grad  # which torch converts and FSDP2 keeps
+
     def do_load(self, assign=False):
+        before = {name: param.grad_dtype for name, param in self.model.named_parameters(remove_duplicate=False)}
         result = super().do_load(assign)
         if assign and result != SKIPPED:
             self._find_owners()
+            for name, param in self.model.named_parameters(remove_duplicate=False) if self.program.grads else ():
+                param.grad_dtype = before[name]  # which torch forgets and FSDP2 keeps
         return result
 
     def do_deepcopy(self):
