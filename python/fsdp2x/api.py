@@ -44,7 +44,7 @@ from fsdp2x.models.freeze import freeze_module_prefix
 from fsdp2x.models.sequence.attention import base_model, find_decoder, head_counts, head_dims
 from fsdp2x.models.sequence.exchange import ExchangedBytes
 from fsdp2x.models.sequence.layout import Peers, RankPart
-from fsdp2x.models.sequence.loss import RowGradients, RowSums, check_labels, check_temperature
+from fsdp2x.models.sequence.loss import RowGradients, RowSums, check_labels, check_temperature, mean_of_tokens
 from fsdp2x.models.sequence.packing import IGNORE
 from fsdp2x.models.tiled_mlp import apply_tiled_mlp
 from fsdp2x.optim.local import local_tensor

@@ -4,7 +4,6 @@ from fsdp2x.models.sequence.attention import SequenceAttention, use_varlen_atten
 from fsdp2x.models.sequence.layout import SequenceLayout
 from fsdp2x.models.sequence.loss import (
     count_label_tokens,
-    mean_of_tokens,
     mean_over_ranks,
     token_log_probs,
     token_mean_loss,
@@ -30,7 +29,6 @@ __all__ = [
     "apply_ulysses",
     "count_label_tokens",
     "init_sequence_mesh",
-    "mean_of_tokens",
     "mean_over_ranks",
     "micro_batches",
     "pack_by_budget",

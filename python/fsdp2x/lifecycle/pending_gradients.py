@@ -45,6 +45,7 @@ def zero_grad(self: Any, set_to_none: bool = True) -> None:
     _C.clear_waiting_gradients(params, set_to_none)
 
 
+@checked
 def get_pending_gradients(self: nn.Module, *, recurse: bool = True) -> dict[nn.Parameter, Waiting]:
     """Returns the gradients that wait for a reduction, in this module's unit and all units below. Not collective.
 
@@ -72,6 +73,7 @@ def get_pending_gradients(self: nn.Module, *, recurse: bool = True) -> dict[nn.P
     return pending
 
 
+@checked
 def synchronize_gradients(self: nn.Module, *, recurse: bool = True) -> None:
     """Reduces gradients that wait in this module's unit and all units below, and adds them to ``.grad``. Collective.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fsdp2x.api import IGNORE, base_model
+from fsdp2x.api import IGNORE, base_model, mean_of_tokens
 from fsdp2x.base.failures import reworded
 from fsdp2x.rl import causal_lm_loss, score
 from fsdp2x.rl.tiled_loss import require_tiled_loss
@@ -23,7 +23,6 @@ from fsdp2x.sequence import (
     apply_ulysses,
     count_label_tokens,
     init_sequence_mesh,
-    mean_of_tokens,
     micro_batches,
     token_mean_loss,
     use_varlen_attention,

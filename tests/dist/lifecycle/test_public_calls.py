@@ -169,6 +169,7 @@ NEEDS = {
     "fsdp2x.load_hf": lambda w: {"model": (m := w.hf()), "path": fsdp2x.save_hf(m, w.folder / "hf")},
     "fsdp2x.local_optimizer": lambda w: {"optimizer": torch.optim.Adam(w.sharded().parameters())},
     "fsdp2x.memory_report": lambda w: {"model": w.sharded()},
+    "fsdp2x.offload_activations": lambda w: {"model": w.sharded()},
     "fsdp2x.profile": lambda w: {"folder": w.folder / "profile"},
     "fsdp2x.rebind_optimizer": lambda w: dict(zip(("optimizer", "model"), _before_sharding(w), strict=True)),
     "fsdp2x.register_fsdp_forward_method": lambda w: {"module": w.sharded(), "method_name": "forward"},

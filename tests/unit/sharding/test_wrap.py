@@ -27,6 +27,12 @@ EXPECTED = {
     "gpt2": [*blocks("transformer.h"), ("transformer.ln_f", "transformer.wte", "lm_head")],
     "mixtral": [("model.embed_tokens",), *blocks("model.layers"), ("model.norm", "lm_head")],
     "qwen3_moe": [("model.embed_tokens",), *blocks("model.layers"), ("model.norm", "lm_head")],
+    "hrm_text": [
+        ("model.embed_tokens",),
+        *blocks("model.L_module.layers"),
+        *blocks("model.H_module.layers"),
+        ("lm_head",),
+    ],
     "t5": [
         *blocks("encoder.block"),
         *blocks("decoder.block"),
@@ -64,7 +70,7 @@ def test_units_of_huggingface_models(name):
     assert names(model) == names(model, True) == EXPECTED[name]
     for unit in plan_units(model):
         assert unit.modules == tuple(model.get_submodule(path) for path in unit.names)
-        kept = any("norm" in path or "ln_f" in path or "predictions" in path for path in unit.names)
+        kept = any(word in path for path in unit.names for word in ("norm", "ln_f", "predictions", "lm_head"))
         assert unit.reshard_after_forward is (False if kept else None)
         assert unit.reason
 
