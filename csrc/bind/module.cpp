@@ -149,6 +149,7 @@ void bind_layout(py::module_& m) {
       .def_property_readonly("gradient_pool_bytes", &Layout::gradient_pool_bytes)
       .def_property_readonly("can_reduce_in_place", &Layout::can_reduce_in_place)
       .def_property_readonly("slot_bytes", &Layout::slot_bytes)
+      .def_property_readonly("pool_is_slot", &Layout::pool_is_slot)
       .def_property_readonly("can_rest_in_slot", &Layout::can_rest_in_slot)
       .def_property_readonly("offsets_in_slot", &Layout::offsets_in_slot)
       .def_property_readonly("scratch_bytes", &Layout::scratch_bytes)

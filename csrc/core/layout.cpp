@@ -158,6 +158,14 @@ bool Layout::can_reduce_in_place() const {
          });
 }
 
+bool Layout::pool_is_slot() const {
+  return ranks_.world == 1 && slot_bytes_ > 0 &&
+         std::all_of(params_.begin(), params_.end(), [](const ParamPlace& place) {
+           const ParamShape& shape = place.shape;
+           return shape.in_slot && shape.orig == shape.compute && place.slot_offset == place.shard_offset;
+         });
+}
+
 bool Layout::can_rest_in_slot() const {
   return slot_bytes_ > 0 && std::all_of(params_.begin(), params_.end(), [](const ParamPlace& place) {
            const ParamShape& shape = place.shape;

@@ -122,6 +122,8 @@ class Layout {
   // Returns the layout of the same parameters where only those that `trains` also marks stay trainable.
   Layout training(const std::vector<bool>& trains) const;
 
+  // Returns whether the shard pool of the only rank holds the full parameters as the slot would: no cast, same places.
+  bool pool_is_slot() const;
   // Returns whether shards may rest in the slot: as rows of the full parameters, one piece each, without a cast at the
   // gather.
   bool can_rest_in_slot() const;

@@ -124,7 +124,7 @@ DeviceTransportMemory::DeviceTransportMemory(const PlannedRanks& ranks, MemoryTa
 
 void DeviceTransportMemory::begin_gather(const PlannedGroup& group) {
   Held& held = held_[group.number];
-  held.slot = acquire(slots_, std::max<size_t>(group.bytes.slot, 1));
+  if (!group.bytes.rests) held.slot = acquire(slots_, std::max<size_t>(group.bytes.slot, 1));
   if (group.bytes.shard_pool != 0 && group.bytes.keeps_shards) {
     if (!std::exchange(held.is_resident, true)) acquire(residents_, group.bytes.shard_pool);
   } else if (group.bytes.shard_pool != 0 && group.bytes.offloads) {
@@ -164,7 +164,7 @@ bool DeviceTransportMemory::packs_into_pool(const PlannedGroup& group) const {
 
 size_t DeviceTransportMemory::allowed_before(const PlannedGroup& group) {
   std::optional<size_t> given_back;
-  if (held_[group.number].slot < 0) given_back = group.bytes.slot;
+  if (held_[group.number].slot < 0 && !group.bytes.rests) given_back = group.bytes.slot;
   return queue_.allowed_before(packed_bytes(group), given_back);
 }
 

@@ -37,7 +37,7 @@ struct GroupBytes {
   bool reduces_in_place = false;  // the reduced rows are the gradients, on a device
   bool offloads = false;          // shards and gradients are in CPU memory
   bool keeps_shards = false;      // and the device has a copy of the shards
-  bool rests = false;             // its shards are rows of the slot that it is gathered in
+  bool rests = false;  // its shards are rows of the slot that it is gathered in, or (on a device) all of them
   bool reduces_unused = false;
 };
 

@@ -187,6 +187,8 @@ class ParamGroup final : public ScheduledGroup {
   // Returns whether it needs nothing from other ranks: there are none, or every parameter has a gather extension.
   bool gathers_alone() const;
   DType reduce_type() const;
+  // Returns whether its unsharded parameters are views of its pool on the device, without a slot.
+  bool views_pool() const { return layout_.pool_is_slot() && !offloads(); }
   // Returns whether the collectives divide by the number of ranks. Otherwise they sum.
   bool averages() const;
   // Returns the divisor of a sum over all ranks, replicas included.

@@ -67,7 +67,7 @@ class GroupFacts:
     keeps_shards: bool = False  # whether the device then has a copy of the shards
     reduced_bytes: int = 0  # the reduced rows of this rank
     landing_bytes: int = 0  # CPU memory for reduced rows until they are cast; 0: they are the gradients
-    rests: bool = False  # whether its shards stay in the gather buffer, which then takes no more memory
+    rests: bool = False  # whether its shards are in the gather buffer, or are it: gathers take no more memory
     keeps_host_state: bool = False  # whether only the optimizer's state is in CPU memory, not the gradients
     reduces_unused: bool = False
     small: GroupFacts | None = None  # the smaller world that keeps the rows after forward
@@ -147,6 +147,9 @@ def _count(
     if settings.wire_weights is not None and ranks.has_streams:  # without codes, a device may gather in place
         gathers_coded = gathers_coded and _C.gathers_codes(layout, WEIGHTS[settings.wire_weights])
     packed_segment = _C.packed_segment_bytes(layout, pack_below, on_cpu=not ranks.has_streams)
+    rests = ranks.transport.shares_memory and ranks.world > 1 and layout.can_rest_in_slot and settings.may_rest
+    if ranks.has_streams:
+        rests = layout.pool_is_slot and not offloads
     return GroupFacts(
         ranks=ranks,
         shard_pool_bytes=layout.shard_pool_bytes,
@@ -179,7 +182,7 @@ def _count(
         reduced_bytes=reduced_bytes,
         keeps_shards=offloads and offload.mode == "gradients",
         landing_bytes=0 if not offloads or not trained or rows_are_pool and averages else max(reduced_bytes, 1),
-        rests=ranks.transport.shares_memory and ranks.world > 1 and layout.can_rest_in_slot and settings.may_rest,
+        rests=rests,
         keeps_host_state=offload.mode == "optimizer" and ranks.has_streams,
         reduces_unused=settings.reduces_unused,
         small=small,

@@ -316,19 +316,43 @@ def test_roots_share_streams(ctx):
 
 @distributed(world_sizes=(1,))
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_unit_of_one_rank_is_two_casts_and_a_pack(ctx, policy):
-    """No flags, no reduction buffer, no pass from there to the gradients."""
+def test_a_unit_of_one_rank_is_a_pack_and_two_casts_if_it_has_any(ctx, policy):
+    """No flags, no reduction buffer, no pass from there to the gradients. Without casts, no slot."""
     only_fsdp2x(ctx)
     recorder = streams.install()
     model = sharded(ctx, mp_policy=POLICIES[policy])
     entries = record_of_steps(ctx, recorder, model, num=1)
     marks = (*streams.MARKS, "use", "optimizer")
-    assert {entry[1] for entry in entries if entry[0] not in marks} == {"copy_in", "compute"}
     count = {name: sum(entry[0] == name for entry in entries) for name in {entry[0] for entry in entries} - {*marks}}
     # The root stays gathered between forward and backward.
-    assert count == {"copy": 2 * len(STACK_UNITS) + 1, "pack": len(STACK_UNITS) + 1}
+    casts = {"copy": 2 * len(STACK_UNITS) + 1} if policy == "bf16" else {}
+    assert count == casts | {"pack": len(STACK_UNITS) + 1}
+    assert {entry[1] for entry in entries if entry[0] not in marks} == (
+        {"copy_in", "compute"} if casts else {"compute"}
+    )
     report = fsdp2x.memory_report(model)
     assert report.scratch_bytes == report.measured["scratch_bytes"] == 0
+    assert (report.gather_slot_bytes > 0) == (report.measured["gather_slot_bytes"] > 0) == bool(casts)
+
+
+@distributed(world_sizes=(1,))
+def test_parameters_of_one_rank_are_its_shards(ctx):
+    """They have the shards' addresses, also after the pool has moved, and a forward waits for the optimizer's event."""
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    model, other = sharded(ctx), sharded(ctx, mp_policy=POLICIES["bf16"])
+    for _ in range(2):
+        with fsdp2x.unsharded(model):
+            addresses = {name: param.data_ptr() for name, param in model.named_parameters()}
+        assert addresses == {name: param.to_local().data_ptr() for name, param in model.named_parameters()}
+        step(model, ctx)
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    for one, waits in ((model, True), (other, False)):
+        one.set_post_optim_event(types.SimpleNamespace(wait=lambda: None))
+        recorder.clear()
+        one(inputs(ctx.rank, width=WIDTH))
+        joins = [entry for entry in recorder.entries if entry[:3] == ("wait", "compute", "copy_in")]
+        assert bool(joins) == waits
 
 
 @distributed(world_sizes=(2,))

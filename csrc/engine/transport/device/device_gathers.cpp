@@ -34,6 +34,7 @@ void DeviceGathers::register_group(ParamGroup& group) {
   state.plan = Plan(plan_gather(group.layout(), pack_below_bytes_));
   state.own_rows = CopyProgram(group.layout().shard_to_slot());
   state.pool_event = context_.layer().make_event(group.name() + ".pool");
+  has_views_ = has_views_ || group.views_pool();
 }
 
 void DeviceGathers::set_keeps(bool keeps) {
@@ -47,9 +48,16 @@ void DeviceGathers::write_pool(ParamGroup& group, const CopyProgram& rows, const
 }
 
 void DeviceGathers::begin(ParamGroup& group, bool pools_stand_still) {
-  per_group(group).is_enqueued = false;
+  PerGroup& state = per_group(group);
+  if (group.views_pool()) {
+    // The optimizer writes the pool on the compute lane, where the parameters are read.
+    state.viewed = group.pool();
+    group.gather().write = group.gather().read = static_cast<std::byte*>(state.viewed.data_ptr());
+    return;
+  }
+  state.is_enqueued = false;
   enqueue(group, pools_stand_still);
-  per_group(group).is_enqueued = true;
+  state.is_enqueued = true;
 }
 
 DeviceGathers::Plan& DeviceGathers::plan_of(const ParamGroup& group) {
@@ -183,6 +191,7 @@ void DeviceGathers::call_all_gather(ParamGroup& group, Plan& plan, DeviceBuffer&
 }
 
 void DeviceGathers::finish(ParamGroup& group) {
+  if (per_group(group).viewed.defined()) return;
   context_.layer().wait(Lane::compute, *(*slots_)[group.gather().slot.id].ready);
   close(group);
   per_group(group).is_finished = true;
@@ -191,6 +200,11 @@ void DeviceGathers::finish(ParamGroup& group) {
 void DeviceGathers::release(ParamGroup& group) {
   const int id = group.gather().slot.id;
   PerGroup& state = per_group(group);
+  if (state.viewed.defined()) {
+    group.gather() = GatherSlot();
+    state.viewed.reset();
+    return;
+  }
   if (!std::exchange(state.is_enqueued, true)) {  // after an exception, enqueued work may still use the memory
     for (const Lane lane : {Lane::copy_in, Lane::gather}) context_.join(lane);
   }

@@ -3,6 +3,8 @@
 //   compute   .. use of slot | free ............................ wait ready | use of slot ..
 //   copy_in            wait for the compute lane | cast own rows | copied
 //   gather                              wait copied | all-gathers in one launch, copy-out | ready
+//
+// A single rank that need not cast has no slot: its parameters are views of the shard pool.
 #pragma once
 
 #include <map>
@@ -31,6 +33,7 @@ class DeviceGathers {
   void release(ParamGroup& group);
   void write_pool(ParamGroup& group, const CopyProgram& rows, const void* slot);
   DeviceBuffers& slots() const { return *slots_; }
+  bool has_views() const { return has_views_; }  // whether the compute lane reads pools
 
  private:
   using TensorLists = std::pair<PyRef, PyRef>;  // outputs, inputs
@@ -61,6 +64,7 @@ class DeviceGathers {
     WireFormat coded_as = WireFormat::plain;  // the format of `coded`
     CopyProgram own_rows;                     // for a single rank: its pool -> the slot
     std::unique_ptr<DeviceEvent> pool_event;  // the compute lane has written the pool
+    at::Tensor viewed;                        // the pool, while the parameters are views of it
     bool in_one_piece = false;                // of the running gather
     int staging = -1;                         // likewise, in staging_
     bool is_enqueued = true;                  // completely
@@ -80,6 +84,7 @@ class DeviceGathers {
   HostShards& host_shards_;
   size_t pack_below_bytes_;
   std::unique_ptr<DeviceBuffers> slots_, staging_;
+  bool has_views_ = false;
   std::vector<PerGroup> groups_;
 };
 

@@ -48,10 +48,13 @@ void DeviceTransport::begin_forward(const PyRef& after) {
     context_.follow_compute(Lane::copy_in);
     return;
   }
-  const LaneScope scope(context_.layer(), Lane::copy_in);
-  pybind11::gil_scoped_acquire gil;
-  const PyRef done = PyRef::steal(PyObject_CallMethod(after.get(), "wait", nullptr));
-  if (!done) throw_python_error();
+  {
+    const LaneScope scope(context_.layer(), Lane::copy_in);
+    pybind11::gil_scoped_acquire gil;
+    const PyRef done = PyRef::steal(PyObject_CallMethod(after.get(), "wait", nullptr));
+    if (!done) throw_python_error();
+  }
+  if (gathers_.has_views()) context_.join(Lane::copy_in);
 }
 
 void DeviceTransport::end_forward() {
