@@ -43,6 +43,7 @@ void bind_planned_steps(py::module_& m) {
       .def_readwrite("offloads", &GroupBytes::offloads)
       .def_readwrite("keeps_shards", &GroupBytes::keeps_shards)
       .def_readwrite("rests", &GroupBytes::rests)
+      .def_readwrite("reduce_buffer_bytes", &GroupBytes::reduce_buffer)
       .def_readwrite("reduces_unused", &GroupBytes::reduces_unused);
   py::class_<PlannedRanks>(m, "PlannedRanks")
       .def(py::init([](size_t world, size_t replicas, bool registers_memory, std::optional<size_t> max_reduce_buffers) {

@@ -36,16 +36,18 @@ void bind_device(py::module_& m) {
   py::class_<DeviceTransport, Transport, std::shared_ptr<DeviceTransport>>(m, "DeviceTransport")
       .def(py::init([](const py::object& all_gather, const py::object& all_gather_group,
                        const py::object& reduce_scatter, const py::object& all_to_all, const py::object& allocate,
-                       std::shared_ptr<DeviceLayer> layer, size_t pack_below_bytes) {
+                       std::shared_ptr<DeviceLayer> layer, size_t pack_below_bytes, std::pair<size_t, size_t> pieces) {
              DeviceCollectives collectives{own_unless_none(all_gather), own_unless_none(all_gather_group),
                                            own_unless_none(reduce_scatter), own_unless_none(all_to_all),
                                            own_unless_none(allocate)};
-             return std::make_shared<DeviceTransport>(std::move(collectives), std::move(layer), pack_below_bytes);
+             return std::make_shared<DeviceTransport>(std::move(collectives), std::move(layer), pack_below_bytes,
+                                                      PieceSizes{pieces.first, pieces.second});
            }),
            py::arg("all_gather"), py::arg("all_gather_group"), py::arg("reduce_scatter"), py::arg("all_to_all"),
-           py::arg("allocate"), py::arg("layer"), py::arg("pack_below_bytes"));
+           py::arg("allocate"), py::arg("layer"), py::arg("pack_below_bytes"), py::arg("pieces"));
   m.attr("PACK_BELOW_BYTES") = kPackBelowBytes;
   m.attr("PACK_EVERYTHING") = kPackEverything;
+  m.attr("PIECES") = std::pair(PieceSizes().whole_bytes, PieceSizes().piece_bytes);
   // For memory plans: a rank's part of packed gathers.
   m.def(
       "packed_segment_bytes",
@@ -64,8 +66,12 @@ void bind_device(py::module_& m) {
       },
       py::arg("layout"), py::arg("pack_below_bytes"));
   py::class_<ReductionPlan>(m, "ReductionPlan")
-      .def(py::init(&plan_reduction), py::arg("layout"), py::arg("trains"))
-      .def_readonly("segment_bytes", &ReductionPlan::segment_bytes);
+      .def(py::init([](const Layout& layout, const std::vector<bool>& trains, std::pair<size_t, size_t> pieces) {
+             return plan_reduction(layout, trains, {pieces.first, pieces.second});
+           }),
+           py::arg("layout"), py::arg("trains"), py::arg("pieces"))
+      .def_readonly("segment_bytes", &ReductionPlan::segment_bytes)
+      .def("buffer_bytes", &ReductionPlan::buffer_bytes, py::arg("in_pieces"));
 }
 
 }  // namespace fsdp2x

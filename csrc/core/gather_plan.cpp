@@ -111,10 +111,58 @@ GatherPlan plan_gather_on_cpu(const Layout& layout, size_t pack_below_bytes) {
   return packs_most ? plan_gather(layout, kPackEverything) : plan;
 }
 
-ReductionPlan plan_reduction(const Layout& layout, const std::vector<bool>& trains) {
+size_t ReductionPlan::buffer_bytes(bool in_pieces) const {
+  size_t largest = in_pieces ? 0 : segment_bytes;
+  for (const Piece& piece : pieces) largest = std::max(largest, in_pieces ? piece.size() : 0);
+  return largest * static_cast<size_t>(layout->world());
+}
+
+namespace {
+
+constexpr int64_t kMaxStrided = int64_t{1} << 31;  // elements that kernels pack as one strided piece
+
+bool is_narrow(DType type) { return type == DType::f32 || type == DType::bf16 || type == DType::f16; }
+
+// Returns where a segment may be cut at or before `cut`, but after `from`. 0: nowhere.
+size_t place_of_cut(const Layout& layout, size_t from, size_t cut) {
+  if (cut >= layout.reduce_segment_bytes()) cut = layout.reduce_segment_bytes();  // flags stay together
+  for (const ParamPlace& place : layout.params()) {
+    const ParamShape& shape = place.shape;
+    const size_t begin = place.reduce_segment_offset;
+    const bool is_inside = begin < cut && cut < begin + num_bytes(place.padded_shard_numel, shape.reduce);
+    if (shape.trainable && is_inside && shape.outer > 1) cut = begin;
+  }
+  return cut > from ? cut : 0;
+}
+
+}  // namespace
+
+ReductionPlan plan_reduction(const Layout& layout, const std::vector<bool>& trains, PieceSizes sizes) {
   ReductionPlan plan;
   plan.layout = std::make_shared<const Layout>(layout.training(trains));
   plan.segment_bytes = plan.layout->flagged_segment_bytes();
+  bool can_be_cut = layout.world() > 1;
+  for (const ParamPlace& place : plan.layout->params()) {
+    const ParamShape& shape = place.shape;
+    if (!shape.trainable) continue;
+    plan.gradient_bytes += num_bytes(shape.numel(), shape.compute);
+    const bool is_countable = shape.outer == 1 || shape.dim * shape.inner <= kMaxStrided;
+    can_be_cut = can_be_cut && is_countable && is_narrow(shape.compute) && is_narrow(shape.reduce);
+  }
+  const size_t bytes = plan.segment_bytes * static_cast<size_t>(layout.world());
+  // Gradients stay until the last piece is sent, so they must be narrower than what is reduced.
+  can_be_cut = can_be_cut && bytes > sizes.whole_bytes && plan.gradient_bytes + sizes.piece_bytes <= bytes;
+  size_t begin = 0;
+  if (can_be_cut) {
+    const size_t num_pieces = (bytes + sizes.piece_bytes - 1) / sizes.piece_bytes;
+    const size_t step = align_up((plan.segment_bytes + num_pieces - 1) / num_pieces);
+    for (size_t cut = step; cut < plan.segment_bytes; cut += step) {
+      const size_t end = place_of_cut(*plan.layout, begin, cut);
+      if (end != 0) plan.pieces.push_back({begin, end});
+      if (end != 0) begin = end;
+    }
+  }
+  plan.pieces.push_back({begin, plan.segment_bytes});
   return plan;
 }
 

@@ -57,9 +57,26 @@ GatherPlan plan_gather_on_cpu(const Layout& layout, size_t pack_below_bytes);
 struct ReductionPlan {
   std::shared_ptr<const Layout> layout;  // trains the reduced parameters
   size_t segment_bytes = 0;              // of a rank: Layout::flagged_segment_bytes
+  std::vector<Piece> pieces;             // of a segment, in order: one, or those of a large reduction on a device
+  size_t gradient_bytes = 0;             // of all full gradients, in the compute dtype
+
+  Piece whole() const { return {0, segment_bytes}; }
+  // Returns the bytes of all ranks' segments, or of their largest piece.
+  size_t buffer_bytes(bool in_pieces) const;
 };
 
-// Plans the reduction of the parameters of `layout` that `trains` marks.
-ReductionPlan plan_reduction(const Layout& layout, const std::vector<bool>& trains);
+// Sizes of a device's reductions, in bytes of all ranks. Larger ones are reduced in pieces, one after the other, so
+// that their buffer stays small next to the gradients. The default is more than a layer of 8 billion parameters needs
+// in fp32, and less than the head of such a model. Its pieces are large enough for the bandwidth of NVLink.
+struct PieceSizes {
+  size_t whole_bytes = size_t{900} << 20;
+  size_t piece_bytes = size_t{256} << 20;
+};
+inline constexpr PieceSizes kOnePiece{std::numeric_limits<size_t>::max(), 0};
+
+// Plans the reduction of the parameters of `layout` that `trains` marks. Pieces cut parameters that are sharded along
+// their first dim. Gradients are kept until the last piece is sent. So nothing is cut unless that needs less memory, as
+// for bf16 gradients that are reduced in fp32, or if kernels do not compute a dtype.
+ReductionPlan plan_reduction(const Layout& layout, const std::vector<bool>& trains, PieceSizes sizes = kOnePiece);
 
 }  // namespace fsdp2x

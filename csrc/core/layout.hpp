@@ -26,6 +26,13 @@ struct RowRange {
   int64_t size() const { return end - begin; }
 };
 
+// A part of every rank's reduce segment, in bytes.
+struct Piece {
+  size_t begin = 0;
+  size_t end = 0;
+  size_t size() const { return end - begin; }
+};
+
 // Returns the rows of `rank` if `dim` rows are split as by torch.chunk: ceil(dim / world) rows each, while the last
 // ranks have fewer or none.
 RowRange shard_rows(int64_t dim, int world, int rank);

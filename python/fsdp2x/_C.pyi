@@ -126,6 +126,7 @@ class GroupBytes:
     offloads: bool
     keeps_shards: bool
     rests: bool
+    reduce_buffer_bytes: int
     reduces_unused: bool
 
 class PlannedRanks:
@@ -269,18 +270,21 @@ class DeviceTransport(Transport):
         allocate: Any,
         layer: DeviceLayer,
         pack_below_bytes: int,
+        pieces: tuple[int, int],
     ) -> None: ...
 
 PACK_BELOW_BYTES: int
 PACK_EVERYTHING: int
+PIECES: tuple
 
 def packed_segment_bytes(layout: Layout, pack_below_bytes: int, on_cpu: bool = False) -> int: ...
 def direct_chunk_bytes(layout: Layout, pack_below_bytes: int) -> list[int]: ...
 
 class ReductionPlan:
-    def __init__(self, layout: Layout, trains: Sequence[bool]) -> None: ...
+    def __init__(self, layout: Layout, trains: Sequence[bool], pieces: tuple[int, int]) -> None: ...
     @property
     def segment_bytes(self) -> int: ...
+    def buffer_bytes(self, in_pieces: bool) -> int: ...
 
 class Offload:
     nothing: ClassVar[Offload]

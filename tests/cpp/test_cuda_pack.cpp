@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/error.hpp"
+#include "core/gather_plan.hpp"
 #include "executor.hpp"
 #include "kernels/cpu/kernels.hpp"
 #include "virtual_ranks.hpp"
@@ -125,6 +126,46 @@ TEST_P(PackWorld, GradientsArePacked) {
       }
     }
   }
+}
+
+TEST_P(PackWorld, PiecesArePackedAsPartsOfTheWhole) {
+  std::mt19937_64 random(4);
+  size_t num_pieces = 0;
+  for (const Unit& unit : units()) {
+    const std::vector<bool> trains(unit.layouts[0].params().size(), true);
+    const ReductionPlan plan = plan_reduction(unit.layouts[0], trains, {0, 300 * static_cast<size_t>(world())});
+    num_pieces += plan.pieces.size();
+    std::vector<Region> gradients;
+    std::vector<DType> types;
+    PackTable table;
+    for (const ParamPlace& place : plan.layout->params()) {
+      const size_t p = types.size();
+      types.push_back(place.shape.compute);
+      gradients.emplace_back(random_bytes(types.back(), place.shape.numel(), random), 0);
+      table.base[p] = random() % 4 == 0 ? nullptr : gradients.back().data();
+      table.flag[p] = random() % 2 == 0;
+    }
+    const auto packed = [&](const Piece& piece) {
+      const Region out(piece.size() * static_cast<size_t>(world()));
+      for (const PackPlan& part : plan_pack(*plan.layout, types, plan.segment_bytes, piece)) {
+        kernels().pack_gradients(Uploaded(part).list(), table, out.data(), nullptr);
+      }
+      return out.read();
+    };
+    const Bytes whole = packed(plan.whole());
+    size_t begin = 0;
+    for (const Piece& piece : plan.pieces) {
+      EXPECT_EQ(piece.begin, begin);
+      begin = piece.end;
+      const Bytes part = packed(piece);
+      for (size_t rank = 0; rank < static_cast<size_t>(world()); ++rank) {
+        const auto expected = std::span(whole).subspan(rank * plan.segment_bytes + piece.begin, piece.size());
+        EXPECT_TRUE(std::ranges::equal(std::span(part).subspan(rank * piece.size(), piece.size()), expected));
+      }
+    }
+    EXPECT_EQ(begin, plan.segment_bytes);
+  }
+  EXPECT_EQ(num_pieces > units().size(), world() > 1);
 }
 
 struct PackCase {

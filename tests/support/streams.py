@@ -20,6 +20,7 @@ from torch.nn.modules import module as torch_module
 
 from fsdp2x import FSDPModule
 from fsdp2x.base import agreement
+from fsdp2x.base.native import _C
 from fsdp2x.lifecycle import api, comms, transport_choice
 from fsdp2x.optim.adamw import AdamW
 from fsdp2x.optim.host_moments import HostMoments
@@ -35,11 +36,17 @@ KINDS = ("read", "write")
 BLOCK = 16
 
 
-def install(pack_below_bytes: int = 0, grouped: bool = True, with_kernels: bool = True):
+def install(
+    pack_below_bytes: int = 0,
+    grouped: bool = True,
+    with_kernels: bool = True,
+    pieces: tuple[int, int] = _C.PIECES,
+):
     """Device transports over gloo until the test body ends; returns the recorder of all of them.
 
     Parameters of less than `pack_below_bytes` are gathered packed, all of them without `grouped`. Plans run through the
-    reference kernels, or through what stands in for these where the extension was built without nvcc.
+    reference kernels, or through what stands in for these where the extension was built without nvcc. Reductions of
+    more than `pieces[0]` bytes are cut into pieces of at most `pieces[1]`.
     """
     if isinstance(transport.layer_maker, mock.Mock):
         return transport.layer_maker.return_value()
@@ -50,6 +57,7 @@ def install(pack_below_bytes: int = 0, grouped: bool = True, with_kernels: bool 
     mock.patch.object(api, "check_transport", lambda name: check(as_group.get(name, name))).start()
     pack_below = pack_below_bytes if grouped else None
     mock.patch.object(transport, "pack_below_bytes", lambda gathers, world: pack_below).start()
+    mock.patch.object(transport, "pieces", lambda: pieces).start()
     # After a failure, ranks that have used a device cannot use their group again. Later tests of these processes do.
     mock.patch.object(agreement, "_agreements", weakref.WeakKeyDictionary()).start()
     _defer_collectives(recorder)

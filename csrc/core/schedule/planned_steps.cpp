@@ -88,8 +88,8 @@ void MemoryEffects::begin_reduce(ScheduledGroup& scheduled, ForwardCounts /*forw
   reductions_.push_back(group.number);
   state.posted_at_end = is_ending_;
   if (state.transport->packs_into_pool(group)) take_pool(group);
-  state.transport->begin_reduce(group);
-  if (std::exchange(state.holds_gradients, false)) whole_.give_back(group.bytes.gradient);  // packed
+  const size_t gradient_bytes = std::exchange(state.holds_gradients, false) ? group.bytes.gradient : 0;
+  if (!state.transport->begin_reduce(group, gradient_bytes)) whole_.give_back(gradient_bytes);  // packed
   if (group.bytes.reduces_in_place) take_pool(group);
   state.transport->take_rows(group);
 }

@@ -94,14 +94,18 @@ bool GroupTransportMemory::needs_room(const PlannedGroup& group, bool /*for_grad
   return held_[group.number].packed == 0;
 }
 
-void GroupTransportMemory::begin_reduce(const PlannedGroup& group) {
+bool GroupTransportMemory::begin_reduce(const PlannedGroup& group, size_t) {
   open(group, /*syncs=*/true);
-  if (world_ == 1) return;
+  if (world_ == 1) return false;
   Held& held = held_[group.number];
-  if (group.bytes.coded_reduce == 0) return hold(held.received, group.bytes.received);
+  if (group.bytes.coded_reduce == 0) {
+    hold(held.received, group.bytes.received);
+    return false;
+  }
   hold(held.sent, group.bytes.coded_reduce * world_);
   drop(held.packed);
   hold(held.received, group.bytes.coded_reduce * world_);
+  return false;
 }
 
 void GroupTransportMemory::finish_reduce(const PlannedGroup& group) {
@@ -115,6 +119,7 @@ void GroupTransportMemory::finish_reduce(const PlannedGroup& group) {
 DeviceTransportMemory::DeviceTransportMemory(const PlannedRanks& ranks, MemoryTally& whole)
     : world_(ranks.world),
       replicas_(ranks.replicas),
+      whole_(whole),
       tally_(&whole),
       slots_(ranks.registers_memory, &whole),
       residents_(ranks.registers_memory, nullptr),
@@ -162,10 +167,16 @@ bool DeviceTransportMemory::packs_into_pool(const PlannedGroup& group) const {
   return world_ == 1 && replicas_ == 1 && ends_in_pool(group) && !is_packed;
 }
 
+bool DeviceTransportMemory::packs_pieces(const PlannedGroup& group) {
+  return group.bytes.reduce_buffer < packed_bytes(group) && held_[group.number].packed < 0;
+}
+
 size_t DeviceTransportMemory::allowed_before(const PlannedGroup& group) {
   std::optional<size_t> given_back;
   if (held_[group.number].slot < 0 && !group.bytes.rests) given_back = group.bytes.slot;
-  return queue_.allowed_before(packed_bytes(group), given_back);
+  const bool in_pieces = packs_pieces(group);
+  const size_t bytes = in_pieces ? group.bytes.reduce_buffer + group.bytes.gradient : packed_bytes(group);
+  return queue_.allowed_before(bytes, given_back);
 }
 
 bool DeviceTransportMemory::needs_room(const PlannedGroup& group, bool for_gradient) {
@@ -181,16 +192,21 @@ void DeviceTransportMemory::make_room(const PlannedGroup& group) {
 void DeviceTransportMemory::retire(size_t num) {
   while (queue_.size() > num) {
     ReductionQueue::Reduction oldest = queue_.pop();
+    if (const auto found = gradients_.extract(oldest.number); !found.empty()) whole_.give_back(found.mapped());
     release(pools_.buffers, oldest.buffer);
     for (int& segment : oldest.segments) release(pools_.segments, segment);
   }
 }
 
-void DeviceTransportMemory::begin_reduce(const PlannedGroup& group) {
-  if (packs_into_pool(group)) return;
+bool DeviceTransportMemory::begin_reduce(const PlannedGroup& group, size_t gradient_bytes) {
+  if (packs_into_pool(group)) return false;
+  const bool in_pieces = packs_pieces(group);
   Held& held = held_[group.number];
-  const int buffer = held.packed >= 0 ? std::exchange(held.packed, -1) : acquire(pools_.buffers, packed_bytes(group));
-  held.number = queue_.begin(buffer, pools_.buffers.bytes_of(buffer));
+  const size_t bytes = in_pieces ? group.bytes.reduce_buffer : packed_bytes(group);
+  const int buffer = held.packed >= 0 ? std::exchange(held.packed, -1) : acquire(pools_.buffers, bytes);
+  held.number = queue_.begin(buffer, pools_.buffers.bytes_of(buffer) + (in_pieces ? gradient_bytes : 0));
+  if (in_pieces) gradients_[held.number] = gradient_bytes;
+  return in_pieces;
 }
 
 void DeviceTransportMemory::take_rows(const PlannedGroup& group) {

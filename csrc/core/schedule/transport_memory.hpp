@@ -25,6 +25,7 @@ struct GroupBytes {
   size_t wide_scratch = 0;    // the same without gradient sync, when others are added to them
   size_t gather_segment = 0;  // of a rank, gathered by a process group
   size_t reduce_segment = 0;  // of a rank, reduced by a process group
+  size_t reduce_buffer = 0;   // of all ranks, for what a device reduces at once: all, or a piece
   size_t coded_reduce = 0;    // of a rank, in an all-to-all in a wire format, 0: no wire format
   size_t received = 0;        // of a reduction over a CPU's process group
   size_t staging = 0;         // of all ranks, for parameters that are gathered packed, not in place
@@ -86,7 +87,8 @@ class TransportMemory {
   virtual bool packs_into_pool(const PlannedGroup& /*group*/) const { return false; }
   virtual bool needs_room(const PlannedGroup& group, bool for_gradient) = 0;
   virtual void make_room(const PlannedGroup& /*group*/) {}
-  virtual void begin_reduce(const PlannedGroup& /*group*/) {}
+  // `gradient_bytes`: of autograd's unpacked gradients. Returns whether it keeps these until it is done.
+  virtual bool begin_reduce(const PlannedGroup& /*group*/, size_t /*gradient_bytes*/) { return false; }
   // Takes the memory that the collective writes to, after the gradients are packed and freed.
   virtual void take_rows(const PlannedGroup& /*group*/) {}
   virtual void finish_reduce(const PlannedGroup& group) = 0;
@@ -117,7 +119,10 @@ class SharedTransportMemory final : public TransportMemory {
   void release_gather(const PlannedGroup& group) override;
   void open(const PlannedGroup& group, bool syncs) override;
   bool needs_room(const PlannedGroup& group, bool for_gradient) override;
-  void begin_reduce(const PlannedGroup& group) override { open(group, /*syncs=*/true); }
+  bool begin_reduce(const PlannedGroup& group, size_t) override {
+    open(group, /*syncs=*/true);
+    return false;
+  }
   void finish_reduce(const PlannedGroup& group) override;
   size_t gather_slot_bytes() const override { return slots_.arena_bytes(); }
   size_t peak_gather_bytes() const override { return slots_.peak_owned_bytes(); }
@@ -146,7 +151,7 @@ class GroupTransportMemory final : public TransportMemory {
   void release_gather(const PlannedGroup& group) override;
   void open(const PlannedGroup& group, bool syncs) override;
   bool needs_room(const PlannedGroup& group, bool for_gradient) override;
-  void begin_reduce(const PlannedGroup& group) override;
+  bool begin_reduce(const PlannedGroup& group, size_t gradient_bytes) override;
   void finish_reduce(const PlannedGroup& group) override;
   size_t gather_slot_bytes() const override { return slots_.arena_bytes(); }
   size_t peak_gather_bytes() const override { return slots_.peak_owned_bytes(); }
@@ -184,7 +189,7 @@ class DeviceTransportMemory final : public TransportMemory {
   bool packs_into_pool(const PlannedGroup& group) const override;
   bool needs_room(const PlannedGroup& group, bool for_gradient) override;
   void make_room(const PlannedGroup& group) override;
-  void begin_reduce(const PlannedGroup& group) override;
+  bool begin_reduce(const PlannedGroup& group, size_t gradient_bytes) override;
   void take_rows(const PlannedGroup& group) override;
   void finish_reduce(const PlannedGroup& group) override;
   void begin_download(const PlannedGroup& group) override;
@@ -216,19 +221,23 @@ class DeviceTransportMemory final : public TransportMemory {
     BufferLedger staging, buffers, segments, uploads;
   };
   size_t packed_bytes(const PlannedGroup& group) const { return group.bytes.reduce_segment * world_; }
+  // Returns whether a reduction that begins now packs its pieces one by one.
+  bool packs_pieces(const PlannedGroup& group);
   // Returns how many reductions may run when the gradients of the group are packed for another one.
   size_t allowed_before(const PlannedGroup& group);
   void retire(size_t num);
   bool ends_in_pool(const PlannedGroup& group) const;
 
   size_t world_, replicas_;
+  MemoryTally& whole_;
   MemoryTally tally_;
   BufferLedger slots_, residents_;
   Pools pools_;
   ReductionQueue queue_;
-  std::map<size_t, Held> held_;  // by the number of the group
-  std::set<size_t> summed_;      // groups whose gradients of this step are already in their pool
-  std::vector<size_t> blocks_;   // free blocks of the host
+  std::map<size_t, Held> held_;           // by the number of the group
+  std::map<uint64_t, size_t> gradients_;  // bytes that reductions keep, by their number
+  std::set<size_t> summed_;               // groups whose gradients of this step are already in their pool
+  std::vector<size_t> blocks_;            // free blocks of the host
   size_t landing_bytes_ = 0;
 };
 

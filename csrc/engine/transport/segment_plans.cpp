@@ -38,7 +38,7 @@ SegmentPlan& SegmentPlans::of(const ParamGroup& group) {
   auto found = plans_.find(trainable);
   if (found == plans_.end()) {
     SegmentPlan plan;
-    static_cast<ReductionPlan&>(plan) = plan_reduction(group.layout(), trainable);
+    static_cast<ReductionPlan&>(plan) = plan_reduction(group.layout(), trainable, sizes_);
     const size_t element = dtype_bytes(group.reduce_type());
     // Every rank gets the same flags. The bytes after them are sent too, so they are written as well.
     const auto flags_numel = static_cast<int64_t>((plan.segment_bytes - plan.layout->reduce_segment_bytes()) / element);

@@ -32,10 +32,12 @@ struct SegmentPlan : ReductionPlan {
 
 class SegmentPlans {
  public:
+  explicit SegmentPlans(PieceSizes sizes = kOnePiece) : sizes_(sizes) {}
   // Returns the plan of the parameters that are trainable now.
   SegmentPlan& of(const ParamGroup& group);
 
  private:
+  PieceSizes sizes_;
   std::map<std::vector<bool>, SegmentPlan> plans_;
 };
 

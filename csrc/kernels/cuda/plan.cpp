@@ -93,22 +93,26 @@ void require_entry(int entry) {
               ". Make a plan for every " + std::to_string(kMaxTable) + " gradients.");
 }
 
-PackSegment pack_segment(const Layout& layout, const ParamPlace& place, DType type, size_t segment_bytes) {
+PackSegment pack_segment(const Layout& layout, const ParamPlace& place, DType type, Piece piece) {
   PackSegment segment;
-  segment.rank_bytes = static_cast<int64_t>(segment_bytes);
+  segment.rank_bytes = static_cast<int64_t>(piece.size());
   segment.num_ranks = layout.world();
   segment.src = type;
   segment.dst = place.shape.reduce;
   if (!packs(place, type)) return segment;
   const size_t element_bytes = dtype_bytes(place.shape.reduce);
-  segment.dst_offset = static_cast<int64_t>(place.reduce_segment_offset);
+  // Everything up to the next parameter.
+  const size_t bytes = align_up(static_cast<size_t>(place.padded_shard_numel) * element_bytes);
+  const size_t begin = std::max(piece.begin, place.reduce_segment_offset);
+  const size_t end = std::min(piece.end, place.reduce_segment_offset + bytes);
+  if (begin >= end) return segment;
+  segment.dst_offset = static_cast<int64_t>(begin - piece.begin);
+  segment.first = static_cast<int64_t>((begin - place.reduce_segment_offset) / element_bytes);
   segment.outer = place.shape.outer;
   segment.dim = place.shape.dim;
   segment.inner = place.shape.inner;
   segment.rows = shard_rows(place.shape.dim, layout.world(), 0).size();
-  // Everything up to the next parameter.
-  segment.region_numel =
-      static_cast<int64_t>(align_up(static_cast<size_t>(place.padded_shard_numel) * element_bytes) / element_bytes);
+  segment.region_numel = static_cast<int64_t>((end - begin) / element_bytes);
   return segment;
 }
 
@@ -226,7 +230,9 @@ bool packs(const ParamPlace& place, DType type) {
 
 bool packs_flags(const Layout& layout) { return computes(flag_type_of(layout)); }
 
-std::vector<PackPlan> plan_pack(const Layout& layout, std::span<const DType> grad_types, size_t segment_bytes) {
+std::vector<PackPlan> plan_pack(const Layout& layout, std::span<const DType> grad_types, size_t segment_bytes,
+                                std::optional<Piece> of_segments) {
+  const Piece piece = of_segments.value_or(Piece{0, segment_bytes});
   const size_t num_params = layout.params().size();
   if (grad_types.size() != num_params) {
     throw Error("plan_pack: expected " + std::to_string(num_params) + " gradient types, one per parameter, got " +
@@ -241,15 +247,16 @@ std::vector<PackPlan> plan_pack(const Layout& layout, std::span<const DType> gra
                 std::to_string(layout.reduce_segment_bytes()) + " bytes, with or without " +
                 std::to_string(num_params) + " flags after them");
   }
-  const bool has_flags = num_flags > 0 && packs_flags(layout);
+  const bool has_flags = num_flags > 0 && packs_flags(layout) && piece.end == segment_bytes;
   return in_parts(layout, [&](size_t first, size_t end) {
     std::vector<PackSegment> segments;
     for (size_t param = first; param < end; ++param) {
-      PackSegment segment = pack_segment(layout, layout.params()[param], grad_types[param], segment_bytes);
+      PackSegment segment = pack_segment(layout, layout.params()[param], grad_types[param], piece);
       segment.source = static_cast<int32_t>(param - first);
       if (has_flags) {
         segment.flag_type = flag_type;
-        segment.flag_offset = static_cast<int64_t>(layout.reduce_segment_bytes() + param * dtype_bytes(flag_type));
+        segment.flag_offset =
+            static_cast<int64_t>(layout.reduce_segment_bytes() + param * dtype_bytes(flag_type) - piece.begin);
         segment.flag_numel = param + 1 == num_params ? static_cast<int32_t>(num_flags - param) : 1;
       }
       segments.push_back(segment);

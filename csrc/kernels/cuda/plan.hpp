@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -83,7 +84,8 @@ struct PackSegment {
   int64_t dim = 0;
   int64_t inner = 1;
   int64_t rows = 0;
-  int64_t region_numel = 0;  // of a rank's rows and pad, 0: only the flag
+  int64_t first = 0;         // elements of a rank's rows before `dst_offset` that are left out, only if `outer` is 1
+  int64_t region_numel = 0;  // of a rank's rows and pad from there on, 0: only the flag
   int64_t first_tile = 0;
   int32_t num_ranks = 1;
   int32_t rank_tiles = 1;  // of one rank
@@ -189,8 +191,10 @@ bool packs_flags(const Layout& layout);
 // Plans dense full gradients of `grad_types[parameter]` into the W reduce segments, `segment_bytes` apart. Every byte
 // of the segments is written, except for gradients that `packs` rejects and flags that `packs_flags` rejects. The bytes
 // after layout.reduce_segment_bytes() have room for a flag of each parameter. Returns several plans if there are more
-// than kMaxTable parameters. The table's entry i is then parameter `first + i`.
-std::vector<PackPlan> plan_pack(const Layout& layout, std::span<const DType> grad_types, size_t segment_bytes);
+// than kMaxTable parameters. The table's entry i is then parameter `first + i`. `piece`: only this part of
+// each segment, laid end to end. It begins and ends as in a ReductionPlan.
+std::vector<PackPlan> plan_pack(const Layout& layout, std::span<const DType> grad_types, size_t segment_bytes,
+                                std::optional<Piece> piece = std::nullopt);
 
 // Plans this rank's reduced segment, at the sources' bases, into the gradients. Returns several plans as plan_pack
 // does, without parameters that have an f64 side.

@@ -52,6 +52,7 @@ class GroupFacts:
     scratch_bytes: int
     gather_segment_bytes: int  # a rank's part of what a process group gathers
     reduce_segment_bytes: int  # a rank's part of what a process group reduces, flags included
+    reduce_buffer_bytes: int  # of all ranks, for what a device reduces at once: all of it, or a piece
     replica_segment_bytes: int  # bytes that wait for the all-reduce over the replicas
     row_bytes: int  # this rank's rows in the compute dtype, which it writes at a gather
     packed_bytes: int  # full gradients as they are packed for other ranks
@@ -139,7 +140,8 @@ def _count(
     packs_all = settings.gathers_packed or (settings.reduces_aside and not ranks.has_streams)
     pack_below = _C.PACK_EVERYTHING if below is None or packs_all else below
     exchanges = ranks.gathers == "messages" and not settings.reduces_aside
-    plan = _C.ReductionPlan(layout, trains)
+    plan = _C.ReductionPlan(layout, trains, transport.pieces())
+    is_whole = not ranks.has_streams or settings.reduces_aside or settings.wire_gradients is not None
     reduced_bytes = training.reduce_segment_bytes
     rows_are_pool = ranks.has_streams and training.can_reduce_in_place
     segment_bytes, coded_bytes, wire_bytes = _wire_bytes(layout, training, ranks, settings)
@@ -161,6 +163,7 @@ def _count(
         received_bytes=plan.segment_bytes * (ranks.world if exchanges else 1),
         wire_bytes=wire_bytes,
         reduce_segment_bytes=plan.segment_bytes,
+        reduce_buffer_bytes=plan.buffer_bytes(in_pieces=not is_whole),
         replica_segment_bytes=training.flagged_segment_bytes,
         row_bytes=layout.row_bytes,
         packed_bytes=sum(shape.packed_bytes for shape in trained),

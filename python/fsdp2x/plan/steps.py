@@ -26,9 +26,9 @@ HELD = (
 # Facts of a group that the engine's memory rules read.
 _READ = (
     "shard_pool_bytes", "slot_bytes", "scratch_bytes", "wide_scratch_bytes", "gather_segment_bytes",
-    "reduce_segment_bytes", "coded_reduce_bytes", "received_bytes", "staging_bytes", "gradient_bytes",
-    "gradient_pool_bytes", "reduced_bytes", "landing_bytes", "is_trainable", "reduces_in_place", "offloads",
-    "keeps_shards", "rests", "reduces_unused",
+    "reduce_segment_bytes", "reduce_buffer_bytes", "coded_reduce_bytes", "received_bytes", "staging_bytes",
+    "gradient_bytes", "gradient_pool_bytes", "reduced_bytes", "landing_bytes", "is_trainable", "reduces_in_place",
+    "offloads", "keeps_shards", "rests", "reduces_unused",
 )  # fmt: skip
 
 _KINDS = {

@@ -87,7 +87,13 @@ def device_transport(layer, group: dist.ProcessGroup | None, comm_memory: str | 
         allocate=None if group is None else torch_private.comm_allocator(comm_memory, group, layer.device),
         layer=layer,
         pack_below_bytes=pack_below or 0,
+        pieces=pieces(),
     )
+
+
+def pieces() -> tuple[int, int]:
+    """Returns the bytes, of all ranks, above which a device reduces a unit in pieces, and those of a piece."""
+    return _C.PIECES
 
 
 def _warn_of_one_queue(device: torch.device) -> None:

@@ -383,29 +383,31 @@ void RecordingLayer::copy(const CopyProgram& program, const void* src, void* dst
   defer([this, &program, src, dst] { DeviceLayer::copy(program, src, dst); });
 }
 
-void RecordingLayer::launch_pack(SegmentPlan& plan, const std::vector<PackItem>& items,
+void RecordingLayer::launch_pack(SegmentPlan& plan, const Piece& piece, const std::vector<PackItem>& items,
                                  const std::vector<uint8_t>& flags, const at::Tensor& buffer) {
   std::vector<MemoryRange> reads;
   std::vector<MemoryRange> writes;
+  const auto write = [&](int rank, size_t begin, size_t end) {
+    begin = std::max(begin, piece.begin);
+    end = std::min(end, piece.end);
+    const size_t at = static_cast<size_t>(rank) * piece.size() + begin - piece.begin;
+    if (begin < end) writes.push_back({static_cast<const std::byte*>(buffer.const_data_ptr()) + at, end - begin});
+  };
   for (const PackItem& item : items) {
     const ParamPlace& place = plan.layout->params()[item.param];
     if (item.source != nullptr) reads.push_back({item.source, item.source_bytes});
     for (int rank = 0; rank < plan.layout->world(); ++rank) {
-      const size_t at = static_cast<size_t>(rank) * plan.segment_bytes + place.reduce_segment_offset;
-      writes.push_back({static_cast<const std::byte*>(buffer.const_data_ptr()) + at,
-                        bytes_of(place.shape.reduce, place.padded_shard_numel)});
+      const size_t at = place.reduce_segment_offset;
+      write(rank, at, at + bytes_of(place.shape.reduce, place.padded_shard_numel));
     }
   }
   // Gradients belong to autograd, in the order of this stream. The previous users of their memory were checked when
   // they gave it back. A device would not have given it to another stream.
   note("take", "gradients", {}, reads);
   const size_t flags_at = plan.layout->reduce_segment_bytes();
-  for (int rank = 0; rank < plan.layout->world(); ++rank) {
-    const size_t at = static_cast<size_t>(rank) * plan.segment_bytes + flags_at;
-    writes.push_back({static_cast<const std::byte*>(buffer.const_data_ptr()) + at, plan.segment_bytes - flags_at});
-  }
+  for (int rank = 0; rank < plan.layout->world(); ++rank) write(rank, flags_at, plan.segment_bytes);
   note("pack", "", reads, writes);
-  defer([=, this, &plan, now = as_now(buffer)] { DeviceLayer::launch_pack(plan, items, flags, now); });
+  defer([=, this, &plan, now = as_now(buffer)] { DeviceLayer::launch_pack(plan, piece, items, flags, now); });
 }
 
 void RecordingLayer::write_rows(SegmentPlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,

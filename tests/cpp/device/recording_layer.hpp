@@ -49,8 +49,8 @@ class RecordingLayer final : public DeviceLayer {
   void hold(const at::Tensor& memory) override;
   at::Tensor host_memory(at::ScalarType type, size_t numel) override;
   void copy(const CopyProgram& program, const void* src, void* dst) override;
-  void launch_pack(SegmentPlan& plan, const std::vector<PackItem>& items, const std::vector<uint8_t>& flags,
-                   const at::Tensor& buffer) override;
+  void launch_pack(SegmentPlan& plan, const Piece& piece, const std::vector<PackItem>& items,
+                   const std::vector<uint8_t>& flags, const at::Tensor& buffer) override;
   void write_rows(SegmentPlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,
                   double divisor) override;
   void write_host_rows(const Layout& layout, const at::Tensor& rows, const GradientTargets& targets,

@@ -553,3 +553,43 @@ def test_the_hook_has_a_stream(ctx):
     with mock.patch.object(torch.accelerator, "current_stream", lambda device: Stream("reduce")):
         step(model, ctx)
     assert seen == ["theirs waits for reduce", "begin", "hook", "end", "reduce waits for theirs"]
+
+
+# ---- large reductions, in pieces
+
+
+def steps_of(ctx, recorder, policy: str, **options) -> tuple[list[torch.Tensor], list[tuple]]:
+    """Gradients and weights of two steps, the second one of two backwards, and their record."""
+    torch.manual_seed(ctx.rank)
+    model = sharded(ctx, mp_policy=POLICIES[policy], **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    recorder.clear()
+    found = []
+    for number, num_backwards in enumerate((1, 2)):
+        for _ in range(num_backwards):
+            loss_of(model, ctx.rank, number).backward()
+        found += [param.grad.to_local().clone() for param in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *(param.to_local() for param in model.parameters())], recorder.entries
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("piece_bytes", [256, 900])
+def test_reductions_in_pieces(ctx, piece_bytes):
+    """Bits as without pieces. Each piece is packed on the lane of its collective, and gradients live until the end."""
+    only_fsdp2x(ctx)
+    recorder = streams.install(pieces=(600, piece_bytes))
+    found, entries = steps_of(ctx, recorder, "bf16")
+    with mock.patch.object(transport, "pieces", lambda: (1 << 40, 0)):
+        expected, _ = steps_of(ctx, recorder, "bf16")
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    assert races(entries) == []
+    packs = [entry for entry in entries if entry[0] == "pack" and entry[1] == "reduce"]
+    scatters = [entry for entry in entries if entry[0].startswith("reduce_scatter")]
+    assert len(packs) > 8 and len(scatters) >= len(packs)
+    assert max(size for entry in scatters for _, size in entry[3]) <= piece_bytes + 2 * 64 * 2
+    # Only these waits keep autograd's gradients in place: the others order the same lanes a little later.
+    late = {("compute", "reduce buffer"): "gradients are freed while they are packed"}
+    streams.every_wait_is_needed(entries, late | {("reduce", "compute"): "gradients are packed before they are there"})

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import streams
 import trees
 from drawn import explore
+from fsdp2x.base.native import _C
 from fsdp2x.lifecycle.contexts import BEFORE_LAST
 from memory import LEDGER
 from reference import TRANSPORTS, only_fsdp2x
@@ -27,6 +28,7 @@ def cases(draw: st.DrawFn, world: int, depth: int = 2) -> Case:
     options = {
         "pack_below_bytes": draw(st.sampled_from([0, 64, 3000])),
         "grouped": draw(st.booleans()),
+        "pieces": draw(st.sampled_from([_C.PIECES, (600, 300)])),
         "before_last": draw(st.sampled_from(BEFORE_LAST)),
         "optimizer": draw(st.booleans()),
     }
@@ -52,7 +54,7 @@ def check(ctx, case: Case) -> None:
     only_fsdp2x(ctx)
     for transport in (*TRANSPORTS, "streams"):
         if transport == "streams":
-            streams.install(case.options["pack_below_bytes"], case.options["grouped"])
+            streams.install(case.options["pack_below_bytes"], case.options["grouped"], pieces=case.options["pieces"])
         model = trees.build(case)
         for modules, reshard in trees.units_of(case, model):
             target = modules[0] if len(modules) == 1 else modules

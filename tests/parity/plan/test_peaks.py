@@ -22,11 +22,13 @@ def test_no_step_needs_more_than_stocks(half):
     done = programs.run(SCRIPT, half, timeout=200)
     assert done.returncode == 0, done.stderr[-4000:]
     for one in json.loads(done.stdout.splitlines()[-1]):
-        name, world, _ = one["case"]
+        name, world, policy = one["case"]
         assert one["fsdp2x"] <= one["stock"] + SLACK_BYTES, one
         assert one["resting"] <= SLACK_BYTES, one
         if name == "tied":  # no slot next to autograd's sum of the two gradients
             assert one["fsdp2x"] + 0.9 * one["largest"] < one["stock"], one
+        if name == "like units" and policy == "bf16" and world > 1:  # in pieces, next to narrower gradients
+            assert one["fsdp2x"] + 0.5 * one["largest"] < one["stock"], one
         if world == 1:
             assert one["fsdp2x"] < one["stock"], one
         if name != "tied":  # there autograd adds two gradients up: three of them at once

@@ -84,11 +84,11 @@ void write_flags(const SegmentPlan& plan, const std::vector<uint8_t>& flags, con
 
 }  // namespace
 
-void DeviceLayer::launch_pack(SegmentPlan& plan, const std::vector<PackItem>& items, const std::vector<uint8_t>& flags,
-                              const at::Tensor& buffer) {
+void DeviceLayer::launch_pack(SegmentPlan& plan, const Piece& piece, const std::vector<PackItem>& items,
+                              const std::vector<uint8_t>& flags, const at::Tensor& buffer) {
   if (!runner_ || !PlanRunner::writes_flags(plan)) write_flags(plan, flags, buffer);
   for (const PackItem& item :
-       runner_ ? runner_->launch_pack(plan, items, flags, buffer.data_ptr(), native_stream()) : items) {
+       runner_ ? runner_->launch_pack(plan, piece, items, flags, buffer.data_ptr(), native_stream()) : items) {
     if (item.source == nullptr) {
       zero_behind(plan, item.param, buffer, {0, plan.layout->world()}, 0);
     } else if (item.add) {

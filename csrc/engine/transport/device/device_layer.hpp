@@ -100,10 +100,12 @@ class FSDP2X_VISIBLE DeviceLayer {
   // --- kernels, on the current lane: one launch each if the device has fsdp2x kernels ---
   // Casts into the slot or the staging, and copies out of the staging.
   virtual void copy(const CopyProgram& program, const void* src, void* dst);
-  // Packs full gradients into the W segments of `plan`, laid end to end in `buffer`, and zeros their pads. `flags`, by
-  // parameter: those of the items, and of parameters that are never packed. They follow the rows of every segment.
-  virtual void launch_pack(SegmentPlan& plan, const std::vector<PackItem>& items, const std::vector<uint8_t>& flags,
-                           const at::Tensor& buffer);
+  // Packs full gradients into a piece of the W segments of `plan`, laid end to end in `buffer`, and zeros their pads.
+  // `flags`, by parameter: those of the items, and of parameters that are never packed. They follow the rows of every
+  // segment. Several pieces need fsdp2x kernels.
+  virtual void launch_pack(SegmentPlan& plan, const Piece& piece, const std::vector<PackItem>& items,
+                           const std::vector<uint8_t>& flags, const at::Tensor& buffer);
+  bool has_kernels() const { return runner_ != nullptr; }
   // Writes the rows of a segment to gradients: target (+)= cast(rows / divisor), the quotient rounded to the rows'
   // type.
   virtual void write_rows(SegmentPlan& plan, const std::vector<RowItem>& items, const at::Tensor& segment,

@@ -12,10 +12,12 @@
 
 namespace fsdp2x {
 
-DevicePacking::DevicePacking(DeviceContext& context, ReduceMemory& memory) : context_(context), memory_(memory) {}
+DevicePacking::DevicePacking(DeviceContext& context, ReduceMemory& memory, PieceSizes pieces)
+    : context_(context), memory_(memory), pieces_(context.layer().has_kernels() ? pieces : kOnePiece) {}
 
 void DevicePacking::register_group(const ParamGroup& group) {
   PerGroup& state = groups_.emplace_back();
+  state.plans = SegmentPlans(pieces_);
   state.held.resize(group.params().size());
   state.filled.assign(group.params().size(), 0);
 }
@@ -41,14 +43,23 @@ bool DevicePacking::needs_room(const ParamGroup& group, std::optional<size_t> pa
   const PerGroup& state = per_group(group);
   if (state.buffer) return false;
   if (param && !state.held[*param].defined()) return false;  // held, but not this parameter
-  const SegmentPlan& plan = state.plan != nullptr ? *state.plan : plan_of(group);
-  return memory_.needs_room(group, plan.segment_bytes * static_cast<size_t>(group.layout().world()));
+  return memory_.needs_room(group, held_bytes(group));
 }
 
-void DevicePacking::make_room(const ParamGroup& group) {
+void DevicePacking::make_room(const ParamGroup& group) { memory_.make_room(group, held_bytes(group)); }
+
+size_t DevicePacking::held_bytes(const ParamGroup& group) {
   const PerGroup& state = per_group(group);
   const SegmentPlan& plan = state.plan != nullptr ? *state.plan : plan_of(group);
-  memory_.make_room(group, plan.segment_bytes * static_cast<size_t>(group.layout().world()));
+  const bool in_pieces = packs_pieces(group, plan);
+  return plan.buffer_bytes(in_pieces) + (in_pieces ? plan.gradient_bytes : 0);
+}
+
+bool DevicePacking::packs_pieces(const ParamGroup& group, const SegmentPlan& plan) {
+  const bool is_plain = !group.calls().reduce_scatter && !group.calls().all_reduce_hook && !context_.keeps() &&
+                        group.options().wire_gradients == WireFormat::plain;
+  // A buffer that is already open holds gradients from backwards without gradient sync.
+  return is_plain && plan.pieces.size() > 1 && !per_group(group).buffer;
 }
 
 void DevicePacking::pack_into_segment(ParamGroup& group, size_t i, const at::Tensor& gradient) {
@@ -82,7 +93,13 @@ DevicePacking::Packed DevicePacking::take(ParamGroup& group) {
   PerGroup& state = per_group(group);
   Packed packed;
   packed.plan = state.plan;
-  packed.memory = pack_held(group, /*for_reduction=*/true);
+  if (packs_pieces(group, *state.plan)) {
+    packed.items = take_held(state, /*for_reduction=*/true, packed.gradients);
+    state.buffer = memory_.take_buffer(group, state.plan->buffer_bytes(/*in_pieces=*/true));
+    packed.memory = memory_.buffer(*state.buffer).memory;
+  } else {
+    packed.memory = pack_held(group, /*for_reduction=*/true);
+  }
   packed.buffer = state.buffer;
   packed.filled = state.filled;
   packed.has_gradient = flags_of(group);
@@ -104,7 +121,7 @@ bool DevicePacking::drop(const ParamGroup& group) {
 void DevicePacking::open_buffer(const ParamGroup& group) {
   PerGroup& state = per_group(group);
   if (state.buffer) return;
-  state.buffer = memory_.take_buffer(group, state.plan->segment_bytes * static_cast<size_t>(group.layout().world()));
+  state.buffer = memory_.take_buffer(group, state.plan->buffer_bytes(/*in_pieces=*/false));
   // The user's hook sees the bytes between the rows.
   if (group.calls().all_reduce_hook) memory_.buffer(*state.buffer).memory.zero_();
 }
@@ -130,23 +147,31 @@ at::Tensor DevicePacking::pack_held(ParamGroup& group, bool for_reduction) {
   const at::Tensor pool = for_reduction ? pool_to_pack(group) : at::Tensor();
   if (!pool.defined()) open_buffer(group);
   const at::Tensor target = pool.defined() ? pool : memory_.buffer(*state.buffer).memory;
-  const Layout& layout = *state.plan->layout;
+  std::vector<at::Tensor> gradients;
+  const std::vector<PackItem> items = take_held(state, for_reduction, gradients);
+  if (!items.empty() || for_reduction) {
+    context_.layer().launch_pack(*state.plan, state.plan->whole(), items, flags_of(group), target);
+  }
+  return target;
+}
+
+std::vector<PackItem> DevicePacking::take_held(PerGroup& state, bool for_reduction,
+                                               std::vector<at::Tensor>& gradients) {
   std::vector<PackItem> items;
-  std::vector<at::Tensor> alive;
   for (size_t i = 0; i < state.held.size(); ++i) {
     uint8_t& filled = state.filled[i];
     if (!state.held[i].defined()) {
-      if (for_reduction && !filled && layout.params()[i].shape.trainable) items.push_back({.param = i});
+      const bool is_trainable = state.plan->layout->params()[i].shape.trainable;
+      if (for_reduction && !filled && is_trainable) items.push_back({.param = i});
       continue;
     }
     at::Tensor dense = std::exchange(state.held[i], at::Tensor()).contiguous();
     if (engine_dtype(dense.scalar_type()) == DType::byte) dense = dense.to(at::kFloat);
     items.push_back({i, engine_dtype(dense.scalar_type()), dense.const_data_ptr(), dense.nbytes(), filled != 0});
     filled = 1;
-    alive.push_back(std::move(dense));
+    gradients.push_back(std::move(dense));
   }
-  if (!items.empty() || for_reduction) context_.layer().launch_pack(*state.plan, items, flags_of(group), target);
-  return target;
+  return items;
 }
 
 std::vector<uint8_t> DevicePacking::flags_of(const ParamGroup& group) {

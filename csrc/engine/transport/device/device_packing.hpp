@@ -2,6 +2,9 @@
 //
 // Autograd makes gradients on the compute lane. They are packed and freed there, so the allocator needs no record of
 // other streams. A single rank packs into its gradient pool if no other work on them remains.
+//
+// If the buffer of all segments would be large, gradients are packed piece by piece on the lane of the reduction, which
+// keeps them until the compute lane has waited for it.
 #pragma once
 
 #include <memory>
@@ -16,7 +19,8 @@ namespace fsdp2x {
 
 class DevicePacking {
  public:
-  DevicePacking(DeviceContext& context, ReduceMemory& memory);
+  // `pieces`: sizes from which on a group is reduced in pieces.
+  DevicePacking(DeviceContext& context, ReduceMemory& memory, PieceSizes pieces);
 
   void register_group(const ParamGroup& group);
   // Returns the plan of a reduction of the group that begins now.
@@ -33,7 +37,9 @@ class DevicePacking {
   struct Packed {
     SegmentPlan* plan = nullptr;
     std::optional<BufferId> buffer;     // none: `memory` is the gradient pool
-    at::Tensor memory;                  // W segments, laid end to end
+    at::Tensor memory;                  // W segments, laid end to end, or room for a piece of them
+    std::vector<PackItem> items;        // not packed yet: the reduction packs its pieces
+    std::vector<at::Tensor> gradients;  // of the items
     std::vector<uint8_t> filled;        // by parameter: it has a gradient here
     std::vector<uint8_t> has_gradient;  // likewise, or is reduced as zeros
     bool is_certain = true;             // every trainable parameter has one
@@ -61,10 +67,17 @@ class DevicePacking {
   at::Tensor pool_to_pack(ParamGroup& group);
   // Returns the destination, undefined if there was nothing to pack.
   at::Tensor pack_held(ParamGroup& group, bool for_reduction);
+  // Takes the held gradients. `gradients` keeps them alive.
+  std::vector<PackItem> take_held(PerGroup& state, bool for_reduction, std::vector<at::Tensor>& gradients);
+  // Returns whether a reduction of the group that begins now packs its pieces.
+  bool packs_pieces(const ParamGroup& group, const SegmentPlan& plan);
+  // Returns the bytes that it holds until it is done.
+  size_t held_bytes(const ParamGroup& group);
   std::vector<uint8_t> flags_of(const ParamGroup& group);
 
   DeviceContext& context_;
   ReduceMemory& memory_;
+  PieceSizes pieces_;
   std::vector<PerGroup> groups_;
   size_t num_open_ = 0;
 };

@@ -49,6 +49,7 @@ void DeviceReductions::begin(ParamGroup& group, DevicePacking::Packed packed) {
     return;
   }
   state.unsent = packed.buffer;
+  state.unpacked = std::move(packed.gradients);
   if (!running.is_certain && context_.layer().in_capture()) {
     throw Error("fsdp2x: the backward of unit '" + group.name() +
                 "' is captured into a CUDA graph and gives some parameters no gradient, so the host would have to wait "
@@ -74,11 +75,8 @@ void DeviceReductions::take_memory(ParamGroup& group, const DevicePacking::Packe
   } else {
     agree_on_shards(group, wire == nullptr ? Operation::reduce_scatter : Operation::all_to_all,
                     wire == nullptr ? plan.segment_bytes : wire->bytes(), group.reduce_type(), Counts::now);
-    if (group.reduce_type() == DType::f16) {
-      const double before = group.pre_divisor();
-      if (before != 1.0) layer.divide(input_of(group, packed), before);
-      running.divisor /= before;
-    }
+    if (packed.items.empty()) divide_before(group, input_of(group, packed));
+    running.divisor /= group.pre_divisor();
     running.rows = rows_for(group, running);  // new memory is new in the order of the compute lane
   }
   // A user's collective may allocate and copy freely.
@@ -89,6 +87,10 @@ void DeviceReductions::take_memory(ParamGroup& group, const DevicePacking::Packe
   for (const auto segment : {running.segment, running.codes}) {
     if (segment) layer.wait(running.lane, *memory_.segment(*segment).free);
   }
+}
+
+void DeviceReductions::divide_before(const ParamGroup& group, const at::Tensor& input) {
+  if (const double before = group.pre_divisor(); before != 1.0) context_.layer().divide(input, before);
 }
 
 at::Tensor DeviceReductions::input_of(const ParamGroup& group, const DevicePacking::Packed& packed) {
@@ -102,14 +104,27 @@ void DeviceReductions::reduce_over_shards(ParamGroup& group, const DevicePacking
   const LaneScope scope(context_.layer(), running.lane);
   if (running.codes) {
     reduce_coded(group, *per_group(group).wire, running, input_of(group, packed), packed.filled);
+  } else if (packed.items.empty()) {
+    call_reduce_scatter(group, running, packed.plan->whole(), input_of(group, packed));
   } else {
-    call_reduce_scatter(group, running, input_of(group, packed));
+    reduce_pieces(group, packed, running);
+  }
+}
+
+void DeviceReductions::reduce_pieces(ParamGroup& group, const DevicePacking::Packed& packed, const Reduction& running) {
+  for (const Piece& piece : packed.plan->pieces) {
+    const size_t bytes = piece.size() * static_cast<size_t>(group.layout().world());
+    const at::Tensor input = typed(packed.memory, group.reduce_type(), 0, bytes);
+    context_.layer().launch_pack(*packed.plan, piece, packed.items, running.has_gradient, packed.memory);
+    divide_before(group, input);
+    call_reduce_scatter(group, running, piece, input);
   }
 }
 
 void DeviceReductions::end_collective(ParamGroup& group, Reduction& running) {
   PerGroup& state = per_group(group);
-  running.number = memory_.begin(*std::exchange(state.unsent, std::nullopt), running.lane);
+  running.number =
+      memory_.begin(*std::exchange(state.unsent, std::nullopt), running.lane, std::exchange(state.unpacked, {}));
   if (running.codes) {
     state.running.codes.reset();
     memory_.retire_segment(*std::exchange(running.codes, std::nullopt), running.number, running.lane);
@@ -123,9 +138,10 @@ void DeviceReductions::end_collective(ParamGroup& group, Reduction& running) {
   if (!running.is_certain && running.rows.defined()) ask_for_flags(group, running);
 }
 
-void DeviceReductions::call_reduce_scatter(ParamGroup& group, const Reduction& running, const at::Tensor& input) {
+void DeviceReductions::call_reduce_scatter(ParamGroup& group, const Reduction& running, const Piece& piece,
+                                           const at::Tensor& input) {
   const ProfileRange range(group.unit().ranges.reduce_scatter);
-  const at::Tensor output = typed(running.rows, group.reduce_type(), 0, running.plan->segment_bytes);
+  const at::Tensor output = typed(running.rows, group.reduce_type(), piece.begin, piece.size());
   pybind11::gil_scoped_acquire gil;
   const PyRef py_output = PyRef::steal(THPVariable_Wrap(output));
   const PyRef py_input = PyRef::steal(THPVariable_Wrap(input));
@@ -350,6 +366,7 @@ void DeviceReductions::drop(const ParamGroup& group) {
     state.wire->forget_errors(context_);
   }
   if (state.unsent) memory_.give_back_buffer(*std::exchange(state.unsent, std::nullopt));
+  state.unpacked.clear();
   state.running = Reduction();
 }
 

@@ -57,6 +57,7 @@ class DeviceReductions {
   struct PerGroup {
     Reduction running;
     std::optional<BufferId> unsent;    // a buffer that no collective reads yet
+    std::vector<at::Tensor> unpacked;  // gradients that the running reduction packs
     std::optional<SegmentId> partial;  // reduced over the shards, waits for the all-reduce
     std::shared_ptr<const Layout> partial_plan;
     std::unique_ptr<DeviceWireGradients> wire;  // while gradients travel in a wire format
@@ -68,11 +69,15 @@ class DeviceReductions {
   // that follows it.
   void take_memory(ParamGroup& group, const DevicePacking::Packed& packed, Reduction& running);
   void reduce_over_shards(ParamGroup& group, const DevicePacking::Packed& packed, const Reduction& running);
+  // Packs each piece and reduces it, on the lane of the reduction.
+  void reduce_pieces(ParamGroup& group, const DevicePacking::Packed& packed, const Reduction& running);
+  // fp16 is divided before the sum, too.
+  void divide_before(const ParamGroup& group, const at::Tensor& input);
   void end_collective(ParamGroup& group, Reduction& running);
   // Returns the packed gradients in the reduce dtype.
   static at::Tensor input_of(const ParamGroup& group, const DevicePacking::Packed& packed);
   at::Tensor rows_for(ParamGroup& group, Reduction& running);
-  void call_reduce_scatter(ParamGroup& group, const Reduction& running, const at::Tensor& input);
+  void call_reduce_scatter(ParamGroup& group, const Reduction& running, const Piece& piece, const at::Tensor& input);
   // Null: gradients are sent in the reduce dtype.
   DeviceWireGradients* wire_of(ParamGroup& group, const SegmentPlan& plan);
   void reduce_coded(ParamGroup& group, DeviceWireGradients& wire, const Reduction& running, const at::Tensor& packed,

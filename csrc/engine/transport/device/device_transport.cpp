@@ -8,12 +8,12 @@
 namespace fsdp2x {
 
 DeviceTransport::DeviceTransport(DeviceCollectives collectives, std::shared_ptr<DeviceLayer> layer,
-                                 size_t pack_below_bytes)
+                                 size_t pack_below_bytes, PieceSizes pieces)
     : context_(std::move(collectives), std::move(layer)),
       memory_(context_),
       host_shards_(context_),
       gathers_(context_, host_shards_, pack_below_bytes),
-      packing_(context_, memory_),
+      packing_(context_, memory_, pieces),
       reductions_(context_, memory_, host_shards_) {}
 
 DeviceTransport::~DeviceTransport() {

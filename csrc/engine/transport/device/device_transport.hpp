@@ -22,8 +22,9 @@ namespace fsdp2x {
 
 class DeviceTransport final : public Transport {
  public:
-  // Smaller parameters are gathered packed: all of them with kPackEverything.
-  DeviceTransport(DeviceCollectives collectives, std::shared_ptr<DeviceLayer> layer, size_t pack_below_bytes);
+  // Smaller parameters are gathered packed: all of them with kPackEverything. `pieces`: sizes of reductions.
+  DeviceTransport(DeviceCollectives collectives, std::shared_ptr<DeviceLayer> layer, size_t pack_below_bytes,
+                  PieceSizes pieces);
   ~DeviceTransport() override;
 
   const char* name() const override { return "device"; }

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <map>
 #include <optional>
+#include <tuple>
+#include <utility>
 
 #include "engine/memory/device_kernels.hpp"
 #include "engine/memory/uploaded_plan.hpp"
@@ -48,11 +50,11 @@ std::vector<LayerPlan<Segment>> upload(std::vector<cuda::Plan<Segment>> plans, D
 // Combinations of gradient dtypes whose plans are kept. Most models have one, and mixed gradients have few.
 constexpr size_t kMaxPacks = 8;
 
-// The prepared plans of a SegmentPlan: packing for each combination of gradient dtypes, and the rows.
+// The prepared plans of a SegmentPlan: packing for each combination of gradient dtypes and each piece, and the rows.
 struct Prepared {
   // The last dtype of each gradient. A missing gradient keeps it, so that plans do not depend on which gradients exist.
   std::vector<DType> types;
-  std::map<std::vector<DType>, std::vector<LayerPlan<cuda::PackSegment>>> packs;
+  std::map<std::tuple<std::vector<DType>, size_t, size_t>, std::vector<LayerPlan<cuda::PackSegment>>> packs;
   std::vector<LayerPlan<cuda::ReduceSegment>> rows;
 };
 
@@ -111,7 +113,7 @@ const std::vector<Copy>& PlanRunner::copy(const CopyProgram& program, const void
   return prepared.left_over;
 }
 
-std::vector<PackItem> PlanRunner::launch_pack(SegmentPlan& plan, const std::vector<PackItem>& items,
+std::vector<PackItem> PlanRunner::launch_pack(SegmentPlan& plan, const Piece& piece, const std::vector<PackItem>& items,
                                               const std::vector<uint8_t>& flags, void* buffer,
                                               cuda::Stream stream) const {
   const DeviceScope scope(layer_.device());
@@ -122,16 +124,17 @@ std::vector<PackItem> PlanRunner::launch_pack(SegmentPlan& plan, const std::vect
     if (item.source != nullptr) types[item.param] = item.type;
     if (!cuda::packs(places[item.param], types[item.param])) left_over.push_back(item);
   }
-  if (!packs.contains(types)) {
-    if (packs.size() >= kMaxPacks) {
+  const std::tuple key(types, piece.begin, piece.end);
+  if (!packs.contains(key)) {
+    if (packs.size() >= kMaxPacks * (plan.pieces.size() + 1)) {
       for (const auto& [known, parts] : packs) {
         for (const auto& part : parts) part.end(layer_);
       }
       packs.clear();
     }
-    packs.emplace(types, upload(cuda::plan_pack(*plan.layout, types, plan.segment_bytes), layer_));
+    packs.emplace(key, upload(cuda::plan_pack(*plan.layout, types, plan.segment_bytes, piece), layer_));
   }
-  for (const auto& part : packs.at(types)) {
+  for (const auto& part : packs.at(key)) {
     cuda::PackTable table;
     const auto first = static_cast<size_t>(part.image.plan.first);
     for (size_t entry = 0; entry < cuda::kMaxTable && first + entry < places.size(); ++entry) {

@@ -22,7 +22,7 @@ class PlanRunner {
   // device, whichever device is current.
   const std::vector<Copy>& copy(const CopyProgram& program, const void* src, void* dst, cuda::Stream stream) const;
   // Flags come with the items, unless they are f64.
-  std::vector<PackItem> launch_pack(SegmentPlan& plan, const std::vector<PackItem>& items,
+  std::vector<PackItem> launch_pack(SegmentPlan& plan, const Piece& piece, const std::vector<PackItem>& items,
                                     const std::vector<uint8_t>& flags, void* buffer, cuda::Stream stream) const;
   static bool writes_flags(const SegmentPlan& plan) { return cuda::packs_flags(*plan.layout); }
   std::vector<RowItem> write_rows(SegmentPlan& plan, const std::vector<RowItem>& items, const void* segment,

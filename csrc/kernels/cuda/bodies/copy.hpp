@@ -236,12 +236,17 @@ struct CopyBody {
   }
 };
 
-// Returns the rows of one rank as a separate segment whose offsets are 0.
+// Returns the rows of one rank as a separate segment whose offsets are 0, without those that the plan leaves out.
 FSDP2X_HOST_DEVICE CopySegment rows_of(const PackSegment& segment, int64_t begin) {
   const int64_t left = segment.dim - begin;
   CopySegment rows;
   rows.piece_numel = rows.dst_stride = (left < segment.rows ? left : segment.rows) * segment.inner;
   rows.numel = segment.outer * rows.piece_numel;
+  if (segment.outer == 1) {
+    rows.numel = rows.numel < segment.first ? 0 : rows.numel - segment.first;
+    if (rows.numel > segment.region_numel) rows.numel = segment.region_numel;
+    rows.piece_numel = rows.dst_stride = rows.numel;
+  }
   rows.src_stride = segment.dim * segment.inner;
   rows.src = segment.src;
   rows.dst = segment.dst;
@@ -289,7 +294,7 @@ struct PackBody {
     const CopySegment rows = rows_of(segment, begin);
     void* out = at(rank_dst, segment.dst_offset);
     if (base == nullptr) return zero_tile(segment, tile, out, 0, thread);
-    const void* src = at(base, begin * segment.inner * (segment.src == DType::f32 ? 4 : 2));
+    const void* src = at(base, (begin * segment.inner + segment.first) * (segment.src == DType::f32 ? 4 : 2));
     const PieceIndex src_index = piece_index(rows, rows.src_stride, tile);
     if (segment.src == segment.dst && !add) {
       move_typed_tile(rows, tile, src, src_index, out, DenseIndex(), thread);
