@@ -27,6 +27,7 @@ import contextlib
 import functools
 import json
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -61,6 +62,7 @@ _LOOK_FOR_DEATHS_S = 1.0
 _ENDED_S = 5.0  # a rank may end while others still exchange what it has
 _GIVE_UP_S = 1.0  # a question whose caller is gone ends earlier
 _PATIENCE_S = 2.0  # a rank that left an earlier pass may come back, and its peers wait for it so long
+_ABORT_S = 30.0  # a rank that has not raised so long after a failure is blocked by its device
 _AGAIN_S = 5.0  # the same after a failure, when all ranks are to begin again
 _VERBS = {"all_gather": "gathers", "reduce_scatter": "reduces", "all_to_all": "reduces", "all_reduce": "all-reduces"}
 _DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -172,6 +174,7 @@ class Agreement:
         self._must_raise = False  # whether this rank's own thread must raise that message
         self._lock = threading.Lock()
         self._watcher: threading.Thread | None = None
+        self._abort_at: float | None = None  # when the watcher aborts the groups, unless this rank has raised
         self._saw_ended: float | None = None  # when this rank first saw that a peer had ended
         self._requests: queue.SimpleQueue | None = None  # of the thread that waits for messages
 
@@ -294,10 +297,44 @@ class Agreement:
                 raise RuntimeError(f"{ended} ended")
 
     def watch(self) -> None:
-        """Answers peers from a thread, because on a device the host does not wait for collectives."""
+        """Answers peers from a thread, because on a device the host does not wait for collectives.
+
+        The host may also be blocked, as in ``loss.item()``, by a collective that a failed peer never posts. So the
+        thread prints the failure, and aborts the groups if this rank has not raised it after ``_ABORT_S``.
+        """
         if self._watcher is None:
             self._watcher = threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True)
             self._watcher.start()
+
+    def _watch(self) -> None:
+        """Looks at the peers once, in the watcher's thread. Raises RuntimeError if the store is gone."""
+        with self._lock:
+            if self._must_raise:
+                aborts = self._abort_at is not None and time.monotonic() > self._abort_at
+            else:
+                aborts = False
+                self._watch_locked()
+        if aborts:
+            self._abort_at = None
+            self._tell(f"{_ABORT_S:.0f} s later, this rank still waits for its device. Aborting its communicators.")
+            for group in (self._users_group(), self.separate_group):
+                if group is not None:
+                    torch_private.abort(group)
+
+    def _watch_locked(self) -> None:
+        if self._failed or self.engine.num_posted == 0:
+            return
+        knows = self._has_left  # why it has left
+        try:
+            self._look_locked()
+        except Diverged as error:
+            self._must_raise = True
+            if not knows:
+                self._abort_at = time.monotonic() + _ABORT_S
+                self._tell(str(error))
+
+    def _tell(self, text: str) -> None:
+        print(f"[rank {self._ranks[self._rank]}] {text}", file=sys.stderr, flush=True)
 
     # --- the protocol ---
 
@@ -581,11 +618,7 @@ class Agreement:
 def _watch(weak: weakref.ref[Agreement]) -> None:
     while (agreement := weak()) is not None and agreement._users_group() is not None:
         try:
-            with agreement._lock:
-                if not agreement._failed and agreement.engine.num_posted > 0:
-                    agreement._look_locked()
-        except Diverged:
-            agreement._must_raise = True
+            agreement._watch()
         except RuntimeError:
             return  # the store is gone
         del agreement

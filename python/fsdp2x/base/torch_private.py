@@ -399,6 +399,11 @@ def is_gloo(group: dist.ProcessGroup) -> bool:
         return False
 
 
+def abort(group: dist.ProcessGroup) -> None:
+    """Ends the collectives of ``group``, which cannot be used again. Does nothing for backends that cannot abort."""
+    group.abort()
+
+
 def group_timeout(group: Any, device: torch.device) -> timedelta:
     """Returns the timeout of a process group's collectives on ``device``, or 30 minutes if its backend has none.
 

@@ -1,11 +1,16 @@
 """The agreement of ranks over a process group: calls that one rank makes alone, and what a steady step costs."""
 
+import contextlib
+import io
+import threading
 import time
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 import fsdp2x
+from fsdp2x.base import agreement as agreements
 from fsdp2x.base import torch_private
 from fsdp2x.base.agreement import Agreement
 from fsdp2x.base.collectives import Diverged
@@ -181,3 +186,41 @@ def test_a_host_that_does_not_wait_is_told(ctx):
     told = everyone(ctx, told)
     assert len(set(told)) == 1, told
     assert "rank 0 does its first" in told[0] and "rank 1 does its third" in told[0], told
+
+
+@distributed(world_sizes=(2,), fresh=True)
+@pytest.mark.parametrize("is_blocked", [True, False])
+def test_a_blocked_host_names_the_failed_peer(ctx, is_blocked):
+    """A thread prints who has failed. It aborts the groups only if the host stays blocked and cannot raise."""
+    only_fsdp2x(ctx)
+    agreement = agreements.make_agreement(dist.group.WORLD, "a test")
+    agreement.watch()
+
+    def post(kind):
+        agreement.engine.agree(kind, f"does its {kind}")
+        agreement.engine.count()
+
+    for kind in ("first", "second", "first", "second"):
+        post(kind)
+    printed, aborted, told = io.StringIO(), threading.Event(), ""
+    with (
+        contextlib.redirect_stderr(printed),
+        mock.patch.object(agreements, "_ABORT_S", 1.0),
+        mock.patch.object(torch_private, "abort", lambda group: aborted.set()),
+    ):
+        if ctx.rank == 1:
+            with pytest.raises(ZeroDivisionError), agreements.reported("evaluation"):
+                raise ZeroDivisionError
+        else:
+            post("first")  # as rank 1 did twice, so this rank asks no other rank
+            end = time.monotonic() + SOON_S
+            while not printed.getvalue() and time.monotonic() < end:
+                time.sleep(0.01)
+            if is_blocked:
+                assert aborted.wait(SOON_S)
+            told = attempt(lambda: post("second"))
+        dist.barrier()
+        time.sleep(2.0)
+    failure = "rank 1 left the evaluation, which raised ZeroDivisionError"
+    assert (failure in told) == (failure in printed.getvalue()) == (ctx.rank == 0)
+    assert aborted.is_set() == ("Aborting" in printed.getvalue()) == (is_blocked and ctx.rank == 0)
