@@ -401,6 +401,8 @@ void bind_group(py::module_& m) {
   bind_call<&GroupCalls::separate_reduce_scatter>(group, "separate_reduce_scatter");
   bind_call<&GroupCalls::separate_all_to_all>(group, "separate_all_to_all");
   bind_call<&GroupCalls::begin_extension_gather>(group, "begin_extension_gather");
+  bind_call<&GroupCalls::prepare_extensions>(group, "prepare_extensions");
+  bind_call<&GroupCalls::extension_gathers>(group, "extension_gathers");
   bind_call<&GroupCalls::finish_extension_gather>(group, "finish_extension_gather");
   bind_call<&GroupCalls::free_extension_gather>(group, "free_extension_gather");
   bind_call<&GroupCalls::explain>(group, "explain");

@@ -352,6 +352,8 @@ class ParamGroup:
     separate_reduce_scatter: Any
     separate_all_to_all: Any
     begin_extension_gather: Any
+    prepare_extensions: Any
+    extension_gathers: Any
     finish_extension_gather: Any
     free_extension_gather: Any
     explain: Any

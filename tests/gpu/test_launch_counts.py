@@ -7,7 +7,7 @@ from one_gpu import measured, needs_kernels
 
 pytestmark = [one_gpu.needs_gpu, pytest.mark.shows("launches")]
 
-# A single rank: weights to the slot in forward and in backward, gradients to the pool.
+# A single rank: gradients to the pool, and before that, weights with a cast to the slot in forward and in backward.
 MOST_KERNELS = 3
 
 

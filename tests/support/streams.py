@@ -134,7 +134,6 @@ def _note_collectives(recorder) -> None:
 
     _after(transport, "_all_gather_now", gather)
     _after(comms, "_gather_copies", gather)
-    _after(comms._ExtensionGathers, "all_gather", gather)
     _after(
         transport, "_all_gather_group", lambda _, outputs, sources: recorder.note_work("all_gather", sources, outputs)
     )
@@ -142,7 +141,33 @@ def _note_collectives(recorder) -> None:
     _after(comms, "_scatter_copies", scatter)
     _after(transport, "_all_to_all_now", lambda _, output, source: recorder.note_work("all_to_all", [source], [output]))
     _after(transport_choice, "_all_reduce", lambda *args: recorder.note_work("all_reduce", [args[2]], [args[2]]))
+    _note_extensions(recorder)
     _after(comms, "_call_hook", lambda *args: recorder.note_work("hook", [args[2]], [args[2]]))
+
+
+def _note_extensions(recorder) -> None:
+    """Notes the memory of all-gather extensions, and what they read and write themselves."""
+
+    def memory_of(gathers, name: str) -> list[torch.Tensor]:
+        tensors = [one for _, param in gathers._extended() for one in getattr(param.extension, name)]
+        return [one for one in tensors if one.untyped_storage().size()]
+
+    def prepared(gathers) -> None:
+        recorder.note_work("take", [], memory_of(gathers, "_sources"))
+        recorder.note_work("pre_all_gather", [], memory_of(gathers, "_sources"))
+
+    original = comms._ExtensionGathers.free
+
+    def free(gathers) -> bool:
+        recorder.note_work("give_back", [], memory_of(gathers, "_outputs"))
+        return original(gathers)
+
+    _after(comms._ExtensionGathers, "prepare", prepared)
+    _after(comms._ExtensionGathers, "byte_pairs",
+           lambda gathers: recorder.note_work("take", [], memory_of(gathers, "_outputs")))  # fmt: skip
+    _after(comms._ExtensionGathers, "finish",
+           lambda gathers: recorder.note_work("post_all_gather", memory_of(gathers, "_outputs"), []))  # fmt: skip
+    mock.patch.object(comms._ExtensionGathers, "free", free).start()
 
 
 def _note_moments(recorder) -> None:

@@ -45,7 +45,9 @@ struct GroupCalls {
   PyRef reduce_memory;            // likewise for reduce_scatter's input and output
   PyRef separate_reduce_scatter;  // the transport's over another process group
   PyRef separate_all_to_all;      // likewise, without streams only
-  PyRef begin_extension_gather;   // (): refreshes aliases, and starts extension gathers unless all_gather does
+  PyRef begin_extension_gather;   // (): refreshes aliases, and starts extension gathers unless the transport does
+  PyRef prepare_extensions;       // (): makes inputs of extension gathers, on the current stream of a device
+  PyRef extension_gathers;        // () -> (outputs, inputs): of their bytes, for the transport to gather
   PyRef finish_extension_gather;  // (): fills their unsharded parameters
   PyRef free_extension_gather;    // ()
   PyRef explain;                  // (exception, failed operation) -> the exception to raise

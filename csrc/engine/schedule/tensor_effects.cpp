@@ -203,6 +203,7 @@ bool TensorEffects::release_gather(ScheduledGroup& group, GatherEnd end) {
   ParamGroup* const smaller = end == GatherEnd::keeps_rows ? of(group).post_forward().get() : nullptr;
   if (smaller != nullptr) smaller->transport().write_pool(*smaller, of(group).rows_to_keep(), source.gather().read);
   if (end != GatherEnd::canceled) of(group).empty(/*keeps_post_forward=*/smaller != nullptr);
+  if (end == GatherEnd::canceled) source.transport().settle_gather(source);
   of(group).free_extensions();
   source.transport().release_gather(source);
   return smaller != nullptr;

@@ -57,6 +57,8 @@ class Transport {
   virtual void begin_gather(ParamGroup& group, bool pools_stand_still) = 0;
   // Waits until all rows are there.
   virtual void finish_gather(ParamGroup& group) = 0;
+  // Lets the memory that a canceled gather's extensions have go: the compute stream then is past its last use.
+  virtual void settle_gather(ParamGroup& /*group*/) {}
   // Ends the group's use of the slot.
   virtual void release_gather(ParamGroup& group) = 0;
   // A unit's parameters are about to be used. The gathers that run ahead have begun, if there are any.

@@ -39,7 +39,8 @@ class _ExtensionGathers:
     """Extensions and aliases of one group. Holds parameters weakly, because the engine must not refer to modules.
 
     Over a process group the extensions' inputs travel with the engine's segment in one collective. With shared memory,
-    or if the engine gathers nothing, they travel in a separate one.
+    or if the engine gathers nothing, they travel in a separate one. On a device, the engine calls ``prepare`` on the
+    stream that casts shards, and gathers ``byte_pairs`` on the gather stream, together with its own.
     """
 
     def __init__(self, group: ShardedParamGroup) -> None:
@@ -52,10 +53,29 @@ class _ExtensionGathers:
             if param.extension is not None:
                 yield index, param
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether the engine gathers the inputs of extensions, on streams of a device."""
+        group = self._group()
+        return group.engine.has_streams and group.ranks.world > 1 and any(self._extended())
+
+    @torch.no_grad()
+    def prepare(self) -> bool:
+        for _, param in self._extended():
+            param.extension.prepare(param.local, param.owners[0][0], self._policy)
+        return True
+
+    @torch.no_grad()
+    def byte_pairs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns the outputs and inputs of the gathers, as bytes."""
+        pairs = [pair for _, param in self._extended() for pair in param.extension.pairs() if pair[1].numel()]
+        outputs, sources = zip(*pairs, strict=True) if pairs else ((), ())
+        return [one.view(torch.uint8) for one in outputs], [one.view(torch.uint8) for one in sources]
+
     def _begin(self, gather: Gather, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for _, param in self._extended():
-            local = param.local
-            pairs += param.extension.begin(local, param.owners[0][0], self._policy)
+            param.extension.prepare(param.local, param.owners[0][0], self._policy)
+            pairs += param.extension.pairs()
         ranks = self._group().ranks
         self._work = gather_packed(gather, ranks.world, ranks.rank, pairs) if pairs else None
 
@@ -63,8 +83,6 @@ class _ExtensionGathers:
     def all_gather(self, gather: Gather, output: torch.Tensor, source: torch.Tensor) -> Any:
         """Gathers the engine's segment together with the extensions' inputs."""
         self._begin(gather, [(output, source)])
-        if self._group().engine.has_streams:
-            self._wait()  # the engine's next kernel reads the output
         return self._work
 
     @torch.no_grad()
@@ -72,7 +90,8 @@ class _ExtensionGathers:
         """Runs before the engine reads its pool."""
         group = self._group()
         group.refresh_aliases()
-        if not (group.transport.is_collective and group.ranks.world > 1 and group.engine.slot_bytes > 0):
+        travel_with_ours = group.transport.is_collective and group.ranks.world > 1 and group.engine.slot_bytes > 0
+        if not travel_with_ours and not self.overlaps:
             self._begin(skips_checks(all_gather, group.ranks.group), [])
         return True
 
@@ -117,10 +136,14 @@ def apply(state: ShardedUnit) -> None:
         engine.gather_memory = _memory_of("all_gather", custom.all_gather) if works_in_theirs else None
         call = _custom_gather if works_in_theirs else _gather_copies
         gather = custom.all_gather and functools.partial(call, custom.all_gather, ranks)
-        if group.extension_gathers is not None:
+        extensions = group.extension_gathers
+        if extensions is not None and not engine.has_streams:
             gather = gather or skips_checks(all_gather, ranks)
-            gather = functools.partial(group.extension_gathers.all_gather, gather)
+            gather = functools.partial(extensions.all_gather, gather)
         engine.all_gather = gather
+        overlaps = extensions is not None and extensions.overlaps
+        engine.prepare_extensions = extensions.prepare if overlaps else None
+        engine.extension_gathers = extensions.byte_pairs if overlaps else None
         reduction = separate = exchange = None  # the transport's own
         if custom.separate_reduction:
             ranks = reduction_group(group.ranks)

@@ -77,7 +77,8 @@ def _group_of_state(state: ShardedUnit, group: ShardedParamGroup, common: dict[s
     wire_weights, wire_gradients = wire_names_of(options)
     settings = GroupSettings(
         offload=group.offload,
-        gathers_packed=comms.all_gather is not None or any(param.extension is not None for param in group.params),
+        gathers_packed=comms.all_gather is not None
+        or (not has_streams(ranks.device) and any(param.extension is not None for param in group.params)),
         reduces_aside=comms.reduce_scatter is not None
         or has_streams(group.ranks.device)
         and (comms.all_reduce_hook is not None or common["registers_memory"]),

@@ -1,7 +1,8 @@
 """Gathers parameters whose local tensor defines ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
 
-This path is slow: it runs in Python for each parameter, and only the collective covers the group. The engine runs
-everything else (hooks, gradients, registration). torch's FSDP2 documentation describes the protocol.
+This path is slow: it runs in Python for each parameter, and only the collective covers the group. On a device it
+overlaps with compute like other gathers. The engine runs everything else (hooks, gradients, registration). torch's
+FSDP2 documentation describes the protocol.
 """
 
 from __future__ import annotations
@@ -55,12 +56,13 @@ class Extension:
         self.parameter: nn.Parameter | None = None  # over the unsharded tensor, made once
         self._module_name = type(module).__name__
         self._inputs: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []  # the inputs, flat
         self._metadata: Any = None
         self._outputs: list[torch.Tensor] = []
         self._inner: list[torch.Tensor] = []
 
-    def begin(self, local: Any, module: nn.Module, mp_policy) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns (output, source) of each all-gather that ``fsdp_pre_all_gather`` requests. Empty at world size 1.
+    def prepare(self, local: Any, module: nn.Module, mp_policy) -> None:
+        """Runs ``fsdp_pre_all_gather``. What it allocates belongs to the current stream until ``finish``.
 
         Raises:
             AssertionError: its signature or the sizes it returned violate the protocol.
@@ -85,12 +87,15 @@ class Extension:
                 f"{self.padded_size} but got {[one.size() for one in inputs]}"
             )
         self._inputs = list(inputs)
+        self._sources = [source.reshape(-1).contiguous() for source in inputs]
+
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns (output, source) of each all-gather that ``fsdp_pre_all_gather`` requests. Empty at world size 1."""
         self._allocate()
         if self.ranks.world > 1:
-            sources = [source.reshape(-1).contiguous() for source in self._inputs]
-            return list(zip(self._outputs, sources, strict=True))
-        for source, output in zip(self._inputs, self._outputs, strict=True):
-            output.copy_(source.reshape(-1))
+            return list(zip(self._outputs, self._sources, strict=True))
+        for source, output in zip(self._sources, self._outputs, strict=True):
+            output.copy_(source)
         return []
 
     def finish(self, local: Any, dtype: torch.dtype) -> torch.Tensor | None:
@@ -111,7 +116,7 @@ class Extension:
                 _allocate(tensor)
             # Pass the object that modules compute with, because extensions also write its other fields (a scale).
             local.fsdp_post_all_gather(outputs, self._metadata, dtype, out=self.parameter)
-        self._inputs, self._metadata = [], None
+        self._inputs, self._sources, self._metadata = [], [], None
         release = getattr(local, "fsdp_should_release_all_gather_outputs_after_post_all_gather", None)
         if release is not None and release():
             for tensor in self._outputs:

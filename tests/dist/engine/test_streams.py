@@ -27,6 +27,7 @@ from reference import (
     train_alike,
 )
 from streams import WIDTH, Experts, races, record_of_steps, results_of_steps, same_bits, step, wide
+from user_collectives import UserGather, UserScatter
 
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),
@@ -287,6 +288,23 @@ def test_reductions_over_a_group_of_their_own(ctx):
     _, entries = trained(ctx, lambda model: model.set_separate_reduce_scatter_group(True))
     assert [len(seen) for seen in groups.values()] == [1, 1] and not set.intersection(*groups.values())
     assert {e[1] for e in entries if e[0].startswith("reduce_scatter")} == {"reduce"}
+
+
+@distributed(world_sizes=(2,))
+def test_custom_collectives_overlap(ctx):
+    """A user's collectives run on the lanes of those that they replace."""
+    only_fsdp2x(ctx)
+    comms = UserGather(), UserScatter()
+
+    def set_up(model) -> None:
+        for module in (model, *model.blocks):
+            module.set_custom_all_gather(comms[0])
+            module.set_custom_reduce_scatter(comms[1])
+
+    _, entries = trained(ctx, set_up)
+    assert all(len(comm.used) > 8 and all(comm.used) for comm in comms)
+    lanes = {name: {entry[1] for entry in entries if entry[0].startswith(name)} for name in ("all_gather", "reduce_")}
+    assert lanes == {"all_gather": {"gather"}, "reduce_": {"reduce"}}
 
 
 @distributed(world_sizes=(2,))

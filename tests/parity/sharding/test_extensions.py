@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+import streams
 from harness import distributed
 from models import inputs
 from reference import both_transports, full, only_fsdp2x, same, shard, shard_stock
@@ -136,3 +137,49 @@ def test_a_scale_beside_the_memory_follows_each_gather(ctx, transport, others, s
         expected = train(ctx, shard_stock(Net(sent), UNITS, reshard_after_forward=reshard))
         sharded = shard(ctx, Net(sent, others), UNITS, transport=transport, reshard_after_forward=reshard)
         same(train(ctx, sharded), expected, f"{reshard=}")
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize("others", [True, False])
+@pytest.mark.parametrize("grouped", [True, False])
+def test_extensions_overlap_on_a_device(ctx, others, grouped):
+    """Bits equal FSDP2's. Inputs, gathers, and what follows them have their own streams, and run ahead of compute."""
+    expected = train(ctx, shard_stock(Net(torch.uint8), UNITS))
+    recorder = streams.install(grouped=grouped)
+    model = shard(ctx, Net(torch.uint8, others), UNITS, transport="streams")
+    same(train(ctx, model), expected)
+    entries = recorder.entries
+    assert streams.races(entries) == []
+    lanes = {"pre_all_gather": "copy_in", "all_gather": "gather", "post_all_gather": "compute"}
+    for operation, lane in lanes.items():
+        assert {entry[1] for entry in entries if entry[0] == operation} == {lane}
+    # The second step gathers ahead: a unit's gather is there before the unit in front of it has ended.
+    order = [entry[:3] for entry in entries if entry[0] in ("pre_all_gather", "all_gather", "use")]
+    begin = [i for i, entry in enumerate(order) if entry[::2] == ("pre_all_gather", "blocks.0")][2]
+    ahead = [entry[2] for entry in order[begin:] if entry[0] == "all_gather"]
+    used = [i for i, entry in enumerate(order) if i > begin and entry[::2] == ("use", "blocks.0")]
+    assert ("all_gather", "gather", "blocks.1") in order[begin : used[1]] and ahead[0] == "blocks.0"
+    # A gather that is canceled lets its memory go after it.
+    recorder.clear()
+    handle = model.blocks[0].unshard(async_op=True)
+    model.blocks[0].reshard()
+    del handle
+    entries = recorder.entries
+    assert streams.races(entries) == []
+    streams.every_wait_is_needed(entries, {("compute", "slot"): "outputs are freed while they are gathered"})
+
+
+@distributed(world_sizes=(2,))
+def test_each_wait_of_an_extension_is_needed(ctx):
+    only_fsdp2x(ctx)
+    recorder = streams.install()
+    model = shard(ctx, Net(torch.uint8), UNITS, transport="streams")
+    train(ctx, model)
+    streams.every_wait_is_needed(
+        recorder.entries,
+        {
+            ("copy_in", "compute"): "inputs are made of shards that an optimizer still writes",
+            ("gather", "slot"): "inputs are sent before they are made",
+            ("compute", "slot"): "outputs are read before they are gathered",
+        },
+    )

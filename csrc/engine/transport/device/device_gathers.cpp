@@ -16,6 +16,19 @@ PyRef bytes_of(const at::Tensor& memory, size_t offset, size_t bytes) {
   return PyRef::steal(THPVariable_Wrap(memory.narrow(0, static_cast<int64_t>(offset), static_cast<int64_t>(bytes))));
 }
 
+void call(const PyRef& function) {
+  const pybind11::gil_scoped_acquire gil;
+  const PyRef done = PyRef::steal(PyObject_CallNoArgs(function.get()));
+  if (!done) throw_python_error();
+}
+
+PyRef joined(const PyRef& list, const PyRef& other) {
+  if (!other) return PyRef::borrow(list.get());
+  PyRef both = PyRef::steal(PySequence_Concat(list.get(), other.get()));
+  if (!both) throw_python_error();
+  return both;
+}
+
 void append(const PyRef& list, const PyRef& item) {
   if (PyList_Append(list.get(), item.get()) != 0) throw_python_error();
 }
@@ -76,12 +89,11 @@ DeviceGathers::Plan& DeviceGathers::plan_of(const ParamGroup& group) {
 
 void DeviceGathers::enqueue(ParamGroup& group, bool pools_stand_still) {
   PerGroup& state = per_group(group);
-  // A user's collective and extensions may allocate and copy freely, so they run in the order of the compute lane.
   state.in_one_piece = static_cast<bool>(group.calls().all_gather);
   state.is_finished = false;
   Plan& gather = plan_of(group);
-  const Lane copy_lane = state.in_one_piece ? Lane::compute : Lane::copy_in;
-  const Lane gather_lane = state.in_one_piece ? Lane::compute : Lane::gather;
+  const bool extends = static_cast<bool>(group.calls().prepare_extensions);
+  const bool refreshes = static_cast<bool>(group.calls().begin_extension_gather);  // on the compute lane
 
   if (!group.gathers_alone()) {
     size_t bytes = gather.segment_bytes;
@@ -105,13 +117,15 @@ void DeviceGathers::enqueue(ParamGroup& group, bool pools_stand_still) {
     state.staging = staging_->acquire(gather.segment_bytes * world, group.name(), &staging_is_new);
     staging = &(*staging_)[state.staging];
   }
-  if (is_new || staging_is_new || uploaded.is_new || !pools_stand_still) context_.follow_compute(copy_lane);
-  context_.layer().wait(copy_lane, *state.pool_event);
-  context_.layer().wait(copy_lane, *slot.free);
-  if (staging != nullptr) context_.layer().wait(copy_lane, *staging->free);
-  if (uploaded.buffer != nullptr) host_shards_.upload(group, uploaded, copy_lane);
+  if (is_new || staging_is_new || uploaded.is_new || refreshes || !pools_stand_still) {
+    context_.follow_compute(Lane::copy_in);
+  }
+  context_.layer().wait(Lane::copy_in, *state.pool_event);
+  context_.layer().wait(Lane::copy_in, *slot.free);
+  if (staging != nullptr) context_.layer().wait(Lane::copy_in, *staging->free);
+  if (uploaded.buffer != nullptr) host_shards_.upload(group, uploaded, Lane::copy_in);
   {
-    const LaneScope scope(context_.layer(), copy_lane);
+    const LaneScope scope(context_.layer(), Lane::copy_in);
     if (group.gathers_alone()) {
       context_.layer().copy(state.own_rows, pool, slot.data());
     } else {
@@ -125,22 +139,25 @@ void DeviceGathers::enqueue(ParamGroup& group, bool pools_stand_still) {
         if (!gather.codes_to_slot.empty()) ++group.counters().wire_encodings;
       }
     }
+    if (extends) call(group.calls().prepare_extensions);
   }
-  context_.layer().record(*slot.ready, copy_lane);
+  context_.layer().record(*slot.ready, Lane::copy_in);
   if (uploaded.buffer != nullptr) {
-    context_.layer().record(*uploaded.buffer->free, copy_lane);
-    if (!pools_stand_still) context_.host_waits_for(copy_lane);  // the user may write to the shards next
+    context_.layer().record(*uploaded.buffer->free, Lane::copy_in);
+    if (!pools_stand_still) context_.host_waits_for(Lane::copy_in);  // the user may write to the shards next
   }
-  if (group.gathers_alone()) return;
-  context_.layer().wait(gather_lane, *slot.ready);
+  if (group.gathers_alone() && !extends) return;
+  const TensorLists extensions = extends ? gathers_of_extensions(group) : TensorLists();
+  if (extends) context_.follow_compute(Lane::gather);  // their outputs were taken just now
+  context_.layer().wait(Lane::gather, *slot.ready);
   {
-    const LaneScope scope(context_.layer(), gather_lane);
-    call_all_gather(group, gather, slot, staging);
+    const LaneScope scope(context_.layer(), Lane::gather);
+    call_all_gather(group, gather, slot, staging, extensions);
     if (staging != nullptr) context_.layer().copy(gather.copy_out, staging->data(), slot.data());
     if (!gather.codes_to_slot.empty()) context_.layer().decode(gather.codes_to_slot, staging->data(), slot.data());
   }
-  context_.layer().record(*slot.ready, gather_lane);
-  if (staging != nullptr) context_.layer().record(*staging->free, gather_lane);
+  context_.layer().record(*slot.ready, Lane::gather);
+  if (staging != nullptr) context_.layer().record(*staging->free, Lane::gather);
 }
 
 void DeviceGathers::close(const ParamGroup& group) {
@@ -165,7 +182,15 @@ DeviceGathers::TensorLists DeviceGathers::make_lists(const ParamGroup& group, co
   return lists;
 }
 
-void DeviceGathers::call_all_gather(ParamGroup& group, Plan& plan, DeviceBuffer& slot, DeviceBuffer* staging) {
+DeviceGathers::TensorLists DeviceGathers::gathers_of_extensions(ParamGroup& group) {
+  const pybind11::gil_scoped_acquire gil;
+  const PyRef pair = PyRef::steal(PyObject_CallNoArgs(group.calls().extension_gathers.get()));
+  if (!pair) throw_python_error();
+  return {PyRef::borrow(PyTuple_GET_ITEM(pair.get(), 0)), PyRef::borrow(PyTuple_GET_ITEM(pair.get(), 1))};
+}
+
+void DeviceGathers::call_all_gather(ParamGroup& group, Plan& plan, DeviceBuffer& slot, DeviceBuffer* staging,
+                                    const TensorLists& extensions) {
   const PerGroup& state = per_group(group);
   pybind11::gil_scoped_acquire gil;
   const std::pair key(group.gather().slot.id, state.staging);
@@ -176,18 +201,22 @@ void DeviceGathers::call_all_gather(ParamGroup& group, Plan& plan, DeviceBuffer&
     plan.lists.emplace(key, make_lists(group, plan, slot, staging));
   }
   const TensorLists& lists = state.in_one_piece ? once : plan.lists.at(key);
-  PyRef done;
-  if (PyList_GET_SIZE(lists.first.get()) == 1) {
-    PyObject* const output = PyList_GET_ITEM(lists.first.get(), 0);
-    PyObject* const input = PyList_GET_ITEM(lists.second.get(), 0);
-    const PyRef& all_gather = group.calls().all_gather ? group.calls().all_gather : context_.collectives().all_gather;
-    done = PyRef::steal(PyObject_CallFunctionObjArgs(all_gather.get(), output, input, nullptr));
-  } else {
-    done = PyRef::steal(PyObject_CallFunctionObjArgs(context_.collectives().all_gather_group.get(), lists.first.get(),
-                                                     lists.second.get(), nullptr));
+  const PyRef outputs = joined(lists.first, extensions.first), inputs = joined(lists.second, extensions.second);
+  const Py_ssize_t num = PyList_GET_SIZE(outputs.get());
+  const PyRef& grouped = context_.collectives().all_gather_group;
+  if (num > 1 && grouped && !state.in_one_piece) {
+    const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(grouped.get(), outputs.get(), inputs.get(), nullptr));
+    if (!done) throw_collective_error(gil, group, group.calls().explain, "all-gather");
+    ++group.counters().python_calls;
+    return;
   }
-  if (!done) throw_collective_error(gil, group, group.calls().explain, "all-gather");
-  ++group.counters().python_calls;
+  const PyRef& all_gather = state.in_one_piece ? group.calls().all_gather : context_.collectives().all_gather;
+  for (Py_ssize_t i = 0; i < num; ++i) {
+    const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(all_gather.get(), PyList_GET_ITEM(outputs.get(), i),
+                                                                 PyList_GET_ITEM(inputs.get(), i), nullptr));
+    if (!done) throw_collective_error(gil, group, group.calls().explain, "all-gather");
+    ++group.counters().python_calls;
+  }
 }
 
 void DeviceGathers::finish(ParamGroup& group) {
@@ -197,24 +226,29 @@ void DeviceGathers::finish(ParamGroup& group) {
   per_group(group).is_finished = true;
 }
 
-void DeviceGathers::release(ParamGroup& group) {
+void DeviceGathers::settle(ParamGroup& group) {
+  PerGroup& state = per_group(group);
+  if (!std::exchange(state.is_enqueued, true)) {  // after an exception, enqueued work may still use the memory
+    for (const Lane lane : {Lane::copy_in, Lane::gather}) context_.join(lane);
+  }
   const int id = group.gather().slot.id;
+  if (id < 0 || std::exchange(state.is_finished, true)) return;
+  // Unused, but its gather may still read the pool that an optimizer writes next.
+  context_.layer().wait(Lane::compute, *(*slots_)[id].ready);
+  close(group);
+}
+
+void DeviceGathers::release(ParamGroup& group) {
   PerGroup& state = per_group(group);
   if (state.viewed.defined()) {
     group.gather() = GatherSlot();
     state.viewed.reset();
     return;
   }
-  if (!std::exchange(state.is_enqueued, true)) {  // after an exception, enqueued work may still use the memory
-    for (const Lane lane : {Lane::copy_in, Lane::gather}) context_.join(lane);
-  }
+  settle(group);
+  const int id = group.gather().slot.id;
   if (id < 0) return close(group);
-  DeviceBuffer& slot = (*slots_)[id];
-  if (!state.is_finished) {  // unused, but its gather may still read the pool that an optimizer writes next
-    context_.layer().wait(Lane::compute, *slot.ready);
-    close(group);
-  }
-  context_.layer().record(*slot.free, Lane::compute);
+  context_.layer().record(*(*slots_)[id].free, Lane::compute);
   group.gather() = GatherSlot();
   if (group.options().keep_unsharded_storage) {
     group.gather().kept.id = id;

@@ -5,6 +5,10 @@
 //   gather                              wait copied | all-gathers in one launch, copy-out | ready
 //
 // A single rank that need not cast has no slot: its parameters are views of the shard pool.
+//
+// Extensions make the inputs of their gathers on the copy-in lane, in memory of that lane. Their outputs are in memory
+// of the compute lane, which finishes them. Before that memory goes, the compute lane has waited for the gather, and
+// the next gather of an extension follows the compute lane.
 #pragma once
 
 #include <map>
@@ -30,6 +34,8 @@ class DeviceGathers {
   void set_keeps(bool keeps);
   void begin(ParamGroup& group, bool pools_stand_still);
   void finish(ParamGroup& group);
+  // See Transport::settle_gather.
+  void settle(ParamGroup& group);
   void release(ParamGroup& group);
   void write_pool(ParamGroup& group, const CopyProgram& rows, const void* slot);
   DeviceBuffers& slots() const { return *slots_; }
@@ -74,7 +80,9 @@ class DeviceGathers {
   // Returns the plan of a gather that begins now.
   Plan& plan_of(const ParamGroup& group);
   void enqueue(ParamGroup& group, bool pools_stand_still);
-  void call_all_gather(ParamGroup& group, Plan& plan, DeviceBuffer& slot, DeviceBuffer* staging);
+  void call_all_gather(ParamGroup& group, Plan& plan, DeviceBuffer& slot, DeviceBuffer* staging,
+                       const TensorLists& extensions);
+  static TensorLists gathers_of_extensions(ParamGroup& group);
   static TensorLists make_lists(const ParamGroup& group, const Plan& plan, const DeviceBuffer& slot,
                                 const DeviceBuffer* staging);
   // Gives back everything of a gather except its slot, after the compute lane has waited for it.

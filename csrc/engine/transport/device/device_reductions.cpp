@@ -79,11 +79,9 @@ void DeviceReductions::take_memory(ParamGroup& group, const DevicePacking::Packe
     running.divisor /= group.pre_divisor();
     running.rows = rows_for(group, running);  // new memory is new in the order of the compute lane
   }
-  // A user's collective may allocate and copy freely.
-  running.lane = group.calls().reduce_scatter ? Lane::compute : Lane::reduce;
   state.running = running;  // if the rest raises, drop() gives back what it has
   if (wire != nullptr) state.running.codes = running.codes = memory_.take_segment(group, 2 * wire->bytes());
-  if (running.lane != Lane::compute) context_.follow_compute(running.lane);
+  context_.follow_compute(running.lane);
   for (const auto segment : {running.segment, running.codes}) {
     if (segment) layer.wait(running.lane, *memory_.segment(*segment).free);
   }

@@ -42,6 +42,10 @@ class DeviceTransport final : public Transport {
     const HomeScope home(context_);
     gathers_.finish(group);
   }
+  void settle_gather(ParamGroup& group) override {
+    const HomeScope home(context_);
+    gathers_.settle(group);
+  }
   void release_gather(ParamGroup& group) override {
     const HomeScope home(context_);
     gathers_.release(group);
