@@ -63,6 +63,7 @@ void DeviceBuffers::drop(int id, bool has_waited) {
   point_storage(*buffer.storage.unsafeGetStorageImpl(), nullptr, layer_->device());
   buffer.memory = at::Tensor();
   layer_->free(std::exchange(buffer.block, at::Tensor()));
+  for (at::Tensor& tenant : std::exchange(buffer.tenants, {})) layer_->free(std::move(tenant));
 }
 
 void DeviceBuffers::drop_idle() {

@@ -30,6 +30,7 @@ struct DeviceBuffer {
   std::optional<c10::Stream> stream;   // the stream in whose order it was taken
   std::unique_ptr<DeviceEvent> ready;  // its contents are complete
   std::unique_ptr<DeviceEvent> free;   // its last user is done. The next writer waits for it
+  std::vector<at::Tensor> tenants;     // other memory that its user reads, which goes back with it
   std::string owner;
 };
 

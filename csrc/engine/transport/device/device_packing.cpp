@@ -94,9 +94,10 @@ DevicePacking::Packed DevicePacking::take(ParamGroup& group) {
   Packed packed;
   packed.plan = state.plan;
   if (packs_pieces(group, *state.plan)) {
-    packed.items = take_held(state, /*for_reduction=*/true, packed.gradients);
     state.buffer = memory_.take_buffer(group, state.plan->buffer_bytes(/*in_pieces=*/true));
-    packed.memory = memory_.buffer(*state.buffer).memory;
+    DeviceBuffer& buffer = memory_.buffer(*state.buffer);
+    packed.items = take_held(state, /*for_reduction=*/true, buffer.tenants);
+    packed.memory = buffer.memory;
   } else {
     packed.memory = pack_held(group, /*for_reduction=*/true);
   }

@@ -38,8 +38,7 @@ class DevicePacking {
     SegmentPlan* plan = nullptr;
     std::optional<BufferId> buffer;     // none: `memory` is the gradient pool
     at::Tensor memory;                  // W segments, laid end to end, or room for a piece of them
-    std::vector<PackItem> items;        // not packed yet: the reduction packs its pieces
-    std::vector<at::Tensor> gradients;  // of the items
+    std::vector<PackItem> items;        // not packed yet: the reduction packs its pieces. The buffer owns them
     std::vector<uint8_t> filled;        // by parameter: it has a gradient here
     std::vector<uint8_t> has_gradient;  // likewise, or is reduced as zeros
     bool is_certain = true;             // every trainable parameter has one

@@ -49,7 +49,6 @@ void DeviceReductions::begin(ParamGroup& group, DevicePacking::Packed packed) {
     return;
   }
   state.unsent = packed.buffer;
-  state.unpacked = std::move(packed.gradients);
   if (!running.is_certain && context_.layer().in_capture()) {
     throw Error("fsdp2x: the backward of unit '" + group.name() +
                 "' is captured into a CUDA graph and gives some parameters no gradient, so the host would have to wait "
@@ -121,8 +120,7 @@ void DeviceReductions::reduce_pieces(ParamGroup& group, const DevicePacking::Pac
 
 void DeviceReductions::end_collective(ParamGroup& group, Reduction& running) {
   PerGroup& state = per_group(group);
-  running.number =
-      memory_.begin(*std::exchange(state.unsent, std::nullopt), running.lane, std::exchange(state.unpacked, {}));
+  running.number = memory_.begin(*std::exchange(state.unsent, std::nullopt), running.lane);
   if (running.codes) {
     state.running.codes.reset();
     memory_.retire_segment(*std::exchange(running.codes, std::nullopt), running.number, running.lane);
@@ -364,7 +362,6 @@ void DeviceReductions::drop(const ParamGroup& group) {
     state.wire->forget_errors(context_);
   }
   if (state.unsent) memory_.give_back_buffer(*std::exchange(state.unsent, std::nullopt));
-  state.unpacked.clear();
   state.running = Reduction();
 }
 

@@ -57,7 +57,6 @@ class DeviceReductions {
   struct PerGroup {
     Reduction running;
     std::optional<BufferId> unsent;    // a buffer that no collective reads yet
-    std::vector<at::Tensor> unpacked;  // gradients that the running reduction packs
     std::optional<SegmentId> partial;  // reduced over the shards, waits for the all-reduce
     std::shared_ptr<const Layout> partial_plan;
     std::unique_ptr<DeviceWireGradients> wire;  // while gradients travel in a wire format

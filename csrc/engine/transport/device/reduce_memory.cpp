@@ -30,13 +30,11 @@ void ReduceMemory::give_back_segment(SegmentId id, Lane lane) {
   segments_->release(static_cast<int>(id));
 }
 
-uint64_t ReduceMemory::begin(BufferId id, Lane lane, std::vector<at::Tensor> gradients) {
+uint64_t ReduceMemory::begin(BufferId id, Lane lane) {
   context_.layer().record(*buffer(id).free, lane);
   size_t bytes = buffers_->ledger().bytes_of(static_cast<int>(id));
-  for (const at::Tensor& gradient : gradients) bytes += gradient.nbytes();
-  const uint64_t number = queue_.begin(static_cast<int>(id), bytes);
-  if (!gradients.empty()) gradients_[number] = std::move(gradients);
-  return number;
+  for (const at::Tensor& tenant : buffer(id).tenants) bytes += tenant.nbytes();
+  return queue_.begin(static_cast<int>(id), bytes);
 }
 
 size_t ReduceMemory::allowed_before(const ParamGroup& group, size_t bytes) const {
@@ -56,10 +54,6 @@ void ReduceMemory::retire(size_t num) {
 }
 
 void ReduceMemory::give_back(const ReductionQueue::Reduction& reduction, bool has_waited) {
-  if (auto gradients = gradients_.extract(reduction.number); !gradients.empty()) {
-    if (!has_waited) context_.layer().wait(Lane::compute, *(*buffers_)[reduction.buffer].free);
-    for (at::Tensor& gradient : gradients.mapped()) context_.layer().free(std::move(gradient));
-  }
   buffers_->release(reduction.buffer, has_waited);
   for (const int id : reduction.segments) segments_->release(id, has_waited);
 }

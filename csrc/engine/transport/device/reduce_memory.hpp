@@ -4,9 +4,7 @@
 // A buffer is given back once the next reduction is enqueued.
 #pragma once
 
-#include <map>
 #include <memory>
-#include <vector>
 
 #include "core/reduction_queue.hpp"
 #include "engine/params/param_group.hpp"
@@ -32,8 +30,8 @@ class ReduceMemory {
   SegmentId take_segment(const ParamGroup& group, size_t bytes, bool* is_new = nullptr);
   void give_back_segment(SegmentId id, Lane lane);
 
-  // Notes that a reduction on `lane` reads the buffer, and gradients that it has packed. Returns its number.
-  uint64_t begin(BufferId buffer, Lane lane, std::vector<at::Tensor> gradients);
+  // Notes that a reduction on `lane` reads the buffer, and its tenants. Returns its number.
+  uint64_t begin(BufferId buffer, Lane lane);
   bool are_on_their_way() const { return queue_.size() > 0; }
   // Returns whether too many reductions are on their way to pack `bytes` of the group's gradients for another one.
   // needs_room_beside() is for the backward that runs next to the last one.
@@ -57,8 +55,7 @@ class ReduceMemory {
 
   DeviceContext& context_;
   std::unique_ptr<DeviceBuffers> buffers_, segments_;
-  std::map<uint64_t, std::vector<at::Tensor>> gradients_;  // by the number of the reduction that reads them
-  mutable ReductionQueue queue_;                           // remembers the largest reduction that it was asked about
+  mutable ReductionQueue queue_;  // remembers the largest reduction that it was asked about
 };
 
 }  // namespace fsdp2x
