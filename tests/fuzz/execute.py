@@ -25,7 +25,7 @@ def run_program(ctx, text: str, sides: tuple[str, ...]) -> tuple[list[str], list
     program = parse(text)
     traces, races = {}, []
     for side in sides:
-        recorder = streams.install() if side == "streams" else None
+        recorder = streams.install(pieces=(512, 256)) if side == "streams" else None
         try:
             traces[side] = _machine(side, program, ctx.rank, ctx.world).run()
         finally:

@@ -26,13 +26,14 @@ _SUM, _AVERAGE = dist.ReduceOp.SUM, dist.ReduceOp.AVG  # enums are slow to look 
 
 def connect(group: ShardedParamGroup) -> None:
     """Gives the engine's group its callables. Called when the group is made and when it moves to another root."""
-    if any(param.extension is not None or param.is_alias for param in group.params):
-        engine, gathers = group.engine, _ExtensionGathers(group)
-        assert engine is not None, "the group is made before it is connected"
-        engine.begin_extension_gather = gathers.begin
-        engine.finish_extension_gather = gathers.finish
-        engine.free_extension_gather = gathers.free
-        group.extension_gathers = gathers
+    if not group.keeps_shards_apart and all(param.extension is None for param in group.params):
+        return
+    engine, gathers = group.engine, _ExtensionGathers(group)
+    assert engine is not None, "the group is made before it is connected"
+    engine.begin_extension_gather = gathers.begin
+    engine.finish_extension_gather = gathers.finish
+    engine.free_extension_gather = gathers.free
+    group.extension_gathers = gathers
 
 
 class _ExtensionGathers:

@@ -117,6 +117,7 @@ class GroupSettings:
     reduces_unused: bool = False
     averages: bool = True  # divides while it sums
     may_rest: bool = True  # none of its shards is in the pool of another group
+    keeps_shards_apart: bool = False  # see ShardedParamGroup
     wire_weights: str | None = None  # by the names of ``set_wire_dtype``; None: no format
     wire_gradients: str | None = None
 
@@ -151,7 +152,7 @@ def _count(
     packed_segment = _C.packed_segment_bytes(layout, pack_below, on_cpu=not ranks.has_streams)
     rests = ranks.transport.shares_memory and ranks.world > 1 and layout.can_rest_in_slot and settings.may_rest
     if ranks.has_streams:
-        rests = layout.pool_is_slot and not offloads
+        rests = layout.pool_is_slot and not settings.keeps_shards_apart and not offloads
     return GroupFacts(
         ranks=ranks,
         shard_pool_bytes=layout.shard_pool_bytes,

@@ -24,7 +24,7 @@ from fsdp2x.sharding.offload import Offload
 from fsdp2x.sharding.param_group import ShardedParamGroup
 from fsdp2x.sharding.shapes import ParamFacts, even_placement, keeps_dtype
 from fsdp2x.sharding.transport import TransportKind, has_streams
-from fsdp2x.sharding.wrap import UnitPlan, float32_ids, plan_units, should_auto_wrap
+from fsdp2x.sharding.wrap import UnitPlan, float32_ids, plan_units, should_auto_wrap, writes_in_forward
 
 # ---- from the units of a sharded model
 
@@ -85,6 +85,7 @@ def _group_of_state(state: ShardedUnit, group: ShardedParamGroup, common: dict[s
         reduces_unused=options.reduce_unused_params,
         averages=not options.force_sum_reduction and options.divide_factor in (None, ranks.world * ranks.replicas),
         may_rest=not any(param.is_alias for param in group.params),
+        keeps_shards_apart=group.keeps_shards_apart,
         wire_weights=wire_weights,
         wire_gradients=wire_gradients,
     )
@@ -199,6 +200,7 @@ def facts_of_plan(
             offload=offload if group is None else Offload(),
             # The gradients of spread experts are divided by another number than that of their ranks.
             averages=group is None,
+            keeps_shards_apart=any(writes_in_forward(module) for one in owned for module, _ in one.owners),
             wire_weights=request.wire_weights,
             wire_gradients=request.wire_gradients,
         )

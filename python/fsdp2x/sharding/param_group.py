@@ -37,6 +37,7 @@ from fsdp2x.sharding.sharded_param import (
 )
 from fsdp2x.sharding.transport import TransportKind, has_streams
 from fsdp2x.sharding.upstream_names import GroupNames
+from fsdp2x.sharding.wrap import writes_in_forward
 
 
 class ShardedParamGroup(GroupNames):
@@ -214,6 +215,17 @@ class ShardedParamGroup(GroupNames):
 
     def _is_replacement(self, current: nn.Parameter, sharded: ShardedParam) -> bool:
         return is_sharded(current) and current is not sharded.param
+
+    @property
+    def keeps_shards_apart(self) -> bool:
+        """Whether gathered parameters are copies of the shards, also where they could be the shards themselves.
+
+        Aliases are copied from another pool. What a forward writes to its weight must end with its reshard, as it does
+        on several ranks.
+        """
+        is_alone = self.ranks.world == 1 and has_streams(self.ranks.device)
+        writes = is_alone and any(writes_in_forward(module) for param in self.params for module, _ in param.owners)
+        return writes or any(param.is_alias for param in self.params)
 
     def refresh_aliases(self) -> None:
         """Copies the rows of parameters that are stored in another group's pool."""

@@ -386,12 +386,16 @@ def _repeated_blocks(tree: _Tree, scope: str, exclude: Sequence[str] = ()) -> li
 # ---- embedding and head
 
 
+def writes_in_forward(module: nn.Module) -> bool:
+    """Returns whether a forward of the module writes to its parameters, as an embedding with ``max_norm`` does."""
+    return getattr(module, "max_norm", None) is not None
+
+
 def only_looks_up(module: nn.Module) -> bool:
     """Returns whether the module only looks rows up, so that its backward reads no parameter."""
     cls = unsharded_class(module)
     scales = cls.__module__.startswith("transformers.") and cls.__name__.endswith("ScaledWordEmbedding")
-    # With max_norm, a forward also writes to the weight.
-    return (cls is nn.Embedding or scales) and getattr(module, "max_norm", None) is None
+    return (cls is nn.Embedding or scales) and not writes_in_forward(module)
 
 
 def _embedding_and_head(tree: _Tree) -> list[UnitPlan]:

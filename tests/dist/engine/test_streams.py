@@ -577,15 +577,19 @@ def test_the_hook_has_a_stream(ctx):
 
 
 def steps_of(ctx, recorder, policy: str, **options) -> tuple[list[torch.Tensor], list[tuple]]:
-    """Gradients and weights of two steps, the second one of two backwards, and their record."""
+    """Gradients and weights of two steps, the second one of two backwards on another stream, and their record."""
     torch.manual_seed(ctx.rank)
     model = sharded(ctx, mp_policy=POLICIES[policy], **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     recorder.clear()
     found = []
     for number, num_backwards in enumerate((1, 2)):
+        recorder.use_stream(number)
+        recorder.wait_stream(0)
         for _ in range(num_backwards):
             loss_of(model, ctx.rank, number).backward()
+        recorder.use_stream(0)
+        recorder.wait_stream(number)
         found += [param.grad.to_local().clone() for param in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/params/param_group.hpp"
 #include "engine/torch/py_ref.hpp"
 #include "engine/transport/device/device_buffers.hpp"
 
@@ -61,6 +62,10 @@ class DeviceContext {
   std::vector<std::unique_ptr<DeviceEvent>> lane_events_;  // per lane, for its work so far
   std::array<bool, kNumLanes> lanes_with_freed_blocks_{};
 };
+
+// Returns whether parameters are views of the pool. Not if Python prepares the pool before each gather, as for aliases,
+// or has asked for a copy because a forward writes to them.
+inline bool reads_pool(const ParamGroup& group) { return group.views_pool() && !group.calls().begin_extension_gather; }
 
 // A call from a user hook that runs on another lane, as gradient hooks do. While it lives, the compute lane is current
 // and ordered after that lane. At the end, the lane continues after the compute lane.

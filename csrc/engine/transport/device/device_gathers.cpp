@@ -47,7 +47,7 @@ void DeviceGathers::register_group(ParamGroup& group) {
   state.plan = Plan(plan_gather(group.layout(), pack_below_bytes_));
   state.own_rows = CopyProgram(group.layout().shard_to_slot());
   state.pool_event = context_.layer().make_event(group.name() + ".pool");
-  has_views_ = has_views_ || group.views_pool();
+  has_views_ = has_views_ || reads_pool(group);
 }
 
 void DeviceGathers::set_keeps(bool keeps) {
@@ -62,7 +62,7 @@ void DeviceGathers::write_pool(ParamGroup& group, const CopyProgram& rows, const
 
 void DeviceGathers::begin(ParamGroup& group, bool pools_stand_still) {
   PerGroup& state = per_group(group);
-  if (group.views_pool()) {
+  if (reads_pool(group)) {
     // The optimizer writes the pool on the compute lane, where the parameters are read.
     state.viewed = group.pool();
     group.gather().write = group.gather().read = static_cast<std::byte*>(state.viewed.data_ptr());

@@ -38,7 +38,7 @@ uint64_t ReduceMemory::begin(BufferId id, Lane lane) {
 }
 
 size_t ReduceMemory::allowed_before(const ParamGroup& group, size_t bytes) const {
-  const bool has_slot = group.gather().slot.id >= 0 || group.views_pool();
+  const bool has_slot = group.gather().slot.id >= 0 || reads_pool(group);
   const bool gave_slot_back = !has_slot && group.options().unshard_in_backward;
   return queue_.allowed_before(bytes, gave_slot_back ? std::optional(group.layout().slot_bytes()) : std::nullopt);
 }
