@@ -96,7 +96,7 @@ def install_streams() -> None:
     """Makes ``transport="streams"`` the device transport until the body ends. Then checks its record for races."""
     import streams
 
-    recorder = streams.install(pieces=(512, 256))
+    recorder = streams.install()
     if not context.at_end:
         context.at_end.append(lambda: _no_races(recorder.entries))
 
