@@ -14,16 +14,12 @@ void bind_agreement(py::module_& m) {
              return std::make_shared<Agreement>(own(ask), own(leave));
            }),
            py::arg("ask"), py::arg("leave"))
-      // A collective of Python: an all-reduce of `bytes` of `dtype`, an all-gather of `bytes` (no dtype), or (no
-      // bytes) an operation with several collectives.
+      // A collective of Python: an all-reduce of `bytes` of `dtype`, or without them another one.
       .def(
           "agree",
           [](Agreement& self, const std::string& kind, const std::string& what, size_t bytes,
              std::optional<at::ScalarType> dtype) {
-            const Operation operation = dtype       ? Operation::all_reduce
-                                        : bytes > 0 ? Operation::all_gather
-                                                    : Operation::other;
-            self.agree_on_other(Gil::of_caller(), kind, what, operation, bytes,
+            self.agree_on_other(Gil::of_caller(), kind, what, dtype ? Operation::all_reduce : Operation::other, bytes,
                                 dtype ? engine_dtype(*dtype) : DType::byte);
           },
           py::arg("kind"), py::arg("what"), py::arg("bytes") = 0, py::arg("dtype") = std::nullopt)

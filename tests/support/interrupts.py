@@ -5,11 +5,13 @@ profile function of this file raises there: when a function of fsdp2x or of the 
 call from there to C, whose result is then lost.
 
 All ranks catch what they get, clear their gradients, and go on. No rank may wait for the timeout, and soon a step must
-have the gradients of the unsharded model on all ranks. Over shared memory, an error may also ask for a restart.
+have the gradients of the unsharded model on all ranks. After an interrupted norm or save, the step ends with another
+one. Over shared memory, an error in other parts may also ask for a restart.
 """
 
 import contextlib
 import inspect
+import math
 import sys
 import time
 import uuid
@@ -28,6 +30,7 @@ from reference import full, shard
 TIMEOUT_S = 30.0
 LIMIT_S = 8.0  # of a step, on a busy machine
 PATIENCE_S = 1.0
+OVER_GROUP = ("clip", "save")  # parts that use the process group also over shared memory
 _PLACES = str(Path(fsdp2x.__file__).parent), str(Path(__file__).parent / "models.py")
 
 
@@ -93,7 +96,7 @@ class Program:
         self.model(inputs(self.ctx.rank, self.number % 3)).square().mean().backward()
 
     def clip(self) -> None:
-        fsdp2x.clip_grad_norm_(self.model.parameters(), 1.0)
+        fsdp2x.clip_grad_norm_(self.model.parameters(), math.inf)
 
     def save(self) -> None:
         """Exchanges what a checkpoint exchanges."""
@@ -108,7 +111,7 @@ class Program:
 
     def begins_at(self, name: str) -> str:
         # Over shared memory, peers wait for a rank that does not begin to clip or save as long as the timeout.
-        return "reported" if self.is_shm and name in ("clip", "save") else ""
+        return "reported" if self.is_shm and name in OVER_GROUP else ""
 
     def count(self, name: str) -> int:
         """Returns the number of places in a part."""
@@ -116,12 +119,13 @@ class Program:
             self.parts[name]()
         return counted.seen
 
-    def attempt(self, name: str, at: int = 0) -> tuple[str, float, str]:
-        """Returns what a part raised, its seconds, and where it was interrupted, if it was."""
-        told, began, interrupt = "", time.monotonic(), Interrupt(at, self.begins_at(name), name == "save")
+    def attempt(self, *names: str, at: int = 0) -> tuple[str, float, str]:
+        """Returns what parts raised, their seconds, and where they were interrupted, if they were."""
+        told, began, interrupt = "", time.monotonic(), Interrupt(at, self.begins_at(names[0]), names[0] == "save")
         try:
             with interrupt if at else contextlib.nullcontext():
-                self.parts[name]()
+                for name in names:
+                    self.parts[name]()
         except (Exception, KeyboardInterrupt) as error:
             told = f"{type(error).__name__}: {error}"
         return told, time.monotonic() - began, interrupt.where
@@ -140,11 +144,12 @@ class Program:
 
     def explore(self, name: str, at: int, victims: set[int]) -> tuple[str, bool]:
         """Returns what is wrong, and whether the model can go on. Collective, the same on every rank."""
-        mine = [self.attempt(name, at if self.ctx.rank in victims else 0)]
+        mine = [self.attempt(name, at=at if self.ctx.rank in victims else 0)]
+        step = ("train", name) if name in OVER_GROUP else ("train",)
         for _ in range(2):
-            mine.append(self.attempt("train"))
+            mine.append(self.attempt(*step))
             while not self.meet():
-                mine.append(self.attempt("train"))
+                mine.append(self.attempt(*step))
             everyone: list = [None] * self.ctx.world
             dist.all_gather_object(everyone, mine)
             told = [[error for error, _, _ in theirs] for theirs in everyone]
@@ -157,7 +162,9 @@ class Program:
                 return self._judge(case), True
             self.model.reset_iter_state()
         # Over shared memory, other orders or errors in a step need a restart. Nothing makes up for an optimizer step.
-        is_final = self.is_shm or all("number of optimizer steps" in errors[-1] for errors in told)
+        is_final = (self.is_shm and name not in OVER_GROUP) or all(
+            "number of optimizer steps" in errors[-1] for errors in told
+        )
         return ("" if is_final and all(errors[-1] for errors in told) else f"no right step: {case}"), False
 
     def _judge(self, case: str) -> str:

@@ -35,6 +35,13 @@ const char* name_of(WireFormat format) {
   return kNames[static_cast<size_t>(format)];
 }
 
+// Returns what a rank does, and what it is.
+std::pair<std::string, std::string> words_of(Operation operation) {
+  if (operation == Operation::all_gather) return {"gathers", "all-gather"};
+  if (operation == Operation::all_reduce) return {"all-reduces", "all-reduce"};
+  return {"reduces", "reduction"};
+}
+
 }  // namespace
 
 void agree_on_shards(const ParamGroup& group, Operation operation, size_t segment_bytes, DType type, Counts counts,
@@ -100,14 +107,7 @@ void Agreement::agree(const Collective& next, const ParamGroup* group) {
     const uint64_t number = order_.num_posted();
     lock.unlock();
     const pybind11::gil_scoped_acquire gil;
-    pybind11::dict description = describe(counted, number);
-    if (group != nullptr) {
-      pybind11::dict trained;
-      for (size_t i = 0; i < group->params().size(); ++i) {
-        trained[pybind11::str(group->params()[i].fqn())] = is_trained(*group, i);
-      }
-      description["trained"] = trained;
-    }
+    const pybind11::dict description = describe(counted, number, group);
     const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(ask_.get(), description.ptr(), nullptr));
     if (!done) throw_python_error();
     must_ask_ = false;
@@ -155,33 +155,41 @@ pybind11::object Agreement::describe_posted(const Gil& /*gil*/, uint64_t number)
     if (number < first || number >= order_.num_posted()) return pybind11::none();
     found = order_.recent()[number - first];
   }
-  return describe(found, number);
+  return describe(found, number, nullptr);
 }
 
-pybind11::dict Agreement::describe(const Collective& collective, uint64_t number) const {
+pybind11::dict Agreement::describe(const Collective& collective, uint64_t number, const ParamGroup* group) const {
   const Subject& subject = subjects_.at(collective.subject);
-  pybind11::dict settings;
-  if (collective.subject >> 63 == 0) {
+  const bool is_unit = collective.subject >> 63 == 0;
+  pybind11::dict facts;  // in the order in which messages choose one
+  if (is_unit) {
+    facts["model"] = subject.label;
     for (size_t i = 0; i < kUnitFlagNames.size(); ++i) {
-      settings[kUnitFlagNames[i]] = (collective.settings.unit.flags >> i & 1) != 0;
+      facts[kUnitFlagNames[i]] = (collective.settings.unit.flags >> i & 1) != 0;
     }
-    settings["gradient_divide_factor"] = collective.settings.unit.divide_factor;
-    settings["wire_dtype of weights"] = name_of(collective.settings.wire_weights);
-    settings["wire_dtype of gradients"] = name_of(collective.settings.wire_gradients);
+    facts["gradient_divide_factor"] = collective.settings.unit.divide_factor;
+    facts["wire_dtype of weights"] = name_of(collective.settings.wire_weights);
+    facts["wire_dtype of gradients"] = name_of(collective.settings.wire_gradients);
+    for (size_t i = 0; group != nullptr && i < group->params().size(); ++i) {
+      facts[pybind11::str("requires_grad of '" + group->params()[i].fqn() + "'")] = is_trained(*group, i);
+    }
+    facts["under a dispatch mode, under a patch of torch.distributed, or with a custom collective"] =
+        !collective.is_in_place && collective.operation != Operation::all_to_all;
+    facts["pass"] = collective.num_passes;
   }
+  facts["bytes"] = collective.segment_bytes;
+  const auto [verb, noun] = words_of(collective.operation);
+  const std::string unit = " unit '" + subject.name + "'";
   pybind11::dict result;
   result["number"] = number;
   result["tag"] = collective.tag();
-  result["subject"] = collective.subject >> 63 == 0 ? collective.subject : 0;
-  result["name"] = subject.name;
-  result["model"] = subject.label;
-  result["operation"] = to_string(collective.operation);
-  result["pass"] = to_string(collective.pass.kind);
   result["num_passes"] = collective.num_passes;
-  result["settings"] = settings;
+  result["action"] = is_unit ? verb + unit + " " + to_string(collective.pass.kind) : subject.name;
+  result["operation"] = is_unit ? noun + (" of" + unit) : subject.name;
+  result["facts"] = facts;
+  result["kind"] = to_string(collective.operation);
   result["segment_bytes"] = collective.segment_bytes;
   result["dtype"] = dtype_name(collective.type);
-  result["averages"] = collective.averages;
   result["is_custom"] = collective.is_custom;
   result["is_separate"] = collective.is_separate;
   result["parts"] = collective.is_in_place ? subject.parts : std::vector<size_t>();

@@ -69,7 +69,8 @@ class Agreement {
   };
   Pass call() const { return {PassKind::outside, nullptr, num_calls_}; }
   void agree(const Collective& next, const ParamGroup* group);
-  pybind11::dict describe(const Collective& collective, uint64_t number) const;
+  // `group`: of a collective that is compared, so the description names its trained parameters. May be null.
+  pybind11::dict describe(const Collective& collective, uint64_t number, const ParamGroup* group) const;
 
   PyRef ask_, leave_;
   mutable std::mutex mutex_;  // guards reads from a Python thread, never held while taking the GIL

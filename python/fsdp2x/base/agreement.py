@@ -4,20 +4,19 @@ The engine (``csrc/engine/transport/agreement.hpp``) calls ``Agreement._ask`` fo
 all ranks did before. The ranks then compare through the group's store, under keys that every rank derives alike:
 
     K          the first rank that asks for the K-th time writes what it is about to post, and the others compare
-    K/count    how many agree; the last one writes K/go, and all post. A rank that waits too long writes it instead,
-               and all raise
+    K/count    how many agree
+    K/end      how the round ends: "" if all ranks agree and post, or the message that all raise
     K/left     the rank whose forward or backward raised, how many collectives it had posted, and why
     K/away     how many ranks have left and have not asked again
     K/alarm    one of the above needs ranks that wait in a collective, so they look
-    failed     the message that every rank raises
-    again/...  after a failure: how many collectives each rank has posted, and how many ranks have left since
+    state/R    after a failure: which collectives rank R has posted
 
 A rank that posts what is expected writes nothing. If its peers ask at that moment, the collectives differ, or a peer
 has come back after its forward raised. The rank answers when it has waited for ``_LOOK_S``. A steady step neither
 writes nor reads the store.
 
-After a failure, the ranks synchronize at their next collective. Each rank repeats the collectives that only its peers
-have posted, with zeros. Then collectives match again.
+A failure ends a generation of keys. The first question of the next one is whether all ranks have come back. Each rank
+then repeats the collectives that only its peers have posted, with zeros. So collectives match again.
 """
 
 from __future__ import annotations
@@ -26,12 +25,13 @@ import _thread
 import contextlib
 import functools
 import json
-import queue
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -60,11 +60,10 @@ _ALARM_S = 0.05  # a rank that asks for longer raises the alarm
 _POLL_S = 0.0003  # the first pause; later ones are a third of the time that this rank has waited
 _LOOK_FOR_DEATHS_S = 1.0
 _ENDED_S = 5.0  # a rank may end while others still exchange what it has
-_GIVE_UP_S = 1.0  # a question whose caller is gone ends earlier
+_GIVE_UP_S = 10.0  # an abandoned question ends earlier, also on a busy machine
 _PATIENCE_S = 2.0  # a rank that left an earlier pass may come back, and its peers wait for it so long
 _ABORT_S = 30.0  # a rank that has not raised so long after a failure is blocked by its device
-_AGAIN_S = 5.0  # the same after a failure, when all ranks are to begin again
-_VERBS = {"all_gather": "gathers", "reduce_scatter": "reduces", "all_to_all": "reduces", "all_reduce": "all-reduces"}
+_AGAIN_S = 5.0  # the same after a failure, when all ranks begin again
 _DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
 _ADVICE = "Every rank must run the same units and calls in the same order, with the same settings."
 
@@ -90,18 +89,44 @@ def make_agreement(group: dist.ProcessGroup, token: str) -> Agreement | None:
     return _agreements[group]
 
 
-def all_reduce_agreed(group: dist.ProcessGroup, values: torch.Tensor, op: Any, what: str) -> None:
+def all_reduce_agreed(group: dist.ProcessGroup, values: torch.Tensor, op: Any, what: str, kind: str = "") -> None:
     """All-reduces ``values`` outside of any unit. ``what`` follows the rank in messages: "clips gradients".
+
+    Ranks compare ``kind``, by default ``what``.
 
     Raises:
         Diverged: another rank does something else.
     """
     agreement = agreement_of(group)
-    if agreement is None or not agreement.has_group(what):
+    if agreement is None:
         dist.all_reduce(values, op=op, group=group)
     else:
-        agreement.engine.agree(what, what, values.nbytes, values.dtype)
+        agreement.engine.agree(kind or what, what, values.nbytes, values.dtype)
         agreement.all_reduce(values, op)
+
+
+def exchange_bytes(group: dist.ProcessGroup, call: str, mine: bytes) -> list[bytes]:
+    """Returns the bytes of all ranks of ``group``. Messages name ``call``, which this rank is in.
+
+    Raises:
+        Diverged: another rank does something else.
+    """
+    rank, device = dist.get_rank(group), torch_private.object_device(group)
+
+    def summed(values: torch.Tensor) -> torch.Tensor:  # each byte is that of one rank, and 0 on the others
+        moved = values.view(torch.uint8).to(device)
+        all_reduce_agreed(group, moved, dist.ReduceOp.SUM, f"is in the {call}", "exchange of objects")
+        return moved.cpu()
+
+    with reported(call), torch_private.unobserved():
+        if (agreement := agreement_of(group)) is not None:
+            agreement.engine.ask_next()
+        lengths = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device="cpu")
+        lengths[rank] = len(mine)
+        sizes = summed(lengths).view(torch.int64).tolist()
+        everything = torch.zeros(sum(sizes), dtype=torch.uint8, device="cpu")
+        everything.split(sizes)[rank].copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+        return [part.numpy().tobytes() for part in summed(everything).split(sizes)]
 
 
 @contextlib.contextmanager
@@ -122,27 +147,22 @@ def reported(call: str, kind: type[BaseException] = BaseException) -> Iterator[N
         raise
 
 
-def undisturbed(function: Callable[..., T], *args: Any) -> T:
-    """Runs ``function`` in another thread, where signal handlers do not raise, and waits.
+def _begin(function: Callable[..., T], *args: Any) -> Future[T]:
+    """Runs ``function`` in another thread, where signal handlers do not raise.
 
     If a handler raises in the caller meanwhile, the function runs on.
     """
-    answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
-    def run() -> None:
+    def run(future: Future[T]) -> None:
         try:
-            answer.put((function(*args), None))
+            future.set_result(function(*args))
         except BaseException as error:
-            answer.put((None, error))
+            future.set_exception(error)
+            del future  # or the error lives with the backward that it ends, until a garbage collection
 
-    _thread.start_new_thread(run, ())
-    result, error = answer.get()
-    if error is not None:
-        try:
-            raise error
-        finally:
-            del error  # or it lives with the backward that it ends, until a garbage collection
-    return result
+    future: Future[T] = Future()
+    _thread.start_new_thread(run, (future,))
+    return future
 
 
 class Agreement:
@@ -161,84 +181,38 @@ class Agreement:
         self._ranks = dist.get_process_group_ranks(group)
         self.timeout = torch_private.group_timeout(group, torch.device("cpu")).total_seconds()
         weak: Any = weakref.ref(self)  # the engine's part does not outlive it
-        self.engine = _C.Agreement(lambda mine: weak()._ask_undisturbed(mine), lambda *left: weak()._leave(*left))
-        # Makes ``group`` from the user's, at the first need.
-        self.make_group: Callable[[dist.ProcessGroup], dist.ProcessGroup] | None = None
-        self._caller_is_gone = threading.Event()  # of the last question
-        self._left_meanwhile: tuple[str, int] | None = None  # arguments of _leave during the running question
+        self.engine = _C.Agreement(lambda mine: weak()._ask(mine), lambda *left: weak()._leave(*left))
+        self._question = _Question()
         self._generation = 0
-        self._stale: list[str] = []  # keys of the last generation
+        self._why = ""  # the message of the failure after which the ranks have not begun again
+        self._stale: list[str] = []  # keys that no rank needs after the next question
         self._num_asked = 0
         self._begin_round()
-        self._failed = ""  # the message, once a failure is known
-        self._must_raise = False  # whether this rank's own thread must raise that message
+        self._must_raise = False  # whether this rank's own thread must raise ``_why``
         self._lock = threading.Lock()
         self._watcher: threading.Thread | None = None
         self._abort_at: float | None = None  # when the watcher aborts the groups, unless this rank has raised
         self._saw_ended: float | None = None  # when this rank first saw that a peer had ended
-        self._requests: queue.SimpleQueue | None = None  # of the thread that waits for messages
 
     def _begin_round(self) -> None:
         """Sets the state of a round of questions. A round ends when all ranks have answered, or after a failure."""
         self._has_answered = False  # to a peer that came back
-        self._has_left = False
+        self._has_left = False  # its caller knows why, so a failure of this round is no news
         self._is_away = False  # whether this rank has left without asking again
-        self._left_again = False  # whether this rank has left after a failure, and has not come to begin again
         self._saw_away: float | None = None  # first time at which a peer was away
 
     # --- calls before a collective, and while it runs ---
 
-    def meet(self, call: str) -> None:
-        """Waits until all ranks are about to exchange objects. Messages name ``call``, which this rank is in.
-
-        Raises:
-            Diverged: a peer does something else.
-        """
-        with reported(call):
-            self.engine.ask_next()
-            self.engine.agree("exchange of objects", f"is in the {call}")
-            self.engine.count()
-
-    def has_group(self, what: str) -> bool:
-        """Returns whether ``group`` may run collectives of ``what``. Collective: makes the group at first."""
-        if self.group is None and self.make_group is not None:
-            self.meet(what)
-            undisturbed(self._make_group)
-        return self.group is not None
-
-    def _make_group(self) -> None:
-        with self._lock:
-            users_group = self._users_group()
-            if self.make_group is not None and users_group is not None:
-                self.group, self.make_group = self.make_group(users_group), None
-
     def all_reduce(self, values: torch.Tensor, op: Any, timeout: timedelta | None = None) -> None:
         """All-reduces ``values``, on which the ranks have agreed."""
-        assert self.group is not None, "checked by the caller"
+        if self.group is None:  # on a device
+            dist.all_reduce(values, op=op, group=self._users_group())
+            self.engine.count()
+            return
         options = dist.AllreduceOptions()
         options.reduceOp, options.asyncOp = op, True
         (work,) = post(self.engine.count, functools.partial(self.group.allreduce, [values], options))
         self.wait(work, timeout)
-
-    def exchange(self, call: str, mine: bytes) -> list[bytes]:
-        """Returns the bytes of all ranks. Messages name ``call``, which this rank is in.
-
-        Raises:
-            Diverged: a peer does something else.
-        """
-        with reported(call), torch_private.unobserved():
-            self.engine.ask_next()
-            sizes = self._gather(call, torch.tensor([len(mine)], device="cpu").view(torch.uint8)).view(torch.int64)
-            padded = torch.frombuffer(bytearray(mine.ljust(int(sizes.max()))), dtype=torch.uint8)
-            rows = self._gather(call, padded).view(len(sizes), -1)
-            return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes.tolist(), strict=True)]
-
-    def _gather(self, call: str, mine: torch.Tensor) -> torch.Tensor:
-        assert self.group is not None, "checked by the caller"
-        self.engine.agree("exchange of objects", f"is in the {call}", mine.nbytes)
-        gathered = mine.new_empty(len(self._ranks) * mine.numel())
-        self.wait(plain_all_gather(self.group, gathered, mine, self.engine.count))
-        return gathered
 
     def wait(self, work: Any, timeout: timedelta | None = None) -> bool:
         """Waits for the work of a collective, and checks the peers meanwhile.
@@ -264,27 +238,17 @@ class Agreement:
         gloo does not end the wait for a message that was on its way when the connection closed. ``looks``: also checks
         the peers. The caller does not hold the lock then.
         """
-        if self._requests is None:
-            self._requests = queue.SimpleQueue()
-            weakref.finalize(self, self._requests.put, None)
-            threading.Thread(target=_wait_for_exchanges, args=(self._requests,), daemon=True).start()
-        answer: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-        self._requests.put((exchange, answer))
-        while True:
-            try:
-                error = answer.get(timeout=_LOOK_S)
-                break
-            except queue.Empty:
-                self._check(looks)
-                if deadline is not None and time.monotonic() > deadline:
-                    raise RuntimeError("the messages of a collective did not arrive in time") from None
-        if error is not None:
-            raise error
+        waiting = [_begin(exchange.wait)]
+        while not futures.wait(waiting, timeout=_LOOK_S).done:
+            self._check(looks)
+            if deadline is not None and time.monotonic() > deadline:
+                raise RuntimeError("the messages of a collective did not arrive in time")
+        waiting.pop().result()
 
     def _check(self, looks: bool) -> None:
         """Raises an error if this rank waits in vain for a collective that it has posted."""
         if looks:
-            undisturbed(self._look)
+            _begin(self._look).result()
         self._raise_if_ended(since_s=_ENDED_S)
 
     def _raise_if_ended(self, since_s: float = 0.0) -> None:
@@ -322,7 +286,7 @@ class Agreement:
                     torch_private.abort(group)
 
     def _watch_locked(self) -> None:
-        if self._failed or self.engine.num_posted == 0:
+        if self._why or self.engine.num_posted == 0:
             return
         knows = self._has_left  # why it has left
         try:
@@ -350,251 +314,215 @@ class Agreement:
     def _write(self, name: Any, value: Any = 1) -> None:
         self._store.set(self._key(name), json.dumps(value))
 
-    def _count(self, name: str) -> None:
-        if self._store.add(self._key(f"{name}/count"), 1) == len(self._ranks):
-            self._end_wait(f"{name}/go", "all came")
+    def _write_first(self, name: Any, value: Any) -> Any:
+        """Returns what the first rank has written."""
+        return json.loads(self._store.compare_set(self._key(name), "", json.dumps(value)))
 
-    def _end_wait(self, name: str, how: str) -> str:
-        """Returns how the wait for ``name`` ends, which the first rank decides."""
-        return json.loads(self._store.compare_set(self._key(name), "", json.dumps(how)))
+    def _add(self, name: str, number: int) -> int:
+        return self._store.add(self._key(f"{self._num_asked}/{name}"), number)
 
-    def _ask_undisturbed(self, mine: dict) -> bool:
-        self._caller_is_gone.set()
-        self._caller_is_gone = caller_is_gone = threading.Event()
-        try:
-            return undisturbed(self._ask, mine, caller_is_gone)
-        finally:
-            caller_is_gone.set()
-
-    def _ask(self, mine: dict, caller_is_gone: threading.Event) -> bool:
+    def _ask(self, mine: dict) -> None:
         """Waits until all ranks are about to post ``mine``. Raises Diverged."""
+        self._question.is_abandoned = True
+        self._question = question = _Question()
         try:
-            return self._ask_peers(mine, caller_is_gone)
+            _begin(self._ask_peers, mine, question).result()
         finally:
-            if left := self._left_meanwhile:
-                self._leave(*left)
+            question.is_abandoned = True
 
-    def _ask_peers(self, mine: dict, caller_is_gone: threading.Event) -> bool:
+    def _ask_peers(self, mine: dict, question: _Question) -> None:
         mine["rank"] = self._ranks[self._rank]
-        with self._lock, explained(self._users_group(), _operation(mine)):
-            self._question, self._left_meanwhile = caller_is_gone, None
+        with self._lock, explained(self._users_group(), mine["operation"].removeprefix("is in the ")):
             if self._must_raise:
                 self._must_raise = False
-                raise Diverged(self._failed)
-            while not self._compare(mine):
-                self._restart()
-                mine |= {"number": 0, "num_passes": 1}
-        return True
+                raise Diverged(self._why)
+            # After its caller has left, a question must not count: peers would post, and wait for this rank.
+            while not question.is_abandoned:
+                with contextlib.suppress(_NoNews):  # else all begin again
+                    if self._why:
+                        self._restart(mine["rank"], question)
+                        mine |= {"number": 0, "num_passes": 1}
+                    return self._compare(mine, question)
 
-    def _compare(self, mine: dict) -> bool:
-        """Returns False if the peers failed because this rank left, or all failed before. They begin again."""
-        if self._failed or (self._has_left and self._has("failed")):
-            return False
+    def _compare(self, mine: dict, question: _Question) -> None:
+        self._end_rounds()
         if self._is_away:
             self._is_away = False
-            self._store.add(self._key(f"{self._num_asked}/away"), -1)
-        try:
-            if self._has_answered:
-                self._wait_for(f"{self._num_asked}/go", mine)
-                self._finish_asking()
-            asked = self._key(self._num_asked)
-            first = json.loads(self._store.compare_set(asked, "", json.dumps(mine)))
-            if difference := _difference(first, mine):
-                self._fail(difference)
-            self._count(str(self._num_asked))
-            self._wait_for(f"{self._num_asked}/go", mine)
-            self._finish_asking()
-        except Diverged:
-            if not self._has_left:
-                raise
-            return False  # its caller knows why it left
-        return True
-
-    def _finish_asking(self) -> None:
-        if self._rank == 0 and self._num_asked > 0:
-            # All ranks have finished the last exchange, because they came to this one.
-            self._delete(self._keys_of(self._num_asked - 1))
-        self._delete_stale()
-        self._num_asked += 1
-        self._begin_round()
-        self.engine.is_broken = False
-
-    def _keys_of(self, num_asked: int) -> list[str]:
-        return [self._key(f"{num_asked}{name}") for name in ("", "/count", "/go", "/left", "/away", "/alarm")]
-
-    def _delete(self, keys: list[str]) -> None:
-        for key in keys:
-            self._store.delete_key(key)
-
-    def _delete_stale(self) -> None:
-        """Deletes the keys of earlier generations. All ranks have begun this one."""
-        if self._rank == 0:
-            self._delete(self._stale)
-        self._stale = []
-
-    def _leave(self, why: str, num_passes: int) -> bool:
-        self._caller_is_gone.set()
-        # A question that nobody waits for ends soon, unless the ranks are about to begin again.
-        if self._lock.acquire(timeout=_GIVE_UP_S):
-            try:
-                self._leave_locked(why, num_passes)
-            finally:
-                self._lock.release()
-        else:
-            self._left_meanwhile = (why, num_passes)
-        return True
-
-    def _leave_locked(self, why: str, num_passes: int) -> None:
-        self.engine.is_broken = True
-        self.engine.ask_next()
-        if self._failed or self._has("failed"):  # peers may wait for this rank to begin again
-            text = f"fsdp2x: the ranks diverged: rank {self._ranks[self._rank]} {why}. {_ADVICE}"
-            self._write("again/left", text)
-            if not self._left_again:
-                self._left_again = True
-                self._store.add(self._key("again/away"), 1)
-            if self._has("again/go"):  # they have begun again, because this rank has waited for them before
-                left = {"rank": self._ranks[self._rank], "why": why, "number": 0, "num_passes": 1}
-                self._store.set(f"{self._generation + 1}/0/left", json.dumps(left))
-                self._store.set(f"{self._generation + 1}/0/alarm", "1")
-            return
-        self._has_left = True
-        number = self.engine.num_posted
-        left = {"rank": self._ranks[self._rank], "why": why, "number": number, "num_passes": num_passes}
-        self._write(f"{self._num_asked}/left", left)
-        if not self._is_away:
-            self._is_away = True
-            self._store.add(self._key(f"{self._num_asked}/away"), 1)
-        self._write(f"{self._num_asked}/alarm")
-
-    def _look(self) -> None:
-        """Checks the peers while this rank waits for a collective that it has posted. Raises Diverged."""
-        with self._lock:
-            self._look_locked()
-
-    def _look_locked(self) -> None:
-        if self._failed:
-            raise Diverged(self._failed)
-        num = self._num_asked
-        if not self._has(f"{num}/alarm"):
-            return
-        last = self.engine.num_posted - 1
-        posted = self.engine.describe_posted(last)
-        self._check_peers(last, posted["num_passes"])
+            self._add("away", -1)
+        if self._why:
+            self._has_left = False  # a rank that waits in vain for its peers must know why
         if self._has_answered:
-            if self._has(f"{num}/go"):
-                self._finish_asking()
-        elif self._has(num) and (asked := self._read(num))["number"] <= last:
-            mine = self.engine.describe_posted(asked["number"])
-            if mine is None:
-                self._fail(f"rank {asked['rank']} {_told(asked)} after its peers have gone on")
-            if difference := _difference(asked, mine | {"rank": self._ranks[self._rank]}):
-                self._fail(difference)
-            self._has_answered = True
-            self._count(str(num))
+            self._wait_for_all(mine, question)
+        if difference := _difference(self._write_first(self._num_asked, mine), mine):
+            self._fail(difference)
+        self._count()
+        self._wait_for_all(mine, question)
 
-    def _check_peers(self, number: int, num_passes: int) -> None:
-        """Raises Diverged if a peer has found a failure, or has left before collective ``number`` and does not come.
+    def _count(self) -> None:
+        if self._add("count", 1) == len(self._ranks):
+            self._write_first(f"{self._num_asked}/end", "")
 
-        A peer that has left this pass cannot come. A peer that has left an earlier pass may, so this rank waits for it.
-        """
-        if self._has("failed"):
-            self._fail("")
-        if self._has(f"{self._num_asked}/left"):
-            left = self._read(f"{self._num_asked}/left")
-            if self._has_left:  # and has come back, but another one has not
-                has_gone = self._stays_away()
-                self._has_left = not has_gone
-            else:
-                has_gone = number >= left["number"] and (num_passes <= left["num_passes"] or self._stays_away())
-            if has_gone:
-                self._raise_if_ended()  # which then is why the peer left
-                self._fail(f"rank {left['rank']} {left['why']}")
-
-    def _stays_away(self) -> bool:
-        """Returns whether a peer has been away for more than ``_PATIENCE_S`` seconds."""
-        if self._store.add(self._key(f"{self._num_asked}/away"), 0) == 0:
-            self._saw_away = None
-        elif self._saw_away is None:
-            self._saw_away = time.monotonic()
-        return self._saw_away is not None and time.monotonic() - self._saw_away > _PATIENCE_S
-
-    def _wait_for(self, name: str, mine: dict | None = None) -> None:
-        """Waits until a peer writes ``name``. ``mine`` is the collective that this rank asks for, if any.
+    def _wait_for_all(self, mine: dict, question: _Question) -> None:
+        """Waits until all ranks have asked or answered.
 
         Raises:
             Diverged: a peer has failed, has ended, or does not come within the group's timeout.
         """
         began = time.monotonic()
         look_for_deaths = began + _LOOK_FOR_DEATHS_S
-        alarmed = False
-        while not self._has(name):
-            # Peers may count on this rank. If they have all come, it only has not posted.
-            if mine and self._question.is_set() and self._end_wait(name, "too late") == "too late":
-                self._fail(f"rank {self._ranks[self._rank]} was interrupted when it {_told(mine)}")
-            now = time.monotonic()
-            if mine is not None and now - began > _ALARM_S:
-                self._check_peers(mine["number"], mine["num_passes"])
-                if not alarmed:
-                    self._write(f"{self._num_asked}/alarm")
-                    alarmed = True
-            elif mine is None and now - began > _AGAIN_S and self._store.add(self._key("again/away"), 0) > 0:
-                raise Diverged(self._read("again/left"))
-            if now > look_for_deaths:
-                look_for_deaths = now + _LOOK_FOR_DEATHS_S
+        num, alarmed = self._num_asked, False
+        while True:
+            self._end_rounds()
+            if self._num_asked > num:
+                return
+            waited = time.monotonic() - began
+            problem = self._find_problem(mine["number"], mine["num_passes"]) if waited > _ALARM_S else ""
+            if not problem and waited > self.timeout:
+                problem = f"rank {mine['rank']} {mine['action']}, and some peers did not in {self.timeout:.0f} s"
+            if not problem and question.is_abandoned:
+                problem = f"rank {mine['rank']} was interrupted when it {mine['action']}"
+            if problem:
+                self._fail(problem)
+                return
+            if waited > _ALARM_S and not alarmed:
+                self._write(f"{num}/alarm")
+                alarmed = True
+            if time.monotonic() > look_for_deaths:
+                look_for_deaths = time.monotonic() + _LOOK_FOR_DEATHS_S
                 self._raise_if_ended()
-            # Ranks that came back may try again.
-            if now - began > self.timeout and (mine is None or self._end_wait(name, "too late") == "too late"):
-                what = "came back after a failure" if mine is None else _told(mine)
-                self._fail(f"rank {self._ranks[self._rank]} {what}, and some peers did not in {self.timeout:.0f} s")
-            time.sleep(min(max(_POLL_S, (now - began) / 3), 0.02))
-        if self._read(name) == "too late":
-            self._fail("")
+            time.sleep(min(max(_POLL_S, waited / 3), 0.02))
 
-    def _fail(self, difference: str) -> None:
-        """Raises Diverged with the message of the first failing rank. ``difference`` is empty if that is a peer."""
-        if difference:
-            if self._has(f"{self._num_asked}/left"):
-                left = self._read(f"{self._num_asked}/left")
-                difference = f"rank {left['rank']} {left['why']}"
-            text = f"fsdp2x: the ranks diverged: {difference}. {_ADVICE}"
-            self._store.compare_set(self._key("failed"), "", json.dumps(text))
+    def _fail(self, problem: str) -> None:
+        """Ends the round with this problem and raises Diverged, unless all ranks have come meanwhile."""
+        if self._has(f"{self._num_asked}/left"):
+            left = self._read(f"{self._num_asked}/left")
+            problem = f"rank {left['rank']} {left['why']}"
+        self._write_first(f"{self._num_asked}/end", f"fsdp2x: the ranks diverged: {problem}. {_ADVICE}")
+        self._end_rounds()
+
+    def _end_rounds(self) -> None:
+        """Begins the round in which the peers are. Raises Diverged if one has failed, with the message of all ranks."""
+        failed, has_left = False, self._has_left
+        while self._has(f"{self._num_asked}/end"):
+            why = self._read(f"{self._num_asked}/end")
+            self._stale += self._keys_of(self._num_asked - 1)
+            if why:
+                failed, self._why = True, why
+                self._stale += self._keys_of(self._num_asked) + self._state_keys()
+                self._generation += 1
+                self._num_asked = 0
+                self.engine.ask_next()
+            else:
+                if self._rank == 0:
+                    for key in self._stale:  # all ranks have come to this round, so they do not need earlier ones
+                        self._store.delete_key(key)
+                self._stale = []
+                self._num_asked += 1
+            self.engine.is_broken = failed
+            self._begin_round()
+        if failed:
+            raise _NoNews(self._why) if has_left else Diverged(self._why)
+
+    def _keys_of(self, num_asked: int) -> list[str]:
+        return [self._key(f"{num_asked}{name}") for name in ("", "/count", "/end", "/left", "/away", "/alarm")]
+
+    def _state_keys(self) -> list[str]:
+        return [self._key(f"state/{rank}") for rank in range(len(self._ranks))]
+
+    def _leave(self, why: str, num_passes: int) -> None:
+        self._question.is_abandoned = True  # so it ends soon
+        futures.wait([_begin(self._leave_now, why, num_passes)], timeout=_GIVE_UP_S)
+
+    def _leave_now(self, why: str, num_passes: int) -> None:
+        with self._lock:
+            with contextlib.suppress(Diverged):
+                self._end_rounds()
+            self.engine.is_broken = True
+            self.engine.ask_next()
+            self._has_left = True
+            number = 0 if self._why else self.engine.num_posted
+            left = {"rank": self._ranks[self._rank], "why": why, "number": number, "num_passes": num_passes}
+            self._write(f"{self._num_asked}/left", left)
+            if not self._is_away:
+                self._is_away = True
+                self._add("away", 1)
             self._write(f"{self._num_asked}/alarm")
-        self._failed = self._read("failed")
-        self.engine.is_broken = True
-        self.engine.ask_next()
-        raise Diverged(self._failed)
 
-    def _restart(self) -> None:
+    def _look(self) -> None:
+        """Checks the peers while this rank waits for a collective that it has posted. Raises Diverged."""
+        with self._lock:
+            if self._why:
+                raise Diverged(self._why)
+            self._look_locked()
+
+    def _look_locked(self) -> None:
+        """Does the same for a rank that holds the lock and knows of no failure."""
+        self._end_rounds()
+        num = self._num_asked
+        if not self._has(f"{num}/alarm"):
+            return
+        last = self.engine.num_posted - 1
+        if problem := self._find_problem(last, self.engine.describe_posted(last)["num_passes"]):
+            self._fail(problem)
+        elif not self._has_answered and self._has(num) and (asked := self._read(num))["number"] <= last:
+            mine = self.engine.describe_posted(asked["number"])
+            if mine is None:
+                self._fail(f"rank {asked['rank']} {asked['action']} after its peers have gone on")
+            elif difference := _difference(asked, mine | {"rank": self._ranks[self._rank]}):
+                self._fail(difference)
+            self._has_answered = True
+            self._count()
+
+    def _find_problem(self, number: int, num_passes: int) -> str:
+        """Returns why collective ``number`` cannot run, or "".
+
+        A peer that has left this pass cannot come. A peer that has left an earlier pass may, so this rank waits for it.
+        """
+        if not self._has(f"{self._num_asked}/left"):
+            return ""
+        left = self._read(f"{self._num_asked}/left")
+        if self._has_left:  # and has come back, but another one has not
+            has_gone = self._stays_away()
+            self._has_left = not has_gone
+        else:
+            has_gone = number >= left["number"] and (num_passes <= left["num_passes"] or self._stays_away())
+        if not has_gone:
+            return ""
+        self._raise_if_ended()  # which then is why the peer left
+        return f"rank {left['rank']} {left['why']}"
+
+    def _stays_away(self) -> bool:
+        """Returns whether a peer has been away for longer than it may need to come back."""
+        now = time.monotonic()
+        self._saw_away = None if self._add("away", 0) == 0 else self._saw_away or now
+        return self._saw_away is not None and now - self._saw_away > (_AGAIN_S if self._why else _PATIENCE_S)
+
+    def _restart(self, rank: int, question: _Question) -> None:
         """Synchronizes all ranks after a failure and posts missing collectives. Raises Diverged if it cannot."""
-        why = self._failed or self._read("failed")
         if self._watcher is not None:
-            raise Diverged(f"{why} The process group cannot be used again: a device may still wait. Restart all ranks.")
-        if self._left_again:
-            self._left_again = False
-            self._store.add(self._key("again/away"), -1)
+            raise Diverged(
+                f"{self._why} The process group cannot be used again: a device may still wait. Restart all ranks."
+            )
         num = self.engine.num_posted
         recent = [self.engine.describe_posted(number) for number in range(max(num - 256, 0), num)]
-        if not self._has(f"again/{self._rank}"):  # otherwise it has already waited in vain
-            self._write(f"again/{self._rank}", {"number": num, "recent": recent})
-            self._count("again")
-        self._wait_for("again/go")
-        end = time.monotonic() + _AGAIN_S
-        while self._store.add(self._key("again/away"), 0) > 0:  # that rank has waited before, and does not wait now
-            if time.monotonic() > end:
-                raise Diverged(self._read("again/left"))
-            time.sleep(_LOOK_S / 10)
-        self._delete_stale()
-        states = [self._read(f"again/{rank}") for rank in range(len(self._ranks))]
+        self._write(f"state/{self._rank}", {"number": num, "recent": recent})
+        action = "came back after a failure"
+        # Its peers left earlier passes.
+        self._compare(
+            {"rank": rank, "tag": 0, "number": 0, "num_passes": 1 << 62, "action": action, "facts": {}}, question
+        )
+        states = [json.loads(self._store.get(key)) for key in self._state_keys()]
+        self._stale += self._state_keys()
         furthest = max(states, key=lambda state: state["number"])
         known = {posted["number"]: posted for posted in furthest["recent"]}
         missing = [known.get(n) for n in range(min(state["number"] for state in states), furthest["number"])]
-        for posted in missing:
-            if posted is None:
-                raise Diverged(f"{why} The process group cannot be used again: too much is missing. Restart all ranks.")
+        if None in missing:
+            raise Diverged(
+                f"{self._why} The process group cannot be used again: too much is missing. Restart all ranks."
+            )
         for posted in missing[len(missing) - (furthest["number"] - num) :]:
             assert posted is not None, "checked above"
-            if posted["is_custom"] or posted["operation"] == "other":
+            if posted["is_custom"] or posted["kind"] == "other":
                 continue  # these run over the user's group
             group = self.separate_group if posted["is_separate"] else self.group
             assert group is not None, "ranks of a device do not come here"
@@ -603,16 +531,16 @@ class Agreement:
         for group in (self.group, self.separate_group):
             for exchange in [] if group is None else unfinished_exchanges(group):
                 self._receive(exchange)
-        names = ("failed", "again/count", "again/go", "again/left", "again/away")
-        self._stale = [self._key(name) for name in names]
-        self._stale += [self._key(f"again/{rank}") for rank in range(len(self._ranks))]
-        for num_asked in range(max(self._num_asked - 1, 0), self._num_asked + 2):  # of any rank
-            self._stale += self._keys_of(num_asked)
-        self._generation += 1
-        self._num_asked = 0
-        self._begin_round()
-        self._failed = ""
+        self._why = ""
         self.engine.restart()
+
+
+class _Question:
+    is_abandoned = False  # whether its caller was interrupted
+
+
+class _NoNews(Diverged):
+    """The ranks failed because this one had left."""
 
 
 def _watch(weak: weakref.ref[Agreement]) -> None:
@@ -625,90 +553,40 @@ def _watch(weak: weakref.ref[Agreement]) -> None:
         time.sleep(_LOOK_S)
 
 
-def _wait_for_exchanges(requests: queue.SimpleQueue) -> None:
-    while (request := requests.get()) is not None:
-        exchange, answer = request
-        try:
-            exchange.wait()
-            answer.put(None)
-        except Exception as error:
-            answer.put(error)
-        del request, exchange, answer  # or they live until the next request
-
-
-def _told(collective: dict) -> str:
-    """Describes a collective, to follow the number of its rank: "gathers unit 'a' in forward"."""
-    if collective["subject"] == 0:
-        return collective["name"]
-    return f"{_VERBS[collective['operation']]} unit {collective['name']!r} {collective['pass']}"
-
-
-def _operation(collective: dict) -> str:
-    """Names a collective as errors of a backend do: "all-gather of unit 'a'"."""
-    if collective["subject"] == 0:
-        return collective["name"].removeprefix("is in the ")
-    kind = {"all_gather": "all-gather", "all_reduce": "all-reduce"}.get(collective["operation"], "reduction")
-    return f"{kind} of unit {collective['name']!r}"
-
-
 def _difference(first: dict, second: dict) -> str:
     """Returns how two ranks' collectives differ, or an empty string if they match."""
     if (first["tag"], first["num_passes"]) == (second["tag"], second["num_passes"]):
         return ""
-    ranks = f"rank {first['rank']}", f"rank {second['rank']}"
-    verbs = [_VERBS.get(one["operation"]) for one in (first, second)]
-    if verbs[0] != verbs[1] or any(first[key] != second[key] for key in ("subject", "name", "pass")):
-        told = [_told(one) for one in (first, second)]
-        if first["model"] != second["model"]:
-            told = [
-                f"{text} of {one['model']}" if one["model"] else text
-                for text, one in zip(told, (first, second), strict=True)
-            ]
-        return f"{ranks[0]} {told[0]}, {ranks[1]} {told[1]}"
-    what = f"unit {first['name']!r}" if first["subject"] else first["name"]
-    for name, value in first["settings"].items():
-        if value != (other := second["settings"][name]):
-            return f"{name} of {what} is {value} on {ranks[0]} and {other} on {ranks[1]}"
-    for name, is_trained in first.get("trained", {}).items():
-        if is_trained != second.get("trained", {}).get(name, is_trained):
-            return f"requires_grad of {name!r} is {is_trained} on {ranks[0]} and {not is_trained} on {ranks[1]}"
-    for one, other, rank in ((first, second, ranks[0]), (second, first, ranks[1])):
-        if _is_replaced(other) and not _is_replaced(one):
-            how = "under a dispatch mode, under a patch of torch.distributed, or with a custom collective"
-            return f"{rank} {_told(one)} {how}, and other ranks do not"
-    if first["num_passes"] != second["num_passes"]:
-        passes = f"in its pass {first['num_passes']}", f"in its pass {second['num_passes']}"
-        return f"{ranks[0]} {_told(first)} {passes[0]}, {ranks[1]} {passes[1]}"
-    if first["segment_bytes"] == second["segment_bytes"]:
-        return f"{ranks[0]} and {ranks[1]} train different parameters of {what}"
-    return f"{ranks[0]} {_told(first)} with {first['segment_bytes']} bytes, {ranks[1]} with {second['segment_bytes']}"
-
-
-def _is_replaced(collective: dict) -> bool:
-    """Whether messages or an all-to-all run in place of FSDP2's collective (``collectives.may_replace``)."""
-    return bool(collective["parts"]) or collective["operation"] == "all_to_all"
+    sides = [f"rank {one['rank']} {one['action']}" for one in (first, second)]
+    facts, others = first["facts"], second["facts"]
+    different = [fact for fact, value in facts.items() if others.get(fact, value) != value]
+    if first["action"] != second["action"]:
+        different = [fact for fact in different if fact == "model"]
+    if different:
+        sides = [
+            f"{side} ({different[0]}: {of[different[0]]})" for side, of in zip(sides, (facts, others), strict=True)
+        ]
+    return ", ".join(sides)
 
 
 def _repeat(group: dist.ProcessGroup, posted: dict) -> None:
     """Posts a collective of zeros that the peers wait for. The caller waits for unfinished exchanges."""
-    dtype = _DTYPES.get(posted["dtype"], torch.uint8)
+    dtype, world = _DTYPES.get(posted["dtype"], torch.uint8), dist.get_world_size(group)
     part = torch.zeros(posted["segment_bytes"] // dtype.itemsize, dtype=dtype, device="cpu")
-    whole = part.new_zeros(part.numel() * dist.get_world_size(group))
-    op = dist.ReduceOp.AVG if posted["averages"] else dist.ReduceOp.SUM
+    whole = part.new_zeros(part.numel() * world)
     if posted["parts"]:
-        world = dist.get_world_size(group)
         parts = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in posted["parts"]]
         gather_in_place(group, [part.new_empty(part.numel() * world) for part in parts], parts)
-    elif posted["operation"] == "all_gather":
+    elif posted["kind"] == "all_gather":
         plain_all_gather(group, whole, part).wait()
-    elif posted["operation"] == "reduce_scatter":
-        reduce_scatter(group, part, whole, posted["averages"]).wait()
-    elif posted["operation"] == "all_to_all":
+    elif posted["kind"] == "reduce_scatter":
+        reduce_scatter(group, part, whole, average=False).wait()
+    elif posted["kind"] == "all_to_all":
         work = all_to_all(group, whole, whole.clone())
         if not isinstance(work, Exchange):
             work.wait()
     else:
-        dist.all_reduce(part, op=op, group=group)
+        dist.all_reduce(part, group=group)
 
 
 def _is_done(work: Any, seconds: float) -> bool:

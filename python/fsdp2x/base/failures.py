@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2x.base import torch_private
-from fsdp2x.base.agreement import agreement_of, reported
+from fsdp2x.base.agreement import exchange_bytes, reported
 from fsdp2x.base.arguments import with_memory
 from fsdp2x.base.collectives import explained
 from fsdp2x.base.optimizer_hooks import original_number
@@ -98,7 +97,8 @@ class Call:
         return f"{self.name} of {self.model}" if self.model else self.name
 
 
-_current: ContextVar[Call | None] = ContextVar("fsdp2x_call", default=None)
+# Dies with its block, also if an interrupt keeps the block from ending it. So callers get copies.
+_current: ContextVar[weakref.ref[Call] | None] = ContextVar("fsdp2x_call", default=None)
 
 
 @dataclass(frozen=True)
@@ -165,12 +165,13 @@ def digest(facts: Sequence) -> bytes:
 @contextlib.contextmanager
 def calling(call: Call) -> Iterator[None]:
     """Assigns the exchanges of the block to ``call``. If it is interrupted, peers that wait for it raise."""
-    token = _current.set(call)
+    inside, before = replace(call), _current.get()
     try:
+        _current.set(weakref.ref(inside))
         with reported(str(call), KeyboardInterrupt):
             yield
     finally:
-        _current.reset(token)
+        _current.set(before)
 
 
 def named_call(name: str, *compared: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -201,7 +202,9 @@ def named_call(name: str, *compared: str) -> Callable[[Callable[P, T]], Callable
 
 def current_call(what: str) -> Call:
     """Returns the call that this thread is in, or else ``what``."""
-    return _current.get() or Call(what)
+    known = _current.get()
+    inside = None if known is None else known()
+    return Call(what) if inside is None else replace(inside)
 
 
 def require_same_call(calls: Mapping[int, Call]) -> None:
@@ -242,17 +245,10 @@ def exchange(mine: T, group: Group = None, what: str = "synchronization of the r
     if rank_and_size(group)[1] == 1:
         return [mine]
     require_own_process("agree with the other ranks")
-    call = current_call(what)
-    agreement = agreement_of(group or dist.group.WORLD)
-    if agreement is not None and agreement.has_group(str(call)):
-        with explained(group, str(call)):
-            everyone = [pickle.loads(theirs) for theirs in agreement.exchange(str(call), pickle.dumps((call, mine)))]
-    else:
-        everyone: list[Any] = [None] * dist.get_world_size(group)
-        if agreement is not None:
-            agreement.meet(str(call))
-        with torch_private.unobserved(), explained(group, str(call)):
-            dist.all_gather_object(everyone, (call, mine), group=group)
+    call, members = current_call(what), group or dist.group.WORLD
+    assert members is not None, "the default group is made"
+    with explained(group, str(call)):
+        everyone = [pickle.loads(said) for said in exchange_bytes(members, str(call), pickle.dumps((call, mine)))]
     ranks = dist.get_process_group_ranks(group)
     require_same_call({rank: call for rank, (call, _) in zip(ranks, everyone, strict=True)})
     return [theirs for _, theirs in everyone]
@@ -266,42 +262,43 @@ def run_on_all_ranks(
     ``work`` itself must not contain a collective: a rank that fails early would leave the others waiting in it. An
     error that is neither ``raising`` nor from the file system is our mistake and stays attached as the cause.
     """
-    result, error = _attempt(work)
-    _raise_failures(exchange(None if error is None else sentence(error, raising), group), error, what, raising)
-    return result  # type: ignore[return-value]
+    mine: list[T] = []
+    gather_all(lambda: mine.append(work()), what=what, raising=raising, group=group)
+    return mine[0]
 
 
-def gather_all(work: Callable[[], T], *, what: str = "") -> list[T]:
+def gather_all(
+    work: Callable[[], T], *, what: str = "", raising: type[Exception] = CheckpointError, group: Group = None
+) -> list[T]:
     """Runs ``work`` on every rank and returns all results in rank order. Fails as ``run_on_all_ranks`` does."""
     result, error = _attempt(work)
-    found = exchange((None if error is None else sentence(error), result))
-    _raise_failures([text for text, _ in found], error, what, CheckpointError)
+    found = exchange((None if error is None else sentence(error, raising), result), group)
+    if failures := {rank: text for rank, (text, _) in enumerate(found) if text is not None}:
+        expected = error is None or isinstance(error, raising | OSError)
+        raise raising(join_failures(failures, len(found), what)) from (None if expected else error)
     return [value for _, value in found]  # type: ignore[return-value]
 
 
 def on_rank_0(work: Callable[[], T], *, what: str = "", group: Group = None) -> T:
     """Runs ``work`` on rank 0 and returns its result on every rank. Fails as ``run_on_all_ranks`` does."""
-    rank, size = rank_and_size(group)
-    result = [run_on_all_ranks(lambda: work() if rank == 0 else None, what=what, group=group)]
-    if _has_own_group(group):
-        result = exchange(result[0], group)
-    elif size > 1:
-        dist.broadcast_object_list(result, src=_first(group), group=group)
-    return result[0]  # type: ignore[return-value]
+    rank, _ = rank_and_size(group)
+    return gather_all(lambda: work() if rank == 0 else None, what=what, group=group)[0]  # type: ignore[return-value]
 
 
 def gather_on_rank_0(work: Callable[[], T], *, what: str = "", group: Group = None) -> list[T]:
     """Runs ``work`` on every rank. Rank 0 gets all results in rank order, the others an empty list."""
-    rank, size = rank_and_size(group)
-    mine = run_on_all_ranks(work, what=what, group=group)
-    if size == 1:
-        return [mine]
-    if _has_own_group(group):
-        everyone = exchange(mine, group)
-        return everyone if rank == 0 else []
-    found: list[Any] = [None] * size if rank == 0 else []
-    dist.gather_object(mine, found if rank == 0 else None, dst=_first(group), group=group)
-    return found
+    everyone = gather_all(work, what=what, group=group)
+    return everyone if rank_and_size(group)[0] == 0 else []
+
+
+def first_problem(problem: str, group: Group, what: str) -> str:
+    """Returns the problem of the first rank that has one, the same on each. Empty if no rank has one."""
+    return next(filter(None, exchange(problem, group, what)), "")
+
+
+def odd_rank(values: Sequence[Any]) -> int | None:
+    """Returns the first rank whose value is not that of rank 0, or None."""
+    return next((rank for rank, value in enumerate(values) if value != values[0]), None)
 
 
 def problems_of_all(problem: str | None, group: Group = None, what: str = "synchronization of the ranks") -> str:
@@ -311,29 +308,11 @@ def problems_of_all(problem: str | None, group: Group = None, what: str = "synch
     return "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, said, strict=True) if text is not None)
 
 
-def _has_own_group(group: Group) -> bool:
-    """Whether an exchange over ``group`` runs over fsdp2x's own group. It can be interrupted, and the ranks go on."""
-    agreement = agreement_of(group or dist.group.WORLD) if dist.is_initialized() else None
-    return agreement is not None and agreement.group is not None
-
-
-def _first(group: Group) -> int:
-    """Returns the global rank of a group's rank 0."""
-    return 0 if group is None else dist.get_global_rank(group, 0)
-
-
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return work(), None
     except Exception as error:
         return None, error
-
-
-def _raise_failures(messages: list[str | None], mine: Exception | None, what: str, raising: type[Exception]) -> None:
-    failures = {rank: message for rank, message in enumerate(messages) if message is not None}
-    if failures:
-        expected = mine is None or isinstance(mine, raising | OSError)
-        raise raising(join_failures(failures, len(messages), what)) from (None if expected else mine)
 
 
 def join_failures(failures: Mapping[int, str], num_ranks: int, what: str) -> str:
@@ -367,10 +346,6 @@ class LostRanks:
 
     def __init__(self) -> None:
         self.processes = exchange(Process.own())
-
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self.processes]
 
     @property
     def local_pids(self) -> list[int]:

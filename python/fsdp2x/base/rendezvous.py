@@ -139,46 +139,37 @@ class GroupInfo:
         return _C.share_memory_file(*self._place, self._exchange, num_bytes, use)
 
     def twin_of_group(self) -> dist.ProcessGroup:
-        """Makes another gloo group of the same ranks, see ``twin_of``. Collective."""
-        return twin_of([peer.group_name for peer in self.peers], self.group)
+        """Makes another gloo group of the same ranks. Returns the group itself if that is impossible. Collective.
 
-    def require_same_units(self, caller: str = "fully_shard") -> None:
-        """Raises ValueError, the same on every rank, if the ranks do not have the same parameters."""
-        self._require_same("shapes", self.units, caller, "every rank must have the same modules, shapes and dtypes")
+        Messages that a failed step leaves in the new group do not disturb the user's collectives. It ends with the
+        user's group, because torch keeps the sockets and threads of every group that is not destroyed.
+        """
+        # torch would wait for the ranks under different names.
+        if not torch_private.is_gloo(self.group) or len({peer.group_name for peer in self.peers}) > 1:
+            return self.group
+        timeout = torch_private.group_timeout(self.group, torch.device("cpu"))
+        made = dist.new_group(self.ranks, timeout, "gloo", use_local_synchronization=True, group_desc="fsdp2x")
+        assert isinstance(made, dist.ProcessGroup), "every caller is a member"
+        weakref.finalize(self.group, _destroy, made, os.getpid()).atexit = False  # type: ignore[missing-attribute]
+        return made
 
-    def require_same_training(self) -> None:
-        """Raises ValueError, the same on every rank, if the ranks do not train the same parameters. Over a process
-        group their gradients would have different sizes."""
-        demand = "over a process group every rank must train the same parameters"
-        self._require_same("training", self.trained, "fully_shard", demand)
+    def require_same_units(self, caller: str = "fully_shard", *, trained: bool = False) -> None:
+        """Raises ValueError, the same on every rank, if the ranks do not have the same parameters.
 
-    def _require_same(self, what: str, units: Sequence[UnitParams], caller: str, demand: str) -> None:
-        if len({getattr(peer, what) for peer in self.peers}) > 1:
-            difference = disagreement(dict(zip(self.ranks, exchange(units, self.group), strict=True)))
+        ``trained``: they also train the same ones. Over a process group, gradients would have different sizes.
+        """
+        digests = {peer.training if trained else peer.shapes for peer in self.peers}
+        if len(digests) > 1:
+            everywhere = exchange(self.trained if trained else self.units, self.group)
+            difference = disagreement(dict(zip(self.ranks, everywhere, strict=True)))
+            demand = "over a process group every rank must train the same parameters"
+            demand = demand if trained else "every rank must have the same modules, shapes and dtypes"
             raise ValueError(f"{caller}: the ranks have different models: {difference}; {demand}")
 
     @property
     def _place(self) -> tuple[int, list[int], str, bytes]:
         first = self.peers[0]
         return dist.get_rank(self.group), self.ranks, first.socket, first.token
-
-
-def twin_of(names: Sequence[str], group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Makes another gloo group of the same ranks. Returns ``group`` itself if that is impossible. Collective.
-
-    ``names`` are those of the group on its ranks. Messages that a failed step leaves in the new group do not disturb
-    the user's collectives. It ends with ``group``, because torch keeps the sockets and threads of every group that is
-    not destroyed.
-    """
-    # torch would wait for the ranks under different names.
-    if not torch_private.is_gloo(group) or len(set(names)) > 1:
-        return group
-    timeout = torch_private.group_timeout(group, torch.device("cpu"))
-    ranks = dist.get_process_group_ranks(group)
-    made = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True, group_desc="fsdp2x")
-    assert isinstance(made, dist.ProcessGroup), "every caller is a member"
-    weakref.finalize(group, _destroy, made, os.getpid()).atexit = False  # type: ignore[missing-attribute]
-    return made
 
 
 def _destroy(group: dist.ProcessGroup, pid: int) -> None:

@@ -404,6 +404,11 @@ def abort(group: dist.ProcessGroup) -> None:
     group.abort()
 
 
+def object_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Returns where the ranks of ``group`` exchange objects."""
+    return torch.device("cpu" if "cpu" in dist.get_backend_config(group) else accelerator_type())
+
+
 def group_timeout(group: Any, device: torch.device) -> timedelta:
     """Returns the timeout of a process group's collectives on ``device``, or 30 minutes if its backend has none.
 

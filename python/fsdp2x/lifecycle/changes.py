@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from fsdp2x.base import optimizer_hooks, torch_private
 from fsdp2x.base.agreement import agreement_of
 from fsdp2x.base.collectives import explained
-from fsdp2x.base.failures import all_units
+from fsdp2x.base.failures import all_units, exchange
 from fsdp2x.lifecycle import replicas
 from fsdp2x.lifecycle.tree import depth_of, get_state
 from fsdp2x.lifecycle.unit import ShardedUnit, mark_managed, refuse_unreduced
@@ -260,8 +260,8 @@ def adopt_late(root: ShardedUnit, tree: Sequence[ShardedUnit]) -> bool:
 def meet(ranks: ShardGroup) -> None:
     """Waits until all ranks have seen a change. Raises Diverged if a rank continues without it."""
     for group in (ranks.group, ranks.replicate_group):
-        if (agreement := agreement_of(group)) is not None:
-            agreement.meet("adoption of parameters that were added after fully_shard")
+        if agreement_of(group) is not None:
+            exchange(None, group, "adoption of parameters that were added after fully_shard")
 
 
 def share_late(tree: Sequence[ShardedUnit]) -> None:

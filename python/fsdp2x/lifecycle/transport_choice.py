@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2x.base import torch_private
-from fsdp2x.base.agreement import Agreement, agreement_of, make_agreement
+from fsdp2x.base.agreement import agreement_of, make_agreement
 from fsdp2x.base.annotations import skips_checks
 from fsdp2x.base.collectives import (
     MESSAGE_BYTES,
@@ -28,7 +28,7 @@ from fsdp2x.base.collectives import (
     wait,
 )
 from fsdp2x.base.native import _C
-from fsdp2x.base.rendezvous import GroupInfo, UnitParams, rendezvous, twin_of
+from fsdp2x.base.rendezvous import GroupInfo, UnitParams, rendezvous
 from fsdp2x.lifecycle.comms import describe_wire_formats
 from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.sharding import transport
@@ -89,9 +89,8 @@ class TransportChoice:
             known = self._group_info(group)
             shared, _ = self._shared(group, ranks.device)
             if known is not None:
-                known.require_same_training()  # so that gradients have the same size on each replica
+                known.require_same_units(trained=True)  # so that gradients have the same size on each replica
             if shared is None:
-                self._use_twin(group)
                 self._all_reduces[group] = skips_checks(_all_reduce, group, self._timeout)
             else:
                 self._all_reduces[group] = _C.HostAllReduce(shared)
@@ -108,7 +107,7 @@ class TransportChoice:
             raise ValueError(f'fully_shard: transport="shm" is not possible: {reason}. Use transport="process_group".')
         known = self._group_info(ranks.group)
         if known is not None:
-            known.require_same_training()
+            known.require_same_units(trained=True)
         return self._over_process_group(ranks)
 
     def agreement_of(self, group: dist.ProcessGroup | None) -> _C.Agreement | None:
@@ -164,17 +163,14 @@ class TransportChoice:
 
     def _agree(self, known: GroupInfo) -> None:
         agreement = make_agreement(known.group, known.peers[0].token.hex())
-        if agreement is not None and self._timeout is not None:
+        if agreement is None:
+            return
+        if self._timeout is not None:
             agreement.timeout = self._timeout.total_seconds()
-        if agreement is not None and self._on_device:
+        if self._on_device:
             agreement.watch()
-
-    def _use_twin(self, group: dist.ProcessGroup | None) -> Agreement | None:
-        """Returns the agreement over ``group`` and moves its collectives to another group. Collective at first."""
-        agreement, known = agreement_of(group), self._group_info(group)
-        if agreement is not None and known is not None and agreement.group is None and not self._on_device:
+        elif agreement.group is None:
             agreement.group = known.twin_of_group()
-        return agreement
 
     def _over_process_group(self, ranks: ShardGroup):
         if ranks.device not in self._layers:
@@ -183,7 +179,7 @@ class TransportChoice:
         layer = self._layers[ranks.device]
         if layer is not None:
             return transport.device_transport(layer, ranks.group, self._comm_memory)
-        agreement = self._use_twin(ranks.group)
+        agreement = agreement_of(ranks.group)
         group: Any = ranks.group if agreement is None else agreement.group
         how = torch_private.gathers_of(group, ranks.device)
         below = transport.pack_below_bytes(how, ranks.world)
@@ -218,9 +214,6 @@ class TransportChoice:
         if reason is None:
             shared, fault = known.shm_group(self._timeout or torch_private.group_timeout(group, device))
             reason = fault
-        agreement = agreement_of(group)
-        if shared is not None and agreement is not None and agreement.group is None:
-            agreement.make_group = functools.partial(twin_of, [peer.group_name for peer in known.peers])
         if fault and reason == fault and self._name == "auto" and dist.get_rank(group) == 0:
             warnings.warn(
                 f"fsdp2x: the ranks do not share memory: {fault}. Gathers and reductions use the process group, "
@@ -233,11 +226,8 @@ class TransportChoice:
 def _all_reduce(group: dist.ProcessGroup | None, timeout: timedelta | None, rows: torch.Tensor, average: bool) -> bool:
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     agreement = agreement_of(group)
-    if agreement is not None and agreement.group is not None:
+    if agreement is not None:
         agreement.all_reduce(rows, op, timeout)
-        return True
-    if timeout is None or agreement is not None:  # in the order of the current stream, on a device
-        dist.all_reduce(rows, op=op, group=group)
         return True
     return wait(dist.all_reduce(rows, op=op, group=group, async_op=True), timeout)
 

@@ -427,7 +427,7 @@ class Trainer:
         return {
             "num_parameters": self.sharded.num_parameters,
             "world_size": self.world.size,
-            "pids": self.world.lost_ranks.pids,
+            "pids": [process.pid for process in self.world.lost_ranks.processes],
             "backend": self.world.backend,
             "device": str(self.world.device),
             "tokens_per_step": self._tokens_per_step,

@@ -39,7 +39,7 @@ def test_a_steady_step_asks_nobody(ctx):
     model = shard(ctx, Stack(), STACK_UNITS, transport="process_group")
     asked = []
     original = Agreement._ask
-    Agreement._ask = lambda self, mine, *gone: asked.append(mine["name"]) or original(self, mine, *gone)
+    Agreement._ask = lambda self, mine: asked.append(mine["action"]) or original(self, mine)
     try:
         for number in range(6):
             asked.clear()
@@ -131,7 +131,7 @@ def test_checks_can_be_turned_off(ctx):
     original = Agreement._ask
     step(twin, ctx)
     asked = []
-    Agreement._ask = lambda self, mine, *gone: asked.append(mine["subject"]) or original(self, mine, *gone)
+    Agreement._ask = lambda self, mine: asked.append("unit" in mine["action"]) or original(self, mine)
     try:
         step(model, ctx)
     finally:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from fsdp2x.base import torch_private
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.failures import problems_of_all
 from fsdp2x.models.sequence.layout import KEYWORD, SequenceLayout
@@ -81,9 +82,7 @@ def _find_problem(lengths: Sequence[int], max_tokens: int) -> str | None:
 
 def _agree(need: int, problem: str | None, group: dist.ProcessGroup) -> int:
     """Returns the largest need of all ranks. If one rank has an error, all raise, so that none waits for it later."""
-    on_cpu = "cpu" in dist.get_backend_config(group)
-    device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
-    mine = torch.tensor([need, problem is not None], dtype=torch.int64, device=device)
+    mine = torch.tensor([need, problem is not None], dtype=torch.int64, device=torch_private.object_device(group))
     dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=group)
     most, failed = mine.tolist()
     if failed:

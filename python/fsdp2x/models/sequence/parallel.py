@@ -314,7 +314,7 @@ class SequenceParallel(SequenceAttention):
         """
         mine = torch.zeros(_NUM_FACTS, dtype=torch.int64, device="cpu") if facts is None else facts
         group = self.shard.group
-        mine = mine.to("cpu" if "cpu" in dist.get_backend_config(group) else torch_private.accelerator_type())
+        mine = mine.to(torch_private.object_device(group))
         everyone = mine.new_empty(self.size * _NUM_FACTS)
         dist.all_gather_into_tensor(everyone, mine, group=group)
         by_rank = dict(zip(self._ranks, everyone.view(self.size, -1).tolist(), strict=True))
