@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fsdp2x.base import torch_private
 from fsdp2x.base.arguments import checked
-from fsdp2x.base.failures import exchange
+from fsdp2x.base.failures import exchange, first_problem, odd_rank
 from fsdp2x.lifecycle.tree import named_params, units_of
 from fsdp2x.lifecycle.unit import ShardedUnit
 
@@ -78,7 +78,7 @@ def require_equal(caller: str, copies: Copies, others: Iterable[dist.ProcessGrou
         sums = exchange([checksum(tensor) for tensor in tensors.values()], group, "comparison of replicas")
         problem = problem or _difference(dist.get_process_group_ranks(group), list(tensors), sums)
     for group in [*copies, *others] if copies else ():
-        problem = next(filter(None, exchange(problem, group, "comparison of replicas")), "")
+        problem = first_problem(problem, group, "comparison of replicas")
     if problem:
         raise ValueError(
             f"{caller}: {problem}. Build or load every replica with the same values. Or call "
@@ -87,13 +87,13 @@ def require_equal(caller: str, copies: Copies, others: Iterable[dist.ProcessGrou
 
 
 def _difference(ranks: list[int], names: list[str], sums: list[list[int]]) -> str:
-    differing = [name for name, *values in zip(names, *sums, strict=True) if len(set(values)) > 1]
-    if not differing:
+    odd = odd_rank(sums)
+    if odd is None:
         return ""
-    other = next(rank for rank, values in zip(ranks, sums, strict=True) if values != sums[0])
+    differing = [name for name, *values in zip(names, *sums, strict=True) if len(set(values)) > 1]
     named = ", ".join(map(repr, differing[:_NUM_NAMED]))
     more = f", and {len(differing) - _NUM_NAMED} more" if len(differing) > _NUM_NAMED else ""
-    return f"ranks {ranks[0]} and {other} are replicas of each other, but hold different values of {named}{more}"
+    return f"ranks {ranks[0]} and {ranks[odd]} are replicas of each other, but hold different values of {named}{more}"
 
 
 def make_equal(copies: Copies, device: torch.device) -> None:
@@ -186,7 +186,7 @@ def check_module_states(model: nn.Module, *, buffers: bool = True) -> None:
     _refuse_meta(model, "check_module_states")
     lost = next(filter(None, (group.lost_shard() for state in states for group in state.groups)), "")
     for group in _groups_of_all(states):
-        lost = next(filter(None, exchange(lost, group, "check of shards")), "")
+        lost = first_problem(lost, group, "check of shards")
     if lost:
         raise RuntimeError(f"fsdp2x.check_module_states: {lost}")
     copies = shard_copies(states)

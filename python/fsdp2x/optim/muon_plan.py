@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2x.base import torch_private
 from fsdp2x.base.arguments import with_memory
 from fsdp2x.base.collectives import explained
-from fsdp2x.base.failures import exchange
+from fsdp2x.base.failures import exchange, odd_rank
 from fsdp2x.base.memory_file import aligned_starts, tensor_at
 from fsdp2x.optim.muon_split import Split
 from fsdp2x.optim.newton_schulz import flops
@@ -326,16 +326,15 @@ def make_plan(params: list[Matrices], dtype: torch.dtype) -> MuonPlan:
 def _exchange(group: dist.ProcessGroup, params: list[Matrices], pieces: list) -> list[list]:
     here = [(one.shape, one.split, one.flops) for one in params]
     told = exchange((here, pieces), group)
-    for rank, (other, _) in enumerate(told):
-        if other != here:
-            differs = next(
-                (one.name for one, a, b in zip(params, here, other, strict=False) if a != b), f"{len(other)} of them"
-            )
-            raise RuntimeError(
-                f"fsdp2x.optim.Muon: rank {dist.get_global_rank(group, rank)} has other matrices than rank "
-                f"{dist.get_rank()} ({differs} against {len(here)}): give all ranks of a mesh the same parameters "
-                "in the same order, with the same settings"
-            )
+    everywhere = [theirs for theirs, _ in told]
+    if (odd := odd_rank(everywhere)) is not None:
+        pairs = zip(params, everywhere[0], everywhere[odd], strict=False)
+        differs = next((repr(one.name) for one, a, b in pairs if a != b), "another number of them")
+        raise RuntimeError(
+            f"fsdp2x.optim.Muon: rank {dist.get_global_rank(group, odd)} has other matrices than rank "
+            f"{dist.get_global_rank(group, 0)} ({differs}): give all ranks of a mesh the same parameters in the same "
+            "order, with the same settings"
+        )
     return [of_rank for _, of_rank in told]
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp2x.base.arguments import checked
-from fsdp2x.base.failures import Call, call_of, calling, current_call, exchange
+from fsdp2x.base.failures import Call, call_of, calling, current_call, exchange, first_problem
 from fsdp2x.base.processes import require_own_process
 from fsdp2x.io.export.rings import Entry, GroupRing, SharedRing, make_ring, raise_changed
 from fsdp2x.io.names import Family, TensorSpec, plain_families, source_families
@@ -197,7 +197,7 @@ def finish(plan: BucketPlan, rings: dict, receive: bool) -> tuple[torch.Tensor, 
     whole: dict[str, torch.Tensor] = {}
     changed = plan.changed
     for group in plan.alone_groups:
-        changed = next(filter(None, exchange(changed, group, "export of weights")), "")
+        changed = first_problem(changed, group, "export of weights")
     if plan.gathered:
         gathered = ring_of(rings, plan).finish(plan.gathered, changed)
         if receive and gathered is not None:

@@ -28,7 +28,7 @@ from torch import nn
 
 from fsdp2x.api import MergedModel, check_transport, require_own_process, running_step
 from fsdp2x.base.arguments import checked
-from fsdp2x.base.failures import call_of, calling, exchange
+from fsdp2x.base.failures import call_of, calling, exchange, odd_rank
 from fsdp2x.io.export.rings import Entry
 from fsdp2x.io.export.stream import (
     BUCKET_BYTES,
@@ -209,8 +209,7 @@ class Session:
         self._call = replace(self._call, name=f"fsdp2x.sync.push (session {numbers[0]})")
         if refusal := refusal or next(filter(None, refusals), None):
             raise refusal
-        if any(digest != digests[0] for digest in digests):
-            odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        if (odd := odd_rank(digests)) is not None:
             raise ValueError(
                 f"fsdp2x.sync.connect: rank {odd} has other names, shapes or dtypes than rank 0. Use the same model "
                 "and arguments on every rank."
@@ -342,8 +341,7 @@ class Session:
                 kind, text = problem
                 where = f" (rank {rank})" if len({other[2] for other in said}) > 1 else ""
                 raise (ValueError if kind == "value" else RuntimeError)(f"fsdp2x.sync.push{where}: {text}")
-        different = next((rank for rank, other in enumerate(said) if other[:2] != said[0][:2]), None)
-        if different is not None:
+        if (different := odd_rank([theirs[:2] for theirs in said])) is not None:
             raise ValueError(
                 f"fsdp2x.sync.push: rank 0 pushes version {said[0][0]!r} as {said[0][1]!r}, but rank {different} "
                 f"version {said[different][0]!r} as {said[different][1]!r}. Pass the same on every rank."
