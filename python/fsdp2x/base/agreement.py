@@ -25,6 +25,7 @@ import _thread
 import contextlib
 import functools
 import json
+import math
 import sys
 import threading
 import time
@@ -372,7 +373,7 @@ class Agreement:
         look_for_deaths = began + _LOOK_FOR_DEATHS_S
         num, alarmed = self._num_asked, False
         while True:
-            self._end_rounds()
+            self._end_rounds(num)
             if self._num_asked > num:
                 return
             waited = time.monotonic() - began
@@ -398,12 +399,15 @@ class Agreement:
             left = self._read(f"{self._num_asked}/left")
             problem = f"rank {left['rank']} {left['why']}"
         self._write_first(f"{self._num_asked}/end", f"fsdp2x: the ranks diverged: {problem}. {_ADVICE}")
-        self._end_rounds()
+        self._end_rounds(self._num_asked)
 
-    def _end_rounds(self) -> None:
-        """Begins the round in which the peers are. Raises Diverged if one has failed, with the message of all ranks."""
+    def _end_rounds(self, num: float = math.inf) -> None:
+        """Begins the round in which the peers are. Raises Diverged if one has failed, with the message of all ranks.
+
+        ``num``: the last round to end, in which this rank asks. It first does what all ranks do after that round.
+        """
         failed, has_left = False, self._has_left
-        while self._has(f"{self._num_asked}/end"):
+        while self._num_asked <= num and self._has(f"{self._num_asked}/end"):
             why = self._read(f"{self._num_asked}/end")
             self._stale += self._keys_of(self._num_asked - 1)
             if why:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import threading
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -106,6 +107,28 @@ def test_caught_divergences_leave_no_keys_in_the_store(ctx):
         counts.append(store.num_keys())
         dist.barrier()
     assert len(set(counts[1:])) == 1, counts
+
+
+@distributed(world_sizes=(3,))
+def test_a_rank_that_sees_the_return_of_all_ranks_late(ctx):
+    """They have diverged again when it looks. It must have begun again, too, or it counts other collectives."""
+    only_fsdp2x(ctx)
+    model = shard(ctx, Stack(), STACK_UNITS, transport="process_group")
+    slow = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(1.0))
+
+    def clip_alone():
+        fsdp2x.clip_grad_norm_(model.parameters(), 1.0) if ctx.rank == 2 else step(model, ctx)
+
+    step(model, ctx)
+    told = [attempt(clip_alone)]
+    dist.barrier()
+    with mock.patch.object(agreements, "time", slow) if ctx.rank == 0 else contextlib.nullcontext():
+        if ctx.rank == 1:  # the last one to come back, so it does not wait for rank 0
+            time.sleep(0.3)
+        told.append(attempt(clip_alone))
+    began = time.monotonic()
+    step(model, ctx)
+    assert all("sums the norm" in error for error in told) and time.monotonic() - began < SOON_S, told
 
 
 @distributed(world_sizes=(2,))
