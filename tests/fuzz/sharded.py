@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as stock
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -219,6 +220,7 @@ class Ours(Sharded):
                 "slots": sum(one["gather_slots_owned"] for one in stats),
                 "scratches": sum(one["scratch_slots_owned"] for one in stats),
                 "keeps": any(one.arguments.get("name") == "set_keep_unsharded_storage" for one in self.program.ops),
+                "ranks": dist.get_world_size(),
                 "states": [unit.param_state for unit in report.units if unit.params],
             },
         }

@@ -1,5 +1,6 @@
 """The commands as a user types them: alone without torchrun, under torchrun, killed and resumed, and with mistakes."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -173,9 +174,16 @@ def wait_for_end(pids):
     from fsdp2x.base.processes import start_time
 
     deadline = time.monotonic() + TIMEOUT_S
-    while any(start_time(pid) is not None for pid in pids):
+    # A thread that writes a checkpoint keeps files open, and so the lock, when the first thread has ended.
+    while any(start_time(pid) is not None or num_threads(pid) > 1 for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def num_threads(pid):
+    with contextlib.suppress(OSError):
+        return len(os.listdir(f"/proc/{pid}/task"))
+    return 0
 
 
 def wait_for_step(path, step, program):
