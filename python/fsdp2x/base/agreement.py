@@ -119,7 +119,7 @@ def exchange_bytes(group: dist.ProcessGroup, call: str, mine: bytes) -> list[byt
         all_reduce_agreed(group, moved, dist.ReduceOp.SUM, f"is in the {call}", "exchange of objects")
         return moved.cpu()
 
-    with reported(call), torch_private.unobserved():
+    with reported(call, group=group), torch_private.unobserved():
         if (agreement := agreement_of(group)) is not None:
             agreement.engine.ask_next()
         lengths = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device="cpu")
@@ -131,14 +131,18 @@ def exchange_bytes(group: dist.ProcessGroup, call: str, mine: bytes) -> list[byt
 
 
 @contextlib.contextmanager
-def reported(call: str, kind: type[BaseException] = BaseException) -> Iterator[None]:
+def reported(
+    call: str, kind: type[BaseException] = BaseException, group: dist.ProcessGroup | None = None
+) -> Iterator[None]:
     """If the block, which is not in a forward or backward, raises, peers that wait for this rank in it raise, too.
 
-    ``kind``: KeyboardInterrupt for a block whose other exceptions the ranks exchange.
+    ``kind``: KeyboardInterrupt for a block whose other exceptions the ranks exchange. ``group``: the only one of the
+    block's collectives. A call in another one, in which another thread exchanges, goes on. None: all groups.
     """
     try:
-        for agreement in list(_agreements.values()):
-            agreement.engine.begin_call()
+        for key, agreement in list(_agreements.items()):
+            if group in (None, key):
+                agreement.engine.begin_call()
         yield
     except Diverged:
         raise
