@@ -99,8 +99,10 @@ def _open_ours(folder: Path, files: OpenFiles, manifest: Mapping[str, Any], rank
         raise CorruptFile(f"{folder / PARTS_FILE}: damaged, its values are not those of the manifest")
     found = {**tensors_of(folder, files, manifest), **values}
     names = _names_of(stored, rank)
-    paths = {name: stored[one]["path"] if one in manifest["tensors"] else stored[one] for name, one in names.items()}
-    paths = {name: tuple(path[2:] if name != names[name] else path) for name, path in paths.items()}
+    paths: dict[str, KeyPath] = {}
+    for name, one in names.items():
+        path = stored[one]["path"] if one in manifest["tensors"] else stored[one]
+        paths[name] = tuple(path if name == one else path[2:])
     tensors = {name: found[one] for name, one in names.items() if one not in values}
     return Opened(tensors, {name: values[one] for name, one in names.items() if one in values}, paths, parts)
 
