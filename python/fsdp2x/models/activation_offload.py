@@ -92,7 +92,7 @@ class _Saved:
     def __init__(self, group: _Group, source: Tensor, version: int | None) -> None:
         self.group, self.num_uses = group, 0
         self.source: Tensor | None = source  # until it leaves
-        self.version = version  # None: it is a copy, which nobody modifies
+        self.version = version  # None: it is a copy, which no user modifies
         storage = source.untyped_storage()
         self.memory: Tensor | None = _tensor_in(storage, torch.uint8, 0, (storage.nbytes(),), (1,))  # on the device
         self.host: Tensor | None = None
