@@ -54,12 +54,13 @@ void bind_planned_steps(py::module_& m) {
       .value("open", PlannedEvent::Kind::open)
       .value("read", PlannedEvent::Kind::read)
       .value("use", PlannedEvent::Kind::use)
+      .value("sum", PlannedEvent::Kind::sum)
       .value("close", PlannedEvent::Kind::close);
   py::class_<PlannedEvent>(m, "PlannedEvent")
-      .def(py::init([](PlannedEvent::Kind kind, size_t unit, size_t group, bool has_node) {
-             return PlannedEvent{kind, unit, group, has_node};
+      .def(py::init([](PlannedEvent::Kind kind, size_t unit, size_t group, bool has_node, size_t bytes) {
+             return PlannedEvent{kind, unit, group, has_node, bytes};
            }),
-           py::arg("kind"), py::arg("unit"), py::arg("group"), py::arg("has_node"));
+           py::arg("kind"), py::arg("unit"), py::arg("group"), py::arg("has_node"), py::arg("bytes") = 0);
   py::class_<PlannedBackward>(m, "PlannedBackward")
       .def(py::init([](bool syncs, size_t num) {
              return PlannedBackward{syncs, num};

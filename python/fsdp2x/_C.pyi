@@ -136,6 +136,7 @@ class PlannedEventKind:
     open: ClassVar[PlannedEventKind]
     read: ClassVar[PlannedEventKind]
     use: ClassVar[PlannedEventKind]
+    sum: ClassVar[PlannedEventKind]
     close: ClassVar[PlannedEventKind]
     @property
     def name(self) -> str: ...
@@ -143,7 +144,7 @@ class PlannedEventKind:
     def value(self) -> int: ...
 
 class PlannedEvent:
-    def __init__(self, kind: PlannedEventKind, unit: int, group: int, has_node: bool) -> None: ...
+    def __init__(self, kind: PlannedEventKind, unit: int, group: int, has_node: bool, bytes: int = 0) -> None: ...
 
 class PlannedBackward:
     def __init__(self, syncs: bool, num: int) -> None: ...

@@ -209,6 +209,8 @@ void PlannedSteps::run_backward(const std::vector<PlannedEvent>& events, bool sy
       ScheduledGroup& group = *unit.scheduled_groups().at(event->group);
       effects_.set_gradient(of(group));
       schedule_.gradient_ready(unit, group, 0);
+    } else if (event->kind == PlannedEvent::Kind::sum) {
+      effects_.sum_gradients(event->bytes);
     } else if (event->kind == PlannedEvent::Kind::read) {
       schedule_.end_reads(unit);
     } else if (event->has_node && event->kind == PlannedEvent::Kind::close) {

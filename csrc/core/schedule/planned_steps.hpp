@@ -30,14 +30,16 @@ class PlannedUnit final : public ScheduledUnit {
 };
 
 // A point on a walk through the modules of a model: a unit's first module, its first module whose backward reads
-// parameters, a module that uses trainable parameters of a group, or the end of a unit's last module.
+// parameters, a module that uses trainable parameters of a group, the first of several uses of a parameter, or the end of
+// a unit's last module.
 struct PlannedEvent {
-  enum class Kind : uint8_t { open, read, use, close };
+  enum class Kind : uint8_t { open, read, use, sum, close };
   Kind kind = Kind::open;
   size_t unit = 0;
   size_t group = 0;  // of the unit, for `use`
   // Whether autograd announces the end (open) or the beginning (close) of the unit's backward.
   bool has_node = false;
+  size_t bytes = 0;  // of the parameter's gradient, for `sum`
 };
 
 // Identical backwards of a step.
@@ -59,6 +61,11 @@ class MemoryEffects final : public Effects {
   // Begins or ends the end of a backward. Groups that are posted then wait for slower peers.
   void end(bool ends) { is_ending_ = ends; }
   void set_gradient(const PlannedGroup& group) { ready_ = &group; }
+  // Adds a gradient to one that autograd holds: there are three of them until it has the sum.
+  void sum_gradients(size_t bytes) {
+    whole_.take(2 * bytes);
+    whole_.give_back(2 * bytes);
+  }
   // Return the numbers of the groups that were gathered and reduced since the last call.
   std::vector<size_t> take_gathers() { return std::exchange(gathers_, {}); }
   std::vector<size_t> take_reductions() { return std::exchange(reductions_, {}); }

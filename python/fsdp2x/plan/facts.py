@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,13 +83,26 @@ class GroupFacts:
         return self.num_trained > 0
 
 
+@dataclass(frozen=True)
+class ParamUses:
+    """Ids of the modules that use a trainable parameter, and bytes of its unsharded gradient."""
+
+    owners: tuple[int, ...]
+    gradient_bytes: int
+
+    @classmethod
+    def of(cls, param: ParamFacts, owners: Sequence[tuple[nn.Module, str]], policy: MixedPrecisionPolicy) -> ParamUses:
+        bytes_ = math.prod(param.size) * param.computes_in(policy.param_dtype).itemsize
+        return cls(tuple(id(module) for module, _ in owners), bytes_)
+
+
 @dataclass(frozen=True, eq=False)
 class PlannedUnit:
     """One unit: groups that are gathered together, and the module whose forward gathers them. Compared by identity."""
 
     name: str
     modules: tuple[nn.Module, ...]
-    owners: tuple[frozenset[int], ...]  # for each group, ids of the modules that use its trainable parameters
+    uses: tuple[tuple[ParamUses, ...], ...]  # for each group, of its trainable parameters
     groups: tuple[GroupFacts, ...]
     num_params: int
     num_elements: int

@@ -16,7 +16,7 @@ from fsdp2x.lifecycle.comms import wire_names_of
 from fsdp2x.lifecycle.tree import unit_states
 from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.models.moe.parallel import cuts_columns, spreadable
-from fsdp2x.plan.facts import GroupFacts, GroupSettings, ModelFacts, PlannedMesh, PlannedUnit, group_facts
+from fsdp2x.plan.facts import GroupFacts, GroupSettings, ModelFacts, ParamUses, PlannedMesh, PlannedUnit, group_facts
 from fsdp2x.plan.request import PlanRequest
 from fsdp2x.sharding import collect
 from fsdp2x.sharding.mesh import Keep, ShardGroup, post_forward_group
@@ -55,8 +55,12 @@ def _unit_of_state(state: ShardedUnit, names: dict[int, str], common: dict[str, 
     return PlannedUnit(
         name=", ".join(names.get(id(module), "?") or "<root>" for module in state.modules),
         modules=state.modules,
-        owners=tuple(
-            frozenset(id(module) for param in group.params if param.param.requires_grad for module, _ in param.owners)
+        uses=tuple(
+            tuple(
+                ParamUses.of(param.facts, param.owners, state.settings.mp_policy)
+                for param in group.params
+                if param.param.requires_grad
+            )
             for group in state.groups
         ),
         groups=tuple(_group_of_state(state, group, common) for group in state.groups),
@@ -210,7 +214,13 @@ def facts_of_plan(
             PlannedUnit(
                 name=", ".join(names[module] or "<root>" for module in modules),
                 modules=modules,
-                owners=(frozenset(id(m) for one in owned if one.param.requires_grad for m, _ in one.owners),),
+                uses=(
+                    tuple(
+                        ParamUses.of(param, one.owners, policy)
+                        for param, one in zip(params, owned, strict=True)
+                        if one.param.requires_grad
+                    ),
+                ),
                 groups=(counted,) if owned else (),
                 num_params=len(owned),
                 num_elements=sum(math.prod(one.size) for one in params),

@@ -137,15 +137,22 @@ class PlannedTree:
         return self._steps.device_bytes
 
     def _walk(self, root: nn.Module) -> Iterator[_C.PlannedEvent]:
-        """Yields the events of the root's forward: first modules of units, users of parameters, ends of units."""
+        """Yields the events of the root's forward: first modules of units, uses of parameters, ends of units."""
         kinds = _C.PlannedEventKind
         remaining = [set(map(id, unit.modules)) for unit in self._units]
         unit_of = {id(module): number for number, unit in enumerate(self._units) for module in unit.modules}
         users: dict[int, list[tuple[int, int]]] = {}
         for number, unit in enumerate(self._units):
-            for index, owners in enumerate(unit.owners):
-                for owner in owners:
+            for index, params in enumerate(unit.uses):
+                for owner in {owner for param in params for owner in param.owners}:
                     users.setdefault(owner, []).append((number, index))
+        shared = [
+            (number, index, param)
+            for number, unit in enumerate(self._units)
+            for index, params in enumerate(unit.uses)
+            for param in params
+            if len(param.owners) > 1
+        ]
         visited: set[int] = set()
         begun_by_lookup: set[int] = set()  # units whose members before this one only look rows up
         is_traced = False  # whether a trainable parameter was used before
@@ -165,6 +172,9 @@ class PlannedTree:
             for user, index in users.get(id(module), ()):
                 is_traced = True
                 yield _C.PlannedEvent(kinds.use, user, index, False)
+            for one in [one for one in shared if id(module) in one[2].owners]:
+                shared.remove(one)
+                yield _C.PlannedEvent(kinds.sum, *one[:2], False, one[2].gradient_bytes)
             for child in module.children():
                 if id(child) not in visited:
                     yield from visit(child)
