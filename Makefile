@@ -257,6 +257,7 @@ bench: build
 bench-record: build
 	$(RUN_PYTHON) benchmarks/history.py record $(BENCH_ARGS)
 	$(RUN_PYTHON) benchmarks/history.py write
+	$(RUN_PYTHON) benchmarks/headline.py
 	$(RUN_PYTHON) benchmarks/draw.py
 
 clean:

@@ -2,7 +2,7 @@
 
     python benchmarks/history.py record [--runs 5]    runs them and appends a line for each to benchmarks/history.jsonl
     python benchmarks/history.py check out/bench      compares the results of a run with the recorded range
-    python benchmarks/history.py write                writes the table and the picture of the project's README
+    python benchmarks/history.py write                writes the picture of the project's README
 
 A line is one run in its own processes. It has the day, machine, load before the run, commit, fsdp2x's time, and the
 ratio of each other side to it. ``check`` fails if a row is below at least five recorded runs.
@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import statistics
 import subprocess
 import sys
@@ -28,7 +27,6 @@ from step_cases import CASES
 
 HERE = Path(__file__).parent
 HISTORY = HERE / "history.jsonl"
-README = HERE.parent / "README.md"
 RECORDED = ("step_cpu_2ranks", "optimizer_cpu_2ranks", "memory_cpu_2ranks")
 LEAST_RUNS = 5  # fewer do not give a range
 OVER_GLOO = "over gloo"
@@ -210,9 +208,6 @@ def main() -> int:
         return record(RECORDED, args.runs, HISTORY)
     lines = read(HISTORY)
     if args.action == "write":
-        table = steps_table(lines) + "\n"
-        text = re.sub(r"(^\|.*\n)+", lambda _: table, README.read_text(), count=1, flags=re.MULTILINE)
-        README.write_text(text)
         draw(lines, HERE / "plots/overview.svg")
         return 0
     if args.folder is None:

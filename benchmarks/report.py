@@ -1,6 +1,6 @@
-"""Fills the marked part of a README.md with tables of recorded results.
+"""Fills the marked part of results/README.md with tables of recorded results.
 
-    python benchmarks/report.py [--results benchmarks/results] [--out benchmarks]
+    python benchmarks/report.py [--results benchmarks/results] [--out benchmarks/results]
 
 Reads every *.json that the benchmarks wrote.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 import harness
 
 HERE = Path(__file__).parent
+PAGE = HERE / "results/README.md"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 # The table of a result is made by rows_of in bench_<kind>.py.
 TITLES = {
@@ -98,9 +99,9 @@ def fill(text: str, sections: list[str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=HERE / "results")
-    parser.add_argument("--out", type=Path, default=HERE, help="where README.md is written")
+    parser.add_argument("--out", type=Path, default=PAGE.parent, help="where README.md is written")
     args = parser.parse_args()
-    filled = fill((HERE / "README.md").read_text(), [section(record) for record in load(args.results)])
+    filled = fill(PAGE.read_text(), [section(record) for record in load(args.results)])
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "README.md").write_text(filled)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from pathlib import Path
 
@@ -15,17 +16,20 @@ from fsdp2x.train.config_file import list_keys
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = {
     "benchmarks.md": "benchmarks/README.md",
+    "benchmarks-method.md": "benchmarks/METHOD.md",
+    "benchmarks-tables.md": "benchmarks/results/README.md",
     "changelog.md": "CHANGELOG.md",
 }
 # Pages link to the repository's files, so that links also work where the repository is browsed.
-LINK = re.compile(r"\]\(((?:\.\./)*)\.\./(benchmarks/README\.md|CHANGELOG\.md|benchmarks/plots/)")
 ON_SITE = {source: page for page, source in SOURCES.items()} | {"benchmarks/plots/": "plots/"}
+LINK = re.compile(rf"\]\(((?:\.\./)*)\.\./({'|'.join(map(re.escape, ON_SITE))})")
+INNER = re.compile(r"\]\((?!http)([\w./-]+\.md)")  # of pages that are not in docs
 ROLE = re.compile(r":(?:func|class|meth|attr|mod):(?=<code>)")
 
 
 def on_files(files: Files, config) -> Files:
     """Adds pages and pictures whose source is elsewhere in the repository."""
-    pages = {page: (ROOT / source).read_text().replace("](../docs/", "](") for page, source in SOURCES.items()}
+    pages = {page: _page_of(source) for page, source in SOURCES.items()}
     pages["messages.md"] = messages.page(ROOT / "python/fsdp2x", ROOT / "csrc")
     pages["cli.md"] = reference.commands(make_parser())
     pages["settings.md"] = reference.settings(list_keys())
@@ -34,6 +38,16 @@ def on_files(files: Files, config) -> Files:
     for picture in sorted((ROOT / "benchmarks/plots").iterdir()):
         files.append(File.generated(config, f"plots/{picture.name}", abs_src_path=str(picture)))
     return files
+
+
+def _page_of(source: str) -> str:
+    """A page whose file is elsewhere in the repository, with links as seen from the site's root."""
+
+    def moved(link: re.Match) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link[1]))
+        return f"]({ON_SITE.get(target, target.removeprefix('docs/'))}"
+
+    return INNER.sub(moved, (ROOT / source).read_text())
 
 
 def on_page_markdown(markdown: str, **_) -> str:

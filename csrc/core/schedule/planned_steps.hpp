@@ -30,8 +30,8 @@ class PlannedUnit final : public ScheduledUnit {
 };
 
 // A point on a walk through the modules of a model: a unit's first module, its first module whose backward reads
-// parameters, a module that uses trainable parameters of a group, the first of several uses of a parameter, or the end of
-// a unit's last module.
+// parameters, a module that uses trainable parameters of a group, the first of several uses of a parameter, or the end
+// of a unit's last module.
 struct PlannedEvent {
   enum class Kind : uint8_t { open, read, use, sum, close };
   Kind kind = Kind::open;

@@ -57,6 +57,11 @@ def test_a_row_below_all_recorded_runs_is_found(history, result):
     assert history.regressions(lines[:4], {"step_cpu_2ranks": result}) == []
 
 
+def test_pages_quote_the_recorded_numbers():
+    done = programs.run(FOLDER / "headline.py", "check")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.full
 def test_gpu_parts_end_on_the_cpu(tmp_path):
     """Dry runs of both calls, in two minutes: all but the device, with losses that agree; and the report shows them."""
