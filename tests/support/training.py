@@ -59,14 +59,19 @@ class Said(logging.Handler):
 
     def __enter__(self) -> list[str]:
         self.messages: list[str] = []
-        logging.getLogger("fsdp2x").addHandler(self)
+        package = logging.getLogger("fsdp2x")
+        self.former = package.level
+        package.addHandler(self)
+        package.setLevel(self.level or self.former)
         return self.messages
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
 
     def __exit__(self, *_: object) -> None:
-        logging.getLogger("fsdp2x").removeHandler(self)
+        package = logging.getLogger("fsdp2x")
+        package.removeHandler(self)
+        package.setLevel(self.former)
 
 
 def settings(text: Path, output: Path, **sections: dict) -> dict:

@@ -91,12 +91,18 @@ class ModelConfig(Section):
     path: str | None = setting(
         None, "local HuggingFace directory with config.json and weights; nothing is ever downloaded", min_length=1
     )
-    dtype: DType = setting("float32", "dtype of the parameters that the optimizer updates")
+    dtype: DType | Literal["auto"] = setting(
+        "auto",
+        "dtype of the parameters that the optimizer updates; auto: float32, but with lora.rank on a GPU the frozen "
+        "ones have bfloat16 if their files have it, and the adapters float32",
+    )
     attn_implementation: str | None = setting(
         None, "attention of transformers: eager, sdpa, ...; unset: the model's default"
     )
-    load: Literal["whole", "rows"] = setting(
-        "whole", "with model.path: every rank reads the full model, or only the rows of its shards"
+    load: Literal["auto", "whole", "rows"] = setting(
+        "auto",
+        "with model.path: every rank reads the full model, or only the rows of its shards; auto: rows, but whole with "
+        "parallel.expert_parallel",
     )
     freeze: Names = setting([], "prefixes of parameter names that are not trained; one that matches none is an error")
     tiled_mlp: int = setting(
@@ -111,7 +117,7 @@ class ModelConfig(Section):
         return [] if self.path or self.config else [needed]
 
     def check(self) -> None:
-        self.require("load", self.load == "whole" or self.config is None, "whole: rows are read from model.path")
+        self.require("load", self.load != "rows" or self.config is None, "whole: rows are read from model.path")
         if self.config and self.path is not None:
             raise ValueError("model: got both of model.config and model.path, expected one of them")
         self.require("config", "model_type" in (self.config or {"model_type"}), "a mapping with the key model_type")
@@ -143,8 +149,12 @@ class DataConfig(Section):
         min_length=1,
     )
     block_size: int = setting(512, "tokens per training example; with packing, the most tokens of one", ge=2)
-    held_out: float = setting(
-        0.05, "fraction of the examples kept for evaluation; whole text files as far as possible", ge=0, lt=1
+    held_out: float | None = setting(
+        None,
+        "fraction of the examples kept for evaluation; whole text files as far as possible; unset: 0.05 if the run "
+        "evaluates, else 0",
+        ge=0,
+        lt=1,
     )
     shuffle: bool = setting(True, "visit the blocks in a new seeded order every epoch")
     packing: bool = setting(
@@ -251,8 +261,8 @@ class ParallelConfig(Section):
     )
     param_dtype: DType | Literal["auto"] | None = setting(
         None,
-        "compute dtype; unset: model.dtype; auto: bfloat16 on GPUs that have it, float16 on others, "
-        "model.dtype on CPUs",
+        "compute dtype; unset: bfloat16 on GPUs that have it if model.dtype is float32, else model.dtype; auto: the "
+        "same, but float16 on other GPUs",
     )
     reduce_dtype: DType | None = setting(
         None, "dtype in which gradients are summed; unset: that of the parameters, or param_dtype before torch 2.15"
@@ -299,10 +309,10 @@ class TrainSection(Section):
     mode: Literal["train", "evaluate"] = setting(
         "train", "evaluate: no gradients and no optimizer, the loss on held-out text (on all when held_out is 0)"
     )
-    steps: int | None = setting(
-        None, "optimizer steps in the whole run, counted from step 1; unset: 1000, or by epochs", gt=0
+    steps: int | None = setting(None, "optimizer steps in the whole run, counted from step 1; unset: by epochs", gt=0)
+    epochs: int | None = setting(
+        None, "passes over the training text; with steps, the shorter run counts; unset: 1, or by steps", gt=0
     )
-    epochs: int | None = setting(None, "passes over the training text; with steps, the shorter run counts", gt=0)
     batch_size: int | None = setting(None, "blocks per rank and micro-batch; unset: 8, or from global_batch_size", gt=0)
     accumulation: int | None = setting(
         None, "micro-batches per optimizer step; unset: 1, or from global_batch_size and batch_size", gt=0
@@ -327,7 +337,10 @@ class TrainSection(Section):
 
 
 class CheckpointConfig(Section):
-    save_every: int = setting(0, "steps between saves; 0: save only at the end", ge=0)
+    save_every: int = setting(0, "steps between saves; 0: by save_minutes, and at the end", ge=0)
+    save_minutes: float = setting(
+        30.0, "a run that saves at all also saves when its last save is so many minutes ago; 0: never", ge=0
+    )
     save_last: bool = setting(True, "save after the last step")
     form: Literal["sharded", "full", "per_rank"] = setting(
         "sharded", "a DCP directory or one file, both for any number of ranks, or a file per rank for the same number"

@@ -130,7 +130,7 @@ def read_blocks(config: DataConfig, tokenizer: Tokenizer, seed: int) -> Blocks:
     digest = hashlib.sha256()
     read = _read_text(config, config.files, tokenizer, seed, digest)
     blocks, num_blocks = read.blocks, len(read.blocks)
-    num_held_out = 0 if config.validation_files else count_held_out(num_blocks, config.held_out)
+    num_held_out = 0 if config.validation_files else count_held_out(num_blocks, config.held_out or 0.0)
     if num_blocks - num_held_out < 1:
         raise ConfigError(
             f"data.files: {read.num_tokens} tokens in {read.num_files} files are fewer than one sequence "

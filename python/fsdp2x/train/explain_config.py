@@ -104,7 +104,7 @@ def _find_units(found: Explanation, config: TrainConfig) -> None:
     if path is None:  # use the tokenizer's vocabulary if it is here
         name = choose_tokenizer(config.data.tokenizer, None)
         tokenizer = make_tokenizer(name) if name == "bytes" or Path(name).is_dir() else None
-    dtype, attention = getattr(torch, config.model.dtype), config.model.attn_implementation
+    dtype, attention = torch.float32, config.model.attn_implementation
     model = prepare(build_on_meta(config.model, dtype, tokenizer, attention), config)
     idle = idle_expert_units(model, config.parallel)
     found.idle += [f"parallel.expert_units={name}: {why}" for name, why in idle.items()]

@@ -37,7 +37,7 @@ from fsdp2x.train.config import ConfigError, ModelConfig, ParallelConfig, TrainC
 from fsdp2x.train.metrics import memory_bytes
 from fsdp2x.train.parse import refuse_unknown
 from fsdp2x.train.schedule import decay_groups
-from fsdp2x.train.strategy import MeshPlan, plan_expert_mesh
+from fsdp2x.train.strategy import MeshPlan, plan_expert_mesh, read_folder_config
 from fsdp2x.train.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -121,12 +121,8 @@ def _built_by_transformers(config: ModelConfig) -> AbstractContextManager[None]:
 
 def find_folder(config: ModelConfig) -> Path:
     """Returns the folder of `model.path`. Raises `ConfigError`."""
-    folder = Path(config.path or "").expanduser()
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path: got {config.path!r}, expected a local directory with a config.json")
-    with reworded(ConfigError, "model.path", CheckpointError):
-        read_config(folder / "config.json")
-    return folder
+    read_folder_config(config.path or "")
+    return Path(config.path or "").expanduser()
 
 
 def check_folder(config: ModelConfig) -> Path:

@@ -21,6 +21,7 @@ from fsdp2x.api import (
     ADAPTER_FOLDER,
     Saver,
     accumulate,
+    describe,
     has_adapters,
     local_tensor,
     save_adapter,
@@ -45,6 +46,7 @@ from fsdp2x.train.metrics import Logger, memory_bytes, planned_bytes, shard_repo
 from fsdp2x.train.model import make_model
 from fsdp2x.train.parts import Inputs, Output, Steps
 from fsdp2x.train.resume import compare_runs, describe_run
+from fsdp2x.train.strategy import with_defaults
 from fsdp2x.train.tokenizer import replaces_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -76,11 +78,13 @@ class Trainer:
         self._closing = contextlib.ExitStack()
         self._interrupt: Interrupt | None = None
         self._stops = False  # set on all ranks when one was interrupted
+        self._saves_late, self._saved_at = False, time.perf_counter()  # by checkpoint.save_minutes
         try:
             self._closing.enter_context(deterministic_algorithms(config.train.deterministic))
             world = open_world(config.parallel.device, config.parallel.timeout_s)
             self._closing.callback(world.close)
-            self._build(Inputs.read(config, world, self._closing), loggers)
+            self.config = run_on_all_ranks(lambda: with_defaults(config, world.device.type), raising=ConfigError)
+            self._build(Inputs.read(self.config, world, self._closing), loggers)
         except BaseException:
             self.close()
             raise
@@ -103,10 +107,13 @@ class Trainer:
         size = f"{per_step} samples" if config.data.packing else f"{self._tokens_per_step} tokens"
         trained = sum(param.numel() for param in self.model.parameters() if param.requires_grad)
         say(
-            "%d parameters%s, %d rank%s on %s (process group: %s), %s a step",
+            "%d parameters%s, %d rank%s on %s, %s a step",
             self.sharded.num_parameters, f" ({trained} are trained)" if config.lora.rank else "",
-            world.size, "s" * (world.size > 1), world.device.type, world.backend, size,
+            world.size, "s" * (world.size > 1), world.device.type, size,
         )  # fmt: skip
+        if self._trains:
+            epochs = self.num_steps * per_step / len(self.blocks.train)
+            say("%d steps, %.3g epochs of %d samples", self.num_steps, epochs, len(self.blocks.train))
         say("%s", self.plan)
         computed = self.inputs.param_dtype or getattr(torch, config.model.dtype)
         say(
@@ -164,12 +171,17 @@ class Trainer:
         config, observer = self.config, self.output.observer
         last_saved = self.step if config.checkpoint.resume_from is not None else None
         tokens, since = 0, time.perf_counter()
+        began = self._saved_at = since
+        start, first, loss = self.step, math.nan, math.nan
         while self.step < self.num_steps:
             observer.before_step(self.step + 1)
             with self.world.lost_ranks.named(f"training step {self.step + 1}"):
                 loss, grad_norm, lr = self.train_step()
             observer.after_step(self.step, self.model, self.optimizer)
             tokens += self.num_tokens
+            if self.step == start + 1:
+                first = loss
+                self.output.metrics.say("transport: %s", describe(self.model).transport)
             last = self.step == self.num_steps
             if self.step % config.logging.every == 0 or last or self.skipped:
                 now = time.perf_counter()
@@ -181,6 +193,7 @@ class Trainer:
                 self._report_evaluation()
                 self._stops = any_rank(self._is_interrupted, self.world.device)
             due = config.checkpoint.save_every and self.step % config.checkpoint.save_every == 0
+            due = due or (self._saves_late and bool(config.checkpoint.save_last or config.checkpoint.save_every))
             if (due or (last and config.checkpoint.save_last)) and last_saved != self.step:
                 self.save()
                 last_saved = self.step
@@ -196,6 +209,21 @@ class Trainer:
             path = save_adapter(self.model, self.inputs.folder.output / "adapter", force=True)
             self.output.metrics.say("adapter: %s", path)
         self.output.metrics.write("end", self.step)
+        if self.step == start:
+            self.output.metrics.say("nothing to do: the run ended after step %d", self.num_steps)
+            return
+        from tqdm import tqdm
+
+        self.output.metrics.say(
+            "done: %d steps in %s, loss %.4f to %.4f%s",
+            self.step, tqdm.format_interval(time.perf_counter() - began), first, loss, self._next_command(last_saved),
+        )  # fmt: skip
+
+    def _next_command(self, last_saved: int | None) -> str:
+        if last_saved is None and not self.config.checkpoint.save_last:
+            return ""
+        merge = " --merge" if self.config.lora.rank else ""
+        return f". Next: fsdp2x export {self.inputs.folder.checkpoints} MODEL{merge}"
 
     def _report_step(self, **values: Any) -> None:
         used, position = memory_bytes(self.world.device), self.stream.position
@@ -288,10 +316,15 @@ class Trainer:
         return mean, None if self.skipped else grad_norm, lr
 
     def _mean_loss(self, loss: float) -> float:
-        """Returns the mean loss over ranks, and shares whether one was interrupted. Collective."""
-        sums = [loss, 1.0, float(self._is_interrupted)]
-        total, ranks, num_interrupted = sums_over_ranks(sums, self.world.device)
-        self._stops = num_interrupted > 0
+        """Returns the mean loss over ranks. Collective.
+
+        It also shares whether a rank was interrupted, and whether a save is late by rank 0's clock.
+        """
+        minutes = self.config.checkpoint.save_minutes
+        is_late = self.world.is_main and 0 < minutes * 60 <= time.perf_counter() - self._saved_at
+        sums = [loss, 1.0, float(self._is_interrupted), float(is_late)]
+        total, ranks, num_interrupted, num_late = sums_over_ranks(sums, self.world.device)
+        self._stops, self._saves_late = num_interrupted > 0, num_late > 0
         return total / ranks
 
     def _update(self, optimizer: Any, parameters: list[torch.nn.Parameter]) -> float:
@@ -369,6 +402,7 @@ class Trainer:
             async_save=config.async_save,
             write_assets=self._write_assets,
         )
+        self._saved_at = time.perf_counter()
         self.output.metrics.write("save", self.step, path=str(saved.path), seconds=round(saved.stall_s, 3))
         self.output.metrics.say("%s %s in %.2f s", "saved" if saved.done else "saving", saved.path, saved.stall_s)
         return saved.path

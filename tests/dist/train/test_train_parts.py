@@ -1,5 +1,6 @@
 """Settings that need other parts of fsdp2x, through the trainer: each gives the losses of a run without it."""
 
+import logging
 import os
 import signal
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from fsdp2x.train.config import ConfigError
 from harness import distributed
-from training import MODEL, losses, run, settings, shared_folder
+from training import MODEL, Said, losses, run, settings, shared_folder
 
 MOE = {
     "model_type": "qwen3_moe",
@@ -129,7 +130,7 @@ def test_packing_sees_samples_alone(ctx, sequence_parallel):
             )
         )
         trainer = Trainer(config)
-        model = build_model(config.model, trainer.inputs.tokenizer, config.train.seed)
+        model = build_model(trainer.config.model, trainer.inputs.tokenizer, config.train.seed)
         order = [trainer.blocks.train.sample(trainer.stream._block_at(i))["input_ids"] for i in range(6)]
         assert len({len(sample) for sample in order}) > 1
         total = sum(model(input_ids=s[None], labels=s[None]).loss * (len(s) - 1) for s in order)
@@ -215,3 +216,22 @@ def test_ranks_agree_on_the_dtype_of_muon(ctx, wanted):
         patch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: ctx.rank == 0, raising=False)
         trainer = run(settings(folder / "text", folder / "run", optimizer={"name": "muon", "muon_ns_dtype": wanted}))
     assert trainer.optimizer.ns_dtype is {"bfloat16": torch.bfloat16}.get(wanted, torch.float32)
+
+
+@distributed(world_sizes=(2,))
+def test_a_late_save_is_made_by_all_ranks(ctx):
+    """By the first rank's clock. The log of the run says what it did, and how to go on."""
+    from fsdp2x.train.metrics import read_metrics
+
+    with shared_folder(ctx) as folder:
+        saves = {}
+        for minutes in (1e-9, 30.0):
+            checkpoint = {"save_every": 0, "save_minutes": minutes}
+            with Said(logging.INFO) as said:
+                run(settings(folder / "text", folder / f"{minutes}", checkpoint=checkpoint, train={"steps": 3}))
+            lines = read_metrics(folder / f"{minutes}" / "metrics.jsonl")
+            saves[minutes] = [line["step"] for line in lines if line["event"] == "save"]
+        assert saves == {1e-9: [1, 2, 3], 30.0: [3]}
+        if ctx.rank == 0:
+            assert "transport: shm" in said
+            assert any(line.startswith("done: 3 steps") and "fsdp2x export" in line for line in said), said

@@ -42,7 +42,7 @@ def unsharded_steps(trainer, config):
     from fsdp2x.train.model import build_model
     from fsdp2x.train.schedule import Schedule, decay_groups, make_optimizer
 
-    model = build_model(config.model, trainer.inputs.tokenizer, config.train.seed)
+    model = build_model(trainer.config.model, trainer.inputs.tokenizer, config.train.seed)
     ours = make_optimizer(model, OptimizerConfig(lr=config.optimizer.lr), decay_groups(model))
     groups = [{name: group[name] for name in ("params", "weight_decay")} for group in ours.param_groups]
     betas, eps = config.optimizer.betas, config.optimizer.eps

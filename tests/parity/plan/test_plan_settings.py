@@ -71,19 +71,19 @@ CHANGES_OF_FOUR = {
 }
 # The other keys. They change nothing that a plan counts, or a test below has them.
 OTHERS = """
-checkpoint.accept_changes checkpoint.async_save checkpoint.folder checkpoint.form checkpoint.keep checkpoint.keep_every
-checkpoint.resume_from checkpoint.save_every checkpoint.save_last data.block_size data.exclude data.files data.held_out
-data.max_bytes data.pattern data.shuffle data.validation_files logging.every logging.memory_snapshot logging.output
-logging.profile_end logging.profile_start logging.progress logging.report logging.tensorboard logging.tensorboard_dir
-logging.wandb logging.wandb_options lora.alpha lora.dropout model.attn_implementation model.expert_patch
-model.grouped_gemm model.load model.tiled_mlp optimizer.adamw_lr optimizer.betas optimizer.eps
-optimizer.implementation optimizer.lr
-optimizer.muon_ns_dtype optimizer.muon_ns_method optimizer.muon_split optimizer.stochastic_rounding
-optimizer.weight_decay parallel.device parallel.offload parallel.timeout_s parallel.world_size scaler.enabled
-scaler.growth_interval scaler.init_scale schedule.decay_steps schedule.kind schedule.min_lr schedule.min_lr_ratio
-schedule.warmup_ratio schedule.warmup_steps schedule.wsd_decay_steps train.activation_checkpointing train.clip
-train.compile train.compile_backend train.deterministic train.epochs train.eval_batch_size train.eval_blocks
-train.eval_every train.global_eval_batch_size train.on_nonfinite train.seed train.steps train.tiled_loss
+checkpoint.accept_changes checkpoint.async_save checkpoint.folder checkpoint.form checkpoint.keep
+checkpoint.keep_every checkpoint.resume_from checkpoint.save_every checkpoint.save_last checkpoint.save_minutes
+data.block_size data.exclude data.files data.held_out data.max_bytes data.pattern data.shuffle data.validation_files
+logging.every logging.memory_snapshot logging.output logging.profile_end logging.profile_start logging.progress
+logging.report logging.tensorboard logging.tensorboard_dir logging.wandb logging.wandb_options lora.alpha lora.dropout
+model.attn_implementation model.expert_patch model.grouped_gemm model.load model.tiled_mlp optimizer.adamw_lr
+optimizer.betas optimizer.eps optimizer.implementation optimizer.lr optimizer.muon_ns_dtype optimizer.muon_ns_method
+optimizer.muon_split optimizer.stochastic_rounding optimizer.weight_decay parallel.device parallel.offload
+parallel.timeout_s parallel.world_size scaler.enabled scaler.growth_interval scaler.init_scale schedule.decay_steps
+schedule.kind schedule.min_lr schedule.min_lr_ratio schedule.warmup_ratio schedule.warmup_steps
+schedule.wsd_decay_steps train.activation_checkpointing train.clip train.compile train.compile_backend
+train.deterministic train.epochs train.eval_batch_size train.eval_blocks train.eval_every train.global_eval_batch_size
+train.on_nonfinite train.seed train.steps train.tiled_loss
 """.split()
 
 
@@ -171,7 +171,8 @@ def test_devices_and_offloading(folder):
              for mode in ("none", "optimizer", "gradients", "all")]  # fmt: skip
     assert hosts == sorted(set(hosts)) or hosts[:3] == sorted(set(hosts[:3]))
     half = of(**{"parallel.device": "cuda", "parallel.param_dtype": "auto"})
-    assert half == of(**{"parallel.device": "cuda", "parallel.param_dtype": "bfloat16"}) != cuda
+    assert half == of(**{"parallel.device": "cuda", "parallel.param_dtype": "bfloat16"}) == cuda
+    assert cuda != of(**{"parallel.device": "cuda", "parallel.param_dtype": "float32"})
     assert of(**{"parallel.param_dtype": "auto"}) == cpu
 
 

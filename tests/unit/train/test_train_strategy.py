@@ -6,12 +6,19 @@ from unittest import mock
 import pytest
 import torch
 
-from fsdp2x.train import ConfigError
+from fsdp2x.train import ConfigError, parse_config
 from fsdp2x.train.config import ModelConfig, ParallelConfig, ScalerConfig, TrainSection
 from fsdp2x.train.distributed import explain_emulation
 from fsdp2x.train.feeds import resolve_tiled_loss
 from fsdp2x.train.model import sharding
-from fsdp2x.train.strategy import plan_mesh, resolve_batching, resolve_scaling, resolve_steps
+from fsdp2x.train.strategy import (
+    plan_mesh,
+    resolve_batching,
+    resolve_param_dtype,
+    resolve_scaling,
+    resolve_steps,
+    with_defaults,
+)
 from models import build
 
 
@@ -88,11 +95,36 @@ def test_batches():
 
 
 def test_steps():
-    assert resolve_steps(TrainSection(), 100, 8) == 1000
+    assert resolve_steps(TrainSection(), 100, 8) == 12
     assert resolve_steps(TrainSection(steps=7), 100, 8) == 7
     assert resolve_steps(TrainSection(epochs=2), 100, 8) == 25
     assert resolve_steps(TrainSection(epochs=2, steps=7), 100, 8) == 7
     assert resolve_steps(TrainSection(epochs=1), 3, 8) == 1
+
+
+def test_defaults_that_depend_on_other_settings(tmp_path, monkeypatch):
+    def of(device, dtype="bfloat16", **sections):
+        (tmp_path / "config.json").write_text(f'{{"dtype": "{dtype}"}}')
+        model = {"path": str(tmp_path)} | sections.pop("model", {})
+        config = with_defaults(parse_config({"model": model, "data": {"files": ["text"]}, **sections}), device)
+        return config.model.dtype, config.model.load, config.data.held_out
+
+    lora = {"lora": {"rank": 2}}
+    assert of("cuda") == of("cpu", **lora) == ("float32", "rows", 0.0)
+    assert of("cuda", **lora)[0] == "bfloat16" and of("cuda", "float16", **lora)[0] == "float32"
+    assert of("cuda", model={"dtype": "float32", "load": "whole"}, **lora)[:2] == ("float32", "whole")
+    assert of("cpu", parallel={"expert_parallel": 2})[1] == "whole"
+    assert of("cpu", train={"eval_every": 5})[2] == of("cpu", train={"mode": "evaluate"})[2] == 0.05
+    assert of("cpu", data={"files": ["text"], "held_out": 0.25})[2] == 0.25
+
+    def computes_in(dtype="float32", wanted=None, *, has_bfloat16=True, device="cuda"):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: has_bfloat16)
+        model, parallel = ModelConfig(path="x", dtype=dtype), ParallelConfig(param_dtype=wanted)
+        return resolve_param_dtype(model, parallel, torch.device(device))
+
+    assert computes_in() == torch.bfloat16 and computes_in("float16") is None and computes_in(device="cpu") is None
+    assert computes_in(has_bfloat16=False) is None
+    assert computes_in(wanted="auto", has_bfloat16=False) == torch.float16
 
 
 def test_when_the_loss_is_scaled():

@@ -36,7 +36,7 @@ from fsdp2x.train import ConfigError, TrainConfig
 from fsdp2x.train.config import SequenceRanks
 from fsdp2x.train.config_file import ConfigFile, parse_config
 from fsdp2x.train.model import build_on_meta, offload_mode, prepare, unit_policy
-from fsdp2x.train.strategy import plan_mesh, resolve_batching, usual_node
+from fsdp2x.train.strategy import plan_mesh, resolve_batching, usual_node, with_defaults
 from fsdp2x.train.tokenizer import choose_tokenizer, make_tokenizer
 
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
@@ -258,11 +258,12 @@ def _asked_by(
     trains = config.train.mode == "train"
     shares_memory = TransportKind.SHM in (given.get("transport"), parallel.transport)
     device = given.get("device") or ("cpu" if shares_memory or parallel.device == "cpu" else "cuda")
+    config = with_defaults(config, device)
     in_few_bits = parallel.wire_weights is not None or parallel.wire_gradients is not None
     on_one_host = device == "cpu" and mesh.shard_size <= local_world_size
     asked = {
         "dtype": config.model.dtype,
-        "param_dtype": _param_dtype(parallel.param_dtype, device),
+        "param_dtype": _param_dtype(config, device),
         "reduce_dtype": parallel.reduce_dtype,
         "replicas": mesh.num_replicas,
         "reshard_after_forward": mesh.reshard_after_forward,
@@ -312,11 +313,13 @@ def _plan_sequences(model: nn.Module, config: TrainConfig, world_size: int, item
     return SequencePlan(*ranks, positions, layer.kept * num_kept, layer.sent * layers * passes)
 
 
-def _param_dtype(setting: str | None, device: str) -> str | None:
-    """Returns the dtype of `auto` on a current GPU. float16, which older GPUs take, has as many bytes."""
-    if setting != "auto":
+def _param_dtype(config: TrainConfig, device: str) -> str | None:
+    """Returns the compute dtype on a current GPU. float16, which older GPUs take, has as many bytes."""
+    setting = config.parallel.param_dtype
+    if setting not in (None, "auto"):
         return setting
-    return "bfloat16" if device == "cuda" else None
+    computes_in_half = device == "cuda" and (setting == "auto" or config.model.dtype == "float32")
+    return "bfloat16" if computes_in_half else None
 
 
 def _micro_batches(config: TrainConfig, num_readers: int) -> int:
