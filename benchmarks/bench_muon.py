@@ -88,7 +88,7 @@ class GatherEverything(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        from fsdp2x.optim.newton_schulz import orthogonalize
+        from fsdp2x.optim.muon.newton_schulz import orthogonalize
 
         for param in self.param_groups[0]["params"]:
             momentum = self.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
@@ -111,7 +111,7 @@ def matrices(shapes: list[tuple[int, ...]], mesh: DeviceMesh) -> list[nn.Paramet
 
 
 def error_of(shapes: set[tuple[int, ...]], settings: dict) -> float:
-    from fsdp2x.optim.newton_schulz import orthogonalize
+    from fsdp2x.optim.muon.newton_schulz import orthogonalize
 
     worst = 0.0
     for shape in sorted(shapes):

@@ -12,7 +12,7 @@ from fsdp2x.base.native import _C
 from fsdp2x.lifecycle.tree import roots_of, unit_states
 from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.optim.muon import Muon
-from fsdp2x.optim.muon_split import describe_groups
+from fsdp2x.optim.muon.split import describe_groups
 from fsdp2x.plan.report import columns
 
 

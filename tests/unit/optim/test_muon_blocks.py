@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from fsdp2x.optim import Muon, muon_param_groups
-from fsdp2x.optim.muon_split import Split, split_of
-from fsdp2x.optim.newton_schulz import flops, orthogonalize, uses_gram
+from fsdp2x.optim.muon.newton_schulz import flops, orthogonalize, uses_gram
+from fsdp2x.optim.muon.split import Split, split_of
 from models import build
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 11,

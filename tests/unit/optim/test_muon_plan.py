@@ -10,8 +10,8 @@ from torch import nn
 
 import fsdp2x
 from fsdp2x.optim import Muon, muon_param_groups
-from fsdp2x.optim.muon_plan import Piece, blocks_of, deal
-from fsdp2x.optim.newton_schulz import flops, orthogonalize
+from fsdp2x.optim.muon.newton_schulz import flops, orthogonalize
+from fsdp2x.optim.muon.plan import Piece, blocks_of, deal
 from models import build
 
 

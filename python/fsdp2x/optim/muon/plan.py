@@ -28,8 +28,8 @@ from fsdp2x.base.arguments import with_memory
 from fsdp2x.base.collectives import explained
 from fsdp2x.base.failures import exchange, odd_rank
 from fsdp2x.base.memory_file import aligned_starts, tensor_at
-from fsdp2x.optim.muon_split import Split
-from fsdp2x.optim.newton_schulz import flops
+from fsdp2x.optim.muon.newton_schulz import flops
+from fsdp2x.optim.muon.split import Split
 from fsdp2x.sharding.mesh import covering_group
 
 Extent = tuple[int, int, int]
