@@ -176,7 +176,7 @@ def test_the_last_backward_is_told_through_the_context(ctx):
     model(inputs(ctx.rank)).sum().backward()
     model[0]._get_fsdp_state()._state_ctx.is_last_backward = False
     assert model._get_fsdp_state()._state_ctx.is_last_backward is False
-    assert model._get_fsdp_state().root_settings.is_last_backward is False
+    assert model._get_fsdp_state().shared.settings.is_last_backward is False
 
 
 class Stage(nn.Sequential):

@@ -218,7 +218,7 @@ class Users:
                 if with_shards and state.unit.param_state != "GATHERING":
                     touched.append(group.engine.pool)
                 # With manual finalization, users must not touch gradients until their reduction ends.
-                if not state.root_settings.manual_finalization or state.unit.phase == "IDLE":
+                if not state.shared.settings.manual_finalization or state.unit.phase == "IDLE":
                     grads = [param.param.grad for param in group.params]
                     touched += [local_tensor(grad) for grad in grads if grad is not None]
         for on_host, touched in memory.items():

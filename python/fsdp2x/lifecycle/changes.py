@@ -142,10 +142,10 @@ def _vacate(places: Iterable[ShardedParam]) -> None:
 
 def warn_of_raw_buffers(root: ShardedUnit) -> None:
     """Warns once about buffers that were not written since ``to_empty``. Writes through ``.data`` are not noticed."""
-    raw = [entry for state in root.as_root.tree for entry in state.raw_buffers]
+    raw = [entry for state in root.shared.tree for entry in state.raw_buffers]
     if not raw:
         return
-    for state in root.as_root.tree:
+    for state in root.shared.tree:
         state.raw_buffers = []
     untouched = {id(buffer) for ref, version in raw if (buffer := ref()) is not None and buffer._version == version}
     names = [name for name, buffer in root.modules[0].named_buffers() if id(buffer) in untouched and buffer.numel()]

@@ -90,15 +90,15 @@ def watch_entries(root: ShardedUnit) -> None:
 
     If there are no units below, only modules that hold all weights: a hook on each small module would cost time.
     """
-    if torch.is_grad_enabled() or root.as_root.entered is not None:
+    if torch.is_grad_enabled() or root.shared.entered is not None:
         return
-    root.as_root.entered = lambda: None
+    root.shared.entered = lambda: None
     owners = {id(module) for param in root.params for module, _ in param.owners}
     below = managed_modules(root.modules, lambda module: get_state(module) is not None)[:-1]  # the root comes last
     for module in below:
         inner = {id(each) for each in module.modules()}
         holds_units = any(get_state(each) is not None for each in module.modules())
-        if holds_units or owners <= inner or len(root.as_root.tree) > 1 and id(module) in owners:
+        if holds_units or owners <= inner or len(root.shared.tree) > 1 and id(module) in owners:
             _watch(root, module)
 
 
@@ -111,16 +111,16 @@ def _watch(root: ShardedUnit, module: nn.Module) -> None:
         state = weak()
         if state.root is not None and (state.root.in_backward or not _begins_forward(state)):
             return None
-        state.as_root.entered = weakref.ref(module)
+        state.shared.entered = weakref.ref(module)
         return state.hooks.pre_forward(module, args, kwargs)
 
     def leave(module: nn.Module, args: tuple, output):
         if torch.compiler.is_compiling():
             return None
         state = weak()
-        if state.as_root.entered() is not module or depth_of(module) > 1:
+        if state.shared.entered() is not module or depth_of(module) > 1:
             return None
-        state.as_root.entered = lambda: None
+        state.shared.entered = lambda: None
         return state.hooks.post_forward(module, args, output)
 
     module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
@@ -131,7 +131,7 @@ def _begins_forward(state: ShardedUnit) -> bool:
     """Returns whether the root is between steps and sharded, or an interrupt ended its forward."""
     if state.root is None or not state.root.in_forward:
         return state.made_unit.param_state == "SHARDED"
-    entered = state.as_root.entered()
+    entered = state.shared.entered()
     return entered is not None and not depth_of(entered) and not depth_of(state.modules[0])
 
 
@@ -142,7 +142,7 @@ def explain_error(error: BaseException, root: ShardedUnit) -> None:
     """Adds a note if ``error`` came from a sharded weight that was used outside of its unit's forward."""
     if not isinstance(error, RuntimeError) or "DTensor" not in str(error):
         return
-    owners = {id(param.param): (param.fqn, state) for state in root.as_root.tree for param in state.params}
+    owners = {id(param.param): (param.fqn, state) for state in root.shared.tree for param in state.params}
     found = _sharded_in(error.__traceback__, owners)
     if not found:
         return

@@ -27,7 +27,7 @@ from fsdp2x.lifecycle.changes import (
 from fsdp2x.lifecycle.hooks import follow_modules_of, watch_entries
 from fsdp2x.lifecycle.transport_choice import TransportChoice
 from fsdp2x.lifecycle.tree import check_tree, find_tree, is_on_a_stack, name_units, set_names
-from fsdp2x.lifecycle.unit import ShardedUnit
+from fsdp2x.lifecycle.unit import RootState, ShardedUnit
 from fsdp2x.sharding.mesh import post_forward_group
 from fsdp2x.sharding.param_group import mark_aliases
 from fsdp2x.sharding.transport import has_streams
@@ -44,16 +44,16 @@ def lazy_init(unit: ShardedUnit) -> None:
         RuntimeError: parameters are still on the meta device, or a unit below ran before its root.
         ValueError: two units claim one parameter, or replicas hold different values.
     """
-    root = unit if unit.is_root is None else unit.root_unit()
+    root = unit if unit.is_root is None else unit.shared.unit()
     if root is None:  # its module is gone
-        unit.is_root, unit.root_settings, root = None, _C.RootSettings(), unit
+        unit.is_root, unit.shared, root = None, RootState(unit), unit
     with contextlib.ExitStack() as held:
         held.enter_context(root.initializing)
         if unit.is_root is None:
             _become_root(unit, held)
         elif root.root is None or root.root.has_replaced_shards:
             _adopt_again(root, held)  # another thread may have done it while this one waited
-        replicas.require_equal_shards(unit.root_unit() or unit)
+        replicas.require_equal_shards(unit.shared.unit() or unit)
 
 
 def make_unit(unit: ShardedUnit) -> None:
@@ -69,7 +69,7 @@ def make_unit(unit: ShardedUnit) -> None:
         if unit.unit is None:
             set_names(unit, [unit])
             _prepare([unit])
-            unit.as_root.tree = [unit]
+            unit.shared.tree = [unit]
             _make_root(unit)
 
 
@@ -83,7 +83,7 @@ def follow_modules(unit: ShardedUnit) -> None:
         return
     warn_of_raw_buffers(unit)
     root = unit.root
-    if root is not None and (root.in_forward or root.in_backward or _C.is_same_tree(unit.as_root.modules_seen)):
+    if root is not None and (root.in_forward or root.in_backward or _C.is_same_tree(unit.modules_seen)):
         return
     with unit.initializing:
         _follow(unit)
@@ -94,8 +94,8 @@ def refuse_new_parameters(unit: ShardedUnit) -> None:
     root = unit.root
     if root is None or root.in_forward or root.in_backward or not torch.is_grad_enabled():
         return
-    if unit.is_root and not _C.is_same_tree(unit.as_root.modules_seen):
-        refuse_made_in_forward(unit.as_root.tree)
+    if unit.is_root and not _C.is_same_tree(unit.modules_seen):
+        refuse_made_in_forward(unit.shared.tree)
 
 
 def remake_transports(unit: ShardedUnit, what: str) -> None:
@@ -124,10 +124,10 @@ def release_memory(unit: ShardedUnit) -> None:
     if unit.is_running:
         raise RuntimeError("the engine's memory cannot be released during forward or backward")
     root = _root_of(unit)
-    for below in root.as_root.tree:
+    for below in root.shared.tree:
         below.reshard()
     unit.root.release_idle()
-    if any(group.transport.shares_memory for below in root.as_root.tree for group in below.groups):
+    if any(group.transport.shares_memory for below in root.shared.tree for group in below.groups):
         _make_root(root)
 
 
@@ -149,7 +149,7 @@ def apply_comms(unit: ShardedUnit) -> None:
 
 
 def _root_of(unit: ShardedUnit) -> ShardedUnit:
-    root = unit.root_unit()
+    root = unit.shared.unit()
     assert root is not None, "the unit has joined a root"
     return root
 
@@ -166,7 +166,7 @@ def _become_root(root: ShardedUnit, held: contextlib.ExitStack) -> None:
     _adopt_late(root, tree)
     set_names(root, tree)
     _prepare(tree)
-    root.as_root.tree = tree
+    root.shared.tree = tree
     _make_root(root)
     share_late(tree)
     if root.auto_reshard and root.options.reshard_after_forward:
@@ -175,7 +175,7 @@ def _become_root(root: ShardedUnit, held: contextlib.ExitStack) -> None:
     _hook_tree(root)
     for move in moves:
         move.finish()
-    root.as_root.modules_seen = snapshot(root.modules[0])
+    root.modules_seen = snapshot(root.modules[0])
     follow_modules_of(root, follow_modules, refuse_new_parameters)
     watch_entries(root)
     warn_of_raw_buffers(root)
@@ -189,7 +189,7 @@ def _become_root(root: ShardedUnit, held: contextlib.ExitStack) -> None:
 
 def _adopt_again(root: ShardedUnit, held: contextlib.ExitStack) -> None:
     """After the first forward: takes replaced shards, and makes the engine's objects again if necessary."""
-    tree = root.as_root.tree
+    tree = root.shared.tree
     for unit in tree:
         held.enter_context(unit.initializing)
         unit.reshard()
@@ -208,7 +208,7 @@ def _adopt_late(root: ShardedUnit, tree: Sequence[ShardedUnit]) -> bool:
 
 
 def _follow(root: ShardedUnit) -> None:
-    tree = root.as_root.tree
+    tree = root.shared.tree
     units = [unit.unit for unit in tree if unit.unit is not None]
     for made in units:
         for group in made.groups:
@@ -230,14 +230,14 @@ def _follow(root: ShardedUnit) -> None:
         _hook_tree(root)
     for move in moves:
         move.finish()
-    root.as_root.modules_seen = snapshot(root.modules[0])
+    root.modules_seen = snapshot(root.modules[0])
 
 
 def _hook_tree(root: ShardedUnit) -> None:
-    tree = root.as_root.tree
+    tree = root.shared.tree
     for unit in tree:
         unit.is_root = unit is root
-        if root.as_root.has_equal_replicas:  # otherwise the comparison enables them
+        if root.shared.has_equal_replicas:  # otherwise the comparison enables them
             unit.hooks.set_unit(unit.unit)
     root.hooks.set_all([unit.hooks for unit in tree])
 
@@ -253,10 +253,10 @@ def _prepare(tree: Sequence[ShardedUnit]) -> None:
 
 def _make_root(unit: ShardedUnit) -> None:
     """Makes the engine's root for the tree of ``unit``, and its transports. Collective."""
-    tree = unit.as_root.tree
+    tree = unit.shared.tree
     weak = weakref.ref(unit.modules[0])
-    unit.root_settings.set_forward_runs(lambda: (module := weak()) is not None and is_on_a_stack(module))
-    root = _C.Root(unit.root_settings)
+    unit.shared.settings.set_forward_runs(lambda: (module := weak()) is not None and is_on_a_stack(module))
+    root = _C.Root(unit.shared.settings)
     choice = TransportChoice(unit)
     new = [below for below in tree if below.unit is None]
     try:
@@ -271,10 +271,11 @@ def _make_root(unit: ShardedUnit) -> None:
                 group.forget_engine()
         raise
     moves = [_C.UnitMove(below.unit) for below in tree if below.unit is not None]
+    unit.shared.engine = root
     for below, made, transports in zip(tree, units, joins, strict=True):
+        below.shared = unit.shared
         _join(below, root, made, choice, *transports)
     for below in tree:
-        below.root_unit, below.root_settings = weakref.ref(unit), unit.root_settings
         below.apply_prefetch()
         below.apply_reduce_buffers()
     for move in moves:
@@ -333,5 +334,5 @@ def _join(
         root.add_post_forward(group.engine, transport)
     for group in unit.groups:
         choice.agree(root, group, unit.post_forward_world if post_forward else None)
-    unit.unit, unit.root = made, root
+    unit.unit = made
     comms.apply(unit)

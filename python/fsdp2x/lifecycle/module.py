@@ -49,8 +49,8 @@ class GradientReductionHandle(_TorchReductionHandle):
     def __init__(self, state: ShardedUnit | None) -> None:
         self._state = state
         if state is not None:
-            self._generation = state.as_root.generation
-            state.as_root.reduction_pending = True
+            self._generation = state.shared.generation
+            state.shared.reduction_pending = True
 
     def wait(self) -> None:
         """Waits until all gradients are reduced and in ``.grad``.
@@ -60,11 +60,11 @@ class GradientReductionHandle(_TorchReductionHandle):
         """
         if self._state is None:
             return
-        if self._state.as_root.generation != self._generation:
+        if self._state.shared.generation != self._generation:
             raise RuntimeError("This gradient reduction handle was invalidated")
         assert self._state.root is not None, "finalize_backward needs a root"
         self._state.root.finalize_backward()
-        self._state.as_root.reduction_pending = False
+        self._state.shared.reduction_pending = False
         self._state = None
 
 
@@ -140,7 +140,7 @@ class FSDPModule(_TorchFSDPModule):
     @checked
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Sets whether the next backward is the last before the next forward. Until then the recorded order is kept."""
-        self._get_fsdp_state().root_settings.is_last_backward = is_last_backward
+        self._get_fsdp_state().shared.settings.is_last_backward = is_last_backward
 
     @checked
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -221,7 +221,7 @@ class FSDPModule(_TorchFSDPModule):
             raise RuntimeError("set_manual_backward_finalization must be called on the root FSDP module")
         if state.root is not None and state.root.in_backward:
             raise RuntimeError("set_manual_backward_finalization cannot change mode during backward")
-        state.root_settings.manual_finalization = enabled
+        state.shared.settings.manual_finalization = enabled
 
     @checked
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
@@ -324,7 +324,7 @@ class FSDPModule(_TorchFSDPModule):
                 f"fsdp2x.FSDPModule.set_post_optim_event: event must be a torch.Event, got {event!r}. Record one "
                 "after the optimizer's step."
             )
-        self._get_fsdp_state().root_settings.set_post_optimizer_event(event)
+        self._get_fsdp_state().shared.settings.set_post_optimizer_event(event)
 
     @checked
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:

@@ -47,11 +47,11 @@ def require_equal_shards(root: ShardedUnit) -> None:
     Raises:
         ValueError: see ``require_equal``. The next forward tries again.
     """
-    if root.as_root.has_equal_replicas:
+    if root.shared.has_equal_replicas:
         return
-    tree = root.as_root.tree
+    tree = root.shared.tree
     require_equal("fully_shard", shard_copies(tree), shard_groups(tree))
-    root.as_root.has_equal_replicas = True
+    root.shared.has_equal_replicas = True
     for state in tree:
         state.hooks.set_unit(state.unit)
 

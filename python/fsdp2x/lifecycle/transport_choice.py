@@ -42,7 +42,7 @@ class TransportChoice:
 
     def __init__(self, root: ShardedUnit) -> None:
         """``root`` has the same tree on every rank, in the same order."""
-        tree = root.as_root.tree
+        tree = root.shared.tree
         needs_group = next((needed for state in tree if (needed := state.needs_group)), "")
         settings = root.settings
         if needs_group and settings.transport == TransportKind.SHM:

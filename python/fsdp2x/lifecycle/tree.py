@@ -58,7 +58,7 @@ def find_tree(root: ShardedUnit) -> list[ShardedUnit]:
                 f"FSDP state has already been lazily initialized for {name}\n"
                 "FSDP requires running forward through the root module first"
             )
-        if state is not root and state.root_settings.manual_finalization:
+        if state is not root and state.shared.settings.manual_finalization:
             raise RuntimeError(
                 f"set_manual_backward_finalization must be called on the root FSDP module, not on '{name}'"
             )

@@ -80,12 +80,14 @@ class UnitSettings:
 
 
 class RootState:
-    """What only the unit of a root module has."""
+    """What the units of one root module share. Before there is a root, a unit has its own."""
 
     tree = WeakTuple()  # all units of the root
 
-    def __init__(self) -> None:
-        self.modules_seen: tuple = ()  # by the last forward; see ``changes.snapshot``
+    def __init__(self, unit: ShardedUnit) -> None:
+        self.unit = weakref.ref(unit)  # of the root module
+        self.settings = _C.RootSettings()  # the engine's root reads them as well
+        self.engine: _C.Root | None = None  # provisional until the units' ``is_root`` is decided
         self.has_equal_replicas = False  # set since the last load
         self.entered: Any = None  # weak reference to the module below that was called instead of it; None: not watched
         self.reduction_pending = False  # a handle of finalize_backward was not waited for
@@ -115,10 +117,9 @@ class ShardedUnit(StateNames, torch_private.State):
         self.names: list[str] = []  # FQNs of the modules from the root
         self.unit: _C.Unit | None = None  # made at lazy initialization or by an earlier unshard()
         self.is_root: bool | None = None  # decided at lazy initialization
-        self.root: _C.Root | None = None  # shared by all units of one root module; provisional until is_root is decided
-        self.root_settings = _C.RootSettings()  # of `root`; the unit's own before there is one
-        self.root_unit: Callable[[], ShardedUnit | None] = lambda: None  # weak reference to the unit of the root module
-        self.as_root = RootState()  # used if this unit is the root
+        self.shared = RootState(self)  # with all units of the root, once there is one
+        # Of a root: modules at its last forward, see ``changes.snapshot``. Units below must not refer to modules.
+        self.modules_seen: tuple = ()
         # Several threads may reach one root first. While one of them makes it, the ranks communicate without the GIL.
         # Ranks that are threads of one process have separate models.
         self.initializing = threading.RLock()
@@ -184,9 +185,9 @@ class ShardedUnit(StateNames, torch_private.State):
         return self.settings.ranks
 
     @property
-    def shared(self) -> RootState:
-        """What the units of a root share. The unit's own before there is a root."""
-        return (self.root_unit() or self).as_root
+    def root(self) -> _C.Root | None:
+        """The engine's root, shared by all units of one root module."""
+        return self.shared.engine
 
     @property
     def made_unit(self) -> _C.Unit:
@@ -249,11 +250,11 @@ class ShardedUnit(StateNames, torch_private.State):
 
     def check_finalization(self) -> None:
         """Checks the conditions of ``finalize_backward``, with FSDP2's messages."""
-        if self.as_root.reduction_pending:
+        if self.shared.reduction_pending:
             raise RuntimeError("The previous gradient reduction must be waited on before finalizing backward again")
         if not self.is_root:
             raise RuntimeError("finalize_backward must be called on the root FSDP module")
-        if not self.root_settings.manual_finalization:
+        if not self.shared.settings.manual_finalization:
             raise RuntimeError(
                 "finalize_backward requires manual backward finalization. Call set_manual_backward_finalization(True) "
                 "before forward"
@@ -280,7 +281,7 @@ class ShardedUnit(StateNames, torch_private.State):
         """Undoes ``make_unit``."""
         if self.unit is not None:
             self.unit.retire()
-        self.unit = self.root = None
+        self.unit = None
         for group in self.groups:
             group.forget_engine()
 
@@ -294,6 +295,7 @@ class ShardedUnit(StateNames, torch_private.State):
         for state in self.shared.tree or (self,):
             state.forget_unit()
             state.hooks.set_unit(None)  # type: ignore[arg-type]  # the stub has no Optional
+        self.shared.engine = None
 
     def reset(self) -> None:
         """Drops the running iteration: every unit of this root is resharded and idle, and its gradients are gone."""
@@ -301,12 +303,12 @@ class ShardedUnit(StateNames, torch_private.State):
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
         if self.root is None:
             return
-        for state in self.as_root.tree:
+        for state in self.shared.tree:
             state.hooks.forget_progress()
             for sharded in state.params:
                 sharded.param.grad = None
-        self.as_root.reduction_pending = False
-        self.as_root.generation += 1
+        self.shared.reduction_pending = False
+        self.shared.generation += 1
         self.root.reset()
 
 

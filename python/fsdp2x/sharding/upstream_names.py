@@ -75,11 +75,11 @@ class _StateContext(PrivateNames):
 
     @property
     def is_last_backward(self) -> bool:
-        return self._unit_state.root_settings.is_last_backward
+        return self._unit_state.shared.settings.is_last_backward
 
     @is_last_backward.setter
     def is_last_backward(self, value: bool) -> None:
-        self._unit_state.root_settings.is_last_backward = value
+        self._unit_state.shared.settings.is_last_backward = value
 
 
 class StateNames(PrivateNames):
@@ -94,7 +94,6 @@ class StateNames(PrivateNames):
         "wait_for_gradient_reduction": "wait for the handle of module.finalize_backward()",
     }
 
-    root_settings: Any
     shared: Any
     finish_held_backwards: Any
     is_root: Any

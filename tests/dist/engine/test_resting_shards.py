@@ -24,7 +24,7 @@ from reference import params, same, shard
 
 
 def groups_of(model) -> list:
-    return [group for state in model._get_fsdp_state().as_root.tree for group in state.groups]
+    return [group for state in model._get_fsdp_state().shared.tree for group in state.groups]
 
 
 def resting(model) -> list[bool]:

@@ -48,7 +48,7 @@ def test_one_copy_each_way(ctx, policy):
     assert num_of(entries, "transfer", "copy_out") == 4
     shards = {
         unit.name: group.pool
-        for state in model._get_fsdp_state().as_root.tree
+        for state in model._get_fsdp_state().shared.tree
         for group in state.groups
         for unit in (state.unit,)
     }

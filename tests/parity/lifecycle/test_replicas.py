@@ -21,7 +21,7 @@ from reference import grads, mean_of_ranks, only_fsdp2x, same, shard
 def all_reduce_of():
     replicas = SimpleNamespace(replicate_group=dist.group.WORLD, device=torch.device("cpu"))
     root = SimpleNamespace(
-        as_root=SimpleNamespace(tree=()),
+        shared=SimpleNamespace(tree=()),
         settings=SimpleNamespace(transport="shm", timeout=timedelta(seconds=20)),
         number=UnitNumber(),
     )
