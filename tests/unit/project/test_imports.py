@@ -124,3 +124,12 @@ def test_includes_point_inward_and_in_no_circle():
 )
 def test_a_planted_include_is_found(planted, complaint):
     assert complaint in wrong_includes(code() | planted)
+
+
+@pytest.mark.parametrize("folder", [PACKAGE, CSRC])
+def test_the_lines_to_read_first_are_there(folder):
+    rows = re.findall(r"^\| \d+ \| `(\S+)` \| (\d+) \|", (folder / "README.md").read_text(), re.M)
+    assert len(rows) >= 3
+    sizes = {name: (int(said), len((folder / name).read_text().splitlines())) for name, said in rows}
+    wrong = {name: size for name, (said, size) in sizes.items() if abs(size - said) > 20 + said // 5}
+    assert not wrong, f"correct the counts in {folder.name}/README.md: {wrong}"
