@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 from torch.multiprocessing import reductions
 
+from fsdp2x.base.memory_file import MemoryFile
 from fsdp2x.rl.sync.targets.transports import HandedMemory
 from fsdp2x.sync import engine
 
@@ -46,10 +47,16 @@ class Rebuilding:
 rebuilding = Rebuilding()
 
 
+def allocate(memory, device, num_bytes):
+    memory.device, memory._file = device, MemoryFile("handed", num_bytes)
+    memory.bytes = memory._file.bytes[:num_bytes]
+
+
 @contextlib.contextmanager
 def installed():
     """While it lasts memory of the CPU is handed out as a GPU's; gives what rebuilds it."""
     with (
+        mock.patch.object(HandedMemory, "__init__", allocate),
         mock.patch.object(HandedMemory, "device_handle", lambda memory: rebuilding.reduce(memory)),
         mock.patch.object(engine, "device_of", lambda uuid: {UUID: INDEX}[uuid]),
         mock.patch.object(reductions, "rebuild_cuda_tensor", rebuilding),

@@ -411,8 +411,8 @@ def test_the_worker_of_vllm_needs_nothing_of_ours(tmp_path, monkeypatch):
 
 def test_what_is_written_is_read():
     """Through JSON, and only inside of what was handed out."""
-    memory = HandedMemory(torch.device("cpu"), 1000)
     with device_handles.installed():
+        memory = HandedMemory(torch.device("cpu"), 1000)
         read = ReceiveBuffer(opened_memory(json.loads(json.dumps(describe_handle(memory.device_handle())))))
     memory.bytes[8:16].view(torch.float32).copy_(torch.tensor([1.5, -2.0]))
     assert read.view(8, torch.float32, [2]).tolist() == [1.5, -2.0]
@@ -428,9 +428,7 @@ def test_a_gpu_that_is_not_seen():
 
 def test_memory_of_the_host_is_no_gpus():
     with pytest.raises(ValueError, match="this rank gathers weights on the CPU"):
-        HandedMemory(torch.device("cpu"), 8).device_handle()
-    with pytest.raises(NotImplementedError, match="memory of meta cannot be handed"):
-        HandedMemory(torch.device("meta"), 8)
+        HandedMemory(torch.device("cpu"), 8)
 
 
 SETTINGS = "max_split_size_mb:64,expandable_segments:{},roundup_power2_divisions:[256:1,512:2]"

@@ -122,44 +122,32 @@ def connected(address: str, timeout_s: float) -> socket.socket:
 
 
 class HandedMemory:
-    """``num_bytes`` of ``device`` in ``bytes``, a flat tensor that other processes of this host map by a handle.
+    """``num_bytes`` of a GPU in ``bytes``, a flat tensor that other processes of this host map by CUDA IPC.
 
-    CUDA IPC shares an accelerator's memory, and a file that of the CPU. torch counts readers of device memory by
-    handle, so every reader needs a separate handle. Readers must unmap it before it is freed, or it stays allocated.
+    torch counts readers by handle, so every reader needs a separate handle. Readers must unmap it before it is freed,
+    or it stays allocated.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         """Allocates the memory.
 
         Raises:
-            NotImplementedError: the device is neither CUDA nor the CPU.
+            ValueError: the device is not a GPU.
         """
-        self.device = device
-        self._file: MemoryFile | None = None
-        if device.type == "cuda":
-            with outside_expandable_segments():
-                self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            return
-        if device.type != "cpu":
-            raise NotImplementedError(
-                f"fsdp2x.sync: memory of {device} cannot be handed to another process. Use CUDA or the CPU."
+        if device.type != "cuda":
+            raise ValueError(
+                "fsdp2x.sync: engines need memory of a GPU, but this rank gathers weights on the "
+                f'{device.type.upper()}. Use memory="host" of Peer and Vllm, or group="gloo" of Sglang.'
             )
-        self._file = MemoryFile("fsdp2x-handed", num_bytes)
-        self.bytes = self._file.bytes[:num_bytes]
+        self.device = device
+        with outside_expandable_segments():
+            self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def device_handle(self) -> tuple:
-        """Returns the arguments of ``rebuild_cuda_tensor`` for one reader, with the GPU's UUID as its number.
-
-        Raises:
-            ValueError: the memory is not that of a GPU.
-        """
-        if self._file is not None:
-            raise ValueError(
-                "fsdp2x.sync: engines need memory of a GPU, but this rank gathers weights on the CPU. Use "
-                'memory="host" of Peer and Vllm, or group="gloo" of Sglang.'
-            )
+        """Returns the arguments of ``rebuild_cuda_tensor`` for one reader, with the GPU's UUID as its number."""
         arguments = reductions.reduce_tensor(self.bytes)[1]
-        return (*arguments[:DEVICE_ARGUMENT], device_uuid(self.device), *arguments[DEVICE_ARGUMENT + 1 :])
+        uuid = str(torch.cuda.get_device_properties(self.device).uuid)
+        return (*arguments[:DEVICE_ARGUMENT], uuid, *arguments[DEVICE_ARGUMENT + 1 :])
 
     def synchronize(self) -> None:
         """Waits until written data is visible to other processes."""
@@ -173,8 +161,3 @@ def accelerator_or_cpu() -> torch.device:
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
-
-
-def device_uuid(device: torch.device) -> str:
-    """Returns a GPU's UUID, which is the same in every process."""
-    return str(torch.cuda.get_device_properties(device).uuid)
