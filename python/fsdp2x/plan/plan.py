@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp2x.base import torch_private
 from fsdp2x.base.arguments import checked
-from fsdp2x.base.failures import ConfigError
+from fsdp2x.base.failures import ConfigError, reworded
 from fsdp2x.plan.facts import ModelFacts, PlannedMesh
 from fsdp2x.plan.optimizers import planned_bytes
 from fsdp2x.plan.report import MemoryReport, report_of
@@ -41,10 +41,8 @@ def plan_memory(model: nn.Module, world_size: int, **settings: Any) -> MemoryRep
 
 def planned_report(facts: ModelFacts, request: PlanRequest) -> MemoryReport:
     """Returns what ``plan_memory`` reports for units that ``planned_facts`` counted."""
-    try:
+    with reworded(ConfigError, f"optimizer: got {request.optimizer}", ValueError):
         state = planned_bytes(request.optimizer, facts)
-    except ValueError as error:
-        raise ConfigError(f"optimizer: got {request.optimizer}: {error}") from error
     return report_of(facts, state, micro_batches=request.accumulation)
 
 

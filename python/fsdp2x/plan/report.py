@@ -165,6 +165,7 @@ class MemoryReport:
 
     def sizes(self) -> list[tuple[str, int | None, str]]:
         """Returns the rows of the table: label (``fsdp2x plan --explain`` says more), bytes, and a remark."""
+        is_pooled = TransportKind.PROCESS_GROUP in self.transport or TransportKind.DEVICE in self.transport
         return [
             ("shards", self.shard_bytes, f"padding {readable(self.pad_bytes)}"),
             ("gradients", self.gradient_bytes, ""),
@@ -175,7 +176,7 @@ class MemoryReport:
             ("kept for wire formats", self.wire_bytes, ""),
             ("at rest", self.resting_bytes, ""),
             ("gather slots", self.own_gather_slot_bytes, self._sharing()),
-            ("slots and staging" if self._is_pooled() else "scratch", self.scratch_bytes, ""),
+            ("slots and staging" if is_pooled else "scratch", self.scratch_bytes, ""),
             ("waiting for the all-reduce", self.replica_bytes, ""),
             ("gradients on their way to the host", self.landing_bytes, ""),
             ("gradients of autograd", self.autograd_bytes, ""),
@@ -186,9 +187,6 @@ class MemoryReport:
             *([("of it on the device", self.device_peak_bytes, "")] if self.host_bytes else []),
             ("sent in a step", self.traffic.total_bytes, self._sent()),
         ]
-
-    def _is_pooled(self) -> bool:
-        return TransportKind.PROCESS_GROUP in self.transport or TransportKind.DEVICE in self.transport
 
     def _sharing(self) -> str:
         shared = 0 < self.own_gather_slot_bytes != self.gather_slot_bytes

@@ -208,7 +208,10 @@ def facts_of_plan(
             wire_weights=request.wire_weights,
             wire_gradients=request.wire_gradients,
         )
-        small_ranks = None if small is None else _small_ranks(small, ours)
+        small_ranks = None
+        if small is not None:
+            key = ("after forward", ours.key)
+            small_ranks = replace(ours, key=key, world=small, rank=ours.rank % small, replicas=1)
         counted = group_facts(params, trains, policy, ours, settings, small_ranks)
         found.append(
             PlannedUnit(
@@ -247,10 +250,6 @@ def _param_of_plan(param: nn.Parameter, name: str, keeps: bool, world: int | Non
     placement = None if world is None else even_placement(param, world)
     dim, grad_dtype = 0 if placement is None else placement.dim, torch_private.grad_dtype_of(param)
     return ParamFacts(name, param.shape, dim, param.dtype, keeps, grad_dtype=grad_dtype)
-
-
-def _small_ranks(world: int, ranks: PlannedMesh) -> PlannedMesh:
-    return replace(ranks, key=("after forward", ranks.key), world=world, rank=ranks.rank % world, replicas=1)
 
 
 def _unsharded_bytes(model: nn.Module, sharded: set[tuple[int, str]]) -> int:
