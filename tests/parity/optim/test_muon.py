@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp2x
 import models
-from fsdp2x.optim import muon_plan
+from fsdp2x.optim.muon import plan
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from reference import changes, full, mean_of_ranks, only_fsdp2x, params, same, shard
@@ -55,7 +55,7 @@ def check_steps(mesh, placements, rounds=(1, 2000, 1 << 20, 2000)) -> None:
             make(params, lr=0.02, **SETTINGS[settings])
             for make, params in ((torch.optim.Muon, whole), (fsdp2x.optim.Muon, cut))
         ]
-        with mock.patch.object(muon_plan, "ROUND_BYTES", round_bytes):
+        with mock.patch.object(plan, "ROUND_BYTES", round_bytes):
             for step in range(2):
                 set_gradients(whole, cut, step)
                 for optimizer in optimizers:
@@ -191,7 +191,7 @@ def test_matrices_without_gradients_stay(ctx):
     mesh = init_device_mesh("cpu", (ctx.world,))
     whole, cut = pair(SHAPES, mesh, [S0])
     reference, optimizer = torch.optim.Muon(whole), fsdp2x.optim.Muon(cut)
-    mock.patch.object(muon_plan, "ROUND_BYTES", 500).start()
+    mock.patch.object(plan, "ROUND_BYTES", 500).start()
     for step, without in enumerate([(1, 2), (), range(len(SHAPES)), (0,)]):
         set_gradients(whole, cut, step, without)
         reference.step()
