@@ -8,6 +8,7 @@ and have ``Replicate`` on the data-parallel axes; spmd_types may annotate plain 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -273,6 +274,20 @@ def _packed_axis(spec: torch_private.DTensorSpec, dim: int, world: int, where: s
             "in another order. Pass a shard_placement_fn that returns another dim for it."
         )
     return axis, _strided(_shard(dim), num_blocks // world)
+
+
+def strided_axes(param: DTensor) -> tuple[list[int], list[int]]:
+    """Mesh axes that cut each block of a fused matrix, and those that cut what later axes left: FSDP over them.
+
+    Both are strided. The second kind has as many groups as later axes have ranks for its dim.
+    """
+    packed, late = [], []
+    for axis, placement in enumerate(param.placements):
+        if isinstance(placement, torch_private.StridedShard):
+            mesh, later = param.device_mesh, range(axis + 1, len(param.placements))
+            cuts = [mesh.size(i) for i in later if getattr(param.placements[i], "dim", None) == placement.dim]
+            (late if math.prod(cuts) == placement.split_factor else packed).append(axis)
+    return packed, late
 
 
 def _num_shards(spec: torch_private.DTensorSpec, dim: int) -> int:

@@ -10,7 +10,6 @@ as FSDP2 cuts them. The plan depends only on names, shapes and layouts, and is r
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +20,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from fsdp2x.base import torch_private
-from fsdp2x.base.failures import CheckpointError, gather_on_rank_0, on_rank_0, rank_and_size
+from fsdp2x.base.failures import CheckpointError, gather_on_rank_0, on_rank_0, rank_and_size, reworded
 from fsdp2x.base.optimizer_hooks import why_swapped
 from fsdp2x.io.checkpoint.manifest import model_layout
 from fsdp2x.io.checkpoint.optimizer import Optimizers, layout_of, named_state
 from fsdp2x.io.checkpoint.rng import device_of, rng_state
 from fsdp2x.io.checkpoint.trees import check_loadable, flatten
 from fsdp2x.io.formats.dcp import KeyPath
+from fsdp2x.sharding.spec import strided_axes
 
 PARTS = ("scheduler", "scaler", "data", "extra")
 OWN = "ranks"  # in a per-rank checkpoint, entries of one rank have the path (OWN, rank, ...)
@@ -132,7 +131,7 @@ class Plan:
 def local_plan(flat: Mapping[str, Any]) -> SavePlan:
     """Returns the plan of this rank. Raises `CheckpointError` for a tensor of which it holds more than one block."""
     for name, tensor in flat.items():
-        if isinstance(tensor, DTensor) and not holds_one_block(tensor):
+        if isinstance(tensor, DTensor) and not _holds_one_block(tensor):
             raise CheckpointError(
                 f"{name} has placements {tensor.placements}, which give a rank lines of several blocks of a fused "
                 "matrix. A checkpoint cannot describe them. Save full tensors, for example with fsdp2x.save_hf."
@@ -142,20 +141,10 @@ def local_plan(flat: Mapping[str, Any]) -> SavePlan:
     return planner.create_local_plan()
 
 
-def holds_one_block(tensor: DTensor) -> bool:
-    """Returns whether this rank's part is one block of the full tensor.
-
-    Tensor parallelism of a fused matrix (``_StridedShard`` with a split factor of its own) cuts each block of it. FSDP
-    over tensor parallelism also has a strided shard, whose factor is the number of later cuts. A part of it is one.
-    """
-    mesh, placements = tensor.device_mesh, tensor.placements
-    strided = {axis: one for axis, one in enumerate(placements) if isinstance(one, torch_private.StridedShard)}
-    for axis, strided_one in strided.items():
-        later = range(axis + 1, mesh.ndim)
-        cuts = math.prod(mesh.size(i) for i in later if getattr(placements[i], "dim", None) == strided_one.dim)
-        if strided_one.split_factor != cuts and not _is_range(tensor, strided_one.dim):
-            return False
-    return True
+def _holds_one_block(tensor: DTensor) -> bool:
+    """Returns whether this rank's part is one block of the full tensor, also where TP cut a fused matrix."""
+    dims = {getattr(tensor.placements[axis], "dim", 0) for axis in strided_axes(tensor)[0]}
+    return all(_is_range(tensor, dim) for dim in dims)
 
 
 def _is_range(tensor: DTensor, dim: int) -> bool:
@@ -220,10 +209,8 @@ def plan_alone(entries: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> Plan
 def _global_plan(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner({}, is_coordinator=True)
-    try:
+    with reworded(CheckpointError, "the ranks do not hold each tensor exactly once", ValueError):
         return planner.create_global_plan(plans)
-    except ValueError as error:
-        raise CheckpointError(f"the ranks do not hold each tensor exactly once: {error}") from None
 
 
 def _first_holders(plans: Sequence[SavePlan]) -> dict[tuple, int]:

@@ -31,6 +31,7 @@ from fsdp2x.base.memory_file import aligned_starts, tensor_at
 from fsdp2x.optim.muon.newton_schulz import flops
 from fsdp2x.optim.muon.split import Split
 from fsdp2x.sharding.mesh import covering_group
+from fsdp2x.sharding.spec import strided_axes
 
 Extent = tuple[int, int, int]
 
@@ -351,7 +352,7 @@ def _pieces(matrices: Matrices) -> list[Piece]:
     param = matrices.param
     if not isinstance(param, DTensor):
         return [Piece((0, 0, 0), _extent(param.shape))]
-    packed, late = _strided_axes(param)
+    packed, late = strided_axes(param)
     if not packed:
         shape, start = torch_private.local_shape_and_offset(param.shape, param.device_mesh, param.placements)
         return [Piece(_extent(start, 0), _extent(shape))]
@@ -374,20 +375,6 @@ def _pieces(matrices: Matrices) -> list[Piece]:
             lines[dim] = lines[dim].view(placement.split_factor, world, -1)[:, rank].flatten()
     runs = itertools.product(*(list(_runs(line.tolist())) for line in lines))
     return [Piece(*zip(*ranges, strict=True)) for ranges in runs]
-
-
-def _strided_axes(param: DTensor) -> tuple[list[int], list[int]]:
-    """Mesh axes that cut each block of a fused matrix, and those that cut what later axes left: FSDP over them.
-
-    Both are strided. The second kind has as many groups as later axes have ranks for its dim.
-    """
-    packed, late = [], []
-    for axis, placement in enumerate(param.placements):
-        if isinstance(placement, torch_private.StridedShard):
-            mesh, later = param.device_mesh, range(axis + 1, len(param.placements))
-            cuts = [mesh.size(i) for i in later if getattr(param.placements[i], "dim", None) == placement.dim]
-            (late if math.prod(cuts) == placement.split_factor else packed).append(axis)
-    return packed, late
 
 
 def _runs(line: list[int]) -> Iterator[tuple[int, int, int]]:
