@@ -234,7 +234,9 @@ def _shard_on_cpus(module: types.ModuleType) -> Callable[[], None]:
 
     @functools.wraps(original)
     def init(self, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("fsdp_plugin") is not None and len(args) < 2 and _are_ranks_on_cpus():
+        are_many = "LOCAL_RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+        is_on_cpus = are_many and not torch.accelerator.is_available()
+        if kwargs.get("fsdp_plugin") is not None and len(args) < 2 and is_on_cpus:
             kwargs["cpu"] = True  # otherwise accelerate looks for GPUs only, and every rank would train alone
         original(self, *args, **kwargs)
         if kwargs.get("fsdp_plugin") is not None:
@@ -242,11 +244,6 @@ def _shard_on_cpus(module: types.ModuleType) -> Callable[[], None]:
 
     cls.__init__ = init
     return lambda: setattr(cls, "__init__", original)
-
-
-def _are_ranks_on_cpus() -> bool:
-    launched = "LOCAL_RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
-    return launched and not torch.accelerator.is_available()
 
 
 def _take_fsdp(module: types.ModuleType, state: Any, plugin: Any) -> None:

@@ -58,7 +58,8 @@ def reworded(kind: type[E], say: str | Callable[[Exception], str], *caught: type
     Args:
         kind: the type to raise. An exception of this type passes, unless ``caught`` names it.
         say: a setting or a place, or a function from the exception to the message.
-        caught: the types to reword. Default: those that mean an argument that does not fit.
+        caught: the types to reword. Default: those that mean an argument that does not fit. With ``OSError``, the place
+            is the file, and the text need not name it again.
     """
     caught = caught or (ValueError, TypeError, NotImplementedError, ImportError)
     try:
@@ -67,7 +68,9 @@ def reworded(kind: type[E], say: str | Callable[[Exception], str], *caught: type
         is_kind = isinstance(error, kind)
         if is_kind and kind not in caught:
             raise
-        text = f"{say}: {' '.join(str(error).split())}" if isinstance(say, str) else say(error)
+        said = getattr(error, "strerror", None) if OSError in caught else None
+        said = said or " ".join(str(error).split())
+        text = f"{say}: {said}" if isinstance(say, str) else say(error)
         raise kind(text) from (error.__cause__ if is_kind else None)
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp2x.base.failures import rank_and_size
+from fsdp2x.base.failures import rank_and_size, reworded
 from fsdp2x.train.config import ConfigError, DataConfig
 from fsdp2x.train.tokenizer import Tokenizer
 
@@ -181,10 +181,8 @@ def _read_text(
     for file in files:
         if config.max_bytes is not None and num_text_bytes >= config.max_bytes:
             break
-        try:
+        with reworded(ConfigError, f"{setting}: {file}", OSError):
             text = file.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"{setting}: {file}: {error.strerror or error}") from None
         if config.max_bytes is not None:
             text = text[: config.max_bytes - num_text_bytes]
         digest.update(text)
@@ -195,19 +193,12 @@ def _read_text(
             ids = tokenizer.encode(part).to(torch.int32)
             is_ended = len(ids) > 0 and ids[-1] == tokenizer.eos_id  # by the tokenizer
             pieces.append(ids if is_ended else torch.cat([ids, end]))
-    blocks = _cut_samples(pieces, config.block_size) if config.packing else _cut_blocks(pieces, config.block_size)
-    return _Text(blocks, num_files, num_text_bytes, sum(map(len, pieces)))
-
-
-def _cut_blocks(pieces: list[torch.Tensor], size: int) -> torch.Tensor:
-    tokens = torch.cat(pieces)
-    num_blocks = len(tokens) // size
-    return tokens[: num_blocks * size].view(num_blocks, size)
-
-
-def _cut_samples(pieces: list[torch.Tensor], size: int) -> Samples:
-    """Cuts samples. Drops a sample of one token, which predicts nothing."""
-    return Samples.joined([part for piece in pieces for part in piece.split(size) if len(part) > 1])
+    num_tokens, size = sum(map(len, pieces)), config.block_size
+    if config.packing:  # a sample of one token predicts nothing
+        blocks = Samples.joined([part for piece in pieces for part in piece.split(size) if len(part) > 1])
+    else:
+        blocks = torch.cat(pieces)[: num_tokens // size * size].view(-1, size)
+    return _Text(blocks, num_files, num_text_bytes, num_tokens)
 
 
 class BlockStream:

@@ -152,7 +152,7 @@ def make_hf_config(config: ModelConfig, tokenizer: Tokenizer | None) -> Any:
     settings = dict(config.config or {})
     model_type = settings.pop("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING_NAMES:
-        near = _nearest(str(model_type), CONFIG_MAPPING_NAMES)
+        (near,) = difflib.get_close_matches(str(model_type), sorted(CONFIG_MAPPING_NAMES), n=1, cutoff=0.0)
         raise ConfigError(f"model.config.model_type: transformers has no {model_type!r}. Did you mean {near}?")
     defaults = AutoConfig.for_model(model_type)
     known = {*defaults.to_dict(), *defaults.attribute_map, *OLDER_KEYS}
@@ -369,7 +369,3 @@ def offload_mode(setting: bool | OffloadMode) -> OffloadMode:
     if isinstance(setting, bool):
         return "all" if setting else "none"
     return setting
-
-
-def _nearest(word: str, known: Any) -> str:
-    return difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.0)[0]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2x.api import read_text
-from fsdp2x.base.failures import CheckpointError, ConfigError
+from fsdp2x.base.failures import CheckpointError, ConfigError, reworded
 
 # ---- plain mappings
 
@@ -24,10 +24,8 @@ def read_yaml(path: str | Path) -> dict:
 
 def read_lines(path: str | Path) -> tuple[dict, dict[str, int]]:
     """Returns the mapping of a file, and the line of each of its dotted keys. Raises `ConfigError`."""
-    try:
+    with reworded(ConfigError, lambda error: f"config file {error}", CheckpointError):
         text = read_text(Path(path), MOST_BYTES, may_be_pipe=True)
-    except CheckpointError as error:
-        raise ConfigError(f"config file {error}") from None
     settings, lines = _load(text, f"config file {path}")
     settings = {} if settings is None else settings
     if not isinstance(settings, dict):

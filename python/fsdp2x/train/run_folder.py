@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from fsdp2x.api import checkpoint_candidates as candidates
-from fsdp2x.base.failures import ConfigError
+from fsdp2x.base.failures import ConfigError, reworded
 from fsdp2x.train.config import TrainConfig
 from fsdp2x.train.metrics import METRICS, read_metrics
 
@@ -91,11 +91,9 @@ class RunFolder:
 
 def check_writable(setting: str, folder: Path) -> None:
     """Makes a folder if it is missing. Raises `ConfigError` if it is not writable."""
-    try:
+    with reworded(ConfigError, f"{setting}: cannot write to {folder}", OSError):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ConfigError(f"{setting}: cannot write to {folder}: {error.strerror or error}") from None
 
 
 def former_work(output: Path, checkpoints: Path) -> str:

@@ -96,9 +96,10 @@ def plan_mesh(config: ParallelConfig, world_size: int, local_world_size: int) ->
         got = sp.ulysses if sp.context == 1 else sp
         raise ConfigError(f"parallel.sequence_parallel: got {got}, expected a divisor of the {world_size} ranks")
     if name is not None and reshard is not None and reshard != RESHARD[name]:
+        means = {None: "null (all units except the last)", True: "true", False: "false"}[RESHARD[name]]
         raise ConfigError(
-            f"parallel.reshard_after_forward: got {reshard!r} with parallel.strategy={name}, which means "
-            f"{_yaml(RESHARD[name])}. Omit one of them."
+            f"parallel.reshard_after_forward: got {reshard!r} with parallel.strategy={name}, which means {means}. "
+            "Omit one of them."
         )
     if size is not None and size > 1 and (size > world_size or world_size % size):
         raise ConfigError(f"parallel.fsdp_size: got {size}, expected a divisor of the {world_size} ranks")
@@ -162,10 +163,6 @@ def _check_size(name: str, size: int | None, world_size: int) -> None:
             f"parallel.fsdp_size: got {size} with {name}, expected the ranks of one shard group. Omit it for the "
             "ranks of one node, or use NO_SHARD for copies only."
         )
-
-
-def _yaml(value: bool | None) -> str:
-    return {None: "null (all units except the last)", True: "true", False: "false"}[value]
 
 
 # ---- batches, steps, dtypes

@@ -35,16 +35,13 @@ class StoredAdapters:
         self.folder = assets / ADAPTER_FOLDER
         if not (self.folder / "adapter_config.json").is_file():
             raise CheckpointError(f"{where}: holds LoRA adapters, but {self.folder / 'adapter_config.json'} is missing")
-        try:
-            with warnings.catch_warnings():
-                # The empty model is the base, though it comes from another folder than the adapter's config names.
-                warnings.filterwarnings("ignore", message=".*base_model_name_or_path")
-                settings = read_adapter_config(self.folder)
-                settings.inference_mode = False
-                settings.init_lora_weights = True  # others compute with weights of the base, which are not here
-                self._model: ForeignModel = add_lora(empty_model(assets), settings)
-        except (ValueError, ImportError) as error:
-            raise CheckpointError(f"{self.folder}: {error}") from None
+        with reworded(CheckpointError, str(self.folder), ValueError, ImportError), warnings.catch_warnings():
+            # The empty model is the base, though it comes from another folder than the adapter's config names.
+            warnings.filterwarnings("ignore", message=".*base_model_name_or_path")
+            settings = read_adapter_config(self.folder)
+            settings.inference_mode = False
+            settings.init_lora_weights = True  # others compute with weights of the base, which are not here
+            self._model: ForeignModel = add_lora(empty_model(assets), settings)
         _, self._to_source = hf_base(self._model)
         self._where = where
         params = [fqn for fqn, _ in self._model.named_parameters()]

@@ -16,7 +16,7 @@ from typing import IO, Any, TypeGuard
 
 import torch
 
-from fsdp2x.base.failures import CheckpointError, CorruptFile, first_line
+from fsdp2x.base.failures import CheckpointError, CorruptFile, first_line, reworded
 from fsdp2x.io.formats.records import OpaqueObject, load_run, read_records
 from fsdp2x.io.formats.safe_files import OpenFiles, open_regular
 from fsdp2x.io.formats.tensors import Source, Tile, Tiled, covers, is_shape
@@ -216,10 +216,8 @@ def _check_runs(folder: Path, table: Table) -> None:
     for run, name in [*runs, *((run, name) for name, run in table.objects.items())]:
         by_file.setdefault(run.file, {}).setdefault(run, name)
     for file, places in by_file.items():
-        try:
+        with reworded(CorruptFile, str(folder / file), OSError):
             size = os.stat(folder / file).st_size
-        except OSError as error:
-            raise CorruptFile(f"{folder / file}: {error.strerror or error}") from None
         end, before = 0, ""
         for run, name in sorted(places.items(), key=lambda item: (item[0].offset, item[0].num_bytes)):
             reach = run.offset + run.num_bytes

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp2x.base.failures import CheckpointError, CorruptFile, first_line
+from fsdp2x.base.failures import CheckpointError, CorruptFile, first_line, reworded
 
 DEEPEST = 100
 MOST_VALUES = 20_000_000
@@ -123,17 +123,15 @@ MOST_BYTES = 1 << 30
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES, *, may_be_pipe: bool = False) -> str:
     """Returns a UTF-8 file of at most ``most_bytes``. Raises `CheckpointError`, or `CorruptFile` for other contents."""
-    try:
-        with open(path if may_be_pipe else open_regular(path), "rb") as file:
-            content = file.read(most_bytes + 1)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from None
+    with (
+        reworded(CheckpointError, str(path), OSError),
+        open(path if may_be_pipe else open_regular(path), "rb") as file,
+    ):
+        content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise CorruptFile(f"{path}: damaged, it has more than {most_bytes} bytes")
-    try:
+    with reworded(CorruptFile, f"{path}: damaged, not UTF-8 text", UnicodeDecodeError):
         return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise CorruptFile(f"{path}: damaged, not UTF-8 text: {error}") from None
 
 
 def read_json(path: Path, *, unique: bool = True) -> dict[str, Any]:

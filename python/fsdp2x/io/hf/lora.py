@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp2x.base.arguments import checked
-from fsdp2x.base.failures import CheckpointError, first_line, on_rank_0
+from fsdp2x.base.failures import CheckpointError, first_line, on_rank_0, reworded
 from fsdp2x.io.formats.safe_files import read_json
 from fsdp2x.io.hf.load import LoadReport, load_hf
 from fsdp2x.io.hf.save import save_hf
@@ -181,10 +181,8 @@ def load_adapter(model: nn.Module, folder: str | Path) -> LoadReport:
         raise NotImplementedError(f"fsdp2x.load_adapter: expected one adapter, the model has {', '.join(configs)}")
 
     def read() -> dict[str, Any]:
-        try:
+        with reworded(CheckpointError, str, ValueError):
             return read_adapter_config(folder).to_dict()
-        except ValueError as error:
-            raise CheckpointError(str(error)) from None
 
     stored = on_rank_0(read, what=f"loading the adapter {folder}")
     for key in _SCALING:

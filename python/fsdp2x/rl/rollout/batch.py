@@ -186,17 +186,13 @@ def _groups(rows: Sequence[_Row]) -> Iterator[list[list[_Row]]]:
     group: list[list[_Row]] = []
     for alike in sorted(shared.values(), key=lambda alike: alike[0].num_prompt):
         length = alike[0].num_prompt
-        if group and (len(group) + 1) * length > max(_FILL_TOKENS, length) or group and length > _similar(group):
+        # With prompts of twice the length, padding would take more time than another forward.
+        if group and ((len(group) + 1) * length > _FILL_TOKENS or length > 2 * group[0][0].num_prompt + 16):
             yield group
             group = []
         group.append(alike)
     if group:
         yield group
-
-
-def _similar(group: list[list[_Row]]) -> int:
-    """Returns the longest prompt for a group, so that padding takes no more time than another forward."""
-    return 2 * group[0][0].num_prompt + 16
 
 
 @functools.cache

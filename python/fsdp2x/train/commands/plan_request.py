@@ -189,11 +189,9 @@ def make_plan(config: str, world_size: int | None = None, overrides: Sequence[st
     policy = MixedPrecisionPolicy(
         param_dtype=dtype_of(dtypes["param_dtype"]), reduce_dtype=dtype_of(dtypes["reduce_dtype"])
     )
-    try:
+    with reworded(ConfigError, str, ValueError, NotImplementedError):
         request = PlanRequest(world_size, mp_policy=policy, **settings)
         report = planned_report(planned_facts(model, request), request)
-    except (ValueError, NotImplementedError) as error:
-        raise ConfigError(str(error)) from None
     saved = report.shard_bytes - report.pad_bytes + (report.optimizer_bytes or 0) + report.unsharded_bytes
     numel = sum(param.numel() for param in model.parameters())
     staging, says_no_dtype = saved if stages_saves else 0, is_model and "dtype" not in given

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fsdp2x.base.failures import ConfigError
+from fsdp2x.base.failures import ConfigError, reworded
 from fsdp2x.train.commands.shared import mistake, unexpected, write_error_file
 from fsdp2x.train.parse import read_yaml
 
@@ -87,10 +87,8 @@ def _parse(parser: Any, config: str | None, words: list[str]) -> tuple:
         parser.set_defaults_with_config(use_cpu=True)
         if explain_emulation(torch.bfloat16, torch.device("cpu")) is not None:
             parser.set_defaults_with_config(bf16=False)
-    try:
+    with reworded(ConfigError, str(config or "TRL"), ConfigError, ValueError, TypeError, ImportError):
         return parser.parse_args_and_config([*(["--config", config] if config else []), *words])
-    except (ValueError, TypeError, ImportError) as error:
-        raise ConfigError(f"{config or 'TRL'}: {error}") from None
 
 
 def _require_local(key: str, name: str | None, revision: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from fsdp2x.base.arguments import checked
+from fsdp2x.base.failures import reworded
 from fsdp2x.rl.sync.receiver import engine_group
 from fsdp2x.rl.sync.receiver.engine import WireError
 from fsdp2x.rl.sync.targets.base import TargetError, WireLayout
@@ -46,10 +47,8 @@ class GroupPeer(Dialogue):
             ValueError: it is not such an address, or ``num_engines`` is not positive.
         """
         super().__init__(rank)
-        try:
+        with reworded(ValueError, "fsdp2x.sync.GroupPeer", ValueError):
             self._host, self._port = engine_group.split_address(address)
-        except ValueError as error:
-            raise ValueError(f"fsdp2x.sync.GroupPeer: {error}") from None
         if num_engines < 1:
             raise ValueError(f"fsdp2x.sync.GroupPeer: num_engines must be positive, got {num_engines}")
         self._num_engines = num_engines
@@ -83,7 +82,7 @@ class GroupPeer(Dialogue):
             self._ask("begin", "hello", self._hello())
             assert self._memory is not None
             self._ask("begin", "layout", self._described(layout, self._memory.describe()[0]))
-        if (num_came := self._num_came()) > self._num_engines:
+        if (num_came := self._store.add(f"{self._invitation['name']}/engines", 0)) > self._num_engines:
             problem = f"{num_came} engines came to {self.listen()}, but num_engines is {self._num_engines}"
             raise TargetError.at("begin", problem)
 
@@ -111,9 +110,6 @@ class GroupPeer(Dialogue):
         self._num_pushes += 1
         text = json.dumps({**self._invitation, "num_pushes": self._num_pushes})
         self._store.set(engine_group.CURRENT, text)
-
-    def _num_came(self) -> int:
-        return self._store.add(f"{self._invitation['name']}/engines", 0)
 
     def _tell(self, phase: str, kind: str, body: dict[str, Any]) -> None:
         assert self._group is not None, "made when opening"
