@@ -110,9 +110,8 @@ class ShardedUnit(StateNames, torch_private.State):
         self.post_forward_world: int | None = None  # reshard_after_forward as an int
         self.options = _C.UnitOptions()  # the engine's unit reads them as well
         self.comms = CommSettings()
-        self.prefetch: dict[
-            str, list[weakref.ref[ShardedUnit]]
-        ] = {}  # engine setter -> units, set before or after the unit exists
+        # Engine setter -> units, set before or after the engine's unit exists.
+        self.prefetch: dict[str, list[weakref.ref[ShardedUnit]]] = {}
         self.raw_buffers: RawBuffers = []  # from to_empty, until the next forward
         self.names: list[str] = []  # FQNs of the modules from the root
         self.unit: _C.Unit | None = None  # made at lazy initialization or by an earlier unshard()
