@@ -116,7 +116,7 @@ def fully_shard(
     modules = [module] if isinstance(module, nn.Module) else list(module)
     _check_modules(modules)
     keep = Keep.of(reshard_after_forward)
-    _check_mesh_dims(dp_mesh_dims)
+    _check_mesh_dims(dp_mesh_dims, reshard_after_forward)
     transport = check_transport(transport)
     # Without a plan and without sharded children, the call does what FSDP2's does.
     split = isinstance(module, nn.Module) and should_auto_wrap(module, auto_wrap)
@@ -282,13 +282,18 @@ def _refuse_others(modules: list[nn.Module]) -> None:
             )
 
 
-def _check_mesh_dims(dp_mesh_dims: Any) -> None:
-    if dp_mesh_dims is not None and not (
-        hasattr(dp_mesh_dims, "shard_names") and hasattr(dp_mesh_dims, "replicate_names")
-    ):
+def _check_mesh_dims(dp_mesh_dims: Any, reshard_after_forward: bool | int | None) -> None:
+    if dp_mesh_dims is None:
+        return
+    if not (hasattr(dp_mesh_dims, "shard_names") and hasattr(dp_mesh_dims, "replicate_names")):
         raise TypeError(
             "fully_shard: dp_mesh_dims must be torch's DataParallelMeshDims, such as "
             f'DataParallelMeshDims(shard="fsdp"), got {dp_mesh_dims!r}'
+        )
+    if not isinstance(reshard_after_forward, bool | None):
+        raise NotImplementedError(
+            "fully_shard: reshard_after_forward as int is not supported with dp_mesh_dims, got "
+            f"{reshard_after_forward!r}. Use True or False."
         )
 
 

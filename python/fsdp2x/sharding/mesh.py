@@ -221,6 +221,11 @@ def _from_named_axes(mesh: DeviceMesh, dp_mesh_dims: Any) -> ShardGroup:
     for name in (*shard, *replicate):
         if name not in mesh.mesh_dim_names:
             raise ValueError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {mesh.mesh_dim_names}")
+    for given in (shard, replicate):
+        if sorted(given, key=mesh.mesh_dim_names.index) != list(given):
+            raise ValueError(f"fully_shard: dp_mesh_dims must name axes in the order of the mesh, got {given}.")
+    if len(given := (*shard, *replicate)) > len(set(given)):
+        raise ValueError(f"fully_shard: dp_mesh_dims names an axis twice: {given}. Each axis shards or replicates.")
     spmd = {"spmd_mesh": mesh, "dp_mesh_dims": dp_mesh_dims}
     if not shard:
         return _make(_one_axis(mesh, replicate), shard_axis=None, replicate_axis=0, **spmd)
