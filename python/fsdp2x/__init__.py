@@ -39,7 +39,7 @@ from fsdp2x.optim import clip_grad_norm_, local_optimizer
 from fsdp2x.optim.rebind import rebind_optimizer
 from fsdp2x.plan.describe import describe
 from fsdp2x.plan.profile import profile
-from fsdp2x.sharding.offload import HostOffloadPolicy
+from fsdp2x.sharding.offload import HostOffloadPolicy, cpu_offload_by_budget
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -56,6 +56,7 @@ __all__ = [
     "check_module_states",
     "checkpoint",
     "clip_grad_norm_",
+    "cpu_offload_by_budget",
     "describe",
     "export",
     "freeze_module_prefix",

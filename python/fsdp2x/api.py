@@ -53,7 +53,7 @@ from fsdp2x.plan.optimizers import PLANNED, may_be_on_host
 from fsdp2x.plan.plan import planned_facts, planned_report
 from fsdp2x.plan.profile import profile
 from fsdp2x.plan.report import columns, readable
-from fsdp2x.sharding.offload import OFFLOAD_MODES, HostOffloadPolicy, OffloadMode
+from fsdp2x.sharding.offload import OFFLOAD_MODES, HostOffloadPolicy, OffloadMode, cpu_offload_by_budget, mode_of
 from fsdp2x.sharding.transport import TRANSPORTS, TransportKind, check_transport
 from fsdp2x.sharding.wrap import AutoWrap, clean_name, plan_units, unsharded_class
 

@@ -23,9 +23,9 @@ from fsdp2x.lifecycle.module import FSDPModule
 from fsdp2x.lifecycle.tree import get_state, unit_states
 from fsdp2x.lifecycle.unit import ShardedUnit, UnitSettings, is_managed, mark_managed
 from fsdp2x.sharding import collect
-from fsdp2x.sharding.collect import group_by_ranks, place
+from fsdp2x.sharding.collect import group_by_pool, place
 from fsdp2x.sharding.mesh import Keep, ShardGroup, default_mesh, shard_group
-from fsdp2x.sharding.offload import offload_of
+from fsdp2x.sharding.offload import Offload, OffloadPolicies, named_offloads
 from fsdp2x.sharding.param_group import ShardedParamGroup
 from fsdp2x.sharding.shapes import even_placement
 from fsdp2x.sharding.transport import check_transport
@@ -47,7 +47,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
-    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicies | None = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     auto_wrap: bool | list | Callable[[str, nn.Module], bool] | None = None,
@@ -83,8 +83,9 @@ def fully_shard(
             transformers model keeps in float32 (``_keep_in_fp32_modules_strict``, and ``_keep_in_fp32_modules`` for
             float16) are computed in it. ``param_dtype_override_fn``, or None in that attribute, turns this off.
         offload_policy: ``CPUOffloadPolicy`` keeps shards, gradients, and optimizer state in CPU memory, pinned by
-            default. ``fsdp2x.HostOffloadPolicy(mode)`` can keep only some of them there. On a CPU mesh only
-            ``pin_memory`` has an effect.
+            default. ``fsdp2x.HostOffloadPolicy(mode)`` can keep only some of them there. A mapping from names of
+            parameters, relative to ``module``, offloads only those (see ``fsdp2x.cpu_offload_by_budget``). A unit then
+            gathers and reduces those with each policy separately. On a CPU mesh only ``pin_memory`` has an effect.
         ignored_params: parameters that are not sharded, moved or reduced.
         dp_mesh_dims: data-parallel axes of ``mesh``, as torch's ``DataParallelMeshDims``, if ``mesh`` is the full mesh
             and all parameters already are DTensors on it.
@@ -106,7 +107,7 @@ def fully_shard(
     Raises:
         ValueError: ``module`` is a container without ``forward``, has a scalar parameter, or contains modules of
             torch's FSDP or DDP; ``mesh`` has the wrong shape or lacks this rank; a class of ``auto_wrap`` does not
-            exist; or ``transport`` is unknown.
+            exist; ``offload_policy`` names no parameter that this call shards; or ``transport`` is unknown.
         AssertionError: the module is already sharded (FSDP2's type and message).
         TypeError: an argument has the wrong type.
         RuntimeError: ``offload_policy`` pins memory on a machine without an accelerator, or there is no process group
@@ -129,18 +130,17 @@ def fully_shard(
     ranks = shard_group(mesh or default_mesh(), dp_mesh_dims)
     if split and shard_placement_fn is None:
         shard_placement_fn = partial(even_placement, world=ranks.world)
-    settings = UnitSettings(
-        ranks, mp_policy, offload_of(offload_policy), transport, _check_timeout(timeout, ranks), check_ranks
-    )
     ignored = ignored_params or set()
+    offload, named = named_offloads(offload_policy, modules, _managed_params(modules, ignored))
+    settings = UnitSettings(ranks, mp_policy, offload, transport, _check_timeout(timeout, ranks), check_ranks)
 
     def shard(modules: Iterable[nn.Module], keep: Keep, unshard_in_backward: bool = True) -> None:
         state, roots = ShardedUnit(), tuple(torch_private.root_modules(list(modules)))
         torch_private.register_state(roots, "fully_shard", state)
         try:
             classes = [_sharded_class(type(root)) for root in roots]
-            managed = collect.managed_modules(roots, lambda inner: get_state(inner) is not None)
-            groups = _shard_params(roots, managed, settings, ignored, shard_placement_fn, buffer_dtype)
+            managed = collect.managed_modules(roots, _is_unit)
+            groups = _shard_params(roots, managed, settings, named, ignored, shard_placement_fn, buffer_dtype)
             state.configure(roots, managed, groups, settings, keep)
             state.options.unshard_in_backward = unshard_in_backward
             register_hooks(state, managed, lazy_init)
@@ -171,27 +171,39 @@ def _keep_float32(modules: Iterable[nn.Module]) -> None:
                 state.keep_float32(kept)
 
 
+def _is_unit(module: nn.Module) -> bool:
+    return get_state(module) is not None
+
+
+def _managed_params(modules: list[nn.Module], ignored: set[nn.Parameter]) -> set[nn.Parameter]:
+    """Returns the parameters that a call for ``modules`` shards, in its unit or in those it plans."""
+    managed = collect.managed_modules(torch_private.root_modules(modules), _is_unit)
+    return {param for module in managed for param in module.parameters(recurse=False)} - ignored
+
+
 def _shard_params(
     roots: Sequence[nn.Module],
     managed: list[nn.Module],
     settings: UnitSettings,
+    named: dict[nn.Parameter, Offload],
     ignored: set[nn.Parameter],
     placement_fn: Callable | None,
     buffer_dtype: torch.dtype | None,
 ) -> list[ShardedParamGroup]:
-    """Cuts the parameters of ``managed``, moves their buffers, and returns a group for each mesh."""
-    ranks, offload = settings.ranks, settings.offload
+    """Cuts the parameters of ``managed``, moves their buffers, and returns a group for each mesh and offload."""
+    ranks = settings.ranks
     _refuse_params_of_units(roots, managed)
     owned = collect.collect_params(managed, ignored)
     _refuse_ties_to_replicas(roots, {id(entry.param) for entry in owned})
-    if not offload.of_shards:
-        collect.move_to_device([entry.param for entry in owned], ranks.device)
+    offloads = [named.get(entry.param, settings.offload) for entry in owned]
+    on_device = [entry.param for entry, offload in zip(owned, offloads, strict=True) if not offload.of_shards]
+    collect.move_to_device(on_device, ranks.device)
     buffers = collect.collect_buffers(managed)
     collect.move_to_device(buffers, ranks.device)
     if buffer_dtype is not None:
         collect.cast_floating(buffers, buffer_dtype)
-    placed = [place(entry, ranks, placement_fn) for entry in owned]
-    return [ShardedParamGroup(members, settings.mp_policy, offload) for members in group_by_ranks(placed)]
+    placed = [place(entry, ranks, placement_fn, offload) for entry, offload in zip(owned, offloads, strict=True)]
+    return [ShardedParamGroup(members, settings.mp_policy) for members in group_by_pool(placed)]
 
 
 def _refuse_ties_to_replicas(roots: Iterable[nn.Module], owned: set[int]) -> None:

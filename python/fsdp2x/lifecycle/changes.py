@@ -370,9 +370,8 @@ def _adopt_in(state: ShardedUnit, entries: list[OwnedParam]) -> None:
         collect.move_to_device([entry.param for entry in entries], state.ranks.device)
     ranks = replicated_ranks(state.ranks)
     with torch.inference_mode(False):
-        group = ReplicatedParamGroup(
-            [Placed(entry, ranks, 0) for entry in entries], settings.mp_policy, settings.offload
-        )
+        placed = [Placed(entry, ranks, 0, settings.offload) for entry in entries]
+        group = ReplicatedParamGroup(placed, settings.mp_policy)
     group.unit_state = weakref.ref(state)
     state.groups.append(group)
     modules = list({id(module): module for entry in entries for module, _ in entry.owners}.values())

@@ -20,7 +20,7 @@ from fsdp2x.base import torch_private
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.optimizer_hooks import refuse_stale
 from fsdp2x.optim.engine_step import EngineStep
-from fsdp2x.optim.local import local_tensor, loss_of, refuse_sparse
+from fsdp2x.optim.local import cut_like, local_tensor, loss_of, refuse_sparse
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -208,7 +208,5 @@ def _take_over(optimizer: torch.optim.Optimizer, param: Any, local: Tensor, whol
                     f"fsdp2x.local_optimizer: {type(optimizer).__name__} keeps {name!r} of shape {tuple(value.shape)} "
                     f"for a local shard of shape {tuple(local.shape)}, so it is not element-wise. Use {_INSTEAD}."
                 )
-            value = DTensor.from_local(
-                value, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-            )
+            value = cut_like(param, value)  # on its own device, which is not the mesh's if the shard is offloaded
         whole[name] = value

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.failures import ConfigError
@@ -16,7 +16,7 @@ from fsdp2x.lifecycle.comms import wire_formats_of
 from fsdp2x.lifecycle.contexts import BeforeLast
 from fsdp2x.plan.optimizers import PLANNED, may_be_on_host
 from fsdp2x.plan.steps import MicroBatches
-from fsdp2x.sharding.offload import OffloadMode
+from fsdp2x.sharding.offload import OffloadMode, mode_of
 from fsdp2x.sharding.transport import TransportKind
 from fsdp2x.sharding.wrap import AutoWrap
 
@@ -31,7 +31,7 @@ class PlanRequest:
         replicas: number of rank groups that hold copies of the same shards.
         transport: ``"process_group"``, or ``"shm"`` if all ranks of a group are on one host.
         device: ``"cuda"`` (with NCCL) or ``"cpu"``. None: the CPU with shared memory, else CUDA.
-        offload: a mode of ``HostOffloadPolicy``.
+        offload: a mode of ``HostOffloadPolicy``, or a mapping of ``fully_shard``, from names of parameters to policies.
         optimizer: adamw, muon with ``muon_param_groups(model)``, sgd, sgd_momentum, or none. A suffix sets the
             ``moments_dtype`` of adamw or muon: adamw_float32, adamw_bfloat16, adamw_int8.
         auto_wrap, reshard_after_forward, mp_policy, ignored_params: see ``fully_shard``.
@@ -51,7 +51,7 @@ class PlanRequest:
     replicas: int = 1
     transport: Literal["process_group", "shm"] = "process_group"
     device: Literal["cuda", "cpu"] | None = None
-    offload: OffloadMode = "none"
+    offload: OffloadMode | Mapping[str, OffloadPolicy] = "none"
     optimizer: str = "adamw"
     auto_wrap: AutoWrap = None
     reshard_after_forward: bool | int | None = None
@@ -73,7 +73,7 @@ class PlanRequest:
             raise ConfigError("transport: expected process_group with device cuda, got shm, which only CPU ranks share")
         if self.optimizer not in PLANNED:
             raise ConfigError(f"optimizer: expected one of {', '.join(PLANNED)}, got {self.optimizer!r}")
-        if self.on_cuda and self.offload == "optimizer" and not may_be_on_host(self.optimizer):
+        if self.on_cuda and "optimizer" in self.offload_modes and not may_be_on_host(self.optimizer):
             raise ConfigError(
                 f"offload: only AdamW can offload its optimizer. Use gradients or all with {self.optimizer}."
             )
@@ -83,6 +83,11 @@ class PlanRequest:
     @property
     def on_cuda(self) -> bool:
         return self.device != "cpu" and self.transport != TransportKind.SHM
+
+    @property
+    def offload_modes(self) -> Collection[OffloadMode]:
+        """The mode of all parameters, or those of the named ones."""
+        return (self.offload,) if isinstance(self.offload, str) else [mode_of(one) for one in self.offload.values()]
 
     @property
     def accumulation(self) -> MicroBatches:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import OffloadPolicy
 
 from fsdp2x.base import torch_private
 from fsdp2x.base.collectives import may_replace
@@ -20,7 +21,7 @@ from fsdp2x.plan.facts import GroupFacts, GroupSettings, ModelFacts, ParamUses, 
 from fsdp2x.plan.request import PlanRequest
 from fsdp2x.sharding import collect
 from fsdp2x.sharding.mesh import Keep, ShardGroup, post_forward_group
-from fsdp2x.sharding.offload import Offload
+from fsdp2x.sharding.offload import HostOffloadPolicy, Offload, mode_of, named_offloads
 from fsdp2x.sharding.param_group import ShardedParamGroup
 from fsdp2x.sharding.shapes import ParamFacts, even_placement, keeps_dtype
 from fsdp2x.sharding.transport import TransportKind, has_streams
@@ -169,7 +170,9 @@ def facts_of_plan(
             are no experts to spread.
     """
     policy, keep, auto_wrap = request.mp_policy, Keep.of(request.reshard_after_forward), request.auto_wrap
-    ignored, offload = set(request.ignored_params), Offload(request.offload)
+    ignored = set(request.ignored_params)
+    asked = HostOffloadPolicy(request.offload) if isinstance(request.offload, str) else request.offload
+    usual, named = named_offloads(asked, [model], set(model.parameters()) - ignored, _offload_of_plan)
     planned: set[nn.Module] = set()
     names = {module: name for name, module in model.named_modules()}
     param_names = {param: name for name, param in model.named_parameters()}
@@ -191,42 +194,48 @@ def facts_of_plan(
         group = spread.get(modules[0])
         ours = ranks if group is None or experts is None else experts.ranks
         world = ours.world if splits else None
-        params = []
+        params: dict[nn.Parameter, ParamFacts] = {}
         for param in (one.param for one in owned):
             keeps = id(param) in kept or keeps_dtype(param, policy)
-            params.append(_param_of_plan(param, param_names[param], keeps, world))
+            params[param] = _param_of_plan(param, param_names[param], keeps, world)
         if group is not None:
             dim = 1 if cuts_columns(group, ep, ours.world) else 0
-            params = [replace(one, size=(one.size[0] // ep, *one.size[1:]), shard_dim=dim) for one in params]
-        trains = [one.param.requires_grad for one in owned]
+            params = {
+                param: replace(one, size=(one.size[0] // ep, *one.size[1:]), shard_dim=dim)
+                for param, one in params.items()
+            }
         small = wanted.smaller_world(ours.world) if owned else None
-        settings = GroupSettings(
-            offload=offload if group is None else Offload(),
-            # The gradients of spread experts are divided by another number than that of their ranks.
-            averages=group is None,
-            keeps_shards_apart=any(writes_in_forward(module) for one in owned for module, _ in one.owners),
-            wire_weights=request.wire_weights,
-            wire_gradients=request.wire_gradients,
-        )
         small_ranks = None
         if small is not None:
             key = ("after forward", ours.key)
             small_ranks = replace(ours, key=key, world=small, rank=ours.rank % small, replicas=1)
-        counted = group_facts(params, trains, policy, ours, settings, small_ranks)
+        counted, uses = [], []
+        pools: dict[Any, tuple[Offload, list[collect.OwnedParam]]] = {}
+        for one in owned:
+            offload = named.get(one.param, usual) if group is None else Offload()
+            pools.setdefault(offload.pool_key(ours.has_streams), (offload, []))[1].append(one)
+        for offload, pool in pools.values():
+            settings = GroupSettings(
+                offload=offload,
+                # The gradients of spread experts are divided by another number than that of their ranks.
+                averages=group is None,
+                keeps_shards_apart=any(writes_in_forward(module) for one in pool for module, _ in one.owners),
+                wire_weights=request.wire_weights,
+                wire_gradients=request.wire_gradients,
+            )
+            trains = [one.param.requires_grad for one in pool]
+            facts = [params[one.param] for one in pool]
+            counted.append(group_facts(facts, trains, policy, ours, settings, small_ranks))
+            trained = [one for one in pool if one.param.requires_grad]
+            uses.append(tuple(ParamUses.of(params[one.param], one.owners, policy) for one in trained))
         found.append(
             PlannedUnit(
                 name=", ".join(names[module] or "<root>" for module in modules),
                 modules=modules,
-                uses=(
-                    tuple(
-                        ParamUses.of(param, one.owners, policy)
-                        for param, one in zip(params, owned, strict=True)
-                        if one.param.requires_grad
-                    ),
-                ),
-                groups=(counted,) if owned else (),
+                uses=tuple(uses),
+                groups=tuple(counted),
                 num_params=len(owned),
-                num_elements=sum(math.prod(one.size) for one in params),
+                num_elements=sum(math.prod(one.size) for one in params.values()),
                 reshards_after_forward=wanted.ranks != 1 and not (wanted.fully_in_root and modules == (model,)),
                 unshards_in_backward=plan.unshard_in_backward,
                 expert_parallel=1 if group is None else ep,
@@ -235,6 +244,10 @@ def facts_of_plan(
     position = {module: index for index, module in enumerate(model.modules())}
     found.sort(key=lambda unit: min(position[module] for module in unit.modules))
     return ModelFacts(model, tuple(found), _unsharded_bytes(model, sharded))
+
+
+def _offload_of_plan(policy: OffloadPolicy | None) -> Offload:
+    return Offload(mode_of(policy))  # the machine that plans need not pin anything
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from torch.distributed.tensor import Shard
 
 from fsdp2x.base import torch_private
 from fsdp2x.sharding.mesh import ShardGroup, from_mesh_info
+from fsdp2x.sharding.offload import Offload
+from fsdp2x.sharding.transport import has_streams
 
 
 class Owners(Sequence):
@@ -115,14 +117,15 @@ def move_to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> Non
 
 @dataclass(frozen=True)
 class Placed:
-    """Placement of a parameter: the ranks that share it and the dim it is cut along."""
+    """Placement of a parameter: the ranks that share it, the dim it is cut along, and what stays in CPU memory."""
 
     owned: OwnedParam
     ranks: ShardGroup
     shard_dim: int
+    offload: Offload = Offload()
 
 
-def place(owned: OwnedParam, ranks: ShardGroup, placement_fn: Callable | None) -> Placed:
+def place(owned: OwnedParam, ranks: ShardGroup, placement_fn: Callable | None, offload: Offload) -> Placed:
     """Returns the placement that ``shard_placement_fn`` chooses. Default: ``Shard(0)`` over ``ranks``.
 
     Raises:
@@ -134,7 +137,7 @@ def place(owned: OwnedParam, ranks: ShardGroup, placement_fn: Callable | None) -
     if hasattr(placement, "mesh_info"):
         ranks, placement = from_mesh_info(placement.mesh_info), placement.placement
     if placement is None:
-        return Placed(owned, ranks, 0)
+        return Placed(owned, ranks, 0, offload)
     if not isinstance(placement, Shard):
         raise ValueError(
             f"Invalid shard_placement_fn result: {placement!r} for a parameter of shape {tuple(param.shape)}. Return "
@@ -143,13 +146,14 @@ def place(owned: OwnedParam, ranks: ShardGroup, placement_fn: Callable | None) -
     dim = placement.dim + param.dim() if placement.dim < 0 else placement.dim
     if not 0 <= dim < param.dim():
         raise AssertionError(f"Shard dim {dim} is invalid for {param.dim()}D tensor: {tuple(param.shape)}")
-    return Placed(owned, ranks, dim)
+    return Placed(owned, ranks, dim, offload)
 
 
-def group_by_ranks(placed: list[Placed]) -> list[list[Placed]]:
-    """Groups parameters by mesh, in order of first appearance."""
+def group_by_pool(placed: list[Placed]) -> list[list[Placed]]:
+    """Groups parameters by mesh and by where their shards are, in order of first appearance."""
     groups: dict[tuple, list[Placed]] = {}
     for one in placed:
-        key = (one.ranks.mesh, one.ranks.group, one.ranks.replicate_group)
+        ranks = one.ranks
+        key = (ranks.mesh, ranks.group, ranks.replicate_group, one.offload.pool_key(has_streams(ranks.device)))
         groups.setdefault(key, []).append(one)
     return list(groups.values())

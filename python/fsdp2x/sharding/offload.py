@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import itertools
 import typing
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -16,6 +19,8 @@ from fsdp2x.base.arguments import checked
 
 OffloadMode = Literal["none", "optimizer", "gradients", "all"]
 OFFLOAD_MODES = typing.get_args(OffloadMode)
+# One policy for all parameters, or those of some by name.
+OffloadPolicies = OffloadPolicy | Mapping[str, OffloadPolicy]
 
 
 @checked
@@ -64,6 +69,34 @@ class HostOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
 
+@checked
+def cpu_offload_by_budget(module: nn.Module, budget_bytes: int, *, pin_memory: bool = True) -> dict[str, OffloadPolicy]:
+    """Chooses the parameters to offload, for ``fully_shard(module, offload_policy=...)``.
+
+    Takes the largest parameters first and stops at the first that exceeds the budget. So a larger budget only adds
+    parameters. Of parameters of equal size, it takes the first by name. Call it before ``fully_shard``. It communicates
+    nothing, and changes nothing.
+
+    Args:
+        module: the module to shard.
+        budget_bytes: most bytes of the chosen parameters together, each in full, not divided by the number of ranks.
+        pin_memory: see ``CPUOffloadPolicy``.
+
+    Returns:
+        A ``CPUOffloadPolicy`` by fully qualified name, relative to ``module``. Other parameters stay on the device.
+
+    Raises:
+        ValueError: ``budget_bytes`` is negative.
+    """
+    if budget_bytes < 0:
+        raise ValueError(f"fsdp2x.cpu_offload_by_budget: budget_bytes must be non-negative, got {budget_bytes}")
+    named = sorted(module.named_parameters(), key=lambda one: (-one[1].nbytes, one[0]))
+    used = itertools.accumulate(param.nbytes for _, param in named)
+    policy = CPUOffloadPolicy(pin_memory=pin_memory)
+    fit = itertools.takewhile(lambda pair: pair[1] <= budget_bytes, zip(named, used, strict=True))
+    return {name: policy for (name, _), _ in fit}
+
+
 class Offload(NamedTuple):
     """An offload policy as the runtime reads it."""
 
@@ -75,19 +108,30 @@ class Offload(NamedTuple):
         """Whether the optimizer sees parameters and gradients in CPU memory."""
         return self.mode in ("gradients", "all")
 
+    def pool_key(self, has_streams: bool) -> Offload | bool:
+        """Parameters with equal keys can share a pool. Without streams, only pinning has an effect."""
+        return self if has_streams else self.of_shards and self.pin_memory
+
+
+def mode_of(policy: OffloadPolicy | None) -> OffloadMode:
+    """Returns the mode of ``HostOffloadPolicy`` that does what ``policy`` does."""
+    if isinstance(policy, CPUOffloadPolicy):
+        return "all"
+    return policy.mode if isinstance(policy, HostOffloadPolicy) else "none"
+
 
 def offload_of(policy: OffloadPolicy | None) -> Offload:
-    """Reads an ``offload_policy``.
+    """Reads one policy.
 
     Raises:
+        TypeError: it is no policy.
         RuntimeError: the policy pins memory on a machine without an accelerator.
     """
-    if isinstance(policy, CPUOffloadPolicy):
-        offload = Offload("all", policy.pin_memory)
-    elif isinstance(policy, HostOffloadPolicy) and policy.mode != "none":
-        offload = Offload(policy.mode, policy.pin_memory)
-    else:
+    if policy is not None and not isinstance(policy, OffloadPolicy):
+        raise TypeError(f"fully_shard: values of offload_policy must be OffloadPolicy, got {policy!r}")
+    if not isinstance(policy, CPUOffloadPolicy | HostOffloadPolicy) or mode_of(policy) == "none":
         return Offload()
+    offload = Offload(mode_of(policy), policy.pin_memory)
     if offload.pin_memory and not torch.accelerator.is_available():
         name, mode = type(policy).__name__, f"mode={policy.mode!r}, " if hasattr(policy, "mode") else ""
         raise RuntimeError(
@@ -95,6 +139,47 @@ def offload_of(policy: OffloadPolicy | None) -> Offload:
             f"machine has none. Use {name}({mode}pin_memory=False)."
         )
     return offload
+
+
+def named_offloads(
+    policies: OffloadPolicies | None,
+    modules: Collection[nn.Module],
+    managed: set[nn.Parameter],
+    read: Callable[[OffloadPolicy | None], Offload] = offload_of,
+) -> tuple[Offload, dict[nn.Parameter, Offload]]:
+    """Reads the ``offload_policy`` of a call for ``modules`` that shards the parameters ``managed``.
+
+    Returns the policy of all parameters but those in the dict, and theirs. ``read``: reads one.
+
+    Raises:
+        RuntimeError: see ``offload_of``.
+        ValueError: a name belongs to none of the parameters or to several, or a parameter has two policies.
+    """
+    if not isinstance(policies, Mapping):
+        return read(policies), {}
+    by_name: dict[str, dict[nn.Parameter, None]] = {}
+    for name, param in (one for module in modules for one in module.named_parameters(remove_duplicate=False)):
+        by_name.setdefault(name, {})[param] = None
+    found: dict[nn.Parameter, Offload] = {}
+    for name, policy in policies.items():
+        params = [param for param in by_name.get(name, ()) if param in managed]
+        if not params:
+            near = difflib.get_close_matches(name, [known for known, of in by_name.items() if managed & of.keys()], 1)
+            hint = f"Did you mean {near[0]!r}?" if near else "Use names of the module's named_parameters()."
+            raise ValueError(
+                f"fully_shard: offload_policy names {name!r}, which is no parameter that this call shards. {hint}"
+            )
+        if len(params) > 1:
+            raise ValueError(
+                f"fully_shard: offload_policy names {name!r}, which {len(params)} modules of the list have. Pass one "
+                "policy for the list, or shard the modules by separate calls."
+            )
+        if found.setdefault(params[0], read(policy)) != read(policy):
+            raise ValueError(
+                f"fully_shard: offload_policy gives {name!r} two policies, because it is tied to another name. Give "
+                "both names the same one."
+            )
+    return Offload(), found
 
 
 class HostState(NamedTuple):

@@ -23,7 +23,7 @@ from fsdp2x.sharding import spec as specs
 from fsdp2x.sharding.collect import Owners, Placed
 from fsdp2x.sharding.extensions import Extension, has_extension, is_wrapper
 from fsdp2x.sharding.mesh import ShardGroup
-from fsdp2x.sharding.offload import Offload, mark, new_mark
+from fsdp2x.sharding.offload import mark, new_mark
 from fsdp2x.sharding.shapes import PARTS, REDUCIBLE, keeps_dtype, kept_shapes, layout_shapes
 from fsdp2x.sharding.sharded_param import (
     ShardedParam,
@@ -45,13 +45,8 @@ class ShardedParamGroup(GroupNames):
 
     is_replicated = False
 
-    def __init__(
-        self,
-        placed: list[Placed],
-        mp_policy: MixedPrecisionPolicy,
-        offload: Offload = Offload(),  # noqa: B008 (frozen)
-    ) -> None:
-        self.ranks = placed[0].ranks
+    def __init__(self, placed: list[Placed], mp_policy: MixedPrecisionPolicy) -> None:
+        self.ranks, offload = placed[0].ranks, placed[0].offload
         self.offload = offload
         self.offloads = offload.of_shards  # shards are in CPU memory, whatever the mesh's device
         # The mark makes optimizers keep the state of these parameters in CPU memory.
@@ -110,6 +105,8 @@ class ShardedParamGroup(GroupNames):
                 f"FSDP does not support uneven sharding on dim {dim}: {full.size()} (world size: {ranks.world})"
             )
         local = cut(full, ranks, dim)
+        if self.offloads and not local.is_meta:
+            local = local.cpu()  # a DTensor never changes the device that it was made on
         sharded = parameter_over(local, spec, requires_grad=owned.param.requires_grad)
         # Attributes of a wrapper instance are its parts; users did not set them.
         attributes = {} if is_wrapper(full) else user_attributes(owned.param)

@@ -7,6 +7,7 @@ rank of `alike.py`'s world needs no other process.
 import contextlib
 import functools
 import gc
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from unittest import mock
@@ -23,7 +24,7 @@ from fsdp2x.base.native import _C
 from fsdp2x.rl.sync.delta import Snapshot
 from fsdp2x.sharding import transport
 from harness import distributed
-from models import inputs
+from models import Stack, inputs
 from one_gpu import CLOSE
 from reference import only_fsdp2x, same, shard, shard_stock
 
@@ -115,6 +116,66 @@ def test_optimizers_clipping_and_sleep(ctx, library):
             return [value.to_local() if isinstance(value, DTensor) else value for value in found]
 
     check(library, train, OPTIMIZERS, lambda name: CLOSE["fp32"])
+
+
+SPANNING = {
+    "ours": OPTIMIZERS["ours"],
+    "ours, alone": OPTIMIZERS["ours"],
+    "torch's, alone": OPTIMIZERS["torch's"],
+    "torch's default": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "local": lambda params: fsdp2x.local_optimizer(torch.optim.RMSprop(params, lr=1e-2)),
+    "Muon, alone": lambda params: fsdp2x.optim.Muon([one for one in params if one.ndim == 2], lr=1e-2),
+}
+
+
+@distributed(world_sizes=(1,), timeout=240, fresh=True)
+def test_units_that_span_a_device_and_the_cpu(ctx, library):
+    """Clipping, optimizers, checkpoints and exports of units of which some parameters are offloaded."""
+    only_fsdp2x(ctx)
+
+    def policy_of(number: int, mode: str):
+        return fsdp2x.HostOffloadPolicy(("none", mode, "gradients")[number % 3], pin_memory=False)
+
+    def train(name: str, device: torch.device) -> list:
+        found, sizes = [], (1,) if "alone" in name else (2,)
+        with (
+            alike.world_of(device.type, None if device.type == "fake" else "gloo", sizes, None) as (mesh, _),
+            tempfile.TemporaryDirectory() as folder,
+        ):
+            model = Stack(width=WIDTH).to(device)
+            mode = "optimizer" if "ours" in name else "all"  # other optimizers keep moments where shards are
+            policies = {key: policy_of(number, mode) for number, key in enumerate(dict(model.named_parameters()))}
+            if device.type == "fake":
+                torch.fake.set_device(device.index)
+            fsdp2x.fully_shard(model, mesh=mesh, auto_wrap=True, transport="process_group", offload_policy=policies)
+            optimizer = SPANNING[name](list(model.parameters()))
+            for step in range(3):
+                model(inputs(0, step, rows=16, width=WIDTH).to(device)).square().mean().backward()
+                found.append(fsdp2x.clip_grad_norm_(model.parameters(), 0.5))
+                for key, param in model.named_parameters():
+                    is_host = policies[key].mode in ("gradients", "all") or device.type == "cpu"
+                    assert param.to_local().is_cpu == param.grad.to_local().is_cpu == is_host, key
+                optimizer.step()
+                model.zero_grad()
+                if step == 1:
+                    fsdp2x.sleep(model, optimizer)
+                    fsdp2x.wake(model, optimizer)
+            found += [param.detach() for param in model.parameters()]
+            if sizes == (1,):  # exchanges of other values need real ranks
+                fsdp2x.checkpoint.save(folder, model, optimizer, step=3)
+                for param in model.parameters():
+                    param.detach().to_local().zero_()
+                fsdp2x.checkpoint.load(folder, model, optimizer)
+                found += [param.detach() for param in model.parameters()]
+                found += [tensor for _, tensor in fsdp2x.full_tensors(model)]
+            states = [optimizer.state.get(param, {}) for param in model.parameters()]
+            found += [state[key] for state in states for key in sorted(state) if torch.is_tensor(state[key])]
+            if device.type == "fake":
+                torch.fake.set_device(0)
+            return [value.to_local() if isinstance(value, DTensor) else value for value in found]
+
+    check(library, train, SPANNING, lambda name: CLOSE["fp32"])
 
 
 @distributed(world_sizes=(1,), timeout=60, fresh=True)

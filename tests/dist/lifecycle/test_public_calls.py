@@ -159,6 +159,7 @@ NEEDS = {
     "fsdp2x.apply_tiled_mlp": lambda w: {"model": models.build("llama")},
     "fsdp2x.check_module_states": lambda w: {"model": w.sharded()},
     "fsdp2x.clip_grad_norm_": lambda w: {"parameters": list(w.trained()[0].parameters()), "max_norm": 1.0},
+    "fsdp2x.cpu_offload_by_budget": lambda w: {"module": w.plain(), "budget_bytes": 100},
     "fsdp2x.describe": lambda w: {"model": w.sharded()},
     "fsdp2x.freeze_module_prefix": lambda w: {"model": w.plain(), "prefixes": "head"},
     "fsdp2x.from_pretrained": lambda w: {"path_or_model_class": w.written(write_model, "hf")},

@@ -209,6 +209,21 @@ def test_the_device_decides_who_counts(config, capsys):
     assert plan_json(capsys, config, "--world-size", 1)[1]["report"]["transport"] == "device"
 
 
+def test_a_budget_of_offloaded_parameters(config, capsys):
+    def plan(*options):
+        return plan_json(capsys, config, "--world-size", 2, *options)[1]
+
+    nothing, some, everything = (plan("--offload-budget", size) for size in ("1B", "8KiB", "1TiB"))
+    assert nothing["report"] == plan()["report"] and everything["report"] == plan("--offload", "all")["report"]
+    hosts = [one["report"]["host_bytes"] for one in (nothing, some, everything)]
+    assert hosts == sorted(set(hosts)) and 0 < len(some["policy"]["offload"]) < len(everything["policy"]["offload"])
+    assert main(["plan", str(config), "--offload-budget", "8KiB", "--offload", "all"]) == 2
+    assert main(["plan", str(config), "--offload-budget", "8"]) == 2
+    assert "--offload-budget: expected a size with a unit" in capsys.readouterr().err
+    assert main(["plan", str(config), "--offload-budget", "8KiB"]) == 0
+    assert f"offload {len(some['policy']['offload'])} parameters" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"transport": "shm"}, {"replicas": 2}, {"offload": "all"}, {"offload": "optimizer"}]
 )

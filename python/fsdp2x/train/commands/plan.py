@@ -60,6 +60,11 @@ def add(commands: argparse._SubParsersAction) -> None:
         help="What CPU memory holds: nothing, optimizer state, gradients as well, or shards as well.",
     )
     command.add_argument(
+        "--offload-budget",
+        metavar="SIZE",
+        help="Size of the parameters to offload, largest first, such as 20GiB. Default: see --offload.",
+    )
+    command.add_argument(
         "--optimizer",
         choices=PLANNED,
         metavar="NAME",

@@ -22,9 +22,11 @@ from fsdp2x.api import (
     RankPart,
     TransportKind,
     columns,
+    cpu_offload_by_budget,
     find_decoder,
     head_counts,
     head_dims,
+    mode_of,
     planned_facts,
     planned_report,
     readable,
@@ -98,14 +100,14 @@ class MemoryPlan:
 
     def to_dict(self, memory_bytes: int | None = None) -> dict[str, Any]:
         names = (
-            *("reshard_after_forward", "auto_wrap", "optimizer", "device", "offload", "expert_parallel"),
+            *("reshard_after_forward", "auto_wrap", "optimizer", "device", "expert_parallel"),
             *("expert_fsdp_size", "micro_batches", "before_last"),
         )
         return {
             "model": self.model,
             "num_parameters": self.num_parameters,
             "world_size": self.request.world_size,
-            "policy": {**self.dtypes, **{name: getattr(self.request, name) for name in names}},
+            "policy": {**self.dtypes, **{name: getattr(self.request, name) for name in names}, "offload": self.offload},
             "memory_bytes": memory_bytes,
             "fits": self.fits(memory_bytes),
             "staging_bytes": self.staging_bytes,
@@ -115,6 +117,12 @@ class MemoryPlan:
         }
 
     @property
+    def offload(self) -> str | dict[str, str]:
+        """The mode of all parameters, or those of the named ones."""
+        offload = self.request.offload
+        return offload if isinstance(offload, str) else {name: mode_of(one) for name, one in offload.items()}
+
+    @property
     def headline(self) -> str:
         """The planned run in one line."""
         request, computed = self.request, self.dtypes["param_dtype"]
@@ -122,7 +130,7 @@ class MemoryPlan:
         head = f"{self.model}: {self.num_parameters:,} parameters in {self.dtypes['dtype']}{computes}"
         head += f", {request.optimizer}, on {request.device}"
         if request.offload != "none":
-            head += f", offload {request.offload}"
+            head += f", offload {self.offload if isinstance(self.offload, str) else f'{len(self.offload)} parameters'}"
         if request.expert_parallel > 1:
             head += f", experts over {request.expert_parallel} ranks"
         if request.micro_batches > 1:
@@ -156,8 +164,8 @@ def make_plan(config: str, world_size: int | None = None, overrides: Sequence[st
         config: config.json of a HuggingFace model or its folder, or a training YAML.
         world_size: number of all ranks. None: one for each GPU of this host, or one.
         overrides: settings that replace the YAML's.
-        given: arguments of `PlanRequest`, and `dtype`, `param_dtype`, and `reduce_dtype` by name. They replace what the
-            config says, if they are not None.
+        given: arguments of `PlanRequest`; `dtype`, `param_dtype`, and `reduce_dtype` by name; and `offload_budget`, a
+            size for `cpu_offload_by_budget`. They replace what the config says, if they are not None.
 
     Raises:
         ConfigError: the config cannot be read, or does not fit the request.
@@ -180,6 +188,11 @@ def make_plan(config: str, world_size: int | None = None, overrides: Sequence[st
             f"{config}: the model has a quantization_config, and plans do not count quantized weights. Remove it from "
             "a copy of config.json to plan the weights in --dtype."
         )
+    if (budget := given.pop("offload_budget", None)) is not None:
+        if "offload" in given:
+            raise ConfigError("--offload-budget: it chooses what --offload offloads. Pass one of them.")
+        bytes_of = parse_bytes(budget, "--offload-budget")
+        given["offload"] = cpu_offload_by_budget(model, bytes_of, pin_memory=False)
     settings: dict[str, Any] = {**asked, **given}
     settings.setdefault(
         "transport", TransportKind.SHM if settings.get("device") == "cpu" else TransportKind.PROCESS_GROUP
@@ -198,8 +211,10 @@ def make_plan(config: str, world_size: int | None = None, overrides: Sequence[st
     return MemoryPlan(type(model).__name__, numel, request, dtypes, report, sequences, staging, says_no_dtype)
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, option: str = "--memory") -> int:
     """Returns the bytes of a size. `80GiB`, `80G` and `85899345920B` are the same; `80GB` is 80 * 10**9.
+
+    `option`: its name in errors.
 
     Raises:
         ConfigError: it is not a number with such a unit.
@@ -207,7 +222,7 @@ def parse_bytes(text: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?\s*", text, flags=re.IGNORECASE)
     if found is None or not (found[2] or found[3]):
         example = f"{text.strip()}GiB" if found else "80GiB or 512MiB"
-        raise ConfigError(f"--memory: expected a size with a unit, such as {example}, got {text!r}")
+        raise ConfigError(f"{option}: expected a size with a unit, such as {example}, got {text!r}")
     number, unit, suffix = found[1], found[2].upper(), (found[3] or "").lower()
     factor = _DECIMAL_UNITS[unit] if suffix == "b" and unit else _UNITS[unit]
     return int(float(number) * factor)
