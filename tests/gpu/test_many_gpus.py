@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -38,7 +39,9 @@ SETTINGS = {
     "a group for reductions": lambda model: model.set_separate_reduce_scatter_group(),
     "memory of the process group": lambda model: model.set_allocate_memory_from_process_group_for_comm(True),
     "symmetric memory": lambda model: model.set_symm_mem_for_comm("NCCL"),
+    "copy engines": lambda model: model.set_copy_engine_all_gather(True),
 }
+SYMMETRIC = ("symmetric memory", "copy engines")
 FAILURES = {"raises": "raised on purpose", "killed": "SIGKILL|Signal 9", "skips a unit": "Error"}
 
 
@@ -71,15 +74,16 @@ def test_steps_are_stocks(ctx, place):
         for name, case in [*CASES.items(), *((name, CASES["bf16"]) for name in SETTINGS)]:
             if ctx.world % 2 and (len(case.sizes) == 2 or name == "kept in a smaller world"):
                 continue
-            if name == "symmetric memory" and place != "cuda":
+            if name in SYMMETRIC and place != "cuda":
                 continue
             sizes = (2, ctx.world // 2) if len(case.sizes) == 2 else (ctx.world,)
             options = {"mesh": mesh_of(device, sizes), **case.options}
             model = case.make()
             stock = shard_stock(copy.deepcopy(model), case.units, **options)
             ours = shard(ctx, model, case.units, transport=place if place == "streams" else "auto", **options)
-            SETTINGS.get(name, lambda model: None)(ours)
-            for one in (ours, stock) if name == "symmetric memory" else ():
+            with mock.patch.dict(os.environ, {"NCCL_CTA_POLICY": "2"} if name == "copy engines" else {}):
+                SETTINGS.get(name, lambda model: None)(ours)
+            for one in (ours, stock) if name in SYMMETRIC else ():
                 one.set_force_sum_reduction_for_comms(True)
             got, expected = (run(one, case, device, rank=ctx.rank) for one in (ours, stock))
             try:

@@ -319,6 +319,18 @@ def has_symmetric_pool() -> bool:
     return hasattr(symmetric, "get_mem_pool")
 
 
+def may_use_copy_engines(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Returns whether the settings of NCCL let it run collectives of ``group`` without blocks of a kernel."""
+    if group is None or os.environ.get("NCCL_CTA_POLICY") == "2":
+        return True
+    zero = getattr(getattr(dist, "ProcessGroupNCCL", None), "NCCL_CTA_POLICY_ZERO", None)
+    try:
+        config = getattr(getattr(group._get_backend(device), "options", None), "config", None)
+    except RuntimeError:  # there is none for this device
+        return False
+    return zero is not None and getattr(config, "cta_policy", None) == zero
+
+
 def start_memory_history() -> None:
     """Makes CUDA's allocator record allocations, frees and their stacks from now on."""
     torch.cuda.memory._record_memory_history()

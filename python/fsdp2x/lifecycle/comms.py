@@ -63,7 +63,8 @@ class _ExtensionGathers:
     @torch.no_grad()
     def prepare(self) -> bool:
         for _, param in self._extended():
-            param.extension.prepare(param.local, param.owners[0][0], self._policy)
+            frozen = not param.param.requires_grad
+            param.extension.prepare(param.local, param.owners[0][0], self._policy, is_frozen=frozen)
         return True
 
     @torch.no_grad()
@@ -75,7 +76,8 @@ class _ExtensionGathers:
 
     def _begin(self, gather: Gather, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for _, param in self._extended():
-            param.extension.prepare(param.local, param.owners[0][0], self._policy)
+            frozen = not param.param.requires_grad
+            param.extension.prepare(param.local, param.owners[0][0], self._policy, is_frozen=frozen)
             pairs += param.extension.pairs()
         ranks = self._group().ranks
         self._work = gather_packed(gather, ranks.world, ranks.rank, pairs) if pairs else None

@@ -364,14 +364,48 @@ class FSDPModule(_TorchFSDPModule):
         """
         if backend != "NCCL":
             raise ValueError(f"set_symm_mem_for_comm: expected backend 'NCCL', got {backend!r}")
+        self._use_symmetric_memory("FSDPModule.set_symm_mem_for_comm")
+
+    @checked
+    def set_copy_engine_all_gather(self, enable: bool) -> None:
+        """Sets whether a GPU's copy engines gather parameters, which leaves its multiprocessors free. Default: no.
+
+        It applies to the whole model. It allocates gather and reduction buffers in symmetric memory, so all that
+        :meth:`set_symm_mem_for_comm` says applies. NCCL 2.28 gathers them by copy engines if you set the environment
+        variable ``NCCL_CTA_POLICY=2``, or ``config.cta_policy`` in the ``ProcessGroupNCCL.Options`` of the process
+        group to ``ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO``. ``False`` returns to torch's allocator.
+
+        Raises:
+            ValueError: NCCL would not use copy engines for a process group that gathers, or see
+                :meth:`set_symm_mem_for_comm`.
+            NotImplementedError: the model is on the CPU, or this torch has no pool of symmetric memory.
+            RuntimeError: called during forward or backward.
+        """
+        caller, state = "FSDPModule.set_copy_engine_all_gather", self._get_fsdp_state()
+        if not enable:
+            if state.comms.memory == "symmetric":
+                state.comms.memory = None
+                remake_transports(state, "memory")
+            return
+        ranks = [group.ranks for one in self._states(True) for group in one.groups]
+        if state.ranks.device.type != "cpu" and not all(
+            torch_private.may_use_copy_engines(one.group, one.device) for one in ranks
+        ):
+            raise ValueError(
+                f"fsdp2x.{caller}: NCCL would gather with kernels. Set the environment variable NCCL_CTA_POLICY=2 "
+                "before init_process_group, or its option config.cta_policy to ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO."
+            )
+        self._use_symmetric_memory(caller)
+
+    def _use_symmetric_memory(self, caller: str) -> None:
         state = self._get_fsdp_state()
         if state.ranks.device.type == "cpu" or not torch_private.has_symmetric_pool():
             raise NotImplementedError(
-                "fsdp2x.FSDPModule.set_symm_mem_for_comm: symmetric memory needs CUDA devices, and a torch with "
+                f"fsdp2x.{caller}: symmetric memory needs CUDA devices, and a torch with "
                 f"torch.distributed._symmetric_memory.get_mem_pool. Got torch {torch.__version__} and a model on "
                 f"{state.ranks.device.type}."
             )
-        refuse_unregistered("FSDPModule.set_symm_mem_for_comm", list(self._states(True)), registered=True)
+        refuse_unregistered(caller, list(self._states(True)), registered=True)
         state.comms.memory = "symmetric"
         remake_transports(state, "memory")
 

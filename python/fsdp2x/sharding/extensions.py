@@ -1,5 +1,8 @@
 """Gathers parameters whose local tensor defines ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
 
+If one rank has all rows of a frozen parameter, ``fsdp_get_unsharded_view(mesh, module, mp_policy)`` may return a tensor
+over the shard's memory to compute with, or None.
+
 This path is slow: it runs in Python for each parameter, and only the collective covers the group. On a device it
 overlaps with compute like other gathers. The engine runs everything else (hooks, gradients, registration). torch's
 FSDP2 documentation describes the protocol.
@@ -12,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2x.base import torch_private
 from fsdp2x.sharding.mesh import ShardGroup
@@ -30,7 +34,7 @@ def has_extension(tensor: torch.Tensor) -> bool:
             "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using all-gather extensions: "
             f"{tensor}"
         )
-    return before
+    return before or hasattr(tensor, "fsdp_get_unsharded_view")
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
@@ -60,23 +64,27 @@ class Extension:
         self._metadata: Any = None
         self._outputs: list[torch.Tensor] = []
         self._inner: list[torch.Tensor] = []
+        self._view: torch.Tensor | None = None  # over the memory of `_viewed`, instead of a gather
+        self._viewed: Any = None
 
-    def prepare(self, local: Any, module: nn.Module, mp_policy) -> None:
-        """Runs ``fsdp_pre_all_gather``. What it allocates belongs to the current stream until ``finish``.
+    def prepare(self, local: Any, module: nn.Module, mp_policy, *, is_frozen: bool) -> None:
+        """Runs ``fsdp_get_unsharded_view`` or ``fsdp_pre_all_gather``. What the latter allocates belongs to the current
+        stream until ``finish``.
 
         Raises:
-            AssertionError: its signature or the sizes it returned violate the protocol.
+            AssertionError: the signature of ``fsdp_pre_all_gather`` or the sizes it returned violate the protocol.
+            ValueError: the view is no view of the parameter.
+            NotImplementedError: there is neither a view nor ``fsdp_pre_all_gather``.
         """
+        if self._takes_view(local, module, mp_policy, is_frozen) or not self._gathers(local):
+            return
         arity = len(inspect.signature(local.fsdp_pre_all_gather).parameters)
         if arity not in (1, 5):
             raise AssertionError(
                 f"Invalid fsdp_pre_all_gather of {self._module_name}: expects (mesh) or (mesh, outer_size, "
                 f"outer_stride, module, mp_policy), got {arity} parameters"
             )
-        mesh = self.ranks.mesh
-        if mesh.ndim == 2:
-            assert mesh.mesh_dim_names is not None, "two axes have names"
-            mesh = mesh[mesh.mesh_dim_names[-1]]
+        mesh = self._shard_mesh
         arguments = (mesh,) if arity == 1 else (mesh, self.size, self.stride, module, mp_policy)
         inputs, self._metadata = local.fsdp_pre_all_gather(*arguments)
         is_padded = local.size() != self.padded_size
@@ -88,6 +96,53 @@ class Extension:
             )
         self._inputs = list(inputs)
         self._sources = [source.reshape(-1).contiguous() for source in inputs]
+
+    @property
+    def _shard_mesh(self) -> DeviceMesh:
+        mesh = self.ranks.mesh
+        if mesh.ndim == 1:
+            return mesh
+        assert mesh.mesh_dim_names is not None, "two axes have names"
+        return mesh[mesh.mesh_dim_names[-1]]
+
+    def _takes_view(self, local: Any, module: nn.Module, mp_policy, is_frozen: bool) -> bool:
+        """Returns whether modules compute with a view of the shard, which is asked for once for each local tensor."""
+        get_view = getattr(local, "fsdp_get_unsharded_view", None)
+        if get_view is None or self.ranks.group is None or self.ranks.world > 1:
+            return False
+        if self._viewed is not local:
+            view = get_view(self._shard_mesh, module, mp_policy) if is_frozen else None
+            if view is None:
+                return False
+            if (view.shape, view.dtype, view.device) != (self.size, local.dtype, local.device):
+                raise ValueError(
+                    f"fsdp2x: fsdp_get_unsharded_view of a parameter of {self._module_name} must return a tensor of "
+                    f"the parameter's local shape, dtype, and device, got {tuple(view.shape)}, {view.dtype}, "
+                    f"{view.device}."
+                )
+            if not is_wrapper(local):
+                raise NotImplementedError(
+                    f"fsdp2x: fsdp_get_unsharded_view of a plain tensor of {self._module_name} must return None. "
+                    "Return a view for tensor subclasses only."
+                )
+            self._view, self._viewed, self.parameter = view, local, None
+        if not is_frozen:
+            raise NotImplementedError(
+                f"fsdp2x: a parameter of {self._module_name} became trainable after fsdp_get_unsharded_view had "
+                "returned a view of it. Call requires_grad_() before the first forward."
+            )
+        return True
+
+    def _gathers(self, local: Any) -> bool:
+        """Returns whether the extension gathers. Without a view, the engine gathers plain tensors."""
+        gathers = hasattr(local, "fsdp_pre_all_gather")
+        if not gathers and is_wrapper(local):
+            raise NotImplementedError(
+                f"fsdp2x: a {type(local).__name__} of {self._module_name} has no fsdp_pre_all_gather, so it is "
+                "gathered only as the view that fsdp_get_unsharded_view returns: of a frozen parameter on one shard "
+                "rank. Define fsdp_pre_all_gather and fsdp_post_all_gather."
+            )
+        return gathers
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns (output, source) of each all-gather that ``fsdp_pre_all_gather`` requests. Empty at world size 1."""
@@ -103,6 +158,10 @@ class Extension:
 
         Returns the tensor to make ``parameter`` of, or None if ``parameter`` exists and now has the values.
         """
+        if self._viewed is local:
+            return self._view if self.parameter is None else None
+        if not self._gathers(local):
+            return None
         # The protocol wants the rows of all ranks concatenated along dim 0.
         outputs = tuple(
             out.view(-1, *source.shape[1:]) for out, source in zip(self._outputs, self._inputs, strict=True)

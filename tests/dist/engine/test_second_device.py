@@ -7,6 +7,7 @@ rank of `alike.py`'s world needs no other process.
 import contextlib
 import functools
 import gc
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ import accelerator
 import alike
 import fsdp2x
 from arrangements import CASES, WIDTH, run
+from fsdp2x.base import torch_private
 from fsdp2x.base.native import _C
 from fsdp2x.rl.sync.delta import Snapshot
 from fsdp2x.sharding import transport
@@ -176,6 +178,33 @@ def test_units_that_span_a_device_and_the_cpu(ctx, library):
             return [value.to_local() if isinstance(value, DTensor) else value for value in found]
 
     check(library, train, SPANNING, lambda name: CLOSE["fp32"])
+
+
+@distributed(world_sizes=(1,), timeout=60, fresh=True)
+def test_copy_engines(ctx, library):
+    """The switch needs NCCL's setting. Buffers then come from symmetric memory, until it is off."""
+    only_fsdp2x(ctx)
+    accelerator.Accelerator(library)
+    zero = SimpleNamespace(NCCL_CTA_POLICY_ZERO=2)
+    with sharded(ctx, "fp32", torch.device("fake", 0), shard_stock) as model:
+        comms = model._get_fsdp_state().comms
+        run(model, CASES["fp32"], "fake:0")
+        with pytest.raises(ValueError, match="NCCL_CTA_POLICY=2 before init_process_group"):
+            model.set_copy_engine_all_gather(True)
+        for policy, kind in ((0, None), (2, "symmetric")):
+            backend = SimpleNamespace(options=SimpleNamespace(config=SimpleNamespace(cta_policy=policy)))
+            group = SimpleNamespace(_get_backend=lambda device, backend=backend: backend)
+            with mock.patch.object(torch.distributed, "ProcessGroupNCCL", zero, create=True):
+                assert torch_private.may_use_copy_engines(group, torch.device("fake", 0)) == (kind is not None)
+        with mock.patch.dict(os.environ, NCCL_CTA_POLICY="2"):
+            model.set_copy_engine_all_gather(True)
+        assert comms.memory == "symmetric"
+        run(model, CASES["fp32"], "fake:0")
+        with pytest.raises(ValueError, match="set_separate_reduce_scatter_group"):
+            model.set_separate_reduce_scatter_group(True)
+        model.set_copy_engine_all_gather(False)
+        assert comms.memory is None
+        model.set_copy_engine_all_gather(False)
 
 
 @distributed(world_sizes=(1,), timeout=60, fresh=True)

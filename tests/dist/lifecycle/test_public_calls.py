@@ -228,6 +228,7 @@ NEEDS = {
     "fsdp2x.train.train": lambda w: {"config": fsdp2x.train.parse_config(w.config())},
     "FSDPModule.set_all_reduce_hook": lambda w: {"hook": lambda rows: None},
     "FSDPModule.set_allocate_memory_from_process_group_for_comm": lambda w: {"enable": True},
+    "FSDPModule.set_copy_engine_all_gather": lambda w: {"enable": True},
     "FSDPModule.set_custom_all_gather": lambda w: {"comm": None},
     "FSDPModule.set_custom_reduce_scatter": lambda w: {"comm": None},
     "FSDPModule.set_force_sum_reduction_for_comms": lambda w: {"enable": True},
@@ -250,6 +251,7 @@ NEEDS = {
 }  # fmt: skip
 # Calls that cannot be done here say so.
 REFUSED = {
+    "FSDPModule.set_copy_engine_all_gather": (NotImplementedError, "symmetric memory needs CUDA devices"),
     "FSDPModule.set_symm_mem_for_comm": (NotImplementedError, "symmetric memory needs CUDA devices"),
 }
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
 import streams
@@ -183,3 +184,89 @@ def test_each_wait_of_an_extension_is_needed(ctx):
             ("compute", "slot"): "outputs are read before they are gathered",
         },
     )
+
+
+class Lent(TwoTensor):
+    """Two tensors whose shard is what modules compute with."""
+
+    def fsdp_get_unsharded_view(self, mesh, module, mp_policy):
+        assert mesh.size() == 1 and isinstance(module, nn.Linear)
+        return Lent(self.a, self.b)
+
+
+class Borrower(nn.Linear):
+    """Notes the weight of each forward, and where its parts are."""
+
+    def forward(self, x):
+        self.seen = [*getattr(self, "seen", ()), (self.weight, pointers(self.weight))]
+        return super().forward(x)
+
+
+def pointers(tensor) -> list[int]:
+    return [tensor.a.data_ptr(), tensor.b.data_ptr()]
+
+
+def lending(requires_grad=False) -> nn.Linear:
+    torch.manual_seed(0)
+    model = Borrower(6, 4).requires_grad_(requires_grad)
+    weight = model.weight.detach()
+    model.weight = nn.Parameter(Lent(weight.clone(), weight * 2), requires_grad=requires_grad)
+    return model
+
+
+@distributed(world_sizes=(1,))
+@both_transports
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_view_of_the_shard(ctx, transport, reshard):
+    """It stays over reshards, follows what is loaded, and is made again for another shard."""
+    only_fsdp2x(ctx)
+    model = shard(ctx, lending(), transport=transport, reshard_after_forward=reshard)
+    x = torch.ones(2, 6)
+    with torch.no_grad():
+        for value in (1.0, 2.0, 3.0):
+            state = {name: torch.full_like(tensor, value) for name, tensor in model.state_dict().items()}
+            model.load_state_dict(state)
+            output = model(x)
+            for one in (output.a, output.b):
+                same(one, torch.full((2, 4), 7 * value), "output")
+            model.reshard()
+            assert model.seen[-1][0] is model.seen[0][0] and model.seen[-1][1] == pointers(model.weight.to_local())
+        fresh = {name: torch.full_like(tensor, 4.0) for name, tensor in model.state_dict().items()}
+        model.load_state_dict(fresh, assign=True)
+        same(model(x).b, torch.full((2, 4), 28.0), "output of another shard")
+        assert model.seen[-1][1] == pointers(fresh["weight"].to_local())
+
+
+@distributed(world_sizes=(1, 2))
+@both_transports
+def test_no_view(ctx, transport):
+    """The extension declines, returns something else, or the shard cannot be lent."""
+    only_fsdp2x(ctx)
+    x = torch.ones(2, 6)
+    for get_view in (lambda *_: None, lambda *arguments: torch.empty(4, 6, dtype=torch.float64)):
+        model, plain = nn.Linear(6, 4).requires_grad_(False), nn.Linear(6, 4)
+        shard(ctx, model, transport=transport)
+        plain.load_state_dict({name: tensor.full_tensor() for name, tensor in model.state_dict().items()})
+        model.weight._local_tensor.fsdp_get_unsharded_view = get_view
+        if ctx.world > 1 or get_view() is None:
+            same(model(x), plain(x).detach(), "output")
+        else:
+            with pytest.raises(ValueError, match="parameter's local shape, dtype, and device"):
+                model(x)
+    if ctx.world == 1:
+        model = shard(ctx, nn.Linear(6, 4).requires_grad_(False), transport=transport)
+        model.weight._local_tensor.fsdp_get_unsharded_view = lambda *_: torch.ones(4, 6)
+        with pytest.raises(NotImplementedError, match="plain tensor of .*Linear must return None"):
+            model(x)
+    for is_trainable in (False, True):
+        if ctx.world > 1 or is_trainable:
+            model = shard(ctx, lending(is_trainable), transport=transport)
+            with pytest.raises(NotImplementedError, match="a frozen parameter on one shard rank"):
+                model(x)
+    if ctx.world == 1:
+        model = shard(ctx, lending(), transport=transport)
+        model(x)
+        model.reshard()
+        model.requires_grad_(True)
+        with pytest.raises(NotImplementedError, match="became trainable"):
+            model(x)
