@@ -31,7 +31,13 @@ def run_program(ctx, text: str, sides: tuple[str, ...]) -> tuple[list[str], list
         finally:
             mock.patch.stopall()
         if recorder is not None:
-            races = [f"streams: {one}" for one in streams.races(recorder.entries)[:3]]
+            found = streams.races(recorder.entries)
+            if program.offload:
+                harmless = ["give_back"]  # here the host's allocator may get what the recorded device's gave back
+                if any(one.raised for one in traces[side]):
+                    harmless.append("transfer  on copy_in reads")  # of a gather that an exception abandoned
+                found = [one for one in found if not any(part in one for part in harmless)]
+            races = [f"streams: {one}" for one in found[:3]]
     raised = [
         (side, index, one.raised.kind)
         for side, trace in traces.items()

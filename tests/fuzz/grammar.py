@@ -12,6 +12,7 @@ from fuzz.program import POLICIES, Op, Part, Program, op
 from reference import TORCH_MINOR
 
 OPTIMIZERS = ("SGD", "AdamW", "ours", "local")
+OFFLOADS = ("", "none", "gradients", "all")  # "optimizer" needs fsdp2x's AdamW
 GRADS = ("", "bfloat16", "float32", "float64")
 # Name, values, whether it takes `recurse`.
 SETTERS = (
@@ -108,6 +109,7 @@ class Grammar:
             late_hooks=self.chance(3),
             meta=self.chance(8),
             grads=self.grads(),
+            offload=tuple(self.pick(OFFLOADS) for _ in range(3)) if self.chance(4) else (),
         )
 
     # --- operations ---

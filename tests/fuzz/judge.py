@@ -78,6 +78,7 @@ def _check_memory(index: int, side: str, traces: Traces) -> Iterator[str]:
         least = 0  # its parameters may be views of its shards
     if memory["keeps"]:
         most = len(memory["states"])
+    most *= memory["parts"]  # each part of a unit with another offload has its own
     if not least <= memory["slots"] <= most:
         yield f"{memory['slots']} slots are owned, but units are {memory['states']}"
     reference = traces["unsharded"][index]

@@ -75,6 +75,7 @@ class Program(_Short):
     late_hooks: bool = False  # Hooks are registered after sharding.
     meta: bool = False  # The model is sharded on the meta device and filled afterwards.
     grads: tuple[str, ...] = ()  # grad_dtype of the parameters, in turn; "": unset
+    offload: tuple[str, ...] = ()  # modes of HostOffloadPolicy, in turn, for ours; "": not in the map
 
     def __str__(self) -> str:
         ops = "".join(f"    {one!r},\n" for one in self.ops)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from datetime import timedelta
 from typing import Any
 
@@ -179,7 +180,17 @@ class Ours(Sharded):
         self.transport = transport
 
     def fully_shard(self, module, **options):
+        if self.program.offload:
+            options["offload_policy"] = self._offloads(module)
         fsdp2x.fully_shard(module, transport=self.transport, timeout=PATIENCE, auto_wrap=False, **options)
+
+    def _offloads(self, module):
+        """A map of the parameters that no unit has yet, or one policy for a list, whose modules share names."""
+        modes = itertools.cycle(self.program.offload)
+        if isinstance(module, list):
+            return fsdp2x.HostOffloadPolicy(next(modes) or "none", pin_memory=False)
+        named = ((name, next(modes)) for name, param in module.named_parameters() if not isinstance(param, DTensor))
+        return {name: fsdp2x.HostOffloadPolicy(mode, pin_memory=False) for name, mode in named if mode}
 
     def register(self, module):
         fsdp2x.register_fsdp_forward_method(module, "other")
@@ -221,6 +232,7 @@ class Ours(Sharded):
                 "scratches": sum(one["scratch_slots_owned"] for one in stats),
                 "keeps": any(one.arguments.get("name") == "set_keep_unsharded_storage" for one in self.program.ops),
                 "ranks": dist.get_world_size(),
+                "parts": max(len(module._get_fsdp_state().groups) for module in self.fsdp_modules()),
                 "states": [unit.param_state for unit in report.units if unit.params],
             },
         }
