@@ -26,6 +26,10 @@ MODES = ("optimizer", "gradients", "all")
 def on_gpu(ctx, model: nn.Module, mode: str, units=STACK_UNITS, **options) -> nn.Module:
     torch.cuda.set_device(0)
     mesh = init_device_mesh("cuda", (ctx.world,))
+    if mode == "budget":  # half of the bytes, so that units span the GPU and the CPU
+        model = copy.deepcopy(model)
+        policies = fsdp2x.cpu_offload_by_budget(model, sum(param.nbytes for param in model.parameters()) // 2)
+        return fsdp2x.fully_shard(model, mesh=mesh, auto_wrap=True, offload_policy=policies, **options)
     policy = fsdp2x.HostOffloadPolicy(mode)
     return shard(ctx, copy.deepcopy(model), units, mesh=mesh, offload_policy=policy, **options)
 
@@ -59,7 +63,7 @@ def moments(optimizer) -> list[torch.Tensor]:
 
 
 @distributed(world_sizes=(1, 2), timeout=300)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, "budget"])
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16])
 def test_trains_as_without_offloading(ctx, mode, policy):
     only_fsdp2x(ctx)
