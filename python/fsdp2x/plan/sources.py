@@ -171,8 +171,6 @@ def facts_of_plan(
     """
     policy, keep, auto_wrap = request.mp_policy, Keep.of(request.reshard_after_forward), request.auto_wrap
     ignored = set(request.ignored_params)
-    asked = HostOffloadPolicy(request.offload) if isinstance(request.offload, str) else request.offload
-    usual, named = named_offloads(asked, [model], set(model.parameters()) - ignored, _offload_of_plan)
     planned: set[nn.Module] = set()
     names = {module: name for name, module in model.named_modules()}
     param_names = {param: name for name, param in model.named_parameters()}
@@ -182,6 +180,8 @@ def facts_of_plan(
     spread = {} if experts is None else {group.experts: group for group in spreadable(model, experts.ep)}
     splits = should_auto_wrap(model, auto_wrap)
     taken = {param for module in spread for param in module.parameters()}
+    asked = HostOffloadPolicy(request.offload) if isinstance(request.offload, str) else request.offload
+    usual, named = named_offloads(asked, [model], set(model.parameters()) - ignored - taken, _offload_of_plan)
     inner = plan_units(model, auto_wrap, ignored_params=ignored | taken) if splits else []
     outside = [UnitPlan((module,), (names[module],), None, "") for module in (*spread, model)]
     kept = float32_ids(model, policy)

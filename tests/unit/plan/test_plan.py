@@ -6,7 +6,9 @@ import pytest
 import torch.distributed as dist
 import yaml
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
+from fsdp2x import HostOffloadPolicy
 from fsdp2x.base.failures import ConfigError
 from fsdp2x.memory import plan_memory
 from fsdp2x.train.cli import main
@@ -187,6 +189,8 @@ def test_sizes_that_are_none(text):
         ({"device": "cuda", "transport": "shm"}, "expected process_group with device cuda"),
         ({"offload": "optimizer", "optimizer": "sgd_momentum"}, "Use gradients or all with sgd_momentum"),
         ({"offload": "optimizer", "optimizer": "muon_int8"}, "Use gradients or all with muon_int8"),
+        ({"offload": {"head.bias": OffloadPolicy(), "no": CPUOffloadPolicy()}}, "names 'no', which is no parameter"),
+        ({"offload": {"head.bias": HostOffloadPolicy("optimizer")}, "optimizer": "muon"}, "Use gradients or all with"),
         ({"optimizer": "muon"}, "optimizer: got muon: .*no get_output_embeddings"),
     ],
 )
