@@ -7,7 +7,6 @@ rank.
 
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -92,12 +91,14 @@ class RankPool:
         self.world = world
         self.broken = False
         self._idle: set[int] = set()  # ranks that wait for a message, and so can be asked to end
-        self.folder = Path(tempfile.mkdtemp(prefix=f"fsdp2x-ranks-{world}-"))
+        # Files without a name: they go with the last process that has them open, however this one ends.
+        self._logs = [tempfile.TemporaryFile(prefix="fsdp2x-rank-") for _ in range(world)]
         self._store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
         self._processes, self._connections = [], []
         for rank in range(world):
             ours, theirs = multiprocessing.Pipe()
-            arguments = (rank, world, self._store.port, theirs, str(self._log_path(rank)), list(sys.path))
+            log_path = f"/proc/{os.getpid()}/fd/{self._logs[rank].fileno()}"
+            arguments = (rank, world, self._store.port, theirs, log_path, list(sys.path))
             self._processes.append(fork(worker.main, arguments, name=f"rank {rank}"))
             theirs.close()
             self._connections.append(ours)
@@ -124,7 +125,7 @@ class RankPool:
 
         A failure of a rank in `tolerate` leaves the others the whole `timeout` instead of a few seconds.
         """
-        starts = [self._log_path(rank).stat().st_size for rank in range(self.world)]
+        starts = [os.fstat(log.fileno()).st_size for log in self._logs]
         self._idle.clear()
         for connection in self._connections:
             connection.send((body, impl, options, arguments, keywords))
@@ -158,8 +159,9 @@ class RankPool:
         codes = [process.exitcode for process in self._processes]
         for connection in self._connections:
             connection.close()
+        for log in self._logs:
+            log.close()
         self._store = None
-        shutil.rmtree(self.folder, ignore_errors=True)
         return codes
 
     def _collect(self, timeout: float, log_starts: list[int], tolerate: Collection[int] = ()) -> list[Outcome]:
@@ -196,14 +198,9 @@ class RankPool:
         except ProcessLookupError:
             pass
 
-    def _log_path(self, rank: int) -> Path:
-        return self.folder / f"rank{rank}.log"
-
     def _log_tail(self, rank: int, start: int) -> str:
-        try:
-            text = self._log_path(rank).read_bytes()[start:].decode(errors="replace")
-        except FileNotFoundError:
-            return ""
+        log = self._logs[rank].fileno()
+        text = os.pread(log, os.fstat(log).st_size - start, start).decode(errors="replace")
         lines = text.splitlines()
         if len(lines) > 2 * _LOG_LINES:
             lines = [*lines[:_LOG_LINES], "...", *lines[-_LOG_LINES:]]

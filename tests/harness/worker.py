@@ -16,7 +16,7 @@ from harness.context import GROUP_TIMEOUT, Context, run_body
 
 def main(rank: int, world: int, port: int, connection: Connection, log_path: str, sys_path: list[str]) -> None:
     """Entry point of the process. Messages in: (body, impl, options, arguments, keywords) or None for the end."""
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = os.open(log_path, os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)
