@@ -82,7 +82,6 @@ struct Kernel {
   size_t shared_bytes;
   unsigned max_threads;        // of a block
   std::span<uint8_t> reached;  // by number of the instruction: 1 when a thread has reached it
-  int* mutant;                 // 0, or the number of the mutant that replaces an instruction
 };
 
 enum class Order { forward, reverse, random };

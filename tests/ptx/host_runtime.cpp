@@ -2,8 +2,8 @@
 // Unchanged programs of tests/gpu/kernels link to it, with nvcc's host code of their launches.
 //
 // The environment selects what runs. FSDP2X_PTX_KERNELS is the library of translated kernels. FSDP2X_PTX_ORDER is the
-// order of blocks and threads (forward, reverse, random). FSDP2X_PTX_MUTANT is a mutant as "kernel:number".
-// FSDP2X_PTX_REACHED is a file for the reached instructions of each kernel. Without kernels there is no device.
+// order of blocks and threads (forward, reverse, random). FSDP2X_PTX_REACHED is a file for the reached instructions of
+// each kernel. Without kernels there is no device.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
@@ -46,10 +46,6 @@ class Kernels {
     size_t num = 0;
     const Kernel* const* all = reinterpret_cast<List>(::dlsym(library, "fsdp2x_ptx_kernels"))(&num);
     for (size_t i = 0; i < num; ++i) by_name_[all[i]->name] = all[i];
-    const std::string mutant = variable("FSDP2X_PTX_MUTANT");
-    if (const size_t colon = mutant.find(':'); colon != std::string::npos) {
-      *by_name_.at(mutant.substr(0, colon))->mutant = std::stoi(mutant.substr(colon + 1));
-    }
     const std::map<std::string, Order> orders = {
         {"", Order::forward}, {"forward", Order::forward}, {"reverse", Order::reverse}, {"random", Order::random}};
     order_ = orders.at(variable("FSDP2X_PTX_ORDER"));

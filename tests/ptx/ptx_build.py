@@ -6,12 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ptx_reader import Entry, read_module, stable_name
-from ptx_translation import Mutant, translate
+from ptx_reader import Entry, read_module
+from ptx_translation import translate
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -88,11 +88,10 @@ def _list_of(kernels: Sequence[str]) -> str:
     )
 
 
-def library(architecture: str, mutants: Mapping[str, Sequence[Mutant]] | None = None, sanitize: bool = False) -> Path:
-    """The kernels of an architecture as a shared library, with the mutants of each by its name."""
+def library(architecture: str, sanitize: bool = False) -> Path:
+    """The kernels of an architecture as a shared library."""
     flags = (*FLAGS, *SANITIZE) if sanitize else FLAGS
-    mutants = mutants or {}
-    sources = {translate(entry, mutants.get(entry.name, ())) for entry in entries(architecture)}
+    sources = {translate(entry) for entry in entries(architecture)}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(lambda source: _compile(source, flags), sorted(sources, key=len, reverse=True)))
     objects.append(_compile(_list_of(sorted(f"kernel_{path.stem}" for path in objects)), flags))
@@ -111,15 +110,12 @@ def run(
     kernels: Path,
     *arguments: str,
     order: str = "forward",
-    mutant: tuple[Entry, int] | None = None,
     reached: Path | None = None,
     sanitize: bool = False,
     timeout: float = 250,
 ) -> subprocess.CompletedProcess:
     """Runs a program over `kernels`. Raises `subprocess.TimeoutExpired`."""
     environment = {**os.environ, "FSDP2X_PTX_KERNELS": str(kernels), "FSDP2X_PTX_ORDER": order}
-    if mutant is not None:
-        environment["FSDP2X_PTX_MUTANT"] = f"{stable_name(mutant[0].name)}:{mutant[1]}"
     if reached is not None:
         environment["FSDP2X_PTX_REACHED"] = str(reached)
     if sanitize:

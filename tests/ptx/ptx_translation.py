@@ -1,21 +1,12 @@
-"""Translates a PTX kernel to a C++ function, with marks of executed instructions and selectable mutants."""
+"""Translates a PTX kernel to a C++ function, with marks of executed instructions."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from ptx_instructions import Translator, identifier
 from ptx_reader import Entry, Instruction, Label, stable_name
 
 HEADER = '#include "grid.hpp"\n#include "values.hpp"\n\nnamespace fsdp2x::ptx {\nnamespace {\n\n'
 _ENDS_BLOCK = ("bra", "ret")
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A wrong version of a kernel: replacements for some of its instructions, by their number."""
-
-    kind: str
-    replacements: dict[int, tuple[Instruction, ...]]
 
 
 def leaders(entry: Entry) -> list[int]:
@@ -53,7 +44,7 @@ def _statement(translator: Translator, instruction: Instruction, mark: str) -> s
     return f"if ({condition}) {{ {mark}{code} }}"
 
 
-def _function(entry: Entry, mutants: Sequence[Mutant]) -> Iterable[str]:
+def _function(entry: Entry) -> Iterable[str]:
     translator, marked = Translator(entry), leaders(entry)
     for bits in (1, 16, 32, 64):
         names = [identifier(name) for name, width in entry.registers.items() if width == bits]
@@ -65,28 +56,22 @@ def _function(entry: Entry, mutants: Sequence[Mutant]) -> Iterable[str]:
             yield f" {identifier(item.name)}:;"
             continue
         mark = f"mark({index}); " if marked[index] == index else ""
-        code = _statement(translator, item, mark)
-        for number, mutant in enumerate(mutants, 1):
-            if index in mutant.replacements:
-                others = " ".join(_statement(translator, other, "") for other in mutant.replacements[index])
-                code = f"if (mutant == {number}) {{ {others} }} else {{ {code} }}"
-        yield f"  {code}"
+        yield f"  {_statement(translator, item, mark)}"
         index += 1
 
 
-def translate(entry: Entry, mutants: Sequence[Mutant] = ()) -> str:
+def translate(entry: Entry) -> str:
     """Returns a C++ file that defines the kernel `FSDP2X_KERNEL`. The compile command sets this name."""
     result, call = ("Fiber", "start") if entry.waits else ("void", "run")
     places = ", ".join(f"{{{offset}, {num_bytes}}}" for offset, num_bytes in entry.params.places.values())
     lines = [
         f"uint8_t reached[{len(entry.instructions)}];",
         f"constexpr Place params[] = {{{places}}};",
-        "int mutant = 0;",
         "",
         "inline void mark(int number) { __atomic_store_n(&reached[number], uint8_t{1}, __ATOMIC_RELAXED); }",
         "",
         f"{result} {call}_thread(const Thread& t) {{",
-        *_function(entry, mutants),
+        *_function(entry),
         "}",
         "",
         "}  // namespace",
@@ -100,7 +85,6 @@ def translate(entry: Entry, mutants: Sequence[Mutant] = ()) -> str:
         f"    .shared_bytes = {entry.shared.num_bytes},",
         f"    .max_threads = {entry.max_threads},",
         "    .reached = reached,",
-        "    .mutant = &mutant,",
         "};",
         "",
         "}  // namespace fsdp2x::ptx",

@@ -6,27 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import ptx_build
 import ptx_coverage
 import pytest
-from ptx_mutants import mutants
-from ptx_reader import stable_name
 
-# The program with a kernel's bodies.
-PROGRAM_OF = {
-    "AdamWBody": "ptx_optimizer",
-    "CopyBody": "ptx_copies",
-    "DecodeWireBody": "ptx_wire",
-    "PackBody": "ptx_pack",
-    "ReduceBody": "ptx_reduce",
-    "ScaleBody": "ptx_reduce",
-    "FloatBody": "ptx_optimizer",
-    "SumWireBody": "ptx_wire",
-    "add_up_kernel": "ptx_reduce",
-    "clip_factor_kernel": "ptx_reduce",
-    "encode_wire_kernel": "ptx_wire",
-    "list_changes_kernel": "ptx_changes",
-    "mark_changes_kernel": "ptx_changes",
-    "coded_adamw_kernel": "ptx_coded_adamw",
-    "sum_squares_kernel": "ptx_reduce",
-}
 ORDERS = ("forward", "reverse", "random")
 
 
@@ -81,42 +61,3 @@ def test_floats_are_written_in_whole_sectors(architecture):
             entry.title,
             [str(i) for i in adjoining],
         )
-
-
-def survivors(most: int) -> list[str]:
-    """Returns the mutants that no program notices."""
-    chosen = {entry.name: list(mutants(entry, most)) for entry in ptx_build.entries("sm_90")}
-    kernels = ptx_build.library("sm_90", chosen)
-
-    def survives(entry, number) -> bool:
-        program = PROGRAM_OF[entry.title.partition("<")[0]]
-        for order in ORDERS:
-            try:
-                result = ptx_build.run(
-                    program, kernels, "--gtest_fail_fast", order=order, mutant=(entry, number), timeout=60
-                )
-            except subprocess.TimeoutExpired:
-                return False
-            if result.returncode != 0:
-                return False
-        return True
-
-    pairs = [(e, number) for e in ptx_build.entries("sm_90") for number in range(1, len(chosen[e.name]) + 1)]
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda pair: survives(*pair), pairs))
-    names = []
-    for (entry, number), lives in zip(pairs, found, strict=True):
-        if lives:
-            mutant = chosen[entry.name][number - 1]
-            where = sorted({entry.instructions[index].source for index in mutant.replacements})
-            names.append(f"{stable_name(entry.title)} {mutant.kind}: {', '.join(where[:3])}")
-    return names
-
-
-def test_mutants_are_caught():
-    assert survivors(most=2) == []
-
-
-@pytest.mark.full
-def test_many_mutants_are_caught():
-    assert survivors(most=40) == []
