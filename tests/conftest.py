@@ -2,7 +2,7 @@
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,10 @@ import pytest
 from harness.session import close_session
 from harness.shares import watch_shares
 from harness.tables import thin_out, world_of
+
+TESTS = Path(__file__).parent
+# Folders of tests of what only fsdp2x does.
+ONLY_FSDP2X = ("dist", "gpu")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "each_world: every number of ranks; otherwise, of those above two, the smallest")
     config.addinivalue_line("markers", "shows(claim): which claim of gpu/verdict.py a test is about")
     if config.getoption("--verdict"):
-        sys.path.append(str(Path(__file__).parent / "gpu"))
+        sys.path.append(str(TESTS / "gpu"))
         from verdict import Verdict
 
         config.pluginmanager.register(Verdict(config.getoption("--verdict")))
@@ -57,11 +61,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--full"):
         thin_out(items)
         # Left out here, not skipped one by one: three thousand reports take seconds of a short run.
-        left_out = [item for item in items if item.get_closest_marker("full")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        _leave_out(config, items, lambda item: item.get_closest_marker("full") is not None)
+    if config.getoption("--impl") == "torch":
+        _leave_out(config, items, lambda item: item.path.relative_to(TESTS).parts[0] in ONLY_FSDP2X)
     # Within a file, one world size after the other: fewer pools are alive at a time.
     items.sort(key=lambda item: (str(item.path), world_of(item)))
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item], which: Callable[[pytest.Item], bool]) -> None:
+    left_out = [item for item in items if which(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not which(item)]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

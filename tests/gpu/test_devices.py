@@ -7,7 +7,7 @@ import fsdp2x
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from one_gpu import POLICIES, needs_gpu
-from reference import only_fsdp2x, same, shard
+from reference import same, shard
 
 pytestmark = [
     needs_gpu,
@@ -49,7 +49,6 @@ def trained(ctx, index: int, current: int, policy: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("current", [0, 1])
 def test_a_model_on_the_second_device(ctx, policy, current):
-    only_fsdp2x(ctx)
     expected = trained(ctx, 0, 0, policy)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_stats(0)["allocation.all.allocated"]

@@ -13,7 +13,7 @@ import fsdp2x
 from harness import distributed
 from models import Stack, inputs
 from one_gpu import CLOSE, POLICIES, device_of, each_backend
-from reference import only_fsdp2x, same, shard
+from reference import same, shard
 
 pytestmark = pytest.mark.shows("failures")
 
@@ -109,7 +109,6 @@ def compare(undisturbed: Trainer, disturbed: Trainer, disturb: Callable[[int], o
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", [ValueError, torch.OutOfMemoryError])
 def test_exceptions_in_mid_step(ctx, place, backend, policy, kind):
-    only_fsdp2x(ctx)
     device = device_of(place)
     with alike.world_of(device, backend, (WORLD,)) as (mesh, _):
         undisturbed, disturbed = twins(ctx, place, device, mesh, policy)
@@ -140,7 +139,6 @@ def memory_limit(num_bytes: int) -> Iterator[None]:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_memory_in_mid_step(ctx, place, backend, policy):
     """The device runs out of memory in a gather, in autograd, or in a reduction."""
-    only_fsdp2x(ctx)
     if place != "cuda":
         pytest.skip("the CPU has no limit of its memory; test_exceptions_in_mid_step raises the same error there")
     device = device_of(place)

@@ -8,7 +8,7 @@ import fsdp2x
 import one_gpu
 from harness import distributed
 from one_gpu import POLICIES, clean_base, measured, on_gpu, requested_bytes
-from reference import only_fsdp2x, shard
+from reference import shard
 
 pytestmark = [one_gpu.needs_gpu, pytest.mark.shows("memory")]
 
@@ -37,7 +37,6 @@ def blocks() -> nn.Module:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ["ours", "torch"])
 def test_the_report_is_what_the_allocator_counts(ctx, policy, name):
-    only_fsdp2x(ctx)
     mesh = on_gpu(ctx)
     x = torch.randn(8, WIDTH, device="cuda")
     base = clean_base(POLICIES[policy].param_dtype)

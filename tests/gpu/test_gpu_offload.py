@@ -13,7 +13,7 @@ from fsdp2x.base.native import _C
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from one_gpu import clean_base, needs_gpu, requested_bytes
-from reference import only_fsdp2x, same, shard
+from reference import same, shard
 
 pytestmark = [needs_gpu, pytest.mark.shows("offload")]
 
@@ -66,7 +66,6 @@ def moments(optimizer) -> list[torch.Tensor]:
 @pytest.mark.parametrize("mode", [*MODES, "budget"])
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16])
 def test_trains_as_without_offloading(ctx, mode, policy):
-    only_fsdp2x(ctx)
     model = Stack(width=WIDTH, hidden=96)
     results = []
     for one in ("none", mode):
@@ -87,7 +86,6 @@ def test_trains_as_without_offloading(ctx, mode, policy):
 @distributed(world_sizes=(1,), timeout=300)
 @pytest.mark.parametrize("moments_dtype", [torch.float32, torch.bfloat16])
 def test_16_bit_parameters_keep_their_rounding(ctx, moments_dtype):
-    only_fsdp2x(ctx)
     if not _C.has_device_kernels():
         pytest.skip("built without kernels for CUDA")
     model = Stack(width=WIDTH, hidden=96).bfloat16()
@@ -109,7 +107,6 @@ def test_16_bit_parameters_keep_their_rounding(ctx, moments_dtype):
 @distributed(world_sizes=(1,), timeout=300)
 @pytest.mark.parametrize("mode", MODES)
 def test_the_device_holds_what_the_report_says(ctx, mode):
-    only_fsdp2x(ctx)
     base, model, optimizer = measured(ctx, mode)
     plan = fsdp2x.memory_report(model, optimizer)
     for step in range(3):
@@ -140,7 +137,6 @@ def copies(run, kind: str) -> int:
 @distributed(world_sizes=(1,), timeout=300)
 def test_copies_of_a_step(ctx):
     """Copies from pinned memory, one per unit each way. The gradients mode only uploads in forward."""
-    only_fsdp2x(ctx)
     counts = {}
     for mode in ("gradients", "all"):
         model = on_gpu(ctx, Stack(num=4, width=256, hidden=256), mode, BIG_UNITS, reshard_after_forward=True)

@@ -13,7 +13,7 @@ import one_gpu
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from one_gpu import CLOSE, POLICIES, on_gpu
-from reference import only_fsdp2x, same, shard
+from reference import same, shard
 
 pytestmark = [one_gpu.needs_gpu, pytest.mark.shows("timing")]
 
@@ -63,7 +63,6 @@ def unrelated_memory(model: nn.Module, seed: int) -> Iterator[list[int]]:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_unrelated_allocations_change_nothing(ctx, policy):
     """A slot, buffer, or gradient that the allocator reused too early would hold NaN."""
-    only_fsdp2x(ctx)
     mesh = on_gpu(ctx)
 
     def run(model: nn.Module) -> list[torch.Tensor]:
@@ -85,7 +84,6 @@ def test_unrelated_allocations_change_nothing(ctx, policy):
 @distributed(world_sizes=(1,), timeout=300)
 def test_a_slow_device_changes_nothing(ctx):
     """The host runs steps ahead of the device, so its work may only rely on events."""
-    only_fsdp2x(ctx)
     mesh = on_gpu(ctx)
     steps = [inputs(ctx.rank, step, rows=64, width=WIDTH).cuda() for step in range(6)]
 

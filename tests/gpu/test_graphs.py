@@ -15,7 +15,7 @@ import one_gpu
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from one_gpu import CLOSE, on_gpu
-from reference import only_fsdp2x, same, shard
+from reference import same, shard
 
 pytestmark = [one_gpu.needs_gpu, pytest.mark.shows("graphs")]
 
@@ -109,7 +109,6 @@ CASES = {
 @distributed(world_sizes=(1,), timeout=200, fresh=True)
 @pytest.mark.parametrize("case", CASES)
 def test_captured_and_replayed(ctx, case):
-    only_fsdp2x(ctx)
     mesh = on_gpu(ctx)
     captured, eager, options = CASES[case]
     model = Stack(width=WIDTH, hidden=96)
@@ -138,7 +137,6 @@ class Between(nn.Module):
 
 @distributed(world_sizes=(1,), timeout=200, fresh=True)
 def test_graphs_of_what_lies_between_units(ctx):
-    only_fsdp2x(ctx)
     mesh = on_gpu(ctx)
     model = Graphed()
     expected = eager_steps(shard(ctx, copy.deepcopy(model), ("before", "after"), mesh=mesh))

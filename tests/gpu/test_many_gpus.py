@@ -23,7 +23,7 @@ from arrangements import CASES, WIDTH, run
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from one_gpu import CLOSE, device_of, needs_gpu
-from reference import grads, mean_of_ranks, only_fsdp2x, same, shard, shard_stock
+from reference import grads, mean_of_ranks, same, shard, shard_stock
 from streams import Experts
 
 NUM_GPUS = torch.cuda.device_count()
@@ -68,7 +68,6 @@ def mesh_of(device: str, sizes: tuple[int, ...]) -> DeviceMesh:
 @pytest.mark.shows("many GPUs")
 def test_steps_are_stocks(ctx, place):
     """Every arrangement, also in a world that does not divide the rows."""
-    only_fsdp2x(ctx)
     wrong = {}
     with ranks_of(ctx, place) as device:
         for name, case in [*CASES.items(), *((name, CASES["bf16"]) for name in SETTINGS)]:
@@ -98,7 +97,6 @@ def test_steps_are_stocks(ctx, place):
 @pytest.mark.shows("many GPUs")
 def test_gradients_that_one_rank_lacks_are_not_stocks(ctx, place):
     """FSDP2's ranks would wait for each other, so the unsharded model is the reference."""
-    only_fsdp2x(ctx)
     with ranks_of(ctx, place) as device:
         reference = Experts().to(device)
         model = shard(ctx, Experts().to(device), transport=place if place == "streams" else "auto")
@@ -131,7 +129,6 @@ def test_a_rank_that_fails_ends_all(how, place):
 def test_captured_steps_over_nccl(ctx, place):
     from test_graphs import captured_steps, eager_steps
 
-    only_fsdp2x(ctx)
     with ranks_of(ctx, place) as device:
         model, mesh = Stack(width=WIDTH, hidden=96), mesh_of(device, (ctx.world,))
         expected = eager_steps(shard(ctx, copy.deepcopy(model), STACK_UNITS, mesh=mesh))

@@ -12,7 +12,7 @@ import fsdp2x
 from harness import distributed
 from models import Branches, inputs
 from one_gpu import POLICIES, device_of, each_backend
-from reference import only_fsdp2x, shard
+from reference import shard
 
 pytestmark = pytest.mark.shows("flat memory")
 
@@ -59,7 +59,6 @@ def host_bytes() -> int:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_memory_is_flat(ctx, place, backend, sizes, policy):
     """Each step lacks other gradients than the one before."""
-    only_fsdp2x(ctx)
     device = device_of(place)
     with alike.world_of(device, backend, sizes) as (mesh, _):
         options = {"mesh": mesh, "mp_policy": POLICIES[policy], "transport": place if place == "streams" else "auto"}

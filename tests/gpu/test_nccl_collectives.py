@@ -15,7 +15,6 @@ from fsdp2x.lifecycle import transport_choice
 from fsdp2x.sharding import transport
 from harness import distributed
 from one_gpu import device_of, each_backend, skipped_without_windows
-from reference import only_fsdp2x
 
 pytestmark = pytest.mark.shows("collectives")
 
@@ -42,7 +41,6 @@ def values(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
 @each_backend
 def test_gathers(ctx, place, backend):
     """Gathers to other memory and in place, alone and as a group of skewed sizes."""
-    only_fsdp2x(ctx)
     with alone(place, backend) as (group, device):
         for dtype in (*DTYPES, torch.uint8):
             source = values(70003, dtype, device)
@@ -65,7 +63,6 @@ def test_gathers(ctx, place, backend):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_reductions(ctx, place, backend, dtype):
     """Sums and means. 16-bit ones were zero if the factor was read as another type."""
-    only_fsdp2x(ctx)
     with alone(place, backend) as (group, device):
         reduce = transport.device_reduction(group)
         for average in (False, True):
@@ -83,7 +80,6 @@ def test_reductions(ctx, place, backend, dtype):
 @each_backend
 def test_what_is_asked_of_the_backend(ctx, place, backend):
     """Its class says whether it groups gathers, and it has a separate timeout."""
-    only_fsdp2x(ctx)
     with alone(place, backend) as (group, device):
         name = type(group._get_backend(device)).__name__
         assert torch_private.gathers_of(group, device) == GATHERS.get(name, "unknown"), name
@@ -96,7 +92,6 @@ def test_what_is_asked_of_the_backend(ctx, place, backend):
 @each_backend
 def test_collectives_are_in_the_order_of_the_current_stream(ctx, place, backend):
     """The source is written late, and the result is read immediately: only the stream orders them."""
-    only_fsdp2x(ctx)
     if place != "cuda":
         pytest.skip("the CPU has no streams")
     with alone(place, backend) as (group, device):
@@ -131,7 +126,6 @@ def test_collectives_are_in_the_order_of_the_current_stream(ctx, place, backend)
 @pytest.mark.shows("communication memory")
 def test_memory_for_collectives(ctx, place, backend, kind):
     """Requested before the group has a communicator, then taken and freed repeatedly, with gathers and reductions."""
-    only_fsdp2x(ctx)
     with alone(place, backend) as (group, device):
         if kind == "symmetric" and place != "cuda":
             pytest.skip("the CPU has no symmetric memory")

@@ -14,7 +14,7 @@ from fsdp2x.base.native import _C
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
 from one_gpu import device_work, needs_traces
-from reference import only_fsdp2x, same, shard
+from reference import same, shard
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and finds none"),
@@ -133,7 +133,6 @@ def test_clipping_neither_waits_nor_launches_more_for_more_gradients(num):
 @distributed(world_sizes=(1, 2), timeout=300)
 def test_sharded_models_on_a_stream_of_the_user(ctx):
     """Clipping and steps follow the gradients in stream order, with gloo ranks on one device."""
-    only_fsdp2x(ctx)
     torch.cuda.set_device(0)
     model = Stack(width=64, hidden=96)
     reference = shard(ctx, copy.deepcopy(model), STACK_UNITS, mesh=init_device_mesh("cpu", (ctx.world,)))

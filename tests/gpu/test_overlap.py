@@ -11,7 +11,7 @@ from torch import nn
 import one_gpu
 from harness import distributed
 from one_gpu import device_work, needs_traces, on_gpu
-from reference import only_fsdp2x, shard
+from reference import shard
 
 pytestmark = [one_gpu.needs_gpu, pytest.mark.shows("overlap")]
 
@@ -20,7 +20,6 @@ WIDTH, ROWS, NUM = 4096, 4096, 6
 
 @distributed(world_sizes=(1,), timeout=300)
 def test_gathers_run_beside_the_compute(ctx):
-    only_fsdp2x(ctx)
     mesh = on_gpu(ctx)
     one_gpu.needs_memory(16 * 2**30)
     needs_traces()

@@ -7,7 +7,7 @@ import one_gpu
 from fsdp2x.sharding.wrap import plan_units
 from harness import distributed
 from one_gpu import POLICIES, hf_shapes, on_gpu
-from reference import only_fsdp2x, shard_auto, shard_stock
+from reference import shard_auto, shard_stock
 
 pytestmark = [one_gpu.needs_gpu, pytest.mark.shows("widths")]
 
@@ -27,7 +27,6 @@ def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-1b", "llama-8b", "qwen3-8b"])
 def test_steps_are_stocks(ctx, name, policy):
-    only_fsdp2x(ctx)
     mesh = on_gpu(ctx)
     shape = hf_shapes.SHAPES[name].with_layers(LAYERS)
     one_gpu.needs_memory(BYTES_PER_ELEMENT * shape.numel)

@@ -15,7 +15,7 @@ import one_gpu
 from harness import distributed
 from models import STACK_UNITS, Branches, Mlp, Stack, inputs
 from one_gpu import CLOSE, POLICIES, clean_base, on_gpu, requested_bytes
-from reference import only_fsdp2x, same, shard, shard_stock
+from reference import same, shard, shard_stock
 
 pytestmark = [one_gpu.needs_gpu, pytest.mark.shows("steps")]
 
@@ -41,14 +41,12 @@ def twins(ctx, **options) -> tuple[nn.Module, nn.Module]:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_steps_are_stocks(ctx, policy, reshard):
-    only_fsdp2x(ctx)
     stock, ours = twins(ctx, mp_policy=POLICIES[policy], reshard_after_forward=reshard)
     same(train(ours, ctx), train(stock, ctx), "losses and gradients", **CLOSE[policy])
 
 
 @distributed(world_sizes=(1, 2), timeout=300)
 def test_on_a_stream_of_the_user(ctx):
-    only_fsdp2x(ctx)
     stock, ours = twins(ctx)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -60,7 +58,6 @@ def test_on_a_stream_of_the_user(ctx):
 @pytest.mark.parametrize("keeps_graph", [False, True])
 def test_after_steps_on_another_stream(ctx, keeps_graph):
     """Autograd adds up the gradients of a weight used twice on the stream of its first use, which is late."""
-    only_fsdp2x(ctx)
 
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -103,7 +100,6 @@ def test_after_steps_on_another_stream(ctx, keeps_graph):
 @distributed(world_sizes=(1,), timeout=300, fresh=True)  # memory reserved by other tests counts
 @pytest.mark.shows("sleep")
 def test_sleep_gives_the_memory_back(ctx):
-    only_fsdp2x(ctx)
     mesh = on_gpu(ctx)
     base = clean_base()
     model = shard(
@@ -133,7 +129,6 @@ def test_sleep_gives_the_memory_back(ctx):
 @pytest.mark.shows("no waits")
 def test_the_host_does_not_wait_where_each_step_lacks_other_gradients(ctx):
     """No upload blocks it. Packing has none, and the optimizer's plans upload in stream order."""
-    only_fsdp2x(ctx)
     one_gpu.needs_kernels()
     model = shard(ctx, Branches(WIDTH), mesh=on_gpu(ctx), mp_policy=POLICIES["bf16"])
     optimizer = fsdp2x.optim.AdamW(model.parameters())

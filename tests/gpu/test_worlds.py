@@ -19,7 +19,7 @@ from arrangements import CASES, STEPS, WIDTH, run
 from harness import distributed
 from models import Stack, inputs
 from one_gpu import CLOSE, device_of, each_backend, skipped_without_windows
-from reference import full, only_fsdp2x, same, shard, shard_stock
+from reference import full, same, shard, shard_stock
 
 
 @distributed(world_sizes=(1,), timeout=180, fresh=True)
@@ -27,7 +27,6 @@ from reference import full, only_fsdp2x, same, shard, shard_stock
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.shows("worlds")
 def test_steps_are_stocks(ctx, place, backend, name):
-    only_fsdp2x(ctx)
     case, device = CASES[name], device_of(place)
     with alike.world_of(device, backend, case.sizes, case.pack_below) as (mesh, world):
         options = {"mesh": mesh, **case.options}
@@ -50,7 +49,6 @@ def test_steps_are_stocks(ctx, place, backend, name):
 @pytest.mark.shows("wire formats")
 def test_numbers_in_few_bits(ctx, place, backend, weights, gradients):
     """Every rank has this rank's rows, so all weights arrive as this rank's do."""
-    only_fsdp2x(ctx)
     case, device = CASES["fp32"], device_of(place)
     with alike.world_of(device, backend, case.sizes) as (mesh, _):
         model = case.make().to(device)
@@ -91,7 +89,6 @@ def test_numbers_in_few_bits(ctx, place, backend, weights, gradients):
 @pytest.mark.shows("communication memory")
 def test_steps_in_memory_for_collectives(ctx, place, backend, kind):
     """Slots and buffers come from the backend's allocator, and from torch's pool of symmetric memory."""
-    only_fsdp2x(ctx)
     if kind == "symmetric" and place != "cuda":
         pytest.skip("the CPU has no symmetric memory")
     device, case = device_of(place), CASES["bf16"]
@@ -115,7 +112,6 @@ def test_steps_in_memory_for_collectives(ctx, place, backend, kind):
 @pytest.mark.shows("worlds")
 def test_several_roots_take_turns(ctx, place, backend):
     """A policy and its critic: two models with interleaved steps share the device's streams."""
-    only_fsdp2x(ctx)
     device, case = device_of(place), CASES["bf16"]
     with alike.world_of(device, backend, case.sizes) as (mesh, _):
         options = {"mesh": mesh, **case.options}
@@ -145,7 +141,6 @@ def test_several_roots_take_turns(ctx, place, backend):
 @pytest.mark.shows("optimizers")
 def test_our_adamw_with_clipping(ctx, place, backend, name):
     """Against torch's AdamW over FSDP2's shards. Halfway, it takes over the state of torch's fused one."""
-    only_fsdp2x(ctx)
     case, device = CASES[name], device_of(place)
     with alike.world_of(device, backend, case.sizes) as (mesh, _):
         options = {"mesh": mesh, **case.options}

@@ -20,10 +20,12 @@ def distributed(
     world_sizes: Sequence[int] = (2,),
     fresh: bool = False,
     timeout: float = DEFAULT_TIMEOUT_S,
+    only_fsdp2x: bool = False,
 ) -> Callable:
     """Runs the function on every rank of each world size. It takes a Context, then pytest's parametrized arguments.
 
     fresh: new processes for this test alone, if it breaks the process group. timeout: seconds for all ranks.
+    only_fsdp2x: skipped under --impl torch, because only fsdp2x has this behavior.
     """
 
     def decorate(body: Callable) -> Callable:
@@ -39,6 +41,8 @@ def distributed(
         @pytest.mark.parametrize("world", world_sizes)
         @wraps(body)
         def test(request: pytest.FixtureRequest, world: int, **keywords: Any) -> None:
+            if only_fsdp2x and request.config.getoption("--impl") == "torch":
+                pytest.skip("upstream does not have this")
             session = current_session(request.config)
             failure = None
             try:

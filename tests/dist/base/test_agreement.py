@@ -13,11 +13,11 @@ import torch.distributed as dist
 import fsdp2x
 from fsdp2x.base import agreement as agreements
 from fsdp2x.base import torch_private
-from fsdp2x.base.agreement import Agreement
+from fsdp2x.base.agreement import Agreement, make_agreement
 from fsdp2x.base.collectives import Diverged
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import everyone, grads, only_fsdp2x, same, shard
+from reference import everyone, grads, install_streams, same, shard
 
 SOON_S = 8.0  # a tenth of a second, on a busy machine
 
@@ -36,7 +36,6 @@ def attempt(function) -> str:
 
 @distributed(world_sizes=(2, 3))
 def test_a_steady_step_asks_nobody(ctx):
-    only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS, transport="process_group")
     asked = []
     original = Agreement._ask
@@ -58,7 +57,6 @@ def test_a_steady_step_asks_nobody(ctx):
 
 @distributed(world_sizes=(2, 3))
 def test_a_rank_that_clips_alone(ctx):
-    only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS, transport="process_group")
     for number in range(2):
         step(model, ctx, number)
@@ -74,7 +72,6 @@ def test_a_rank_that_clips_alone(ctx):
 
 @distributed(world_sizes=(2, 3))
 def test_caught_divergences_leave_no_keys_in_the_store(ctx):
-    only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS, transport="process_group")
     store, counts = torch_private.store_of(dist.group.WORLD), []
     step(model, ctx)
@@ -112,7 +109,6 @@ def test_caught_divergences_leave_no_keys_in_the_store(ctx):
 @distributed(world_sizes=(3,))
 def test_a_rank_that_sees_the_return_of_all_ranks_late(ctx):
     """They have diverged again when it looks. It must have begun again, too, or it counts other collectives."""
-    only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS, transport="process_group")
     slow = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(1.0))
 
@@ -134,7 +130,6 @@ def test_a_rank_that_sees_the_return_of_all_ranks_late(ctx):
 @distributed(world_sizes=(2,))
 def test_models_that_meet_in_another_order(ctx):
     """Their shapes are equal, so only their numbers tell them apart."""
-    only_fsdp2x(ctx)
     models = [shard(ctx, Stack(), STACK_UNITS, transport="process_group") for _ in range(2)]
     with pytest.raises(ValueError, match="have different models.*Stack"):
         models[ctx.rank](inputs(ctx.rank))
@@ -148,7 +143,6 @@ def test_models_that_meet_in_another_order(ctx):
 @distributed(world_sizes=(2,))
 def test_checks_can_be_turned_off(ctx):
     """On one rank is enough."""
-    only_fsdp2x(ctx)
     twin = shard(ctx, Stack(), STACK_UNITS, transport="process_group")
     model = shard(ctx, Stack(), STACK_UNITS, transport="process_group", check_ranks=ctx.rank == 0)
     original = Agreement._ask
@@ -166,9 +160,6 @@ def test_checks_can_be_turned_off(ctx):
 @distributed(world_sizes=(2,), fresh=True)
 def test_a_device_compares_before_it_launches(ctx):
     """On the recorded device: both sides raise, nothing was launched, and the group cannot be used again."""
-    only_fsdp2x(ctx)
-    from reference import install_streams
-
     install_streams()
     model = shard(ctx, Stack(), STACK_UNITS, transport="streams")
     step(model, ctx)
@@ -184,9 +175,6 @@ def test_a_device_compares_before_it_launches(ctx):
 @distributed(world_sizes=(2,), fresh=True)
 def test_a_host_that_does_not_wait_is_told(ctx):
     """A rank that has posted what it expected works on. A thread answers for it, and its next collective raises."""
-    only_fsdp2x(ctx)
-    from fsdp2x.base.agreement import make_agreement
-
     agreement = make_agreement(dist.group.WORLD, "a test")
     agreement.watch()
 
@@ -215,7 +203,6 @@ def test_a_host_that_does_not_wait_is_told(ctx):
 @pytest.mark.parametrize("is_blocked", [True, False])
 def test_a_blocked_host_names_the_failed_peer(ctx, is_blocked):
     """A thread prints who has failed. It aborts the groups only if the host stays blocked and cannot raise."""
-    only_fsdp2x(ctx)
     agreement = agreements.make_agreement(dist.group.WORLD, "a test")
     agreement.watch()
 

@@ -9,9 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import fsdp2x
+from fsdp2x import MixedPrecisionPolicy
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import grads, only_fsdp2x, shard
+from reference import grads, shard
 
 TRANSPORTS = ("auto", "shm", "process_group")
 
@@ -103,7 +105,6 @@ def refusal(ctx, model, transport, act=None, **options) -> str:
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_other_parameters(ctx, transport):
-    only_fsdp2x(ctx)
     for victim in {ctx.world - 1, 1}:
         for change, named in CHANGES.items():
             model = Stack()
@@ -118,9 +119,6 @@ def test_other_parameters(ctx, transport):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_other_units_and_dtypes(ctx, transport):
-    only_fsdp2x(ctx)
-    from fsdp2x import MixedPrecisionPolicy
-
     for arguments, named in POLICIES.values():
         policy = MixedPrecisionPolicy(**arguments) if ctx.rank == 1 else MixedPrecisionPolicy()
         said = refused(ctx, Stack(), transport, mp_policy=policy)
@@ -135,8 +133,6 @@ def test_other_units_and_dtypes(ctx, transport):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_way_to_the_parameters_compares(ctx, transport):
     """A gather asked for by hand, whole tensors, an export: whatever comes first."""
-    only_fsdp2x(ctx)
-    import fsdp2x
 
     def unshard(model):
         model.unshard()
@@ -159,7 +155,6 @@ def test_every_way_to_the_parameters_compares(ctx, transport):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_after_a_refusal_the_ranks_go_on(ctx, transport):
-    only_fsdp2x(ctx)
     model = Stack()
     if ctx.rank == 1:
         wider(model)
@@ -179,7 +174,6 @@ def frozen(model, names):
 @distributed(world_sizes=(2,))
 def test_one_rank_trains_other_parameters(ctx):
     """Over a process group their gradients differ in size: refused. Over shared memory flags say who has which."""
-    only_fsdp2x(ctx)
     for part, named in (("blocks.0.up", "up.weight"), ("blocks.2", "blocks.2")):  # a part of a unit, and a whole one
         said = refused(ctx, frozen(Stack(), (part,) if ctx.rank == 1 else ()), "process_group")
         assert "every rank must train the same parameters" in said and "frozen" in said and named in said, said
@@ -194,7 +188,6 @@ def test_one_rank_trains_other_parameters(ctx):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_replicas_compare(ctx, transport):
     """Both ranks of a shard group have the same; the other replica has not. Ranks have their numbers in the job."""
-    only_fsdp2x(ctx)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     other = ctx.rank >= 2
     model = Stack()

@@ -4,14 +4,12 @@ import pytest
 
 import divergences
 from harness import distributed
-from reference import only_fsdp2x
 
 NUM_PROGRAMS = {2: 13, 3: 10, 4: 7}  # by world, for each transport
 NUM_FULL = {2: 300, 3: 130, 4: 70}
 
 
 def check(ctx, transport, seeds, kinds=None):
-    only_fsdp2x(ctx)
     if kinds is None:
         late = divergences.TIME_OUT if transport == "shm" else ()
         kinds = tuple(kind for kind in divergences.KINDS if kind not in late)

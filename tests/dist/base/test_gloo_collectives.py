@@ -19,7 +19,7 @@ from harness import distributed
 from large_gathers import everything_is_large
 from memory import POLICIES
 from models import STACK_UNITS, Stack
-from reference import grads, only_fsdp2x, same, shard, shard_stock
+from reference import grads, same, shard, shard_stock
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64)
 
@@ -31,7 +31,6 @@ def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 @distributed(world_sizes=(2, 3, 4))
 @pytest.mark.parametrize("large_bytes", [0, 1 << 40])
 def test_values_are_those_of_torch(ctx, large_bytes):
-    only_fsdp2x(ctx)
     group, world = dist.group.WORLD, ctx.world
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "MESSAGE_BYTES", large_bytes)
@@ -57,7 +56,6 @@ def test_values_are_those_of_torch(ctx, large_bytes):
 @distributed(world_sizes=(2, 3, 4))
 def test_exchanges_without_a_waiter(ctx):
     """Callers gave up on two, one of which a peer posts later. Their messages are kept until a later one has ended."""
-    only_fsdp2x(ctx)
     group = dist.new_group()
     started = []
 
@@ -95,7 +93,6 @@ def test_exchanges_without_a_waiter(ctx):
 @pytest.mark.parametrize("reshard", [True, False])
 def test_steps_are_those_of_stock(ctx, policy, reshard):
     """Gathers in place, and exchanged gradients: equal bits where the sum of two has one order."""
-    only_fsdp2x(ctx)
     whole = Stack(width=24, hidden=20)  # some parameters are divided evenly, and those alone are in place
     options = {"mp_policy": POLICIES[policy], "reshard_after_forward": reshard}
     with everything_is_large() as gathered:
@@ -120,7 +117,6 @@ def test_steps_are_those_of_stock(ctx, policy, reshard):
 
 @distributed(world_sizes=(2, pytest.param(3, marks=pytest.mark.full)), timeout=120)
 def test_divergences_in_large_gathers(ctx):
-    only_fsdp2x(ctx)
     with everything_is_large():
         for seed in range(len(divergences.KINDS)):
             program = divergences.draw(seed, ctx.world, "process_group", divergences.KINDS)
@@ -170,7 +166,6 @@ def encoder_decoders(ctx):
 @distributed(world_sizes=(2, 3))
 def test_ranks_run_different_forwards_of_gathered_units(ctx):
     """One rank generates, or raises after an evaluation's last gather. Its predictions stay those of the others."""
-    only_fsdp2x(ctx)
     x = torch.ones(2, 8)
     with encoder_decoders(ctx) as (model, stock):
         with torch.no_grad(), fsdp2x.unsharded(model):
@@ -183,7 +178,6 @@ def test_ranks_run_different_forwards_of_gathered_units(ctx):
 
 @distributed(world_sizes=(2, 3))
 def test_a_dispatch_mode_on_one_rank(ctx):
-    only_fsdp2x(ctx)
     with encoder_decoders(ctx) as (model, _):
         with pytest.raises(RuntimeError, match="rank 1 gathers .* dispatch mode"):
             with CommDebugMode() if ctx.rank == 1 else contextlib.nullcontext():
@@ -192,8 +186,6 @@ def test_a_dispatch_mode_on_one_rank(ctx):
 
 @distributed(world_sizes=(2, pytest.param(3, marks=pytest.mark.full)), timeout=120)
 def test_a_separate_group_exchanges_and_is_checked(ctx):
-    only_fsdp2x(ctx)
-
     def separated(program):
         model = sharded(program)
         model.set_separate_reduce_scatter_group()
@@ -211,7 +203,6 @@ def test_a_separate_group_exchanges_and_is_checked(ctx):
 
 @distributed(world_sizes=(2, 3))
 def test_a_gather_that_the_user_starts_has_the_values_of_its_start(ctx):
-    only_fsdp2x(ctx)
     with everything_is_large() as gathered:
         model = shard(ctx, Stack(width=12, hidden=20), STACK_UNITS, transport="process_group")
         unit = model.get_submodule(STACK_UNITS[0])

@@ -21,7 +21,6 @@ from fsdp2x.train.translate import translate
 from harness import distributed, programs
 from mistakes import said_by
 from models import Stack
-from reference import only_fsdp2x
 from training import MODEL, Said, settings, shared_folder, write_model
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "troubleshooting.md"
@@ -153,7 +152,6 @@ MISTAKES = {
 @distributed(world_sizes=(2,), timeout=60)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_its_message_is_a_row_of_the_page(ctx, name):
-    only_fsdp2x(ctx)
     said = said_by(MISTAKES[name], ctx)
     assert any(re.search(row, said, flags=re.DOTALL) for row in rows()), said
 
@@ -183,7 +181,6 @@ OTHERS = {
 @pytest.mark.parametrize("place", ["blocks.0", "norm", ""])
 def test_parts_that_others_shard(ctx, kind, place):
     """Wherever such a part is, and however the model would be split, nothing of the model is touched."""
-    only_fsdp2x(ctx)
     for options in ({}, {"auto_wrap": True}, {"auto_wrap": False}, {"auto_wrap": ["Block"]}):
         model = Stack()
         if place:
@@ -200,7 +197,6 @@ def test_parts_that_others_shard(ctx, kind, place):
 @distributed(world_sizes=(2,))
 def test_a_mesh_without_this_rank(ctx):
     """Named on the ranks that it lacks, before anything of the model is touched; the others go on."""
-    only_fsdp2x(ctx)
     mesh, model = DeviceMesh("cpu", [0]), Stack()
     if ctx.rank == 0:
         backward(shard(model, mesh=mesh))
@@ -213,7 +209,6 @@ def test_a_mesh_without_this_rank(ctx):
 @distributed(world_sizes=(1,))
 def test_which_modules_become_units(ctx):
     """No class is an error; a plain model that names its blocks is split when it is asked for, else there is a hint."""
-    only_fsdp2x(ctx)
     for nothing in ([], (), set(), frozenset()):
         assert "names no class" in said_by(shard, Stack(), auto_wrap=nothing)
     for kind, auto_wrap in [(list, None), (set, None), (tuple, None), (set, True), (set, False)]:
@@ -227,7 +222,6 @@ def test_which_modules_become_units(ctx):
 
 @distributed(world_sizes=(1,))
 def test_the_hint_for_pinned_memory_is_the_policy_that_was_given(ctx):
-    only_fsdp2x(ctx)
     if torch.accelerator.is_available():
         pytest.skip("memory is pinned where there is an accelerator")
     policies = [fsdp2x.CPUOffloadPolicy(), *(fsdp2x.HostOffloadPolicy(mode=mode) for mode in ("gradients", "all"))]
@@ -268,7 +262,6 @@ def in_folder(value, folder):
 @distributed(world_sizes=(1, 2))
 @pytest.mark.parametrize("name", EARLY)
 def test_bad_settings_are_found_before_any_text_is_read(ctx, name):
-    only_fsdp2x(ctx)
     if name == "parallel.device" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     changes, said = EARLY[name]

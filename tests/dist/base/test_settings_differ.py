@@ -5,7 +5,7 @@ import pytest
 import fsdp2x
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import only_fsdp2x, shard
+from reference import shard
 
 # Name -> what one rank alone calls between two steps, and what the error names.
 CALLS = {
@@ -25,7 +25,6 @@ def step(ctx, model, number):
 @distributed(world_sizes=(2, 3), timeout=60)
 @pytest.mark.parametrize("call", CALLS)
 def test_every_rank_raises(ctx, call):
-    only_fsdp2x(ctx)
     set_alone, named = CALLS[call]
     model = shard(ctx, Stack(), STACK_UNITS, transport="shm")
     step(ctx, model, 0)
@@ -39,7 +38,6 @@ def test_every_rank_raises(ctx, call):
 @distributed(world_sizes=(2,), timeout=60)
 def test_settings_between_forward_and_backward(ctx):
     """By accumulate around the backward alone; and a factor where nothing is gathered any more."""
-    only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS, transport="shm")
     loss = model(inputs(ctx.rank)).square().mean()
     with pytest.raises(RuntimeError, match="requires_gradient_sync"), fsdp2x.accumulate(model, last=ctx.rank == 0):
@@ -55,7 +53,6 @@ def test_settings_between_forward_and_backward(ctx):
 @distributed(world_sizes=(2,), timeout=60)
 def test_a_backward_without_reductions(ctx):
     """Nothing is gathered in it, so that only the next forward shows it: the rank that waits raises, well in time."""
-    only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS, transport="shm", reshard_after_forward=False)
     loss = model(inputs(ctx.rank)).square().mean()
     if ctx.rank == 0:

@@ -11,9 +11,11 @@ from unittest import mock
 import pytest
 import torch
 
+import fsdp2x
+from fsdp2x import export
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import grads, only_fsdp2x, same, shard
+from reference import grads, same, shard
 
 
 @contextlib.contextmanager
@@ -67,9 +69,6 @@ def step(ctx, model):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize(("name", "victim"), FAULTS)
 def test_all_ranks_take_the_process_group(ctx, name, victim):
-    only_fsdp2x(ctx)
-    import fsdp2x
-
     make, said = fault_of(name)
     expected = step(ctx, shard(ctx, Stack(), STACK_UNITS, transport="process_group"))
     model = shard(ctx, Stack(), STACK_UNITS)
@@ -93,7 +92,6 @@ def test_all_ranks_take_the_process_group(ctx, name, victim):
 @distributed(world_sizes=(3,))
 @pytest.mark.parametrize(("name", "victim"), FAULTS)
 def test_all_ranks_say_the_same(ctx, name, victim):
-    only_fsdp2x(ctx)
     make, said = fault_of(name)
     model = shard(ctx, Stack(), STACK_UNITS, transport="shm")
     with make() if ctx.rank == victim else contextlib.nullcontext(), pytest.raises(ValueError) as error:
@@ -106,9 +104,6 @@ def test_all_ranks_say_the_same(ctx, name, victim):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize(("name", "victim"), FAULTS)
 def test_an_export_takes_the_process_group(ctx, name, victim):
-    only_fsdp2x(ctx)
-    from fsdp2x import export
-
     make, _ = fault_of(name)
     model = shard(ctx, Stack(), STACK_UNITS, transport="process_group")
 

@@ -15,7 +15,7 @@ from fsdp2x.lifecycle import api
 from harness import distributed
 from large_gathers import everything_is_large
 from models import STACK_UNITS, Stack, inputs
-from reference import TRANSPORTS, only_fsdp2x, shard
+from reference import TRANSPORTS, shard
 
 TIMEOUT_S = 1
 # The process group has a longer timeout.
@@ -26,7 +26,6 @@ LIMIT_S = 20
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("moment", ["gather", "gather in place", "reduction"])
 def test_a_peer_that_stays_away(ctx, moment, transport):
-    only_fsdp2x(ctx)
     with everything_is_large() if moment == "gather in place" else contextlib.nullcontext():
         wait_in_vain(ctx, moment, transport)
 
@@ -53,7 +52,6 @@ def wait_in_vain(ctx, moment, transport):
 @distributed(world_sizes=(1,))
 def test_on_a_device_it_is_refused(ctx):
     """On a device, the process group's own timeout ends operations that hang."""
-    only_fsdp2x(ctx)
     group = api.shard_group
 
     def on_cuda(*args):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import TRANSPORTS, everyone, grads, only_fsdp2x, same, shard
+from reference import TRANSPORTS, everyone, grads, same, shard
 
 TIMEOUT_S = 25.0  # Limits each wait. The harness' group has a longer timeout.
 SOON_S = 8.0  # It takes half a second, but more on a busy machine.
@@ -81,7 +81,6 @@ REASONS = {"memory": "allocate", "backward": "left its backward"}
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("place", ["first", "forward", "memory", "last", "backward"])
 def test_a_rank_that_raises_alone_is_named(ctx, place, keeps, transport):
-    only_fsdp2x(ctx)
     model = sharded(ctx, transport, reshard_after_forward=not keeps)
     step(model, ctx)
     model.zero_grad()
@@ -103,7 +102,6 @@ def test_a_rank_that_raises_alone_is_named(ctx, place, keeps, transport):
 def test_replicas_are_told(ctx, place, transport):
     """Those that share no rows with the rank that raised wait for it in the sum over the replicas, and follow it. Ranks
     are called by their numbers in the whole job."""
-    only_fsdp2x(ctx)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(ctx, transport, mesh=mesh)
     step(model, ctx)
@@ -129,7 +127,6 @@ def test_all_raise_and_one_is_slow_to_go_on(ctx, place, grad, keeps, transport):
 
     Without zero_grad, that step adds to what the failed one has reduced, which is complete, and to nothing else.
     """
-    only_fsdp2x(ctx)
     if place == "backward" and not grad:
         pytest.skip("there is no backward without gradients")
     model, twin = (sharded(ctx, transport, reshard_after_forward=not keeps) for _ in range(2))
@@ -163,7 +160,6 @@ def test_all_raise_and_one_is_slow_to_go_on(ctx, place, grad, keeps, transport):
 @pytest.mark.parametrize("seconds", [SLOW_S, 5.0])
 def test_one_rank_leaves_a_forward_that_asks_for_nothing_more(ctx, seconds, transport):
     """Its peers have ended that forward and wait in a later one: for a while, and not until the timeout."""
-    only_fsdp2x(ctx)
     if transport == "shm" and seconds < 1:
         pytest.skip("it waits half a second")
     model = sharded(ctx, transport)
@@ -187,7 +183,6 @@ def test_one_rank_leaves_a_forward_that_asks_for_nothing_more(ctx, seconds, tran
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_all_leave_a_forward_and_come_to_a_backward(ctx, transport):
     """A forward is stopped on purpose, and its activations have a loss. The ranks wait for a slower one."""
-    only_fsdp2x(ctx)
     model = sharded(ctx, transport)
     step(model, ctx)
     model.zero_grad()

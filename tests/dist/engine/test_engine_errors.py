@@ -11,10 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
+import fsdp2x
+import models
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import only_fsdp2x, shard, shard_auto
+from reference import shard, shard_auto
 
 
 def fully_shard_of(ctx):
@@ -51,7 +54,6 @@ def test_already_sharded(ctx):
 
 @distributed(world_sizes=(1,))
 def test_a_refused_call_leaves_the_module_as_it_was(ctx):
-    only_fsdp2x(ctx)
     model = Stack()
     before = dict(model.named_parameters())
     model.scalar = nn.Parameter(torch.tensor(1.0))
@@ -91,7 +93,6 @@ def test_mesh_of_the_wrong_shape(ctx):
 
 @distributed(world_sizes=(1,))
 def test_unknown_transport_and_unsupported_arguments(ctx):
-    only_fsdp2x(ctx)
     fully_shard = fully_shard_of(ctx)
     message = refused(lambda: fully_shard(Stack(), transport="carrier pigeon"), ValueError)
     assert "carrier pigeon" in message and "shm" in message and "process_group" in message
@@ -103,8 +104,6 @@ def test_unknown_transport_and_unsupported_arguments(ctx):
 
 @distributed(world_sizes=(2,))
 def test_uneven_shard_on_another_dim(ctx):
-    from torch.distributed.tensor import Shard
-
     message = refused(
         lambda: shard(ctx, Stack(hidden=7), shard_placement_fn=lambda p: Shard(p.ndim - 1)),
         NotImplementedError,
@@ -116,7 +115,6 @@ def test_uneven_shard_on_another_dim(ctx):
 @distributed(world_sizes=(2,))
 def test_freed_weight_names_itself(ctx):
     """A reference to an unsharded weight kept beyond the unit's forward."""
-    only_fsdp2x(ctx)
     kept = []
 
     class Leaks(nn.Module):
@@ -135,10 +133,6 @@ def test_freed_weight_names_itself(ctx):
 
 @distributed(world_sizes=(1,))
 def test_describe_and_methods_on_unsharded_modules(ctx):
-    only_fsdp2x(ctx)
-    import fsdp2x
-    import models
-
     assert "fully_shard" in refused(lambda: fsdp2x.describe(Stack()), ValueError)
     report = str(fsdp2x.describe(shard_auto(ctx, models.build("qwen3"))))
     for text in ("model.layers.1", "lm_head", "<root>", "slot bytes", "total"):
@@ -149,7 +143,6 @@ def test_describe_and_methods_on_unsharded_modules(ctx):
 @pytest.mark.parametrize("through", ["parameter", "module"])
 def test_a_sharded_weight_used_outside_its_unit(ctx, through):
     """torch's error gets a note with the parameter, the unit, the rank and the ways out."""
-    only_fsdp2x(ctx)
 
     class Reaching(Stack):
         def forward(self, x):
@@ -169,7 +162,6 @@ def test_a_sharded_weight_used_outside_its_unit(ctx, through):
 @distributed(world_sizes=(1,))
 def test_compiled_autograd_is_refused(ctx):
     """A traced backward would not see memory move; torch asks each node how to trace it, ours says what to do."""
-    only_fsdp2x(ctx)
     compiled_autograd = importlib.import_module("torch._dynamo.compiled_autograd")
     model = shard(ctx, Stack(), STACK_UNITS)
     loss = model(inputs(0).requires_grad_()).square().mean()
@@ -183,7 +175,6 @@ def test_compiled_autograd_is_refused(ctx):
 @pytest.mark.parametrize("moment", ["forward", "backward"])
 def test_ctrl_c_ends_a_wait(ctx, moment):
     """Rank 0 waits for rank 1 in shared memory when its user loses patience."""
-    only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS, transport="shm")
     model(inputs(ctx.rank)).square().mean().backward()
     loss = model(inputs(ctx.rank)).square().mean() if moment == "backward" else None

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fsdp2x
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import both_transports, only_fsdp2x, same, shard, shard_stock
+from reference import both_transports, same, shard, shard_stock
 from user_collectives import UserGather, UserScatter
 
 
@@ -32,7 +32,6 @@ def stats(model):
 def test_a_steady_step_takes_no_memory(ctx, transport):
     """With zero_grad(set_to_none) and without: blocks, slots, scratches, staging and windows are reused. Over gloo they
     go back to the allocator instead, and what is needed at once stays the same."""
-    only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS, transport=transport)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     seen = []
@@ -49,7 +48,6 @@ def test_a_steady_step_takes_no_memory(ctx, transport):
 @distributed(world_sizes=(2,))
 def test_the_interpreter_is_entered_for_parameter_stores_only(ctx):
     """Counted by the engine over steady steps; without user hooks nothing else may cross."""
-    only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS, transport="shm")
     for number in range(3):
         step(ctx, model, number)
@@ -71,7 +69,6 @@ def test_the_interpreter_is_entered_for_parameter_stores_only(ctx):
 @pytest.mark.parametrize("transport", ["process_group", "streams"])
 def test_a_gather_that_raises_gives_its_memory_back(ctx, transport):
     """Losses, slots and the most memory are those of a model whose gathers never raised."""
-    only_fsdp2x(ctx)
 
     def run(num_failures):
         model = shard(ctx, Stack(), STACK_UNITS, transport=transport)
@@ -96,7 +93,6 @@ def test_a_gather_that_raises_gives_its_memory_back(ctx, transport):
 @pytest.mark.parametrize("policy", [None, fsdp2x.MixedPrecisionPolicy(reduce_dtype=torch.float64)])
 def test_custom_collectives_work_in_their_own_memory(ctx, transport, policy):
     """Losses and parameters are those of a model with the transport's own collectives."""
-    only_fsdp2x(ctx)
 
     def run(collectives):
         options = {} if policy is None else {"mp_policy": policy}
@@ -124,7 +120,6 @@ def test_custom_collectives_work_in_their_own_memory(ctx, transport, policy):
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
 def test_memory_of_a_custom_collective_is_checked(ctx, transport, kind):
     """The next step trains, because the failed one left nothing behind."""
-    only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS, transport=transport)
     comm = UserGather() if kind == "all_gather" else UserScatter()
     getattr(model.blocks[0], f"set_custom_{kind}")(comm)
@@ -158,7 +153,6 @@ def test_nothing_is_left_after_del_model(ctx, transport, raises):
     Also if a backward of each raises, with or without posted reductions. Otherwise without the garbage collector. Every
     second model has a group of its own, which is destroyed.
     """
-    only_fsdp2x(ctx)
     counts = []
     gc.collect()
     gc.enable() if raises else gc.disable()

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2x
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import both_transports, grads, only_fsdp2x, same, shard
+from reference import both_transports, grads, same, shard
 from user_collectives import UserScatter
 
 
@@ -145,7 +145,6 @@ MODES = ("sync", "nothing", "reduce_scatter", "manual")
 @both_transports
 def test_a_failed_forward_is_as_if_it_had_not_been(ctx, mode, times, waits, transport):
     """Between two micro-batches, once and twice in a row, with and without a graph that waits for its backward."""
-    only_fsdp2x(ctx)
     model = make(ctx, transport, mode)
     for number in range(2):
         micro_batch(ctx, model, number, mode, last=number == 1)
@@ -176,7 +175,6 @@ def test_a_failed_forward_is_as_if_it_had_not_been(ctx, mode, times, waits, tran
 @pytest.mark.each_pair
 def test_a_failed_backward_leaves_nothing_behind(ctx, times, waits, transport):
     """The next step, after zero_grad, is that of a model that never failed; also when its graph was there before."""
-    only_fsdp2x(ctx)
     model = make(ctx, transport)
     loss_of(ctx, model, 0).backward()
     model.zero_grad()
@@ -206,7 +204,6 @@ def test_a_failed_backward_leaves_nothing_behind(ctx, times, waits, transport):
 @pytest.mark.parametrize("mode", ["nothing", "shown", "reduce_scatter", "manual"])
 @both_transports
 def test_a_failed_backward_keeps_earlier_gradients_or_says_that_they_are_lost(ctx, mode, transport):
-    only_fsdp2x(ctx)
     model = make(ctx, transport, mode)
     micro_batch(ctx, model, 0, mode, last=False)
     micro_batch(ctx, model, 2, mode, last=True)
@@ -240,7 +237,6 @@ def test_a_failed_backward_keeps_earlier_gradients_or_says_that_they_are_lost(ct
 @pytest.mark.parametrize("mode", ["synchronize", "manual"])
 def test_a_reduction_that_fails_outside_of_backward_leaves_no_gradient(ctx, mode):
     """Its gradients are lost, which the next step says."""
-    only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS, transport="process_group")
     model.set_manual_backward_finalization(mode == "manual")
     scatter = UserScatter()
@@ -274,7 +270,6 @@ def test_a_reduction_that_fails_outside_of_backward_leaves_no_gradient(ctx, mode
 def test_a_hook_behind_a_gradient_raises_when_all_gradients_are_there(ctx, mode, transport):
     """On all ranks, or on one, which takes no other with it. Gradients arrive at any moment: a rank that raised at once
     would have posted other reductions than its peers."""
-    only_fsdp2x(ctx)
     expected = make(ctx, transport, mode)
     for number in range(4):
         micro_batch(ctx, expected, number, mode, last=number > 0)
@@ -302,7 +297,6 @@ class Silent(Stack):
 @both_transports
 def test_a_module_that_returns_none_while_an_exception_is_handled(ctx, transport):
     """It has not failed. One that raises that same exception has."""
-    only_fsdp2x(ctx)
 
     def step(model, number):
         assert model(inputs(ctx.rank, number)) is None

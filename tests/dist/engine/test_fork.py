@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import fsdp2x
+from fsdp2x import checkpoint, export
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs, step
-from reference import both_transports, only_fsdp2x, params, same, shard
+from reference import both_transports, params, same, shard
 
 
 def in_child(body) -> str:
@@ -43,9 +45,6 @@ def make(ctx, transport, **options):
 
 def uses(ctx, model, optimizer, loss) -> dict:
     """Operations that a child might try, by name. ``loss`` still needs its backward."""
-    import fsdp2x
-    from fsdp2x import checkpoint, export
-
     x = inputs(ctx.rank, 9)
     return {
         "forward": lambda: torch.no_grad()(model)(x),
@@ -66,9 +65,6 @@ def uses(ctx, model, optimizer, loss) -> dict:
 @both_transports
 def test_every_use_in_a_child_is_refused(ctx, transport):
     """One child for all uses; the parent's losses are those of a run without it, bit for bit."""
-    only_fsdp2x(ctx)
-    from fsdp2x import checkpoint
-
     expected, twin = [], make(ctx, transport)
     for number in range(4):
         expected.append(step(ctx, *twin, number))
@@ -103,7 +99,6 @@ def test_every_use_in_a_child_is_refused(ctx, transport):
 @both_transports
 @pytest.mark.parametrize("end", ["del", "exit", "exception in forward"])
 def test_the_end_of_a_child_is_not_the_parents(ctx, transport, end):
-    only_fsdp2x(ctx)
     expected, twin = [], make(ctx, transport)
     for number in range(3):
         expected.append(step(ctx, *twin, number))
@@ -127,7 +122,6 @@ def test_the_end_of_a_child_is_not_the_parents(ctx, transport, end):
 @distributed(world_sizes=(2,))
 def test_unsharded_weights_are_not_there(ctx):
     """Between forward and backward the root has whole weights: in a child they are an error that says why, no crash."""
-    only_fsdp2x(ctx)
     model, _ = make(ctx, "shm")
     loss = model(inputs(ctx.rank)).sum()
     weight = model.head.weight
@@ -154,7 +148,6 @@ class UsesTheModel(torch.utils.data.Dataset):
 
 @distributed(world_sizes=(2,), timeout=120)
 def test_a_worker_of_a_data_loader(ctx):
-    only_fsdp2x(ctx)
     model, optimizer = make(ctx, "shm")
     step(ctx, model, optimizer, 0)
     # Ranks of the harness are daemons, which may have no children; those of a job are not.

@@ -7,14 +7,13 @@ import pytest
 from harness import distributed
 from interrupts import Program
 from large_gathers import everything_is_large
-from reference import TRANSPORTS, only_fsdp2x
+from reference import TRANSPORTS
 
 PARTS = ("train", "train large", "clip", "step", "save", "unshard")
 
 
 def explore(ctx, transport, part, all_ranks, num):
     """Interrupts ``part`` at ``num`` places, spread over all of them. ``large``: gathers and reductions as messages."""
-    only_fsdp2x(ctx)
     part, _, large = part.partition(" ")
     wrong = []
     with everything_is_large() if large else contextlib.nullcontext():

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import fsdp2x
 from fsdp2x.base import collectives
 from fsdp2x.lifecycle import transport_choice
 from harness import dist_run
@@ -85,8 +86,6 @@ def train_until_killed(ctx, setting: str, *case):
 
 
 def train(ctx, setting: str, victim: int, moment: str, name: str, when: float):
-    import fsdp2x
-
     options = {"transport": "process_group", **SETTINGS[setting][1], "mesh": mesh_of(ctx, setting)}
     model = shard(ctx, Stack(), STACK_UNITS, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

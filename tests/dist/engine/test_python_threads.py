@@ -9,7 +9,7 @@ import torch
 import fsdp2x
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import only_fsdp2x, shard
+from reference import shard
 
 NUM_THREADS = 4
 
@@ -46,7 +46,6 @@ def ordered(results):
 @pytest.mark.parametrize("transport", ["shm", "process_group"])
 def test_forwards_side_by_side(ctx, what, transport):
     """Same results as one after the other; a unit is freed by the last who uses it."""
-    only_fsdp2x(ctx)
     model, plain = shard(ctx, Large(), STACK_UNITS, transport=transport), Large()
     blocks = [f"blocks.{i}" for i in range(3)]
     paths = {
@@ -85,7 +84,6 @@ def test_forwards_side_by_side(ctx, what, transport):
 @pytest.mark.parametrize("transport", ["shm", "process_group"])
 def test_one_thread_that_fails(ctx, transport):
     """Leaves the forwards of the others alone."""
-    only_fsdp2x(ctx)
     model, plain = shard(ctx, Large(), STACK_UNITS, transport=transport), Large()
 
     def sometimes(module, args):

@@ -28,7 +28,7 @@ from fsdp2x.sharding import transport
 from harness import distributed
 from models import Stack, inputs
 from one_gpu import CLOSE
-from reference import only_fsdp2x, same, shard, shard_stock
+from reference import same, shard, shard_stock
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +78,6 @@ HOST_CLOSE = {"fp32": CLOSE["fp32"], "bf16": {"rtol": 5e-2, "atol": 4e-3}}
 
 @distributed(world_sizes=(1,), timeout=180, fresh=True)
 def test_steps_are_stocks(ctx, library):
-    only_fsdp2x(ctx)
-
     def train(name: str, device: torch.device) -> list:
         with sharded(ctx, name, device, shard_stock) as model:
             return run(model, CASES[name], device)
@@ -98,8 +96,6 @@ OPTIMIZERS = {
 
 @distributed(world_sizes=(1,), timeout=180, fresh=True)
 def test_optimizers_clipping_and_sleep(ctx, library):
-    only_fsdp2x(ctx)
-
     def train(name: str, device: torch.device) -> list:
         found = []
         ours = functools.partial(shard, ctx, transport="process_group")
@@ -210,7 +206,6 @@ def test_copy_engines(ctx, library):
 @distributed(world_sizes=(1,), timeout=60, fresh=True)
 def test_deltas_are_those_of_the_cpu(ctx, library):
     """There the engine looks for what changed, on devices torch does."""
-    only_fsdp2x(ctx)
     torch.manual_seed(0)
     before = torch.randn(1003).mul(40)
     after = torch.where(torch.rand(1003) < 0.02, torch.tensor([float("nan"), -0.0, 1.0]).repeat(335)[:1003], before)
@@ -236,7 +231,6 @@ def test_deltas_are_those_of_the_cpu(ctx, library):
 @distributed(world_sizes=(1,), timeout=60, fresh=True)
 def test_streams_of_the_wrong_device_are_found(ctx, library):
     """The fault that these tests are for: an engine that takes the streams of the current device."""
-    only_fsdp2x(ctx)
     devices = accelerator.Accelerator(library)
     wrong = mock.Mock(return_value=lambda: _C.TorchLayer(torch.device("fake", 0)))
     second = torch.device("fake", 1)

@@ -21,7 +21,6 @@ from models import STACK_UNITS, inputs
 from reference import (
     grads,
     mean_of_ranks,
-    only_fsdp2x,
     same,
     shard,
     train_alike,
@@ -73,7 +72,6 @@ def without(entries: list[tuple], operation: str, lane: str, subject: str = "") 
 @pytest.mark.each_pair
 def test_trains_as_one_rank_would(ctx, pack_below, policy, with_kernels):
     """Direct, mixed and packed gathers, uneven rows, in two dtypes; with the twins of the kernels and without."""
-    only_fsdp2x(ctx)
     options = {"close": policy, "mp_policy": POLICIES[policy]}
     _, entries = trained(ctx, pack_below=pack_below, with_kernels=with_kernels, **options)
     gathers = [entry for entry in entries if entry[0] == "all_gather"]
@@ -89,7 +87,6 @@ def test_trains_as_one_rank_would(ctx, pack_below, policy, with_kernels):
 @pytest.mark.parametrize("how", ["average", "sum", "divided by 8", "divided by the ranks"])
 def test_choice_of_the_reduction(ctx, how, dtype):
     """Sums and means only: NCCL's premultiplied sums of bf16 are zero in some versions of torch."""
-    only_fsdp2x(ctx)
     recorder = streams.install()
     operations, scatter = [], getattr(dist, COLLECTIVE)
 
@@ -121,7 +118,6 @@ def test_choice_of_the_reduction(ctx, how, dtype):
 @pytest.mark.parametrize("with_kernels", [True, False])
 def test_nothing_that_nobody_wrote_travels(ctx, reduce_dtype, with_kernels):
     """New memory is full of NaN here, so rows, their padding, flags, and the padding after them must be written."""
-    only_fsdp2x(ctx)
     streams.install(with_kernels=with_kernels)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3, bias=False), torch.nn.Linear(3, 5))
     model[1].weight.requires_grad_(False)
@@ -157,7 +153,6 @@ KINDS = {
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("reshard", [True, False])
 def test_events_order_every_access(ctx, reshard):
-    only_fsdp2x(ctx)
     recorder = streams.install(pack_below_bytes=1200)
     model = sharded(ctx, 5, reshard_after_forward=reshard)
     entries = record_of_steps(ctx, recorder, model, num=3)
@@ -180,7 +175,6 @@ DELAYED = {
 @pytest.mark.parametrize("case", DELAYED)
 def test_results_do_not_depend_on_delays(ctx, case):
     """All lanes but compute run late, at random, as far as events allow; without a kind of wait, results are others."""
-    only_fsdp2x(ctx)
     recorder = streams.install(pack_below_bytes=1200)
     expected = results_of_steps(ctx, sharded(ctx, 4, **DELAYED[case]))
 
@@ -197,7 +191,6 @@ def test_results_do_not_depend_on_delays(ctx, case):
 @pytest.mark.parametrize("is_explicit", [False, True])
 def test_prefetch_order(ctx, is_explicit):
     """A unit's gather is on its way before the unit in front of it is used, or as early as the user's list says."""
-    only_fsdp2x(ctx)
     recorder = streams.install()
     model = sharded(ctx)
     if is_explicit:
@@ -228,7 +221,6 @@ class TwoOfExperts(torch.nn.Module):
 @distributed(world_sizes=(2,))
 def test_flags_of_missing_gradients_are_asked_for_at_once(ctx):
     """Their copy follows the collective directly. The host enqueues other work first and waits only for that copy."""
-    only_fsdp2x(ctx)
     recorder = streams.install()
     model = shard(ctx, TwoOfExperts(), ("first", "second"), transport="streams")
     for number in range(2):
@@ -250,7 +242,6 @@ def test_flags_of_missing_gradients_are_asked_for_at_once(ctx):
 @distributed(world_sizes=(2,))
 def test_gathers_wait_for_the_optimizers_event(ctx):
     """set_post_optim_event: the event, and nothing else that the compute lane does before the forward."""
-    only_fsdp2x(ctx)
     recorder = streams.install()
     model, waited = sharded(ctx), []
     event = types.SimpleNamespace(wait=lambda: waited.append(None))
@@ -275,7 +266,6 @@ def test_gathers_wait_for_the_optimizers_event(ctx):
 @distributed(world_sizes=(2,))
 def test_reductions_over_a_group_of_their_own(ctx):
     """They stay on their lane, and gathers do not go through their group."""
-    only_fsdp2x(ctx)
     groups: dict[str, set] = {"_all_gather_group": set(), "_reduce_scatter_now": set()}
     for name, seen in groups.items():
         real = getattr(transport, name)
@@ -293,7 +283,6 @@ def test_reductions_over_a_group_of_their_own(ctx):
 @distributed(world_sizes=(2,))
 def test_custom_collectives_overlap(ctx):
     """A user's collectives run on the lanes of those that they replace."""
-    only_fsdp2x(ctx)
     comms = UserGather(), UserScatter()
 
     def set_up(model) -> None:
@@ -310,7 +299,6 @@ def test_custom_collectives_overlap(ctx):
 @distributed(world_sizes=(2,))
 def test_roots_share_streams(ctx):
     """Pipeline stages, before and after their first forward: one set of lanes, no races between the stages."""
-    only_fsdp2x(ctx)
     recorder = streams.install()
     stages = [sharded(ctx) for _ in range(3)]
     fsdp2x.share_comm_ctx(stages[:2])
@@ -336,7 +324,6 @@ def test_roots_share_streams(ctx):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_unit_of_one_rank_is_a_pack_and_two_casts_if_it_has_any(ctx, policy):
     """No flags, no reduction buffer, no pass from there to the gradients. Without casts, no slot."""
-    only_fsdp2x(ctx)
     recorder = streams.install()
     model = sharded(ctx, mp_policy=POLICIES[policy])
     entries = record_of_steps(ctx, recorder, model, num=1)
@@ -356,7 +343,6 @@ def test_a_unit_of_one_rank_is_a_pack_and_two_casts_if_it_has_any(ctx, policy):
 @distributed(world_sizes=(1,))
 def test_parameters_of_one_rank_are_its_shards(ctx):
     """They have the shards' addresses, also after the pool has moved, and a forward waits for the optimizer's event."""
-    only_fsdp2x(ctx)
     recorder = streams.install()
     model, other = sharded(ctx), sharded(ctx, mp_policy=POLICIES["bf16"])
     for _ in range(2):
@@ -376,7 +362,6 @@ def test_parameters_of_one_rank_are_its_shards(ctx):
 @distributed(world_sizes=(2,))
 def test_memory_of_the_process_group(ctx):
     """Slots and buffers come from the backend's allocator, and reductions end in its memory."""
-    only_fsdp2x(ctx)
     recorder, taken = streams.install(), []
 
     def comm_allocator(kind, group, device):
@@ -406,7 +391,6 @@ def test_memory_of_the_process_group(ctx):
 @pytest.mark.parametrize("with_kernels", [True, False])
 def test_steps_on_streams_of_the_user(ctx, with_kernels):
     """Lanes follow the stream that is current when a forward begins, whichever was in the step before."""
-    only_fsdp2x(ctx)
     recorder = streams.install(pack_below_bytes=1200, with_kernels=with_kernels)
     reference, model = wide(), sharded(ctx)
     for number, stream in enumerate((0, 1, 2, 1, 0)):
@@ -430,7 +414,6 @@ def test_steps_on_streams_of_the_user(ctx, with_kernels):
 @distributed(world_sizes=(2,))
 def test_memory_that_is_given_back_away_from_its_stream(ctx):
     """A slot that stays gathered between two streams goes back in the order of the one that took it."""
-    only_fsdp2x(ctx)
     recorder = streams.install()
     model = sharded(ctx, reshard_after_forward=False)
     step(model, ctx)
@@ -456,7 +439,6 @@ def test_memory_that_is_given_back_away_from_its_stream(ctx):
 @distributed(world_sizes=(2,))
 def test_plans_that_another_stream_runs(ctx):
     """A plan made on one stream and run on another is freed after the work of both."""
-    only_fsdp2x(ctx)
     recorder = streams.install()
     model = sharded(ctx)
     step(model, ctx)
@@ -487,7 +469,6 @@ def capture(recorder, model, ctx) -> list[tuple]:
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_step_that_is_captured(ctx, reshard):
     """Every lane is in the graph, joined at its end, and waits for nothing beyond its borders."""
-    only_fsdp2x(ctx)
     recorder = streams.install(pack_below_bytes=1200)
     model = sharded(ctx, reshard_after_forward=reshard)
     entries = capture(recorder, model, ctx)
@@ -507,7 +488,6 @@ def test_a_step_that_is_captured(ctx, reshard):
 @distributed(world_sizes=(2,))
 def test_a_capture_without_all_gradients_is_refused(ctx):
     """The host cannot read flags of a graph; where zeros are reduced it need not."""
-    only_fsdp2x(ctx)
     recorder = streams.install()
     model = shard(ctx, Experts(), transport="streams")
     for zeros in (False, True):
@@ -531,7 +511,6 @@ HOOKS = {
 @pytest.mark.parametrize("what", HOOKS)
 def test_calls_from_a_hook_of_a_gradient(ctx, what):
     """The hook runs on the lane of the reduction: what it gathers is used there, and on the compute lane after it."""
-    only_fsdp2x(ctx)
     recorder = streams.install()
     model = sharded(ctx)
     calls = []
@@ -549,7 +528,6 @@ def test_calls_from_a_hook_of_a_gradient(ctx, what):
 @distributed(world_sizes=(2,))
 def test_the_hook_has_a_stream(ctx):
     """The user's stream waits for the reduction, is current in the hook, and is waited for."""
-    only_fsdp2x(ctx)
     streams.install()
     seen = []
 
@@ -601,7 +579,6 @@ def steps_of(ctx, recorder, policy: str, **options) -> tuple[list[torch.Tensor],
 @pytest.mark.parametrize("piece_bytes", [256, 900])
 def test_reductions_in_pieces(ctx, piece_bytes):
     """Bits as without pieces. Each piece is packed on the lane of its collective, and gradients live until the end."""
-    only_fsdp2x(ctx)
     recorder = streams.install(pieces=(600, piece_bytes))
     found, entries = steps_of(ctx, recorder, "bf16")
     with mock.patch.object(transport, "pieces", lambda: (1 << 40, 0)):

@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 import fsdp2x
 from checkpoints import FORMS, Training, full_disk, shared_folder
+from fsdp2x import checkpoint
+from fsdp2x.io.checkpoint import saving
 from harness import distributed
 
 
@@ -17,8 +19,6 @@ class Held:
     """Writers stop at their first write until `go`."""
 
     def __init__(self, patch):
-        from fsdp2x.io.checkpoint import saving
-
         self.go = threading.Event()
         original = saving.Job._write
 
@@ -72,8 +72,6 @@ def test_the_next_save_waits(ctx):
 @pytest.mark.parametrize("second_is_async", [False, True])
 def test_two_models_write_to_one_folder_one_after_the_other(ctx, second_is_async):
     """While the first is being written, the second is refused as if it had been, or waits for it."""
-    from fsdp2x import checkpoint
-
     actor, critic = Training(), Training()
     actor.steps(1)
 
@@ -109,8 +107,6 @@ def test_two_models_write_to_one_folder_one_after_the_other(ctx, second_is_async
 
 @distributed
 def test_an_error_reaches_all_ranks_at_the_next_call(ctx):
-    from fsdp2x import checkpoint
-
     with shared_folder() as folder:
         training = Training()
         training.steps(1)

@@ -22,7 +22,7 @@ from fsdp2x import checkpoint
 from fsdp2x.checkpoint import CheckpointError
 from harness import dist_run, distributed
 from models import Stack
-from reference import full, only_fsdp2x
+from reference import full
 from training import Said
 
 DATA = {"sharded": "__1_0.distcp", "full": "checkpoint.safetensors", "per_rank": "__1_0.distcp"}
@@ -39,8 +39,6 @@ def shorten(path):
 @distributed
 @pytest.mark.parametrize("form", FORMS)
 def test_an_older_whole_one_is_taken_and_said(ctx, form):
-    from fsdp2x import checkpoint
-
     agreed = mock.patch("fsdp2x.base.failures.name_ended", side_effect=AssertionError("no rank is lost"))
     with shared_folder() as folder:
         training, first = Training(), None
@@ -98,8 +96,6 @@ MISPLACED = {
 
 @distributed
 def test_a_chunk_in_the_place_of_another_is_found_out(ctx):
-    from fsdp2x import checkpoint
-
     with shared_folder() as root:
         training = Training()
         for _ in range(2):
@@ -128,8 +124,6 @@ def test_a_chunk_in_the_place_of_another_is_found_out(ctx):
 
 @distributed
 def test_all_damaged_ones_are_named(ctx):
-    from fsdp2x import checkpoint
-
     with shared_folder() as folder:
         training = Training()
         for step in (1, 2):
@@ -141,8 +135,6 @@ def test_all_damaged_ones_are_named(ctx):
 
 @distributed
 def test_a_folder_that_takes_nothing(ctx):
-    from fsdp2x import checkpoint
-
     training = Training()
     # Not even root can create a folder there.
     for in_background in (False, True):
@@ -152,8 +144,6 @@ def test_a_folder_that_takes_nothing(ctx):
 
 @distributed
 def test_arguments_are_checked(ctx):
-    from fsdp2x import checkpoint
-
     training = Training()
     for keywords, message in (
         ({"form": "whole"}, "form must be 'sharded', 'full' or 'per_rank', got 'whole'"),
@@ -207,7 +197,6 @@ def remains(path):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_full_disk(ctx, form, asynchronous):
-    only_fsdp2x(ctx)
     model = fsdp2x.fully_shard(Stack(), auto_wrap=True)
     optimizer = fsdp2x.optim.AdamW(model.parameters())
 

@@ -12,8 +12,11 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+import fsdp2x
 from checkpoints import FORMS, OPTIMIZERS, Mixed, Training, on_first, shared_folder
+from fsdp2x import checkpoint
 from fsdp2x.base.failures import CheckpointError
+from fsdp2x.convert import convert_checkpoint
 from fsdp2x.io.checkpoint.trees import nest
 from harness import dist_run, distributed
 from training import losses as logged
@@ -53,8 +56,6 @@ def load_per_rank(ctx, path, optimizer):
 @pytest.mark.parametrize(("worlds", "num"), [((1, 3), 1), pytest.param((1, 3, 4), 3, marks=pytest.mark.full)])
 def test_other_world_sizes_continue_the_run(tmp_path, worlds, num):
     """`num` of the forms for each optimizer, as they were saved and converted to another one."""
-    from fsdp2x.convert import convert_checkpoint
-
     cells = [(name, FORMS[-(number + k) % 3]) for number, name in enumerate(OPTIMIZERS) for k in range(num)]
     whole = dist_run(train_and_save, 2, tmp_path, cells, fresh=False)[0].value
     converted = []
@@ -83,8 +84,6 @@ def test_other_world_sizes_continue_the_run(tmp_path, worlds, num):
 @distributed
 @pytest.mark.parametrize("form", FORMS)
 def test_conversions_that_fail_leave_what_is_there(ctx, form):
-    from fsdp2x.convert import convert_checkpoint
-
     with shared_folder() as folder:
         Training().save(folder / "saved", form=form)
 
@@ -126,8 +125,6 @@ def test_a_full_checkpoint_needs_safetensors_and_torch_alone(ctx):
 
 @distributed
 def test_files_of_torch_save_are_read_but_no_longer_written(ctx):
-    from fsdp2x import checkpoint
-
     with shared_folder() as folder:
         training = Training("adamw")
         training.steps(2)
@@ -171,8 +168,6 @@ def make_old(path, form):
 @distributed
 @pytest.mark.parametrize("form", ["sharded", "full", "file"])
 def test_checkpoints_of_the_format_before_are_read(ctx, form):
-    from fsdp2x import checkpoint
-
     with shared_folder() as folder:
         training = Training()
         training.steps(2)
@@ -214,8 +209,6 @@ def test_what_differs_by_rank_and_what_is_not_there_yet(ctx, form):
 
 @distributed(world_sizes=(2,))
 def test_what_is_missing_is_named(ctx):
-    from fsdp2x import checkpoint
-
     with shared_folder() as folder:
         training = Training()
         training.steps(1)
@@ -242,8 +235,6 @@ def test_what_is_missing_is_named(ctx):
 
 @distributed(world_sizes=(2,))
 def test_nothing_is_executed_unless_told(ctx):
-    from fsdp2x import checkpoint
-
     with shared_folder() as folder:
         training = Training()
         strange = {"set": {1, 2}, "path": folder}
@@ -259,8 +250,6 @@ def test_nothing_is_executed_unless_told(ctx):
 
 @distributed(world_sizes=(2,))
 def test_marked_ones_stay(ctx):
-    from fsdp2x import checkpoint
-
     with shared_folder() as folder:
         training = Training()
         for step in range(1, 6):
@@ -279,7 +268,6 @@ def test_marked_ones_stay(ctx):
 @pytest.mark.parametrize("async_save", [False, True])
 def test_buffers_that_differ_are_those_of_rank_0(ctx, async_save):
     """Each rank's own in the files of each rank; in the others all of one rank, also next to what stays on a rank."""
-    import fsdp2x
 
     def make(value):
         model = nn.Sequential(nn.Linear(4, 4), *(nn.BatchNorm1d(4) for _ in range(3)))
@@ -305,8 +293,6 @@ def test_buffers_that_differ_are_those_of_rank_0(ctx, async_save):
 @distributed
 @pytest.mark.parametrize("form", FORMS)
 def test_plain_states_of_no_known_cut_are_refused(ctx, form):
-    import fsdp2x
-
     model = fsdp2x.fully_shard(nn.Linear(6, 5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight]["rows"] = torch.zeros(model.weight.to_local().shape[0])
@@ -356,8 +342,6 @@ def _tensors(training):
 
 @distributed
 def test_groups_that_were_others_are_told(ctx):
-    import fsdp2x
-
     with shared_folder() as folder:
         training = Training()  # two groups, one without decay
         training.steps(1)
@@ -375,8 +359,6 @@ def test_groups_that_were_others_are_told(ctx):
 
 @distributed
 def test_several_optimizers(ctx):
-    import fsdp2x
-
     def make():
         training = Training()
         whole, rest = (group["params"] for group in training.optimizer.param_groups)
@@ -444,8 +426,6 @@ def test_stock_reads_ours(ctx, optimizer):
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("flat", [False, True])
 def test_ours_reads_stock(ctx, flat):
-    from fsdp2x import checkpoint
-
     with shared_folder() as folder:
         stock = Training(impl="torch")
         stock.steps(3)

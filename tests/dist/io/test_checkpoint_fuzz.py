@@ -23,6 +23,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import damage
 from checkpoints import FORMS, Training, on_first, shared_folder
+from fsdp2x import checkpoint
+from fsdp2x.io.checkpoint.optimizer import named_state
+from fsdp2x.io.checkpoint.rng import rng_state
+from fsdp2x.io.checkpoint.trees import flatten, nest
 from harness import distributed
 
 # The first seeds, and seeds that have found bugs.
@@ -43,10 +47,6 @@ NOT_DAMAGED = (
 
 def snapshot(training):
     """Copies all that a load may change on this rank, by name. Copies only the local part of tensors."""
-    from fsdp2x.io.checkpoint.optimizer import named_state
-    from fsdp2x.io.checkpoint.rng import rng_state
-    from fsdp2x.io.checkpoint.trees import flatten
-
     tree = {
         "model": dict(training.model.state_dict()),
         "optimizer": named_state(training.model, [training.optimizer])[0],
@@ -106,8 +106,6 @@ class Subject:
 
     def judge(self, path, of_root, form, states, change):
         """Loads a damaged checkpoint and returns what goes wrong, if anything. Restores the training state."""
-        from fsdp2x import checkpoint
-
         training, error, loaded = self.training, None, None
         schedule = training.schedule if form != "stock" else None
         try:
@@ -196,8 +194,6 @@ def _hurt_bytes(rng, folder):
 
 
 def _lie(rng, tree):
-    from fsdp2x.io.checkpoint.trees import flatten, nest
-
     flat, paths = flatten(tree)
     tensors = {name: value.clone() for name, value in flat.items() if isinstance(value, torch.Tensor)}
     if not tensors:

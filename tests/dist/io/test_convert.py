@@ -8,10 +8,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import damage
 import fsdp2x
 from checkpoints import shared_folder, tensors
+from fsdp2x import checkpoint
 from fsdp2x.base.failures import CheckpointError
 from fsdp2x.convert import dcp_to_hf, hf_to_dcp, ranks_to_hf
 from harness import distributed
@@ -99,8 +101,6 @@ def test_dcp_directories_of_stock_and_ours(ctx, name):
 @distributed(world_sizes=(2,))
 def test_checkpoints_of_training(ctx):
     """fsdp2x's own directories keep ties once and verify checksums; the newest of a folder is taken."""
-    from fsdp2x import checkpoint
-
     for name in ("qwen3", "qwen3_moe"):
         with shared_folder() as folder:
             if ctx.rank == 0:
@@ -144,8 +144,6 @@ def test_files_of_ranks(ctx, name):
 @distributed(world_sizes=(4,))
 def test_files_of_ranks_on_two_axes(ctx):
     """HSDP, and FSDP over tensor parallelism, whose shards of one dim are strided."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
     with shared_folder() as folder:
         if ctx.rank == 0:
             write_origin(folder, "llama")

@@ -9,9 +9,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 import damage
+import fsdp2x
 from fsdp2x.base.failures import CheckpointError
+from fsdp2x.convert import dcp_to_hf, export_checkpoint, hf_to_dcp, ranks_to_hf
+from fsdp2x.io.hf.empty import plain_config
 from harness import dist_run
 from models import build
 
@@ -32,9 +36,6 @@ def doubled():
 
 def save(ctx, folder):
     """Saves the doubled model as a DCP directory, as a file per rank, and as an fsdp2x checkpoint with its config."""
-    import fsdp2x
-    from fsdp2x.io.hf.empty import plain_config
-
     model = fsdp2x.fully_shard(doubled())
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "dcp")
     (folder / "ranks" / "5").mkdir(parents=True, exist_ok=True)
@@ -44,8 +45,6 @@ def save(ctx, folder):
 
 
 def _own_memory(tensor):
-    from torch.distributed.tensor import DTensor
-
     local = tensor.to_local().clone()
     return DTensor.from_local(local, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
 
@@ -59,8 +58,6 @@ def saved(tmp_path_factory):
 
 
 def convert(kind, folder, out):
-    from fsdp2x.convert import dcp_to_hf, export_checkpoint, hf_to_dcp, ranks_to_hf
-
     if kind in ("dcp", "origin"):
         return dcp_to_hf(folder / "dcp", out, folder / "origin")
     if kind == "ranks":

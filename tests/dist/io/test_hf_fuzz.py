@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import damage
+import fsdp2x
 from checkpoints import on_first, shared_folder
 from fsdp2x.checkpoint import CheckpointError
 from harness import distributed
@@ -76,8 +77,6 @@ class Subject:
     """A sharded model that has weights, and is loaded into."""
 
     def __init__(self, form):
-        import fsdp2x
-
         self.form = form
         torch.manual_seed(1)
         model = tiny_lora() if form == "adapter" else build("qwen3_moe" if form == "experts" else "llama")
@@ -89,8 +88,6 @@ class Subject:
 
     def judge(self, folder, mode, original, change):
         """Loads a damaged folder and returns what goes wrong, if anything. Restores the model."""
-        import fsdp2x
-
         error = None
         try:
             if self.form == "adapter":
@@ -116,8 +113,6 @@ class Subject:
 
 def judge_made(folder, mode, whole, change):
     """The same for a model that is made from the folder."""
-    import fsdp2x
-
     error = model = None
     try:
         model = fsdp2x.from_pretrained(folder, mode=mode, progress=False)
@@ -155,8 +150,6 @@ def _locals(model):
 @pytest.mark.parametrize("form", FORMS)
 def test_damage_is_refused_or_loaded_as_the_files_say(ctx, form, rounds):
     import logging
-
-    import fsdp2x
 
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import checkpoints
 import fsdp2x
 from fsdp2x.base.failures import CheckpointError
+from fsdp2x.io.formats.tensors import FileTensor
 from fsdp2x.io.hf.files import Checkpoint
 from harness import distributed
 from models import STACK_UNITS, Stack, batch, build, tiny_lora, tiny_vlm
@@ -337,8 +338,6 @@ def test_adapters(ctx):
 @pytest.mark.parametrize("mode", ["each", "broadcast"])
 @distributed(world_sizes=(2,))
 def test_errors_reach_all_ranks(ctx, mode):
-    from fsdp2x.io.formats.tensors import FileTensor
-
     with shared_folder(ctx, writer("qwen3")) as folder:
         model = fsdp2x.fully_shard(meta("qwen3"))
         real, reader = FileTensor.read, 1 if mode == "each" else 0

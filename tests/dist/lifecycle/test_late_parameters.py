@@ -16,7 +16,7 @@ import fsdp2x
 from fsdp2x.lifecycle.tree import unit_states
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import only_fsdp2x, params, same, shard
+from reference import params, same, shard
 
 UNITS = ("blocks.0", "blocks.1+blocks.2")
 
@@ -96,7 +96,6 @@ ONLY_BEFORE = [sharded_as_well, replicated, tied_again, wrapped, gathered_before
 @pytest.mark.each_pair
 def test_what_is_adopted(ctx, change, between):
     """At the first forward, or between steps."""
-    only_fsdp2x(ctx)
     model = shard(ctx, stack(), UNITS)
     if between:
         run(ctx, model)
@@ -109,7 +108,6 @@ def test_what_is_adopted(ctx, change, between):
 @distributed(world_sizes=(2,))
 def test_ignored_parameters_are_left_alone(ctx):
     """This includes a nested unit's parameters and ones that are set again, but not other names next to them."""
-    only_fsdp2x(ctx)
     model = stack()
     model.empty = nn.Sequential()  # is false
     model.empty.weight = nn.Parameter(torch.ones(1))
@@ -124,7 +122,6 @@ def test_ignored_parameters_are_left_alone(ctx):
 @distributed(world_sizes=(2,))
 def test_what_leaves_the_model_is_forgotten(ctx):
     """After a removal, replacement, or move, other parameters keep their values and removed modules are freed."""
-    only_fsdp2x(ctx)
     model = shard(ctx, stack(), UNITS)
     model.extra = nn.ParameterDict({"a": torch.randn(2), "b": torch.randn(3)})
     model.more = nn.Linear(2, 2)
@@ -162,7 +159,6 @@ def a_dtensor(model):
 @pytest.mark.parametrize("change", [a_scalar, a_dtensor])
 @pytest.mark.parametrize("between", [False, True])
 def test_what_cannot_be_adopted_is_named(ctx, change, between):
-    only_fsdp2x(ctx)
     model = shard(ctx, stack(), UNITS)
     if between:
         run(ctx, model)
@@ -178,7 +174,6 @@ def test_what_cannot_be_adopted_is_named(ctx, change, between):
 @pytest.mark.parametrize("transport", ["shm", "process_group"])
 @pytest.mark.parametrize("between", [False, True])
 def test_ranks_that_add_different_parameters_are_told(ctx, between, transport):
-    only_fsdp2x(ctx)
     model = shard(ctx, stack(), UNITS, transport=transport)
     if between:
         run(ctx, model)
@@ -192,7 +187,6 @@ def test_ranks_that_add_different_parameters_are_told(ctx, between, transport):
 
 @distributed(world_sizes=(2,))
 def test_not_between_micro_batches(ctx):
-    only_fsdp2x(ctx)
     model = shard(ctx, stack(), UNITS)
     with fsdp2x.accumulate(model, last=False):
         model(inputs(ctx.rank)).sum().backward()
@@ -206,7 +200,6 @@ def test_not_between_micro_batches(ctx):
 
 @distributed(world_sizes=(2,), fresh=True)
 def test_one_rank_alone_that_adds_something_ends_in_errors(ctx):
-    only_fsdp2x(ctx)
     group = dist.new_group(timeout=timedelta(seconds=3))
     mesh = DeviceMesh.from_group(group, "cpu")
     model = shard(ctx, stack(), UNITS, transport="process_group", mesh=mesh)
@@ -232,7 +225,6 @@ class MakesItsScale(nn.Linear):
 @pytest.mark.parametrize("first_without_grad", [False, True])
 def test_a_parameter_made_in_a_forward(ctx, unit, first_without_grad):
     """Its first gradient would be that of one rank. After a forward without gradients, it trains."""
-    only_fsdp2x(ctx)
     torch.manual_seed(0)
     model, reference = (nn.Sequential(MakesItsScale(4, 4), nn.Linear(4, 4)) for _ in range(2))
     reference.load_state_dict(model.state_dict())

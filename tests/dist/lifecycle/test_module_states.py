@@ -12,7 +12,7 @@ import fsdp2x
 from fsdp2x.lifecycle import replicas
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import full, only_fsdp2x, params, same, shard
+from reference import full, params, same, shard
 from training import shared_folder
 
 
@@ -52,7 +52,6 @@ def of_all(mine) -> list:
 @pytest.mark.parametrize("transport", ["shm", "process_group"])
 @pytest.mark.parametrize("how", ["value", "sign of zero", "payload"])
 def test_first_forward_names_what_differs(ctx, transport, how):
-    only_fsdp2x(ctx)
     model = replicated(ctx, transport)
     set_special(model, "blocks.1.up.weight", how)
     change(ctx, model, "blocks.1.up.weight", how)
@@ -70,7 +69,6 @@ def test_first_forward_names_what_differs(ctx, transport, how):
 @distributed(world_sizes=(2, 4))
 @pytest.mark.parametrize("transport", ["shm", "process_group"])
 def test_replicas_of_other_seeds_train_as_the_first(ctx, transport):
-    only_fsdp2x(ctx)
     model = replicated(ctx, transport, Stack(seed=ctx.rank // (ctx.world // 2)))
     with pytest.raises(ValueError, match=", and [0-9]+ more"):
         model(inputs(ctx.rank))
@@ -108,7 +106,6 @@ LOADS = {"load_state_dict": _load_state_dict, "set_model_state_dict": _set_model
 @pytest.mark.parametrize("transport", ["shm", "process_group"])
 @pytest.mark.parametrize("load", LOADS)
 def test_loads_are_checked_at_the_next_forward(ctx, transport, load):
-    only_fsdp2x(ctx)
     model = replicated(ctx, transport)
     weights = {name: value.clone() for name, value in full(model.state_dict()).items()}
     model(inputs(ctx.rank)).square().mean().backward()
@@ -129,7 +126,6 @@ def test_loads_are_checked_at_the_next_forward(ctx, transport, load):
 @distributed(world_sizes=(2, 4))
 @pytest.mark.parametrize("shape", ["one axis", "replicas"])
 def test_buffers_and_ignored_parameters_on_request(ctx, shape):
-    only_fsdp2x(ctx)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
     ignored = {model[2].weight}
     mesh = (ctx.world,) if shape == "one axis" else (2, ctx.world // 2)
@@ -154,7 +150,6 @@ def test_buffers_and_ignored_parameters_on_request(ctx, shape):
 
 @distributed(world_sizes=(2,))
 def test_what_cannot_be_synchronized(ctx):
-    only_fsdp2x(ctx)
     with torch.device("meta"):
         model = nn.Linear(4, 4)
     for call in (fsdp2x.sync_module_states, fsdp2x.check_module_states):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import fsdp2x
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import both_transports, grads, mean_of_ranks, mesh_of, only_fsdp2x, same, shard
+from reference import both_transports, grads, mean_of_ranks, mesh_of, same, shard
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}
 BOTH = "fsdp2x: optimizer.zero_grad() did not clear gradients"
@@ -49,7 +49,6 @@ def held_back(ctx, model, number, before_last, scale=1.0):
 @pytest.mark.each_world
 def test_zero_grad_of_any_module(ctx, transport, before_last):
     """It clears its gradients, whatever the earlier micro-batch communicated. The next sum has all other gradients."""
-    only_fsdp2x(ctx)
     mesh = mesh_of("2d" if ctx.world == 4 else "1d", ctx.world)
     for who, set_to_none in itertools.product(WHO, (True, False)):
         plain = Outer()
@@ -72,7 +71,6 @@ def test_zero_grad_of_any_module(ctx, transport, before_last):
 @pytest.mark.parametrize("gathered", [False, True])
 def test_zero_grad_while_gathered(ctx, gathered):
     """Also gradients that are reduced, of parameters that no module registers meanwhile."""
-    only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS)
     model.set_reshard_after_backward(not gathered)
     loss_of(model, ctx.rank, 0).backward()
@@ -88,7 +86,6 @@ def test_zero_grad_while_gathered(ctx, gathered):
 @pytest.mark.each_pair
 def test_pending_gradients_are_shown(ctx, transport):
     """Two micro-batches share one full, unreduced gradient. Writes to it are kept, and it is reduced once."""
-    only_fsdp2x(ctx)
     plain = Stack()
     ours = shard(ctx, copy.deepcopy(plain), STACK_UNITS, transport=transport)
     names = {param: name for name, param in ours.named_parameters()}
@@ -130,7 +127,6 @@ def test_pending_gradients_are_shown(ctx, transport):
 @distributed(world_sizes=(4,))
 @both_transports
 def test_rows_that_wait_for_the_all_reduce(ctx, transport):
-    only_fsdp2x(ctx)
     plain = Stack()
     ours = shard(ctx, copy.deepcopy(plain), STACK_UNITS, transport=transport, mesh=mesh_of("2d", ctx.world))
     kept = {}
@@ -151,7 +147,6 @@ def test_rows_that_wait_for_the_all_reduce(ctx, transport):
 @both_transports
 def test_sums_are_shown_in_the_reduce_dtype(ctx, transport):
     """Reading the sums does not change a bit of the step's gradients."""
-    only_fsdp2x(ctx)
     results = []
     for looks in (False, True):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -186,7 +181,6 @@ EVENTS = {
 @both_transports
 def test_an_optimizer_that_cannot_see_them(ctx, transport, forward_first):
     """Its zero_grad leaves them: the next forward or backward warns, once, and of nothing else."""
-    only_fsdp2x(ctx)
     for name, (warns, event) in EVENTS.items():
         model, another = (shard(ctx, Stack(), STACK_UNITS, transport=transport) for _ in range(2))
         mine, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, another))

@@ -13,14 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2x
 import models
 from fsdp2x.base.arguments import _accepts
 from fsdp2x.checkpoint import CheckpointError
+from fsdp2x.convert import hf_to_dcp
 from fsdp2x.train import ConfigError
+from fsdp2x.train.selftest import build
 from harness import distributed
-from reference import only_fsdp2x
 from training import settings, shared_folder, write_model
 
 PACKAGES = (
@@ -116,8 +118,6 @@ class World:
         return settings(self.text, self.folder / "output", train={"steps": 1})
 
     def mesh(self):
-        from torch.distributed.device_mesh import init_device_mesh
-
         return init_device_mesh("cpu", (1, self.world), mesh_dim_names=("efsdp", "ep"))
 
     def own(self, name):
@@ -268,15 +268,11 @@ def _before_sharding(world):
 
 
 def _hf_dcp(world):
-    from fsdp2x.convert import hf_to_dcp
-
     world.written(write_model, "hf")
     return world.written(lambda path: hf_to_dcp(world.folder / "hf", path), "dcp")
 
 
 def _layers():
-    from fsdp2x.train.selftest import build
-
     return build(torch.device("cpu"))
 
 
@@ -328,7 +324,6 @@ def call(name, world, arguments):
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_with_its_defaults(ctx, name):
     """On two ranks that have different amounts of everything: done, or one sentence; never a wait for each other."""
-    only_fsdp2x(ctx)
     with shared_folder(ctx) as folder:
         world = World(folder, folder / "text")
         arguments = NEEDS.get(name, lambda w: {})(world)
@@ -358,7 +353,6 @@ def default_dtype(dtype):
 @pytest.mark.parametrize("ambient", [torch.device("meta"), pytest.param(torch.float64, marks=pytest.mark.full)])
 def test_ambient_device_and_dtype(ctx, ambient):
     """Also for calls inside a block that makes a model without memory, or computes in double precision."""
-    only_fsdp2x(ctx)
     faults = []
     for name in sorted(EVERYTHING.keys() - REFUSED.keys()):
         with shared_folder(ctx) as folder:
@@ -423,7 +417,6 @@ def refusal(name, parameter, value, arguments, world):
 @distributed(world_sizes=(1,), timeout=120)
 def test_arguments_of_wrong_kinds(ctx):
     """Each parameter of each function, given what its annotation excludes."""
-    only_fsdp2x(ctx)
     wrong, num_cases = [], 0
     with shared_folder(ctx) as folder:
         world = World(folder, folder / "text")

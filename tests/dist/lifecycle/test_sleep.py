@@ -11,7 +11,7 @@ import fsdp2x
 import streams
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs, step
-from reference import only_fsdp2x, params, same, shard
+from reference import params, same, shard
 
 sleeping = importlib.import_module("fsdp2x.lifecycle.sleep")  # the package has a function of that name
 
@@ -31,7 +31,6 @@ def locals_of(model, optimizer) -> list[torch.Tensor]:
 @pytest.mark.parametrize("transport", ["shm", "process_group", "streams"])
 @pytest.mark.parametrize("make", [torch.optim.AdamW, fsdp2x.optim.AdamW])
 def test_training_goes_on(ctx, transport, make):
-    only_fsdp2x(ctx)
     model = Stack()
     twin = shard(ctx, copy.deepcopy(model), STACK_UNITS, transport=transport)
     ours = shard(ctx, model, STACK_UNITS, transport=transport)
@@ -58,7 +57,6 @@ def test_training_goes_on(ctx, transport, make):
 
 @distributed(world_sizes=(2,))
 def test_what_the_engine_keeps_goes_too(ctx):
-    only_fsdp2x(ctx)
     streams.install()
     model = shard(ctx, Stack(), STACK_UNITS, transport="streams")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -77,7 +75,6 @@ def test_what_the_engine_keeps_goes_too(ctx):
 
 @distributed(world_sizes=(2,))
 def test_mistakes(ctx):
-    only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS)
     with pytest.raises(ValueError, match="nothing in this Stack is sharded"):
         fsdp2x.sleep(Stack())
@@ -96,7 +93,6 @@ def test_mistakes(ctx):
 
 @distributed(world_sizes=(2,))
 def test_before_the_first_forward(ctx):
-    only_fsdp2x(ctx)
     model = Stack()
     expected = {name: param.detach().clone() for name, param in model.named_parameters()}
     shard(ctx, model, STACK_UNITS)

@@ -19,13 +19,12 @@ from fsdp2x.sharding import transport
 from harness import distributed
 from models import STACK_UNITS, inputs
 from offloading import OPTIMIZERS, OURS, loss_of, moments, num_of, policy, sharded, train, transfers
-from reference import only_fsdp2x, params, same, shard
+from reference import params, same, shard
 from streams import WIDTH, wide
 
 
 @distributed(world_sizes=(1, 2))
 def test_one_copy_of_the_moments_each_way(ctx):
-    only_fsdp2x(ctx)
     recorder = streams.install()
     model = sharded(ctx, wide(), "optimizer")
     optimizer = OURS(model.parameters(), lr=1e-2)
@@ -58,7 +57,6 @@ def test_one_copy_of_the_moments_each_way(ctx):
 @pytest.mark.parametrize("mode", ["optimizer", "gradients", "all"])
 def test_steps_that_clip(ctx, mode):
     """max_grad_norm, wherever gradients and moments are, has the bits of clipping first."""
-    only_fsdp2x(ctx)
     streams.install()
     model = wide()
     plain, offloaded = (sharded(ctx, model, one) for one in ("none", mode))
@@ -72,7 +70,6 @@ def test_steps_that_clip(ctx, mode):
 @distributed(world_sizes=(2,))
 def test_state_goes_in_and_out(ctx):
     """torch's state dict, DCP's, and a cleared state; the moments end where they belong."""
-    only_fsdp2x(ctx)
     streams.install()
     model = wide()
     plain, offloaded, third = (sharded(ctx, model, mode) for mode in ("none", "optimizer", "optimizer"))
@@ -99,7 +96,6 @@ def test_state_goes_in_and_out(ctx):
 
 @distributed(world_sizes=(2,))
 def test_some_parameters_without_gradient_and_some_frozen(ctx):
-    only_fsdp2x(ctx)
     recorder = streams.install()
     model = wide()
     results = []
@@ -123,7 +119,6 @@ def test_some_parameters_without_gradient_and_some_frozen(ctx):
 
 @distributed(world_sizes=(2,))
 def test_optimizers_that_would_keep_their_state_on_the_device(ctx):
-    only_fsdp2x(ctx)
     streams.install()
     model = sharded(ctx, wide(), "optimizer")
     before = params(model)
@@ -145,7 +140,6 @@ def test_optimizers_that_would_keep_their_state_on_the_device(ctx):
 @distributed(world_sizes=(2,))
 def test_an_optimizer_from_before_sharding_and_new_parameters(ctx):
     """The moments of an unsharded model, then parameters that are replaced: both end in blocks of the host."""
-    only_fsdp2x(ctx)
     recorder = streams.install()
     results = []
     for mode in ("none", "optimizer"):
@@ -170,7 +164,6 @@ def test_an_optimizer_from_before_sharding_and_new_parameters(ctx):
 @distributed(world_sizes=(1, 2))
 def test_the_device_holds_the_moments_of_two_units(ctx):
     """The two largest, in a step; parameters whose device has no streams any more are stepped where they are."""
-    only_fsdp2x(ctx)
     recorder = streams.install()
     model = sharded(ctx, wide(), "optimizer")
     optimizer = OURS(model.parameters(), lr=1e-2)
@@ -200,7 +193,6 @@ def params_of(model) -> dict:
 
 @distributed(world_sizes=(2,))
 def test_tensor_subclasses_keep_their_state_where_they_are(ctx):
-    only_fsdp2x(ctx)
     streams.install()
     model = wide()
     weight = model.blocks[0].up.weight.detach()

@@ -11,7 +11,7 @@ import fsdp2x
 import streams
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import only_fsdp2x, shard, shard_stock
+from reference import shard, shard_stock
 
 
 def names_of(run) -> set[str]:
@@ -29,8 +29,6 @@ NOT_OURS = {"FSDP::post_backward_rs_wait", "FSDP::post_backward_accumulate"}
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("transport", ["shm", "process_group", "streams"])
 def test_ranges_have_upstreams_names(ctx, transport):
-    only_fsdp2x(ctx)
-
     def step(model):
         model(inputs(ctx.rank)).square().mean().backward()
 
@@ -53,7 +51,6 @@ def test_ranges_have_upstreams_names(ctx, transport):
 
 @distributed(world_sizes=(2,))
 def test_files(ctx, tmp_path):
-    only_fsdp2x(ctx)
     streams.install()
     model = shard(ctx, Stack(), STACK_UNITS, transport="streams")
     with fsdp2x.profile(tmp_path / "profile", model=model, memory=True) as profiler:
@@ -74,7 +71,6 @@ def test_files(ctx, tmp_path):
 
 @distributed(world_sizes=(2,))
 def test_an_exception_leaves_the_trace(ctx, tmp_path):
-    only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS)
     with pytest.raises(ValueError, match="on purpose"), fsdp2x.profile(tmp_path):
         model(inputs(ctx.rank))

@@ -6,7 +6,7 @@ import torch
 import fsdp2x
 from harness import distributed
 from models import STACK_UNITS, Stack, batch, build, inputs
-from reference import both_transports, grads, only_fsdp2x, same, shard
+from reference import both_transports, grads, same, shard
 
 MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
 
@@ -24,7 +24,6 @@ def owned(model):
 @both_transports
 def test_memory_returns(ctx, mode, transport):
     """The reference model runs next to a model that trains and keeps its root for backward, as FSDP2's does."""
-    only_fsdp2x(ctx)
     student, teacher = Stack(seed=1), Stack(seed=2)
     twin = shard(ctx, Stack(seed=1), STACK_UNITS, transport=transport)
     plain = Stack(seed=2)
@@ -50,7 +49,6 @@ def test_memory_returns(ctx, mode, transport):
 @both_transports
 def test_heads_that_a_plan_keeps_for_backward(ctx, transport):
     """A transformer split by its plan: its head stays gathered after a forward with gradients only."""
-    only_fsdp2x(ctx)
     model = fsdp2x.fully_shard(build("qwen3"), transport={"streams": "process_group"}.get(transport, transport))
     tokens = batch("qwen3", ctx.rank)
     with torch.no_grad():
@@ -65,7 +63,6 @@ def test_heads_that_a_plan_keeps_for_backward(ctx, transport):
 @distributed(world_sizes=(2,))
 def test_what_was_asked_for_stays(ctx):
     """reshard_after_forward=False, by argument or setter, and `unsharded` keep the parameters in any case."""
-    only_fsdp2x(ctx)
     asked = shard(ctx, Stack(), STACK_UNITS, reshard_after_forward=False)
     told = shard(ctx, Stack(), STACK_UNITS)
     told(inputs(ctx.rank)).sum().backward()
@@ -91,7 +88,6 @@ def test_what_was_asked_for_stays(ctx):
 @distributed(world_sizes=(2,))
 def test_another_method_gathers_the_root_once(ctx):
     """A method that calls forward many times, as generate does."""
-    only_fsdp2x(ctx)
 
     class Generates(Stack):
         def generate(self, x):
@@ -111,7 +107,6 @@ def test_another_method_gathers_the_root_once(ctx):
 @distributed(world_sizes=(2,))
 def test_an_optimizer_step_behind_an_evaluation(ctx):
     """Weights that were gathered for it are not used by the next forward."""
-    only_fsdp2x(ctx)
 
     def run(evaluates):
         model = shard(ctx, Stack(), STACK_UNITS)

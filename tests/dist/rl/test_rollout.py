@@ -10,7 +10,7 @@ from fsdp2x import rl
 from fsdp2x.rollout import Sampling, sample
 from harness import distributed
 from models import build
-from reference import both_transports, only_fsdp2x
+from reference import both_transports
 
 
 @distributed(world_sizes=(2, 4))
@@ -18,7 +18,6 @@ from reference import both_transports, only_fsdp2x
 @both_transports
 def test_a_sharded_model_samples_inside_unsharded(ctx, name, transport):
     """Ranks have other numbers of prompts, the last of four none. Scores of the sharded model agree afterwards."""
-    only_fsdp2x(ctx)
     plain = build(name).eval()
     model = fsdp2x.fully_shard(copy.deepcopy(plain), transport=transport)
     prompts = [[3, 4, 5, 6], [7, 8], [9]][: 3 - ctx.rank]

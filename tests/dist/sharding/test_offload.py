@@ -13,7 +13,7 @@ from arrangements import optimizer_in_backward
 from harness import distributed
 from models import STACK_UNITS, inputs
 from offloading import LOOSE, OFFLOAD, POLICIES, agree, expect, host_modes, loss_of, num_of
-from reference import grads, mean_of_ranks, only_fsdp2x, params, same, shard
+from reference import grads, mean_of_ranks, params, same, shard
 from streams import WIDTH, Experts, wide
 
 
@@ -28,7 +28,6 @@ def pair(ctx, **options) -> tuple[nn.Module, nn.Module]:
 @pytest.mark.parametrize("policy", ["fp32", "bf16 sums"])
 def test_one_copy_each_way(ctx, policy):
     """Each copy moves a complete flat buffer. If dtypes agree, gradients arrive in theirs without a host copy."""
-    only_fsdp2x(ctx)
     recorder = streams.install()
     _, model = pair(ctx, mp_policy=POLICIES[policy], reshard_after_forward=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -65,7 +64,6 @@ def test_one_copy_each_way(ctx, policy):
 @distributed(world_sizes=(4,))
 @pytest.mark.parametrize("accumulate", ["no_sync", "no_all_reduce", "sync"])
 def test_replicas_and_accumulation(ctx, accumulate):
-    only_fsdp2x(ctx)
     recorder = streams.install()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     reference, model = pair(ctx, mesh=mesh, mp_policy=POLICIES["bf16"])
@@ -90,7 +88,6 @@ def test_replicas_and_accumulation(ctx, accumulate):
 @distributed(world_sizes=(2,))
 @host_modes
 def test_a_gradient_that_somebody_keeps(ctx, offload):
-    only_fsdp2x(ctx)
     streams.install()
     reference, model = pair(ctx, offload_policy=offload)
     loss_of(model, ctx.rank, 0).backward()
@@ -106,7 +103,6 @@ def test_a_gradient_that_somebody_keeps(ctx, offload):
 @distributed(world_sizes=(2,))
 @host_modes
 def test_missing_gradients_and_frozen_parameters(ctx, offload):
-    only_fsdp2x(ctx)
     recorder = streams.install()
     reference, model = Experts(), Experts()
     for one in (reference, model):
@@ -125,7 +121,6 @@ def test_missing_gradients_and_frozen_parameters(ctx, offload):
 @distributed(world_sizes=(2,))
 @host_modes
 def test_optimizer_in_backward_runs_while_the_device_goes_on(ctx, offload):
-    only_fsdp2x(ctx)
     recorder = streams.install()
     names = [f"blocks.{i}" for i in range(6)]
     reference = wide(6)
@@ -147,7 +142,6 @@ def test_optimizer_in_backward_runs_while_the_device_goes_on(ctx, offload):
 @distributed(world_sizes=(4,))
 @host_modes
 def test_rows_kept_in_a_smaller_world(ctx, offload):
-    only_fsdp2x(ctx)
     recorder = streams.install(pack_below_bytes=1200)
     reference, model = pair(ctx, reshard_after_forward=2, offload_policy=offload)
     for step in range(2):
@@ -161,7 +155,6 @@ def test_rows_kept_in_a_smaller_world(ctx, offload):
 @distributed(world_sizes=(2,))
 @host_modes
 def test_an_exception_leaves_nothing_owned(ctx, offload):
-    only_fsdp2x(ctx)
     recorder = streams.install()
     reference, model = pair(ctx, offload_policy=offload)
     loss_of(model, ctx.rank, 0).backward()
@@ -187,7 +180,6 @@ def test_an_exception_leaves_nothing_owned(ctx, offload):
 @distributed(world_sizes=(2,))
 @host_modes
 def test_what_cannot_be_offloaded(ctx, offload):
-    only_fsdp2x(ctx)
     streams.install()
     model = wide(2)
     for block in model.blocks:

@@ -27,7 +27,7 @@ from offloading import (
     train,
     transfers,
 )
-from reference import grads, only_fsdp2x, params, same, shard
+from reference import grads, params, same, shard
 from streams import WIDTH, wide
 
 
@@ -37,7 +37,6 @@ from streams import WIDTH, wide
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.each_pair
 def test_trains_as_one_rank_would(ctx, mode, mp, reshard):
-    only_fsdp2x(ctx)
     recorder = streams.install(pack_below_bytes=600)
     reference = wide()
     model = sharded(ctx, reference, mode, mp_policy=POLICIES[mp], reshard_after_forward=reshard)
@@ -69,7 +68,6 @@ SETTINGS = {
 @pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_mode_computes_the_same_bits(ctx, mode, name):
-    only_fsdp2x(ctx)
     recorder = streams.install()
     dtype, settings = SETTINGS[name]
     model = wide().to(dtype)
@@ -92,7 +90,6 @@ def test_every_mode_computes_the_same_bits(ctx, mode, name):
 
 @distributed(world_sizes=(1, 2))
 def test_one_upload_per_group_and_forward(ctx):
-    only_fsdp2x(ctx)
     recorder = streams.install()
     model = sharded(ctx, wide(), "gradients", reshard_after_forward=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -128,7 +125,6 @@ def copy_of(model) -> nn.Module:
 @pytest.mark.parametrize("mode", ["none", "gradients", "all"])
 def test_backward_reads_the_copy_of_its_forward(ctx, mode):
     """Several forwards, then their backwards; a whole model that is recomputed; a unit gathered by hand."""
-    only_fsdp2x(ctx)
     recorder = streams.install()
     reference = wide()
     model = sharded(ctx, reference, mode, reshard_after_forward=True)
@@ -165,7 +161,6 @@ KINDS = {
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("mode", ["gradients", "all"])
 def test_events_order_every_access(ctx, mode):
-    only_fsdp2x(ctx)
     recorder = streams.install(pack_below_bytes=1200)
     model = sharded(ctx, wide(), mode, mp_policy=POLICIES["bf16"], reshard_after_forward=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -187,7 +182,6 @@ def test_events_order_every_access(ctx, mode):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_a_checkpoint_goes_on_where_it_was(ctx, mode):
-    only_fsdp2x(ctx)
     recorder = streams.install()
     model = wide()
     with shared_folder() as folder:
@@ -208,7 +202,6 @@ def test_a_checkpoint_goes_on_where_it_was(ctx, mode):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_steps_offloaded_gradients(ctx, name):
-    only_fsdp2x(ctx)
     recorder = streams.install()
     model = wide()
     results = []
@@ -223,7 +216,6 @@ def test_any_optimizer_steps_offloaded_gradients(ctx, name):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_sleep_and_wake(ctx, mode):
-    only_fsdp2x(ctx)
     streams.install()
     model = wide()
     awake, asleep = sharded(ctx, model, mode), sharded(ctx, model, mode)
@@ -246,7 +238,6 @@ def test_sleep_and_wake(ctx, mode):
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("transport", ["shm", "process_group"])
 def test_on_a_cpu_mesh_nothing_changes(ctx, transport):
-    only_fsdp2x(ctx)
     model = wide()
     results = []
     for mode in MODES:
@@ -259,7 +250,6 @@ def test_on_a_cpu_mesh_nothing_changes(ctx, transport):
 
 @distributed(world_sizes=(1,))
 def test_policies(ctx):
-    only_fsdp2x(ctx)
     streams.install()
     with pytest.raises(ValueError, match="mode must be .*got 'half'"):
         fsdp2x.HostOffloadPolicy("half")

@@ -13,7 +13,7 @@ from checkpoints import shared_folder
 from fsdp2x.base import torch_private
 from fsdp2x.checkpoint import CheckpointError, load, save
 from harness import distributed
-from reference import only_fsdp2x, same
+from reference import same
 
 COLUMNS = 6
 
@@ -47,7 +47,6 @@ def packed(whole, blocks, mesh, data=None, dim=None):
 @pytest.mark.parametrize(("blocks", "dim"), [(2, None), (4, None), (6, None), (2, 1), (3, 1)])
 @pytest.mark.each_world
 def test_full_tensors_have_the_rows_in_order(ctx, blocks, dim):
-    only_fsdp2x(ctx)
     tensor = 1 if ctx.world == 2 else 2
     mesh = init_device_mesh("cpu", (ctx.world // tensor, tensor), mesh_dim_names=("data", "tensor"))
     whole = torch.arange(blocks * tensor * 3.0 * COLUMNS).view(-1, COLUMNS)
@@ -69,7 +68,6 @@ def test_full_tensors_have_the_rows_in_order(ctx, blocks, dim):
 
 @distributed(world_sizes=(4,))
 def test_replicas(ctx):
-    only_fsdp2x(ctx)
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "data", "tensor"))
     whole = torch.arange(8.0 * COLUMNS).view(-1, COLUMNS)
     model = packed(whole, 2, mesh, mesh["replicate", "data"])
@@ -82,7 +80,6 @@ def test_replicas(ctx):
 @pytest.mark.parametrize("blocks", [2, 4])
 def test_checkpoints(ctx, blocks):
     """They keep the rows in order for other shardings, or refuse what they cannot describe."""
-    only_fsdp2x(ctx)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     whole = torch.arange(blocks * 4.0 * COLUMNS).view(-1, COLUMNS)
     model = packed(whole, blocks, mesh)
@@ -108,7 +105,6 @@ def test_checkpoints(ctx, blocks):
 @distributed(world_sizes=(4,))
 @pytest.mark.parametrize("blocks", [2, 3])
 def test_one_mesh_for_all_axes(ctx, blocks):
-    only_fsdp2x(ctx)
     if not hasattr(fsdp, "DataParallelMeshDims"):
         pytest.skip("torch 2.11 has no dp_mesh_dims")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))

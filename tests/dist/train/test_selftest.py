@@ -6,29 +6,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdp2x.train.selftest import run_suite, shard_layers
 from harness import distributed, programs
-from reference import only_fsdp2x
 
 CPU = torch.device("cpu")
 
 
 def suite(**options) -> dict[str, str]:
-    from fsdp2x.train.selftest import run_suite
-
     return dict(run_suite(CPU, num_steps=3, **options))
 
 
 @pytest.mark.full  # the command's test also runs it
 @distributed(world_sizes=(1, 2, 3, 4), timeout=110)
 def test_passes(ctx):
-    only_fsdp2x(ctx)
     assert suite() == {}
 
 
 def unscaled(model, **options):
     """Sums over the ranks where the mean belongs."""
-    from fsdp2x.train.selftest import shard_layers
-
     model = shard_layers(model, **options)
     model.layers[1].set_gradient_divide_factor(1.0)
     return model
@@ -36,8 +31,6 @@ def unscaled(model, **options):
 
 def unsynced(model, **options):
     """Rank 1 keeps a gradient of its own for one parameter."""
-    from fsdp2x.train.selftest import shard_layers
-
     model = shard_layers(model, **options)
     if dist.get_rank() == 1:
         weight = model.layers[2].linear1.weight
@@ -51,8 +44,6 @@ def unsynced(model, **options):
 
 def stale(model, **options):
     """One layer computes with the weights of its first forward for ever."""
-    from fsdp2x.train.selftest import shard_layers
-
     model = shard_layers(model, **options)
     layer, first = model.layers[3], []
 
@@ -77,7 +68,6 @@ def stale(model, **options):
     ],
 )
 def test_faults_are_found(ctx, fault, caught_by, message):
-    only_fsdp2x(ctx)
     import re
 
     failures = suite(shard=fault)

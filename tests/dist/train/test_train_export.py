@@ -4,6 +4,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fsdp2x import save_hf
+from fsdp2x.base.failures import CheckpointError
+from fsdp2x.convert import export_checkpoint
+from fsdp2x.train import Trainer, parse_config
 from harness import dist_run
 from reference import same
 from training import MODEL, settings, write_text
@@ -27,9 +31,6 @@ TOKENS = torch.arange(24).view(2, 12) * 5
 
 
 def train_and_compute(ctx, config, online):
-    from fsdp2x import save_hf
-    from fsdp2x.train import Trainer, parse_config
-
     trainer = Trainer(parse_config(config))
     try:
         trainer.run()
@@ -53,8 +54,6 @@ def load(folder):
 @pytest.mark.parametrize("name", MODELS)
 def test_exports_load_and_compute_the_same(tmp_path, name):
     from transformers import AutoTokenizer
-
-    from fsdp2x.convert import export_checkpoint
 
     config = settings(
         write_text(tmp_path / "text"), tmp_path / "run", model={"config": MODELS[name]}, train={"steps": 2}
@@ -92,9 +91,6 @@ def test_exports_load_and_compute_the_same(tmp_path, name):
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
 @pytest.mark.parametrize("form", ["per_rank", "full", "sharded"])
 def test_checkpoints_of_adapters_are_exported_merged_and_alone(tmp_path, name, form):
-    from fsdp2x.base.failures import CheckpointError
-    from fsdp2x.convert import export_checkpoint
-
     model, saves = {"config": MODELS[name]}, {"form": form}
     train = {"train": {"steps": 2}, "optimizer": {"lr": 0.05}, "checkpoint": saves, "model": model}
     config = settings(write_text(tmp_path / "text"), tmp_path / "run", **train)

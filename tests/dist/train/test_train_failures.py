@@ -8,13 +8,13 @@ import time
 import pytest
 import torch
 
+from fsdp2x.train import ConfigError, Trainer, parse_config
+from fsdp2x.train.metrics import read_metrics
 from harness import dist_run, distributed
 from training import Said, settings, shared_folder, weights, write_text
 
 
 def make_trainer(config):
-    from fsdp2x.train import Trainer, parse_config
-
     return Trainer(parse_config(config))
 
 
@@ -147,8 +147,6 @@ def test_a_step_without_labels_changes_nothing(ctx):
 
 @distributed
 def test_text_that_differs_between_ranks_is_an_error_on_all(ctx):
-    from fsdp2x.train import ConfigError
-
     with shared_folder(ctx) as folder:
         if ctx.rank == 1:
             write_text(folder / "other", num_files=5)
@@ -185,8 +183,6 @@ def overflow(trainer, step, rank):
 @distributed(world_sizes=(2, 3))
 @pytest.mark.parametrize("parallel", [{}, {"strategy": "NO_SHARD"}, {"transport": "process_group"}])
 def test_an_overflow_on_one_rank_skips_on_all(ctx, parallel):
-    from fsdp2x.train import Trainer, parse_config
-
     with shared_folder(ctx) as folder:
         trainer = Trainer(parse_config(config(folder, "run", parallel={**HALF, **parallel})))
         overflow(trainer, step=2, rank=ctx.world - 1)
@@ -208,9 +204,6 @@ def test_an_overflow_on_one_rank_skips_on_all(ctx, parallel):
 
 @distributed
 def test_a_resumed_run_has_the_scale_it_left(ctx):
-    from fsdp2x.train import Trainer, parse_config
-    from fsdp2x.train.metrics import read_metrics
-
     def train(output, **sections):
         trainer = Trainer(parse_config(config(folder, output, **sections)))
         overflow(trainer, step=2, rank=0)

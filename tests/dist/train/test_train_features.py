@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 
 from checkpoints import on_first
-from fsdp2x.train.metrics import read_metrics
+from fsdp2x.train import ConfigError, Trainer, parse_config
+from fsdp2x.train.metrics import read_metrics, shard_report
 from harness import distributed
 from training import Said, losses, run, settings, shared_folder, weights, write_model
 
 
 def make(folder, output, loggers=(), **sections):
-    from fsdp2x.train import Trainer, parse_config
-
     return Trainer(parse_config(settings(folder / "text", folder / output, **sections)), loggers=loggers)
 
 
@@ -75,8 +74,6 @@ def test_the_tiled_loss_is_the_models(ctx, over):
 
 @distributed(world_sizes=(3,))
 def test_the_report_names_every_parameter(ctx):
-    from fsdp2x.train.metrics import shard_report
-
     with shared_folder(ctx) as folder:
         trainer = make(folder, "run")
         lines = shard_report(trainer.model).splitlines()
@@ -144,8 +141,6 @@ def test_wandb(ctx):
     """A package of that name that remembers: one run, on rank 0; without the package every rank hears the same."""
     import sys
     import types
-
-    from fsdp2x.train import ConfigError
 
     seen = []
 

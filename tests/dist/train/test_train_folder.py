@@ -6,10 +6,12 @@ import shutil
 import pytest
 import torch.distributed as dist
 
+import fsdp2x
 from fsdp2x.checkpoint import CheckpointError
 from fsdp2x.train import ConfigError, Trainer, parse_config
 from fsdp2x.train.run_folder import LOCK, RunFolder
 from harness import distributed
+from models import Stack
 from training import losses, run, settings, shared_folder
 
 STEPS = {"steps": 3}
@@ -117,8 +119,6 @@ def test_a_lock_ends_with_its_run(tmp_path):
 @distributed
 def test_saves_of_a_loop_of_ones_own(ctx):
     """`checkpoint.save` into a folder with later steps that this model does not know of."""
-    import fsdp2x
-    from models import Stack
 
     def make():
         return fsdp2x.fully_shard(Stack())

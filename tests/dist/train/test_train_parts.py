@@ -8,7 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdp2x.train import Trainer, parse_config
 from fsdp2x.train.config import ConfigError
+from fsdp2x.train.distributed import Interrupted
+from fsdp2x.train.metrics import read_metrics
+from fsdp2x.train.model import build_model
 from harness import distributed
 from training import MODEL, Said, losses, run, settings, shared_folder
 
@@ -30,8 +34,6 @@ STEPS = {"steps": 3, "batch_size": None, "accumulation": None, "global_batch_siz
 
 def numbers(folder, output, **sections):
     """Losses of three steps, and the held-out loss, of a run with these settings."""
-    from fsdp2x.train.metrics import read_metrics
-
     train = {**STEPS, "eval_every": 3, **sections.pop("train", {})}
     trainer = run(settings(folder / "text", folder / output, train=train, **sections))
     dist.barrier()
@@ -79,9 +81,6 @@ def test_settings_that_leave_the_numbers_alone(ctx, model, changes):
 @pytest.mark.parametrize("during", ["evaluate", "save"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_one_rank_during_long_work_starts_no_further_step(ctx, during, number):
-    from fsdp2x.train import Trainer, parse_config
-    from fsdp2x.train.distributed import Interrupted
-
     with shared_folder(ctx) as folder:
         train = {"steps": 6, "eval_every": 2}
         config = settings(folder / "text", folder / "run", train=train, checkpoint={"save_every": 2})
@@ -116,9 +115,6 @@ def test_sequence_parallel(ctx, parallel):
 @pytest.mark.parametrize("sequence_parallel", [1, 2, {"context": 2}])
 def test_packing_sees_samples_alone(ctx, sequence_parallel):
     """The loss of packed samples is the mean over the tokens of each sample by itself."""
-    from fsdp2x.train import Trainer, parse_config
-    from fsdp2x.train.model import build_model
-
     with shared_folder(ctx) as folder:
         config = parse_config(
             settings(

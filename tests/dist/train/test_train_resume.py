@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp2x.checkpoint import CheckpointError
+from fsdp2x.checkpoint import CheckpointError, read_parts, resolve
+from fsdp2x.train import Trainer, parse_config
 from harness import dist_run, distributed
 from reference import full, same
 from training import MODEL, Said, losses, run, settings, shared_folder, weights, write_text
@@ -36,8 +37,6 @@ def train(ctx, config):
 
 
 def positions(output):
-    from fsdp2x.checkpoint import read_parts, resolve
-
     parts = read_parts(resolve(output))
     return parts["data"]["position"], parts["scheduler"]["step"]
 
@@ -102,8 +101,6 @@ def test_a_run_of_another_function_is_refused(ctx):
 
 @distributed
 def test_evaluation_is_the_mean_over_all_held_out_tokens(ctx):
-    from fsdp2x.train import Trainer, parse_config
-
     with shared_folder(ctx) as folder:
         trainer = Trainer(parse_config(settings(folder / "text", folder / "run", train={"batch_size": 3})))
         mean = trainer.evaluate()

@@ -5,6 +5,12 @@ import torch
 import yaml
 
 from agents import run_agents
+from fsdp2x.train import Trainer, parse_config
+from fsdp2x.train.config import OptimizerConfig
+from fsdp2x.train.data import BlockStream
+from fsdp2x.train.metrics import read_metrics
+from fsdp2x.train.model import build_model
+from fsdp2x.train.schedule import Schedule, decay_groups, make_optimizer
 from harness import distributed
 from reference import full, params
 from training import settings, shared_folder, write_text
@@ -37,11 +43,6 @@ def three_steps(trainer):
 
 def unsharded_steps(trainer, config):
     """The same from a plain model and torch's AdamW on the blocks of all ranks, in this process alone."""
-    from fsdp2x.train.config import OptimizerConfig
-    from fsdp2x.train.data import BlockStream
-    from fsdp2x.train.model import build_model
-    from fsdp2x.train.schedule import Schedule, decay_groups, make_optimizer
-
     model = build_model(trainer.config.model, trainer.inputs.tokenizer, config.train.seed)
     ours = make_optimizer(model, OptimizerConfig(lr=config.optimizer.lr), decay_groups(model))
     groups = [{name: group[name] for name in ("params", "weight_decay")} for group in ours.param_groups]
@@ -66,8 +67,6 @@ def unsharded_steps(trainer, config):
 
 
 def check(folder, **parallel):
-    from fsdp2x.train import Trainer, parse_config
-
     base = settings(folder / "text", folder / "run")
     config = parse_config({**base, **{k: {**base[k], **v} for k, v in section(**parallel).items()}})
     trainer = Trainer(config)
@@ -108,8 +107,6 @@ def test_two_copies_of_two_shards(ctx, strategy):
 
 @pytest.mark.full
 def test_a_hybrid_mesh_shards_inside_nodes_and_copies_across(tmp_path):
-    from fsdp2x.train.metrics import read_metrics
-
     config = settings(write_text(tmp_path / "text"), tmp_path / "run", parallel={"strategy": "HYBRID_SHARD"})
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     run_agents(tmp_path, "-m", "fsdp2x.train", tmp_path / "config.yaml", "train.steps=3")

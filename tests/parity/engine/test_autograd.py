@@ -10,7 +10,6 @@ from models import STACK_UNITS, Mlp, Stack, Twice, inputs
 from reference import (
     TORCH_MINOR,
     both_transports,
-    only_fsdp2x,
     parity,
     shard,
     shard_stock,
@@ -58,11 +57,10 @@ def test_a_weight_tied_across_units_is_refused(ctx):
             model(inputs(ctx.rank))
 
 
-@distributed(world_sizes=(1, 2, 3))
+@distributed(world_sizes=(1, 2, 3), only_fsdp2x=True)
 @both_transports
 def test_a_weight_tied_across_units_after_sharding(ctx, transport):
     """Loaders tie anew after sharding: both units see every update. Stock loses some where rows are uneven."""
-    only_fsdp2x(ctx)
     plain, model = Tied(), Tied()
     model.last.weight = nn.Parameter(model.last.weight.detach().clone())  # untied while it is sharded
     shard(ctx, model, ("first", "last"), transport=transport)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp2x
 from harness import distributed
-from reference import TRANSPORTS, both_transports, full, grads, only_fsdp2x, params, same, shard
+from reference import TRANSPORTS, both_transports, full, grads, params, same, shard
 
 UNITS = ("blocks.0", "blocks.1")
 
@@ -151,12 +151,11 @@ def with_past(model, moment):
     return optimizer
 
 
-@distributed(world_sizes=(1, 2), timeout=120)
+@distributed(world_sizes=(1, 2), timeout=120, only_fsdp2x=True)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_the_model_is_as_the_unsharded_one(ctx, transport, part, moment):
-    only_fsdp2x(ctx)
     for name, operation in OPERATIONS.items():
         plain, model = Net(), Net()
         for param in model.parameters():
@@ -185,10 +184,9 @@ def test_the_model_is_as_the_unsharded_one(ctx, transport, part, moment):
         assert name == "assigned" or all(hasattr(param, "lr_scale") for param in model.parameters()), name
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 @both_transports
 def test_wrong_moments_are_refused_before_anything_changes(ctx, transport):
-    only_fsdp2x(ctx)
     model = shard(ctx, Net(), UNITS, transport=transport)
     plain = Net()
     x = torch.linspace(-1, 1, 32).view(4, 8)
@@ -241,11 +239,10 @@ def freeze_on(model, how, value):
             block.reshard()
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("reshard_after", [False, True, 2])
 def test_requires_grad_of_gathered_parameters_takes_effect(ctx, transport, reshard_after):
-    only_fsdp2x(ctx)
     for how in ("kept", "in_context", "unshard", "still_gathered"):
         for trains in (True, False):
             plain, model = Net(), Net()
@@ -273,9 +270,8 @@ class Rotary(nn.Linear):
         return super().forward(x) + 0 * self.frequencies.nan_to_num() * self.scale.nan_to_num()
 
 
-@distributed(world_sizes=(1,))
+@distributed(world_sizes=(1,), only_fsdp2x=True)
 def test_the_forward_after_to_empty_names_buffers_that_nobody_wrote(ctx):
-    only_fsdp2x(ctx)
     for written in ((), ("scale",), ("scale", "frequencies")):
         with torch.device("meta"):
             model = Rotary()
@@ -290,9 +286,8 @@ def test_the_forward_after_to_empty_names_buffers_that_nobody_wrote(ctx):
                 model(torch.ones(2, 4))
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_sharing_memory_with_other_processes_is_refused(ctx):
-    only_fsdp2x(ctx)
     model = shard(ctx, Net(), UNITS)
     before = facts(model)
     for part in (model, model.blocks[0], nn.ModuleList([model])):

@@ -15,7 +15,7 @@ from fsdp2x.lifecycle.tree import unit_states
 from harness import distributed
 from memory import run_stack
 from models import Stack
-from reference import grads, only_fsdp2x, params, same, shard
+from reference import grads, params, same, shard
 
 WIDTH = 5
 NUM_STEPS = 5
@@ -118,10 +118,9 @@ def run(ctx, model: nn.Module, reference: nn.Module, draw: random.Random, has_fl
     return num_bounds
 
 
-@distributed(world_sizes=(1, 2, 3))
+@distributed(world_sizes=(1, 2, 3), only_fsdp2x=True)
 @pytest.mark.parametrize("arrangement", ["shm", "process_group", "streams", "offload", "replicas"])
 def test_random_freezing(ctx, arrangement):
-    only_fsdp2x(ctx)
     if arrangement == "offload" and ctx.world > 1:
         pytest.skip("the recorder reports a race where new host memory was a buffer of the simulated device before")
     options = {"transport": {"offload": "streams", "replicas": "shm"}.get(arrangement, arrangement)}
@@ -141,10 +140,9 @@ def test_random_freezing(ctx, arrangement):
     assert num_bounds > 5
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_memory_of_frozen_weights_goes_back(ctx):
     """The blocks of parameters that have been frozen leave the process after a few steps."""
-    only_fsdp2x(ctx)
     model = shard(ctx, Stack(num=4, width=512), [f"blocks.{i}" for i in range(4)])
 
     def step() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, schedules
 
 from harness import distributed
 from models import Mlp
@@ -20,8 +21,6 @@ def stage_module(index):
 
 
 def schedule_of(name, modules, rank, group):
-    from torch.distributed.pipelining import PipelineStage, schedules
-
     num_stages = 2 * len(modules)
     stages = [
         PipelineStage(module, rank + 2 * i, num_stages, torch.device("cpu"), group=group)

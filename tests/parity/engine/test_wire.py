@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 import fsdp2x
 from harness import distributed
 from models import Stack
-from reference import grads, mesh_of, only_fsdp2x, params, same, shard
+from reference import grads, mesh_of, params, same, shard
 from wire import UNITS, WIDTH, ErrorFeedback, gathered, loss_of, mean_of_ranks, reference, root_stats, sharded
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -25,12 +25,11 @@ def as_gathered(model) -> dict[str, torch.Tensor]:
         return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-@distributed(world_sizes=(1, 2, 3, 4))
+@distributed(world_sizes=(1, 2, 3, 4), only_fsdp2x=True)
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 @over_both
 def test_every_rank_computes_with_what_the_format_says(ctx, name, compute, transport):
-    only_fsdp2x(ctx)
     whole = reference()
     policy = BF16 if compute == "bfloat16" else MixedPrecisionPolicy()
     with torch.no_grad():
@@ -46,10 +45,9 @@ def test_every_rank_computes_with_what_the_format_says(ctx, name, compute, trans
     same(as_gathered(model), {key: p.detach().to(dtype) for key, p in whole.named_parameters()}, "whole again")
 
 
-@distributed(world_sizes=(2, 4))
+@distributed(world_sizes=(2, 4), only_fsdp2x=True)
 @over_both
 def test_columns_and_replicas(ctx, transport):
-    only_fsdp2x(ctx)
     whole = Stack(num=2, width=WIDTH, hidden=64)
     place = {whole.blocks[0].up.weight.shape: Shard(1)}
     mesh = mesh_of("2d", ctx.world) if ctx.world == 4 else mesh_of("1d", ctx.world)
@@ -73,11 +71,10 @@ def test_columns_and_replicas(ctx, transport):
         torch.testing.assert_close(found[name], mean, rtol=0, atol=peak.item() / 250 + 1e-6)
 
 
-@distributed(world_sizes=(2, 3, 4))
+@distributed(world_sizes=(2, 3, 4), only_fsdp2x=True)
 @pytest.mark.parametrize("name", ["int8", "bfloat16"])
 @over_both
 def test_gradients_are_what_the_format_says(ctx, name, transport):
-    only_fsdp2x(ctx)
     whole = reference()
     model = sharded(ctx, whole, transport)
     model.set_wire_dtype(gradients=name)
@@ -99,9 +96,8 @@ def test_gradients_are_what_the_format_says(ctx, name, transport):
         whole.zero_grad()
 
 
-@distributed(world_sizes=(2, 3))
+@distributed(world_sizes=(2, 3), only_fsdp2x=True)
 def test_encoded_once_for_a_forward_and_its_backward(ctx):
-    only_fsdp2x(ctx)
     model = sharded(ctx, reference())
     model.set_wire_dtype(weights="int8")
     loss_of(model, ctx.rank).backward()
@@ -133,11 +129,10 @@ def params_while(model, weight):
     return tripled
 
 
-@distributed(world_sizes=(2, 4))
+@distributed(world_sizes=(2, 4), only_fsdp2x=True)
 @pytest.mark.parametrize("weights, gradients, most", [("int8", "int8", 0.33), ("fp8", "bfloat16", 0.45)])
 @over_both
 def test_bytes_are_counted(ctx, weights, gradients, most, transport):
-    only_fsdp2x(ctx)
     sent, totals = [], []
 
     def counted(name):
@@ -176,10 +171,9 @@ def test_bytes_are_counted(ctx, weights, gradients, most, transport):
     assert totals[1] < most * totals[0]
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 @over_both
 def test_errors_go_with_what_is_dropped(ctx, transport):
-    only_fsdp2x(ctx)
     model = sharded(ctx, reference(), transport)
     model.set_wire_dtype(gradients="int8")
 
@@ -208,10 +202,9 @@ def test_errors_go_with_what_is_dropped(ctx, transport):
     same(frozen, {key: first[key] for key in frozen}, "after freezing")
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 @over_both
 def test_lost_numbers_are_seen_and_do_not_stay(ctx, transport):
-    only_fsdp2x(ctx)
     model = sharded(ctx, reference(), transport)
     model.set_wire_dtype(gradients="int8")
     loss_of(model, ctx.rank).backward()
@@ -223,9 +216,8 @@ def test_lost_numbers_are_seen_and_do_not_stay(ctx, transport):
     assert all(torch.isfinite(grad).all() for grad in grads(model).values())
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_ranks_of_one_host_go_over_the_process_group(ctx):
-    only_fsdp2x(ctx)
     model = shard(ctx, reference(), UNITS)
     loss_of(model, ctx.rank).backward()
     engine = fsdp2x.fully_shard.state(model).groups[0].engine
@@ -237,9 +229,8 @@ def test_ranks_of_one_host_go_over_the_process_group(ctx):
     assert root_stats(model)["wire_encodings"] > 0
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_refusals(ctx):
-    only_fsdp2x(ctx)
     model = sharded(ctx, reference())
     for wrong in ({"weights": "int4"}, {"weights": "bfloat16"}, {"gradients": "fp8"}):
         with pytest.raises(ValueError, match="set_wire_dtype: .* expected 'int8'"):
@@ -268,9 +259,8 @@ def test_refusals(ctx):
     loss.backward()
 
 
-@distributed(world_sizes=(4,))
+@distributed(world_sizes=(4,), only_fsdp2x=True)
 def test_fewer_ranks_keep_whole_numbers(ctx):
-    only_fsdp2x(ctx)
     model = sharded(ctx, reference(), reshard_after_forward=2)
     with pytest.raises(NotImplementedError, match="reshards to 2 ranks after forward"):
         model.set_wire_dtype(weights="int8")
@@ -278,9 +268,8 @@ def test_fewer_ranks_keep_whole_numbers(ctx):
     loss_of(model, ctx.rank).backward()
 
 
-@distributed(world_sizes=(2,), timeout=40)
+@distributed(world_sizes=(2,), timeout=40, only_fsdp2x=True)
 def test_ranks_that_disagree_are_told(ctx):
-    only_fsdp2x(ctx)
     model = shard(ctx, reference(), UNITS, transport="process_group", timeout=datetime.timedelta(seconds=10))
     model.set_wire_dtype(weights="int8" if ctx.rank == 0 else "fp8")
     with pytest.raises(ValueError, match="int8.* fp8"):

@@ -9,14 +9,13 @@ from torch import nn
 import fsdp2x
 import streams
 from harness import distributed
-from reference import grads, mesh_of, only_fsdp2x, params, same, shard
+from reference import grads, mesh_of, params, same, shard
 from user_collectives import UserGather
 from wire import UNITS, gathered, loss_of, reference, root_stats, sharded
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_a_device_encodes_for_each_gather(ctx):
-    only_fsdp2x(ctx)
     model = sharded(ctx, reference(), "streams")
     model.set_wire_dtype(weights="int8")
     loss_of(model, ctx.rank).backward()
@@ -30,10 +29,9 @@ def test_a_device_encodes_for_each_gather(ctx):
     same(weight, gathered(params(model)["blocks.0.up.weight"], "int8", ctx.world))
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_devices_without_our_kernels_refuse(ctx):
     """Torch's operations stand in for kernels that are not there, but not for these."""
-    only_fsdp2x(ctx)
     streams.install(with_kernels=False)
     model = sharded(ctx, reference(), "streams")
     model.set_wire_dtype(weights="int8")
@@ -41,11 +39,10 @@ def test_devices_without_our_kernels_refuse(ctx):
         loss_of(model, ctx.rank)
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 @pytest.mark.parametrize("case", ["settings", "bytes", "custom gather", "accumulation", "offload"])
 def test_streams_meet_other_settings(ctx, case):
     """Formats that change, a collective of the user's, hooks, gradients of several backwards, shards on the host."""
-    only_fsdp2x(ctx)
     offload = fsdp2x.HostOffloadPolicy("all", pin_memory=False) if case == "offload" else fsdp2x.OffloadPolicy()
     whole = reference()
     twin = sharded(ctx, whole, "process_group")
@@ -88,9 +85,8 @@ class Many(torch.nn.Module):
         return x
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_more_parameters_than_a_launch_names(ctx):
-    only_fsdp2x(ctx)
     found = {}
     for transport in ("process_group", "streams"):
         model = shard(ctx, Many(), transport=transport)
@@ -103,11 +99,10 @@ def test_more_parameters_than_a_launch_names(ctx):
     assert sum(grad is None for grad in found["streams"][0].values()) == 220
 
 
-@distributed(world_sizes=(4,))
+@distributed(world_sizes=(4,), only_fsdp2x=True)
 @pytest.mark.parametrize("transport", ["process_group", "streams"])
 def test_a_backward_that_is_refused_leaves_nothing_behind(ctx, transport):
     """Send and receive buffers belong to a pending reduction, which returns them once."""
-    only_fsdp2x(ctx)
     options = {"mesh": mesh_of("2d", ctx.world), "transport": transport}
     model, untouched = (shard(ctx, copy.deepcopy(reference()), UNITS, **options) for _ in range(2))
     for one in (model, untouched):
@@ -143,10 +138,9 @@ class Vectors(nn.Module):
         return self.head(self.scale(x))
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 @pytest.mark.parametrize("transport", ["process_group", "streams"])
 def test_units_with_nothing_to_code(ctx, transport):
-    only_fsdp2x(ctx)
     model = shard(ctx, Vectors(), ["scale"], transport=transport)
     model.set_wire_dtype(weights="int8", gradients="int8")
     planned = fsdp2x.memory_report(model)

@@ -61,7 +61,7 @@ def trainable(model):
     return [param for param in model.parameters() if param.requires_grad]
 
 
-@distributed(world_sizes=(3,))
+@distributed(world_sizes=(3,), only_fsdp2x=True)
 @pytest.mark.parametrize(
     "base, transport",
     [
@@ -74,7 +74,6 @@ def trainable(model):
 )
 def test_three_steps_against_one_process(ctx, base, transport):
     """float32 to 1e-5; over a bfloat16 base the adapters are float32 and gradients agree as bfloat16 allows."""
-    only_fsdp2x(ctx)
     reference = make(base)
     before = {name: param.detach().clone() for name, param in reference.named_parameters()}
     ours = fsdp2x.fully_shard(copy.deepcopy(reference), transport=transport)
@@ -87,9 +86,8 @@ def test_three_steps_against_one_process(ctx, base, transport):
     assert base not in ("int8", "uint8") or getattr(torch, base) in {value.dtype for value in after.values()}
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_checkpointing_mixed_precision_and_our_optimizer(ctx):
-    only_fsdp2x(ctx)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     reference = make()
     ours = copy.deepcopy(reference)

@@ -9,7 +9,7 @@ import fsdp2x
 import streams
 from harness import distributed
 from models import Stack, inputs
-from reference import only_fsdp2x, shard
+from reference import shard
 from streams import WIDTH, results_of_steps, same_bits
 
 NUM = 4
@@ -33,12 +33,11 @@ def sharded(ctx, model: nn.Module, **options) -> nn.Module:
     return shard(ctx, model, [f"blocks.{i}" for i in range(NUM)], transport="streams", **options)
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("reshard", [False, True])
 def test_bits_are_those_of_save_on_cpu(ctx, checkpoints, reshard):
     """Also if all copies are late; and without the wait for them, other bits come out."""
-    only_fsdp2x(ctx)
     recorder = streams.install()
     make = lambda: sharded(ctx, Blocks(checkpoints), reshard_after_forward=reshard)  # noqa: E731
     expected = results_of_steps(ctx, make(), torch.autograd.graph.save_on_cpu)
@@ -60,10 +59,9 @@ def test_bits_are_those_of_save_on_cpu(ctx, checkpoints, reshard):
     assert not all(equals_with(seed, "compute", "activations") for seed in range(4))
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_a_unit_arrives_while_the_one_behind_it_is_used(ctx):
     """Each tensor leaves once, whichever number of operations has saved it, and weights never do."""
-    only_fsdp2x(ctx)
     recorder = streams.install()
     model = sharded(ctx, Blocks())
     fsdp2x.offload_activations(model, min_bytes=1)
@@ -92,10 +90,9 @@ def test_a_unit_arrives_while_the_one_behind_it_is_used(ctx):
     assert seen == {"blocks.3": 0, "blocks.2": 4, "blocks.1": 8, "blocks.0": 8}
 
 
-@distributed(world_sizes=(1,))
+@distributed(world_sizes=(1,), only_fsdp2x=True)
 def test_what_is_not_offloaded(ctx):
     """Small tensors, forwards without gradients, forwards inside of others' hooks; and memory goes with the graph."""
-    only_fsdp2x(ctx)
     recorder = streams.install()
     model = sharded(ctx, Blocks())
     x = inputs(0, width=WIDTH)
@@ -123,10 +120,9 @@ def test_what_is_not_offloaded(ctx):
     assert same_bits([param.grad.to_local() for param in model.parameters()], first)
 
 
-@distributed(world_sizes=(1,))
+@distributed(world_sizes=(1,), only_fsdp2x=True)
 @pytest.mark.parametrize("compiled", ["model", "blocks"])
 def test_compiled_models(ctx, compiled):
-    only_fsdp2x(ctx)
     recorder, found = streams.install(), []
     for offloads in (False, True):
         torch._dynamo.reset()
@@ -156,12 +152,11 @@ class Mistaken(nn.Module):
         return x
 
 
-@distributed(world_sizes=(1,))
+@distributed(world_sizes=(1,), only_fsdp2x=True)
 @pytest.mark.parametrize("where", ["first", "last"])
 @pytest.mark.parametrize("min_bytes", [1, 1 << 20])
 def test_a_saved_tensor_that_is_modified_is_an_error(ctx, where, min_bytes):
     """As without offload: autograd does not check what hooks have packed."""
-    only_fsdp2x(ctx)
     streams.install()
     model = sharded(ctx, Mistaken(where))
     fsdp2x.offload_activations(model, min_bytes=min_bytes)
@@ -169,9 +164,8 @@ def test_a_saved_tensor_that_is_modified_is_an_error(ctx, where, min_bytes):
         model(inputs(0, width=WIDTH)).sum().backward()
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_calls_that_change_nothing(ctx):
-    only_fsdp2x(ctx)
     model = shard(ctx, Stack(), ["blocks.0"])
     assert fsdp2x.offload_activations(model) == 0
     with pytest.raises(ValueError, match="min_bytes must be at least 0, got -1"):

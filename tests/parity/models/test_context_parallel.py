@@ -148,12 +148,11 @@ def sent_bytes():
         yield sent
 
 
-@distributed(world_sizes=(4,))
+@distributed(world_sizes=(4,), only_fsdp2x=True)
 @pytest.mark.parametrize("itemsize", [4, 2])
 @pytest.mark.parametrize("ulysses", [None, 2])
 def test_bytes_as_planned(ctx, ulysses, itemsize):
     """Few collectives, kv heads before they are repeated, and the bytes that `fsdp2x plan` says."""
-    only_fsdp2x(ctx)
     mesh = init_sequence_mesh(4, "cpu", ulysses=ulysses)
     model = sequences.build("llama")
     context = apply_context_parallel(model, mesh.sequence)
@@ -167,9 +166,8 @@ def test_bytes_as_planned(ctx, ulysses, itemsize):
     assert sum(sent) == 4 * one.sent and one.kept == 24 * (2 if ulysses is None else 1) * 8 * itemsize
 
 
-@distributed(world_sizes=(4,))
+@distributed(world_sizes=(4,), only_fsdp2x=True)
 def test_meshes_that_are_refused(ctx):
-    only_fsdp2x(ctx)
     mesh = init_sequence_mesh(4, "cpu", ulysses=2)
     assert mesh.sequence.mesh_dim_names == ("context", "ulysses") and mesh.data.size() == 1
     with pytest.raises(ValueError, match="over 2 ranks: 3 attention heads .* apply_context_parallel"):

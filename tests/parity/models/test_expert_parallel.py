@@ -44,7 +44,7 @@ def three_steps(ctx, reference, ours, loss_of=loss_of):
     train_alike(ctx, reference, ours, loss_of, optimizers, before_step=clip, **TOLERANCE)
 
 
-@distributed(world_sizes=(4,), timeout=120)
+@distributed(world_sizes=(4,), timeout=120, only_fsdp2x=True)
 @pytest.mark.parametrize(
     "implementation, transport",
     [
@@ -55,7 +55,6 @@ def three_steps(ctx, reference, ours, loss_of=loss_of):
     ],
 )
 def test_ep_2_fsdp_2(ctx, transport, implementation):
-    only_fsdp2x(ctx)
     reference = fused()
     moe.use_grouped_gemm(reference, implementation == "grouped_mm")
     ours = shard(copy.deepcopy(reference), mesh_of(2, 2), transport=transport)
@@ -65,44 +64,40 @@ def test_ep_2_fsdp_2(ctx, transport, implementation):
     three_steps(ctx, reference, ours)
 
 
-@distributed(world_sizes=(3,))
+@distributed(world_sizes=(3,), only_fsdp2x=True)
 @pytest.mark.parametrize("first_is_ep", [True, False])
 def test_one_axis_of_one_rank(ctx, first_is_ep):
     """All ranks share the experts, or each has them all; 6 experts over 3 ranks too."""
-    only_fsdp2x(ctx)
     reference = fused(num_experts=6)
     mesh = mesh_of(1, ctx.world) if first_is_ep else mesh_of(ctx.world, 1)
     three_steps(ctx, reference, shard(copy.deepcopy(reference), mesh))
 
 
-@distributed(world_sizes=(4,), timeout=120)
+@distributed(world_sizes=(4,), timeout=120, only_fsdp2x=True)
 @pytest.mark.full
 @pytest.mark.parametrize("shape", [(2, 1, 2), (1, 4), (4, 1), (2, 2, 1)])
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
 @both_transports
 def test_other_meshes_and_models(ctx, transport, name, shape):
     """Also a replicated axis (over all-reduce), and 4 ranks that share one expert each."""
-    only_fsdp2x(ctx)
     reference = fused(name)
     ours = shard(copy.deepcopy(reference), mesh_of(*shape), transport=transport)
     three_steps(ctx, reference, ours)
 
 
-@distributed(world_sizes=(4,), timeout=120)
+@distributed(world_sizes=(4,), timeout=120, only_fsdp2x=True)
 def test_columns_where_experts_are_too_few(ctx):
     """2 experts over ep 2: one each, whose columns are shared by efsdp 2."""
-    only_fsdp2x(ctx)
     reference = fused(num_experts=2)
     ours = shard(copy.deepcopy(reference), mesh_of(2, 2))
     assert ours.model.layers[0].mlp.experts.gate_up_proj.to_local().shape == (1, 12, 16)
     three_steps(ctx, reference, ours)
 
 
-@distributed(world_sizes=(4,), timeout=120)
+@distributed(world_sizes=(4,), timeout=120, only_fsdp2x=True)
 @both_transports
 def test_owners_without_tokens_one_token_and_no_tokens(ctx, transport):
     """All tokens of all ranks go to experts 0 and 1: ep rank 1 computes nothing. A micro-batch of one token."""
-    only_fsdp2x(ctx)
 
     def loss_of_steered(model, rank, step):
         with steered(model, ((0, 1), (2, 3), (0, 3))[step]):
@@ -120,9 +115,8 @@ def test_owners_without_tokens_one_token_and_no_tokens(ctx, transport):
     assert x.grad.shape == x.shape
 
 
-@distributed(world_sizes=(4,), timeout=120)
+@distributed(world_sizes=(4,), timeout=120, only_fsdp2x=True)
 def test_mixed_precision_checkpointing_and_frozen_experts(ctx):
-    only_fsdp2x(ctx)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     reference = fused(moe_intermediate_size=16)
     for layer in reference.model.layers[:1]:

@@ -12,7 +12,7 @@ import moe_models
 from fsdp2x import moe
 from harness import dist_run, distributed
 from moe_models import ListMoe, fused, rows, steered
-from reference import both_transports, only_fsdp2x, train_alike
+from reference import both_transports, train_alike
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 KINDS = pytest.mark.parametrize(
@@ -42,11 +42,10 @@ def list_loss(steer):
     return loss_of
 
 
-@distributed(world_sizes=(3,))
+@distributed(world_sizes=(3,), only_fsdp2x=True)
 @both_transports
 def test_disjoint_experts_on_the_ranks(ctx, transport):
     """A list of experts: rank r's tokens all go to expert r, then r + 1 with one token, then rank 0 has none."""
-    only_fsdp2x(ctx)
     reference = ListMoe()
     ours = copy.deepcopy(reference)
     fsdp2x.fully_shard(ours, auto_wrap=["ListLayer"], transport=transport)
@@ -74,12 +73,11 @@ def test_shared_memory_says_which_experts_are_units():
     assert all("experts.0" in message and "experts.1" in message for message in messages), messages
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 @KINDS
 @both_transports
 def test_fused_experts(ctx, transport, implementation, own_units):
     """Rank r uses two experts, another pair each step; in step 1 on a micro-batch of one token."""
-    only_fsdp2x(ctx)
     reference = fused()
     assert moe.use_grouped_gemm(reference, implementation == "grouped_mm") == implementation
     ours = copy.deepcopy(reference)
@@ -115,11 +113,10 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
-@distributed(world_sizes=(3,))
+@distributed(world_sizes=(3,), only_fsdp2x=True)
 @KINDS
 @both_transports
 def test_a_rank_without_tokens(ctx, transport, implementation, own_units):
-    only_fsdp2x(ctx)
     torch.manual_seed(0)
     reference = Blocks(implementation)
     ours = copy.deepcopy(reference)

@@ -58,10 +58,9 @@ def test_packed_is_one_sample_at_a_time(ctx, name):
     check_steps(ctx, name, UNEVEN[: ctx.world])
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_an_untouched_model_understands_packed_rows(ctx):
     """transformers' own masks read the same positions: no call of ours is needed, only slower and with a mask."""
-    only_fsdp2x(ctx)
     reference = sequences.build("qwen3")
     ours = fsdp2x.fully_shard(copy.deepcopy(reference))
     samples = sequences.make_samples(reference, [9, 5, 6], seed=1)
@@ -69,10 +68,9 @@ def test_an_untouched_model_understands_packed_rows(ctx):
     sequences.check_step(ours, rows, reference, samples)
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_gradient_checkpointing(ctx):
     """Two rows in one backward: each layer is recomputed with the layout of its own row."""
-    only_fsdp2x(ctx)
     results = []
     for checkpointed in (False, True):
         model = sequences.build("mistral").train()

@@ -19,21 +19,19 @@ def loss_of(model, rank, step):
     return model(**models.batch("any", 10 * step + rank)).loss
 
 
-@distributed(world_sizes=(3,))
+@distributed(world_sizes=(3,), only_fsdp2x=True)
 @pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.full)])
 @both_transports
 def test_three_steps_against_one_process(ctx, name, transport):
-    only_fsdp2x(ctx)
     reference = models.build(name)
     ours = copy.deepcopy(reference)
     assert apply_tiled_mlp(ours, 4) == 2
     train_alike(ctx, reference, fsdp2x.fully_shard(ours, transport=transport), loss_of, **TOLERANCE)
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_reduced_once_and_after_sharding(ctx):
     """Tiling of a sharded model, with the MLP as a separate unit, and with accumulation without synchronization."""
-    only_fsdp2x(ctx)
     reference = models.build("llama")
     ours = fsdp2x.fully_shard(copy.deepcopy(reference), auto_wrap=["LlamaMLP", "LlamaDecoderLayer"])
     assert apply_tiled_mlp(ours, 3) == 2
@@ -52,9 +50,8 @@ def test_reduced_once_and_after_sharding(ctx):
     assert len(reduced) == 2 * 2
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_checkpointing_mixed_precision_and_frozen_weights(ctx):
-    only_fsdp2x(ctx)
     reference, ours = (models.build("llama", use_cache=False) for _ in range(2))
     for model in (reference, ours):
         model.model.layers[0].mlp.gate_proj.weight.requires_grad_(False)
@@ -88,9 +85,8 @@ def test_lora_inside_of_the_mlps(ctx):
     train_alike(ctx, reference, fsdp2x.fully_shard(ours), loss_of, **TOLERANCE)
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_units_inside_of_an_mlp_are_refused(ctx):
-    only_fsdp2x(ctx)
     model = fsdp2x.fully_shard(models.build("llama"), auto_wrap=lambda name, module: name.endswith("up_proj"))
     apply_tiled_mlp(model, 2)
     with pytest.raises(RuntimeError, match="inside of LlamaMLP is a separate unit"):

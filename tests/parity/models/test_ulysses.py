@@ -167,10 +167,9 @@ def build_architecture(package):
 
 
 @pytest.mark.full
-@distributed(world_sizes=(2,), timeout=120)
+@distributed(world_sizes=(2,), timeout=120, only_fsdp2x=True)
 @pytest.mark.parametrize("package", ARCHITECTURES)
 def test_one_step(ctx, package):
-    only_fsdp2x(ctx)
     reference = build_architecture(package)
     ours = copy.deepcopy(reference)
     mesh = init_sequence_mesh(2, "cpu")

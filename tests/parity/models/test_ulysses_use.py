@@ -263,11 +263,10 @@ def test_an_invalid_batch_raises_on_every_rank(ctx, name, rank):
     ours(**context.shard_inputs(batch).inputs)
 
 
-@distributed(world_sizes=(4,))
+@distributed(world_sizes=(4,), only_fsdp2x=True)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_parameters_sharded_over_data_parallel_ranks_only(ctx, when):
     """Their gradients would never meet those of the other slices."""
-    only_fsdp2x(ctx)
     mesh = init_sequence_mesh(2, "cpu")
     model = sequences.build("llama")
     said = r"is sharded over the ranks \[\d, \d\], without \[\d\] of the sequence-parallel group"

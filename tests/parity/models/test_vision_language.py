@@ -11,7 +11,7 @@ import models
 from fsdp2x.models.freeze import freeze_module_prefix
 from fsdp2x.models.vision import shard_vision_language
 from harness import distributed
-from reference import both_transports, grads, only_fsdp2x, params, train_alike
+from reference import both_transports, grads, params, train_alike
 
 IMAGE_TOKEN = 36
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
@@ -47,12 +47,11 @@ def loss_of(images):
     return lambda model, rank, step: model(**batch(rank, step, images(step, rank))).loss
 
 
-@distributed(world_sizes=(2, pytest.param(3, marks=pytest.mark.full)))
+@distributed(world_sizes=(2, pytest.param(3, marks=pytest.mark.full)), only_fsdp2x=True)
 @pytest.mark.parametrize("frozen", [True, False])
 @both_transports
 def test_an_image_on_one_rank_only(ctx, transport, frozen):
     """Rank 0, then another rank, then no rank has an image. A frozen tower stays unchanged, bit for bit."""
-    only_fsdp2x(ctx)
     reference = tiny_vlm()
     if frozen:
         assert freeze_module_prefix(reference, "visual") > 0
@@ -70,9 +69,8 @@ def test_an_image_on_one_rank_only(ctx, transport, frozen):
     assert unused == {frozen or transport == "shm"}, "zeros, where every rank has to send something"
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_inputs_of_the_tower_are_not_cast(ctx):
-    only_fsdp2x(ctx)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, seen = tiny_vlm(), {}
     visual = model.model.visual

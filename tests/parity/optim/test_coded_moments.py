@@ -16,7 +16,7 @@ import fsdp2x
 from fsdp2x.plan.plan import plan_memory
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs, train
-from reference import changes, full, only_fsdp2x, same, shard
+from reference import changes, full, same, shard
 
 INT8 = {"lr": 1e-2, "moments_dtype": "int8"}
 
@@ -36,11 +36,10 @@ def step_of_code(value: torch.Tensor, largest: float) -> torch.Tensor:
     return largest * ((root + 1 / 127) ** 4 - (root - 1 / 127).clamp(min=0) ** 4)
 
 
-@distributed(world_sizes=(1, 2, 3, 4))
+@distributed(world_sizes=(1, 2, 3, 4), only_fsdp2x=True)
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True, "max_grad_norm": 0.3}])
 def test_blocks_end_with_the_shard(ctx, options):
     """A rank steps like an optimizer over its local tensors alone, also with short and empty shards."""
-    only_fsdp2x(ctx)
     model, optimizer = make(ctx, **options)
     alone = [nn.Parameter(param.to_local().clone()) for param in model.parameters()]
     other = fsdp2x.optim.AdamW(alone, **{**INT8, **options, "max_grad_norm": None})
@@ -65,10 +64,9 @@ def test_blocks_end_with_the_shard(ctx, options):
         assert state["exp_avg_sq_scales"].numel() == math.ceil(plain.numel() / 256)
 
 
-@distributed(world_sizes=(1, 2, 3))
+@distributed(world_sizes=(1, 2, 3), only_fsdp2x=True)
 def test_states_go_to_other_worlds_and_dtypes(ctx):
     """Full states load into an unsharded model, where blocks begin elsewhere, and into float32 unchanged."""
-    only_fsdp2x(ctx)
     model, optimizer = make(ctx)
     train(ctx, model, optimizer)
     options = StateDictOptions(full_state_dict=True)
@@ -94,9 +92,8 @@ def test_states_go_to_other_worlds_and_dtypes(ctx):
     same(get_optimizer_state_dict(model, optimizer, options=options)["state"], whole, "saving changes nothing")
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_an_optimizer_from_before_sharding(ctx):
-    only_fsdp2x(ctx)
     plain = Stack()
     optimizer = fsdp2x.optim.AdamW(plain.parameters(), **INT8)
     plain(inputs(0)).square().mean().backward()
@@ -112,9 +109,8 @@ def test_an_optimizer_from_before_sharding(ctx):
     assert changes(train(ctx, model, optimizer))
 
 
-@distributed(world_sizes=(2, 3))
+@distributed(world_sizes=(2, 3), only_fsdp2x=True)
 def test_reports_and_plans_count_their_bytes(ctx):
-    only_fsdp2x(ctx)
     model, optimizer = make(ctx)
     expected = sum(
         2 * (param.to_local().numel() + 4 * math.ceil(param.to_local().numel() / 256)) + 4

@@ -15,7 +15,7 @@ from checkpoints import shared_folder
 from fsdp2x.optim import EMA
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs, train
-from reference import changes, full, only_fsdp2x, params, same, shard
+from reference import changes, full, params, same, shard
 
 DECAY = 0.75
 OPTIMIZERS = {
@@ -29,11 +29,10 @@ def loss_of(model, rank, step=0):
     return model(inputs(rank, step)).square().mean()
 
 
-@distributed(world_sizes=(1, 2, 3))
+@distributed(world_sizes=(1, 2, 3), only_fsdp2x=True)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_averages_are_torchs(ctx, name):
     """Averages and the losses computed with them agree after each step. The model's own values return bit for bit."""
-    only_fsdp2x(ctx)
     reference = Stack()
     model = shard(ctx, copy.deepcopy(reference), STACK_UNITS)
     optimizer = OPTIMIZERS[name](model)
@@ -60,9 +59,8 @@ def averages(optimizer) -> list[torch.Tensor]:
     return full([optimizer.state[param]["ema"] for group in optimizer.param_groups for param in group["params"]])
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_sleep_and_exceptions(ctx):
-    only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS)
     optimizer = fsdp2x.optim.Muon(fsdp2x.optim.muon_param_groups(model, exclude=["head.*"]), lr=1e-2)
     slow = EMA(optimizer, 0.9)
@@ -107,10 +105,9 @@ READ = {
 }
 
 
-@distributed(world_sizes=(2, 3))
+@distributed(world_sizes=(2, 3), only_fsdp2x=True)
 def test_what_reads_the_averages_and_what_is_refused(ctx):
     """Each call that would keep, move or change the exchanged values; what it is afterwards is as if never called."""
-    only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS)
     optimizer = fsdp2x.optim.AdamW(model.parameters(), lr=1e-2)
     ema = EMA(optimizer, DECAY)
@@ -140,10 +137,9 @@ def test_what_reads_the_averages_and_what_is_refused(ctx):
         assert [path.name for path in (folder / "c").glob("step-*")] == ["step-000001"]
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_frozen_parameters_and_those_without_gradients(ctx):
     """They have no average until they have a gradient; then it begins with the value of that step."""
-    only_fsdp2x(ctx)
     model = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
     model[2].requires_grad_(False)
     for layer in model:

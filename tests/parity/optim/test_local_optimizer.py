@@ -230,12 +230,11 @@ def outcome(model, make, rank):
     return losses, params(model), full(optimizer.state_dict()["state"])
 
 
-@distributed(world_sizes=(1, 2))
+@distributed(world_sizes=(1, 2), only_fsdp2x=True)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("name", [name for name in OTHERS if hasattr(torch.optim, name)])
 @pytest.mark.each_pair
 def test_torchs_others_step_as_over_stock_and_are_refused(ctx, name, kind):
-    only_fsdp2x(ctx)
     (make, trains), (build, units) = OTHERS[name], MODELS[kind]
     found, expected = (outcome(shard_(build(), units), make, ctx.rank) for shard_ in (partial(shard, ctx), shard_stock))
     if isinstance(found, str) or isinstance(expected, str):
@@ -292,9 +291,8 @@ def test_groups_schedulers_and_state_of_all_parameters(ctx):
         hidden.step()
 
 
-@distributed(world_sizes=(1,))
+@distributed(world_sizes=(1,), only_fsdp2x=True)
 def test_plain_parameters_are_stepped_as_before(ctx):
-    only_fsdp2x(ctx)
     results = []
     for wrap in (fsdp2x.local_optimizer, lambda one: one):
         model = Stack()

@@ -15,7 +15,7 @@ import models
 from fsdp2x.optim.muon import plan
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import changes, full, mean_of_ranks, only_fsdp2x, params, same, shard
+from reference import changes, full, mean_of_ranks, params, same, shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*param_names.*")
 SHAPES = ((16, 8), (7, 33), (64, 48), (3, 5), (1, 4), (20, 20))
@@ -66,25 +66,22 @@ def check_steps(mesh, placements, rounds=(1, 2000, 1 << 20, 2000)) -> None:
         same(full(got["state"]), full(expected["state"]), f"state, {settings}")
 
 
-@distributed(world_sizes=(1, 2, 3, 4))
+@distributed(world_sizes=(1, 2, 3, 4), only_fsdp2x=True)
 @pytest.mark.parametrize("cut_as", ONE_AXIS)
 def test_steps_are_torchs(ctx, cut_as):
-    only_fsdp2x(ctx)
     check_steps(init_device_mesh("cpu", (ctx.world,)), ONE_AXIS[cut_as])
 
 
-@distributed(world_sizes=(4,))
+@distributed(world_sizes=(4,), only_fsdp2x=True)
 @pytest.mark.parametrize("cut_as", TWO_AXES)
 def test_steps_over_two_axes_are_torchs(ctx, cut_as):
-    only_fsdp2x(ctx)
     check_steps(init_device_mesh("cpu", (2, 2)), TWO_AXES[cut_as], rounds=(1, 2000))
 
 
-@distributed(world_sizes=(2, 3))
+@distributed(world_sizes=(2, 3), only_fsdp2x=True)
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Shard(2)], ids=str)
 def test_stacks_are_matrices(ctx, placement):
     """Each expert is a separate matrix, whether a rank has some experts, or rows or columns of all."""
-    only_fsdp2x(ctx)
     mesh = init_device_mesh("cpu", (ctx.world,))
     whole, cut = pair([(5, 12, 8), (2, 3, 7)], mesh, [placement])
     matrices = [[nn.Parameter(matrix.clone()) for matrix in stack.detach()] for stack in whole]
@@ -102,10 +99,9 @@ def test_stacks_are_matrices(ctx, placement):
     same(full(cut), expected, rtol=0, atol=3 * 0.02 * 0.03)
 
 
-@distributed(world_sizes=(4,))
+@distributed(world_sizes=(4,), only_fsdp2x=True)
 def test_a_mesh_that_is_part_of_the_world(ctx):
     """Two stages of a pipeline, each a mesh of two axes over its own ranks, with other shapes."""
-    only_fsdp2x(ctx)
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("stage", "data", "tensor"))
     stage = mesh.get_local_rank("stage")
     whole, cut = pair(SHAPES[stage : stage + 3], mesh["data", "tensor"], (S0, S1))
@@ -127,10 +123,9 @@ class Block(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-@distributed(world_sizes=(4,))
+@distributed(world_sizes=(4,), only_fsdp2x=True)
 def test_tensor_parallel_models(ctx):
     """Rows cut by two axes, and rows by one and columns by the other, as frameworks arrange them."""
-    only_fsdp2x(ctx)
     torch.manual_seed(0)
     model = Block()
     reference = copy.deepcopy(model)
@@ -152,11 +147,10 @@ def groups_of(model, **adamw):
     return fsdp2x.optim.muon_param_groups(model, exclude=["head.*"], **adamw)
 
 
-@distributed(world_sizes=(1, 2, 3, 4))
+@distributed(world_sizes=(1, 2, 3, 4), only_fsdp2x=True)
 @pytest.mark.parametrize("transport", ["shm", "process_group"])
 def test_training(ctx, transport):
     """Matrices by Muon and the rest by AdamW, clipped together, equal to the unsharded model's steps."""
-    only_fsdp2x(ctx)
     reference = Stack()
     model = shard(ctx, copy.deepcopy(reference), STACK_UNITS, transport=transport)
     optimizer = fsdp2x.optim.Muon(groups_of(model, lr=1e-3, betas=(0.8, 0.9)), lr=0.02, max_grad_norm=0.5)
@@ -185,9 +179,8 @@ def test_training(ctx, transport):
     assert changes(losses)
 
 
-@distributed(world_sizes=(2, 3))
+@distributed(world_sizes=(2, 3), only_fsdp2x=True)
 def test_matrices_without_gradients_stay(ctx):
-    only_fsdp2x(ctx)
     mesh = init_device_mesh("cpu", (ctx.world,))
     whole, cut = pair(SHAPES, mesh, [S0])
     reference, optimizer = torch.optim.Muon(whole), fsdp2x.optim.Muon(cut)
@@ -200,10 +193,9 @@ def test_matrices_without_gradients_stay(ctx):
     assert optimizer.step(lambda: 3) == 3
 
 
-@distributed(world_sizes=(2, 3))
+@distributed(world_sizes=(2, 3), only_fsdp2x=True)
 def test_states_are_torchs(ctx):
     """fsdp2x's Muon continues from the state of torch.optim.Muon, under any sharding, also in a copy."""
-    only_fsdp2x(ctx)
     mesh = init_device_mesh("cpu", (ctx.world,))
     whole, cut = pair(SHAPES, mesh, [S0])
     reference, optimizer = torch.optim.Muon(whole, lr=0.02), fsdp2x.optim.Muon(cut, lr=0.5)
@@ -224,18 +216,16 @@ def test_states_are_torchs(ctx):
     same(full(cut), full(whole))
 
 
-@distributed(world_sizes=(2,), timeout=60)
+@distributed(world_sizes=(2,), timeout=60, only_fsdp2x=True)
 def test_ranks_with_other_parameters_are_told(ctx):
-    only_fsdp2x(ctx)
     mesh = init_device_mesh("cpu", (2,))
     cut = [nn.Parameter(DTensor.from_local(torch.ones(2 + ctx.rank, 4), mesh, [S0], run_check=False))]
     with pytest.raises(RuntimeError, match="has other matrices than rank"):
         fsdp2x.optim.Muon(cut).step()
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_gradients_that_are_cut_otherwise_are_refused(ctx):
-    only_fsdp2x(ctx)
     mesh = init_device_mesh("cpu", (2,))
     _, cut = pair(SHAPES, mesh, [S0])
     cut[0].grad = distribute_tensor(torch.zeros(SHAPES[0]), mesh, [S1])
@@ -255,10 +245,9 @@ def make_rounded(ctx, **options):
     return model, fsdp2x.optim.Muon(groups, lr=0.02, **options)
 
 
-@distributed(world_sizes=(1, 3))
+@distributed(world_sizes=(1, 3), only_fsdp2x=True)
 @pytest.mark.parametrize("rounded", ROUNDED)
 def test_steps_are_those_of_two_optimizers(ctx, rounded):
-    only_fsdp2x(ctx)
     model, optimizer = make_rounded(ctx, **ROUNDED[rounded])
     other = shard(ctx, Stack(), STACK_UNITS)
     matrices, rest = (group["params"] for group in fsdp2x.optim.muon_param_groups(other, exclude=["head.*"]))
@@ -283,9 +272,8 @@ def optimizer_pairs(optimizer):
             for name, param in zip(group["param_names"], group["params"], strict=True)]  # fmt: skip
 
 
-@distributed(world_sizes=(1,))
+@distributed(world_sizes=(1,), only_fsdp2x=True)
 def test_settings_are_adamws(ctx):
-    only_fsdp2x(ctx)
     with pytest.raises(ValueError, match="moments_dtype must be .*, got 'fp8'"):
         make_rounded(ctx, moments_dtype="fp8")
     with pytest.raises(ValueError, match="stochastic_rounding needs moments_dtype"):

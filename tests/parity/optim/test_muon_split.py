@@ -108,28 +108,25 @@ def check(cuts):
         same(full(cut), whole.detach(), f"{tuple(whole.shape)}, {settings}", rtol=0, atol=atol)
 
 
-@distributed(world_sizes=(1, 2, 3, 4))
+@distributed(world_sizes=(1, 2, 3, 4), only_fsdp2x=True)
 @pytest.mark.parametrize("placement", [S0, S1, R], ids=str)
 def test_shards_are_the_unsharded_reference(ctx, placement):
-    only_fsdp2x(ctx)
     mesh = init_device_mesh("cpu", (ctx.world,))
     check(lambda ndim: (mesh, [placement]))
 
 
-@distributed(world_sizes=(4,))
+@distributed(world_sizes=(4,), only_fsdp2x=True)
 def test_two_axes_are_the_unsharded_reference(ctx):
-    only_fsdp2x(ctx)
     mesh = init_device_mesh("cpu", (2, 2))
     for placements in ((S0, S1), (R, S0), (S1, S1)):
         check(lambda ndim, placements=placements: (mesh, placements))
 
 
-@distributed(world_sizes=(2, 4))
+@distributed(world_sizes=(2, 4), only_fsdp2x=True)
 @pytest.mark.parametrize("rows", [20, 12])
 @pytest.mark.parametrize("shard_dim", [0, 1])
 def test_tensor_parallel_blocks(ctx, rows, shard_dim):
     """gate_up with each block cut over two ranks, below FSDP of rows or columns on four."""
-    only_fsdp2x(ctx)
     mesh = init_device_mesh("cpu", (ctx.world // 2, 2), mesh_dim_names=("data", "tensor"))
     data, tensor = mesh.get_coordinate()
     torch.manual_seed(0)
@@ -164,9 +161,8 @@ def test_tensor_parallel_blocks(ctx, rows, shard_dim):
     assert torch.equal(param.to_local(), local(whole.detach()))
 
 
-@distributed(world_sizes=(2,), timeout=60)
+@distributed(world_sizes=(2,), timeout=60, only_fsdp2x=True)
 def test_ranks_with_other_blocks_are_told(ctx):
-    only_fsdp2x(ctx)
     mesh = init_device_mesh("cpu", (2,))
     weight = nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh, [S0]))
     weight.grad = distribute_tensor(torch.ones(8, 4), mesh, [S0])

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdp2x
+from fsdp2x.plan.optimizers import optimizer_bytes as count
 from harness import distributed
 from reference import TORCH_MINOR, full, same
 
@@ -205,8 +206,6 @@ def test_moments_share_memory_but_not_storages(dtype):
 
 
 def optimizer_bytes(optimizer):
-    from fsdp2x.plan.optimizers import optimizer_bytes as count
-
     return count(optimizer)
 
 

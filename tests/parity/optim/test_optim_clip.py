@@ -33,9 +33,8 @@ def gradients(model):
     return {name: param.grad.to_local().clone() for name, param in model.named_parameters() if param.grad is not None}
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_the_method_of_fsdp1_clips(ctx):
-    only_fsdp2x(ctx)
     ours, method = (shard(ctx, Stack(), STACK_UNITS) for _ in range(2))
     for model in (ours, method):
         models.step(ctx, model, None, 0)
@@ -43,10 +42,9 @@ def test_the_method_of_fsdp1_clips(ctx):
     same(gradients(method), gradients(ours))
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_gathered_parameters_are_refused(ctx):
     """Their gradients are those of the shards, so that a norm without them would be too small."""
-    only_fsdp2x(ctx)
     whole = Stack()
     before = list(whole.parameters())
     model = shard(ctx, whole, STACK_UNITS)
@@ -72,14 +70,13 @@ def test_gathered_parameters_are_refused(ctx):
     same(fsdp2x.clip_grad_norm_(model.parameters(), 1.0), torch.tensor(1e-3), rtol=1e-3, atol=0.0)
 
 
-@distributed(world_sizes=(1, 2, 3))
+@distributed(world_sizes=(1, 2, 3), only_fsdp2x=True)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_of_clipping_first(ctx, kind):
     """The bits agree for every way to clip and step.
 
     Cases: uneven and empty shards, a parameter without a gradient, and a norm that needs no clipping.
     """
-    only_fsdp2x(ctx)
     sharded = [shard(ctx, Stack(), STACK_UNITS) for _ in range(4)]
     # By the CPU and by twins: after clipping, and with clipping in the step.
     first, there, fused, fused_there = optimizers = [
@@ -183,11 +180,10 @@ def test_settings():
         optimizer.step()
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 @pytest.mark.parametrize("in_step", [True, False])
 def test_a_clipped_model_can_move(ctx, in_step):
     """The move swaps parameters, which torch can only do if they have no weak references."""
-    only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS)
     optimizer = AdamW(model.parameters(), max_grad_norm=0.1 if in_step else None)
     model(inputs(ctx.rank)).square().mean().backward()
@@ -253,11 +249,10 @@ def test_replicas_are_counted_once(ctx, norm_type):
     clip_as_torch(ctx, norm_type, mesh=mesh_of("2d", ctx.world))
 
 
-@distributed(world_sizes=(2, 4))
+@distributed(world_sizes=(2, 4), only_fsdp2x=True)
 @pytest.mark.parametrize("norm_type", [2.0, 3.5, math.inf])
 def test_the_norm_is_that_of_the_gathered_gradients(ctx, norm_type):
     """With an empty shard on the last of four ranks, where torch's infinity norm raises."""
-    only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS)
     models.step(ctx, model)
     clip_gathered(model, norm_type, 0.02)
@@ -270,7 +265,7 @@ def tensor_parallel(ctx, mesh):
     return shard(ctx, model, STACK_UNITS, mesh=mesh["dp"])
 
 
-@distributed(world_sizes=(4,))
+@distributed(world_sizes=(4,), only_fsdp2x=True)
 @pytest.mark.parametrize("norm_type", [2.0, pytest.param(3.0, marks=pytest.mark.full), math.inf])
 def test_tensor_parallelism(ctx, norm_type):
     """Weights cut by both axes, biases of the second linear by one, and norms and heads on a mesh of their own.
@@ -278,7 +273,6 @@ def test_tensor_parallelism(ctx, norm_type):
     Torch refuses gradients of several meshes in one call, so the gathered gradients are what is compared with. A launch
     per set of process groups, an all-reduce per group; then a step.
     """
-    only_fsdp2x(ctx)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     ours, theirs = (tensor_parallel(ctx, mesh) for _ in range(2))
     optimizers = AdamW(ours.parameters(), lr=1e-2), torch.optim.AdamW(theirs.parameters(), lr=1e-2)
@@ -294,10 +288,9 @@ def test_tensor_parallelism(ctx, norm_type):
         same(param.to_local().detach(), other.to_local().detach(), rtol=1e-6, atol=1e-6)
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_partial_gradients_are_scaled_where_they_lie(ctx):
     """Summed by torch after the reduction that they wait for; the plan stays the same for sum and product."""
-    only_fsdp2x(ctx)
     mesh = init_device_mesh("cpu", (ctx.world,))
     torch.manual_seed(0)
     model = nn.ParameterDict()
@@ -314,9 +307,8 @@ def test_partial_gradients_are_scaled_where_they_lie(ctx):
     same(model["plain"].grad, torch.full((5,), 2.0) / expected, rtol=1e-5, atol=0.0)
 
 
-@distributed(world_sizes=(2, 3))
+@distributed(world_sizes=(2, 3), only_fsdp2x=True)
 def test_a_rank_without_gradients_takes_part(ctx):
-    only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS)
     models.step(ctx, model)
     if ctx.rank == ctx.world - 1:
@@ -330,9 +322,8 @@ def test_a_rank_without_gradients_takes_part(ctx):
         same(norm.double(), own.sqrt(), "norm", rtol=1e-6, atol=1e-9)
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_clipping_needs_one_all_reduce(ctx):
-    only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS)
     models.step(ctx, model)
     calls = []
@@ -387,10 +378,9 @@ def assert_alike(cut: list, plain: list, what) -> None:
         same(numbers(one.grad), numbers(other.grad), what, rtol=1e-5, atol=1e-7)
 
 
-@distributed(world_sizes=(2, 4))
+@distributed(world_sizes=(2, 4), only_fsdp2x=True)
 @pytest.mark.parametrize("arrangement", ["plain among sharded", "two meshes", "all kinds", "one mesh"])
 def test_clips_as_if_unsharded(ctx, arrangement):
-    only_fsdp2x(ctx)
     places = places_of(arrangement, ctx.world)
     with fsdp2x.install():
         for norm_type, foreach in NORMS:
@@ -420,10 +410,9 @@ def test_clips_as_if_unsharded(ctx, arrangement):
         assert_alike(cut, plain, "values")
 
 
-@distributed(world_sizes=(2, 4))
+@distributed(world_sizes=(2, 4), only_fsdp2x=True)
 @pytest.mark.parametrize("arrangement", ["all kinds", "one mesh"])
 def test_one_rank_alone_has_a_gradient_that_is_not_finite(ctx, arrangement):
-    only_fsdp2x(ctx)
     places = places_of(arrangement, ctx.world)
     for broken, norm_type, row in BROKEN:
         what = f"{broken} in row {row}, norm {norm_type}"

@@ -103,9 +103,8 @@ def test_states_load_both_ways(ctx, way):
     same(snapshot(theirs, reader), snapshot(ours, writer), **CLOSE)
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_closure_and_copies(ctx):
-    only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS)
     optimizer = fsdp2x.optim.AdamW(model.parameters(), lr=1e-2, moments_dtype=torch.float32)
 
@@ -119,10 +118,9 @@ def test_closure_and_copies(ctx):
     assert copy.copy(optimizer).moments_dtype is torch.float32
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_the_kernel_steps_every_shard(ctx):
     """Nothing falls to torch's functions on a sharded float32 model, and autograd sees the change."""
-    only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS)
     optimizer = fsdp2x.optim.AdamW(model.parameters())
     optimizer._step_by_torch = None

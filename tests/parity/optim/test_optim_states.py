@@ -8,7 +8,7 @@ from checkpoints import HANDED_OVER_BY, hand_over
 from fsdp2x.optim import EMA, AdamW, Muon
 from harness import distributed
 from models import STACK_UNITS, Stack, train
-from reference import full, only_fsdp2x, params, same, shard
+from reference import full, params, same, shard
 from training import shared_folder
 
 
@@ -47,10 +47,9 @@ CASES = [
 ]
 
 
-@distributed(world_sizes=(2, pytest.param(3, marks=pytest.mark.full)))
+@distributed(world_sizes=(2, pytest.param(3, marks=pytest.mark.full)), only_fsdp2x=True)
 @pytest.mark.parametrize(("kind", "form"), CASES)
 def test_training_goes_on_to_the_bit(ctx, kind, form):
-    only_fsdp2x(ctx)
     dtype, make = KINDS[kind]
 
     def pair():

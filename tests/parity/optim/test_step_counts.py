@@ -12,7 +12,7 @@ import moe_models
 import streams
 from fsdp2x.sharding.wrap import plan_units
 from harness import distributed
-from reference import only_fsdp2x, shard
+from reference import shard
 
 NUM_EXPERTS = 128
 # Entries of a record that launch a kernel or a copy.
@@ -69,12 +69,11 @@ def moved(entries: list[tuple], world: int) -> dict[str, int]:
     return found
 
 
-@distributed(world_sizes=(2, 4))
+@distributed(world_sizes=(2, 4), only_fsdp2x=True)
 @pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize("case", CASES)
 def test_a_steady_step_moves_what_the_plan_says(ctx, case, grouped):
     """Parameters of 512 bytes and more on their own, or all packed."""
-    only_fsdp2x(ctx)
     recorder = streams.install(512, grouped=grouped)
     build, run = CASES[case]
     model, mesh, world = build(), None, ctx.world

@@ -167,10 +167,9 @@ def test_units_around_the_head(ctx, shard, name, transport):
     check(ctx, name, transport, shard=shard, steps=1)
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_bf16_policy(ctx):
     """bf16 parameters and outputs, fp32 scores: those of the model's own bf16 hidden states, never rounded."""
-    only_fsdp2x(ctx)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.bfloat16)
     model = build("granite")
     weight = model.lm_head.weight.detach().bfloat16().double().requires_grad_()
@@ -193,13 +192,12 @@ def test_bf16_policy(ctx):
     same(grads(ours)["lm_head.weight"], rounded.mean(0), "gradient of the head", rtol=2**-7, atol=1e-4)
 
 
-@distributed(world_sizes=(2, 4), timeout=120)
+@distributed(world_sizes=(2, 4), timeout=120, only_fsdp2x=True)
 @pytest.mark.parametrize(
     "name", ["qwen3", pytest.param("gemma2_cap", marks=full), pytest.param("qwen2_vl", marks=full)]
 )
 def test_ulysses(ctx, name):
     """Slices of sequences: each rank scores the positions it holds."""
-    only_fsdp2x(ctx)
     mesh = init_sequence_mesh(2, "cpu")
     reference = build(name)
     ours = fsdp2x.fully_shard(copy.deepcopy(reference), mesh=mesh.shard)
@@ -213,10 +211,9 @@ def test_ulysses(ctx, name):
     same_grads(ours, reference, **EXACT)
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(ctx, reentrant):
-    only_fsdp2x(ctx)
     model = build("gemma2_cap").train()
     if reentrant:
         model.enable_input_require_grads()
@@ -228,9 +225,8 @@ def test_gradient_checkpointing(ctx, reentrant):
     check(ctx, "gemma2_cap", model=model, shard=shard, steps=1)
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_several_forwards_before_a_backward(ctx):
-    only_fsdp2x(ctx)
     results = []
     for together in (False, True):
         model = fsdp2x.fully_shard(build("gemma2_cap"))
@@ -245,11 +241,10 @@ def test_several_forwards_before_a_backward(ctx):
     same(results[1], results[0], "gradients", **EXACT)
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 @both_transports
 def test_without_gradients(ctx, transport):
     """Between its updates, a policy without gradients computes the same values, and training continues unchanged."""
-    only_fsdp2x(ctx)
     model = fsdp2x.fully_shard(build("gemma2_cap"), transport=transport)
     row = pack_samples(sequences.make_samples(model, [9, 5], seed=ctx.rank))
     with torch.no_grad():
@@ -261,11 +256,10 @@ def test_without_gradients(ctx, transport):
     assert all(grad is not None for grad in grads(model).values())
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 @pytest.mark.parametrize("where", ["layers", "head"])
 def test_adapters(ctx, where):
     """LoRA on the layers; a trained copy of the head in PEFT's modules_to_save, with the adapter and without."""
-    only_fsdp2x(ctx)
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     extra = {"modules_to_save": ["lm_head"]} if where == "head" else {}
@@ -292,9 +286,8 @@ def test_adapters(ctx, where):
     assert not torch.allclose(base, wanted)
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_other_outputs_come_along(ctx):
-    only_fsdp2x(ctx)
     model = fsdp2x.fully_shard(build("qwen3_moe"))
     row = pack_samples(sequences.make_samples(model, [9, 5], seed=ctx.rank))
     scores = rl.score(model, {**row.inputs, "output_router_logits": True}, row.next_labels)
@@ -303,11 +296,10 @@ def test_other_outputs_come_along(ctx):
     assert all(grad is not None for grad in grads(model).values())
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 @pytest.mark.parametrize("name", ["llama", "granite", "gemma2_cap", "qwen3_moe"])
 def test_losses_are_the_models(ctx, name):
     """Some positions have no label, labels are shifted or not, and a Trainer has counted them or not."""
-    only_fsdp2x(ctx)
     reference = build(name)
     reference.config.output_router_logits = name == "qwen3_moe"
     ours = fsdp2x.fully_shard(copy.deepcopy(reference))
@@ -350,9 +342,8 @@ class Marked(nn.Linear):
         return super().forward(x)
 
 
-@distributed(world_sizes=(1,))
+@distributed(world_sizes=(1,), only_fsdp2x=True)
 def test_heads_that_are_not_known(ctx):
-    only_fsdp2x(ctx)
     model = build("llama")
     model.lm_head.__class__ = Marked
     refused(model, "the head of LlamaForCausalLM is a Marked: it is not a plain torch.nn.Linear")
@@ -365,10 +356,8 @@ def test_heads_that_are_not_known(ctx):
     refused(adapted, "an adapter changes it; leave it out of target_modules")
 
 
-@distributed(world_sizes=(1,))
+@distributed(world_sizes=(1,), only_fsdp2x=True)
 def test_logits_that_are_not_known(ctx):
-    only_fsdp2x(ctx)
-
     def patched(change):
         model = build("llama")
         whole = type(model).forward
@@ -392,9 +381,8 @@ def test_logits_that_are_not_known(ctx):
     refused(patched(lambda self, out: self.lm_head(out.logits.new_zeros(1, 4, 16))), "several times in a forward")
 
 
-@distributed(world_sizes=(1,))
+@distributed(world_sizes=(1,), only_fsdp2x=True)
 def test_wrong_inputs(ctx):
-    only_fsdp2x(ctx)
     model = build("llama")
     ids = torch.tensor([[3, 4, 5, 6]])
     refused(model, "the inputs contain labels", ValueError, inputs={"labels": ids})

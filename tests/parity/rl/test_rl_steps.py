@@ -187,11 +187,10 @@ def test_updates_over_sequence_parallel_ranks(ctx, which):
     check(ctx, "llama", SETTINGS[which], ulysses=True)
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 @both_transports
 def test_a_bf16_policy_that_has_not_moved(ctx, transport):
     """Scores without and with gradients are the same bits, so r is exactly 1, and the loss is -mean(A)."""
-    only_fsdp2x(ctx)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.bfloat16)
     model = fsdp2x.fully_shard(sequences.build("qwen3"), mp_policy=policy, transport=transport)
     samples = sequences.make_samples(model, [9, 5, 13], seed=ctx.rank)
@@ -214,11 +213,10 @@ def test_a_bf16_policy_that_has_not_moved(ctx, transport):
     assert all(grad is not None and grad.any() for name, grad in grads(model).items() if "norm" not in name)
 
 
-@distributed(world_sizes=(3,))
+@distributed(world_sizes=(3,), only_fsdp2x=True)
 @both_transports
 def test_a_step_without_a_response(ctx, transport):
     """No rank has a label: the loss is zero, every parameter has a gradient of zeros, and ranks do not wait."""
-    only_fsdp2x(ctx)
     model = fsdp2x.fully_shard(sequences.build("qwen3"), transport=transport)
     samples = sequences.make_samples(model, [9, 5] if ctx.rank else [])
     for sample in samples:
@@ -254,12 +252,11 @@ def held_bytes(model):
     return sum(memory.shared_files().values()), root.stats()["gather_slot_bytes"], root.loans()
 
 
-@distributed(world_sizes=(2,), fresh=True)
+@distributed(world_sizes=(2,), fresh=True, only_fsdp2x=True)
 @pytest.mark.parametrize("transport", ["shm", "process_group", "streams"])
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_references_memory_returns(ctx, transport, offload):
     """Two models share a process. After each block the reference only has its shards, and the policy still trains."""
-    only_fsdp2x(ctx)
     if transport == "streams":
         streams.install()
     policy = fsdp2x.fully_shard(sequences.build("llama"), transport=transport)
@@ -296,9 +293,8 @@ def test_the_references_memory_returns(ctx, transport, offload):
         reference.score(row.inputs, row.next_labels)
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_a_reference_after_an_error(ctx):
-    only_fsdp2x(ctx)
     model = fsdp2x.fully_shard(sequences.build("llama"))
     reference = rl.Reference(model, offload=True)
     (row,) = micro_batches(sequences.make_samples(model, [9]), 20, group=dist.group.WORLD)

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import damage
 from fsdp2x.base.failures import CorruptFile
@@ -188,8 +189,6 @@ def folder(tmp_path):
 
 
 def test_ties_are_listed_once_and_wrappers_leave_no_trace():
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
     model = Tied()
     model.norm = checkpoint_wrapper(model.norm)
     tensors, aliases = model_layout(model)

@@ -16,7 +16,7 @@ from fsdp2x.base.failures import CheckpointError, CorruptFile
 from fsdp2x.io.checkpoint.disk import BLOCK_BYTES, DirectFile, bytes_of
 from fsdp2x.io.checkpoint.manifest import make_manifest, read_manifest
 from fsdp2x.io.checkpoint.plan import Chunk, plan_alone
-from fsdp2x.io.checkpoint.sinks import SINKS, Contents, DcpSink, FullSink, finish, write_chunks
+from fsdp2x.io.checkpoint.sinks import SINKS, Contents, DcpSink, FullSink, _archive_around, finish, write_chunks
 from fsdp2x.io.checkpoint.sources import open_checkpoint, verify_folder
 from fsdp2x.io.formats.dcp import DcpTensors
 from fsdp2x.io.formats.safe_files import OpenFiles
@@ -110,8 +110,6 @@ def test_files_cross_blocks(tmp_path, monkeypatch, kind):
 
 def test_an_archive_of_more_than_4_gib_is_laid_out(tmp_path):
     """Its bytes are a hole in a sparse file."""
-    from fsdp2x.io.checkpoint.sinks import _archive_around
-
     head, tail = _archive_around(torch.float32, (5 << 28,))
     with open(tmp_path / "sparse.pt", "wb") as file:
         file.write(head)

@@ -15,6 +15,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as compute
 
 import damage
 from fsdp2x.base.failures import CheckpointError, CorruptFile
@@ -98,9 +100,6 @@ def test_nothing_is_executed_and_damage_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(7, 5), (2, 9), (1, 1), (8, 4)])
 def test_boxes_are_those_of_dtensor(shape):
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as compute
-
     kinds = {"Shard0": (Shard(0), Placement("Shard", 0)), "Shard1": (Shard(1), Placement("Shard", 1))}
     kinds["Replicate"] = (Replicate(), Placement("Replicate"))
     for sizes in ((3,), (2, 2), (2, 3)):

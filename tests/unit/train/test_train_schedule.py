@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import fsdp2x
 from fsdp2x.train.config import ConfigError, OptimizerConfig, ScalerConfig, ScheduleConfig
 from fsdp2x.train.schedule import (
     SMALLEST_SCALE,
@@ -15,6 +16,7 @@ from fsdp2x.train.schedule import (
     make_optimizer,
     make_shape,
 )
+from models import build
 
 SHAPE = ScheduleConfig(kind="cosine", warmup_steps=10, decay_steps=110, min_lr_ratio=0.1, wsd_decay_steps=40)
 
@@ -96,8 +98,6 @@ def test_frozen_parameters_are_left_out_and_a_frozen_model_is_an_error():
 
 
 def test_which_optimizer():
-    import fsdp2x
-
     model = torch.nn.Linear(3, 4)
     decays = decay_groups(model)
     assert type(make_optimizer(model, OptimizerConfig(), decays)) is fsdp2x.optim.AdamW
@@ -108,8 +108,6 @@ def test_which_optimizer():
 
 
 def test_muon_has_matrices_and_adamw_the_rest():
-    from models import build
-
     model = build("llama")
     decays = decay_groups(model)
     config = OptimizerConfig(name="muon", lr=0.5, adamw_lr=0.25, weight_decay=0.3, betas=(0.8, 0.9))
@@ -128,8 +126,6 @@ def test_muon_has_matrices_and_adamw_the_rest():
 
 
 def test_muon_settings_reach_the_optimizer():
-    from models import build
-
     model = build("qwen3_moe")
     config = OptimizerConfig(name="muon", muon_ns_method="gram")
     optimizer = make_optimizer(model, config, decay_groups(model), ns_dtype=torch.float32)
@@ -144,8 +140,6 @@ def test_muon_settings_reach_the_optimizer():
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_how_moments_are_kept(name):
-    from models import build
-
     model = build("llama")
     config = OptimizerConfig(name=name, moments_dtype="int8", stochastic_rounding=True)
     optimizer = make_optimizer(model, config, decay_groups(model))

@@ -8,7 +8,7 @@ import torch
 
 from fsdp2x.train import ConfigError, parse_config
 from fsdp2x.train.config import ModelConfig, ParallelConfig, ScalerConfig, TrainSection
-from fsdp2x.train.distributed import explain_emulation
+from fsdp2x.train.distributed import choose_device, explain_emulation
 from fsdp2x.train.feeds import resolve_tiled_loss
 from fsdp2x.train.model import sharding
 from fsdp2x.train.strategy import (
@@ -137,8 +137,6 @@ def test_when_the_loss_is_scaled():
 
 
 def test_devices_follow_the_local_rank(monkeypatch):
-    from fsdp2x.train.distributed import choose_device
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert choose_device("auto", 3, 4)[0] == torch.device("cuda", 3)  # whatever the global rank is
