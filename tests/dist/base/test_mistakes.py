@@ -16,12 +16,12 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp2x
-from fsdp2x.train import Trainer, parse_config
+from fsdp2x.train import parse_config
 from fsdp2x.train.translate import translate
 from harness import distributed, programs
 from mistakes import said_by
 from models import Stack
-from training import MODEL, Said, settings, shared_folder, write_model
+from training import Said, shared_folder
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "troubleshooting.md"
 shard = fsdp2x.fully_shard
@@ -232,51 +232,3 @@ def test_the_hint_for_pinned_memory_is_the_policy_that_was_given(ctx):
         assert type(advised) is type(policy) and not advised.pin_memory
         assert getattr(advised, "mode", None) == getattr(policy, "mode", None)
         shard(Stack(), offload_policy=advised)
-
-
-# ---- settings of a run, before any text is read
-
-EARLY = {
-    "model.config.model_type": ({"model": {"config": {**MODEL, "model_type": "qwen33"}}}, "qwen33"),
-    "model.config.hidden_size": ({"model": {"config": {**MODEL, "hidden_size": "wide"}}}, "model.config"),
-    "model.config.hidden": ({"model": {"config": {**MODEL, "hidden": 3}}}, "model.config.hidden"),
-    "model.attn_implementation": ({"model": {"attn_implementation": "none such"}}, "none such"),
-    "model.path": ({"model": {"config": None, "path": "FOLDER/missing"}}, "model.path"),
-    "weights": ({"model": {"config": None, "path": "FOLDER/bare"}}, r"bare has no \*\.safetensors"),
-    "data.tokenizer": ({"data": {"tokenizer": "FOLDER/missing"}}, "data.tokenizer"),
-    "checkpoint.resume_from": ({"checkpoint": {"resume_from": "FOLDER/missing"}}, "missing: no such checkpoint"),
-    "resume from no checkpoint": ({"checkpoint": {"resume_from": "FOLDER/bare"}}, "is not an fsdp2x checkpoint"),
-    "logging.output": ({"logging": {"output": "/dev/null/x"}}, "/dev/null"),
-    "checkpoint.folder": ({"checkpoint": {"folder": "/dev/null/x"}}, "/dev/null"),
-    "logging.tensorboard_dir": ({"logging": {"tensorboard": True, "tensorboard_dir": "/dev/null/x"}}, "/dev/null"),
-    "parallel.device": ({"parallel": {"device": "cuda"}}, "no GPU"),
-}
-
-
-def in_folder(value, folder):
-    if isinstance(value, dict):
-        return {name: in_folder(inner, folder) for name, inner in value.items()}
-    return value.replace("FOLDER", str(folder)) if isinstance(value, str) else value
-
-
-@distributed(world_sizes=(1, 2))
-@pytest.mark.parametrize("name", EARLY)
-def test_bad_settings_are_found_before_any_text_is_read(ctx, name):
-    if name == "parallel.device" and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    changes, said = EARLY[name]
-    from fsdp2x.train import parts
-
-    def read(*args, **options):
-        raise AssertionError("text was read")
-
-    with shared_folder(ctx) as folder, pytest.MonkeyPatch.context() as patch:
-        if ctx.rank == 0:
-            write_model(folder / "bare")
-            (folder / "bare/model.safetensors").unlink()
-        dist.barrier()
-        patch.setattr(parts, "read_blocks", read)
-        config = settings(folder / "text", folder / "run", **in_folder(changes, folder))
-        found = said_by(lambda: Trainer(parse_config(config)))
-        assert re.search(said, found) and "\n" not in found, found
-        dist.barrier()

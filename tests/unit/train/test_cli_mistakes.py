@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from fsdp2x.train import cli
+from fsdp2x.train import cli, parts
 from fsdp2x.train.cli import main
 from mistakes import faults_of
 from training import settings, write_model, write_text
@@ -25,6 +25,12 @@ OVERRIDES = (
     "lora.target_modules=[nothing]", "model.freeze=nothing", "parallel.auto_wrap=[Nothing]", "parallel.auto_wrap=[]",
     "logging.tensorboard_dir=/dev/null/x", "checkpoint.folder=/dev/null/x", "parallel.expert_parallel=3",
     "model.dtype=float8", "parallel.expert_units=[Nothing]", "train.compile_backend=nonsense", "optimizer.lr=nan",
+    "train..steps=3", "train.steps.deep=3", "model.path=empty", "checkpoint.resume_from=empty",
+)  # fmt: skip
+# These are found before any text is read.
+EARLY = (
+    "model.config.model_type=", "model.config.hidden_size=x", "model.attn_implementation=", "model.path=",
+    "data.tokenizer=", "checkpoint.", "logging.output=", "parallel.device=",
 )  # fmt: skip
 PATHS = ("CONFIG", "CONFIG.yaml", "CKPT", "DIR", "FILE", "HF", "MODEL", "PATH")
 
@@ -147,8 +153,8 @@ FINE = {
 # These commands do not use a run's files and devices. For a file without keys, they list the keys it needs.
 FINE["plan"] = (*FINE["train"], "model.config.vocab_size=100",
                  "data.files=/missing", "data.files=/dev/null", "logging.output=/dev/null/x",
-                "checkpoint.resume_from=/missing", "checkpoint.folder=/dev/null/x", "parallel.device=cuda",
-                "model.attn_implementation=nonsense", "data.tokenizer=/missing")  # fmt: skip
+                "checkpoint.resume_from=/missing", "checkpoint.resume_from=empty", "checkpoint.folder=/dev/null/x",
+                "parallel.device=cuda", "model.attn_implementation=nonsense", "data.tokenizer=/missing")  # fmt: skip
 FINE["config explain"] = (*FINE["plan"][:-2], FINE["plan"][-1], "model.config={}", "/dev/null", "nothing")
 
 
@@ -165,7 +171,13 @@ def test_one_argument_is_wrong(world, name, capfd, caplog, monkeypatch):
     monkeypatch.chdir(world)
     # The log handler of transformers may hold a stream that an earlier test's capture has closed.
     monkeypatch.setattr(logging, "raiseExceptions", False)
-    wrong = []
+    wrong, read_blocks = [], parts.read_blocks
+
+    def read(*args, **options):
+        assert not words[-1].startswith(EARLY), "text was read"
+        return read_blocks(*args, **options)
+
+    monkeypatch.setattr(parts, "read_blocks", read)
     for words in cases(name, world):
         if any(word.endswith(FINE.get(name, ())) for word in words[1:]) and FINE.get(name):
             continue
