@@ -1,13 +1,10 @@
 """fsdp2x.optim against torch's on the same sharded model, and on plain tensors."""
 
 import copy
-import math
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 import fsdp2x
 import models
@@ -85,24 +82,6 @@ def test_groups_frozen_parameters_and_missing_gradients(ctx):
     assert counts == {2.0, 4.0}
 
 
-@distributed(world_sizes=(2,))
-@pytest.mark.parametrize("way", ["torch_to_ours", "ours_to_torch"])
-def test_states_load_both_ways(ctx, way):
-    ours, theirs = twins_of(ctx)
-    classes = [torch.optim.AdamW, fsdp2x.optim.AdamW]
-    if way == "ours_to_torch":
-        classes.reverse()
-    writer = classes[0](ours.parameters(), lr=1e-2, amsgrad=True)
-    train(ctx, ours, writer)
-    reader = classes[1](theirs.parameters(), lr=0.5, amsgrad=True)
-    theirs.load_state_dict(ours.state_dict())
-    reader.load_state_dict(copy.deepcopy(writer.state_dict()))  # loading shares tensors
-    assert reader.param_groups[0]["lr"] == 1e-2
-    train(ctx, ours, writer, range(3, 6))
-    train(ctx, theirs, reader, range(3, 6))
-    same(snapshot(theirs, reader), snapshot(ours, writer), **CLOSE)
-
-
 @distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_closure_and_copies(ctx):
     model = shard(ctx, Stack(), STACK_UNITS)
@@ -160,24 +139,6 @@ def test_plain_parameters(dtype):
     same(optimizer.state_dict(), reference.state_dict(), **exact)
 
 
-@pytest.mark.parametrize("layout", ["transposed", "strided"])
-def test_memory_formats(layout):
-    """Dense memory in any order is stepped as it lies, anything else by torch."""
-    torch.manual_seed(0)
-    base = torch.randn(6, 10)
-
-    def parameter():
-        return nn.Parameter(base.clone().t() if layout == "transposed" else base.clone()[:, ::2])
-
-    ours, theirs = parameter(), parameter()
-    optimizer, reference = fsdp2x.optim.AdamW([ours]), torch.optim.AdamW([theirs])
-    for step in range(3):
-        set_grads([ours], [theirs], step=step)
-        optimizer.step()
-        reference.step()
-    same(ours.detach(), theirs.detach(), **CLOSE)
-
-
 @pytest.mark.parametrize("name", ["capturable", "differentiable"])
 def test_unsupported_arguments_are_refused(name):
     param = nn.Parameter(torch.ones(3))
@@ -189,31 +150,3 @@ def test_unsupported_arguments_are_refused(name):
     state["param_groups"][0][name] = True
     with pytest.raises(NotImplementedError, match=name):
         fsdp2x.optim.AdamW([param]).load_state_dict(state)
-
-
-def test_wrong_settings_are_refused():
-    param = nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match="learning rate"):
-        fsdp2x.optim.AdamW([param], lr=-1.0)
-    fsdp2x.optim.AdamW([param], foreach=True, fused=True)
-    param.grad = torch.ones(3).to_sparse()
-    with pytest.raises(RuntimeError, match="layout"):
-        fsdp2x.optim.AdamW([param]).step()
-
-
-@distributed(world_sizes=(2,))
-def test_gradients_cut_otherwise_are_redistributed(ctx):
-    """A Partial gradient of a Replicate parameter has the parameter's local shape but not its values."""
-    mesh = init_device_mesh("cpu", (ctx.world,))
-    torch.manual_seed(0)
-    whole = torch.randn(4, 6)
-    results = []
-    for optimizer_class in (fsdp2x.optim.AdamW, torch.optim.AdamW):
-        param = nn.Parameter(distribute_tensor(whole.clone(), mesh, [Replicate()]))
-        optimizer = optimizer_class([param], lr=1e-2)
-        param.grad = DTensor.from_local(torch.full((4, 6), float(ctx.rank + 1)), mesh, [Partial()])
-        norm = fsdp2x.clip_grad_norm_([param], math.inf)
-        same(norm, torch.tensor(3.0 * math.sqrt(24.0)), rtol=1e-6, atol=0.0)
-        optimizer.step()
-        results.append((full(param), full(optimizer.state_dict()["state"])))
-    same(results[0], results[1], **CLOSE)
