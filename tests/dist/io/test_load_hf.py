@@ -8,11 +8,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification, Qwen3MoeForCausalLM
 
 import checkpoints
 import fsdp2x
@@ -67,8 +70,6 @@ def refuses(pattern):
 )  # mixtral: test_save_hf.py
 @distributed(world_sizes=(2,))
 def test_equals_transformers(ctx, name):
-    import transformers
-
     for max_shard_size, mode in (("6KB", "each"), ("5GB", "broadcast")):
         with shared_folder(ctx, writer(name, max_shard_size)) as folder:
             assert (folder / "model.safetensors.index.json").exists() == (max_shard_size == "6KB")
@@ -95,8 +96,6 @@ def test_any_number_of_ranks(ctx):
 
 @distributed(world_sizes=(2,))
 def test_dtypes(ctx):
-    from transformers import Qwen3MoeForCausalLM
-
     half = build("qwen3_moe", dtype=torch.bfloat16)
     with shared_folder(ctx, writer("qwen3_moe", dtype=torch.bfloat16)) as folder:
         same(whole(fsdp2x.from_pretrained(folder, **QUIET)), params(half))
@@ -196,8 +195,6 @@ def test_layouts(ctx, mode):
 
 @distributed(world_sizes=(2,))
 def test_missing_and_unexpected_are_reported_as_transformers_does(ctx):
-    from transformers import LlamaForCausalLM, LlamaForSequenceClassification
-
     def write(folder):
         build("llama").save_pretrained(folder)
         state = load_file(folder / "model.safetensors")
@@ -300,8 +297,6 @@ def test_experts_that_do_not_fit_together_are_named(ctx, mode):
 
 @distributed(world_sizes=(2,))
 def test_adapters(ctx):
-    from peft import LoraConfig, PeftModel, get_peft_model
-
     def write(folder):
         build("llama").save_pretrained(folder)
         model = tiny_lora()

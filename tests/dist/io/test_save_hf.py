@@ -9,8 +9,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import Qwen3ForCausalLM
 
 import fsdp2x
 from checkpoints import shared_folder, tensors
@@ -44,8 +47,6 @@ def only_rank_0_sees_files(ctx):
 @pytest.mark.parametrize("name", NAMES)
 @distributed(world_sizes=(2,))
 def test_round_trip(ctx, name):
-    import transformers
-
     with shared_folder() as folder:
         for dtype in (torch.float32, torch.bfloat16) if name in HALF else (torch.float32,):
             source, out = folder / f"source-{dtype}", folder / f"out-{dtype}"
@@ -119,8 +120,6 @@ def test_two_axes(ctx):
 
 
 def with_adapter(model):
-    from peft import LoraConfig, get_peft_model
-
     return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
 
 
@@ -128,8 +127,6 @@ def with_adapter(model):
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_adapters(ctx, name):
     """Files of PEFT's own -> shards -> files: adapters in float32 over a base in bfloat16, each written alone."""
-    from peft import PeftModel
-
     with shared_folder() as folder:
         write_source(ctx, folder / "base", name, dtype=torch.bfloat16)
         if ctx.rank == 0:
@@ -287,8 +284,6 @@ def test_save_pretrained_of_a_sharded_model_writes_what_the_whole_one_does(ctx, 
 @distributed(world_sizes=(2,))
 def test_save_pretrained_of_a_class_runs_if_it_gets_an_argument_of_that_class(ctx):
     """As with NeMo Automodel, whose models pass themselves to a checkpointer that knows shards."""
-    from transformers import Qwen3ForCausalLM
-
     given = []
 
     class Mine(Qwen3ForCausalLM):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from peft import LoHaConfig, LoraConfig, get_peft_model
 from torch import nn
 
 import fsdp2x
@@ -21,8 +22,6 @@ KINDS = {
 
 
 def make_model(kind):
-    from peft import LoraConfig, get_peft_model
-
     name, settings = KINDS[kind]
     base = build(name)
     torch.manual_seed(1)
@@ -71,8 +70,6 @@ def test_equals_merge_and_unload(ctx, kind):
 
 @distributed(world_sizes=(2,))
 def test_several_adapters_and_dtypes_by_pattern(ctx):
-    from peft import LoraConfig
-
     twin = make_model("plain")
     twin.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], lora_alpha=5))
     twin.base_model.set_adapter(["default", "second"])
@@ -91,8 +88,6 @@ def test_several_adapters_and_dtypes_by_pattern(ctx):
 
 @distributed(world_sizes=(2,))
 def test_what_cannot_be_merged(ctx):
-    from peft import LoHaConfig, get_peft_model
-
     def connect(model, **options):
         return fsdp2x.sync.connect(model, InProcess(list), merge_adapters=True, **options)
 
