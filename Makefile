@@ -7,6 +7,8 @@ CUDA ?= AUTO
 WERROR ?= OFF
 # nproc obeys OMP_NUM_THREADS.
 JOBS ?= $(shell env -u OMP_NUM_THREADS nproc)
+# Processes of pytest: tests of ranks wait for most of their time, and two more fill the cores.
+WORKERS ?= $(shell expr $(JOBS) + 2)
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 OFFLINE ?= OFF
@@ -139,7 +141,7 @@ test-cpp: $(TOOLS)
 # Without tests/ptx, tests/real and tests/servers, which have targets of their own. Several processes, a file to each,
 # where pytest-xdist is there; the files of tests/unit, which are short, come last.
 PYTEST = $(RUN_PYTHON) -m pytest \
-  $$($(RUN_PYTHON) -c 'import xdist; print("-n $(JOBS) --dist loadfile --no-loadscope-reorder")' 2>/dev/null)
+  $$($(RUN_PYTHON) -c 'import xdist; print("-n $(WORKERS) --dist loadfile --no-loadscope-reorder")' 2>/dev/null)
 TESTS = tests --ignore=tests/ptx --ignore=tests/real --ignore=tests/servers
 # The build, the wheel, the harness, and pages as sessions: few changes concern them.
 PROJECT_TESTS = tests/unit/project tests/docs/test_pages.py
