@@ -182,7 +182,7 @@ def test_results_do_not_depend_on_delays(ctx, case):
         recorder.delay(*delays)
         return same_bits(results_of_steps(ctx, sharded(ctx, 4, **DELAYED[case])), expected)
 
-    assert all(equals_with(seed) for seed in range(10))
+    assert all(equals_with(seed) for seed in range(5))
     for lane, event in (("gather", "slot"), ("compute", "slot"), ("compute", "reduce")):
         assert not all(equals_with(seed, lane, event) for seed in range(4)), (lane, event)
 

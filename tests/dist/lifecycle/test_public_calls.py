@@ -349,8 +349,9 @@ def default_dtype(dtype):
         torch.set_default_dtype(before)
 
 
+@pytest.mark.full
 @distributed(world_sizes=(2,), timeout=240)
-@pytest.mark.parametrize("ambient", [torch.device("meta"), pytest.param(torch.float64, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ambient", [torch.device("meta"), torch.float64])
 def test_ambient_device_and_dtype(ctx, ambient):
     """Also for calls inside a block that makes a model without memory, or computes in double precision."""
     faults = []

@@ -236,13 +236,13 @@ def fails(ctx, sync, phase, bucket, rank, match, **push):
     return seconds
 
 
-def push_through(ctx, over, fault, found):
+def push_through(ctx, over, fault, found, places):
     def all_belongings():
         return belongings(), [held_by(engine)["opened"] for engine in found if ctx.rank == 0]
 
     model = make_model(ctx)
     sync = connected(model, target_of(over, [engine.address for engine in found]))
-    for number, (kind, bucket, mode) in enumerate(PLACES):
+    for number, (kind, bucket, mode) in enumerate(places):
         change(model)
         sync.push(version=f"{number} old")
         dist.barrier()
@@ -277,13 +277,14 @@ def push_through(ctx, over, fault, found):
 
 
 @pytest.mark.parametrize("over", CARRIERS)
+@pytest.mark.parametrize("places", [PLACES[::2], pytest.param(PLACES[1::2], marks=pytest.mark.full)], ids=[0, 1])
 @pytest.mark.parametrize(
     "fault", [pytest.param(fault, marks=pytest.mark.full if fault in ("late", "leaves") else ()) for fault in FAULTS]
 )
-def test_an_engine_in_every_phase(fault, over):
+def test_an_engine_in_every_phase(fault, places, over):
     """One of two engines. The other one is torn as well, and no answer is mistaken for that of another request."""
-    with engines(over, 2, len(PLACES) * (fault == "dies")) as found:
-        dist_run(push_through, 2, over, fault, found, timeout=120)
+    with engines(over, 2, len(places) * (fault == "dies")) as found:
+        dist_run(push_through, 2, over, fault, found, places, timeout=120)
 
 
 def push_and_fail(ctx, over, address, fault, rank, place):
@@ -333,9 +334,9 @@ def push_after_others(ctx, over, address):
 TRAINERS = [
     ("dies", 1, "load"),
     ("dies", 1, "commit"),
-    ("dies", 0, "load"),
+    pytest.param("dies", 0, "load", marks=pytest.mark.full),
     ("hangs", 0, "load"),
-    ("hangs", 0, "finish"),
+    pytest.param("hangs", 0, "finish", marks=pytest.mark.full),
 ]
 
 

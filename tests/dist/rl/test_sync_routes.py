@@ -91,7 +91,8 @@ def cases():
         found += [(server, route, "silent", "*" not in phase) for route, phase in phases.items()]
         # A wake that comes twice ends SGLang, and nothing tells whether one came.
         found += [(server, route, "heard", route in HEARD) for route in phases if route != "resume_memory_occupation"]
-        found += [(server, route, "refused", True) for route in phases if not route.startswith("fsdp2x")]
+        refused = [route for route in phases if not route.startswith("fsdp2x")]
+        found += [(server, route, "refused", "*" not in phases[route]) for route in refused]
     return [pytest.param(*case, marks=() if is_quick else pytest.mark.full) for *case, is_quick in found]
 
 

@@ -11,6 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fsdp2x.base.processes import start_time
+from fsdp2x.train import model
+from fsdp2x.train.cli import main
+from fsdp2x.train.distributed import Interrupt
+from fsdp2x.train.metrics import read_metrics
 from harness import programs
 from training import losses, settings, write_text
 
@@ -113,7 +118,11 @@ def interrupted(config, tmp_path, launcher=(), more=(), number=signal.SIGINT):
 
 @pytest.mark.parametrize(
     ("ranks", "number", "name"),
-    [(1, signal.SIGINT, "Ctrl-C"), (2, signal.SIGINT, "Ctrl-C"), (2, signal.SIGTERM, "SIGTERM")],
+    [
+        (1, signal.SIGINT, "Ctrl-C"),
+        pytest.param(2, signal.SIGINT, "Ctrl-C", marks=pytest.mark.full),
+        (2, signal.SIGTERM, "SIGTERM"),
+    ],
 )
 def test_a_signal_saves_after_the_step_and_says_how_to_go_on(config, tmp_path, ranks, number, name):
     launcher = (*torchrun(tmp_path), "-m", "fsdp2x.train") if ranks == 2 else ()
@@ -139,8 +148,6 @@ def test_ctrl_c_where_nothing_is_saved_says_so(config, tmp_path):
 
 
 def test_the_second_ctrl_c_ends_at_once(request):
-    from fsdp2x.train.distributed import Interrupt
-
     # A shell that starts pytest in the background has it ignore the signal.
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, inherited))
@@ -153,8 +160,6 @@ def test_the_second_ctrl_c_ends_at_once(request):
 
 
 def test_a_scheduler_that_asks_again_does_not_lose_the_checkpoint():
-    from fsdp2x.train.distributed import Interrupt
-
     with Interrupt(says=False) as interrupt:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -162,8 +167,6 @@ def test_a_scheduler_that_asks_again_does_not_lose_the_checkpoint():
 
 
 def test_torchruns_echo_of_ctrl_c_is_no_second_one(monkeypatch):
-    from fsdp2x.train.distributed import Interrupt
-
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     with Interrupt(says=False):
         os.kill(os.getpid(), signal.SIGINT)
@@ -171,8 +174,6 @@ def test_torchruns_echo_of_ctrl_c_is_no_second_one(monkeypatch):
 
 
 def wait_for_end(pids):
-    from fsdp2x.base.processes import start_time
-
     deadline = time.monotonic() + TIMEOUT_S
     # A thread that writes a checkpoint keeps files open, and so the lock, when the first thread has ended.
     while any(start_time(pid) is not None or num_threads(pid) > 1 for pid in pids):
@@ -188,8 +189,6 @@ def num_threads(pid):
 
 def wait_for_step(path, step, program):
     """The ranks' pids, once the newest run in `path` has logged `step`."""
-    from fsdp2x.train.metrics import read_metrics
-
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         assert program.poll() is None, program.log.read_text()
@@ -254,18 +253,12 @@ def test_each_rank_gives_its_reason_before_it_ends(tmp_path, fault, said):
 
 
 def test_a_slip_of_ours_keeps_its_traceback(config, caplog, monkeypatch):
-    from fsdp2x.train import model
-    from fsdp2x.train.cli import main
-
     monkeypatch.setattr(model, "build_model", lambda *args: 1 // 0)
     assert main(["train", str(config)]) == 2
     assert "ZeroDivisionError" in caplog.text and "Traceback" in caplog.text
 
 
 def test_ctrl_c_before_training_is_reported(config, capfd, monkeypatch):
-    from fsdp2x.train import model
-    from fsdp2x.train.cli import main
-
     def interrupt(*args):
         raise KeyboardInterrupt
 

@@ -73,7 +73,7 @@ def start(folder, *words, log):
     ("reward", "said"),
     [
         ("reward.fail", "rank 1 failed\nTraceback"),
-        ("reward.die", "rank 1 ended by SIGKILL"),
+        pytest.param("reward.die", "rank 1 ended by SIGKILL", marks=pytest.mark.full),
         (None, "unknown key typo."),
     ],
 )
@@ -90,7 +90,9 @@ def test_the_first_failure_is_reported_once(folder, reward, said):
     assert log.count("Traceback") == log.count("ValueError: no reward") == (reward == "reward.fail"), log
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGKILL]
+)
 def test_no_rank_outlives_the_command(folder, number):
     output = folder / f"{number.name}-out"
     program = start(folder, "sft", "--config", "sft.yaml", "--max_steps", "100000", "--output_dir", output, log="end")
