@@ -20,14 +20,6 @@ from models import STACK_UNITS, Stack, inputs
 from reference import shard, shard_auto
 
 
-def fully_shard_of(ctx):
-    if ctx.impl == "torch":
-        from torch.distributed.fsdp import fully_shard
-    else:
-        from fsdp2x import fully_shard
-    return fully_shard
-
-
 class Final(nn.Linear):
     def __init__(self):
         super().__init__(2, 2)
@@ -47,7 +39,7 @@ def refused(function, *errors):
 def test_already_sharded(ctx):
     model = shard(ctx, Stack(), STACK_UNITS)
     for module in (model, model.blocks[0]):
-        message = refused(lambda module=module: fully_shard_of(ctx)(module), AssertionError)
+        message = refused(lambda module=module: fsdp2x.fully_shard(module), AssertionError)
         assert "can only be applied to a module once" in message
     assert model(inputs(0)).shape == (4, 3)  # the refusals changed nothing
 
@@ -57,19 +49,19 @@ def test_a_refused_call_leaves_the_module_as_it_was(ctx):
     model = Stack()
     before = dict(model.named_parameters())
     model.scalar = nn.Parameter(torch.tensor(1.0))
-    assert "scalar" in refused(lambda: fully_shard_of(ctx)(model), ValueError)
+    assert "scalar" in refused(lambda: fsdp2x.fully_shard(model), ValueError)
     del model.scalar
-    assert "module once" in refused(lambda: fully_shard_of(ctx)([model.head, model.head]), AssertionError)
+    assert "module once" in refused(lambda: fsdp2x.fully_shard([model.head, model.head]), AssertionError)
     model.tied = replicate(nn.Linear(4, 4))
     model.tied.weight = model.blocks[0].up.weight
-    assert "'weight' of a DDPLinear" in refused(lambda: fully_shard_of(ctx)(model), RuntimeError)
+    assert "'weight' of a DDPLinear" in refused(lambda: fsdp2x.fully_shard(model), RuntimeError)
     del model.tied
     model.final = Final()
-    assert "not to be derived from" in refused(lambda: fully_shard_of(ctx)([model.final, model.head]), TypeError)
+    assert "not to be derived from" in refused(lambda: fsdp2x.fully_shard([model.final, model.head]), TypeError)
     del model.final
     assert type(model) is Stack and all(param is before[name] for name, param in model.named_parameters())
-    assert all(fully_shard_of(ctx).state(module) is None for module in model.modules())
-    fully_shard_of(ctx)(model)
+    assert all(fsdp2x.fully_shard.state(module) is None for module in model.modules())
+    fsdp2x.fully_shard(model)
     assert type(model).__name__ == "FSDPStack"
 
 
@@ -79,21 +71,20 @@ def test_deepcopy(ctx):
     for module in (model, model.blocks[0]):
         said = refused(lambda module=module: copy.deepcopy(module), AssertionError)
         assert said.startswith("FSDP does not support deepcopy. Please use state dict for serialization.")
-        if ctx.impl == "fsdp2x":
-            assert "copy the model before fully_shard" in said and "fsdp2x.full_tensors(model)" in said
+        assert "copy the model before fully_shard" in said and "fsdp2x.full_tensors(model)" in said
 
 
 @distributed(world_sizes=(4,))
 def test_mesh_of_the_wrong_shape(ctx):
     three = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
-    assert "1D or 2D DeviceMesh but got" in refused(lambda: fully_shard_of(ctx)(Stack(), mesh=three), ValueError)
+    assert "1D or 2D DeviceMesh but got" in refused(lambda: fsdp2x.fully_shard(Stack(), mesh=three), ValueError)
     two = init_device_mesh("cpu", (2, 2))
-    assert "mesh_dim_names" in refused(lambda: fully_shard_of(ctx)(Stack(), mesh=two), AssertionError)
+    assert "mesh_dim_names" in refused(lambda: fsdp2x.fully_shard(Stack(), mesh=two), AssertionError)
 
 
 @distributed(world_sizes=(1,))
 def test_unknown_transport_and_unsupported_arguments(ctx):
-    fully_shard = fully_shard_of(ctx)
+    fully_shard = fsdp2x.fully_shard
     message = refused(lambda: fully_shard(Stack(), transport="carrier pigeon"), ValueError)
     assert "carrier pigeon" in message and "shm" in message and "process_group" in message
     for value in (2, 0, -1):

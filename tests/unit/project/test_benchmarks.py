@@ -1,6 +1,5 @@
 """The benchmarks' harness, tables and history, and dry runs of the GPU scripts."""
 
-import itertools
 import json
 import math
 import subprocess
@@ -10,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from harness import programs
-from one_gpu import device_work
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER, PARTS = ROOT / "benchmarks", ROOT / "tests" / "gpu" / "run_parts.py"
-Work = device_work.Work
 
 
 def report(*arguments) -> subprocess.CompletedProcess:
@@ -96,32 +93,6 @@ def test_gpu_parts_end_on_the_cpu(tmp_path):
     text = (tmp_path / "out" / "README.md").read_text()
     for title in ("Steps of HuggingFace shapes", "Steps as rank 0 of 8", "What a unit costs", "Memory of a rank"):
         assert f"### {title}" in text
-
-
-def test_simulated_ranks_overlap_what_they_may(tmp_path):
-    """The order of both sides on streams, and what it lets overlap: all gathers of layers in forward, for example."""
-    path = tmp_path / "world.json"
-    done = programs.run(FOLDER / "gpu/bench_world.py", "--device", "cpu", "--cases", "llama-8b:8192", "--json", path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (result,) = json.loads(path.read_text())["results"]["world"]
-    layers = [f"layer {number}" for number in range(4)]
-    for side in ("stock", "fsdp2x"):
-        work = [Work(*one) for one in result[side]["timeline"]]
-        compute = {(one.kind, one.name): one for one in work if one.kind in ("forward", "backward")}
-        order = [*(("forward", name) for name in (*layers, "head")), ("backward", "head")]
-        assert [*compute] == [*order, *(("backward", name) for name in reversed(layers))]
-        # One gather for each unit and pass, but none of the embedding and the head in backward; one reduction for each.
-        gathers = [one for one in work if one.kind == "all_gather"]
-        reductions = [one for one in work if one.kind == "reduce_scatter"]
-        assert len(gathers) == (6 + 4 if side == "fsdp2x" else 6 + 5) and len(reductions) == 6
-        for number in (1, 2, 3):
-            before = compute["forward", f"layer {number - 1}"]
-            assert gathers[number + 1].end_us <= before.end_us, f"{side}: the gather of layer {number} is exposed"
-        # Collectives of one communicator take turns.
-        collectives = sorted([*gathers, *reductions], key=lambda one: one.start_us)
-        assert all(one.end_us <= next.start_us + 1e-6 for one, next in itertools.pairwise(collectives))
-        assert device_work.busy_us(collectives) == pytest.approx(1e3 * result[side]["communication"]["median_ms"])
-    assert result["fsdp2x"]["step"]["median_ms"] < result["stock"]["step"]["median_ms"]
 
 
 # ---- every benchmark, as short as it gets: it runs to its end, its sides agree, its result makes a table

@@ -72,9 +72,3 @@ def test_without_a_registry_the_error_says_what_to_do(load, monkeypatch, tmp_pat
 def test_the_reward_counts_what_the_judge_counts(load):
     completions = [[{"role": "assistant", "content": text}] for text in ("apple, fig.", "fig, apple")]
     assert load("answers").exact_match(completions, answer=["apple, fig"] * 2, kind=["sort"] * 2) == [1.0, 0.0]
-
-
-def test_the_yaml_files_are_for_the_commands_that_their_heads_name():
-    for name in ("sft", "grpo"):
-        text = (FOLDER / f"{name}.yaml").read_text()
-        assert f"fsdp2x trl {name} --config examples/smollm2/{name}.yaml" in text
