@@ -13,7 +13,7 @@ import memory
 from harness import distributed
 from memory import POLICIES
 from models import Stack
-from reference import TRANSPORTS, only_fsdp2x, shard, shard_stock
+from reference import TRANSPORTS, shard, shard_stock
 
 NUM_BLOCKS = 4
 UNITS = tuple(f"blocks.{i}" for i in range(NUM_BLOCKS))
@@ -53,11 +53,10 @@ def train(model: Stack, num: int = 1, skew: float = 0.0) -> None:
         handle.remove()
 
 
-@distributed(world_sizes=(2, 3))
+@distributed(world_sizes=(2, 3), only_fsdp2x=True)
 @all_policies
 @both_reshards
 def test_pages_that_exist_are_those_of_the_ledger(ctx, policy, reshard):
-    only_fsdp2x(ctx)
     import fsdp2x
 
     before = set(memory.shared_files())
@@ -77,12 +76,11 @@ def test_pages_that_exist_are_those_of_the_ledger(ctx, policy, reshard):
     assert memory.copied_shared_bytes(set(memory.shared_files()) - before) == 0
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 @all_policies
 @both_reshards
 def test_a_steady_step_allocates_nothing(ctx, policy, reshard):
     """From the third step on only activations, and gradients one at a time; the rest is kept from earlier steps."""
-    only_fsdp2x(ctx)
     import fsdp2x
 
     model = shard(ctx, model_of(), UNITS, transport="shm", mp_policy=POLICIES[policy], reshard_after_forward=reshard)
@@ -98,10 +96,9 @@ def test_a_steady_step_allocates_nothing(ctx, policy, reshard):
     assert gradient_bytes <= memory.peak_of(sizes) <= gradient_bytes + SLACK_BYTES
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_units_over_a_process_group_share_buffers(ctx):
     """A step allocates about as many slots and gradient buffers for eight units as for four."""
-    only_fsdp2x(ctx)
     import fsdp2x
 
     def allocations(num: int) -> int:
@@ -143,12 +140,11 @@ def matmul_workspace_bytes(dtype: torch.dtype | None) -> int:
     return max(0, memory.peak_private_bytes(lambda: outputs.T @ inputs) - product.nbytes)
 
 
-@distributed(world_sizes=(2,), fresh=True, timeout=120)
+@distributed(world_sizes=(2,), fresh=True, timeout=120, only_fsdp2x=True)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @all_policies
 @both_reshards
 def test_never_above_stock(ctx, transport, policy, reshard):
-    only_fsdp2x(ctx)
     memory.return_freed_memory()
     options = {"mp_policy": POLICIES[policy], "reshard_after_forward": reshard}
 

@@ -8,7 +8,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp2x
 from harness import distributed
 from memory_cases import CASES, POLICY, bytes_after_steps
-from reference import only_fsdp2x
 
 WIDTH = 32
 
@@ -18,10 +17,9 @@ def padding(report) -> int:
     return sum((64 + 4) * unit.num_params + 64 for unit in report.units)
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 @pytest.mark.parametrize("name", CASES)
 def test_between_the_bound_and_stock(ctx, name):
-    only_fsdp2x(ctx)
     report, bound = CASES[name].plan(WIDTH, ctx.world)
     stock, slack = CASES[name].stock(WIDTH), padding(report)
     for row, size in stock.items():
@@ -34,10 +32,9 @@ def test_between_the_bound_and_stock(ctx, name):
     assert bound.peak_bytes <= report.peak_bytes <= bound.peak_bytes + 3 * slack + in_flight
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("offload")])
 def test_real_steps_hold_what_is_planned(ctx, name):
-    only_fsdp2x(ctx)
     case = CASES[name]
     plan, bound = case.plan(WIDTH, ctx.world, device="cpu", transport="shm")
     model = case.build(WIDTH)

@@ -89,60 +89,54 @@ def run_text(model) -> None:
     model(**models.batch("any", seed=1)).loss.backward()
 
 
-@distributed(world_sizes=(1, 2, 3))
+@distributed(world_sizes=(1, 2, 3), only_fsdp2x=True)
 @both_transports
 @all_policies
 @pytest.mark.parametrize("reshard", [True, False])
 def test_like_units(ctx, transport, policy, reshard):
-    only_fsdp2x(ctx)
     options = {"mp_policy": POLICIES[policy], "reshard_after_forward": reshard}
     check(shard(ctx, Stack(num=4, width=48, hidden=80), UNITS, transport=transport, **options), run_stack)
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 @both_transports
 @pytest.mark.parametrize(
     "name", ["llama", "qwen3", "mixtral", *(pytest.param(name, marks=pytest.mark.full) for name in ("gpt2", "t5"))]
 )
 def test_huggingface_models_with_adamw(ctx, transport, name):
-    only_fsdp2x(ctx)
     model = shard_auto(ctx, models.build(name), transport=transport)
     check(model, run_text, optimizer=fsdp2x.optim.AdamW(model.parameters()))
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 @pytest.mark.parametrize("transport", [*TRANSPORTS, "streams"])
 def test_frozen_weights_under_adapters(ctx, transport):
-    only_fsdp2x(ctx)
     model = models.build("llama")
     for name, param in model.named_parameters():
         param.requires_grad_("q_proj" in name)
     check(shard_auto(ctx, model, transport=transport), run_text, late_ranks=transport == "shm")
 
 
-@distributed(world_sizes=(4,))
+@distributed(world_sizes=(4,), only_fsdp2x=True)
 @both_transports
 @pytest.mark.parametrize("num", [1, 3])
 @pytest.mark.parametrize("before_last", ["nothing", "reduce_scatter"])
 def test_replicas_and_several_backwards(ctx, transport, num, before_last):
-    only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS, transport=transport, mesh=mesh_of("2d", ctx.world))
     check(model, run_stack, num=num, before_last=before_last)
 
 
-@distributed(world_sizes=(4,))
+@distributed(world_sizes=(4,), only_fsdp2x=True)
 @both_transports
 def test_rows_in_a_smaller_world_after_forward(ctx, transport):
-    only_fsdp2x(ctx)
     check(shard(ctx, Stack(), STACK_UNITS, transport=transport, reshard_after_forward=2), run_stack)
 
 
-@distributed(world_sizes=(1, 3))
+@distributed(world_sizes=(1, 3), only_fsdp2x=True)
 @pytest.mark.parametrize("mode", ["optimizer", "gradients", "all"])
 @all_policies
 def test_offloaded_units(ctx, mode, policy):
     """Uploads or copies on top; reduced rows have a segment of their own until they are on the host, maybe a block."""
-    only_fsdp2x(ctx)
     offload = fsdp2x.HostOffloadPolicy(mode, pin_memory=False)
     options = {"transport": "streams", "offload_policy": offload, "mp_policy": POLICIES[policy]}
     model = shard(ctx, Stack(num=4, width=24), UNITS, **options)
@@ -157,10 +151,9 @@ def test_offloaded_units(ctx, mode, policy):
     assert plan.device_resting_bytes < plan.resting_bytes
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_blocks_of_the_host_in_which_gradients_arrive(ctx):
     """Gradients that are not summed in their own dtype: as many units as may be on their way have a block."""
-    only_fsdp2x(ctx)
     offload = CPUOffloadPolicy(pin_memory=False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     model = shard(ctx, Stack(num=4, width=32), UNITS, transport="streams", offload_policy=offload, mp_policy=policy)
@@ -175,10 +168,9 @@ def test_blocks_of_the_host_in_which_gradients_arrive(ctx):
     assert len(groups) < blocks <= len(groups) + 3
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_gradients_that_are_added_to_on_the_host(ctx):
     """A gradient that arrives on the host has a separate block until it is added."""
-    only_fsdp2x(ctx)
     offload = CPUOffloadPolicy(pin_memory=False)
     model = shard(ctx, Stack(num=4, width=48), UNITS, transport="streams", offload_policy=offload)
     assert fsdp2x.memory_report(model).landing_bytes == 0
@@ -190,10 +182,9 @@ def test_gradients_that_are_added_to_on_the_host(ctx):
     assert 0 < plan.landing_bytes <= blocks * largest and blocks <= 3
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 @pytest.mark.parametrize("setting", ["all_gather", "reduce_scatter", "hook", "buffers", "divisor"])
 def test_settings_that_move_memory(ctx, setting):
-    only_fsdp2x(ctx)
     offload = fsdp2x.CPUOffloadPolicy(pin_memory=False) if setting == "divisor" else fsdp2x.OffloadPolicy()
     model = shard(ctx, Stack(num=4, width=48), UNITS, transport="streams",
                   offload_policy=offload)  # fmt: skip
@@ -245,10 +236,9 @@ def test_the_plan_of_replicas_and_of_a_smaller_world(ctx, mode, options):
     check_plan(ctx, mode, **options)
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 def test_pages_of_the_replicas(ctx):
     """Two scratches in turn, on top of what waits for the all-reduce."""
-    only_fsdp2x(ctx)
     before = set(memory.shared_files())
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = shard(ctx, Stack(num=4, width=256, hidden=512), UNITS, mesh=mesh)
@@ -263,11 +253,10 @@ def test_pages_of_the_replicas(ctx):
     assert 0 < planned and abs(pages - planned) <= 131072, (pages, planned)
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), only_fsdp2x=True)
 @all_policies
 def test_bytes_on_the_wire_are_those_of_the_collectives(ctx, policy):
     """The plan counts the bytes of one step's collectives. In each, a rank sends all segments but one."""
-    only_fsdp2x(ctx)
     model = shard(ctx, Stack(), STACK_UNITS, transport="process_group", mp_policy=POLICIES[policy])
     plan = fsdp2x.memory_report(model)
     for _ in range(3):
@@ -291,11 +280,10 @@ def test_bytes_on_the_wire_are_those_of_the_collectives(ctx, policy):
     assert sent == {"gather": plan.traffic.gather_bytes, "reduce": plan.traffic.reduce_bytes}
 
 
-@distributed(world_sizes=(2, 4))
+@distributed(world_sizes=(2, 4), only_fsdp2x=True)
 @all_policies
 @pytest.mark.parametrize("setting", ["plain", "separate group", "wire format"])
 def test_gathers_in_place_over_gloo(ctx, policy, setting):
-    only_fsdp2x(ctx)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fsdp2x.sharding.transport.pack_below_bytes", lambda gathers, world: 0)
         units = (*STACK_UNITS, "norm")  # it has vectors only, which have no codes in a wire format
