@@ -127,10 +127,9 @@ SPANNING = {
 }
 
 
-@distributed(world_sizes=(1,), timeout=240, fresh=True)
+@distributed(world_sizes=(1,), timeout=240, fresh=True, only_fsdp2x=True)
 def test_units_that_span_a_device_and_the_cpu(ctx, library):
     """Clipping, optimizers, checkpoints and exports of units of which some parameters are offloaded."""
-    only_fsdp2x(ctx)
 
     def policy_of(number: int, mode: str):
         return fsdp2x.HostOffloadPolicy(("none", mode, "gradients")[number % 3], pin_memory=False)
@@ -176,10 +175,9 @@ def test_units_that_span_a_device_and_the_cpu(ctx, library):
     check(library, train, SPANNING, lambda name: CLOSE["fp32"])
 
 
-@distributed(world_sizes=(1,), timeout=60, fresh=True)
+@distributed(world_sizes=(1,), timeout=60, fresh=True, only_fsdp2x=True)
 def test_copy_engines(ctx, library):
     """The switch needs NCCL's setting. Buffers then come from symmetric memory, until it is off."""
-    only_fsdp2x(ctx)
     accelerator.Accelerator(library)
     zero = SimpleNamespace(NCCL_CTA_POLICY_ZERO=2)
     with sharded(ctx, "fp32", torch.device("fake", 0), shard_stock) as model:
