@@ -12,10 +12,10 @@ from importlib.metadata import version
 from typing import Any
 
 from fsdp2x.base.failures import CheckpointError, ConfigError
-from fsdp2x.train.commands import config, convert, doctor, plan, selftest, train, trl
+from fsdp2x.train.commands import compare, config, convert, doctor, plan, selftest, train, trl
 from fsdp2x.train.commands.shared import mistake, unexpected
 
-COMMANDS = (train, trl, config, plan, convert, selftest, doctor)
+COMMANDS = (train, trl, config, plan, convert, compare, selftest, doctor)
 EXAMPLES = """\
 examples:
   torchrun --nproc_per_node=2 -m fsdp2x.train run.yaml    train on two processes (`fsdp2x train run.yaml`: on one)
@@ -25,6 +25,7 @@ examples:
   fsdp2x config translate old.yaml > run.yaml             translate the config of another trainer
   fsdp2x plan config.json --world-size 32 --memory 80GiB  predict whether it fits
   fsdp2x export out/run folder                            write a checkpoint for from_pretrained
+  fsdp2x compare --against unsharded train.py             name the first tensor that sharding changes
   fsdp2x doctor                                           show what this machine would use, and why
 
 `fsdp2x COMMAND --help` lists the options of a command."""

@@ -1,0 +1,106 @@
+"""Starts the ranks of a side, waits for them with a time limit, and reads what they recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
+
+from fsdp2x.compare.judge import Run
+from fsdp2x.compare.side import Request, kept_path, trace_path
+from fsdp2x.compare.trace import Key, RankTrace
+
+_END_S = 10
+
+
+class SideFailedError(RuntimeError):
+    """A side ended with an error, or took too long."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """A command to run: an engine of ``engines.py``, and a script or `-m MODULE` with its arguments."""
+
+    label: str
+    engine: str
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        how = "sharded as the script says" if self.engine == "script" else f"sharded by {self.engine}"
+        return f"{' '.join(self.words)}, {'unsharded' if self.engine == 'unsharded' else how}"
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Runs sides on ``num_ranks`` processes of this host, each within ``timeout`` seconds, with files in ``folder``."""
+
+    num_ranks: int
+    num_steps: int
+    timeout: float
+    folder: Path
+
+    def record(self, side: Side, noise_seed: int | None = None) -> Run:
+        """Runs a side and returns its traces."""
+        folder = self.folder / (side.label if noise_seed is None else f"noise-{noise_seed}")
+        self._start(side, Request(side.engine, str(folder), self.num_steps, os.getpid(), noise_seed))
+        return Run([RankTrace.load(trace_path(folder, rank)) for rank in range(self.num_ranks)])
+
+    def keep(self, side: Side, key: Key) -> dict[int, Tensor]:
+        """Runs a side again up to a step, and returns the full tensor of each rank that has it."""
+        folder = self.folder / f"{side.label}-full"
+        launcher = replace(self, num_steps=key.step + 1)
+        launcher._start(side, Request(side.engine, str(folder), key.step + 1, os.getpid(), keep=(key,)))
+        saved = {rank: torch.load(kept_path(folder, rank), weights_only=True) for rank in range(self.num_ranks)}
+        return {rank: kept[tuple(key)] for rank, kept in saved.items() if tuple(key) in kept}
+
+    def _start(self, side: Side, request: Request) -> None:
+        folder = Path(request.folder)
+        (folder / "logs").mkdir(parents=True)
+        request.write(folder / "request.json")
+        logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        shared |= {"WORLD_SIZE": str(self.num_ranks), "LOCAL_WORLD_SIZE": str(self.num_ranks)}
+        shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+        ranks = range(self.num_ranks)
+        words = ("-m", "fsdp2x.compare.side", str(folder / "request.json"), *side.words)
+        with contextlib.ExitStack() as closing:
+            started = start_processes(
+                f"side {side.label}",
+                sys.executable,
+                dict.fromkeys(ranks, words),
+                {rank: shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks},
+                DefaultLogsSpecs(str(folder / "logs"), redirects=Std.ALL),
+            )
+            closing.callback(started.close, signal.SIGKILL)
+            closing.callback(started.close, signal.SIGTERM, timeout=_END_S)
+            result = started.wait(timeout=self.timeout, period=0.1)
+            if result is None:
+                raise SideFailedError(
+                    f"side {side.label} ({side}) took longer than {self.timeout:g} s. "
+                    "Raise --timeout, or lower --steps."
+                )
+            if result.failures:
+                raise SideFailedError(
+                    f"side {side.label} ({side}) failed. {_describe(result.failures, started.stderrs)}"
+                )
+
+
+def _describe(failures: dict[int, Any], logs: Any) -> str:
+    """Returns the error of the rank that failed first, with the last lines that it wrote."""
+    causes = [one for one in failures.values() if one.exitcode != -signal.SIGTERM] or list(failures.values())
+    first = min(causes, key=lambda one: one.timestamp)
+    text = Path(logs[first.local_rank] or os.devnull).read_text(errors="replace")
+    tail = "\n".join(text.splitlines()[-20:])
+    how = f"by {first.signal_name()}" if first.exitcode < 0 else f"with status {first.exitcode}"
+    return f"Rank {first.local_rank} ended {how}:\n{tail}"

@@ -1,0 +1,356 @@
+"""``Recorder``: records the tensors of training steps while it is active, by hooks that every torch program has.
+
+It records module forwards, backward calls, gradient clipping, and optimizer steps. Each outermost forward has its own
+random state, made from its step, name, call, and rank. So dropout agrees, even if one side draws numbers elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules import module as hooks
+from torch.optim import optimizer as optimizers
+from torch.utils.weak import WeakTensorKeyDictionary
+
+import fsdp2x
+from fsdp2x.compare import trace
+from fsdp2x.compare.engines import AsScript, Patches
+from fsdp2x.compare.sketch import NUM_VALUES, sketch
+from fsdp2x.compare.trace import Event, Key, RankTrace
+
+# Names that wrappers add to the names of parameters, and the wrappers' classes, which are not recorded.
+_WRAPPER_NAMES = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule", "CheckpointWrapper", "_Inner"}
+
+
+class StepsDone(BaseException):
+    """Ends a script after the steps that were asked for. Not an Exception, so scripts do not catch it."""
+
+
+class Recorder:
+    """Records the steps of one rank inside a `with` block.
+
+    Args:
+        engine: how to shard (``engines.py``).
+        num_steps: number of optimizer steps after which to raise ``StepsDone``. None: no limit.
+        noise_seed: multiplies every module output and its gradient by ``1 + x``, where ``x`` is random and at most the
+            dtype's epsilon. The run then shows how rounding errors grow. None: changes nothing.
+        keep: keys of tensors to keep completely, in ``kept``.
+    """
+
+    def __init__(
+        self,
+        engine: AsScript | None = None,
+        *,
+        num_steps: int | None = None,
+        noise_seed: int | None = None,
+        keep: Collection[Key] = (),
+    ) -> None:
+        self._engine, self._num_steps, self._keep = engine or AsScript(), num_steps, frozenset(keep)
+        self._noise_seed = noise_seed
+        self.kept: dict[Key, Tensor] = {}
+        self._events: list[Event] = []
+        self._values: list[Tensor] = []
+        self._closing = contextlib.ExitStack()
+        self._names: dict[int, str] = {}  # of modules
+        self._roots: list[nn.Module] = []
+        self._run = _RunState()
+        self._hooked: Any = WeakTensorKeyDictionary()
+
+    def __enter__(self) -> Recorder:
+        closing = self._closing
+        closing.enter_context(self._engine)
+        closing.callback(hooks.register_module_forward_pre_hook(self._before_forward).remove)
+        closing.callback(hooks.register_module_forward_hook(self._after_forward).remove)
+        closing.callback(optimizers.register_optimizer_step_pre_hook(self._before_step).remove)
+        closing.callback(optimizers.register_optimizer_step_post_hook(self._after_step).remove)
+        closing.enter_context(self._patched())
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._closing.close()
+
+    def finish(self) -> RankTrace:
+        """Returns the trace. Call it once, after the block."""
+        values = [one.cpu() for one in self._values]
+        return RankTrace(self._events, torch.stack(values) if values else torch.empty(0, NUM_VALUES))
+
+    # ---- recording
+
+    @torch.no_grad()
+    def _record(self, phase: str, name: str, tensor: Tensor) -> Key:
+        key = Key(self._run.step, phase, name, self._run.count(phase, name))
+        shape, offset = tuple(tensor.shape), 0
+        if isinstance(tensor, DTensor):
+            tensor, offset = _local_part(tensor) if key not in self._keep else (tensor.full_tensor(), 0)
+        if key in self._keep:
+            self.kept[key] = tensor.detach().cpu().clone()
+        event = Event(key, shape, str(tensor.dtype).removeprefix("torch."), offset, tensor.numel())
+        self._events.append(event)
+        self._values.append(sketch(tensor, offset))
+        return key
+
+    def _record_all(self, phase: str, name: str, value: Any) -> None:
+        for path, leaf in _leaves(value):
+            self._record(phase, name + path, leaf)
+
+    # ---- forward
+
+    def _wrap_call(self, original: Callable) -> Callable:
+        """Wraps the call of all modules, because hooks for all modules do not get keyword arguments."""
+
+        @functools.wraps(original)
+        def call(module: nn.Module, *args: Any, **options: Any) -> Any:
+            if _is_transparent(module) or self._run.stack or self._run.num_backwards:
+                return original(module, *args, **options)
+            self._begin_step()
+            self._engine.before_root(module)
+            name = self._name_root(module)
+            self._record_all(trace.INPUT, name, [args, options])
+            seed = f"{self._run.step} {name} {self._run.count('call', name)} {_rank()}"
+            with torch.random.fork_rng():
+                torch.manual_seed(zlib.crc32(seed.encode()))
+                try:
+                    return original(module, *args, **options)
+                finally:
+                    self._run.stack.clear()
+
+        return call
+
+    def _before_forward(self, module: nn.Module, inputs: tuple) -> None:
+        if not _is_transparent(module):
+            self._run.stack.append(module)
+
+    def _after_forward(self, module: nn.Module, inputs: tuple, output: Any) -> Any:
+        run = self._run
+        if _is_transparent(module) or not any(one is module for one in run.stack):
+            return None
+        while run.stack.pop() is not module:  # modules that raised
+            pass
+        name = self._name_of(module)
+        if self._noise_seed is not None:
+            output = _mapped(output, lambda one: self._perturbed(one, f"output {name}"))
+        self._record_all(trace.RECOMPUTED if run.num_backwards else trace.FORWARD, name, output)
+        for path, leaf in _leaves(output):
+            if leaf.requires_grad:
+                leaf.register_hook(functools.partial(self._on_gradient, trace.OUTPUT_GRADIENT, name + path))
+        for key, param in module.named_parameters(recurse=False):
+            if param.requires_grad and not isinstance(param, DTensor):
+                self._watch(param, f"{name}.{key}" if name else key)
+        return output if self._noise_seed is not None else None
+
+    def _watch(self, param: Tensor, name: str) -> None:
+        if param not in self._hooked:
+            self._hooked[param] = True
+            param.register_hook(functools.partial(self._on_gradient, trace.LOCAL_GRADIENT, name))
+
+    def _on_gradient(self, phase: str, name: str, gradient: Tensor) -> Tensor | None:
+        if torch.compiler.is_compiling() or isinstance(gradient, DTensor):
+            return None
+        if self._noise_seed is None:
+            self._record(phase, name, gradient)
+            return None
+        perturbed = self._perturbed(gradient, f"{phase} {name}")
+        self._record(phase, name, perturbed)
+        return perturbed
+
+    def _perturbed(self, value: Tensor, name: str) -> Tensor:
+        """Returns the tensor with a random relative error of at most one epsilon in each element."""
+        if not value.is_floating_point() or value.is_meta or isinstance(value, DTensor):
+            return value
+        run = self._run
+        seed = zlib.crc32(f"{self._noise_seed} {run.step} {name} {run.count('noise', name)} {_rank()}".encode())
+        generator = torch.Generator(value.device).manual_seed(seed)
+        random = torch.rand(value.shape, generator=generator, device=value.device, dtype=torch.float32)
+        factor = 1 + (2 * random - 1) * torch.finfo(value.dtype).eps
+        return (value * factor).to(value.dtype)
+
+    # ---- backward, clipping, and the optimizer
+
+    @contextlib.contextmanager
+    def _patched(self) -> Iterator[None]:
+        """Wraps torch's backward, and all functions that clip."""
+        with Patches() as patches:
+            patches.wrap(nn.Module, "__call__", self._wrap_call)
+            patches.wrap(torch.autograd, "backward", self._wrap_backward)
+            for place in (nn.utils, nn.utils.clip_grad, fsdp2x, fsdp2x.optim):
+                patches.wrap(place, "clip_grad_norm_", self._wrap_clipping)
+            yield
+
+    def _wrap_backward(self, backward: Callable) -> Callable:
+        @functools.wraps(backward)
+        def call(tensors: Any, *args: Any, **options: Any) -> None:
+            run = self._run
+            if not run.num_backwards and not run.stack:
+                self._begin_step()
+                self._record_all(trace.LOSS, "", tensors)
+            run.num_backwards += 1
+            stack, run.stack = run.stack, []
+            try:
+                backward(tensors, *args, **options)
+            finally:
+                run.stack = stack
+                run.num_backwards -= 1
+            if not run.num_backwards:
+                self._engine.after_backward()
+
+        return call
+
+    def _wrap_clipping(self, clip: Callable) -> Callable:
+        @functools.wraps(clip)
+        def call(parameters: Any, *args: Any, **options: Any) -> Any:
+            if self._run.is_clipping:
+                return clip(parameters, *args, **options)
+            params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            self._record_gradients(trace.GRADIENT, params)
+            self._run.is_clipping = self._run.has_clipped = True
+            try:
+                norm = clip(params, *args, **options)
+            finally:
+                self._run.is_clipping = False
+            self._record(trace.NORM, "", norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            return norm
+
+        return call
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+        phase = trace.CLIPPED if self._run.has_clipped else trace.GRADIENT
+        self._record_gradients(phase, [param for group in optimizer.param_groups for param in group["params"]])
+
+    def _record_gradients(self, phase: str, params: list[Tensor]) -> None:
+        names = {id(param): name for name, param in self._named("named_parameters")}
+        for index, param in enumerate(params):
+            if param.grad is not None:
+                self._record(phase, names.get(id(param), f"(parameter {index} of no module)"), param.grad)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+        self._run.has_stepped = True
+        for name, param in self._named("named_parameters"):
+            self._record(trace.WEIGHT, name, param)
+        for name, buffer in self._named("named_buffers"):
+            self._record(trace.BUFFER, name, buffer)
+
+    def _begin_step(self) -> None:
+        """Starts a step with the first forward or backward after optimizer steps."""
+        if self._run.has_stepped:
+            self._run.next_step()
+            if self._run.step == self._num_steps:
+                raise StepsDone
+
+    # ---- names
+
+    def _name_root(self, module: nn.Module) -> str:
+        if id(module) not in self._names:
+            if not any(True for _ in module.parameters()):
+                return _class_name(module)
+            self._add_root(module)
+        return self._names[id(module)]
+
+    def _add_root(self, root: nn.Module) -> None:
+        self._roots.append(root)
+        prefix = f"model{len(self._roots)}" if len(self._roots) > 1 else ""
+        for name, module in root.named_modules():
+            self._names.setdefault(id(module), ".".join(filter(None, (prefix, _canonical(name)))))
+        for name, param in self._named("named_parameters", [root]):
+            self._record(trace.INITIAL, name, param)
+
+    def _name_of(self, module: nn.Module) -> str:
+        if id(module) not in self._names and self._roots:  # added since, as adapters are
+            for root in self._roots:
+                for name, one in root.named_modules():
+                    self._names.setdefault(id(one), _canonical(name))
+        return self._names.get(id(module), _class_name(module))
+
+    def _named(self, what: str, roots: list[nn.Module] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yields the parameters or buffers of all models once, with the names that both sides share."""
+        seen: set[int] = set()
+        for root in self._roots if roots is None else roots:
+            for name, tensor in getattr(root, what)():
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    owner, _, own = name.rpartition(".")
+                    prefix = self._names.get(id(root.get_submodule(owner)), _canonical(owner))
+                    yield f"{prefix}.{own}" if prefix else own, tensor
+
+
+class _RunState:
+    """Where a rank is in its run."""
+
+    def __init__(self) -> None:
+        self.step = self.num_backwards = 0
+        self.has_stepped = self.has_clipped = self.is_clipping = False
+        self.stack: list[nn.Module] = []  # modules whose forward is running
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def count(self, phase: str, name: str) -> int:
+        """Returns how often the step has had this phase of this name before."""
+        self._counts[phase, name] += 1
+        return self._counts[phase, name] - 1
+
+    def next_step(self) -> None:
+        self.step += 1
+        self.has_stepped = self.has_clipped = False
+        self._counts.clear()
+        self.stack.clear()
+
+
+def _local_part(tensor: DTensor) -> tuple[Tensor, int]:
+    """Returns the part of a tensor on this rank, and the flat index of its first element."""
+    (chunk,) = tensor.__create_chunk_list__()
+    is_contiguous = tuple(chunk.sizes[1:]) == tuple(tensor.shape[1:])
+    if not is_contiguous:
+        return tensor.full_tensor(), 0
+    return tensor.to_local(), chunk.offsets[0] * tensor.shape[1:].numel() if tensor.dim() else 0
+
+
+def _leaves(value: Any, path: str = "") -> list[tuple[str, Tensor]]:
+    """Returns the tensors inside containers with their paths. A single tensor has an empty path."""
+    if isinstance(value, Tensor):
+        return [] if value.is_meta else [(path, value)]
+    if isinstance(value, list | tuple):
+        items = [(f"[{index}]", one) for index, one in enumerate(value)]
+    else:
+        items = [(f".{key}", one) for key, one in value.items()] if isinstance(value, Mapping) else []
+    return [leaf for key, one in items for leaf in _leaves(one, path + key)]
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Returns the value with all tensors inside replaced."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, list | tuple):
+        items = [_mapped(one, function) for one in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, MutableMapping):
+        copied: Any = copy.copy(value)
+        for key, one in value.items():
+            copied[key] = _mapped(one, function)
+        return copied
+    return value
+
+
+def _canonical(name: str) -> str:
+    parts = [part for part in name.split(".") if part not in _WRAPPER_NAMES]
+    return ".".join(parts)
+
+
+def _is_transparent(module: nn.Module) -> bool:
+    return torch.compiler.is_compiling() or _class_name(module) in _WRAPPERS
+
+
+def _class_name(module: nn.Module) -> str:
+    return type(module).__name__.removeprefix("FSDP")
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -1,0 +1,152 @@
+"""Compares two sides and describes their first difference, whose tensors a second run keeps completely."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fsdp2x.compare.judge import Difference, Run, judge
+from fsdp2x.compare.launch import Launcher, Side
+from fsdp2x.compare.sketch import norm
+from fsdp2x.compare.trace import INITIAL, INPUT, Key
+
+_NOISE_SEED = 1
+# Integers of a float's bits, in which neighbours differ by one.
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Settings:
+    num_ranks: int
+    num_steps: int
+    timeout: float
+
+
+def compare_sides(a: Side, b: Side, settings: Settings, say: Callable[[str], None] = print) -> bool:
+    """Runs both sides, reports, and returns whether they agree.
+
+    Raises:
+        SideFailedError: a side failed or took longer than ``settings.timeout`` seconds.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="fsdp2x-compare-"))
+    try:
+        return _compare(a, b, Launcher(settings.num_ranks, settings.num_steps, settings.timeout, folder), say)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _compare(a: Side, b: Side, launcher: Launcher, say: Callable[[str], None]) -> bool:
+    say(f"a: {a}\nb: {b}")
+    start = time.monotonic()
+    run_a, run_b = launcher.record(a), launcher.record(b)
+    noisy = launcher.record(b, _NOISE_SEED)
+    num_steps = 1 + max((key.step for key in run_b.order), default=-1)
+    sizes = f"{launcher.num_ranks} rank(s), {num_steps} step(s), {len(run_b.order)} tensors"
+    say(f"{sizes}, {time.monotonic() - start:.1f} s")
+    found = judge(run_a, run_b, noisy)
+    if not found:
+        say(f"no difference: a and b agree in all {len(run_b.order)} tensors")
+        return True
+    key = found[0].key
+    kept = (launcher.keep(a, key), launcher.keep(b, key)) if found[0].is_measured else None
+    say(describe(found, run_a, run_b, kept))
+    return False
+
+
+def describe(
+    found: list[Difference], a: Run, b: Run, kept: tuple[dict[int, Tensor], dict[int, Tensor]] | None = None
+) -> str:
+    """Returns the report. ``kept``: the full tensors of the first difference, by rank, of both sides."""
+    first = found[0]
+    lines = [f"first difference: {_name(first.key)} ({_ranks(first, a)})"]
+    if first.missing:
+        lines.append(f"  only {'b' if first.missing == 'a' else 'a'} has this tensor")
+    elif first.is_measured:
+        lines += _measured(first, a, b, kept)
+    if first.note:
+        lines.append(f"  {first.note}")
+    lines += _hints(first)
+    before = ", ".join(_name(key, with_step=key.step != first.key.step) for key in reversed(first.before))
+    lines.append(f"  right before, and equal: {before or 'nothing'}")
+    later = [one for one in found[1:] if one.key.name != first.key.name][:3]
+    if later:
+        lines.append(f"  then: {', '.join(_name(one.key, with_step=one.key.step != first.key.step) for one in later)}")
+    lines.append(f"  {len(found)} of {len(a.order.keys() | b.order.keys())} tensors differ")
+    return "\n".join(lines)
+
+
+def _name(key: Key, *, with_step: bool = True) -> str:
+    call = f" (call {key.call + 1})" if key.call else ""
+    name = f" of {key.name}" if key.name else ""
+    return f"{key.phase}{name}{call}" + (f", step {key.step}" if with_step else "")
+
+
+def _ranks(first: Difference, a: Run) -> str:
+    if len(first.ranks) == len(a.ranks):
+        return "all ranks" if len(a.ranks) > 1 else "rank 0"
+    return ("ranks " if len(first.ranks) > 1 else "rank ") + ", ".join(map(str, first.ranks))
+
+
+def _hints(first: Difference) -> list[str]:
+    """Says what a difference before any computation means."""
+    if first.key.phase == INPUT:
+        return ["  The script gives the sides different data. Seed its loader, or read the same rows in both runs."]
+    if first.key.phase == INITIAL:
+        return ["  The sides start from different weights. Load a checkpoint, or seed before the model is made."]
+    return []
+
+
+def _measured(first: Difference, a: Run, b: Run, kept: tuple[dict[int, Tensor], dict[int, Tensor]] | None) -> list[str]:
+    """Measures the tensors of the first rank that differs, or if they were not kept, their sketches."""
+    rank, limit = first.ranks[0], f"where rounding explains {first.limit:.2e}"
+    if kept is None or rank not in kept[0] or rank not in kept[1]:
+        norms = norm(a.values(first.key, rank)), norm(b.values(first.key, rank))
+        return [f"  relative error {first.relative:.2e}, {limit}", f"  norm {norms[0]:.6g} in a, {norms[1]:.6g} in b"]
+    one, other = kept[0][rank], kept[1][rank]
+    differs = one != other
+    ulps = ""
+    if one.is_floating_point():
+        differs &= ~(one.isnan() & other.isnan())
+        ulps = f", up to {_largest_ulps(one, other)} ulps"
+    size = other.double().norm().item()
+    relative = (one.double() - other.double()).norm().item() / size if size else math.inf
+    lines = [
+        f"  relative error {relative:.2e}, {limit}",
+        f"  {differs.double().mean().item():.1%} of {one.numel()} elements differ{ulps}",
+    ]
+    if differs.any():
+        place = tuple(int(part) for part in differs.nonzero()[0])
+        lines.append(f"  first at {list(place)}: {one[place].item():.8g} in a, {other[place].item():.8g} in b")
+    factor = _factor(one, other)
+    return lines if factor is None else [*lines, f"  a is {factor:.6g} times b"]
+
+
+def _largest_ulps(one: Tensor, other: Tensor) -> int:
+    """Returns the largest distance in units of the last place, in the coarser of two dtypes."""
+    dtype = one.dtype if torch.finfo(one.dtype).eps >= torch.finfo(other.dtype).eps else other.dtype
+    if dtype.itemsize not in _BITS:
+        return 0
+    bits = [part.to(dtype).contiguous().view(_BITS[dtype.itemsize]).double() for part in (one, other)]
+    lowest = torch.iinfo(_BITS[dtype.itemsize]).min
+    ordered = [torch.where(part < 0, lowest - part, part) for part in bits]
+    return int((ordered[0] - ordered[1]).abs().max().item())
+
+
+def _factor(one: Tensor, other: Tensor) -> float | None:
+    """Returns x if one is x times the other, up to rounding."""
+    if not one.is_floating_point():
+        return None
+    a, b = one.double().flatten(), other.double().flatten()
+    square = b.dot(b).item()
+    factor = a.dot(b).item() / square if square else math.nan
+    tolerance = 4 * torch.finfo(one.dtype).eps * abs(factor)
+    is_multiple = math.isfinite(factor) and (a - factor * b).norm().item() <= tolerance * math.sqrt(square)
+    return factor if is_multiple and abs(factor - 1) > tolerance else None

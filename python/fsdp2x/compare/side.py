@@ -1,0 +1,94 @@
+"""``python -m fsdp2x.compare.side REQUEST (SCRIPT | -m MODULE) [ARGS ...]``: a rank that records a script."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import random
+import runpy
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from fsdp2x.compare.engines import ENGINES
+from fsdp2x.compare.recorder import Recorder, StepsDone
+from fsdp2x.compare.trace import Key
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the ranks of a run do. They write to ``folder``. ``supervisor``: the process that started them."""
+
+    engine: str
+    folder: str
+    num_steps: int
+    supervisor: int
+    noise_seed: int | None = None
+    keep: tuple[Key, ...] = ()
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> Request:
+        said = json.loads(path.read_text())
+        return cls(**said | {"keep": tuple(Key(*key) for key in said["keep"])})
+
+
+def trace_path(folder: str | Path, rank: int) -> Path:
+    return Path(folder) / f"trace-{rank}.pt"
+
+
+def kept_path(folder: str | Path, rank: int) -> Path:
+    return Path(folder) / f"kept-{rank}.pt"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the script under a recorder and writes its trace. Exceptions go to the launcher."""
+    request, words = Request.read(Path(argv[0])), list(argv[1:])
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the supervisor
+    if os.getppid() != request.supervisor:
+        return 1
+    random.seed(0)
+    torch.manual_seed(0)
+    recorder = Recorder(
+        ENGINES[request.engine](), num_steps=request.num_steps, noise_seed=request.noise_seed, keep=request.keep
+    )
+    try:
+        with recorder:
+            _run_script(words)
+    except (Exception, SystemExit) as error:
+        if not isinstance(error, SystemExit) or error.code not in (None, 0):
+            with contextlib.suppress(OSError):
+                get_error_handler().record_exception(error)
+            raise
+    rank = int(os.environ["RANK"])
+    recorder.finish().save(trace_path(request.folder, rank))
+    if request.keep:
+        torch.save({tuple(key): tensor for key, tensor in recorder.kept.items()}, kept_path(request.folder, rank))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+def _run_script(words: list[str]) -> None:
+    as_module = words[0] == "-m"
+    sys.argv[:] = words[1:] if as_module else words
+    with contextlib.suppress(StepsDone):
+        if as_module:
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(os.path.realpath(words[0]))
+            runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

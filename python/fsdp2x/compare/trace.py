@@ -1,0 +1,59 @@
+"""What a rank records: events in the order of execution, each with the sketch of one tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# Phases of a step, as reports name them.
+INITIAL, INPUT, FORWARD, RECOMPUTED, LOSS = "initial weight", "input", "forward output", "recomputed output", "loss"
+OUTPUT_GRADIENT, LOCAL_GRADIENT = "gradient of output", "gradient before reduction"
+GRADIENT, NORM, CLIPPED = "gradient after reduction", "clipped norm", "gradient after clipping"
+WEIGHT, BUFFER = "weight after optimizer step", "buffer after optimizer step"
+# Each rank has its own tensor in these phases. In the others, ranks have shards or copies of one tensor.
+PER_RANK = (INPUT, FORWARD, RECOMPUTED, LOSS, OUTPUT_GRADIENT, LOCAL_GRADIENT)
+
+
+class Key(NamedTuple):
+    """Names the same tensor in two runs: the ``call``-th of this name and phase in the step."""
+
+    step: int
+    phase: str
+    name: str
+    call: int
+
+
+@dataclass(frozen=True)
+class Event:
+    """A tensor of one rank: its full shape, and the flat range of its elements that the rank has."""
+
+    key: Key
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    numel: int
+
+    @property
+    def is_full(self) -> bool:
+        return self.numel == torch.Size(self.shape).numel()
+
+
+@dataclass
+class RankTrace:
+    """The events of a rank. ``values`` has a row of sketch values for each."""
+
+    events: list[Event]
+    values: Tensor
+
+    def save(self, path: Path) -> None:
+        rows = [(tuple(one.key), one.shape, one.dtype, one.offset, one.numel) for one in self.events]
+        torch.save({"events": rows, "values": self.values}, path)
+
+    @classmethod
+    def load(cls, path: Path) -> RankTrace:
+        saved: dict[str, Any] = torch.load(path, weights_only=True)
+        return cls([Event(Key(*key), *more) for key, *more in saved["events"]], saved["values"])

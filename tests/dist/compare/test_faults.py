@@ -1,0 +1,107 @@
+"""The recorder names the place of planted faults under three engines, and raises no alarm without one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp2x.compare.engines import ENGINES
+from fsdp2x.compare.judge import Run, judge
+from fsdp2x.compare.recorder import Recorder
+from fsdp2x.compare.report import describe
+from harness import distributed
+from planted_faults import FAULTS, Case, clean_cases, plant
+
+ENGINES_OF_SCRIPTS = ("fsdp2x", "fsdp2", "ddp")
+# Kinds that take seconds together. The others run with --full.
+QUICK = ("mask_leaks", "one_parameter_not_reduced", "gradient_one_percent", "buffer_per_rank")
+
+
+def record(case, fault="", engine="script", noise_seed=None):
+    """Returns the run of all ranks, on each."""
+    recorder = Recorder(ENGINES[engine](), noise_seed=noise_seed)
+    with recorder:
+        plant(case, fault).train()
+    traces = [None] * dist.get_world_size()
+    dist.all_gather_object(traces, recorder.finish())
+    return Run(traces)
+
+
+def references(case):
+    """The unsharded run of a case, and the same with noise."""
+    unsharded = replace(case, engine="fsdp2")
+    return record(unsharded, engine="unsharded"), record(unsharded, engine="unsharded", noise_seed=1)
+
+
+def check_fault(name, run, reference, noisy):
+    fault, found = FAULTS[name], judge(run, reference, noisy)
+    assert found, f"{name}: not found"
+    key = found[0].key
+    is_right = key.phase in fault.phases and key.name.startswith(fault.name) and key.step == fault.step
+    assert is_right, f"{name}: {describe(found, run, reference)}"
+
+
+def check_faults(engine, names):
+    case = Case(engine=engine)
+    reference, noisy = references(case)
+    for name in names:
+        if engine in FAULTS[name].engines:
+            check_fault(name, record(case, name), reference, noisy)
+
+
+@distributed(timeout=120)
+@pytest.mark.parametrize("engine", ENGINES_OF_SCRIPTS)
+def test_faults_are_found(ctx, engine):
+    check_faults(engine, QUICK)
+
+
+@pytest.mark.full
+@distributed(timeout=900)
+@pytest.mark.parametrize("engine", ENGINES_OF_SCRIPTS)
+def test_all_faults_are_found(ctx, engine):
+    check_faults(engine, FAULTS)
+
+
+def check_clean(engine, cases):
+    for case in cases:
+        case = replace(case, engine=engine)
+        reference, noisy = references(case)
+        run = record(case)
+        assert run.order.keys() == reference.order.keys()
+        found = judge(run, reference, noisy)
+        assert not found, f"{case}: {describe(found, run, reference)}"
+
+
+@distributed(timeout=120)
+@pytest.mark.parametrize("engine", ENGINES_OF_SCRIPTS)
+def test_clean_runs_agree(ctx, engine):
+    check_clean(engine, [Case(half=engine != "ddp")])
+
+
+@pytest.mark.full
+@distributed(timeout=1800)
+@pytest.mark.parametrize("engine", ENGINES_OF_SCRIPTS)
+def test_all_clean_runs_agree(ctx, engine):
+    check_clean(engine, [case for case in clean_cases() if not (case.half and engine == "ddp")])
+
+
+@distributed
+@pytest.mark.parametrize("engine", ["unsharded", "fsdp2", "fsdp2x", "ddp"])
+def test_engines_replace_ddp_and_fully_shard(ctx, engine):
+    """A script of each kind agrees with the unsharded side under every replacement."""
+    for script in ("ddp", "fsdp2", "fsdp2x"):
+        if (script, engine) == ("ddp", "ddp"):
+            continue
+        reference, noisy = references(Case())
+        found = judge(record(Case(engine=script), engine=engine), reference, noisy)
+        assert not found, f"{script}: {found[0]}"
+
+
+@distributed
+def test_nothing_stays_patched(ctx):
+    before = torch.nn.Module.__call__, torch.autograd.backward, torch.nn.utils.clip_grad_norm_
+    with Recorder(ENGINES["fsdp2x"]()):
+        assert torch.autograd.backward is not before[1]
+    assert (torch.nn.Module.__call__, torch.autograd.backward, torch.nn.utils.clip_grad_norm_) == before
+    assert not torch.nn.modules.module._global_forward_hooks
