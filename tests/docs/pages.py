@@ -1,8 +1,8 @@
 """Runs a page as a reader would: writes the files that it shows, runs its commands, and compares their output.
 
 A fence whose information has a title is a file of that name. The lines of a `sh` fence are commands, which run one
-after the other in the folder of the files. A `text` fence has their output. `bash` fences are commands that a page only
-shows.
+after the other in the folder of the files. One that ends with `|| echo "exit status $?"` must fail. A `text` fence has
+their output. `bash` fences are commands that a page only shows.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ CODE = re.compile(r"`([^`\n]+)`")
 # Numbers with a point differ between machines and versions of torch.
 NUMBER = re.compile(r"\d+\.\d+(e[+-]\d+)?")
 SECONDS = 240
+# Ends a command whose failure a page shows.
+FAILS = ' || echo "exit status $?"'
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,12 @@ def run_page(text: str, folder: Path) -> int:
         elif fence.language == "sh":
             printed = ""
             for command in commands(fence.text):
-                words, _, file = command.partition(" > ")
+                words, _, file = command.removesuffix(FAILS).partition(" > ")
                 done = programs.run(*words_of(words), cwd=folder, timeout=SECONDS)
-                assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+                is_right = (done.returncode != 0) == command.endswith(FAILS)
+                assert is_right, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+                if done.returncode:
+                    done.stderr += f"exit status {done.returncode}\n"
                 if file:
                     (folder / file).write_text(done.stdout)
                 printed += done.stderr if file else done.stdout + done.stderr

@@ -21,6 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2x
 from fsdp2x.compare import trace
+from fsdp2x.compare.engines import ENGINES
+from fsdp2x.compare.judge import Run
+from fsdp2x.compare.recorder import Recorder
 
 WIDTH, VOCABULARY, LENGTH, HEADS = 16, 48, 8, 2
 
@@ -308,7 +311,7 @@ _add(
     trace.FORWARD,
     place="blocks.0.mlp.act",
 )
-_add("layer_skipped", in_model(lambda m: setattr(m, "skips", 1)), trace.FORWARD, place="blocks.1", engines=("ddp",))
+_add("layer_skipped", in_model(lambda m: setattr(m, "skips", 1)), trace.FORWARD, place="blocks.1")
 _add(
     "graph_cut",
     in_model(lambda m: setattr(m, "cuts", True)),
@@ -316,7 +319,6 @@ _add(
     trace.LOCAL_GRADIENT,
     trace.RECOMPUTED,
     place="blocks.0",
-    engines=("fsdp2", "fsdp2x"),
 )
 _add(
     "router_not_normalized",
@@ -404,11 +406,15 @@ _add(
 _add("gradient_zero_on_rank_1", lambda p: _scale_gradient(p, UP, lambda rank: 1.0 - rank), trace.GRADIENT, place=UP)
 _add("gradient_one_percent", lambda p: _scale_gradient(p, DOWN, lambda rank: 1.01), trace.GRADIENT, place=DOWN)
 _add("gradient_late", lambda p: _scale_gradient(p, DOWN, lambda rank: 0.5, 1), trace.GRADIENT, place=DOWN, step=1)
-_add("one_parameter_not_reduced", lambda p: setattr(p, "ignored", (UP,)), trace.GRADIENT, place=UP)
 _add("never_reduced", lambda p: setattr(p, "reduces_last", False), trace.GRADIENT)
 _add("not_cleared", lambda p: setattr(p, "clears", False), trace.LOCAL_GRADIENT, trace.GRADIENT, step=1)
 _add("frozen_trains", lambda p: setattr(p, "frozen", ()), trace.OUTPUT_GRADIENT, trace.GRADIENT, place="positions")
 _add("trained_is_frozen", lambda p: setattr(p, "frozen", ("positions.weight", UP)), trace.GRADIENT, place=UP)
+
+
+@planted(trace.GRADIENT, name=UP)
+def one_parameter_not_reduced(program: Program) -> None:
+    program.ignored, program.max_norm = (UP,), None  # torch cannot clip shards and other tensors together
 
 
 @planted(trace.GRADIENT, name=DOWN)
@@ -504,6 +510,26 @@ def plant(case: Case, name: str = "") -> Program:
     if name:
         FAULTS[name].plant(program)
     return program
+
+
+def is_right_place(fault: Fault, key: trace.Key) -> bool:
+    return key.phase in fault.phases and key.name.startswith(fault.name) and key.step == fault.step
+
+
+def record(case: Case, fault: str = "", engine: str = "script", noise_seed: int | None = None) -> Run:
+    """Returns the run of all ranks, on each."""
+    recorder = Recorder(ENGINES[engine](), noise_seed=noise_seed)
+    with recorder:
+        plant(case, fault).train()
+    traces: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(traces, recorder.finish())
+    return Run(traces)
+
+
+def references(case: Case) -> tuple[Run, Run]:
+    """The unsharded run of a case, and the same with noise."""
+    unsharded = replace(case, engine="fsdp2")
+    return record(unsharded, engine="unsharded"), record(unsharded, engine="unsharded", noise_seed=1)
 
 
 def clean_cases() -> list[Case]:

@@ -211,11 +211,11 @@ class Recorder:
         def call(parameters: Any, *args: Any, **options: Any) -> Any:
             if self._run.is_clipping:
                 return clip(parameters, *args, **options)
-            params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            self._record_gradients(trace.GRADIENT, params)
+            if not self._run.has_clipped:
+                self._record_gradients(trace.GRADIENT, [param for _, param in self._named("named_parameters")])
             self._run.is_clipping = self._run.has_clipped = True
             try:
-                norm = clip(params, *args, **options)
+                norm = clip(parameters, *args, **options)
             finally:
                 self._run.is_clipping = False
             self._record(trace.NORM, "", norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -115,7 +115,7 @@ def _measured(first: Difference, a: Run, b: Run, kept: tuple[dict[int, Tensor], 
     ulps = ""
     if one.is_floating_point():
         differs &= ~(one.isnan() & other.isnan())
-        ulps = f", up to {_largest_ulps(one, other)} ulps"
+        ulps = f", up to {_shown(_largest_ulps(one, other))} ulps"
     size = other.double().norm().item()
     relative = (one.double() - other.double()).norm().item() / size if size else math.inf
     lines = [
@@ -138,6 +138,10 @@ def _largest_ulps(one: Tensor, other: Tensor) -> int:
     lowest = torch.iinfo(_BITS[dtype.itemsize]).min
     ordered = [torch.where(part < 0, lowest - part, part) for part in bits]
     return int((ordered[0] - ordered[1]).abs().max().item())
+
+
+def _shown(count: int) -> str:
+    return str(count) if count < 10_000 else f"{count:.2e}"
 
 
 def _factor(one: Tensor, other: Tensor) -> float | None:

@@ -4,42 +4,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from fsdp2x.compare.engines import ENGINES
-from fsdp2x.compare.judge import Run, judge
+from fsdp2x.compare.judge import judge
 from fsdp2x.compare.recorder import Recorder
 from fsdp2x.compare.report import describe
 from harness import distributed
-from planted_faults import FAULTS, Case, clean_cases, plant
+from planted_faults import FAULTS, Case, clean_cases, is_right_place, record, references
 
 ENGINES_OF_SCRIPTS = ("fsdp2x", "fsdp2", "ddp")
 # Kinds that take seconds together. The others run with --full.
 QUICK = ("mask_leaks", "one_parameter_not_reduced", "gradient_one_percent", "buffer_per_rank")
 
 
-def record(case, fault="", engine="script", noise_seed=None):
-    """Returns the run of all ranks, on each."""
-    recorder = Recorder(ENGINES[engine](), noise_seed=noise_seed)
-    with recorder:
-        plant(case, fault).train()
-    traces = [None] * dist.get_world_size()
-    dist.all_gather_object(traces, recorder.finish())
-    return Run(traces)
-
-
-def references(case):
-    """The unsharded run of a case, and the same with noise."""
-    unsharded = replace(case, engine="fsdp2")
-    return record(unsharded, engine="unsharded"), record(unsharded, engine="unsharded", noise_seed=1)
-
-
 def check_fault(name, run, reference, noisy):
     fault, found = FAULTS[name], judge(run, reference, noisy)
     assert found, f"{name}: not found"
-    key = found[0].key
-    is_right = key.phase in fault.phases and key.name.startswith(fault.name) and key.step == fault.step
-    assert is_right, f"{name}: {describe(found, run, reference)}"
+    assert is_right_place(fault, found[0].key), f"{name}: {describe(found, run, reference)}"
 
 
 def check_faults(engine, names):

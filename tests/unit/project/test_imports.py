@@ -41,7 +41,13 @@ def test_only_one_file_imports_private_names_of_torch():
 
 def test_only_one_file_imports_the_engine_and_rooms_never_import_the_package():
     names = {"fsdp2x", "fsdp2x._C", "fsdp2x._build_info"}
-    assert places(lambda path: names.intersection(imports_of(path))) == ["base/native.py"]
+    found = places(lambda path: names.intersection(imports_of(path)))
+    assert [path for path in found if not path.startswith("compare/")] == ["base/native.py"]
+
+
+def test_compare_needs_public_names_alone():
+    used = {name for path in (PACKAGE / "compare").glob("*.py") for name in imports_of(path)}
+    assert {name for name in used if name.startswith("fsdp2x") and "fsdp2x.compare" not in name} == {"fsdp2x"}
 
 
 def test_import_needs_torch_alone():
