@@ -536,4 +536,4 @@ def clean_cases() -> list[Case]:
     """Cases without a fault, of all kinds and ten seeds."""
     kinds = [Case(), Case(dropout=0.0), Case(half=True), Case(recompute=False), Case(num_micro_batches=1)]
     kinds += [Case(experts=False), Case(half=True, experts=False, dropout=0.0), Case(half=True, recompute=False)]
-    return [replace(kind, seed=seed) for kind in kinds for seed in range(10)]
+    return [replace(kind, seed=seed) for seed in range(10) for kind in kinds]

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fsdp2x
 
 _STOCK = torch_fsdp.fully_shard
+_DDP = DistributedDataParallel
 _STOCK_OPTIONS = frozenset(inspect.signature(_STOCK).parameters) - {"module"}
 
 
@@ -43,20 +44,14 @@ class Patches(contextlib.ExitStack):
         self.set(owner, name, make(getattr(owner, name)))
 
 
-class AsScript:
-    """Changes nothing. The other engines are subclasses."""
-
-    def __init__(self) -> None:
-        self._patches = Patches()
+class AsScript(Patches):
+    """Changes nothing. The other engines are subclasses, each with its patches."""
 
     def __enter__(self) -> AsScript:
-        self._patch(self._patches)
+        self._patch()
         return self
 
-    def __exit__(self, *exception: Any) -> None:
-        self._patches.close()
-
-    def _patch(self, patches: Patches) -> None: ...
+    def _patch(self) -> None: ...
 
     def before_root(self, module: nn.Module) -> None:
         """Runs before each outermost forward."""
@@ -65,55 +60,41 @@ class AsScript:
         """Runs after each outermost backward."""
 
 
-class _Replacing(AsScript):
-    """Replaces ``fully_shard`` of torch and fsdp2x by ``_shard``, and DDP by a wrapper around it."""
+class FSDP2(AsScript):
+    """torch's ``fully_shard``, also for scripts of fsdp2x and DDP. Options that only fsdp2x has are left out."""
 
-    def _patch(self, patches: Patches) -> None:
-        shard = functools.wraps(_STOCK)(lambda module, **options: self._shard(module, **options))
+    def _patch(self) -> None:
+        shard = functools.wraps(_STOCK)(lambda module, **options: self.shard(module, **options))
         for owner in (torch_fsdp, fsdp2x):
-            patches.set(owner, "fully_shard", shard)
+            self.set(owner, "fully_shard", shard)
+        self._replace_ddp()
+        self.set(fsdp2x, "accumulate", _accumulate)
+        self.set(fsdp2x, "clip_grad_norm_", nn.utils.clip_grad_norm_)
+        self.set(fsdp2x.optim, "clip_grad_norm_", nn.utils.clip_grad_norm_)
+        self.set(fsdp2x.optim, "AdamW", _with_known_options(torch.optim.AdamW))
+        self.set(fsdp2x, "install", lambda **_: None)
+
+    def _replace_ddp(self) -> None:
+        wrapper = type(_DDP.__name__, (_Wrapper,), {"engine": self})
         for owner in (nn.parallel, nn.parallel.distributed):
-            patches.set(
-                owner, "DistributedDataParallel", type("DistributedDataParallel", (_Wrapper,), {"engine": self})
-            )
-        self._replace_rest(patches)
+            self.set(owner, _DDP.__name__, wrapper)
 
-    def _replace_rest(self, patches: Patches) -> None:
-        """Replaces fsdp2x's functions for sharded models by torch's."""
-        patches.set(fsdp2x, "accumulate", _accumulate)
-        patches.set(fsdp2x, "clip_grad_norm_", nn.utils.clip_grad_norm_)
-        patches.set(fsdp2x.optim, "clip_grad_norm_", nn.utils.clip_grad_norm_)
-        patches.set(fsdp2x.optim, "AdamW", _with_known_options(torch.optim.AdamW))
-        patches.set(fsdp2x, "install", lambda **_: None)
-
-    def _shard(self, module: Any, **options: Any) -> Any:
-        raise NotImplementedError
-
-
-class FSDP2(_Replacing):
-    """torch's ``fully_shard``. Options that only fsdp2x has are left out."""
-
-    def _shard(self, module: Any, **options: Any) -> Any:
+    def shard(self, module: Any, **options: Any) -> Any:
         return _STOCK(module, **_stock_options(options))
 
 
-class FSDP2x(_Replacing):
+class FSDP2x(FSDP2):
     """fsdp2x, by ``install()``."""
 
-    def _patch(self, patches: Patches) -> None:
-        self._fully_shard = fsdp2x.fully_shard
-        installed = fsdp2x.install()
-        patches.callback(installed.uninstall)
-        for owner in (nn.parallel, nn.parallel.distributed):
-            patches.set(
-                owner, "DistributedDataParallel", type("DistributedDataParallel", (_Wrapper,), {"engine": self})
-            )
+    def _patch(self) -> None:
+        self.callback(fsdp2x.install().uninstall)
+        self._replace_ddp()
 
-    def _shard(self, module: Any, **options: Any) -> Any:
-        return self._fully_shard(module, **options)
+    def shard(self, module: Any, **options: Any) -> Any:
+        return fsdp2x.fully_shard(module, **options)
 
 
-class Unsharded(_Replacing):
+class Unsharded(FSDP2):
     """Every rank has the full model, and gradients are averaged."""
 
     def __init__(self) -> None:
@@ -121,7 +102,7 @@ class Unsharded(_Replacing):
         self._modules: list[nn.Module] = []
         self._mesh: DeviceMesh | None = None
 
-    def _shard(self, module: Any, **options: Any) -> Any:
+    def shard(self, module: Any, **options: Any) -> Any:
         mesh = options.get("mesh")
         if mesh is not None and mesh.size() != dist.get_world_size():
             raise NotImplementedError(
@@ -135,8 +116,8 @@ class Unsharded(_Replacing):
 
     def _mesh_of_one(self, mesh: DeviceMesh | None) -> DeviceMesh:
         if self._mesh is None:
-            accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-            kind = mesh.device_type if mesh is not None else accelerator.type if accelerator else "cpu"
+            device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+            kind = mesh.device_type if mesh is not None else device.type
             if not dist.is_initialized():
                 dist.init_process_group()
             shape = (dist.get_world_size(), 1)
@@ -146,41 +127,36 @@ class Unsharded(_Replacing):
     @torch.no_grad()
     def after_backward(self) -> None:
         """Averages gradients. A rank without one has zeros. Averages of earlier backwards stay as they are."""
-        params = list(dict.fromkeys(param for module in self._modules for param in module.parameters()))
-        params = [param for param in params if param.requires_grad]
-        if not params or dist.get_world_size() == 1:
+        params = dict.fromkeys(param for module in self._modules for param in module.parameters())
+        trained = [param for param in params if param.requires_grad]
+        if not trained:
             return
-        has_gradient = torch.tensor([param.grad is not None for param in params], device=params[0].device).int()
+        has_gradient = torch.tensor([param.grad is not None for param in trained], device=trained[0].device).int()
         dist.all_reduce(has_gradient, dist.ReduceOp.MAX)
-        params = [param for param, is_there in zip(params, has_gradient.tolist(), strict=True) if is_there]
-        if not params:
-            return
-        for param in params:
-            if param.grad is None:
+        for param, is_there in zip(trained, has_gradient.tolist(), strict=True):
+            if is_there and param.grad is None:
                 param.grad = torch.zeros_like(param)
-        gradients = [_local(param.grad) for param in params]
-        flat = torch.cat([one.flatten().to(torch.float64) for one in gradients])
+        gradients = [_local(param.grad) for param in trained if param.grad is not None]
+        none = torch.empty(0, dtype=torch.float64, device=trained[0].device)
+        flat = torch.cat([none, *(one.flatten().to(torch.float64) for one in gradients)])
         dist.all_reduce(flat)
         flat /= dist.get_world_size()
         for gradient, mean in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
             gradient.copy_(mean.view_as(gradient))
 
 
-class DDP(_Replacing):
+class DDP(FSDP2):
     """``DistributedDataParallel`` around the module whose forward runs first."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._stock = DistributedDataParallel
         self._modules: list[nn.Module] = []
         self._replicas: list[DistributedDataParallel] = []
 
-    def _patch(self, patches: Patches) -> None:
-        patches.set(torch_fsdp, "fully_shard", self._shard)
-        patches.set(fsdp2x, "fully_shard", self._shard)
-        self._replace_rest(patches)
+    def _replace_ddp(self) -> None:
+        """Leaves DDP in the script as it is."""
 
-    def _shard(self, module: Any, **options: Any) -> Any:
+    def shard(self, module: Any, **options: Any) -> Any:
         policy = options.get("mp_policy")
         if policy is not None and policy.param_dtype is not None:
             raise NotImplementedError(
@@ -193,29 +169,17 @@ class DDP(_Replacing):
         return module
 
     def before_root(self, module: nn.Module) -> None:
-        if not any(one is module for one in self._modules) or hasattr(module, "_compare_inner"):
+        if "forward" in vars(module) or not any(one is module for one in self._modules):
             return
-        inner = _Inner(module, module.forward)
-        replica = self._stock(inner, find_unused_parameters=True)
+        inner: Any = nn.Module()  # what DDP calls, because the module's own forward calls DDP
+        inner.module, inner.forward = module, module.forward
+        replica = _DDP(inner, find_unused_parameters=True)
         self._replicas.append(replica)
-        vars(module)["_compare_inner"] = True
         vars(module)["forward"] = functools.wraps(module.forward)(lambda *args, **options: replica(*args, **options))
 
     def set_sync(self, is_on: bool) -> None:
         for replica in self._replicas:
             replica.require_backward_grad_sync = is_on
-
-
-class _Inner(nn.Module):
-    """What DDP wraps in place of a module whose ``forward`` calls DDP."""
-
-    def __init__(self, module: nn.Module, forward: Callable) -> None:
-        super().__init__()
-        self.module = module
-        self._forward = forward
-
-    def forward(self, *args: Any, **options: Any) -> Any:
-        return self._forward(*args, **options)
 
 
 class _Replicated(FSDPModule):
@@ -246,14 +210,14 @@ def _replicated_class(cls: type) -> type:
 class _Wrapper(DistributedDataParallel):
     """Stands for DDP in a script whose model another engine shards."""
 
-    engine: _Replacing
+    engine: FSDP2
 
     def __init__(self, module: nn.Module, *args: Any, broadcast_buffers: bool = True, **options: Any) -> None:
         nn.Module.__init__(self)
         self._broadcasts = broadcast_buffers
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), 0)
-        self.module = self.engine._shard(module)
+        self.module = self.engine.shard(module)
 
     def forward(self, *args: Any, **options: Any) -> Any:
         if self._broadcasts and self.training:
@@ -261,26 +225,19 @@ class _Wrapper(DistributedDataParallel):
                 dist.broadcast(buffer, 0)
         return self.module(*args, **options)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        with _accumulate(self.module, last=False):
-            yield
+    def no_sync(self) -> Any:
+        return _accumulate(self.module, last=False)
 
 
 @contextlib.contextmanager
 def _accumulate(model: nn.Module, *, last: bool, before_last: str = "nothing") -> Iterator[None]:
     """``fsdp2x.accumulate`` for other engines."""
-    if last:
-        yield
-        return
-    shards: Any = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    shards: Any = [module for module in model.modules() if isinstance(module, FSDPModule) and not last]
     for module in shards:
         module.set_requires_gradient_sync(False, recurse=False)
-    try:
-        yield
-    finally:
-        for module in shards:
-            module.set_requires_gradient_sync(True, recurse=False)
+    yield
+    for module in shards:
+        module.set_requires_gradient_sync(True, recurse=False)
 
 
 def _stock_options(options: dict[str, Any]) -> dict[str, Any]:

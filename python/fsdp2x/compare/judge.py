@@ -116,8 +116,7 @@ def _compare(key: Key, a: Run, b: Run, noises: _Noises, before: tuple[Key, ...])
     for rank in a.ranks_of(key) & b.ranks_of(key):
         mine, reference = a.values(key, rank), b.values(key, rank)
         allowed = NUM_NOISES * noises.relative(key, _epsilon(one, other))
-        scale = max(norm(reference), norm(mine))
-        apart = distance(mine, reference) / scale if scale else distance(mine, reference)
+        apart = _relative(mine, reference)
         if apart > allowed:
             wrong.append(rank)
             worst, limit = max(worst, apart), allowed
@@ -131,6 +130,11 @@ def _epsilon(*events: Event) -> float:
     return max(torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0 for dtype in dtypes)
 
 
+def _relative(one: Tensor, other: Tensor) -> float:
+    """Returns the distance of two tensors relative to the larger norm."""
+    return distance(one, other) / (max(norm(one), norm(other)) or 1.0)
+
+
 class _Noises:
     """The noise of each tensor, relative to its norm: the largest of all ranks."""
 
@@ -139,16 +143,11 @@ class _Noises:
         self._of_few: dict[tuple[str, str], float] = defaultdict(float)
         for key in run.order.keys() & noisy.order.keys():
             ranks = run.ranks_of(key) & noisy.ranks_of(key)
-            largest = max((self._between(run.values(key, one), noisy.values(key, one)) for one in ranks), default=0.0)
+            largest = max((_relative(run.values(key, one), noisy.values(key, one)) for one in ranks), default=0.0)
             self._of_key[key] = largest
             if torch.Size(run.event(key).shape).numel() <= _FEW:
                 group = key.phase, key.name
                 self._of_few[group] = max(self._of_few[group], largest)
-
-    @staticmethod
-    def _between(one: Tensor, other: Tensor) -> float:
-        scale = max(norm(one), norm(other))
-        return distance(one, other) / scale if scale else 0.0
 
     def relative(self, key: Key, epsilon: float) -> float:
         few = self._of_few[key.phase, key.name] if epsilon else 0.0

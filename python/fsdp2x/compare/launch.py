@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 
 from fsdp2x.compare.judge import Run
-from fsdp2x.compare.side import Request, kept_path, trace_path
+from fsdp2x.compare.side import Request
 from fsdp2x.compare.trace import Key, RankTrace
 
 _END_S = 10
@@ -51,29 +51,25 @@ class Launcher:
 
     def record(self, side: Side, noise_seed: int | None = None) -> Run:
         """Runs a side and returns its traces."""
-        folder = self.folder / (side.label if noise_seed is None else f"noise-{noise_seed}")
-        self._start(side, Request(side.engine, str(folder), self.num_steps, os.getpid(), noise_seed))
-        return Run([RankTrace.load(trace_path(folder, rank)) for rank in range(self.num_ranks)])
+        folder = self.folder / (side.label if noise_seed is None else f"{side.label}-noise")
+        return Run(self._start(side, Request(side.engine, str(folder), self.num_steps, os.getpid(), noise_seed)))
 
     def keep(self, side: Side, key: Key) -> dict[int, Tensor]:
         """Runs a side again up to a step, and returns the full tensor of each rank that has it."""
         folder = self.folder / f"{side.label}-full"
-        launcher = replace(self, num_steps=key.step + 1)
-        launcher._start(side, Request(side.engine, str(folder), key.step + 1, os.getpid(), keep=(key,)))
-        saved = {rank: torch.load(kept_path(folder, rank), weights_only=True) for rank in range(self.num_ranks)}
-        return {rank: kept[tuple(key)] for rank, kept in saved.items() if tuple(key) in kept}
+        traces = self._start(side, Request(side.engine, str(folder), key.step + 1, os.getpid(), keep=(key,)))
+        return {rank: one.kept[key] for rank, one in enumerate(traces) if key in one.kept}
 
-    def _start(self, side: Side, request: Request) -> None:
+    def _start(self, side: Side, request: Request) -> list[RankTrace]:
         folder = Path(request.folder)
         (folder / "logs").mkdir(parents=True)
-        request.write(folder / "request.json")
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         shared |= {"WORLD_SIZE": str(self.num_ranks), "LOCAL_WORLD_SIZE": str(self.num_ranks)}
         shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         ranks = range(self.num_ranks)
-        words = ("-m", "fsdp2x.compare.side", str(folder / "request.json"), *side.words)
+        words = ("-m", "fsdp2x.compare.side", json.dumps(asdict(request)), *side.words)
         with contextlib.ExitStack() as closing:
             started = start_processes(
                 f"side {side.label}",
@@ -85,15 +81,11 @@ class Launcher:
             closing.callback(started.close, signal.SIGKILL)
             closing.callback(started.close, signal.SIGTERM, timeout=_END_S)
             result = started.wait(timeout=self.timeout, period=0.1)
-            if result is None:
-                raise SideFailedError(
-                    f"side {side.label} ({side}) took longer than {self.timeout:g} s. "
-                    "Raise --timeout, or lower --steps."
-                )
-            if result.failures:
-                raise SideFailedError(
-                    f"side {side.label} ({side}) failed. {_describe(result.failures, started.stderrs)}"
-                )
+            why = f"took longer than {self.timeout:g} s. Raise --timeout, or lower --steps."
+            if result is None or result.failures:
+                why = f"failed. {_describe(result.failures, started.stderrs)}" if result else why
+                raise SideFailedError(f"side {side.label} ({side}) {why}")
+        return [RankTrace.load(folder / f"trace-{rank}.pt") for rank in ranks]
 
 
 def _describe(failures: dict[int, Any], logs: Any) -> str:

@@ -30,7 +30,7 @@ from fsdp2x.compare.trace import Event, Key, RankTrace
 
 # Names that wrappers add to the names of parameters, and the wrappers' classes, which are not recorded.
 _WRAPPER_NAMES = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule", "CheckpointWrapper", "_Inner"}
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule", "CheckpointWrapper", "Module"}
 
 
 class StepsDone(BaseException):
@@ -45,7 +45,7 @@ class Recorder:
         num_steps: number of optimizer steps after which to raise ``StepsDone``. None: no limit.
         noise_seed: multiplies every module output and its gradient by ``1 + x``, where ``x`` is random and at most the
             dtype's epsilon. The run then shows how rounding errors grow. None: changes nothing.
-        keep: keys of tensors to keep completely, in ``kept``.
+        keep: keys of tensors to keep completely in the trace.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Recorder:
     ) -> None:
         self._engine, self._num_steps, self._keep = engine or AsScript(), num_steps, frozenset(keep)
         self._noise_seed = noise_seed
-        self.kept: dict[Key, Tensor] = {}
+        self._kept: dict[Key, Tensor] = {}
         self._events: list[Event] = []
         self._values: list[Tensor] = []
         self._closing = contextlib.ExitStack()
@@ -83,22 +83,21 @@ class Recorder:
     def finish(self) -> RankTrace:
         """Returns the trace. Call it once, after the block."""
         values = [one.cpu() for one in self._values]
-        return RankTrace(self._events, torch.stack(values) if values else torch.empty(0, NUM_VALUES))
+        return RankTrace(self._events, torch.stack(values) if values else torch.empty(0, NUM_VALUES), self._kept)
 
     # ---- recording
 
     @torch.no_grad()
-    def _record(self, phase: str, name: str, tensor: Tensor) -> Key:
+    def _record(self, phase: str, name: str, tensor: Tensor) -> None:
         key = Key(self._run.step, phase, name, self._run.count(phase, name))
         shape, offset = tuple(tensor.shape), 0
         if isinstance(tensor, DTensor):
             tensor, offset = _local_part(tensor) if key not in self._keep else (tensor.full_tensor(), 0)
         if key in self._keep:
-            self.kept[key] = tensor.detach().cpu().clone()
+            self._kept[key] = tensor.detach().cpu().clone()
         event = Event(key, shape, str(tensor.dtype).removeprefix("torch."), offset, tensor.numel())
         self._events.append(event)
         self._values.append(sketch(tensor, offset))
-        return key
 
     def _record_all(self, phase: str, name: str, value: Any) -> None:
         for path, leaf in _leaves(value):
@@ -116,9 +115,10 @@ class Recorder:
             self._begin_step()
             self._engine.before_root(module)
             name = self._name_root(module)
-            self._record_all(trace.INPUT, name, [args, options])
+            self._record_all(trace.INPUT, name, args)
+            self._record_all(trace.INPUT, name, options)
             seed = f"{self._run.step} {name} {self._run.count('call', name)} {_rank()}"
-            with torch.random.fork_rng():
+            with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
                 torch.manual_seed(zlib.crc32(seed.encode()))
                 try:
                     return original(module, *args, **options)
@@ -145,14 +145,11 @@ class Recorder:
             if leaf.requires_grad:
                 leaf.register_hook(functools.partial(self._on_gradient, trace.OUTPUT_GRADIENT, name + path))
         for key, param in module.named_parameters(recurse=False):
-            if param.requires_grad and not isinstance(param, DTensor):
-                self._watch(param, f"{name}.{key}" if name else key)
+            if param.requires_grad and not isinstance(param, DTensor) and param not in self._hooked:
+                self._hooked[param] = True
+                whole = f"{name}.{key}" if name else key
+                param.register_hook(functools.partial(self._on_gradient, trace.LOCAL_GRADIENT, whole))
         return output if self._noise_seed is not None else None
-
-    def _watch(self, param: Tensor, name: str) -> None:
-        if param not in self._hooked:
-            self._hooked[param] = True
-            param.register_hook(functools.partial(self._on_gradient, trace.LOCAL_GRADIENT, name))
 
     def _on_gradient(self, phase: str, name: str, gradient: Tensor) -> Tensor | None:
         if torch.compiler.is_compiling() or isinstance(gradient, DTensor):
@@ -258,17 +255,19 @@ class Recorder:
 
     def _add_root(self, root: nn.Module) -> None:
         self._roots.append(root)
-        prefix = f"model{len(self._roots)}" if len(self._roots) > 1 else ""
-        for name, module in root.named_modules():
-            self._names.setdefault(id(module), ".".join(filter(None, (prefix, _canonical(name)))))
+        self._name_modules()
         for name, param in self._named("named_parameters", [root]):
             self._record(trace.INITIAL, name, param)
 
+    def _name_modules(self) -> None:
+        for index, root in enumerate(self._roots, 1):
+            prefix = [f"model{index}"] if index > 1 else []
+            for name, module in root.named_modules():
+                self._names.setdefault(id(module), ".".join([*prefix, *_canonical(name)]))
+
     def _name_of(self, module: nn.Module) -> str:
-        if id(module) not in self._names and self._roots:  # added since, as adapters are
-            for root in self._roots:
-                for name, one in root.named_modules():
-                    self._names.setdefault(id(one), _canonical(name))
+        if id(module) not in self._names:  # added since, as adapters are
+            self._name_modules()
         return self._names.get(id(module), _class_name(module))
 
     def _named(self, what: str, roots: list[nn.Module] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -279,7 +278,7 @@ class Recorder:
                 if id(tensor) not in seen:
                     seen.add(id(tensor))
                     owner, _, own = name.rpartition(".")
-                    prefix = self._names.get(id(root.get_submodule(owner)), _canonical(owner))
+                    prefix = self._name_of(root.get_submodule(owner))
                     yield f"{prefix}.{own}" if prefix else own, tensor
 
 
@@ -339,9 +338,8 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _canonical(name: str) -> str:
-    parts = [part for part in name.split(".") if part not in _WRAPPER_NAMES]
-    return ".".join(parts)
+def _canonical(name: str) -> list[str]:
+    return [part for part in name.split(".") if part and part not in _WRAPPER_NAMES]
 
 
 def _is_transparent(module: nn.Module) -> bool:

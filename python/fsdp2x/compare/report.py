@@ -6,8 +6,6 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,49 +13,46 @@ from torch import Tensor
 
 from fsdp2x.compare.judge import Difference, Run, judge
 from fsdp2x.compare.launch import Launcher, Side
-from fsdp2x.compare.sketch import norm
 from fsdp2x.compare.trace import INITIAL, INPUT, Key
 
 _NOISE_SEED = 1
+# What a difference before any computation means.
+_HINTS = {
+    INPUT: "The script gives the sides different data. Seed its loader, or read the same rows in both runs.",
+    INITIAL: "The sides start from different weights. Load a checkpoint, or seed before the model is made.",
+}
 # Integers of a float's bits, in which neighbours differ by one.
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True)
-class Settings:
-    num_ranks: int
-    num_steps: int
-    timeout: float
-
-
-def compare_sides(a: Side, b: Side, settings: Settings, say: Callable[[str], None] = print) -> bool:
-    """Runs both sides, reports, and returns whether they agree.
+def compare_sides(a: Side, b: Side, num_ranks: int, num_steps: int, timeout: float) -> bool:
+    """Runs both sides, prints the report, and returns whether they agree.
 
     Raises:
-        SideFailedError: a side failed or took longer than ``settings.timeout`` seconds.
+        SideFailedError: a side failed or took longer than ``timeout`` seconds.
     """
     folder = Path(tempfile.mkdtemp(prefix="fsdp2x-compare-"))
     try:
-        return _compare(a, b, Launcher(settings.num_ranks, settings.num_steps, settings.timeout, folder), say)
+        return _compare(a, b, Launcher(num_ranks, num_steps, timeout, folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _compare(a: Side, b: Side, launcher: Launcher, say: Callable[[str], None]) -> bool:
-    say(f"a: {a}\nb: {b}")
+def _compare(a: Side, b: Side, launcher: Launcher) -> bool:
+    print(f"a: {a}\nb: {b}", flush=True)
     start = time.monotonic()
     run_a, run_b = launcher.record(a), launcher.record(b)
     noisy = launcher.record(b, _NOISE_SEED)
     num_steps = 1 + max((key.step for key in run_b.order), default=-1)
     sizes = f"{launcher.num_ranks} rank(s), {num_steps} step(s), {len(run_b.order)} tensors"
-    say(f"{sizes}, {time.monotonic() - start:.1f} s")
+    print(f"{sizes}, {time.monotonic() - start:.1f} s")
     found = judge(run_a, run_b, noisy)
     if not found:
-        say(f"no difference: a and b agree in all {len(run_b.order)} tensors")
+        print(f"no difference: a and b agree in all {len(run_b.order)} tensors")
         return True
     key = found[0].key
     kept = (launcher.keep(a, key), launcher.keep(b, key)) if found[0].is_measured else None
-    say(describe(found, run_a, run_b, kept))
+    print(describe(found, run_a, run_b, kept))
     return False
 
 
@@ -70,10 +65,11 @@ def describe(
     if first.missing:
         lines.append(f"  only {'b' if first.missing == 'a' else 'a'} has this tensor")
     elif first.is_measured:
-        lines += _measured(first, a, b, kept)
+        lines += _measured(first, kept)
     if first.note:
         lines.append(f"  {first.note}")
-    lines += _hints(first)
+    if hint := _HINTS.get(first.key.phase):
+        lines.append(f"  {hint}")
     before = ", ".join(_name(key, with_step=key.step != first.key.step) for key in reversed(first.before))
     lines.append(f"  right before, and equal: {before or 'nothing'}")
     later = [one for one in found[1:] if one.key.name != first.key.name][:3]
@@ -90,32 +86,20 @@ def _name(key: Key, *, with_step: bool = True) -> str:
 
 
 def _ranks(first: Difference, a: Run) -> str:
-    if len(first.ranks) == len(a.ranks):
-        return "all ranks" if len(a.ranks) > 1 else "rank 0"
-    return ("ranks " if len(first.ranks) > 1 else "rank ") + ", ".join(map(str, first.ranks))
+    return "all ranks" if len(first.ranks) == len(a.ranks) else f"rank {', '.join(map(str, first.ranks))}"
 
 
-def _hints(first: Difference) -> list[str]:
-    """Says what a difference before any computation means."""
-    if first.key.phase == INPUT:
-        return ["  The script gives the sides different data. Seed its loader, or read the same rows in both runs."]
-    if first.key.phase == INITIAL:
-        return ["  The sides start from different weights. Load a checkpoint, or seed before the model is made."]
-    return []
-
-
-def _measured(first: Difference, a: Run, b: Run, kept: tuple[dict[int, Tensor], dict[int, Tensor]] | None) -> list[str]:
-    """Measures the tensors of the first rank that differs, or if they were not kept, their sketches."""
+def _measured(first: Difference, kept: tuple[dict[int, Tensor], dict[int, Tensor]] | None) -> list[str]:
+    """Measures the tensors of the first rank that differs. If they were not kept, it shows the estimate."""
     rank, limit = first.ranks[0], f"where rounding explains {first.limit:.2e}"
     if kept is None or rank not in kept[0] or rank not in kept[1]:
-        norms = norm(a.values(first.key, rank)), norm(b.values(first.key, rank))
-        return [f"  relative error {first.relative:.2e}, {limit}", f"  norm {norms[0]:.6g} in a, {norms[1]:.6g} in b"]
+        return [f"  relative error {first.relative:.2e}, {limit}"]
     one, other = kept[0][rank], kept[1][rank]
     differs = one != other
     ulps = ""
     if one.is_floating_point():
         differs &= ~(one.isnan() & other.isnan())
-        ulps = f", up to {_shown(_largest_ulps(one, other))} ulps"
+        ulps = f", up to {_largest_ulps(one, other)} ulps"
     size = other.double().norm().item()
     relative = (one.double() - other.double()).norm().item() / size if size else math.inf
     lines = [
@@ -129,19 +113,16 @@ def _measured(first: Difference, a: Run, b: Run, kept: tuple[dict[int, Tensor], 
     return lines if factor is None else [*lines, f"  a is {factor:.6g} times b"]
 
 
-def _largest_ulps(one: Tensor, other: Tensor) -> int:
+def _largest_ulps(one: Tensor, other: Tensor) -> str:
     """Returns the largest distance in units of the last place, in the coarser of two dtypes."""
     dtype = one.dtype if torch.finfo(one.dtype).eps >= torch.finfo(other.dtype).eps else other.dtype
     if dtype.itemsize not in _BITS:
-        return 0
+        return "unknown"
     bits = [part.to(dtype).contiguous().view(_BITS[dtype.itemsize]).double() for part in (one, other)]
     lowest = torch.iinfo(_BITS[dtype.itemsize]).min
     ordered = [torch.where(part < 0, lowest - part, part) for part in bits]
-    return int((ordered[0] - ordered[1]).abs().max().item())
-
-
-def _shown(count: int) -> str:
-    return str(count) if count < 10_000 else f"{count:.2e}"
+    count = (ordered[0] - ordered[1]).abs().max().item()
+    return f"{count:.0f}" if count < 10_000 else f"{count:.2e}"
 
 
 def _factor(one: Tensor, other: Tensor) -> float | None:

@@ -11,7 +11,7 @@ import runpy
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ from fsdp2x.compare.trace import Key
 
 @dataclass(frozen=True)
 class Request:
-    """What the ranks of a run do. They write to ``folder``. ``supervisor``: the process that started them."""
+    """What the ranks of a run do, as JSON. They write to ``folder``. ``supervisor``: the process that started them."""
 
     engine: str
     folder: str
@@ -34,26 +34,15 @@ class Request:
     noise_seed: int | None = None
     keep: tuple[Key, ...] = ()
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
-
     @classmethod
-    def read(cls, path: Path) -> Request:
-        said = json.loads(path.read_text())
+    def parse(cls, text: str) -> Request:
+        said = json.loads(text)
         return cls(**said | {"keep": tuple(Key(*key) for key in said["keep"])})
-
-
-def trace_path(folder: str | Path, rank: int) -> Path:
-    return Path(folder) / f"trace-{rank}.pt"
-
-
-def kept_path(folder: str | Path, rank: int) -> Path:
-    return Path(folder) / f"kept-{rank}.pt"
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the script under a recorder and writes its trace. Exceptions go to the launcher."""
-    request, words = Request.read(Path(argv[0])), list(argv[1:])
+    request, words = Request.parse(argv[0]), list(argv[1:])
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the supervisor
     if os.getppid() != request.supervisor:
         return 1
@@ -70,10 +59,7 @@ def main(argv: Sequence[str]) -> int:
             with contextlib.suppress(OSError):
                 get_error_handler().record_exception(error)
             raise
-    rank = int(os.environ["RANK"])
-    recorder.finish().save(trace_path(request.folder, rank))
-    if request.keep:
-        torch.save({tuple(key): tensor for key, tensor in recorder.kept.items()}, kept_path(request.folder, rank))
+    recorder.finish().save(Path(request.folder, f"trace-{os.environ['RANK']}.pt"))
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0

@@ -44,16 +44,19 @@ class Event:
 
 @dataclass
 class RankTrace:
-    """The events of a rank. ``values`` has a row of sketch values for each."""
+    """The events of a rank, a row of sketch values for each, and the tensors that were kept completely."""
 
     events: list[Event]
     values: Tensor
+    kept: dict[Key, Tensor]
 
     def save(self, path: Path) -> None:
         rows = [(tuple(one.key), one.shape, one.dtype, one.offset, one.numel) for one in self.events]
-        torch.save({"events": rows, "values": self.values}, path)
+        kept = [(tuple(key), tensor) for key, tensor in self.kept.items()]
+        torch.save({"events": rows, "values": self.values, "kept": kept}, path)
 
     @classmethod
     def load(cls, path: Path) -> RankTrace:
         saved: dict[str, Any] = torch.load(path, weights_only=True)
-        return cls([Event(Key(*key), *more) for key, *more in saved["events"]], saved["values"])
+        events = [Event(Key(*key), *more) for key, *more in saved["events"]]
+        return cls(events, saved["values"], {Key(*key): tensor for key, tensor in saved["kept"]})

@@ -13,6 +13,10 @@ from harness import distributed
 from planted_faults import FAULTS, Case, clean_cases, is_right_place, record, references
 
 ENGINES_OF_SCRIPTS = ("fsdp2x", "fsdp2", "ddp")
+each_engine = pytest.mark.parametrize("engine", ENGINES_OF_SCRIPTS)
+quick_engine = pytest.mark.parametrize(
+    "engine", ["fsdp2x", *(pytest.param(name, marks=pytest.mark.full) for name in ("fsdp2", "ddp"))]
+)
 # Kinds that take seconds together. The others run with --full.
 QUICK = ("mask_leaks", "one_parameter_not_reduced", "gradient_one_percent", "buffer_per_rank")
 
@@ -32,14 +36,14 @@ def check_faults(engine, names):
 
 
 @distributed(timeout=120)
-@pytest.mark.parametrize("engine", ENGINES_OF_SCRIPTS)
+@quick_engine
 def test_faults_are_found(ctx, engine):
     check_faults(engine, QUICK)
 
 
 @pytest.mark.full
 @distributed(timeout=900)
-@pytest.mark.parametrize("engine", ENGINES_OF_SCRIPTS)
+@each_engine
 def test_all_faults_are_found(ctx, engine):
     check_faults(engine, FAULTS)
 
@@ -55,20 +59,22 @@ def check_clean(engine, cases):
 
 
 @distributed(timeout=120)
-@pytest.mark.parametrize("engine", ENGINES_OF_SCRIPTS)
+@quick_engine
 def test_clean_runs_agree(ctx, engine):
     check_clean(engine, [Case(half=engine != "ddp")])
 
 
 @pytest.mark.full
 @distributed(timeout=1800)
-@pytest.mark.parametrize("engine", ENGINES_OF_SCRIPTS)
+@each_engine
 def test_all_clean_runs_agree(ctx, engine):
     check_clean(engine, [case for case in clean_cases() if not (case.half and engine == "ddp")])
 
 
 @distributed
-@pytest.mark.parametrize("engine", ["unsharded", "fsdp2", "fsdp2x", "ddp"])
+@pytest.mark.parametrize(
+    "engine", ["unsharded", "ddp", *(pytest.param(name, marks=pytest.mark.full) for name in ("fsdp2", "fsdp2x"))]
+)
 def test_engines_replace_ddp_and_fully_shard(ctx, engine):
     """A script of each kind agrees with the unsharded side under every replacement."""
     for script in ("ddp", "fsdp2", "fsdp2x"):

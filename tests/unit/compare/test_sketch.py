@@ -1,5 +1,6 @@
 """Sketches add up over shards, estimate distances, and count what is not finite."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,14 +17,15 @@ def test_shards_add_up(rows, columns, cuts):
     torch.testing.assert_close(combine(parts), sketch(full), rtol=1e-12, atol=1e-9)
 
 
-def test_distances_are_estimated():
+@pytest.mark.parametrize("numel", [20, 1000, 30_000])
+def test_distances_are_estimated(numel):
     torch.manual_seed(0)
     ratios = []
     for _ in range(50):
-        full, noise = torch.randn(3000), 1e-3 * torch.randn(3000)
+        full, noise = torch.randn(numel), 1e-3 * torch.randn(numel)
         ratios.append(distance(sketch(full), sketch(full + noise)) / noise.norm().item())
-    assert 0.95 < sum(ratios) / 50 < 1.05
-    assert min(ratios) > 0.4 and max(ratios) < 1.8
+    assert 0.9 < sum(ratios) / 50 < 1.1
+    assert min(ratios) > 0.5 and max(ratios) < 1.6
 
 
 def test_places_matter():

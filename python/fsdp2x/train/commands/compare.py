@@ -56,12 +56,12 @@ def _run(args: argparse.Namespace) -> int:
     import torch
 
     from fsdp2x.compare.launch import Side, SideFailedError
-    from fsdp2x.compare.report import Settings, compare_sides
+    from fsdp2x.compare.report import compare_sides
 
     num_ranks = args.nproc or torch.accelerator.device_count() or 2
     sides = Side("a", args.engine, a), Side("b", args.against or "script", b)
     try:
-        agree = compare_sides(*sides, Settings(num_ranks, args.steps, args.timeout))
+        agree = compare_sides(*sides, num_ranks, args.steps, args.timeout)
     except SideFailedError as error:
         sys.stderr.write(f"fsdp2x: error: {error}\n")
         return 2
