@@ -132,7 +132,7 @@ def main() -> None:
         f"- {len(FAULTS)} faults make {counts['planted']} runs. Of these, {counts['found']} are found, and "
         f"{counts['at the right place']} are named at the right place.",
         f"- {num_runs} runs without a fault raise {num_alarms} alarms: float32 and bf16, with and without dropout, "
-        "recomputation, experts, and accumulation.",
+        "recomputation, compilation, experts, and accumulation.",
         f"- A recorded step takes {recorded / plain:.1f} times as long as a plain one (6 blocks of 256, 512 tokens, "
         f"median of 9 steps), and {memory:.0f} MiB more memory.",
         "",

@@ -39,6 +39,7 @@ class Case:
     num_micro_batches: int = 2
     experts: bool = True
     num_steps: int = 2
+    compiled: bool = False
     seed: int = 0
 
 
@@ -172,6 +173,10 @@ class Program:
         for name in self.frozen:
             self.parameter(name).requires_grad_(False)
         _call(self.on_model, self)
+        if self.case.compiled:
+            torch.compiler.reset()  # earlier models count for its limit of compilations
+            for block in self.model.blocks:
+                block.compile(backend="aot_eager")
         self._shard()
         _call(self.on_sharded, self)
         trained = [one for one in self.inner.parameters() if one.requires_grad]
@@ -536,4 +541,5 @@ def clean_cases() -> list[Case]:
     """Cases without a fault, of all kinds and ten seeds."""
     kinds = [Case(), Case(dropout=0.0), Case(half=True), Case(recompute=False), Case(num_micro_batches=1)]
     kinds += [Case(experts=False), Case(half=True, experts=False, dropout=0.0), Case(half=True, recompute=False)]
+    kinds += [Case(compiled=True, recompute=False)]
     return [replace(kind, seed=seed) for seed in range(10) for kind in kinds]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
@@ -136,7 +136,8 @@ class Unsharded(FSDP2):
         for param, is_there in zip(trained, has_gradient.tolist(), strict=True):
             if is_there and param.grad is None:
                 param.grad = torch.zeros_like(param)
-        gradients = [_local(param.grad) for param in trained if param.grad is not None]
+        found = [param.grad for param in trained if param.grad is not None]
+        gradients = [one.to_local() if isinstance(one, DTensor) else one for one in found]
         none = torch.empty(0, dtype=torch.float64, device=trained[0].device)
         flat = torch.cat([none, *(one.flatten().to(torch.float64) for one in gradients)])
         dist.all_reduce(flat)
@@ -250,10 +251,6 @@ def _stock_options(options: dict[str, Any]) -> dict[str, Any]:
 def _with_known_options(cls: type) -> Callable:
     known = inspect.signature(cls).parameters
     return lambda params, **options: cls(params, **{name: one for name, one in options.items() if name in known})
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 ENGINES: dict[str, type[AsScript]] = {

@@ -6,7 +6,6 @@ random state, made from its step, name, call, and rank. So dropout agrees, even 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import zlib
@@ -30,7 +29,9 @@ from fsdp2x.compare.trace import Event, Key, RankTrace
 
 # Names that wrappers add to the names of parameters, and the wrappers' classes, which are not recorded.
 _WRAPPER_NAMES = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule", "CheckpointWrapper", "Module"}
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule", "CheckpointWrapper"}
+# What DDP calls in engines.py, and what torch.compile makes.
+_WRAPPERS |= {"Module", "GraphModule"}
 
 
 class StepsDone(BaseException):
@@ -61,7 +62,7 @@ class Recorder:
         self._kept: dict[Key, Tensor] = {}
         self._events: list[Event] = []
         self._values: list[Tensor] = []
-        self._closing = contextlib.ExitStack()
+        self._closing = Patches()
         self._names: dict[int, str] = {}  # of modules
         self._roots: list[nn.Module] = []
         self._run = _RunState()
@@ -74,7 +75,10 @@ class Recorder:
         closing.callback(hooks.register_module_forward_hook(self._after_forward).remove)
         closing.callback(optimizers.register_optimizer_step_pre_hook(self._before_step).remove)
         closing.callback(optimizers.register_optimizer_step_post_hook(self._after_step).remove)
-        closing.enter_context(self._patched())
+        closing.wrap(nn.Module, "__call__", self._wrap_call)
+        closing.wrap(torch.autograd, "backward", self._wrap_backward)
+        for place in (nn.utils, nn.utils.clip_grad, fsdp2x, fsdp2x.optim):
+            closing.wrap(place, "clip_grad_norm_", self._wrap_clipping)
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -110,25 +114,29 @@ class Recorder:
 
         @functools.wraps(original)
         def call(module: nn.Module, *args: Any, **options: Any) -> Any:
-            if _is_transparent(module) or self._run.stack or self._run.num_backwards:
+            run, root = self._run, getattr(module, "_orig_mod", module)
+            if _is_transparent(root) or run.stack or run.num_backwards:
                 return original(module, *args, **options)
             self._begin_step()
-            self._engine.before_root(module)
-            name = self._name_root(module)
+            self._engine.before_root(root)
+            name = self._name_root(root)
             self._record_all(trace.INPUT, name, args)
             self._record_all(trace.INPUT, name, options)
-            seed = f"{self._run.step} {name} {self._run.count('call', name)} {_rank()}"
+            seed = f"{run.step} {name} {run.count('call', name)} {_rank()}"
             with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
                 torch.manual_seed(zlib.crc32(seed.encode()))
+                run.stack = [root]
                 try:
-                    return original(module, *args, **options)
+                    output = original(module, *args, **options)
+                    changed = self._after_forward(root, args, output)  # torch.compile leaves hooks out
+                    return output if changed is None else changed
                 finally:
-                    self._run.stack.clear()
+                    run.stack = []
 
         return call
 
     def _before_forward(self, module: nn.Module, inputs: tuple) -> None:
-        if not _is_transparent(module):
+        if not _is_transparent(module) and not (self._run.stack and self._run.stack[0] is module):
             self._run.stack.append(module)
 
     def _after_forward(self, module: nn.Module, inputs: tuple, output: Any) -> Any:
@@ -173,16 +181,6 @@ class Recorder:
         return (value * factor).to(value.dtype)
 
     # ---- backward, clipping, and the optimizer
-
-    @contextlib.contextmanager
-    def _patched(self) -> Iterator[None]:
-        """Wraps torch's backward, and all functions that clip."""
-        with Patches() as patches:
-            patches.wrap(nn.Module, "__call__", self._wrap_call)
-            patches.wrap(torch.autograd, "backward", self._wrap_backward)
-            for place in (nn.utils, nn.utils.clip_grad, fsdp2x, fsdp2x.optim):
-                patches.wrap(place, "clip_grad_norm_", self._wrap_clipping)
-            yield
 
     def _wrap_backward(self, backward: Callable) -> Callable:
         @functools.wraps(backward)
