@@ -49,7 +49,11 @@ class Installation:
 
     def __init__(self, replacements: dict[str, tuple[Callable, Callable]], auto_wrap: bool) -> None:
         self._replacements, self.auto_wrap = replacements, auto_wrap
-        self._followers = [_Follower("accelerate.state", _shard_on_cpus), _Follower("trl.models.utils", _unshard_once)]
+        self._followers = [
+            _Follower("accelerate.state", _shard_on_cpus),
+            _Follower("accelerate.accelerator", _prepare_to_evaluate),
+            _Follower("trl.models.utils", _unshard_once),
+        ]
         self.places = _rebind({id(old): new for old, new in replacements.values()})
 
     @property
@@ -85,6 +89,8 @@ def install(*, auto_wrap: bool = False) -> Installation:
 
     On CPU, accelerate and transformers' Trainer ignore FSDP and take DDP, or let every rank train alone. After
     ``install()`` they shard if the plugin has version 2. For version 1 a warning says that nothing is sharded.
+
+    ``Accelerator.prepare`` takes a model without an optimizer, so ``trainer.evaluate()`` may come before ``train()``.
 
     TRL's trainers generate inside ``fsdp2x.unsharded``, which gathers the model once instead of once for each token.
     ``ds3_gather_for_generation=False`` in their config keeps the model sharded, if it does not fit otherwise.
@@ -271,6 +277,40 @@ def _take_fsdp(module: types.ModuleType, state: Any, plugin: Any) -> None:
     if state._mixed_precision != "no":
         plugin.set_mixed_precision(state._mixed_precision)
     state.fsdp_plugin = plugin
+
+
+# --- accelerate: with FSDP2 it prepares a model only together with an optimizer, which an evaluation does not have ---
+
+
+def _prepare_to_evaluate(module: types.ModuleType) -> Callable[[], None]:
+    cls = module.Accelerator
+    original = cls.prepare
+
+    @functools.wraps(original)
+    def prepare(self, *args: Any, **options: Any) -> Any:
+        models = [arg for arg in args if isinstance(arg, nn.Module)]
+        has_optimizer = any(isinstance(arg, torch.optim.Optimizer) for arg in args)
+        if not self.is_fsdp2 or len(models) != 1 or (has_optimizer and not isinstance(models[0], FSDPModule)):
+            return original(self, *args, **options)
+        if not isinstance(models[0], FSDPModule):
+            *prepared, unused = original(self, *args, torch.optim.SGD(models[0].parameters()))
+            self._optimizers.remove(unused)
+        else:
+            # The model was prepared before. accelerate would look for its parameters by the addresses of their shards,
+            # and all empty shards have the same one. The optimizer has the sharded parameters already.
+            prepared = [arg if arg is models[0] else _prepare_one(self, original, arg) for arg in args]
+            if models[0] not in self._models:
+                self._models.append(models[0])
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    cls.prepare = prepare
+    return lambda: setattr(cls, "prepare", original)
+
+
+def _prepare_one(accelerator: Any, prepare: Callable, value: Any) -> Any:
+    if isinstance(value, torch.optim.Optimizer):
+        return accelerator.prepare_optimizer(value)
+    return prepare(accelerator, value)
 
 
 # --- TRL: it generates with a sharded model, whose units every token would gather ---

@@ -98,6 +98,31 @@ def test_the_tiled_loss_is_the_trainers(ctx):
             same(torch.tensor(found[1]), torch.tensor(found[0]), rtol=0, atol=1e-2 if bf16 else 1e-5)
 
 
+@distributed(world_sizes=(2,), timeout=120)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_evaluation_before_training(ctx, name):
+    """accelerate refuses a model without an optimizer. The losses afterwards are those without the evaluation."""
+    found = []
+    for first in (False, True):
+        with shared_folder(ctx) as folder, launched(ctx):
+            trainer = trainer_of(build(name), folder)
+            trainer.eval_dataset = torch.utils.data.Subset(Tokens(), range(8))
+            if first:
+                from transformers import default_data_collator
+
+                batch = default_data_collator([Tokens()[index] for index in range(8)])
+                with torch.no_grad():
+                    plain = build(name).eval()(**batch).loss
+                same(torch.tensor(trainer.evaluate()["eval_loss"]), plain, rtol=1e-4, atol=1e-5)
+                assert isinstance(trainer.model, fsdp2x.FSDPModule)
+            torch.manual_seed(0)  # an evaluation draws a seed for its loader
+            trainer.train()
+            assert_sharded_by_us(trainer.model)
+            assert len(trainer.accelerator._models) == len(trainer.accelerator._optimizers) == 1
+            found.append((logged(trainer), params(trainer.model)))
+    same(found[1], found[0])
+
+
 @distributed(world_sizes=(1,))
 def test_trainers_that_need_logits(ctx):
     with shared_folder(ctx) as folder, launched(ctx):
