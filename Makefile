@@ -50,7 +50,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: build wheel cuda-compiler demo demo-real test test-full test-project durations test-cpp test-ptx test-real test-vllm lint stub format docs docs-serve docs-shoot bench bench-record sanitize gpu-kernels gpu-prebuilt gpu-test gpu-test-8 gpu-bench clean help
+.PHONY: build wheel cuda-compiler demo demo-real test test-full test-conformance test-project durations test-cpp test-ptx test-real test-vllm lint stub format docs docs-serve docs-shoot bench bench-record sanitize gpu-kernels gpu-prebuilt gpu-test gpu-test-8 gpu-bench clean help
 
 help:
 	@echo "make build     .venv with torch $(TORCH_VERSION), the tools and fsdp2x (editable, compiled in build/dev)"
@@ -58,6 +58,7 @@ help:
 	@echo "make demo      the main job on real text, in a few minutes; results in out/demo"
 	@echo "make demo-real  a pretrained chat model from the registry, tuned in 20 minutes; results in out/smollm2"
 	@echo "make test      ctest and pytest; test-full adds the slow tests"
+	@echo "make test-conformance  the contract of FSDP2 on fsdp2x and on torch's engine; a part of make test"
 	@echo "make test-project  the tests of the build, the wheel, the harness, and the pages"
 	@echo "make durations  each folder's share of the time of make test, which CI compares, in tests/durations.json"
 	@echo "make docs      the site of docs/ in build/site, warnings are errors; docs-serve shows it, docs-shoot draws it"
@@ -145,8 +146,15 @@ PYTEST = $(RUN_PYTHON) -m pytest \
 TESTS = tests --ignore=tests/ptx --ignore=tests/real --ignore=tests/servers
 # The build, the wheel, the harness, and pages as sessions: few changes concern them.
 PROJECT_TESTS = tests/unit/project tests/docs/test_pages.py
-test: build test-cpp
+test: build test-cpp test-conformance
 	$(PYTEST) $(TESTS) $(addprefix --ignore=,$(PROJECT_TESTS)) $(PYTEST_ARGS)
+
+# The contract of FSDP2, with both transports and with torch's own engine.
+CONFORMANCE = $(RUN_PYTHON) -m pytest --noconftest -q -rfE -p fsdp2x.conformance.plugin --pyargs fsdp2x.conformance
+test-conformance: build
+	$(CONFORMANCE) --engine torch.distributed.fsdp:fully_shard
+	$(CONFORMANCE) --engine fsdp2x:fully_shard
+	$(CONFORMANCE) --engine fsdp2x:fully_shard --world 2 --engine-option transport=process_group
 
 test-project: build
 	$(PYTEST) $(PROJECT_TESTS) $(PYTEST_ARGS)

@@ -1,0 +1,74 @@
+"""Prints a table of engines and behaviors: ``python -m fsdp2x.conformance MODULE:FUNCTION ...``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fsdp2x.conformance.behavior import BEHAVIORS, cases
+from fsdp2x.conformance.ranks import Ranks
+
+
+def judge(engine: str, worlds: list[int]) -> dict[tuple[str, str], tuple[str, list[str]]]:
+    """Returns for each behavior the cell of the engine, and what fails."""
+    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for world in worlds:
+        ranks = Ranks(world, engine)
+        for module, name, row in cases():
+            behavior = BEHAVIORS[module, name]
+            if reason := behavior.why_skipped(engine, world):
+                outcome = "skipped", reason
+            else:
+                result = ranks.run(module, name, row)
+                why = behavior.why_lacking(engine, row) or result.reason
+                outcome = result.status, f"{row or 'always'}: {why}"
+            found.setdefault((module, name), []).append(outcome)
+        ranks.close()
+    return {key: (_cell([status for status, _ in outcomes]), _failures(outcomes)) for key, outcomes in found.items()}
+
+
+def _cell(statuses: list[str]) -> str:
+    ran = [status for status in statuses if status != "skipped"]
+    num_passed = ran.count("passed")
+    return "newer" if not ran else "yes" if num_passed == len(ran) else f"{num_passed} of {len(ran)}"
+
+
+def _failures(outcomes: list[tuple[str, str]]) -> list[str]:
+    return sorted({reason for status, reason in outcomes if status == "failed"})
+
+
+def table(columns: dict[str, dict[tuple[str, str], tuple[str, list[str]]]]) -> list[str]:
+    """Returns the lines of a page: a table for each module, and what fails."""
+    lines, section = [], ""
+    for key in next(iter(columns.values())):
+        module = key[0].rpartition(".")[2]
+        if module != section:
+            section = module
+            engines = " | ".join(f"`{engine}`" for engine in columns)
+            lines += ["", f"### {section}", "", f"| behavior | {engines} |", "| --- |" + " --- |" * len(columns)]
+        cells = " | ".join(column[key][0] for column in columns.values())
+        lines.append(f"| {key[1].replace('_', ' ')} | {cells} |")
+    lines += ["", "### What fails", ""]
+    for engine, column in columns.items():
+        for (_, name), (_, failures) in column.items():
+            lines += [f"- `{engine}`, {name.replace('_', ' ')}, {reason}" for reason in failures]
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m fsdp2x.conformance")
+    parser.add_argument("engines", nargs="+", metavar="MODULE:FUNCTION", help="functions like fully_shard")
+    parser.add_argument("--world", default="1,2", help="Numbers of ranks. Default: 1,2")
+    parser.add_argument("--into", type=Path, help="a page whose text after the heading `## Table` is replaced")
+    options = parser.parse_args()
+    worlds = [int(size) for size in options.world.split(",")]
+    lines = table({engine: judge(engine, worlds) for engine in options.engines})
+    if options.into is None:
+        print("\n".join(lines))
+    else:
+        text = options.into.read_text().partition("## Table\n")[0]
+        options.into.write_text("\n".join([f"{text}## Table", *lines, ""]))
+
+
+if __name__ == "__main__":
+    main()
