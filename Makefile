@@ -50,7 +50,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: build wheel cuda-compiler demo demo-real test test-full test-conformance test-project durations test-cpp test-ptx test-real test-vllm lint stub format docs docs-serve docs-shoot bench bench-record sanitize gpu-kernels gpu-prebuilt gpu-test gpu-test-8 gpu-bench clean help
+.PHONY: build wheel cuda-compiler demo demo-real test test-full test-conformance test-upstream test-project durations test-cpp test-ptx test-real test-vllm lint stub format docs docs-serve docs-shoot bench bench-record sanitize gpu-kernels gpu-prebuilt gpu-test gpu-test-8 gpu-bench clean help
 
 help:
 	@echo "make build     .venv with torch $(TORCH_VERSION), the tools and fsdp2x (editable, compiled in build/dev)"
@@ -59,6 +59,7 @@ help:
 	@echo "make demo-real  a pretrained chat model from the registry, tuned in 20 minutes; results in out/smollm2"
 	@echo "make test      ctest and pytest; test-full adds the slow tests"
 	@echo "make test-conformance  the contract of FSDP2 on fsdp2x and on torch's engine; a part of make test"
+	@echo "make test-upstream  the same, and PyTorch's own tests if UPSTREAM names a folder with a runner; TORCH=nightly"
 	@echo "make test-project  the tests of the build, the wheel, the harness, and the pages"
 	@echo "make durations  each folder's share of the time of make test, which CI compares, in tests/durations.json"
 	@echo "make docs      the site of docs/ in build/site, warnings are errors; docs-serve shows it, docs-shoot draws it"
@@ -155,6 +156,26 @@ test-conformance: build
 	$(CONFORMANCE) --engine torch.distributed.fsdp:fully_shard
 	$(CONFORMANCE) --engine fsdp2x:fully_shard
 	$(CONFORMANCE) --engine fsdp2x:fully_shard --world 2 --engine-option transport=process_group
+
+# UPSTREAM: a folder with prepare.sh and run.py, which fetch and run PyTorch's own tests. TORCH=nightly: with the newest
+# torch before a release, in an environment of its own, if the package index has one.
+UPSTREAM ?=
+TORCH ?=
+ifeq ($(TORCH),nightly)
+test-upstream: $(TOOLS)
+	@newest=$$($(RUN_PYTHON) -m pip index versions torch --pre 2>/dev/null | sed -n 's/^torch (\(.*\))/\1/p'); \
+	case "$$newest" in \
+	*dev*|*rc*|*a*|*b*) $(MAKE) test-upstream TORCH= VENV=build/nightly BUILD=build/nightly-dev TORCH_VERSION=$$newest ;; \
+	*) echo "The package index has no nightly of torch (newest: $${newest:-none}). Set PIP_EXTRA_INDEX_URL to one that has." ;; \
+	esac
+else
+test-upstream: test-conformance
+ifneq ($(UPSTREAM),)
+	test -d build/upstream || bash $(UPSTREAM)/prepare.sh build/upstream
+	$(RUN_PYTHON) $(UPSTREAM)/run.py --impl torch --workdir build/upstream
+	$(RUN_PYTHON) $(UPSTREAM)/run.py --impl fsdp2x --workdir build/upstream
+endif
+endif
 
 test-project: build
 	$(PYTEST) $(PROJECT_TESTS) $(PYTEST_ARGS)

@@ -1,6 +1,8 @@
 """Upstream's private names on our units, groups and parameters: each acts as there, or is refused by name."""
 
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mes
 from torch.distributed.tensor import DTensor
 
 import fsdp2x
+from fsdp2x.conformance.behavior import cases
 from harness import distributed
 from models import inputs
 from reference import TORCH_MINOR, both_transports, grads, only_fsdp2x, same, shard, shard_stock
@@ -259,3 +262,16 @@ def test_arguments_of_methods_are_named_as_upstream(name):
         list(inspect.signature(getattr(cls, name)).parameters) for cls in (fsdp2x.FSDPModule, stock.FSDPModule)
     )
     assert ours[: len(theirs)] == theirs
+
+
+def test_each_call_has_a_row_and_a_behavior():
+    """docs/decisions/upstream.md lists what the installed torch has. Its last column names behaviors or files."""
+    root = Path(__file__).parents[2]
+    rows = re.findall(
+        r"^\| (.*) \| [\d.main]+ \| .* \| `(.*)` \|$", (root / "docs/decisions/upstream.md").read_text(), re.M
+    )
+    listed = {name for calls, _ in rows for name in re.findall(r"`(\w+)", calls)}
+    theirs = [name for name, member in vars(stock.FSDPModule).items() if inspect.isfunction(member) and name[0] != "_"]
+    assert {*theirs, "register_fsdp_forward_method", "share_comm_ctx"} <= listed
+    known = {name for _, name, _ in cases()}
+    assert [where for _, where in rows if where not in known and not (root / where).exists()] == []

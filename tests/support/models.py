@@ -129,18 +129,6 @@ def mixed_stack() -> Stack:
     return model
 
 
-class Twice(nn.Module):
-    """One unit runs twice in a forward."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.block, self.other = Mlp(), Mlp()
-
-    def forward(self, x):
-        return self.block(self.other(self.block(x)))
-
-
 class Branches(nn.Module):
     """Five layers, of which a step uses some."""
 

@@ -139,6 +139,11 @@ class Context:
         dist.all_gather_object(found, value)
         return all(one == found[0] for one in found)
 
+    def backward(self, plain: nn.Module, step: int = 0, scale: float = 1.0) -> None:
+        """Adds to the unsharded model the mean of all ranks' gradients."""
+        for rank in range(self.world):
+            (scale * mean_square(plain, rank, step) / self.world).backward()
+
     def compare(
         self,
         plain: nn.Module,

@@ -31,8 +31,7 @@ def _units(model: Any) -> list[Any]:
 
 def _mean(t: Context, factor: float = 1.0) -> Net:
     plain = Net()
-    for rank in range(t.world):
-        (factor * mean_square(plain, rank) / t.world).backward()
+    t.backward(plain, scale=factor)
     return plain
 
 
@@ -108,14 +107,44 @@ def unshards_and_reshards(t: Context, is_async: bool) -> None:
     assert is_sharded(model)
 
 
-@behavior()
-def uses_parameters_unsharded_before(t: Context) -> None:
-    """A forward after unshard() gathers no more, and its gradients are right."""
-    model = t.shard(Net(), UNITS)
-    for unit in _units(model):
-        unit.unshard(async_op=True)
-    mean_square(model, t.rank).backward()
-    same_gradients(model, _mean(t))
+# Units that are unsharded before the first forward. "": the root; "*": waits after the forward; "+": waits at once;
+# "!": resharded at once.
+EARLY = {
+    "root": ("",),
+    "root, waits later": ("*",),
+    "root, resharded": ("!",),
+    "a block": ("blocks.0",),
+    "two ways": ("*blocks.1", "+blocks.2"),
+    "three ways": ("blocks.2", "!blocks.0", ""),
+    "all": ("", *UNITS),
+    "all, wait later": ("*", *(f"*{name}" for name in UNITS)),
+}
+
+
+@behavior(rows={name: (units,) for name, units in EARLY.items()})
+def unshards_before_the_first_forward(t: Context, units: tuple[str, ...]) -> None:
+    """unshard() may come before the first forward, which uses values that were written to gathered parameters."""
+    model, plain, waiting = t.shard(Net(), UNITS), Net(), []
+    for unit in units:
+        module = model.get_submodule(unit.strip("*+!"))
+        handle = module.unshard(async_op=unit.startswith(("*", "+")))
+        if unit.startswith("!"):
+            module.reshard()
+        elif unit.startswith("+"):
+            handle.wait()
+        elif handle is not None:
+            waiting.append(handle)
+    if units[-1] == UNITS[-1] and not waiting:
+        with torch.no_grad():
+            for one in (model, plain):
+                one.head.weight.mul_(2)
+    loss = mean_square(model, t.rank)
+    for handle in waiting:
+        handle.wait()
+    loss.backward()
+    t.backward(plain)
+    assert is_sharded(model)
+    same_gradients(model, plain)
 
 
 def _prefetch(kind: str, depth: int) -> Callable[[Any], None]:

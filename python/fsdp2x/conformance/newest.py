@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
 
-from fsdp2x.conformance.behavior import Context, behavior, close, full, raises, same_gradients
+from fsdp2x.conformance.behavior import Context, behavior, close, raises, same_gradients
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 CLEAR = "zero_grad(set_to_none=True)"
 NO_MAPS = {"fsdp2x": "has no maps of offload policies"}
 NO_VIEWS = {"fsdp2x": "has no unsharded views"}
-CONVERTS = "keeps gradients through a conversion instead of refusing it"
-FOLLOWS = "follows a grad_dtype that changes before the first forward"
 
 
 # --- offload_selector: which parameters an offload map names ---
@@ -119,34 +115,11 @@ def _agree(model: nn.Module, plain: nn.Module) -> None:
     same_gradients(model, plain, rtol=1e-2, atol=1e-2)
 
 
-def _refuses_until_cleared(module: Any, target: Any, whole: Any = None) -> None:
-    """The conversion raises, names the way out, and changes nothing."""
-    whole = module if whole is None else whole
-    facts = [(p, p.dtype, p.grad, p.grad_dtype, p.detach().clone()) for p in whole.parameters()]
-    raises(RuntimeError, lambda: module.to(target), CLEAR)
-    for param, (old, dtype, grad, grad_dtype, value) in zip(whole.parameters(), facts, strict=True):
-        assert param is old and param.dtype == dtype and param.grad is grad and param.grad_dtype == grad_dtype
-        assert torch.equal(full(param), full(value))
-
-
-@behavior(
-    torch=(2, 15),
-    rows=[(grad_dtype, held) for grad_dtype in GRAD_DTYPES for held in (False, True)],
-    newer="guard of conversions",
-    lacks={"fsdp2x, torch.float32-True": CONVERTS, "fsdp2x, None-True": CONVERTS},
-    mirrors="conversion: to_matches_plain_module",
-)
-def conversions_match_plain_modules(t: Context, grad_dtype: Any, held: bool) -> None:
+@behavior(torch=(2, 15), rows=GRAD_DTYPES, mirrors="conversion: to_matches_plain_module")
+def conversions_match_plain_modules(t: Context, grad_dtype: Any) -> None:
     """.to(dtype), SGD, and AdamW leave parameters, gradients, and their dtypes as on a plain module."""
     model, plain = _pair(grad_dtype)
     t.shard(model)
-    if held:
-        for one in (model, plain):
-            one.weight.grad = torch.ones_like(one.weight)
-    if held and grad_dtype == F32:
-        _refuses_until_cleared(model, BF16)
-        for one in (model, plain):
-            one.zero_grad(set_to_none=True)
     for one in (model, plain):
         one.to(BF16)
     _agree(model, plain)
@@ -161,65 +134,6 @@ def conversions_match_plain_modules(t: Context, grad_dtype: Any, held: bool) -> 
             for one in (model, plain):
                 kind([one.weight], lr=0.01).step()
         _agree(model, plain)
-
-
-@behavior(
-    torch=(2, 15),
-    newer="guard of conversions",
-    lacks={"fsdp2x": CONVERTS},
-    rows=(F32, None),
-    mirrors="conversion: same_dtype, device_only",
-)
-def conversions_need_cleared_gradients(t: Context, grad_dtype: Any) -> None:
-    """A conversion while a gradient of an overridden dtype exists raises until zero_grad(set_to_none=True)."""
-    model, plain = _pair(grad_dtype, BF16)
-    t.shard(model)
-    for one in (model, plain):
-        one.weight.grad = torch.ones_like(one.weight, dtype=F32)
-    _refuses_until_cleared(model, BF16)
-    _refuses_until_cleared(model, torch.device("cpu"))
-    model.zero_grad(set_to_none=False)
-    _refuses_until_cleared(model, BF16)
-    for one in (model, plain):
-        one.zero_grad(set_to_none=True)
-        one.to(device="cpu", dtype=BF16)
-        one(_x()).sum().backward()
-    _agree(model, plain)
-
-
-@behavior(
-    torch=(2, 15),
-    newer="guard of conversions",
-    lacks={"fsdp2x": CONVERTS},
-    rows={"units": False, "one unit": True},
-    mirrors="conversion: nested",
-)
-def conversions_check_all_units(t: Context, grouped: bool) -> None:
-    """The refusal of one unit leaves all units as they were."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight.grad_dtype = F32
-    t.shard(model, ("0+1",) if grouped else ("0", "1"))
-    model[1].weight.grad = torch.ones_like(model[1].weight)
-    _refuses_until_cleared(model, BF16)
-    model.zero_grad(set_to_none=True)
-    model.to(BF16)
-    model(_x()).sum().backward()
-    for param in model.parameters():
-        assert param.dtype == BF16 and param.grad is not None and param.grad.dtype == param.grad_dtype
-
-
-@behavior(
-    torch=(2, 15), newer="guard of conversions", lacks={"fsdp2x": CONVERTS}, mirrors="conversion: shared_parameter"
-)
-def conversions_check_shared_parameters(t: Context) -> None:
-    """Converting one of two modules that share a parameter with a gradient raises."""
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    model[1].weight = model[0].weight
-    model[0].weight.grad_dtype = F32
-    t.engine(list(model), **t.options)
-    model[0].weight.grad = torch.ones_like(model[0].weight)
-    _refuses_until_cleared(model[1], BF16, model)
-    assert model[0].weight is model[1].weight and model[0].weight.dtype == F32
 
 
 @behavior(torch=(2, 15), newer="get_pending_gradients", rows=("default", None), mirrors="conversion: pending_grad")
@@ -262,71 +176,14 @@ def no_op_conversions_keep_pending_gradients(t: Context) -> None:
     close(param.grad, torch.full((4, 4), 4.0), "gradient")
 
 
-CHANGES = [
-    ("default", F32, "forward"),
-    (F32, None, "forward"),
-    (None, F32, "forward"),
-    ("default", BF16, "later forward"),
-    ("default", F32, "conversion"),
-    (F32, None, "load_state_dict"),
-]
-
-
-@behavior(
-    torch=(2, 15),
-    newer="check of grad_dtype",
-    lacks={
-        f"fsdp2x, {first}-{second}-{where}": FOLLOWS for first, second, where in CHANGES if where != "later forward"
-    },
-    rows=CHANGES,
-    mirrors="conversion: grad_dtype_change_rejected",
-)
-def changes_of_grad_dtype_are_refused(t: Context, first: Any, second: Any, where: str) -> None:
-    """A grad_dtype that changes after sharding raises at the next forward, conversion, or assignment."""
-    model = nn.Linear(4, 4, bias=False)
-    _set((model,), first)
-    t.shard(model)
-    if where == "later forward":
-        model(_x(dtype=F32)).sum().backward()
-        model.zero_grad(set_to_none=True)
-    state = model.state_dict()
-    model.weight.grad_dtype = second
-    calls: dict[str, Callable[[], Any]] = {
-        "conversion": lambda: model.to(BF16),
-        "load_state_dict": lambda: model.load_state_dict(state, assign=True),
-    }
-    raises(RuntimeError, calls.get(where, lambda: model(_x(dtype=F32))), "grad_dtype")
-
-
-@behavior(
-    torch=(2, 15),
-    newer="check of grad_dtype",
-    lacks={"fsdp2x": "follows the loaded parameter"},
-    rows=GRAD_DTYPES,
-    mirrors="conversion: policy_preserved",
-)
-def grad_dtype_outlives_assignment(t: Context, grad_dtype: Any) -> None:
-    """A parameter that load_state_dict(assign=True) puts in place takes over the grad_dtype of the one before."""
-    model, plain = (nn.Linear(4, 4, bias=False) for _ in range(2))
-    plain.load_state_dict(model.state_dict())
-    model.load_state_dict(copy.deepcopy(plain.state_dict()))
-    _set((model, plain), grad_dtype)
-    reduce_dtype = None if grad_dtype == "default" else grad_dtype
-    torch.manual_seed(0)
-    for one in (model, plain):
-        nn.init.constant_(one.weight, 0.25)
-    t.shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
-    for one in (model, plain):
-        one.to(BF16)
-    state = model.state_dict()
-    replacement = nn.Parameter(state["weight"])
-    replacement.grad_dtype = F64
-    model.load_state_dict({"weight": replacement}, assign=True)
-    assert model.weight is replacement
-    for one in (model, plain):
-        one.to(F32)
-        one(_x(dtype=F32)).sum().backward()
-    _agree(model, plain)
+@behavior(torch=(2, 15), newer="check of grad_dtype", mirrors="conversion: grad_dtype_change_rejected, after_warmup")
+def changes_of_grad_dtype_are_refused(t: Context) -> None:
+    """A grad_dtype that changes after the first forward raises at the next one."""
+    model = t.shard(nn.Linear(4, 4, bias=False))
+    model(_x(dtype=F32)).sum().backward()
+    model.zero_grad()
+    model.weight.grad_dtype = BF16
+    raises(RuntimeError, lambda: model(_x(dtype=F32)), "grad_dtype")
 
 
 # --- pending_grad: gradients that wait for their reduction ---
@@ -339,37 +196,6 @@ class Two(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.first(x) + self.second(x)
-
-
-OFFLOADS = {"device": OffloadPolicy(), "cpu": CPUOffloadPolicy(pin_memory=False)}
-CONTRIBUTIONS = {
-    "through zero": (((True, 256), (False, 1), (True, -256)), 1),
-    "rounded": (((True, 3), (False, 256), (False, 1), (True, -256)), 3),
-}
-
-
-@behavior(
-    torch=(2, 15),
-    newer="get_pending_gradients",
-    lacks={"fsdp2x": "adds up in fp32"},
-    rows=[(offload, how) for offload in OFFLOADS for how in CONTRIBUTIONS],
-    mirrors="pending_grad: native_accumulation_dtypes",
-)
-def pending_gradients_add_up_in_their_dtype(t: Context, offload: str, how: str) -> None:
-    """Reduced gradients stay in fp32; pending ones add up in bf16 next to them, without communication to look."""
-    model = nn.Linear(1, 2, bias=False)
-    t.shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16), offload_policy=OFFLOADS[offload])
-    contributions, expected = CONTRIBUTIONS[how]
-    param = model.weight
-    for sync, value in contributions:
-        model.set_requires_gradient_sync(sync)
-        model(torch.full((1, 1), value, dtype=BF16)).sum().backward()
-        with CommDebugMode() as comm:
-            pending = model.get_pending_gradients()
-        assert comm.get_total_counts() == 0 and param.grad.dtype == F32
-        assert (pending == {}) == sync, pending
-        assert sync or pending[param][0].dtype == BF16, f"added up in {pending[param][0].dtype}"
-    close(param.grad, torch.full((2, 1), float(expected)), "gradient")
 
 
 @behavior(torch=(2, 15), newer="get_pending_gradients", rows=(False, True), mirrors="pending_grad: storage_mutations")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp2x.conformance.behavior import UNITS, Context, Net, behavior, close, data, mean_square, same_gradients
+from fsdp2x.conformance.behavior import UNITS, Context, Net, behavior, close, data, full, mean_square, same_gradients
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -100,8 +101,7 @@ def accumulates_in_reduce_dtype(t: Context, reduce_dtype: torch.dtype) -> None:
     for step in range(3):
         model.set_requires_gradient_sync(step == 2)
         mean_square(model, t.rank, step).backward()
-        for rank in range(t.world):
-            (mean_square(plain, rank, step) / t.world).backward()
+        t.backward(plain, step)
     same_gradients(model, plain, rtol=5e-2, atol=1e-2)
 
 
@@ -114,8 +114,7 @@ def units_differ_in_policy(t: Context) -> None:
     assert model(data(t.rank)).dtype == F32
     plain = Net()
     mean_square(model, t.rank).backward()
-    for rank in range(t.world):
-        (mean_square(plain, rank) / t.world).backward()
+    t.backward(plain)
     same_gradients(model, plain, rtol=5e-2, atol=1e-2)
 
 
@@ -139,3 +138,26 @@ def converts_sharded_models(t: Context, dtype: torch.dtype) -> None:
     close(output, plain(data(t.rank).to(dtype)), "output", rtol=2e-2, atol=1e-2)
     output.sum().backward()
     assert {param.grad.dtype for param in model.parameters()} == {dtype}
+
+
+@behavior(rows=[(dtype, how) for dtype in (F16, F32) for how in ("good", "bad", "bad, unscaled and clipped")])
+def scales_gradients(t: Context, reduce_dtype: torch.dtype, how: str) -> None:
+    """torch's GradScaler skips a step on all ranks, and halves its scale, if the loss of one rank is infinite."""
+    policy = MixedPrecisionPolicy(param_dtype=F16, reduce_dtype=reduce_dtype)
+    options = {"mesh": t.mesh(2, -1, names=("replicate", "shard"))} if t.world > 2 else {}
+    model = t.shard(Net(), UNITS, mp_policy=policy, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4096.0, growth_interval=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bad = {} if how == "good" else {1: t.world - 1, 3: 0}
+    for step, scale in enumerate((1, 0.5, 0.5, 0.25, 0.25) if bad else (1, 2, 2, 4, 4)):
+        before = full(model.head.weight).clone()
+        loss = mean_square(model, t.rank, step) * (math.inf if bad.get(step) == t.rank else 1.0)
+        scaler.scale(loss).backward()
+        if "clipped" in how:
+            scaler.unscale_(optimizer)
+            assert (full(nn.utils.clip_grad_norm_(model.parameters(), 0.1)) < 1e3) == (step not in bad)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert scaler.get_scale() == 4096.0 * scale, f"step {step}: scale {scaler.get_scale()}"
+        assert torch.equal(full(model.head.weight), before) == (step in bad), f"step {step}"

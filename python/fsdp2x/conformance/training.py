@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -63,17 +65,19 @@ def gradients_are_dtensors(t: Context) -> None:
     assert x.grad is not None
 
 
-@behavior()
-def gradients_are_added(t: Context) -> None:
-    """Without zero_grad, a second backward adds to the same gradient tensors."""
-    model, plain = t.shard(Net(), UNITS), Net()
-    before: list[Any] = []
+@behavior(rows={"own": False, "of other code": True})
+def gradients_are_added(t: Context, is_foreign: bool) -> None:
+    """Without zero_grad, a backward adds to the gradient tensors that are there, whoever made them."""
+    model, plain, before = t.shard(Net(), UNITS), Net(), []
     for step in range(2):
-        for rank in range(t.world):
-            (mean_square(plain, rank, step) / t.world).backward()
-        mean_square(model, t.rank, step).backward()
-        before.append([param.grad for param in model.parameters()])
-    assert all(one is other for one, other in zip(*before, strict=True))
+        if is_foreign and step == 0:
+            for param in (*model.parameters(), *plain.parameters()):
+                param.grad = torch.ones_like(param)
+        else:
+            t.backward(plain, step)
+            mean_square(model, t.rank, step).backward()
+        before = [param.grad for param in model.parameters()] if step == 0 else before
+    assert all(one is param.grad for one, param in zip(before, model.parameters(), strict=True))
     same_gradients(model, plain)
 
 
@@ -86,8 +90,18 @@ ACCUMULATIONS = {
 }
 
 
-def _accumulate(t: Context, how: str, units: tuple[str, ...] = UNITS, **options: Any) -> None:
-    plain = Net()
+def _variant(kind: str) -> tuple[Net, tuple[str, ...]]:
+    if kind == "tied":
+        return Tied(), ("blocks.0+blocks.1", "blocks.2")
+    model = Net()
+    if kind == "frozen":
+        model.blocks[1].requires_grad_(False)
+        model.blocks[2].up.bias.requires_grad_(False)
+    return model, UNITS
+
+
+def _accumulate(t: Context, how: str, kind: str = "plain", **options: Any) -> None:
+    plain, units = _variant(kind)
     model = t.shard(copy.deepcopy(plain), units, **options)
     for step in range(2):
         for number, (sync, all_reduce) in enumerate(ACCUMULATIONS[how]):
@@ -95,8 +109,7 @@ def _accumulate(t: Context, how: str, units: tuple[str, ...] = UNITS, **options:
             model.set_requires_all_reduce(all_reduce)
             model.set_is_last_backward(number == 2)
             mean_square(model, t.rank, 3 * step + number).backward()
-            for rank in range(t.world):
-                (mean_square(plain, rank, 3 * step + number) / t.world).backward()
+            t.backward(plain, 3 * step + number)
         same_gradients(model, plain, f"step {step}")
         for one in (model, plain):
             torch.optim.SGD(one.parameters(), lr=0.1).step()
@@ -110,10 +123,10 @@ def accumulates_gradients(t: Context, how: str, reshard: bool) -> None:
     _accumulate(t, how, reshard_after_forward=reshard)
 
 
-@behavior(ranks=2, rows=[(how, shape) for how in ACCUMULATIONS for shape in ((1, -1), (2, -1))])
-def accumulates_in_hybrid_sharding(t: Context, how: str, shape: tuple[int, int]) -> None:
+@behavior(ranks=2, rows=[(how, kind) for how in ACCUMULATIONS for kind in ("plain", "frozen", "tied")])
+def accumulates_in_hybrid_sharding(t: Context, how: str, kind: str) -> None:
     """The same on meshes of replicas, which may leave the all-reduce to the last micro-batch."""
-    _accumulate(t, how, mesh=t.mesh(*shape, names=("replicate", "shard")))
+    _accumulate(t, how, kind, mesh=t.mesh(2, -1, names=("replicate", "shard")))
 
 
 @behavior(ranks=2, rows=((1, -1), (2, -1)))
@@ -135,8 +148,8 @@ def no_sync_keeps_gradients_local(t: Context) -> None:
     model.set_requires_gradient_sync(True)
     mean_square(model, t.rank, 1).backward()
     plain = Net()
-    for rank in range(t.world):
-        ((mean_square(plain, rank) + mean_square(plain, rank, 1)) / t.world).backward()
+    for step in range(2):
+        t.backward(plain, step)
     same_gradients(model, plain)
 
 
@@ -253,43 +266,76 @@ def unused_parameters(t: Context, how: str) -> None:
     t.compare(Choosing(), UNITS, loss_of)
 
 
-@behavior(torch=(2, 13), ranks=2)
-def unused_parameters_get_zeros(t: Context) -> None:
-    """With set_reduce_scatter_unused_params(True), parameters without a gradient get zeros."""
-    model = t.shard(Choosing(), ("blocks.0", "blocks.1+blocks.2"))
+class Aside(Net):
+    """A unit runs without grad on some ranks."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+    def forward(self, x: torch.Tensor, rank: int = -1) -> torch.Tensor:
+        with torch.set_grad_enabled(rank not in self.ranks):
+            y = self.blocks[0](x)
+        return self.head(x + y)
+
+
+@behavior(torch=(2, 13), ranks=2, rows={"one rank": ((0,),), "all ranks": ((0, 1, 2, 3),)})
+def unused_parameters_get_zeros(t: Context, without: tuple[int, ...]) -> None:
+    """With set_reduce_scatter_unused_params(True), parameters without a gradient on a rank count as zeros there."""
+    model, plain = t.shard(Aside(without), UNITS), Aside(without)
     model.set_reduce_scatter_unused_params(True)
-    model(data(t.rank), (0, 1)).sum().backward()
-    for param in model.blocks[2].parameters():
-        close(param.grad, torch.zeros(param.shape), "unused")
+    model(data(t.rank), t.rank).square().mean().backward()
+    for rank in range(t.world):
+        (plain(data(rank), rank).square().mean() / t.world).backward()
+    for param, expected in zip(model.blocks[0].parameters(), plain.blocks[0].parameters(), strict=True):
+        close(param.grad, torch.zeros(param.shape) if expected.grad is None else expected.grad, "unused")
 
 
 @dataclass
-class Result:
-    first: torch.Tensor
-    rest: dict[str, Any]
+class Record:
+    value: torch.Tensor
+    note: str = ""
+    more: dict | None = None
 
 
-class Structured(nn.Module):
-    """Takes and returns nested structures."""
+Pair = namedtuple("Pair", ["first", "second"])
+# How tensors are nested, and how they are found again.
+PACKS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+    "dict": (lambda x: {"value": x, "number": 3}, lambda v: v["value"]),
+    "nested": (lambda x: {"deep": [{"value": (x, None)}, "text"]}, lambda v: v["deep"][0]["value"][0]),
+    "named tuple": (lambda x: Pair(x, (x * 2, 1)), lambda v: v.first + v.second[0]),
+    "ordered dict": (lambda x: OrderedDict(value=x), lambda v: v["value"]),
+    "list": (lambda x: [x, [x * 2]], lambda v: v[0] + v[1][0]),
+    "dataclass": (lambda x: Record(x, "note", {"again": x * 2}), lambda v: v.value + v.more["again"]),
+}
 
-    def __init__(self) -> None:
+
+class Packed(nn.Module):
+    """Takes its input nested, by keyword, and returns its output nested."""
+
+    def __init__(self, pack: Callable, unpack: Callable) -> None:
         super().__init__()
-        self.linear = nn.Linear(6, 6)
+        self.block, self.pack, self.unpack = Block(), pack, unpack
 
-    def forward(self, pair: tuple, *, scale: dict) -> Result:
-        y = self.linear(pair[0]) * scale["by"]
-        return Result(y, {"list": [y * 2, pair[1]], "none": None})
+    def forward(self, *, packed: Any) -> Any:
+        x = self.unpack(packed)
+        self.seen = x.dtype
+        return self.pack(self.block(x))
 
 
-@behavior()
-def nested_inputs_and_outputs(t: Context) -> None:
-    """Inputs and outputs may be nested in tuples, keyword arguments, dicts, lists, and dataclasses."""
+@behavior(rows=PACKS, torch=(2, 12))
+def nested_inputs_and_outputs(t: Context, pack: Callable, unpack: Callable) -> None:
+    """Tensors may be nested in inputs and outputs: they are cast, and gradients flow through them."""
 
     def loss_of(model: Any, rank: int, step: int) -> torch.Tensor:
-        result = model((data(rank, step), "text"), scale={"by": 2.0})
-        return (result.first + result.rest["list"][0]).square().mean()
+        return unpack(model[1](packed=pack(model[0](data(rank, step))))).square().mean()
 
-    t.compare(nn.Sequential(Structured())[0], (), loss_of)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 6), Packed(pack, unpack))
+    t.compare(copy.deepcopy(plain), ("0", "1"), loss_of, reshard_after_forward=True)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    unit = t.shard(plain[1], mp_policy=policy)
+    assert unpack(unit(packed=pack(data()))).dtype == torch.float32 and unit.seen == torch.bfloat16
 
 
 @behavior()
@@ -309,6 +355,10 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "attention": lambda: _Adapter(nn.MultiheadAttention(6, 2, batch_first=True), lambda m, x: m(x, x, x)[0]),
     "convolution": lambda: _Adapter(nn.Conv1d(1, 3, 3, padding=1), lambda m, x: m(x[:, None]).mean(1)),
     "embedding": lambda: _Adapter(nn.Embedding(11, 6), lambda m, x: m(x.abs().long().clamp(max=10)[:, 0])),
+    "encoder layer": lambda: _Adapter(
+        nn.TransformerEncoderLayer(6, 2, 5, dropout=0.0, batch_first=True), lambda m, x: m(x[:, None])[:, 0]
+    ),
+    "complex": lambda: _Complex(),
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)),
     "parameter list": lambda: _Lists(),
 }
@@ -321,6 +371,15 @@ class _Adapter(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.call(self.inner, x)
+
+
+class _Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.complex64) @ self.weight).abs()
 
 
 class _Lists(nn.Module):
@@ -353,8 +412,7 @@ def optimizer_in_backward(t: Context) -> None:
         param.register_post_accumulate_grad_hook(step)
     for number in range(2):
         mean_square(model, t.rank, number).backward()
-        for rank in range(t.world):
-            (mean_square(plain, rank, number) / t.world).backward()
+        t.backward(plain, number)
         torch.optim.SGD(plain.parameters(), lr=0.1).step()
         plain.zero_grad()
     assert all(param.grad is None for param in model.parameters())
@@ -378,8 +436,7 @@ def module_hooks_run(t: Context, kind: str) -> None:
 def clips_gradient_norms(t: Context, norm_type: float) -> None:
     """clip_grad_norm_ returns a DTensor whose full_tensor() is the norm over all ranks, and scales gradients by it."""
     plain, model = Net(), t.shard(Net(), UNITS)
-    for rank in range(t.world):
-        (10 * mean_square(plain, rank) / t.world).backward()
+    t.backward(plain, scale=10)
     (10 * mean_square(model, t.rank)).backward()
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type)
     found = nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type)
@@ -391,8 +448,7 @@ def clips_gradient_norms(t: Context, norm_type: float) -> None:
 def clips_gradient_values(t: Context, foreach: bool) -> None:
     """clip_grad_value_ clips each element of the reduced gradient."""
     plain, model = Net(), t.shard(Net(), UNITS)
-    for rank in range(t.world):
-        (10 * mean_square(plain, rank) / t.world).backward()
+    t.backward(plain, scale=10)
     (10 * mean_square(model, t.rank)).backward()
     for one in (plain, model):
         nn.utils.clip_grad_value_(one.parameters(), 0.01, foreach=foreach)
@@ -425,8 +481,7 @@ def recovers_from_an_error(t: Context) -> None:
     model.zero_grad()
     dist.barrier()
     mean_square(model, t.rank).backward()
-    for rank in range(t.world):
-        (mean_square(plain, rank) / t.world).backward()
+    t.backward(plain)
     same_gradients(model, plain)
 
 

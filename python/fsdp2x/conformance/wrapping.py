@@ -74,8 +74,8 @@ def keeps_values(t: Context) -> None:
     same_weights(t.shard(Net(), UNITS), Net(), rtol=0, atol=0)
 
 
-@behavior(rows={"frozen": "requires_grad", "bfloat16": "dtype", "strides": "contiguous"})
-def keeps_properties(t: Context, what: str) -> None:
+@behavior()
+def keeps_properties(t: Context) -> None:
     """Sharding keeps which parameters train, their dtype, and the contiguous layout of shards."""
     model = Net()
     model.blocks[0].requires_grad_(False)

@@ -2,17 +2,14 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from harness import distributed
-from models import STACK_UNITS, Mlp, Stack, Twice, inputs
+from models import STACK_UNITS, Mlp, Stack, inputs
 from reference import (
-    TORCH_MINOR,
     both_transports,
     parity,
     shard,
-    shard_stock,
     train_alike,
     trained,
 )
@@ -21,15 +18,6 @@ from reference import (
 def steps(ctx, model, num=2, loss_of=None):
     loss_of = loss_of or (lambda m, x: m(x).square().mean())
     return trained(model, lambda m, step: loss_of(m, inputs(ctx.rank, step)), num)
-
-
-@distributed(world_sizes=(2, 3))
-@pytest.mark.parametrize("reshard", [True, False, None])
-@both_transports
-def test_a_unit_called_twice(ctx, reshard, transport):
-    parity(
-        ctx, Twice(), lambda m: steps(ctx, m), ("block", "other"), transport=transport, reshard_after_forward=reshard
-    )
 
 
 class Tied(nn.Module):
@@ -43,18 +31,6 @@ class Tied(nn.Module):
 
     def forward(self, x):
         return self.last(self.block(self.first(x)))
-
-
-@distributed(world_sizes=(2,))
-def test_a_weight_tied_across_units_is_refused(ctx):
-    stock_refuses = TORCH_MINOR >= 12
-    if ctx.impl == "torch" and not stock_refuses:
-        pytest.skip("this stock trains the copies of a tied weight apart")
-    appliers = [lambda m, units: shard(ctx, m, units), *([shard_stock] if stock_refuses else [])]
-    for apply in appliers:
-        model = apply(Tied(), ("first", "last"))
-        with pytest.raises((ValueError, RuntimeError), match="weight"):
-            model(inputs(ctx.rank))
 
 
 @distributed(world_sizes=(1, 2, 3), only_fsdp2x=True)
@@ -148,31 +124,3 @@ def test_post_accumulate_hooks_inside_forward(ctx):
 
     _, count = parity(ctx, Hooked(), run, STACK_UNITS)
     assert count == 2
-
-
-class Aside(nn.Module):
-    """A unit runs without grad on the ranks of `without`."""
-
-    def __init__(self, without):
-        super().__init__()
-        torch.manual_seed(0)
-        self.without = without
-        self.aside, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
-
-    def forward(self, x):
-        with torch.set_grad_enabled(dist.get_rank() not in self.without):
-            y = self.aside(x)
-        return self.last(x + y)
-
-
-@distributed(world_sizes=(2,))
-@both_transports
-@pytest.mark.parametrize("without", [(0,), (0, 1)])
-def test_unused_parameters_as_zeros(ctx, transport, without):
-    """Also of a unit that this rank ran without grad: others may have gradients of it."""
-
-    def run(model):
-        model.set_reduce_scatter_unused_params(True)
-        return steps(ctx, model)
-
-    parity(ctx, Aside(without), run, ("aside",), transport=transport)

@@ -9,20 +9,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2x.base import rendezvous
 from harness import distributed
 from models import STACK_UNITS, Stack, inputs
-from reference import both_transports, full, grads, mean_of_ranks, only_fsdp2x, params, parity, same, shard
-
-# Paths of modules that are unsharded before the first forward. "" is the root. "*": asynchronous, with the wait after
-# the first forward. "+": asynchronous, with the wait at once. "!": resharded again at once.
-EARLY = (
-    [""],
-    ["*"],
-    ["!"],
-    ["blocks.0"],
-    ["*blocks.1", "+blocks.2"],
-    ["blocks.2", "!blocks.0", ""],
-    ["", *STACK_UNITS],
-    ["*", *(f"*{name}" for name in STACK_UNITS)],
-)
+from reference import both_transports, grads, mean_of_ranks, only_fsdp2x, params, parity, same, shard
 
 
 def sharded(model):
@@ -34,51 +21,27 @@ def roots(model):
 
 
 def unshard(model, early):
-    """Unshards modules and returns the handles that still need a wait."""
-    waiting = []
+    """Unshards modules. "!": resharded again at once."""
     for path in early:
-        module = model.get_submodule(path.strip("*+!"))
-        handle = module.unshard(async_op=path.startswith(("*", "+")))
-        if path.startswith("+"):
-            handle.wait()
-        elif path.startswith("!"):
+        module = model.get_submodule(path.strip("!"))
+        module.unshard()
+        if path.startswith("!"):
             module.reshard()
-        elif handle is not None:
-            waiting.append(handle)
-    return waiting
 
 
-def train(ctx, model, waiting=(), num=3):
+def train(ctx, model, num=3):
     """Returns the visible results of three steps. Builds the optimizer first, unless it would have no parameters."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) if any(sharded(model)) else None
     seen = [roots(model), sharded(model)]
     for number in range(num):
         output = model(inputs(ctx.rank, number))
         seen += [roots(model), sharded(model)]
-        for handle in waiting:
-            handle.wait()
-        waiting = ()
-        seen.append(sharded(model))
         output.square().mean().backward()
         seen += [sharded(model), output.detach(), grads(model)]
         if optimizer is not None:
             optimizer.step()
         model.zero_grad()
     return [*seen, params(model)]
-
-
-@distributed(world_sizes=(1, 2))
-@pytest.mark.filterwarnings("ignore:.*gathered parameter")
-@both_transports
-def test_unshard_before_the_first_forward(ctx, transport):
-    for early in EARLY:
-        parity(
-            ctx,
-            Stack(),
-            lambda model, early=early: train(ctx, model, unshard(model, early)),
-            STACK_UNITS,
-            transport=transport,
-        )
 
 
 @distributed(world_sizes=(2,))
@@ -96,22 +59,6 @@ def test_a_later_handle_is_waited_for_behind_its_forward(ctx, transport):
         return seen
 
     parity(ctx, Stack(), run, STACK_UNITS, transport=transport)
-
-
-@distributed(world_sizes=(2,))
-@both_transports
-def test_values_written_before_the_first_forward_are_used_by_it(ctx, transport):
-    def run(model):
-        unshard(model, ["", "blocks.1"])
-        with torch.no_grad():
-            model.head.weight.mul_(2)
-            model.blocks[1].up.weight.add_(1)
-        seen = [full(model(inputs(ctx.rank)))]
-        model.reshard()
-        return [*seen, full(model(inputs(ctx.rank)))]
-
-    first, second = parity(ctx, Stack(), run, STACK_UNITS, transport=transport)
-    assert not torch.equal(first, second)
 
 
 @distributed(world_sizes=(2,))

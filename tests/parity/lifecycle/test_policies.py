@@ -9,39 +9,12 @@ import fsdp2x
 from checkpoints import on_first, shared_folder
 from fsdp2x.memory import plan_memory
 from harness import distributed
-from models import STACK_UNITS, Stack, inputs
-from reference import TORCH_MINOR, both_transports, only_fsdp2x, params, parity, same, shard, trained
+from models import Stack, inputs
+from reference import TORCH_MINOR, only_fsdp2x, params, same, shard, trained
 
 
 def train(ctx, model):
     return trained(model, lambda m, step: m(inputs(ctx.rank, step)).float().square().mean()), params(model)
-
-
-class Norms(Stack):
-    """Computes with its norm in fp32 inside a bf16 unit."""
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        assert self.norm.weight.dtype == torch.float32 and self.head.weight.dtype == torch.bfloat16
-        return self.head(self.norm(x.float()).to(x.dtype))
-
-
-@pytest.mark.skipif(TORCH_MINOR < 15, reason="MixedPrecisionPolicy has no param_dtype_override_fn before torch 2.15")
-@distributed(world_sizes=(2,))
-@both_transports
-def test_parameters_that_keep_their_dtype(ctx, transport):
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16,
-        reduce_dtype=torch.float32,
-        param_dtype_override_fn=lambda param: torch.float32 if param.dim() == 1 and param.numel() == 6 else None,
-    )
-    model = Norms()
-    for block in model.blocks:
-        block.down.bias = nn.Parameter(torch.zeros(6), requires_grad=False)  # would be fp32 next to bf16 weights
-        del block.down.bias
-        block.down.register_parameter("bias", None)
-    parity(ctx, model, lambda m: train(ctx, m), STACK_UNITS, transport=transport, mp_policy=policy)
 
 
 @pytest.mark.skipif(TORCH_MINOR < 15, reason="MixedPrecisionPolicy has no param_dtype_override_fn before torch 2.15")

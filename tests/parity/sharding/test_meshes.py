@@ -11,7 +11,6 @@ from reference import (
     TRANSPORTS,
     both_transports,
     grads,
-    mesh_of,
     only_fsdp2x,
     params,
     parity,
@@ -19,25 +18,6 @@ from reference import (
     shard,
     tolerance,
 )
-
-
-class Tied(Stack):
-    """The second block computes with the first one's weights, in one unit."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks[1].up.weight = self.blocks[0].up.weight
-
-
-def variant(kind):
-    if kind == "tied":
-        return Tied(), ("blocks.0+blocks.1", "blocks.2")
-    model = Stack()
-    if kind == "frozen":
-        model.blocks[1].requires_grad_(False)
-        model.blocks[2].up.bias.requires_grad_(False)
-    return model, STACK_UNITS
-
 
 # How the three micro-batches before a step are reduced: (gradient sync, all-reduce) of each.
 ACCUMULATIONS = {
@@ -64,21 +44,6 @@ def accumulate(ctx, model, how):
         optimizer.step()
         optimizer.zero_grad()
     return results, params(model)
-
-
-@distributed(world_sizes=(4,))
-@pytest.mark.parametrize("mesh", ["1d", "2d"])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("reshard", [True, False, 2])
-@pytest.mark.parametrize("kind", ["plain", "frozen", "tied"])
-@pytest.mark.parametrize("how", ACCUMULATIONS)
-def test_grid(ctx, mesh, policy, reshard, kind, how):
-    """The transports take turns."""
-    transport = TRANSPORTS[list(ACCUMULATIONS).index(how) % 2]
-    options = {"mesh": mesh_of(mesh, ctx.world), "mp_policy": POLICIES[policy], "reshard_after_forward": reshard}
-    exact = {"rtol": 1e-5, "atol": 1e-6} if policy == "fp32" else {"rtol": 2e-2, "atol": 2e-3}
-    model, units = variant(kind)
-    parity(ctx, model, lambda m: accumulate(ctx, m, how), units, transport=transport, exact=exact, **options)
 
 
 @distributed(world_sizes=(2,))
@@ -118,23 +83,3 @@ def test_ranks_that_add_up_and_ranks_that_do_not(ctx):
         found.append(grads(model))
     assert found[0]["blocks.1.up.weight"] is not None
     same(*found, **tolerance(ctx))
-
-
-@distributed(world_sizes=(2,))
-@both_transports
-def test_all_reduce_hook(ctx, transport):
-    """The hook sees this rank's rows and may change them."""
-    seen = []
-
-    def hook(rows):
-        seen.append(rows.numel())
-        rows.mul_(2.0)
-
-    def run(model):
-        for module in model.modules():
-            if hasattr(module, "set_all_reduce_hook"):
-                module.set_all_reduce_hook(hook)
-        return accumulate(ctx, model, "each")
-
-    parity(ctx, Stack(), run, STACK_UNITS, transport=transport)
-    assert len(seen) == 2 * 2 * 3 * 4
