@@ -1,10 +1,15 @@
 """`fsdp2x trl` computes what TRL does on FSDP2, resumes on another number of ranks, and writes plain models."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from harness import dist_run, programs
+from chats import MARKED, chat_tokenizer
+from frameworks import assert_sharded_by_us, fsdp_accelerator_class, launched
+from harness import dist_run, distributed, programs
+from models import VOCAB, build
+from training import shared_folder
 from trl_runs import CONFIGS, logged, write_folder
 
 pytest.importorskip("trl")
@@ -75,3 +80,21 @@ def test_continuous_batching_does_not_deadlock(folder):
     words = ("--use_transformers_continuous_batching", "--transformers_continuous_batching_config", options)
     train(folder, "grpo", *words, "--max_steps", "2", "--output_dir", "batching-out")
     assert len(logged(folder / "batching-out")) == 2
+
+
+@distributed(world_sizes=(2,), timeout=150)
+def test_evaluation_before_training(ctx):
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    rows = Dataset.from_list([{"input_ids": [3 + (i + j) % (VOCAB - 3) for j in range(9)]} for i in range(32)])
+    data = {"train_dataset": rows, "eval_dataset": rows, "processing_class": chat_tokenizer(MARKED)}
+    options = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "use_cpu": True, "bf16": False}
+    options |= {"fsdp": True, "fsdp_config": {}, "gradient_checkpointing": False, "max_steps": 4, "learning_rate": 1e-2}
+    with shared_folder(ctx) as folder, launched(ctx):
+        with mock.patch("transformers.trainer.Accelerator", fsdp_accelerator_class()):
+            trainer = SFTTrainer(build("qwen3"), SFTConfig(output_dir=str(folder), **options), **data)
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        assert_sharded_by_us(trainer.model)
+        assert trainer.evaluate()["eval_loss"] < before - 0.1
