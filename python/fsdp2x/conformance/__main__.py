@@ -11,30 +11,32 @@ from fsdp2x.conformance.ranks import Ranks
 
 def judge(engine: str, worlds: list[int]) -> dict[tuple[str, str], tuple[str, list[str]]]:
     """Returns for each behavior the cell of the engine, and what fails."""
-    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    found: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
     for world in worlds:
         ranks = Ranks(world, engine)
         for module, name, row in cases():
+            outcomes = found.setdefault((module, name), [])
             behavior = BEHAVIORS[module, name]
-            if reason := behavior.why_skipped(engine, world):
-                outcome = "skipped", reason
-            else:
+            if not behavior.why_skipped(engine, world):
                 result = ranks.run(module, name, row)
-                why = behavior.why_lacking(engine, row) or result.reason
-                outcome = result.status, f"{row or 'always'}: {why}"
-            found.setdefault((module, name), []).append(outcome)
+                outcomes.append((result.status, row, behavior.why_lacking(engine, row) or result.reason))
         ranks.close()
-    return {key: (_cell([status for status, _ in outcomes]), _failures(outcomes)) for key, outcomes in found.items()}
+    return {key: (_cell(outcomes), _failures(outcomes)) for key, outcomes in found.items()}
 
 
-def _cell(statuses: list[str]) -> str:
-    ran = [status for status in statuses if status != "skipped"]
-    num_passed = ran.count("passed")
-    return "newer" if not ran else "yes" if num_passed == len(ran) else f"{num_passed} of {len(ran)}"
+def _cell(outcomes: list[tuple[str, str, str]]) -> str:
+    num_passed = sum(status == "passed" for status, *_ in outcomes)
+    return "newer" if not outcomes else "yes" if num_passed == len(outcomes) else f"{num_passed} of {len(outcomes)}"
 
 
-def _failures(outcomes: list[tuple[str, str]]) -> list[str]:
-    return sorted({reason for status, reason in outcomes if status == "failed"})
+def _failures(outcomes: list[tuple[str, str, str]]) -> list[str]:
+    """Returns each reason once, with its rows if others pass."""
+    rows: dict[str, list[str]] = {}
+    for status, row, reason in outcomes:
+        if status == "failed" and row not in rows.setdefault(reason, []):
+            rows[reason].append(row)
+    is_part = any(status == "passed" for status, *_ in outcomes)
+    return [f"{', '.join(names)}: {reason}" if is_part else reason for reason, names in rows.items()]
 
 
 def table(columns: dict[str, dict[tuple[str, str], tuple[str, list[str]]]]) -> list[str]:
@@ -51,7 +53,7 @@ def table(columns: dict[str, dict[tuple[str, str], tuple[str, list[str]]]]) -> l
     lines += ["", "### What fails", ""]
     for engine, column in columns.items():
         for (_, name), (_, failures) in column.items():
-            lines += [f"- `{engine}`, {name.replace('_', ' ')}, {reason}" for reason in failures]
+            lines += [f"- `{engine}`, {name.replace('_', ' ')}: {reason}" for reason in failures]
     return lines
 
 

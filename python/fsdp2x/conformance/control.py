@@ -231,6 +231,18 @@ def divides_sums(t: Context, factor: float) -> None:
     _divide(t, factor, True)
 
 
+@behavior(torch=(2, 9), lacks={"torch": "drops the factor of sums on one rank"})
+def divides_sums_on_one_rank(t: Context) -> None:
+    """The same on a mesh of one rank."""
+    model = t.shard(Net(), mesh=t.mesh(-1, 1, names=("other", "one"))["one"])
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_gradient_divide_factor(3.0)
+    plain = Net()
+    mean_square(model, t.rank).backward()
+    (mean_square(plain, t.rank) / 3).backward()
+    same_gradients(model, plain)
+
+
 @behavior(ranks=2)
 def runs_all_reduce_hooks(t: Context) -> None:
     """set_all_reduce_hook gets the reduced shard of the unit, and may change it."""
