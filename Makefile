@@ -150,12 +150,13 @@ PROJECT_TESTS = tests/unit/project tests/docs/test_pages.py
 test: build test-cpp test-conformance
 	$(PYTEST) $(TESTS) $(addprefix --ignore=,$(PROJECT_TESTS)) $(PYTEST_ARGS)
 
-# The contract of FSDP2, with both transports and with torch's own engine.
+# The contract of FSDP2 with torch's own engine, with both transports, and on meshes of 2 x 2.
 CONFORMANCE = $(RUN_PYTHON) -m pytest --noconftest -q -rfE -p fsdp2x.conformance.plugin --pyargs fsdp2x.conformance
 test-conformance: build
 	$(CONFORMANCE) --engine torch.distributed.fsdp:fully_shard
 	$(CONFORMANCE) --engine fsdp2x:fully_shard
 	$(CONFORMANCE) --engine fsdp2x:fully_shard --world 2 --engine-option transport=process_group
+	$(CONFORMANCE) --engine fsdp2x:fully_shard --world 4 -k "hybrid or scales or mesh or fewer or partial"
 
 # UPSTREAM: a folder with prepare.sh and run.py, which fetch and run PyTorch's own tests. TORCH=nightly: with the newest
 # torch before a release, in an environment of its own, if the package index has one.

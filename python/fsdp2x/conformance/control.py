@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +106,32 @@ def unshards_and_reshards(t: Context, is_async: bool) -> None:
     assert isinstance(weight, nn.Parameter) and is_sharded(model.blocks[1])
     model.blocks[0].reshard()
     assert is_sharded(model)
+
+
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "in place": lambda param: param.mul_(2),
+    "data": lambda param: param.data.mul_(2),
+    "detached": lambda param: param.detach().fill_(7),
+    "last element": lambda param: param.data.view(-1)[-1:].add_(1),
+    "memory": lambda param: ctypes.memset(param.data_ptr(), 0x3F, param.nbytes),
+}
+
+
+@behavior(ranks=2, rows=WRITES)
+def writes_end_with_the_reshard(t: Context, write: Callable[[torch.Tensor], Any]) -> None:
+    """reshard() drops what any of the ranks has written to gathered parameters."""
+    model = t.shard(Net(), UNITS)
+    before = model(data(t.rank)).detach()
+    for writers in (range(t.world), (t.world - 1,)):
+        for unit in _units(model):
+            unit.unshard()
+        if t.rank in writers:
+            with torch.no_grad():
+                for param in model.parameters():
+                    write(param)
+        for unit in _units(model):
+            unit.reshard()
+        assert torch.equal(model(data(t.rank)), before)
 
 
 # Units that are unsharded before the first forward. "": the root; "*": waits after the forward; "+": waits at once;

@@ -36,6 +36,15 @@ def returns_its_argument(t: Context) -> None:
     assert t.engine(model, **t.options) is model
 
 
+class Chain(nn.ModuleList):
+    """Has a forward, so it can be a unit. Slices of it are of this class."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self:
+            x = module(x)
+        return x
+
+
 @behavior()
 def changes_the_class(t: Context) -> None:
     """A sharded module is an FSDPModule and still an instance of its own class, under the name FSDP<class>."""
@@ -45,6 +54,8 @@ def changes_the_class(t: Context) -> None:
         assert type(module).__name__ == f"FSDP{cls.__name__}"
     assert not isinstance(model.head, torch_fsdp.FSDPModule)
     assert type(model.blocks[:2]) is nn.ModuleList
+    chain = t.shard(Chain([nn.Linear(6, 6), nn.Linear(6, 6)]))
+    assert type(chain[:1]) is Chain and chain(data()).shape == (4, 6)
 
 
 @behavior()
