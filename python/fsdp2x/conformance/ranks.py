@@ -21,6 +21,7 @@ START_TIMEOUT_S = 120.0
 COLLECTIVE_TIMEOUT_S = 30.0
 # After one rank has failed, the others get this long.
 GRACE_S = 3.0
+DIED, NO_ANSWER = "the process died", "no answer in time, or while the other ranks failed"
 _PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.optim"]
 
 
@@ -56,8 +57,7 @@ class Ranks:
         if any(outcome.status == "lost" for outcome in found) or len({outcome.status for outcome in found}) > 1:
             self.close()
         bad = [(rank, outcome) for rank, outcome in enumerate(found) if outcome.status in ("failed", "lost")]
-        # A rank that failed by itself says more than one that waited for it.
-        bad.sort(key=lambda item: (item[1].status == "lost", "Connection closed by peer" in item[1].reason))
+        bad.sort(key=lambda item: _distance(item[1].reason))
         return Outcome("failed", f"rank {bad[0][0]}: {bad[0][1].reason}") if bad else found[0]
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class Ranks:
             raise RuntimeError(f"{self.world} ranks of {self.engine} did not start. {wrong[0]}")
 
     def _collect(self, timeout: float) -> list[Outcome]:
-        found = [Outcome("lost", f"no answer within {timeout:.0f} s, or while the other ranks failed")] * self.world
+        found = [Outcome("lost", NO_ANSWER)] * self.world
         deadline = time.monotonic() + timeout
         pending = {connection: rank for rank, connection in enumerate(self._connections)}
         while pending and (left := deadline - time.monotonic()) > 0:
@@ -103,10 +103,16 @@ class Ranks:
                 try:
                     found[rank] = connection.recv()
                 except (EOFError, ConnectionResetError):
-                    found[rank] = Outcome("lost", "the process died")
+                    found[rank] = Outcome("lost", DIED)
                 if found[rank].status != "passed":
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         return found
+
+
+def _distance(reason: str) -> int:
+    """Orders reasons: a rank that failed by itself, one that died, those that lost it, and those that waited for it."""
+    signs = (NO_ANSWER, "closed by peer", "reset by peer", DIED)
+    return next((len(signs) - index for index, sign in enumerate(signs) if sign in reason), 0)
 
 
 def _serve(rank: int, world: int, engine: str, options: dict, folder: str, connection: Connection) -> None:
