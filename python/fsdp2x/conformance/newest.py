@@ -14,8 +14,6 @@ from fsdp2x.conformance.behavior import Context, behavior, close, raises, same_g
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 CLEAR = "zero_grad(set_to_none=True)"
-NO_MAPS = {"fsdp2x": "has no maps of offload policies"}
-NO_VIEWS = {"fsdp2x": "has no unsharded views"}
 
 
 # --- offload_selector: which parameters an offload map names ---
@@ -36,7 +34,6 @@ BUDGETS = {0: "", 399: "", 400: "big", 600: "big mid", 680: "big mid c", 759: "b
 @behavior(
     rows=list(BUDGETS),
     newer="cpu_offload_by_budget",
-    lacks=NO_MAPS,
     mirrors="offload_selector: boundaries, tie_break, map",
 )
 def budgets_choose_the_largest(t: Context, budget: int) -> None:
@@ -48,7 +45,6 @@ def budgets_choose_the_largest(t: Context, budget: int) -> None:
 
 @behavior(
     newer="cpu_offload_by_budget",
-    lacks=NO_MAPS,
     mirrors="offload_selector: never_overshoots, monotonic_superset, deterministic",
 )
 def budgets_are_monotonic(t: Context) -> None:
@@ -62,7 +58,7 @@ def budgets_are_monotonic(t: Context) -> None:
     assert before == set(sizes)
 
 
-@behavior(newer="cpu_offload_by_budget", lacks=NO_MAPS, mirrors="offload_selector: pin_memory, rejects_negative")
+@behavior(newer="cpu_offload_by_budget", mirrors="offload_selector: pin_memory, rejects_negative")
 def budgets_check_arguments(t: Context) -> None:
     """pin_memory is passed on to the policies, and a negative budget raises ValueError."""
     choose = t.find("cpu_offload_by_budget")
@@ -70,7 +66,7 @@ def budgets_check_arguments(t: Context) -> None:
     raises(ValueError, lambda: choose(Sizes(), -1), "non-negative")
 
 
-@behavior(newer="offload maps", lacks=NO_MAPS, mirrors="offload_selector")
+@behavior(newer="offload maps", mirrors="offload_selector")
 def offload_maps_train(t: Context) -> None:
     """offload_policy takes a map from parameter names to policies; training computes the same."""
     policies = {"0.weight": CPUOffloadPolicy(pin_memory=False)}
@@ -424,7 +420,6 @@ def mistakes_of_mesh_dims(t: Context, what: str, text: str, dim: str) -> None:
 
 @behavior(
     newer="unsharded views",
-    lacks=NO_VIEWS,
     rows=(True, False),
     mirrors="unsharded_views: survive_reshard, replaced_storage",
 )
@@ -445,7 +440,6 @@ def frozen_parameters_of_one_rank_are_views(t: Context, reshard: bool) -> None:
 
 @behavior(
     newer="fsdp_get_unsharded_view",
-    lacks={"fsdp2x, wrong dtype": NO_VIEWS["fsdp2x"]},
     rows={"declines": False, "wrong dtype": True},
     mirrors="unsharded_views: decline",
 )
