@@ -420,6 +420,7 @@ def mistakes_of_mesh_dims(t: Context, what: str, text: str, dim: str) -> None:
 
 @behavior(
     newer="unsharded views",
+    lacks={"fsdp2x": "has views of shards on devices, and of subclasses that make them"},
     rows=(True, False),
     mirrors="unsharded_views: survive_reshard, replaced_storage",
 )
@@ -440,6 +441,7 @@ def frozen_parameters_of_one_rank_are_views(t: Context, reshard: bool) -> None:
 
 @behavior(
     newer="fsdp_get_unsharded_view",
+    lacks={"fsdp2x, wrong dtype": "asks subclasses for views, not an attribute of a plain shard"},
     rows={"declines": False, "wrong dtype": True},
     mirrors="unsharded_views: decline",
 )
