@@ -215,7 +215,7 @@ void bind_layout(py::module_& m) {
 void bind_transports(py::module_& m) {
   py::class_<Transport, std::shared_ptr<Transport>>(m, "Transport").def_property_readonly("name", &Transport::name);
   m.def("local_transport",
-        []() -> std::shared_ptr<Transport> { return std::make_shared<SharedMemoryTransport>(nullptr); });
+        []() -> std::shared_ptr<Transport> { return std::make_shared<CpuTransport>(cpu::ShmGroup::page_bytes()); });
   m.def(
       "shm_transport",
       [](std::shared_ptr<cpu::ShmGroup> group) -> std::shared_ptr<Transport> {

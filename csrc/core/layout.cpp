@@ -102,7 +102,6 @@ Layout::Layout(std::vector<ParamShape> shapes, int world, int rank, bool whole_c
   if (world < 1 || rank < 0 || rank >= world) {
     throw Error("layout: rank " + std::to_string(rank) + " is not in a world of " + std::to_string(world));
   }
-  scratch_bytes_ = wide_scratch_bytes_ = align_up(shapes.size());
   params_.reserve(shapes.size());
   for (size_t i = 0; i < shapes.size(); ++i) {
     check_shape(i, shapes[i]);
@@ -125,12 +124,9 @@ Layout::Layout(std::vector<ParamShape> shapes, int world, int rank, bool whole_c
     if (shape.trainable) {
       place.gradient_offset = gradient_pool_bytes_;
       gradient_pool_bytes_ += align_up(num_bytes(place.padded_shard_numel, shape.grad()));
-      place.scratch_offset = scratch_bytes_;
-      scratch_bytes_ += align_up(num_bytes(shape.numel(), shape.packed()));
-      place.wide_scratch_offset = wide_scratch_bytes_;
-      wide_scratch_bytes_ += align_up(num_bytes(shape.numel(), shape.reduce));
       place.reduce_segment_offset = reduce_segment_bytes_;
       reduce_segment_bytes_ += align_up(num_bytes(place.padded_shard_numel, shape.reduce));
+      narrow_segment_bytes_ += align_up(num_bytes(place.padded_shard_numel, shape.packed()));
     }
     params_.push_back(std::move(place));
   }
@@ -186,6 +182,15 @@ Layout Layout::training(const std::vector<bool>& trains) const {
   for (size_t i = 0; i < params_.size(); ++i) {
     shapes.push_back(params_[i].shape);
     shapes.back().trainable = shapes.back().trainable && trains.at(i);
+  }
+  return Layout(std::move(shapes), ranks_.world, ranks_.rank, ranks_.whole_chunks);
+}
+
+Layout Layout::narrow() const {
+  std::vector<ParamShape> shapes;
+  for (const ParamPlace& place : params_) {
+    shapes.push_back(place.shape);
+    shapes.back().reduce = place.shape.packed();
   }
   return Layout(std::move(shapes), ranks_.world, ranks_.rank, ranks_.whole_chunks);
 }

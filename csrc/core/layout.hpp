@@ -1,5 +1,5 @@
-// Defines where every parameter of a unit lies: in the shard pool, the gather slot, the reduce scratch, and the
-// rank-major segments. Only this class maps rows to ranks. Built once per unit, immutable.
+// Defines where every parameter of a unit lies: in the shard pool, the gather slot, and the rank-major segments. Only
+// this class maps rows to ranks. Built once per unit, immutable.
 #pragma once
 
 #include <cstddef>
@@ -82,8 +82,6 @@ struct ParamPlace {
   size_t shard_offset = 0;           // in the shard pool, bytes
   size_t gradient_offset = 0;        // in the gradient pool, bytes, trainable parameters only
   size_t slot_offset = 0;            // in the gather slot, bytes
-  size_t scratch_offset = 0;         // in the reduce scratch, bytes, trainable parameters only
-  size_t wide_scratch_offset = 0;    // likewise if everything is packed in the reduce dtype
   size_t gather_segment_offset = 0;  // in one rank's gather segment, bytes
   size_t reduce_segment_offset = 0;  // in one rank's reduce segment, bytes, trainable parameters only
 };
@@ -115,12 +113,11 @@ class Layout {
   // `.grad`.
   bool can_reduce_in_place() const;
   size_t slot_bytes() const { return slot_bytes_; }
-  // Bytes of the scratch. It begins with one flag byte per parameter (all parameters, in order), rounded up to
-  // kAlignBytes. scratch_offset of the parameters counts from the start of the scratch and lies after the flags.
-  // Gradients that are only copied are packed in ParamShape::packed(). Gradients that are added up use the reduce
-  // dtype: the wide scratch.
-  size_t scratch_bytes() const { return scratch_bytes_; }
-  size_t wide_scratch_bytes() const { return wide_scratch_bytes_; }
+  // Bytes of the scratch, which has one flag byte per parameter, then W reduce segments. Gradients that are only copied
+  // are packed in ParamShape::packed(). Gradients that are added up use the reduce dtype: the wide scratch.
+  size_t scratch_bytes() const { return scratch_flags_bytes() + world_of(narrow_segment_bytes_); }
+  size_t wide_scratch_bytes() const { return scratch_flags_bytes() + world_of(reduce_segment_bytes_); }
+  size_t scratch_flags_bytes() const { return align_up(params_.size()); }
   size_t gather_segment_bytes() const { return gather_segment_bytes_; }
   size_t reduce_segment_bytes() const { return reduce_segment_bytes_; }
   // Returns the bytes of a rank's reduce segment and one flag per parameter in the reduce dtype (> 0: some rank has a
@@ -128,6 +125,8 @@ class Layout {
   size_t flagged_segment_bytes() const { return reduce_segment_bytes_ + align_up(params_.size() * sizeof(double)); }
   // Returns the layout of the same parameters where only those that `trains` also marks stay trainable.
   Layout training(const std::vector<bool>& trains) const;
+  // Returns the layout of the same parameters with ParamShape::packed() as their reduce dtype.
+  Layout narrow() const;
 
   // Returns whether the shard pool of the only rank holds the full parameters as the slot would: no cast, same places.
   bool pool_is_slot() const;
@@ -156,15 +155,16 @@ class Layout {
     bool whole_chunks;
   };
 
+  size_t world_of(size_t segment_bytes) const { return segment_bytes * static_cast<size_t>(ranks_.world); }
+
   Ranks ranks_;
   std::vector<ParamPlace> params_;
   size_t shard_pool_bytes_ = 0;
   size_t gradient_pool_bytes_ = 0;
   size_t slot_bytes_ = 0;
-  size_t scratch_bytes_ = 0;
-  size_t wide_scratch_bytes_ = 0;
   size_t gather_segment_bytes_ = 0;
   size_t reduce_segment_bytes_ = 0;
+  size_t narrow_segment_bytes_ = 0;
   std::vector<Copy> shard_to_slot_;
   std::vector<Copy> shard_to_segment_;
 };

@@ -81,8 +81,8 @@ TEST_P(LayoutWorld, OffsetsAreAlignedDisjointAndEqualOnAllRanks) {
       EXPECT_EQ(layout.gather_segment_bytes(), all[0].gather_segment_bytes());
       EXPECT_EQ(layout.reduce_segment_bytes(), all[0].reduce_segment_bytes());
       size_t shard_end = 0, slot_end = 0, gather_end = 0, reduce_end = 0, gradient_bytes = 0;
-      size_t scratch_end = layout.params().size();  // the flags
-      size_t wide_end = scratch_end;
+      const std::vector<ParamPlace> narrow = layout.narrow().params();
+      size_t narrow_end = 0;
       for (size_t i = 0; i < layout.params().size(); ++i) {
         const ParamPlace& place = layout.params()[i];
         const ParamPlace& first = all[0].params()[i];
@@ -93,7 +93,6 @@ TEST_P(LayoutWorld, OffsetsAreAlignedDisjointAndEqualOnAllRanks) {
         };
         EXPECT_EQ(place.shard_offset, first.shard_offset);
         EXPECT_EQ(place.slot_offset, first.slot_offset);
-        EXPECT_EQ(place.scratch_offset, first.scratch_offset);
         EXPECT_EQ(place.gather_segment_offset, first.gather_segment_offset);
         EXPECT_EQ(place.reduce_segment_offset, first.reduce_segment_offset);
         EXPECT_EQ(place.gradient_offset, first.gradient_offset);
@@ -105,16 +104,18 @@ TEST_P(LayoutWorld, OffsetsAreAlignedDisjointAndEqualOnAllRanks) {
         if (!place.shape.trainable) continue;
         EXPECT_EQ(place.gradient_offset, gradient_bytes);
         gradient_bytes += align_up(static_cast<size_t>(place.padded_shard_numel) * dtype_bytes(place.shape.grad()));
-        next(place.scratch_offset, scratch_end, place.shape.numel(), place.shape.packed());
-        next(place.wide_scratch_offset, wide_end, place.shape.numel(), place.shape.reduce);
-        EXPECT_GE(place.wide_scratch_offset, place.scratch_offset);
+        EXPECT_EQ(narrow[i].shape.reduce, place.shape.packed());
+        next(narrow[i].reduce_segment_offset, narrow_end, place.padded_shard_numel, place.shape.packed());
+        EXPECT_GE(place.reduce_segment_offset, narrow[i].reduce_segment_offset);
         next(place.reduce_segment_offset, reduce_end, place.padded_shard_numel, place.shape.reduce);
       }
       EXPECT_LE(shard_end, layout.shard_pool_bytes());
       EXPECT_EQ(gradient_bytes, layout.gradient_pool_bytes());
       EXPECT_LE(slot_end, layout.slot_bytes());
-      EXPECT_LE(scratch_end, layout.scratch_bytes());
-      EXPECT_LE(wide_end, layout.wide_scratch_bytes());
+      const auto in_scratch = [&](size_t segment) { return align_up(segment) * static_cast<size_t>(layout.world()); };
+      EXPECT_EQ(layout.scratch_bytes(), layout.scratch_flags_bytes() + in_scratch(narrow_end));
+      EXPECT_EQ(layout.wide_scratch_bytes(), layout.scratch_flags_bytes() + in_scratch(reduce_end));
+      EXPECT_GE(layout.scratch_flags_bytes(), layout.params().size());
       EXPECT_LE(gather_end, layout.gather_segment_bytes());
       EXPECT_LE(reduce_end, layout.reduce_segment_bytes());
     }

@@ -1,6 +1,8 @@
 // Copy plans on any device.
 #include "engine/memory/device_copy.hpp"
 
+#include <algorithm>
+
 #include "engine/torch/parallel.hpp"
 #include "kernels/cpu/kernels.hpp"
 
@@ -57,14 +59,20 @@ void run_copies_on(at::Device device, const std::vector<Copy>& copies, const voi
 void add_on(at::Device device, const std::vector<Copy>& copies, const void* src, void* dst) {
   for (const Copy& copy : copies) {
     if (device.is_cpu()) {
-      for (int64_t piece = 0; piece < copy.count; ++piece) {
-        const auto step = [&](int64_t stride, DType type) {
-          return static_cast<size_t>(piece * stride) * dtype_bytes(type);
-        };
-        cpu::add(copy.dst, static_cast<std::byte*>(dst) + copy.dst_offset + step(copy.dst_stride, copy.dst), copy.src,
-                 static_cast<const std::byte*>(src) + copy.src_offset + step(copy.src_stride, copy.src),
-                 copy.piece_numel);
-      }
+      const auto at = [](int64_t index, DType type) { return static_cast<size_t>(index) * dtype_bytes(type); };
+      run_parallel(copy.count * copy.piece_numel, kGrainNumel, [&](int64_t begin, int64_t end) {
+        while (begin < end) {
+          const int64_t piece = begin / copy.piece_numel;
+          const int64_t within = begin - piece * copy.piece_numel;
+          const int64_t numel = std::min(end - begin, copy.piece_numel - within);
+          cpu::add(
+              copy.dst, static_cast<std::byte*>(dst) + copy.dst_offset + at(piece * copy.dst_stride + within, copy.dst),
+              copy.src,
+              static_cast<const std::byte*>(src) + copy.src_offset + at(piece * copy.src_stride + within, copy.src),
+              numel);
+          begin += numel;
+        }
+      });
       continue;
     }
     view_of(device, copy.dst, dst, copy.dst_offset, copy.count, copy.piece_numel, copy.dst_stride)

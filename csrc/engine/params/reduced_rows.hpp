@@ -38,15 +38,24 @@ class ReducedRows {
   virtual SegmentRows* segment() { return nullptr; }
 };
 
-// Rows in CPU memory: a segment, followed by the flags of its parameters.
+// One rank's packed gradients for the rows of this rank.
+struct RowSource {
+  const std::byte* segment = nullptr;
+  const Layout* layout = nullptr;   // offsets and dtypes of the rows in the segment
+  const uint8_t* filled = nullptr;  // by parameter, null: flags follow the rows
+};
+
+// Rows in a segment, which the flags of its parameters follow, or rows of each rank, which are summed when they are
+// written or before anyone reads them.
 class SegmentRows final : public ReducedRows {
  public:
-  // `segments`: one that is summed, or that of each rank in their order. The latter are summed when the rows are
-  // written, or before anyone reads them. `layout`: that of a segment, see Layout::flagged_segment_bytes. `divisor`:
-  // what remains to divide the sum by. `averages`: the sum is also divided by the number of segments.
-  SegmentRows(std::vector<at::Tensor> segments, std::shared_ptr<const Layout> layout, DType type, double divisor,
-              bool averages = false);
-  // Sums now, and frees the segments of the ranks.
+  // `layout`: that of a segment, see Layout::flagged_segment_bytes. `divisor`: what remains to divide the sum by.
+  SegmentRows(at::Tensor segment, std::shared_ptr<const Layout> layout, DType type, double divisor);
+  // `sources`: of the ranks in their order. `memory`: freed when they are summed. `averages`: the sum is also divided
+  // by the number of ranks.
+  SegmentRows(std::vector<RowSource> sources, std::shared_ptr<void> memory, std::shared_ptr<const Layout> layout,
+              DType type, double divisor, bool averages);
+  // Sums now, and frees the memory of the ranks.
   void sum();
   // Makes rows without any gradient.
   static std::unique_ptr<SegmentRows> zeros(std::shared_ptr<const Layout> layout, DType type, double divisor);
@@ -66,15 +75,18 @@ class SegmentRows final : public ReducedRows {
   SegmentRows* segment() override { return this; }
 
  private:
+  class Sums;
+  // Makes `segment` the rows.
+  void keep(at::Tensor segment);
   at::Tensor flags();
-  // Sums the same `numel` elements of each segment, from byte `offset` on, and divides them by `divisor`.
-  void reduce(size_t offset, int64_t numel, DType target_type, void* target, double divisor, bool accumulate) const;
 
-  std::vector<at::Tensor> segments_;
+  at::Tensor segment_;  // undefined: the rows are in `sources_`
+  std::vector<RowSource> sources_;
+  std::shared_ptr<void> memory_;
   std::shared_ptr<const Layout> layout_;
   DType type_;
   double divisor_;
-  bool averages_;
+  bool averages_ = false;
 };
 
 // Returns the rows as their segment. Throws if they are none: transports without streams reduce replicated groups into

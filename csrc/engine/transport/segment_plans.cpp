@@ -18,15 +18,16 @@ const std::vector<Copy>& SegmentPlan::copies_of(size_t param, DType type) {
   return copies;
 }
 
-at::Tensor SegmentPlan::unpacked(size_t param, DType type, const at::Tensor& segments) {
+at::Tensor SegmentPlan::unpacked(size_t param, DType type, const void* segments, at::Device device) {
   std::vector<Copy> copies = copies_of(param, type);
   for (Copy& copy : copies) {
     std::swap(copy.src_offset, copy.dst_offset);
     std::swap(copy.src_stride, copy.dst_stride);
+    std::swap(copy.src, copy.dst);
   }
-  const at::TensorOptions options = segments.options().dtype(torch_dtype(type));
+  const at::TensorOptions options = at::TensorOptions().device(device).dtype(torch_dtype(type));
   at::Tensor gradient = at::empty({layout->params()[param].shape.numel()}, options);
-  run_copies_on(segments.device(), copies, segments.const_data_ptr(), gradient.mutable_data_ptr());
+  run_copies_on(device, copies, segments, gradient.mutable_data_ptr());
   return gradient;
 }
 
@@ -53,6 +54,16 @@ SegmentPlan& SegmentPlans::of(const ParamGroup& group) {
     found = plans_.emplace(std::move(trainable), std::move(plan)).first;
   }
   return found->second;
+}
+
+SegmentPlan& SegmentPlans::of_all(const ParamGroup& group, bool is_wide) {
+  std::optional<SegmentPlan>& plan = is_wide ? wide_ : narrow_;
+  if (!plan) {
+    plan.emplace();
+    plan->layout = std::make_shared<const Layout>(is_wide ? group.layout() : group.layout().narrow());
+    plan->segment_bytes = plan->layout->reduce_segment_bytes();
+  }
+  return *plan;
 }
 
 }  // namespace fsdp2x

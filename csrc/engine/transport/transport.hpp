@@ -1,6 +1,6 @@
-// Moves bytes between ranks for a root: one interface, three implementations (shared memory or one rank, a CPU process
-// group, an accelerator). A transport executes calls and returns results. It knows groups of parameters, but no units
-// or roots.
+// Moves bytes between ranks for a root: one interface, four implementations (a single rank, shared memory, a CPU
+// process group, an accelerator). A transport executes calls and returns results. It knows groups of parameters, but no
+// units or roots.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -79,9 +79,10 @@ std::vector<at::Tensor> DevicePacking::take_whole(ParamGroup& group) {
   PerGroup& state = per_group(group);
   std::vector<at::Tensor> taken(state.filled.size());
   if (state.plan == nullptr) return taken;
+  const at::Tensor& packed = memory_.buffer(*state.buffer).memory;
   for (size_t i = 0; i < taken.size(); ++i) {
     if (state.filled[i]) {
-      taken[i] = state.plan->unpacked(i, group.reduce_type(), memory_.buffer(*state.buffer).memory);
+      taken[i] = state.plan->unpacked(i, group.reduce_type(), packed.const_data_ptr(), packed.device());
     }
   }
   drop(group);

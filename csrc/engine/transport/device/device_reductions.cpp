@@ -370,7 +370,7 @@ std::unique_ptr<SegmentRows> DeviceReductions::partial(const ParamGroup& group) 
   if (!state.partial) return nullptr;
   DeviceBuffer& segment = memory_.segment(*state.partial);
   context_.layer().wait(Lane::compute, *segment.ready);
-  return std::make_unique<SegmentRows>(std::vector{segment.memory}, state.partial_plan, group.reduce_type(), 1.0);
+  return std::make_unique<SegmentRows>(segment.memory, state.partial_plan, group.reduce_type(), 1.0);
 }
 
 void DeviceReductions::drop_partial(const ParamGroup& group) {

@@ -35,17 +35,12 @@ Counts counts(const PyRef& replacement) { return replacement ? Counts::now : Cou
 }  // namespace
 
 ProcessGroupTransport::ProcessGroupTransport(Collectives collectives)
-    : collectives_(std::move(collectives)), gather_ledger_(kAlignBytes), kept_(collectives_.message_bytes) {}
-
-ProcessGroupTransport::PerGroup& ProcessGroupTransport::per_group(const ParamGroup& group) {
-  return groups_[group.index()];
-}
+    : CpuTransport(kAlignBytes), collectives_(std::move(collectives)), kept_(collectives_.message_bytes) {}
 
 void ProcessGroupTransport::register_group(const std::shared_ptr<ParamGroup>& group) {
-  group->set_index(static_cast<uint32_t>(groups_.size()));
+  CpuTransport::register_group(group);
   PerGroup& state = groups_.emplace_back();
   state.group = group.get();
-  state.filled.assign(group->params().size(), 0);
   state.segments_to_slot = joined(group->layout().segments_to_slot(group->layout().gather_segment_bytes()));
   state.in_place = plan_gather_on_cpu(group->layout(), collectives_.pack_below_bytes);
 }
@@ -150,13 +145,6 @@ void ProcessGroupTransport::end(const ParamGroup& group, Posted& posted, const c
   close();
 }
 
-void ProcessGroupTransport::open_slot(ParamGroup& group) {
-  const auto id = static_cast<size_t>(group.open_slot(gather_ledger_).id);
-  if (slot_memory_.size() <= id) slot_memory_.resize(id + 1);
-  if (!slot_memory_[id].defined()) slot_memory_[id] = take(group.gather().slot.bytes);
-  group.gather().write = group.gather().read = static_cast<std::byte*>(slot_memory_[id].data_ptr());
-}
-
 void ProcessGroupTransport::begin_forward(const PyRef& /*after*/) {
   ++num_forwards_;
   is_in_forward_ = true;
@@ -246,11 +234,7 @@ void ProcessGroupTransport::begin_gather_in_place(ParamGroup& group, bool pools_
 
 void ProcessGroupTransport::begin_gather(ParamGroup& group, bool pools_stand_still) {
   PerGroup& state = per_group(group);
-  if (group.gathers_alone()) {
-    open_slot(group);
-    run_copies_on(at::kCPU, group.layout().shard_to_slot(), group.pool().const_data_ptr(), group.gather().write);
-    return;
-  }
+  if (group.gathers_alone()) return CpuTransport::begin_gather(group, pools_stand_still);
   ahead_ = &state;
   state.gather.route = gather_route(group);
   switch (state.gather.route) {
@@ -317,19 +301,11 @@ void ProcessGroupTransport::release_gather(ParamGroup& group) {
     const bool is_spoiled = state.gather.route == Route::messages && std::exchange(state.gather.is_open, false);
     const bool is_free = group.close_slot(gather_ledger_);
     // The group's own reduction follows, or the use of a unit that is gathered ahead.
-    const bool reduces = state.plan != nullptr && !is_in_forward_;
+    const bool reduces = packed_of(group).plan != nullptr && !is_in_forward_;
     const bool keeps = (reduces || ahead_ != nullptr) && !is_spoiled;
     if (is_free || is_spoiled) give_back(slot_memory_[static_cast<size_t>(id)], keeps);
     if (!keeps) kept_.clear();
   });
-}
-
-std::shared_ptr<const Layout> ProcessGroupTransport::segment_layout(ParamGroup& group) {
-  return per_group(group).plans.of(group).layout;
-}
-
-bool ProcessGroupTransport::needs_room(const ParamGroup& group, std::optional<size_t>) {
-  return groups_.at(group.index()).plan == nullptr;
 }
 
 void ProcessGroupTransport::make_room(ParamGroup&) {
@@ -338,97 +314,47 @@ void ProcessGroupTransport::make_room(ParamGroup&) {
   }
 }
 
-void ProcessGroupTransport::open_scratch(ParamGroup& group) {
-  PerGroup& state = per_group(group);
-  if (state.plan != nullptr) return;
-  SegmentPlan& plan = state.plans.of(group);
-  state.packed = take(plan.segment_bytes * static_cast<size_t>(group.layout().world()));
-  if (group.calls().all_reduce_hook) state.packed.zero_();  // the user's hook sees the pads
-  std::fill(state.filled.begin(), state.filled.end(), uint8_t{0});
-  state.plan = &plan;
-  ++num_scratches_;
+SegmentPlan& ProcessGroupTransport::plan_of(ParamGroup& group, bool /*is_wide*/) {
+  return packed_of(group).plans.of(group);
 }
 
-void ProcessGroupTransport::close_scratch(PerGroup& state) {
+std::byte* ProcessGroupTransport::open_packed(ParamGroup& group, size_t bytes) {
+  PerGroup& state = per_group(group);
+  state.packed = take(bytes);
+  if (group.calls().all_reduce_hook) state.packed.zero_();  // the user's hook sees the pads
+  ++num_scratches_;
+  return static_cast<std::byte*>(state.packed.mutable_data_ptr());
+}
+
+void ProcessGroupTransport::close_packed(ParamGroup& group) {
+  PerGroup& state = per_group(group);
   // Next, the sharded gradients take memory. If gradients are reduced in a wider dtype than the parameters', the peak
   // would then be higher than without kept memory.
-  const size_t slot_bytes = state.group->layout().slot_bytes();
-  const bool is_wide = !KeptMemory::is_alike(state.packed.nbytes(), slot_bytes);
+  const bool is_wide = !KeptMemory::is_alike(state.packed.nbytes(), group.layout().slot_bytes());
   const bool is_open = std::exchange(state.reduced.is_open, false);  // gloo may still use the memory
-  const bool keeps = ahead_ != nullptr && !is_wide && !is_open && !state.group->calls().reduce_memory;
+  const bool keeps = ahead_ != nullptr && !is_wide && !is_open && !group.calls().reduce_memory;
   give_back(state.reduced.memory, keeps);
   give_back(state.packed, keeps);
   if (!keeps) kept_.clear();
   state.reduced.route = Route::collective;
-  state.plan = nullptr;
+  packed_of(group).plan = nullptr;
   --num_scratches_;
-}
-
-void ProcessGroupTransport::write_pool(ParamGroup& group, const CopyProgram& rows, const void* slot) {
-  run_copies_on(at::kCPU, rows.copies, slot, group.pool().data_ptr());
-}
-
-void ProcessGroupTransport::pack_into_segment(ParamGroup& group, size_t i, const at::Tensor& gradient) {
-  open_scratch(group);
-  PerGroup& state = per_group(group);
-  if (!state.plan->layout->params()[i].shape.trainable) throw_unfrozen(group, i);
-  at::Tensor dense = gradient.contiguous();
-  if (engine_dtype(dense.scalar_type()) == DType::byte) dense = dense.to(at::kFloat);
-  const DType type = engine_dtype(dense.scalar_type());
-  const auto& copies = state.plan->copies_of(i, type);
-  if (state.filled[i]) {
-    add_on(at::kCPU, copies, dense.const_data_ptr(), state.packed.data_ptr());
-  } else {
-    run_copies_on(at::kCPU, copies, dense.const_data_ptr(), state.packed.data_ptr());
-    state.filled[i] = 1;
-  }
-}
-
-std::vector<at::Tensor> ProcessGroupTransport::take_packed(ParamGroup& group) {
-  PerGroup& state = per_group(group);
-  std::vector<at::Tensor> taken(group.params().size());
-  if (state.plan == nullptr) return taken;
-  for (size_t i = 0; i < taken.size(); ++i) {
-    if (state.filled[i]) taken[i] = state.plan->unpacked(i, group.reduce_type(), state.packed);
-  }
-  close_scratch(state);
-  return taken;
-}
-
-void ProcessGroupTransport::fill_gaps(ParamGroup& group) {
-  PerGroup& state = per_group(group);
-  const DType type = group.reduce_type();
-  const Layout& layout = *state.plan->layout;
-  std::vector<float> flags(state.filled.begin(), state.filled.end());
-  for (size_t i = 0; i < flags.size(); ++i) {
-    if (layout.params()[i].shape.trainable && group.options().reduce_unused_params) flags[i] = 1.0F;
-  }
-  const auto element = static_cast<int64_t>(dtype_bytes(type));
-  for (size_t i = 0; i < flags.size(); ++i) {
-    const ParamPlace& place = layout.params()[i];
-    if (state.filled[i] || !place.shape.trainable) continue;
-    packed_values(group)
-        .view({layout.world(), -1})
-        .narrow(1, static_cast<int64_t>(place.reduce_segment_offset) / element, place.padded_shard_numel)
-        .zero_();
-  }
-  flags.resize(state.plan->flags_numel());
-  run_copies_on(at::kCPU, {state.plan->flags_to_segments}, flags.data(), state.packed.data_ptr());
 }
 
 void ProcessGroupTransport::begin_coded_reduce(ParamGroup& group) {
   PerGroup& state = per_group(group);
   const WireFormat format = group.options().wire_gradients;
   check_wire_type(group);
+  const Packed& packed = packed_of(group);
   if (!state.wire_reduction || state.wire_reduction->format() != format ||
-      &state.wire_reduction->plan() != state.plan) {
-    state.wire_reduction = std::make_unique<WireReduction>(*state.plan, format);
+      &state.wire_reduction->plan() != packed.plan) {
+    state.wire_reduction = std::make_unique<WireReduction>(*packed.plan, format);
   }
   WireReduction& wire = *state.wire_reduction;
   const size_t bytes = wire.segment_bytes() * static_cast<size_t>(group.layout().world());
   agree_on_shards(group, Operation::all_to_all, wire.segment_bytes(), DType::byte, Counts::at_post);
   at::Tensor sent = take(bytes);
-  wire.encode(state.packed.const_data_ptr(), state.filled, sent.mutable_data_ptr());
+  wire.encode(packed.data, packed.filled, sent.mutable_data_ptr());
   give_back(state.packed);
   state.packed = std::move(sent);
   state.reduced.memory = take(bytes);
@@ -437,7 +363,7 @@ void ProcessGroupTransport::begin_coded_reduce(ParamGroup& group) {
 
 void ProcessGroupTransport::begin_exchange(ParamGroup& group) {
   PerGroup& state = per_group(group);
-  const size_t segment = state.plan->segment_bytes;
+  const size_t segment = packed_of(group).plan->segment_bytes;
   const PyRef& separate = group.calls().separate_all_to_all;
   agree_on_shards(group, Operation::all_to_all, segment, group.reduce_type(), counts(separate));
   state.reduced.memory = take(segment * static_cast<size_t>(group.layout().world()));
@@ -445,29 +371,25 @@ void ProcessGroupTransport::begin_exchange(ParamGroup& group) {
         "reduction");
 }
 
-void ProcessGroupTransport::begin_reduce(ParamGroup& group, ForwardCounts) {
-  open_scratch(group);
+void ProcessGroupTransport::post_reduce(ParamGroup& group, ForwardCounts) {
   PerGroup& state = per_group(group);
-  fill_gaps(group);
   state.reduced.route = reduce_route(group);
   if (group.layout().world() == 1) return;
-  if (state.reduced.route == Route::coded) return begin_coded_reduce(group);
-  if (const double before = group.pre_divisor(); before != 1.0) packed_values(group).div_(before);
-  if (state.reduced.route == Route::messages) return begin_exchange(group);
-  begin_reduce_scatter(group);
-}
-
-at::Tensor ProcessGroupTransport::packed_values(const ParamGroup& group) {
-  const PerGroup& state = per_group(group);
-  const size_t bytes = state.plan->segment_bytes * static_cast<size_t>(group.layout().world());
-  return typed(state.packed, group.reduce_type(), 0, bytes);
+  switch (state.reduced.route) {
+    case Route::coded:
+      return begin_coded_reduce(group);
+    case Route::messages:
+      return begin_exchange(group);
+    case Route::collective:
+      return begin_reduce_scatter(group);
+  }
 }
 
 void ProcessGroupTransport::begin_reduce_scatter(ParamGroup& group) {
   PerGroup& state = per_group(group);
   const DType type = group.reduce_type();
-  const size_t segment = state.plan->segment_bytes;
-  at::Tensor input = packed_values(group);
+  const size_t segment = packed_of(group).plan->segment_bytes;
+  at::Tensor input = typed(state.packed, type, 0, segment * static_cast<size_t>(group.layout().world()));
   const GroupCalls& calls = group.calls();
   agree_on_shards(group, Operation::reduce_scatter, segment, type,
                   counts(calls.reduce_scatter ? calls.reduce_scatter : calls.separate_reduce_scatter));
@@ -489,7 +411,8 @@ void ProcessGroupTransport::begin_reduce_scatter(ParamGroup& group) {
 
 void ProcessGroupTransport::sum_coded(ParamGroup& group) {
   PerGroup& state = per_group(group);
-  at::Tensor rows = take(state.plan->segment_bytes);
+  const size_t bytes = packed_of(group).plan->segment_bytes;
+  at::Tensor rows = take(bytes);
   const auto own = static_cast<size_t>(group.layout().rank()) * state.wire_reduction->segment_bytes();
   std::memcpy(static_cast<std::byte*>(state.reduced.memory.mutable_data_ptr()) + own,
               static_cast<const std::byte*>(state.packed.const_data_ptr()) + own,
@@ -499,45 +422,38 @@ void ProcessGroupTransport::sum_coded(ParamGroup& group) {
   state.wire_reduction->sum(state.reduced.memory.const_data_ptr(), rows.mutable_data_ptr());
   // If a plain collective would average, the all-reduce over the replicas will.
   if (group.averages()) {
-    cpu::divide(DType::f32, rows.mutable_data_ptr(), static_cast<int64_t>(state.plan->segment_bytes / sizeof(float)),
+    cpu::divide(DType::f32, rows.mutable_data_ptr(), static_cast<int64_t>(bytes / sizeof(float)),
                 group.layout().world());
   }
   give_back(state.reduced.memory);
   state.reduced.memory = std::move(rows);
 }
 
-bool ProcessGroupTransport::needs_empty_reduction(const ParamGroup& group) const { return group.reduces_unused(); }
-
-Transport::Finished ProcessGroupTransport::finish_reduce(ParamGroup& group, bool /*flush*/) {
+std::optional<CpuTransport::Joined> ProcessGroupTransport::join_reduce(ParamGroup& group, bool /*flush*/) {
   PerGroup& state = per_group(group);
   wait(group, state.reduced, "reduction");
-  const bool alone = group.layout().world() == 1;
   if (state.reduced.route == Route::coded) sum_coded(group);
-  const double before = alone ? 1.0 : group.pre_divisor();
-  std::vector<at::Tensor> segments;
-  const bool is_exchanged = state.reduced.route == Route::messages;
-  if (is_exchanged) {
-    const size_t bytes = state.plan->segment_bytes;
+  Joined joined;
+  const SegmentPlan& plan = *packed_of(group).plan;
+  if (state.reduced.route == Route::messages) {
     for (int rank = 0; rank < group.layout().world(); ++rank) {
       const at::Tensor& memory = rank == group.layout().rank() ? state.packed : state.reduced.memory;
-      segments.push_back(typed(memory, DType::byte, static_cast<size_t>(rank) * bytes, bytes));
+      const auto* const segments = static_cast<const std::byte*>(memory.const_data_ptr());
+      joined.sources.push_back({segments + static_cast<size_t>(rank) * plan.segment_bytes, plan.layout.get(), nullptr});
     }
+    joined.memory = std::make_shared<std::array<at::Tensor, 2>>(std::array{state.packed, state.reduced.memory});
   } else {
-    segments.push_back(alone ? state.packed : state.reduced.memory);
+    joined.summed = group.layout().world() == 1 ? state.packed : state.reduced.memory;
   }
-  Finished finished;
-  finished.rows = std::make_unique<SegmentRows>(std::move(segments), state.plan->layout, group.reduce_type(),
-                                                group.averages() ? 1.0 : group.divisor() / before,
-                                                is_exchanged && group.averages());
-  close_scratch(state);
-  return finished;
+  close_packed(group);
+  return joined;
 }
 
 bool ProcessGroupTransport::abandon_reduce(ParamGroup& group) {
   PerGroup& state = per_group(group);
   if (state.wire_reduction) state.wire_reduction->forget_errors();  // the errors belong to the dropped gradients
-  if (state.plan == nullptr) return false;
-  end(group, state.reduced, "reduction", [&] { close_scratch(state); });  // or the next gradients are added to these
+  if (packed_of(group).plan == nullptr) return false;
+  end(group, state.reduced, "reduction", [&] { close_packed(group); });  // or the next gradients are added to these
   return true;
 }
 
@@ -559,18 +475,14 @@ void ProcessGroupTransport::release_idle() {
 }
 
 TransportStats ProcessGroupTransport::stats() const {
-  TransportStats stats;
+  TransportStats stats = CpuTransport::stats();
   for (const PerGroup& state : groups_) {
     if (state.wire_gather) stats.wire_bytes += state.wire_gather->kept_bytes();
     if (state.wire_reduction) stats.wire_bytes += state.wire_reduction->error_bytes();
   }
-  stats.gather_slots_owned = gather_ledger_.num_owned();
-  stats.gather_slot_bytes = gather_ledger_.arena_bytes();
-  stats.peak_gather_bytes = gather_ledger_.peak_owned_bytes();
   stats.scratch_slots_owned = num_scratches_;
   stats.scratch_bytes = tally_.peak_bytes();
   stats.num_allocations = kept_.num_allocations();
-  stats.owners = gather_ledger_.owners();
   return stats;
 }
 

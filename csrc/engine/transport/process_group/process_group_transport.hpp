@@ -15,11 +15,10 @@
 
 #include "core/buffers.hpp"
 #include "core/gather_plan.hpp"
+#include "engine/transport/cpu_transport.hpp"
 #include "engine/transport/process_group/kept_memory.hpp"
 #include "engine/transport/process_group/wire_gather.hpp"
 #include "engine/transport/process_group/wire_reduction.hpp"
-#include "engine/transport/segment_plans.hpp"
-#include "engine/transport/transport.hpp"
 
 namespace fsdp2x {
 
@@ -36,7 +35,7 @@ struct Collectives {
   size_t pack_below_bytes = kPackEverything;  // parameters of this size and more are gathered in place
 };
 
-class ProcessGroupTransport final : public Transport {
+class ProcessGroupTransport final : public CpuTransport {
  public:
   explicit ProcessGroupTransport(Collectives collectives);
 
@@ -50,19 +49,10 @@ class ProcessGroupTransport final : public Transport {
   void finish_gather(ParamGroup& group) override;
   void release_gather(ParamGroup& group) override;
   void end_prefetch() override;
-  void write_pool(ParamGroup& group, const CopyProgram& rows, const void* slot) override;
-  bool needs_room(const ParamGroup& group, std::optional<size_t> param) override;
   void make_room(ParamGroup& group) override;
-  void pack_into_segment(ParamGroup& group, size_t param, const at::Tensor& gradient) override;
-  std::vector<at::Tensor> take_packed(ParamGroup& group) override;
-  void begin_reduce(ParamGroup& group, ForwardCounts forwards) override;
-  bool needs_empty_reduction(const ParamGroup& group) const override;
-  Finished finish_reduce(ParamGroup& group, bool flush) override;
-  std::shared_ptr<const Layout> segment_layout(ParamGroup& group) override;
   bool abandon_reduce(ParamGroup& group) override;
   void end_backward() override { kept_.clear(); }
   void release_idle() override;
-  void publish_progress(uint64_t) override {}
   TransportStats stats() const override;
   std::vector<Loan> loans() const override;
 
@@ -83,16 +73,21 @@ class ProcessGroupTransport final : public Transport {
   struct PerGroup {
     const ParamGroup* group = nullptr;
     Posted gather;
-    Posted reduced;                      // this rank's summed segment, with messages those of the other ranks
-    at::Tensor packed;                   // gradients: W segments laid end to end
-    std::vector<Copy> segments_to_slot;  // of all ranks, laid end to end
-    GatherPlan in_place;                 // gathers large parameters straight into the slot
-    SegmentPlans plans;
-    SegmentPlan* plan = nullptr;                    // of the packed gradients, null: none
-    std::vector<uint8_t> filled;                    // by parameter: whether it is packed
-    std::unique_ptr<WireGather> wire_gather;        // null: weights travel in the compute dtype
+    Posted reduced;                           // this rank's summed segment, with messages those of the other ranks
+    at::Tensor packed;                        // gradients: W segments laid end to end
+    std::vector<Copy> segments_to_slot;       // of all ranks, laid end to end
+    GatherPlan in_place;                      // gathers large parameters straight into the slot
+    std::unique_ptr<WireGather> wire_gather;  // null: weights travel in the compute dtype
     std::unique_ptr<WireReduction> wire_reduction;  // likewise for gradients, with their rounding errors
   };
+  SegmentPlan& plan_of(ParamGroup& group, bool is_wide) override;
+  std::byte* open_packed(ParamGroup& group, size_t bytes) override;
+  void close_packed(ParamGroup& group) override;
+  void post_reduce(ParamGroup& group, ForwardCounts forwards) override;
+  std::optional<Joined> join_reduce(ParamGroup& group, bool flush) override;
+  at::Tensor take(size_t bytes) override;  // from `kept_`, if one fits
+  PerGroup& per_group(const ParamGroup& group) { return groups_[group.index()]; }
+
   bool may_replace(const ParamGroup& group);  // see Collectives, asked once in each pass
   Route gather_route(ParamGroup& group);
   Route reduce_route(ParamGroup& group);
@@ -111,12 +106,7 @@ class ProcessGroupTransport final : public Transport {
   void begin_exchange(ParamGroup& group);
   void begin_reduce_scatter(ParamGroup& group);
   void sum_coded(ParamGroup& group);
-  void open_slot(ParamGroup& group);
-  void open_scratch(ParamGroup& group);
   at::Tensor packed_values(const ParamGroup& group);  // in the reduce dtype
-  void close_scratch(PerGroup& state);
-  void fill_gaps(ParamGroup& group);  // zeros and flags
-  at::Tensor take(size_t bytes);      // from `kept_`, if one fits
   // Returns a flat tensor that a custom collective allocates. `memory`: a tuple of the collective and of
   // (tensor, numel, dtype), which raises if `tensor` is not as asked. The tally does not count it.
   at::Tensor allocate(const ParamGroup& group, const PyRef& memory, DType type, size_t bytes, const char* operation);
@@ -127,12 +117,9 @@ class ProcessGroupTransport final : public Transport {
   // Calls `close` in any case.
   template <typename Close>
   void end(const ParamGroup& group, Posted& posted, const char* operation, const Close& close);
-  PerGroup& per_group(const ParamGroup& group);
 
   Collectives collectives_;
-  SlotLedger gather_ledger_;
-  std::vector<at::Tensor> slot_memory_;  // by slot, undefined while the slot is free
-  Pass asked_in_;                        // the pass of the last answer of may_replace
+  Pass asked_in_;  // the pass of the last answer of may_replace
   bool may_replace_ = false;
   uint64_t num_forwards_ = 0;
   bool is_in_forward_ = false;
