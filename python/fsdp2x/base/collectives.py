@@ -198,27 +198,33 @@ _TRANSPORTED = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.uint8, torch.int8, torch.int32, torch.int64),
 )
-Gather = Callable[[torch.Tensor, torch.Tensor], Any]
+Gather = Callable[..., Any]
 
 
-def gather_packed(gather: Gather, world: int, rank: int, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+def gather_packed(
+    gather: Gather, world: int, rank: int, pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor]]
+) -> Any:
     """Starts ``gather(output, source)`` for all pairs at once. Returns the work to ``wait`` for, or None.
 
     Args:
         gather: the collective, asynchronous or not.
         world: number of ranks.
         rank: this rank.
-        pairs: contiguous (output, source) tensors. An output holds ``world`` sources in sequence, in their dtype.
+        pairs: contiguous (output, source) tensors. An output holds ``world`` sources in sequence, in their dtype, or is
+            None if this rank does not need it.
     """
     dtypes = {source.dtype for _, source in pairs}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
     if dtype not in _TRANSPORTED:
         dtype = torch.uint8
-    columns = [(output.reshape(-1).view(dtype), source.reshape(-1).view(dtype)) for output, source in pairs]
+    columns = [
+        (None if output is None else output.reshape(-1).view(dtype), source.reshape(-1).view(dtype))
+        for output, source in pairs
+    ]
     if len(columns) == 1:
         return gather(*columns[0])
     starts, width = aligned_starts(source.numel() for _, source in columns)
-    staging = torch.empty(world, width, dtype=dtype, device=columns[0][0].device)
+    staging = torch.empty(world, width, dtype=dtype, device=columns[0][1].device)
     for start, (_, source) in zip(starts, columns, strict=True):
         staging[rank, start : start + source.numel()].copy_(source)
     work = gather(staging.view(-1), staging[rank])
@@ -236,7 +242,8 @@ class _Unpack:
             wait(self._work)
             for start, (output, source) in zip(self._starts, self._columns, strict=True):
                 rows = self._staging[:, start : start + source.numel()]
-                output.view(self._staging.shape[0], source.numel()).copy_(rows)
+                if output is not None:
+                    output.view(self._staging.shape[0], source.numel()).copy_(rows)
             self._columns = []
         return True
 

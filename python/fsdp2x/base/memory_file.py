@@ -48,14 +48,16 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 class MemoryFile:
     """``num_bytes`` of whole pages, allocated when they are written. ``file`` is closed with this object.
 
-    ``bytes``, uint8 of shape (num_bytes,), has a separate mapping and may live longer.
+    ``bytes``, uint8 of shape (num_bytes,), has a separate mapping and may live longer. ``existing``: a descriptor of a
+    file of this size, which is duplicated.
     """
 
-    def __init__(self, name: str, num_bytes: int) -> None:
+    def __init__(self, name: str, num_bytes: int, existing: int | None = None) -> None:
         self.num_bytes = whole_pages(num_bytes)
-        self.file = os.memfd_create(name, os.MFD_CLOEXEC)
+        self.file = os.memfd_create(name, os.MFD_CLOEXEC) if existing is None else os.dup(existing)
         weakref.finalize(self, os.close, self.file)
-        os.ftruncate(self.file, self.num_bytes)
+        if existing is None:
+            os.ftruncate(self.file, self.num_bytes)
         self.bytes = torch.frombuffer(mmap.mmap(self.file, self.num_bytes), dtype=torch.uint8)
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.failures import Call, call_of, calling, current_call, exchange, first_problem
 from fsdp2x.base.processes import require_own_process
-from fsdp2x.io.export.rings import Entry, GroupRing, SharedRing, make_ring, raise_changed
+from fsdp2x.io.export.rings import Entry, Ring, make_ring, raise_changed
 from fsdp2x.io.names import Family, TensorSpec, plain_families, source_families
 from fsdp2x.lifecycle.tree import named_params
 from fsdp2x.sharding.transport import check_transport
@@ -157,7 +157,7 @@ def check_bucket_bytes(caller: str, bucket_bytes: int) -> None:
         raise ValueError(f"{caller}: bucket_bytes must be positive, got {bucket_bytes}")
 
 
-def ring_of(rings: dict, plan: BucketPlan) -> GroupRing | SharedRing:
+def ring_of(rings: dict, plan: BucketPlan) -> Ring:
     return rings[id(plan.group), plan.device]
 
 
@@ -260,7 +260,7 @@ def stream(
 
     Use it between two steps to send weights elsewhere without holding the full model. Values are those of the sharded
     parameters. It needs memory for two buckets, and for what ``names="hf"`` un-fuses. Over a process group it also
-    needs the small parameters of one bucket and this rank's part of cast ones.
+    needs the small parameters of one bucket and those that are not cut along dim 0.
 
     Collective: every rank must run the iterator to its end or leave it after the same bucket, with the same arguments
     except ``receive``.

@@ -14,7 +14,7 @@ one, in the shared ring or over the process group:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2x.api import ALIGN_BYTES, can_run_kernels, explained, take_changes
-from fsdp2x.io.export.rings import Entry, SharedRing, copy_past_caches
+from fsdp2x.io.export.rings import Entry, Ring, copy_past_caches
 from fsdp2x.io.export.stream import BucketPlan
 from fsdp2x.io.names import Family
 from fsdp2x.rl.sync.receiver.engine import POSITION_BYTES, delta_bytes
@@ -196,14 +196,6 @@ class Changes:
         return changes
 
 
-def ring_for(changes: BucketDelta, rings: Mapping) -> SharedRing | None:
-    """Returns the ring whose next bucket place fits ``changes``. None: the process group gathers them."""
-    ring = rings.get((id(changes.dense.group), changes.dense.device))
-    if not isinstance(ring, SharedRing) or changes.dense.families or not changes.sparse:
-        return None
-    return ring if ring.world * max(map(sum, _sizes(changes))) <= ring.num_bytes // 2 else None
-
-
 def _sizes(changes: BucketDelta) -> list[list[int]]:
     """Returns the bytes of each rank of the ring, for each sparse family."""
     pairs = list(zip(changes.counts, changes.sparse, strict=True))
@@ -214,59 +206,31 @@ def _sizes(changes: BucketDelta) -> list[list[int]]:
 
 
 @torch.no_grad()
-def _pack(changes: BucketDelta, packed: torch.Tensor, rank: int, world: int) -> None:
-    """Packs this rank's part, with positions in the full tensors."""
-    end = 0
+def pack_changes(changes: BucketDelta, ring: Ring) -> Entry:
+    """Packs this rank's changes, with positions in the full tensors, for a gather of those of all ranks."""
+    largest = max(map(sum, _sizes(changes)))
+    packed, end = torch.zeros(largest, dtype=torch.uint8, device=ring.device), 0
     for _, entry, positions, values in changes.sparse:
         where, what = _parts(packed, end, positions.numel(), entry.dtype)
-        where.copy_(_whole_positions(entry, positions, rank, world))
+        where.copy_(_whole_positions(entry, positions, ring.rank, ring.world))
         what.copy_(values)
         end += delta_bytes(positions.numel(), entry.dtype)[1]
+    name = f"changes of {changes.sparse[0][1].name}"
+    return Entry(name, packed, torch.uint8, ring.group, num_all_bytes=ring.world * largest)
 
 
-def fill_changes(changes: BucketDelta, ring: SharedRing) -> None:
-    """Writes this rank's changes to the ring."""
-    _pack(changes, ring.part(max(map(sum, _sizes(changes)))), ring.rank, ring.world)
-
-
-def finish_changes(changes: BucketDelta, ring: SharedRing) -> tuple[Delta, ...]:
-    """Returns the changes of all ranks in the ring's file, a delta per tensor and rank. Collective over the ring."""
-    sizes = _sizes(changes)
-    largest = max(map(sum, sizes))
-    received = ring.finish_parts(largest, f"gather of the changes in bucket {changes.dense.index}")
+def unpack_changes(changes: BucketDelta, gathered: list[torch.Tensor] | None) -> tuple[Delta, ...]:
+    """Returns the changes of all ranks, a delta per tensor and rank. Empty if this rank does not receive."""
+    if gathered is None:
+        return ()
+    received, sizes = gathered[0], _sizes(changes)
     deltas = []
     for peer, row in enumerate(sizes):
-        end = peer * largest
+        end = peer * (len(received) // len(sizes))
         for (family, entry, _, _), of, size in zip(changes.sparse, changes.counts, row, strict=True):
             if of[peer]:
                 deltas.append(Delta(family.outputs[0], *_parts(received, end, of[peer], entry.dtype)))
             end += size
-    return tuple(deltas)
-
-
-@torch.no_grad()
-def gather_changes(changes: BucketDelta, receive: bool) -> tuple[Delta, ...]:
-    """Gathers the sparse part over the process group. Collective over the bucket's ring."""
-    if not changes.sparse:
-        return ()
-    group = changes.dense.group
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    device = changes.sparse[0][1].wire_device
-    sizes = _sizes(changes)
-    largest = max(map(sum, sizes))
-    packed = torch.zeros(largest, dtype=torch.uint8, device=device)
-    _pack(changes, packed, rank, world)
-    received = torch.empty(world * largest, dtype=torch.uint8, device=device)
-    with explained(group, f"gather of the changes in bucket {changes.dense.index}"):
-        dist.all_gather_into_tensor(received, packed, group=group)
-    if not receive:
-        return ()
-    deltas, ends = [], [peer * largest for peer in range(world)]
-    for index, (family, entry, _, _) in enumerate(changes.sparse):
-        parts = [_parts(received, ends[p], changes.counts[index][p], entry.dtype) for p in range(world)]
-        ends = [end + row[index] for end, row in zip(ends, sizes, strict=True)]
-        positions, values = (torch.cat(column) for column in zip(*parts, strict=True))
-        deltas.append(Delta(family.outputs[0], positions, values))
     return tuple(deltas)
 
 

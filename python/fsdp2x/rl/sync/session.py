@@ -41,7 +41,7 @@ from fsdp2x.io.export.stream import (
     ring_of,
 )
 from fsdp2x.rl.sync.adapter import describe_adapter
-from fsdp2x.rl.sync.delta import BucketDelta, Changes, Snapshot, fill_changes, finish_changes, gather_changes, ring_for
+from fsdp2x.rl.sync.delta import BucketDelta, Changes, Snapshot, pack_changes, unpack_changes
 from fsdp2x.rl.sync.receiver.engine import POSITION_BYTES
 from fsdp2x.rl.sync.targets.base import EngineTarget, Failure, PushBucket, PushReport, SyncError, TargetError
 from fsdp2x.rl.sync.wire import describe_wire, layout_digest, lies_in_ring, plan_wire
@@ -92,7 +92,7 @@ def connect(
     Pass the same arguments on every rank of ``group``, except the target if its class says so. It sends nothing, and no
     engine has to run. Each host needs memory for two buckets of full tensors, twice the largest one with ``deltas``,
     and the target's own memory. Over a process group, each rank with an engine needs that memory instead. It then also
-    needs the small parameters of a bucket and this rank's part of cast ones.
+    needs the small parameters of a bucket and those that are not cut along dim 0.
 
     Args:
         model: a module sharded by ``fully_shard``, or a part of one.
@@ -472,19 +472,23 @@ class Session:
         before = None
         found = Changes(self._plans, self._snapshot, self._group)
         for changes in found.of_buckets(self._plans, self._first_rings, self._own_rings):
-            if (ring := ring_for(changes, self._rings)) is not None:
-                fill_changes(changes, ring)
-                self._await_answer(before)
-                deltas = finish_changes(changes, ring)
-                self._count(changes.dense)
-                bucket = PushBucket(changes.dense.index, ())
-                if self._receives:
-                    bucket.deltas, bucket.file = deltas, ring.file
-            else:
-                deltas = gather_changes(changes, self._receives)
+            ring = ring_of(self._rings, changes.dense) if changes.sparse else None
+            deltas, bucket = (), None
+            if ring is not None:
+                packed = pack_changes(changes, ring)
+                if not changes.dense.families and packed.whole_bytes <= ring.num_bytes // 2:
+                    bucket = PushBucket(changes.dense.index, (), file=ring.file if self._receives else None)
+                else:
+                    ring = ring.apart(packed)
+                ring.fill([packed])
+                if bucket is not None:
+                    self._await_answer(before)
+                    self._count(changes.dense)
+                deltas = unpack_changes(changes, ring.finish([packed]))
+            if bucket is None:
                 self._fill(changes.dense)
                 bucket = self._gathered(changes.dense, before)
-                bucket.deltas = deltas
+            bucket.deltas = deltas
             self._count_changes(changes)
             yield bucket
             before = bucket

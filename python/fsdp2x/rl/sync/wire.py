@@ -100,8 +100,7 @@ def layout_digest(plans: list[BucketPlan]) -> str:
 
 def describe_wire(plans: list[BucketPlan], rings: dict, deltas: bool) -> WireLayout:
     """Returns the layout of ``plans``, whose rings are made with ``keep_files``."""
-    with_file = {id(ring): ring for ring in rings.values() if ring.file is not None}
-    files = tuple((ring.file, ring.num_bytes) for ring in with_file.values())
+    files = tuple((ring.file, ring.num_bytes) for ring in rings.values() if ring.file is not None)
     # Deltas take at most half of their tensors' bytes, plus alignment.
     spare = [
         sum(align_up(spec.num_bytes) + ALIGN_BYTES for spec in plan.specs)
@@ -113,6 +112,6 @@ def describe_wire(plans: list[BucketPlan], rings: dict, deltas: bool) -> WireLay
 
 def lies_in_ring(plan: BucketPlan, rings: dict) -> bool:
     """Returns whether a bucket is handed out in the memory that the ranks wrote to, mappable by other processes."""
-    if plan.alone or not all(family.is_renamed_only for family in plan.families):
+    if plan.alone or not plan.gathered or not all(family.is_renamed_only for family in plan.families):
         return False
-    return bool(plan.gathered) and ring_of(rings, plan).file is not None
+    return ring_of(rings, plan).file is not None
