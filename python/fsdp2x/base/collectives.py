@@ -184,10 +184,13 @@ def all_to_all(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Ten
 
 
 def wait(work, timeout: timedelta | None = None) -> bool:
-    """Waits for the result of a collective call. ``timeout`` replaces that of its process group."""
+    """Waits for the result of a collective call, or of several. ``timeout`` replaces that of its process group."""
     # Synchronous process groups (fake, threaded) return nothing to wait for.
     if work is not None and hasattr(work, "wait"):
         work.wait() if timeout is None else work.wait(timeout)
+    elif isinstance(work, list):
+        for one in work:
+            wait(one, timeout)
     return True
 
 

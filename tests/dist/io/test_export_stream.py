@@ -3,6 +3,7 @@
 And `full_tensors`, which gives them one by one, in memory of their own.
 """
 
+import contextlib
 import time
 from unittest import mock
 
@@ -89,12 +90,24 @@ def test_names_and_layout_of_the_files(ctx, name):
     assert all(names == everywhere[0] for names in everywhere)
 
 
+@pytest.mark.parametrize("over_gloo", [True, False])
+@pytest.mark.parametrize("direct_bytes", [150, 1 << 20])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @distributed(world_sizes=(3,))
-def test_ranks_may_decline_to_receive(ctx, transport):
+def test_ranks_may_decline_to_receive(ctx, transport, direct_bytes, over_gloo):
+    """By messages from rank to rank, and by the collectives of other backends."""
     expected = params(Stack())
     model = shard(ctx, Stack(), STACK_UNITS)
-    for receivers in ({0}, {1, 2}, set()):
+    patches = contextlib.ExitStack()
+    if transport == "process_group":
+        patches.enter_context(mock.patch("fsdp2x.io.export.rings._DIRECT_BYTES", direct_bytes))
+        patches.enter_context(mock.patch("fsdp2x.io.export.rings.Ring._is_over_gloo", over_gloo))
+    with patches:
+        decline(ctx, model, transport, expected)
+
+
+def decline(ctx, model, transport, expected):
+    for receivers in ({0}, {1, 2}, {0, 1, 2}, set()):
         options = {"names": "model", "bucket_bytes": 300, "transport": transport, "receive": ctx.rank in receivers}
         buckets = []
         got = {}

@@ -270,6 +270,10 @@ class Ring:
         memory = None if self._memory is None else self._memory.file
         return None if memory is None else memory.file
 
+    @property
+    def _is_over_gloo(self) -> bool:
+        return self.device.type == "cpu" and torch_private.is_gloo(self.group)
+
     def apart(self, entry: Entry) -> Ring:
         """Returns a ring of the same ranks with separate memory, for one bucket of ``entry``."""
         return Ring(self.group, self.device, _place([entry], self.world)[1], self.receivers, self._token)
@@ -305,7 +309,7 @@ class Ring:
         large = [pair for pair in pairs if self.world * pair[1].nbytes >= _DIRECT_BYTES]
         small = [pair for pair in pairs if self.world * pair[1].nbytes < _DIRECT_BYTES]
         with explained(self.group, _gather_of(entries)):
-            if self.device.type == "cpu" and torch_private.is_gloo(self.group):
+            if self._is_over_gloo:
                 self._works = [self._send(large)] if large else []
             else:
                 self._works = [self._gather(*pair) for pair in large]
@@ -328,14 +332,14 @@ class Ring:
         """Starts a gather of one chunk of each rank on the ranks that receive. Returns the work."""
         if chunks is not None and all(self.receivers):
             return all_gather(self.group, chunks, own)
-        if self.device.type == "cpu" and torch_private.is_gloo(self.group):
+        if self._is_over_gloo:
             return self._send([(chunks, own)])
-        work = None  # a group's works end in the order of their start
+        works = []
         for receiver in [rank for rank, wanted in enumerate(self.receivers) if wanted]:
             mine = list(chunks.chunk(self.world)) if chunks is not None and receiver == self.rank else None
             to = dist.get_global_rank(self.group, receiver)
-            work = dist.gather(own, mine, dst=to, group=self.group, async_op=True)
-        return work
+            works.append(dist.gather(own, mine, dst=to, group=self.group, async_op=True))
+        return works
 
     def _send(self, pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor]]) -> Exchange:
         """Starts to gather chunks over gloo from rank to rank, without the memory that its collectives take."""
@@ -355,8 +359,7 @@ class Ring:
         works, self._works = self._works, []
         staged, self._staged = self._staged, {}
         with explained(self.group, _gather_of(entries)):
-            for work in works:
-                wait(work)
+            wait(works)
         self._meet(_gather_of(entries), changed)
         self._num_finished += 1
         if self._memory is None or not self.receivers[self.rank]:
