@@ -58,7 +58,8 @@ class MemoryFile:
         weakref.finalize(self, os.close, self.file)
         if existing is None:
             os.ftruncate(self.file, self.num_bytes)
-        self.bytes = torch.frombuffer(mmap.mmap(self.file, self.num_bytes), dtype=torch.uint8)
+        with torch.inference_mode(False):
+            self.bytes = torch.frombuffer(mmap.mmap(self.file, self.num_bytes), dtype=torch.uint8)
 
 
 def collect_handed() -> None:

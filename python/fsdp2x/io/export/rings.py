@@ -188,8 +188,9 @@ def make_ring(
     if reason and transport == TransportKind.SHM:
         raise ValueError(f'transport="shm" is not possible: {reason}. Use transport="process_group".')
     token = b"" if known is None else known.peers[0].token
-    is_shared, file = bool(shared) and not reason, shared[0] if shared and not reason else None
-    # System memory without a file has large pages, so the first pass takes less time.
+    is_shared = bool(shared) and not reason
+    file = shared[0] if is_shared else None
+    # Otherwise memory without a file, whose pages are larger and sooner there.
     if file is None and keep_file and device.type == "cpu" and receivers[dist.get_rank(group)]:
         file = MemoryFile("fsdp2x-ring", num_bytes)
     return Ring(group, device, num_bytes, receivers, token, file, is_shared)
@@ -205,36 +206,37 @@ class RingMemory:
     def __init__(self, device: torch.device, num_bytes: int, file: MemoryFile | None, is_shared: bool) -> None:
         self.file, self._num_bytes, self._private = file, num_bytes, None
         self._handed: list[tuple[slice, list[tuple[torch.Tensor, int]]]] = []  # the last two buckets, with versions
-        with torch.inference_mode(False):
-            memory = torch.empty(num_bytes, dtype=torch.uint8, device=device) if file is None else file.bytes
-            self._written = self._shown = memory
-            if file is not None and is_shared:
-                access = mmap.PROT_READ | mmap.PROT_WRITE
-                self._private = mmap.mmap(file.file, num_bytes, mmap.MAP_PRIVATE, access)
-                self._shown = torch.frombuffer(self._private, dtype=torch.uint8)
+        if file is not None:
+            self._bytes = file.bytes
+        else:
+            with torch.inference_mode(False):
+                self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        if file is not None and is_shared:
+            access = mmap.PROT_READ | mmap.PROT_WRITE
+            self._private = mmap.mmap(file.file, num_bytes, mmap.MAP_PRIVATE, access)
 
     def _slice(self, index: int, num_bytes: int) -> slice:
         return slice(self._num_bytes - num_bytes, self._num_bytes) if index % 2 else slice(0, num_bytes)
 
     def written(self, index: int, num_bytes: int) -> torch.Tensor:
         """Returns the place of the ``index``-th bucket, to be written to."""
-        return self._written[self._slice(index, num_bytes)]
+        return self._bytes[self._slice(index, num_bytes)]
 
     def hand_out(self, index: int, entries: Sequence[Entry], world: int) -> list[torch.Tensor]:
         """Returns the full tensors of the ``index``-th bucket."""
         starts, num_bytes = _place(entries, world)
-        if self._private is not None:
-            for before, tensors in self._handed:
-                if any(tensor._version != version for tensor, version in tensors):
-                    # The user wrote to the tensors that were here. The private pages would hide what the ranks write.
-                    self._private.madvise(mmap.MADV_DONTNEED, before.start, before.stop - before.start)
-        where = self._slice(index, num_bytes)
+        where, private = self._slice(index, num_bytes), self._private
         with torch.inference_mode(False):
-            shown = self._shown[where]
+            shown = (self._bytes if private is None else torch.frombuffer(private, dtype=torch.uint8))[where]
             tensors = [
                 tensor_at(shown, start, one.whole_shape, one.dtype) for one, start in zip(entries, starts, strict=True)
             ]
-        self._handed = [*self._handed[-1:], (where, [(tensor, tensor._version) for tensor in tensors])]
+        if private is not None:
+            for before, handed in self._handed:
+                if any(tensor._version != version for tensor, version in handed):
+                    # The user wrote to the tensors that were here. The private pages would hide what the ranks write.
+                    private.madvise(mmap.MADV_DONTNEED, before.start, before.stop - before.start)
+            self._handed = [*self._handed[-1:], (where, [(tensor, tensor._version) for tensor in tensors])]
         return tensors
 
 
