@@ -43,7 +43,7 @@ def sharded(ctx, model: nn.Module, modes: dict[str, str], **options) -> nn.Modul
 
 
 def groups_of(model: nn.Module) -> list:
-    return [group for state in model._get_fsdp_state().as_root.tree for group in state.groups]
+    return [group for state in model._get_fsdp_state().shared.tree for group in state.groups]
 
 
 def modes_of(model: nn.Module) -> dict[str, str]:
