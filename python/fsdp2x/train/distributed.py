@@ -89,6 +89,17 @@ def open_world(device: str, timeout_s: float) -> World:
     )
 
 
+def idle_gpus(world: World) -> str:
+    """Returns a sentence if GPUs of this host are in no rank, else an empty text."""
+    num_gpus = torch.cuda.device_count() if world.device.type == "cuda" else 0
+    if world.local_size >= num_gpus:
+        return ""
+    return (
+        f"{world.local_size} of this host's {num_gpus} GPUs are in use; for all of them run "
+        f"torchrun --nproc_per_node={num_gpus} -m fsdp2x.train"
+    )
+
+
 def explain_emulation(dtype: torch.dtype, device: torch.device) -> str | None:
     """Returns a warning for a half precision that this CPU emulates without vector instructions, and slowly.
 

@@ -39,6 +39,7 @@ from fsdp2x.train.distributed import (
     any_rank,
     deterministic_algorithms,
     explain_emulation,
+    idle_gpus,
     open_world,
     sums_over_ranks,
 )
@@ -123,6 +124,8 @@ class Trainer:
         emulated = explain_emulation(computed, world.device)
         if world.is_main and emulated:
             logger.warning("%s", emulated)
+        if world.is_main and (idle := idle_gpus(world)):
+            logger.warning("%s", idle)
         if world.is_main and replaces_tokenizer(config.data.tokenizer, config.model.path):
             logger.warning(
                 "data.tokenizer=%s is not the tokenizer in model.path=%s; checkpoints and exports get the former",

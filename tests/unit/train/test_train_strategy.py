@@ -8,7 +8,7 @@ import torch
 
 from fsdp2x.train import ConfigError, parse_config
 from fsdp2x.train.config import ModelConfig, ParallelConfig, ScalerConfig, TrainSection
-from fsdp2x.train.distributed import choose_device, explain_emulation
+from fsdp2x.train.distributed import choose_device, explain_emulation, idle_gpus
 from fsdp2x.train.feeds import resolve_tiled_loss
 from fsdp2x.train.model import sharding
 from fsdp2x.train.strategy import (
@@ -125,6 +125,16 @@ def test_defaults_that_depend_on_other_settings(tmp_path, monkeypatch):
     assert computes_in() == torch.bfloat16 and computes_in("float16") is None and computes_in(device="cpu") is None
     assert computes_in(has_bfloat16=False) is None
     assert computes_in(wanted="auto", has_bfloat16=False) == torch.float16
+
+
+def test_gpus_in_no_rank_are_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+
+    def said(local_size, device="cuda"):
+        return idle_gpus(mock.Mock(local_size=local_size, device=torch.device(device)))
+
+    assert "1 of this host's 8 GPUs" in said(1) and "--nproc_per_node=8" in said(1)
+    assert said(8) == said(16) == said(2, "cpu") == ""
 
 
 def test_when_the_loss_is_scaled():
