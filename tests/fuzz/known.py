@@ -203,6 +203,13 @@ RULES = (
     ),
     Rule(
         STOCK,
+        frozenset({"sharded"}),
+        False,
+        "keeps the root gathered until finalize_backward",
+        lambda case: "unfinished" in case.got.taint and _stock_stays_gathered(case),
+    ),
+    Rule(
+        STOCK,
         STATES,
         False,
         "has an undefined state after an exception until reset_iter_state",
