@@ -111,7 +111,9 @@ def sleeps_change_nothing(ctx, transport: str, num: int) -> None:
         after = resources()
         if sleeper is not None:
             sleeper.stop()
-        assert {name: after[name] for name in ("files", "threads")} == {n: before[n] for n in ("files", "threads")}
+        assert after["files"] == before["files"], (before, after)
+        # A pool of torch may start its last thread now. One of each step would be twelve or more.
+        assert after["threads"] <= before["threads"] + 2, (before, after)
         assert after["mappings"] <= before["mappings"] + 4, (before, after)
         assert after["resident"] <= before["resident"] + 4096, (before, after)
         results.append([torch.cat(losses), params(model)])
