@@ -7,8 +7,8 @@ CUDA ?= AUTO
 WERROR ?= OFF
 # nproc obeys OMP_NUM_THREADS.
 JOBS ?= $(shell env -u OMP_NUM_THREADS nproc)
-# Processes of pytest: tests of ranks wait for most of their time, and two more fill the cores.
-WORKERS ?= $(shell expr $(JOBS) + 2)
+# Processes of pytest: tests of ranks wait for most of their time, and one more fills the cores.
+WORKERS ?= $(shell expr $(JOBS) + 1)
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 OFFLINE ?= OFF
