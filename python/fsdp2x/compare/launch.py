@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 import os
-import signal
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from fsdp2x.compare.judge import Run
+from fsdp2x.compare.ranks import first_failure, how_it_ended, last_lines, local_ranks
 from fsdp2x.compare.side import Request
 from fsdp2x.compare.trace import Key, RankTrace
 
@@ -63,36 +59,19 @@ class Launcher:
     def _start(self, side: Side, request: Request) -> list[RankTrace]:
         folder = Path(request.folder)
         (folder / "logs").mkdir(parents=True)
-        logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        shared |= {"WORLD_SIZE": str(self.num_ranks), "LOCAL_WORLD_SIZE": str(self.num_ranks)}
-        shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-        ranks = range(self.num_ranks)
         words = ("-m", "fsdp2x.compare.side", json.dumps(asdict(request)), *side.words)
-        with contextlib.ExitStack() as closing:
-            started = start_processes(
-                f"side {side.label}",
-                sys.executable,
-                dict.fromkeys(ranks, words),
-                {rank: shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks},
-                DefaultLogsSpecs(str(folder / "logs"), redirects=Std.ALL),
-            )
-            closing.callback(started.close, signal.SIGKILL)
-            closing.callback(started.close, signal.SIGTERM, timeout=_END_S)
+        logs = DefaultLogsSpecs(str(folder / "logs"), redirects=Std.ALL)
+        num_threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+        with local_ranks(f"side {side.label}", words, self.num_ranks, num_threads, logs, _END_S) as started:
             result = started.wait(timeout=self.timeout, period=0.1)
             why = f"took longer than {self.timeout:g} s. Raise --timeout, or lower --steps."
             if result is None or result.failures:
                 why = f"failed. {_describe(result.failures, started.stderrs)}" if result else why
                 raise SideFailedError(f"side {side.label} ({side}) {why}")
-        return [RankTrace.load(folder / f"trace-{rank}.pt") for rank in ranks]
+        return [RankTrace.load(folder / f"trace-{rank}.pt") for rank in range(self.num_ranks)]
 
 
 def _describe(failures: dict[int, Any], logs: Any) -> str:
     """Returns the error of the rank that failed first, with the last lines that it wrote."""
-    causes = [one for one in failures.values() if one.exitcode != -signal.SIGTERM] or list(failures.values())
-    first = min(causes, key=lambda one: one.timestamp)
-    text = Path(logs[first.local_rank] or os.devnull).read_text(errors="replace")
-    tail = "\n".join(text.splitlines()[-20:])
-    how = f"by {first.signal_name()}" if first.exitcode < 0 else f"with status {first.exitcode}"
-    return f"Rank {first.local_rank} ended {how}:\n{tail}"
+    first = first_failure(failures)
+    return f"Rank {first.local_rank} ended {how_it_ended(first)}:\n{last_lines(logs, first)}"

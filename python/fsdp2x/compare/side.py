@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import random
 import runpy
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fsdp2x.compare.engines import ENGINES
+from fsdp2x.compare.ranks import follow
 from fsdp2x.compare.recorder import Recorder, StepsDone
 from fsdp2x.compare.trace import Key
 
@@ -43,8 +42,7 @@ class Request:
 def main(argv: Sequence[str]) -> int:
     """Runs the script under a recorder and writes its trace. Exceptions go to the launcher."""
     request, words = Request.parse(argv[0]), list(argv[1:])
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the supervisor
-    if os.getppid() != request.supervisor:
+    if not follow(request.supervisor):
         return 1
     random.seed(0)
     torch.manual_seed(0)

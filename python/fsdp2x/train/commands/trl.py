@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import logging
 import os
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -83,31 +81,23 @@ def _choose_ranks(nproc: int | None, use_cpu: bool) -> tuple[int, int]:
 
 def _supervise(words: list[str], world: int, num_threads: int, output: Path) -> int:
     """Runs the ranks and returns the exit status. None of them outlives this call."""
-    import torch.distributed as dist
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std, start_processes
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    environment |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": str(num_threads)}
-    environments = {rank: environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)}
-    commands = {rank: ("-m", "fsdp2x", "trl", "--supervisor", os.getpid(), *words) for rank in range(world)}
-    with contextlib.ExitStack() as closing:
-        try:
+    from fsdp2x.compare.ranks import local_ranks
+
+    command = ["-m", "fsdp2x", "trl", "--supervisor", str(os.getpid()), *words]
+    try:
+        with contextlib.ExitStack() as closing:
             folder = tempfile.mkdtemp(prefix="fsdp2x-trl-")
             closing.callback(shutil.rmtree, folder, ignore_errors=True)
             # The other ranks repeat what the first one writes to the terminal.
             logs = DefaultLogsSpecs(folder, redirects=dict.fromkeys(range(1, world), Std.ALL))
-            ranks = start_processes("fsdp2x trl", sys.executable, commands, environments, logs)
-            closing.callback(ranks.close, signal.SIGKILL)
-            closing.callback(ranks.close, signal.SIGTERM, timeout=_SAVE_S)
+            ranks = closing.enter_context(local_ranks("fsdp2x trl", command, world, num_threads, logs, _SAVE_S))
             return _judge(ranks.wait(period=0.1), ranks.stderrs)
-        except SignalException as stop:
-            with contextlib.suppress(SignalException):  # a second one ends the wait
-                closing.close()
-            interrupt: Any = KeyboardInterrupt(f"{stop.sigval.name}: all ranks have ended. {_how_to_continue(output)}")
-            interrupt.number = stop.sigval
-            raise interrupt from None
+    except SignalException as stop:
+        interrupt: Any = KeyboardInterrupt(f"{stop.sigval.name}: all ranks have ended. {_how_to_continue(output)}")
+        interrupt.number = stop.sigval
+        raise interrupt from None
 
 
 def _how_to_continue(output: Path) -> str:
@@ -120,14 +110,12 @@ def _judge(result: Any, logs: Mapping[int, str]) -> int:
     """Reports the first failure once and returns the exit status. Raises ``ConfigError`` for a wrong argument."""
     if not result.failures:
         return 0
-    # torch ends the other ranks by SIGTERM. Errors that follow from a killed rank can come before torch sees its end.
-    causes = [one for one in result.failures.values() if one.exitcode != -signal.SIGTERM]
-    first = min(causes or result.failures.values(), key=lambda one: one.error_file_data.get("time", one.timestamp - 2))
+    from fsdp2x.compare.ranks import first_failure, how_it_ended, last_lines
+
+    first = first_failure(result.failures)
     what, text = "failed", first.message
     if "time" not in first.error_file_data:  # it could not report
-        what = f"ended by {first.signal_name()}" if first.exitcode < 0 else f"ended with status {first.exitcode}"
-        lines = Path(logs[first.local_rank] or os.devnull).read_text(errors="replace").splitlines()
-        text = "\n".join(lines[-20:])
+        what, text = f"ended {how_it_ended(first)}", last_lines(logs, first)
     elif first.exitcode == 2:
         raise ConfigError(text)
     sys.stderr.write(f"fsdp2x: error: rank {first.local_rank} {what}\n{text.rstrip()}\n")
