@@ -174,7 +174,8 @@ def named_offloads(
                 f"fully_shard: offload_policy names {name!r}, which {len(params)} modules of the list have. Pass one "
                 "policy for the list, or shard the modules by separate calls."
             )
-        if found.setdefault(params[0], read(policy)) != read(policy):
+        offload = read(policy)
+        if found.setdefault(params[0], offload) != offload:
             raise ValueError(
                 f"fully_shard: offload_policy gives {name!r} two policies, because it is tied to another name. Give "
                 "both names the same one."

@@ -356,6 +356,11 @@ class CheckpointConfig(Section):
     )
     folder: str | None = setting(None, "folder of the checkpoints; unset: checkpoints/ in logging.output", min_length=1)
 
+    @property
+    def saves(self) -> bool:
+        """Whether a training run saves at all."""
+        return self.save_last or self.save_every > 0
+
 
 class LoggingConfig(Section):
     output: str = setting("out/run", "folder of this run: metrics.jsonl, tensorboard/, checkpoints/", min_length=1)

@@ -37,7 +37,7 @@ from fsdp2x.train.config import ConfigError, ModelConfig, ParallelConfig, TrainC
 from fsdp2x.train.metrics import memory_bytes
 from fsdp2x.train.parse import refuse_unknown
 from fsdp2x.train.schedule import decay_groups
-from fsdp2x.train.strategy import MeshPlan, plan_expert_mesh, read_folder_config
+from fsdp2x.train.strategy import MeshPlan, plan_expert_mesh
 from fsdp2x.train.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,29 @@ OLDER_KEYS = {
     "num_labels",
     "tokenizer_class",
 }
+
+
+def with_defaults(config: TrainConfig, device_type: str) -> TrainConfig:
+    """Returns the config with values for settings that depend on others: model.dtype, model.load, data.held_out.
+
+    Raises:
+        ConfigError: `model.path` has no readable config.json.
+    """
+    model, data = config.model, config.data
+    unset: dict[str, Any] = {}
+    if model.dtype == "auto":
+        unset["dtype"] = "float32"
+        if config.lora.rank and model.path is not None and device_type == "cuda":
+            written = read_config(find_folder(model) / "config.json")
+            named = str(written.get("dtype") or written.get("torch_dtype")).removeprefix("torch.")
+            unset["dtype"] = "bfloat16" if named == "bfloat16" else "float32"
+    if model.load == "auto":
+        reads_rows = model.path is not None and config.parallel.expert_parallel == 1
+        unset["load"] = "rows" if reads_rows else "whole"
+    if data.held_out is None:
+        evaluates = config.train.eval_every or config.train.mode == "evaluate"
+        data = data.model_copy(update={"held_out": 0.05 if evaluates else 0.0})
+    return config.model_copy(update={"model": model.model_copy(update=unset), "data": data})
 
 
 def build_model(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> torch.nn.Module:
@@ -121,8 +144,12 @@ def _built_by_transformers(config: ModelConfig) -> AbstractContextManager[None]:
 
 def find_folder(config: ModelConfig) -> Path:
     """Returns the folder of `model.path`. Raises `ConfigError`."""
-    read_folder_config(config.path or "")
-    return Path(config.path or "").expanduser()
+    folder = Path(config.path or "").expanduser()
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.path: got {config.path!r}, expected a local directory with a config.json")
+    with reworded(ConfigError, "model.path", CheckpointError):
+        read_config(folder / "config.json")
+    return folder
 
 
 def check_folder(config: ModelConfig) -> Path:

@@ -16,14 +16,10 @@ over all ranks. A divisor of N in between is HSDP. `reshard_after_forward` may t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2x.api import read_config
-from fsdp2x.base.failures import CheckpointError, reworded
 from fsdp2x.train.config import (
     ConfigError,
     ModelConfig,
@@ -31,7 +27,6 @@ from fsdp2x.train.config import (
     ParallelConfig,
     ScalerConfig,
     SequenceRanks,
-    TrainConfig,
     TrainSection,
 )
 from fsdp2x.train.distributed import any_rank, explain_emulation
@@ -166,39 +161,6 @@ def _check_size(name: str, size: int | None, world_size: int) -> None:
 
 
 # ---- batches, steps, dtypes
-
-
-def with_defaults(config: TrainConfig, device_type: str) -> TrainConfig:
-    """Returns the config with values for settings that depend on others: model.dtype, model.load, data.held_out.
-
-    Raises:
-        ConfigError: `model.path` has no readable config.json.
-    """
-    model, data = config.model, config.data
-    unset: dict[str, Any] = {}
-    if model.dtype == "auto":
-        unset["dtype"] = "float32"
-        if config.lora.rank and model.path is not None and device_type == "cuda":
-            written = read_folder_config(model.path)
-            named = str(written.get("dtype") or written.get("torch_dtype")).removeprefix("torch.")
-            unset["dtype"] = "bfloat16" if named == "bfloat16" else "float32"
-    if model.load == "auto":
-        reads_rows = model.path is not None and config.parallel.expert_parallel == 1
-        unset["load"] = "rows" if reads_rows else "whole"
-    if data.held_out is None:
-        evaluates = config.train.eval_every or config.train.mode == "evaluate"
-        data = data.model_copy(update={"held_out": 0.05 if evaluates else 0.0})
-    return config.model_copy(update={"model": model.model_copy(update=unset), "data": data})
-
-
-def read_folder_config(path: str) -> dict[str, Any]:
-    """Returns the config.json of the folder in `model.path`. Raises `ConfigError`."""
-    file = Path(path).expanduser() / "config.json"
-    if not file.is_file():
-        raise ConfigError(f"model.path: got {path!r}, expected a local directory with a config.json")
-    with reworded(ConfigError, "model.path", CheckpointError):
-        return read_config(file)
-
 
 DEFAULT_BATCH_SIZE = 8
 

@@ -44,10 +44,9 @@ from fsdp2x.train.distributed import (
     sums_over_ranks,
 )
 from fsdp2x.train.metrics import Logger, memory_bytes, planned_bytes, shard_report
-from fsdp2x.train.model import make_model
+from fsdp2x.train.model import make_model, with_defaults
 from fsdp2x.train.parts import Inputs, Output, Steps
 from fsdp2x.train.resume import compare_runs, describe_run
-from fsdp2x.train.strategy import with_defaults
 from fsdp2x.train.tokenizer import replaces_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -196,8 +195,7 @@ class Trainer:
                 self._report_evaluation()
                 self._stops = any_rank(self._is_interrupted, self.world.device)
             due = config.checkpoint.save_every and self.step % config.checkpoint.save_every == 0
-            due = due or (self._saves_late and bool(config.checkpoint.save_last or config.checkpoint.save_every))
-            if (due or (last and config.checkpoint.save_last)) and last_saved != self.step:
+            if (due or self._saves_late or (last and config.checkpoint.save_last)) and last_saved != self.step:
                 self.save()
                 last_saved = self.step
                 self._stops = self._stops or not last and any_rank(self._is_interrupted, self.world.device)
@@ -223,7 +221,7 @@ class Trainer:
         )  # fmt: skip
 
     def _next_command(self, last_saved: int | None) -> str:
-        if last_saved is None and not self.config.checkpoint.save_last:
+        if last_saved is None:
             return ""
         merge = " --merge" if self.config.lora.rank else ""
         return f". Next: fsdp2x export {self.inputs.folder.checkpoints} MODEL{merge}"
@@ -253,7 +251,7 @@ class Trainer:
     def _end_early(self, last_saved: int | None) -> None:
         """Ends a run that can be resumed, and says how."""
         keep = self.config.checkpoint
-        if (keep.save_last or keep.save_every) and last_saved != self.step:
+        if keep.saves and last_saved != self.step:
             self.save()
             last_saved = self.step
         checkpoint.wait(self.model)
@@ -323,8 +321,8 @@ class Trainer:
 
         It also shares whether a rank was interrupted, and whether a save is late by rank 0's clock.
         """
-        minutes = self.config.checkpoint.save_minutes
-        is_late = self.world.is_main and 0 < minutes * 60 <= time.perf_counter() - self._saved_at
+        settings, waited = self.config.checkpoint, time.perf_counter() - self._saved_at
+        is_late = self.world.is_main and settings.saves and 0 < settings.save_minutes * 60 <= waited
         sums = [loss, 1.0, float(self._is_interrupted), float(is_late)]
         total, ranks, num_interrupted, num_late = sums_over_ranks(sums, self.world.device)
         self._stops, self._saves_late = num_interrupted > 0, num_late > 0

@@ -10,14 +10,13 @@ from fsdp2x.train import ConfigError, parse_config
 from fsdp2x.train.config import ModelConfig, ParallelConfig, ScalerConfig, TrainSection
 from fsdp2x.train.distributed import choose_device, explain_emulation, idle_gpus
 from fsdp2x.train.feeds import resolve_tiled_loss
-from fsdp2x.train.model import sharding
+from fsdp2x.train.model import sharding, with_defaults
 from fsdp2x.train.strategy import (
     plan_mesh,
     resolve_batching,
     resolve_param_dtype,
     resolve_scaling,
     resolve_steps,
-    with_defaults,
 )
 from models import build
 

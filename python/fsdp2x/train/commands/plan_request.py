@@ -37,8 +37,8 @@ from fsdp2x.memory import MemoryReport, PlanRequest
 from fsdp2x.train import ConfigError, TrainConfig
 from fsdp2x.train.config import SequenceRanks
 from fsdp2x.train.config_file import ConfigFile, parse_config
-from fsdp2x.train.model import build_on_meta, offload_mode, prepare, unit_policy
-from fsdp2x.train.strategy import plan_mesh, resolve_batching, usual_node, with_defaults
+from fsdp2x.train.model import build_on_meta, offload_mode, prepare, unit_policy, with_defaults
+from fsdp2x.train.strategy import plan_mesh, resolve_batching, usual_node
 from fsdp2x.train.tokenizer import choose_tokenizer, make_tokenizer
 
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
