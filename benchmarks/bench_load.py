@@ -74,14 +74,19 @@ def load(way: str, folder: str):
         return cls.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=dist.get_world_size()))
     rank = dist.get_rank()
     if way == "rank 0 broadcast":
+        from accelerate import init_empty_weights
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
         state = cls.from_pretrained(folder).state_dict() if rank == 0 else {}
-        with torch.device("meta"):
+        with init_empty_weights():
             model = cls.from_config(transformers.AutoConfig.from_pretrained(folder))
+        # The files have no rotary frequencies, and to_empty leaves in buffers what the memory held.
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         shard_stock(model)
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         model.to_empty(device="cpu")
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
         set_model_state_dict(model, state, options=options)
         return model
     return load_with_accelerate(cls, folder)
@@ -173,26 +178,28 @@ def sample(way: str, folder: str) -> None:
     read = _read_bytes() - read
     mine = {"seconds": seconds, "peak_bytes": memory.private, "mapped_bytes": memory.mapped, "read_bytes": read}
     start = time.perf_counter()
-    step(model)
+    loss = step(model)
     dist.barrier()
     mine["first_step_seconds"] = time.perf_counter() - start
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    # The same bits everywhere: one weight tells, because the learning rate is 0.
+    # The same bits everywhere: the loss tells of all weights and buffers, and the learning rate is 0.
     weight = model.get_parameter("model.layers.0.mlp.down_proj.weight")
-    check = float(weight.full_tensor().double().square().sum())
+    check = [loss, float(weight.full_tensor().double().square().sum())]
     if rank == 0:
         worst = {key: max(one[key] for one in everyone) for key in mine}
         print("SAMPLE " + json.dumps({**worst, "check": check}), flush=True)
     dist.destroy_process_group()
 
 
-def step(model: torch.nn.Module) -> None:
-    """One training step that changes no value."""
+def step(model: torch.nn.Module) -> float:
+    """One training step that changes no value. Returns its loss."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     ids = torch.arange(128).view(1, -1)
-    model(input_ids=ids, labels=ids).loss.backward()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
     optimizer.step()
+    return loss.item()
 
 
 def drop_from_cache(folder: Path) -> None:
@@ -217,9 +224,9 @@ def run_samples(folder: Path, repeats: int, cold: bool, ways: list[str]) -> dict
             if done.returncode or not lines:
                 raise RuntimeError(f"{way} failed:\n{done.stderr[-3000:]}")
             found[way].append(json.loads(lines[0].removeprefix("SAMPLE ")))
-    checks = {one["check"] for samples in found.values() for one in samples}
-    if len(checks) != 1:
-        raise RuntimeError(f"the ways loaded different values: {checks}")
+    checks = {way: [one.pop("check") for one in samples] for way, samples in found.items()}
+    if any(check != checks[ways[0]][0] for samples in checks.values() for check in samples):
+        raise RuntimeError(f"the ways loaded different values (loss, squares of a weight): {checks}")
     return found
 
 
