@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -15,8 +14,6 @@ from harness.context import Body
 from harness.pool import RankPool, report
 
 TIMEOUT_S = 40.0
-# gloo's threads for the programs' meshes and groups never end, so a pool with this many threads is replaced.
-MAX_THREADS = 100
 
 
 class Ranks:
@@ -43,11 +40,11 @@ class Ranks:
         if self._pool is None:
             self._pool = RankPool(self.world)
         outcomes = self._pool.run(body, "fsdp2x", {}, arguments, {}, TIMEOUT_S)
-        if self._pool.broken:
+        is_broken = self._pool.broken
+        if self._pool.is_spent:
             self.close()
+        if is_broken:
             return report("the ranks did not end together", outcomes)
-        if len(os.listdir(f"/proc/{self._pool.pids[0]}/task")) > MAX_THREADS:
-            self.close()
         return [one.value for one in outcomes]
 
     def close(self) -> None:

@@ -25,6 +25,8 @@ from harness.context import Body
 # After the first rank has failed, the others get this long to notice. Then the parent stops them.
 GRACE_S = 5.0
 START_TIMEOUT_S = 90.0
+# Each gloo group of a mesh has a thread that wakes up a hundred times a second for as long as its process lives.
+_MAX_THREADS = 60
 # A report shows this many lines from the beginning of a long log, where a crash names itself, and from its end.
 _LOG_LINES = 40
 # The fork server ignores modules that are not installed.
@@ -83,7 +85,10 @@ def fork(target: Callable, arguments: tuple, name: str) -> BaseProcess:
 
 
 class RankPool:
-    """`world` processes in one gloo group. A pool that saw anything but success is broken and must be closed."""
+    """`world` processes in one gloo group. A pool that `is_spent` must be closed.
+
+    It is spent if it saw anything but success, or if its bodies left many threads.
+    """
 
     def __init__(self, world: int):
         import torch.distributed as dist
@@ -110,6 +115,10 @@ class RankPool:
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
+
+    @property
+    def is_spent(self) -> bool:
+        return self.broken or len(os.listdir(f"/proc/{self.pids[0]}/task")) > _MAX_THREADS
 
     def run(
         self,

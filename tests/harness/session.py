@@ -54,7 +54,7 @@ class Session:
             pool.broken = True
             raise
         finally:
-            if fresh or pool.broken:
+            if fresh or pool.is_spent:
                 self._retire(pool)
 
     def _pool(self, world: int) -> RankPool:
