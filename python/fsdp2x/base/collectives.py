@@ -276,14 +276,18 @@ def explain_collective(group: dist.ProcessGroup | None, error: BaseException, wh
     ``what`` is the operation, with its unit if it has one. Errors that do not come from the backend get a note and are
     returned. Ranks are those of the default group.
     """
+    where, known = f"{_place_in(group)} was in the {what}", introduced()
     if isinstance(error, Diverged):
-        return error
-    where = f"{_place_in(group)} was in the {what}"
-    if not isinstance(error, RuntimeError) or isinstance(error, NotImplementedError):
+        # A peer may have left because a rank has ended with which only the peer shares a group.
+        ended = name_ended(known, wait_s=0)
+        if not ended:
+            return error
+    elif not isinstance(error, RuntimeError) or isinstance(error, NotImplementedError):
         error.add_note(f"fsdp2x: {where}")
         return error
-    known = introduced()
-    if ended := name_ended(known):
+    else:
+        ended = name_ended(known)
+    if ended:
         said = f"{ended} ended meanwhile. Its own output says why. Restart all ranks."
     else:
         here = own_host()

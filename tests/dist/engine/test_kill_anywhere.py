@@ -188,7 +188,7 @@ def test_a_rank_is_killed_while_it_sends(world):
 
 
 KINDS = (
-    ("plain", "in place", "three", "kept", "accumulating"),
+    ("plain", "kept", "replicas", "smaller after forward", "accumulating", "three", "in place"),
     ("shared memory", "shared by three", "shared replicas"),
 )
 
