@@ -321,8 +321,9 @@ def _own_rng(
     path: Path, parts: Mapping[str, Any], manifest: Mapping[str, Any], rank: int, device: torch.device
 ) -> dict[str, Any] | None:
     """Compares the small parts with the manifest. Returns the random generators of this rank if it was there."""
-    if parts.get("step") != manifest["step"]:
-        raise CorruptFile(f"{path}: damaged, its parts are of step {parts.get('step')}, not {manifest['step']}")
+    step = parts.get("step")
+    if not isinstance(step, int) or step != manifest["step"]:
+        raise CorruptFile(f"{path}: damaged, its parts are of step {step}, not {manifest['step']}")
     for name in ("rng", *({"data_of_ranks"} & parts.keys())):
         found = parts.get(name)
         if not isinstance(found, list) or len(found) != manifest["world_size"]:
