@@ -62,10 +62,10 @@ void bind_planned_steps(py::module_& m) {
            }),
            py::arg("kind"), py::arg("unit"), py::arg("group"), py::arg("has_node"), py::arg("bytes") = 0);
   py::class_<PlannedBackward>(m, "PlannedBackward")
-      .def(py::init([](bool syncs, size_t num) {
-             return PlannedBackward{syncs, num};
+      .def(py::init([](bool syncs, size_t num, bool all_reduces) {
+             return PlannedBackward{syncs, num, all_reduces};
            }),
-           py::arg("syncs"), py::arg("num"));
+           py::arg("syncs"), py::arg("num"), py::arg("all_reduces") = true);
   py::enum_<PlannedSteps::TransportKind>(m, "PlannedTransport")
       .value("shared_memory", PlannedSteps::TransportKind::shared_memory)
       .value("process_group", PlannedSteps::TransportKind::process_group)

@@ -90,7 +90,7 @@ void MemoryEffects::begin_reduce(ScheduledGroup& scheduled, ForwardCounts /*forw
   if (state.transport->packs_into_pool(group)) take_pool(group);
   const size_t gradient_bytes = std::exchange(state.holds_gradients, false) ? group.bytes.gradient : 0;
   if (!state.transport->begin_reduce(group, gradient_bytes)) whole_.give_back(gradient_bytes);  // packed
-  if (group.bytes.reduces_in_place) take_pool(group);
+  if (group.bytes.reduces_in_place && !state.transport->keeps_partial()) take_pool(group);
   state.transport->take_rows(group);
 }
 
@@ -99,8 +99,9 @@ Reduced MemoryEffects::finish_reduce(ScheduledGroup& scheduled, bool flush) {
   PlannedGroup& group = of(scheduled);
   const PerGroup& state = state_of(group);
   if (!flush && state.posted_at_end && state.transport->is_shared()) return Reduced::later;
-  take_pool(group);
   state.transport->finish_reduce(group);
+  if (state.transport->keeps_partial()) return Reduced::kept;
+  take_pool(group);
   return Reduced::rows;
 }
 
@@ -165,6 +166,7 @@ std::vector<PlannedSteps::Moved> PlannedSteps::run(const std::vector<PlannedEven
   for (int step = 0; step < kMaxSteps; ++step) {
     moved.clear();
     for (const PlannedBackward& backward : backwards) {
+      effects_.set_all_reduces(backward.all_reduces);
       run_forward(events);
       run_backward(events, backward.syncs);
       moved.push_back({backward.num, effects_.take_gathers(), effects_.take_reductions()});

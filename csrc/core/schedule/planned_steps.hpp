@@ -46,6 +46,7 @@ struct PlannedEvent {
 struct PlannedBackward {
   bool syncs = true;
   size_t num = 1;
+  bool all_reduces = true;  // over replicas, if it syncs
 };
 
 class MemoryEffects final : public Effects {
@@ -73,6 +74,10 @@ class MemoryEffects final : public Effects {
   void note_gradients(const PlannedGroup& group) { state_of(group).transport->note_gradients(group); }
   // Drops the gradients of the step.
   void drop_gradients();
+  // Sets whether reductions end with the all-reduce over replicas.
+  void set_all_reduces(bool all_reduces) {
+    for (const PerGroup& state : groups_) state.transport->set_all_reduces(all_reduces);
+  }
 
   bool inside_backward() const override { return in_backward_; }
   bool backward_is_alive() const override { return in_backward_; }

@@ -158,7 +158,9 @@ bool DeviceTransportMemory::pack_pending(const PlannedGroup& group) {
 }
 
 bool DeviceTransportMemory::ends_in_pool(const PlannedGroup& group) const {
-  return group.bytes.reduces_in_place && !summed_.contains(group.number);
+  const auto found = held_.find(group.number);
+  const bool has_partial = found != held_.end() && found->second.partial >= 0;
+  return group.bytes.reduces_in_place && !keeps_partial() && !has_partial && !summed_.contains(group.number);
 }
 
 bool DeviceTransportMemory::packs_into_pool(const PlannedGroup& group) const {
@@ -211,7 +213,11 @@ bool DeviceTransportMemory::begin_reduce(const PlannedGroup& group, size_t gradi
 
 void DeviceTransportMemory::take_rows(const PlannedGroup& group) {
   Held& held = held_[group.number];
-  if (world_ > 1 && !ends_in_pool(group)) held.rows = acquire(pools_.segments, group.bytes.reduce_segment);
+  if ((world_ > 1 && !ends_in_pool(group)) || keeps_partial()) {
+    held.rows = acquire(pools_.segments, group.bytes.reduce_segment);
+  }
+  if (const int partial = std::exchange(held.partial, -1); partial >= 0) queue_.add_segment(held.number, partial);
+  if (keeps_partial()) held.partial = std::exchange(held.rows, -1);
   if (group.bytes.coded_reduce != 0) {  // sent and received codes
     queue_.add_segment(held.number, acquire(pools_.segments, 2 * group.bytes.coded_reduce * world_));
   }

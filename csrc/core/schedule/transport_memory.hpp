@@ -96,6 +96,9 @@ class TransportMemory {
   virtual void finish_download(const PlannedGroup& /*group*/) {}
   virtual size_t max_downloads() const { return 1; }
   virtual void end_backward() {}
+  virtual void set_all_reduces(bool /*all_reduces*/) {}
+  // Returns whether it keeps the rows of a reduction until another backward all-reduces them.
+  virtual bool keeps_partial() const { return false; }
   // Makes reductions add to the contents of the gradient pool, until forget_gradients.
   virtual void note_gradients(const PlannedGroup& /*group*/) {}
   virtual void forget_gradients() {}
@@ -196,7 +199,11 @@ class DeviceTransportMemory final : public TransportMemory {
   void finish_download(const PlannedGroup& group) override;
   size_t max_downloads() const override { return queue_.max_buffers(); }
   void end_backward() override { retire(0); }
-  void note_gradients(const PlannedGroup& group) override { summed_.insert(group.number); }
+  void set_all_reduces(bool all_reduces) override { all_reduces_ = all_reduces; }
+  bool keeps_partial() const override { return replicas_ > 1 && !all_reduces_; }
+  void note_gradients(const PlannedGroup& group) override {
+    if (!keeps_partial()) summed_.insert(group.number);
+  }
   void forget_gradients() override { summed_.clear(); }
   size_t gather_slot_bytes() const override { return slots_.standing_bytes(); }
   size_t peak_gather_bytes() const override { return slots_.peak_owned_bytes(); }
@@ -211,6 +218,7 @@ class DeviceTransportMemory final : public TransportMemory {
     int slot = -1, upload = -1, staging = -1;
     int packed = -1;      // a buffer with gradients from backwards without gradient sync
     int rows = -1;        // a segment of a reduction that is not finished
+    int partial = -1;     // a segment with rows that wait for an all-reduce
     uint64_t number = 0;  // of its last reduction
     bool is_resident = false;
     size_t landing = 0;  // of the host's block for rows on their way
@@ -229,6 +237,7 @@ class DeviceTransportMemory final : public TransportMemory {
   bool ends_in_pool(const PlannedGroup& group) const;
 
   size_t world_, replicas_;
+  bool all_reduces_ = true;
   MemoryTally& whole_;
   MemoryTally tally_;
   BufferLedger slots_, residents_;

@@ -255,7 +255,8 @@ def report_of(
     ranks = groups[0].ranks if groups else None
     offloaded = [group for group in groups if group.offloads]
     in_pools = sum(group.shard_pool_bytes + group.gradient_pool_bytes for group in offloaded)
-    replicated = [group for group in groups if group.ranks.replicas > 1 and group.is_trainable]
+    # On a device, rows that wait for the all-reduce are segments of the transport.
+    replicated = [g for g in groups if g.ranks.replicas > 1 and g.is_trainable and not g.ranks.has_streams]
 
     def total(name: str) -> int:
         return sum(tree.held(name) for tree in planned)

@@ -77,8 +77,8 @@ class MicroBatches:
     def backwards(self) -> list[_C.PlannedBackward]:
         """Returns the first backward, those between, and the last: whether it reduces, and how many are like it."""
         syncs = self.before_last != "nothing"
-        before = [(syncs, 1)] * (self.num > 1) + [(syncs, self.num - 2)] * (self.num > 2)
-        return [_C.PlannedBackward(*one) for one in [*before, (True, 1)]]
+        before = [num for num in (1, self.num - 2) if self.num > 1 and num]
+        return [*(_C.PlannedBackward(syncs, num, all_reduces=False) for num in before), _C.PlannedBackward(True, 1)]
 
 
 class PlannedTree:
