@@ -189,7 +189,8 @@ def grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
         grad = found[name] = param.grad
         if isinstance(param, DTensor) and grad is not None:
             assert isinstance(grad, DTensor) and grad.placements == param.placements, name
-            assert grad.dtype == param.dtype and grad.to_local().shape == param.to_local().shape, name
+            assert grad.dtype == (getattr(param, "grad_dtype", None) or param.dtype), name
+            assert grad.to_local().shape == param.to_local().shape, name
     return full(found)
 
 
