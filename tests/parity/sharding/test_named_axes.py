@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections import OrderedDict
 from random import Random
 
 import pytest
@@ -14,7 +15,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import fsdp2x
 from harness import distributed
-from reference import TRANSPORTS, both_transports, full, grads, only_fsdp2x, params, same, shard, shard_stock
+from memory import POLICIES
+from reference import (
+    TORCH_MINOR,
+    TRANSPORTS,
+    both_transports,
+    full,
+    grads,
+    only_fsdp2x,
+    params,
+    same,
+    shard,
+    shard_stock,
+)
 
 pytestmark = pytest.mark.skipif(not hasattr(stock, "DataParallelMeshDims"), reason="torch 2.11 has no dp_mesh_dims")
 AXES = ("first", "second", "third")
@@ -194,6 +207,57 @@ def test_unused_experts(ctx, transport):
         results.append(grads(model))
         same(results[-1], grads(twin), f"gradients, zeros: {zeros}")
     assert results[0]["unused"].count_nonzero() == 0 and results[1]["unused"] is None
+
+
+class Mixture(nn.Module):
+    """A dense layer, and experts of which each rank of the expert mesh has some."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        torch.manual_seed(3)
+        self.dense = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.Parameter(distribute_tensor(torch.randn(4, WIDTH, 6), mesh, [Shard(0)]))
+
+    def forward(self, x):
+        return torch.einsum("tw,ewh->teh", self.dense(x), self.experts.to_local()).square().mean()
+
+
+@pytest.mark.skipif(TORCH_MINOR < 15, reason="no ShardPlacementResult before torch 2.15")
+@distributed(world_sizes=(4,))
+@both_transports
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_experts_with_a_mesh_of_their_own(ctx, transport, dim, policy):
+    """In one unit with dense parameters on another mesh, as torchtitan places them."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+    dense = mesh_of((4,), ("dense",))
+    sparse = mesh_of((2, 2), ("efsdp", "ep"))
+    infos = {True: FSDPMeshInfo(sparse["efsdp"], shard_mesh_dim=0), False: FSDPMeshInfo(dense, shard_mesh_dim=0)}
+
+    def place(param):
+        cut = dim if param.ndim == 3 else 0
+        return ShardPlacementResult(placement=Shard(cut), mesh_info=infos[param.ndim == 3])
+
+    def run(apply, **options):
+        model = nn.Sequential(OrderedDict(mixture=Mixture(sparse["ep"])))
+        options |= {"mesh": dense, "shard_placement_fn": place, "mp_policy": POLICIES[policy]}
+        model = apply(model, ["mixture"], **options)
+        for module in (model, model.mixture):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        found = [layout(model)]
+        for step in range(3):
+            loss = model(torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(10 * step + ctx.rank)))
+            loss.backward()
+            found.append([loss.detach(), grads(model)])
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*found, params(model)]
+
+    exact = {"rtol": 2e-2, "atol": 2e-3} if policy == "bf16" else {"rtol": 1e-5, "atol": 1e-7}
+    same(run(functools.partial(shard, ctx), transport=transport), run(shard_stock), **exact)
 
 
 MISTAKES = {
