@@ -36,15 +36,6 @@ def refused(function, *errors):
 
 
 @distributed(world_sizes=(1,))
-def test_already_sharded(ctx):
-    model = shard(ctx, Stack(), STACK_UNITS)
-    for module in (model, model.blocks[0]):
-        message = refused(lambda module=module: fsdp2x.fully_shard(module), AssertionError)
-        assert "can only be applied to a module once" in message
-    assert model(inputs(0)).shape == (4, 3)  # the refusals changed nothing
-
-
-@distributed(world_sizes=(1,))
 def test_a_refused_call_leaves_the_module_as_it_was(ctx):
     model = Stack()
     before = dict(model.named_parameters())

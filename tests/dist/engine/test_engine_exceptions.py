@@ -28,24 +28,6 @@ def stats(model):
 
 
 @distributed(world_sizes=(2,))
-@both_transports
-def test_a_steady_step_takes_no_memory(ctx, transport):
-    """With zero_grad(set_to_none) and without: blocks, slots, scratches, staging and windows are reused. Over gloo they
-    go back to the allocator instead, and what is needed at once stays the same."""
-    model = shard(ctx, Stack(), STACK_UNITS, transport=transport)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    seen = []
-    for number in range(6):
-        step(ctx, model, number)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=number % 2 == 0)
-        found = stats(model)
-        kept = ("gradient_block_allocations", "transport_allocations") if transport == "shm" else ()
-        seen.append([found[name] for name in ("scratch_bytes", "gather_slot_bytes", *kept)])
-    assert all(one == seen[2] for one in seen[2:]), seen
-
-
-@distributed(world_sizes=(2,))
 def test_the_interpreter_is_entered_for_parameter_stores_only(ctx):
     """Counted by the engine over steady steps; without user hooks nothing else may cross."""
     model = shard(ctx, Stack(), STACK_UNITS, transport="shm")

@@ -13,7 +13,6 @@ from reference import (
     and_streams,
     both_transports,
     changes,
-    full,
     grads,
     mean_of_ranks,
     params,
@@ -138,36 +137,3 @@ def test_bf16_parameters_reduce_in_fp32_as_stock(ctx, transport):
             each(**models.batch("qwen3", 10 * step + ctx.rank)).loss.backward()
             results.append(grads(each))
         same(results[1], results[0], f"gradients after {step + 1} backwards")
-
-
-@distributed(world_sizes=(2,))
-@and_streams
-def test_lora_trains_only_the_adapters(ctx, transport):
-    pytest.importorskip("peft")
-    skip_transport(ctx, transport)
-    model = models.tiny_lora()
-    twin = shard_stock(copy.deepcopy(model), plan_units(model))
-    ours = shard_auto(ctx, model, transport=transport)
-    before = params(ours)
-    results = [train(each, adamw(each), "llama", ctx.rank, 4) for each in (twin, ours)]
-    same(results[1], results[0], "loss")
-    for name, param in ours.named_parameters():
-        assert torch.equal(full(param), before[name]) != param.requires_grad, name
-    assert changes(results[0])
-
-
-@distributed(world_sizes=(2,))
-@and_streams
-def test_vision_language_model_with_text_only(ctx, transport):
-    """The vision tower runs on no rank: its units are never gathered and get no gradient."""
-    skip_transport(ctx, transport)
-    model = models.tiny_vlm()
-    twin = shard_stock(copy.deepcopy(model), plan_units(model))
-    ours = shard_auto(ctx, model, transport=transport)
-    results = []
-    for each in (twin, ours):
-        loss = each(**models.batch("qwen3", ctx.rank)).loss
-        loss.backward()
-        results.append([loss.detach(), grads(each)])
-    same(results[1], results[0])
-    assert all((grad is None) == ("visual" in name) for name, grad in results[0][1].items())
