@@ -86,7 +86,6 @@ void MemoryEffects::begin_reduce(ScheduledGroup& scheduled, ForwardCounts /*forw
   PlannedGroup& group = of(scheduled);
   PerGroup& state = state_of(group);
   reductions_.push_back(group.number);
-  state.posted_at_end = is_ending_;
   if (state.transport->packs_into_pool(group)) take_pool(group);
   const size_t gradient_bytes = std::exchange(state.holds_gradients, false) ? group.bytes.gradient : 0;
   if (!state.transport->begin_reduce(group, gradient_bytes)) whole_.give_back(gradient_bytes);  // packed
@@ -94,11 +93,12 @@ void MemoryEffects::begin_reduce(ScheduledGroup& scheduled, ForwardCounts /*forw
   state.transport->take_rows(group);
 }
 
-// Assumes the worst case of ranks that share memory: groups that are posted at the end of a backward wait for peers.
+// Assumes the worst case of ranks that share memory: at the end of a backward, peers may be elsewhere, so that nothing
+// waits for them and no group gives its memory back before all are posted.
 Reduced MemoryEffects::finish_reduce(ScheduledGroup& scheduled, bool flush) {
   PlannedGroup& group = of(scheduled);
   const PerGroup& state = state_of(group);
-  if (!flush && state.posted_at_end && state.transport->is_shared()) return Reduced::later;
+  if (!flush && is_ending_ && state.transport->is_shared()) return Reduced::later;
   state.transport->finish_reduce(group);
   if (state.transport->keeps_partial()) return Reduced::kept;
   take_pool(group);

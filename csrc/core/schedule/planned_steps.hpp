@@ -113,7 +113,6 @@ class MemoryEffects final : public Effects {
     PlannedGroup* smaller = nullptr;
     bool holds_gradients = false;  // of autograd
     bool has_pool = false;         // of gradients
-    bool posted_at_end = false;
   };
   PerGroup& state_of(const ScheduledGroup& group) { return groups_[static_cast<const PlannedGroup&>(group).number]; }
   const PerGroup& state_of(const ScheduledGroup& group) const {

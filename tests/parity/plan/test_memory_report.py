@@ -2,10 +2,12 @@
 
 import copy
 import math
+import mmap
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -293,3 +295,12 @@ def test_gathers_in_place_over_gloo(ctx, policy, setting):
         if setting == "wire format":
             model.set_wire_dtype(weights="int8")
         check(model, lambda one: one(torch.randn(2, 32)).float().square().mean().backward())
+
+
+@distributed(world_sizes=(2,), only_fsdp2x=True)
+def test_scratches_that_peers_may_still_read_at_the_end_of_a_backward(ctx):
+    """The frozen unit posts its empty reduction behind two others, and peers are elsewhere then."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)))
+    for module, reshard in ((model[0], False), (model[1][1], True), (model[1], True), (model, True)):
+        fsdp2x.fully_shard(module, reshard_after_forward=reshard, transport="shm", auto_wrap=False)
+    assert fsdp2x.memory_report(model, micro_batches=2).scratch_bytes == 3 * mmap.PAGESIZE
