@@ -1,7 +1,7 @@
 """Finds out what one GPU allows: memory of another process by CUDA IPC, MPS, and two ranks of NCCL.
 
-Writes probe.json to the folder FSDP2X_OUT. Without a GPU, shared memory and gloo stand in. NCCL takes two ranks on one
-GPU since 2.30. To try another NCCL than torch's, set LD_PRELOAD to its library.
+Writes to probe.json in the folder FSDP2X_OUT why each is impossible, or "". Without a GPU, shared memory and gloo stand
+in. NCCL takes two ranks on one GPU since 2.30. To try another NCCL than torch's, set LD_PRELOAD to its library.
 """
 
 import json
@@ -81,7 +81,7 @@ def main() -> None:
     for what, why in failures.items():
         print(f"{DEVICE} can run {what}: {'yes' if not why else 'no, ' + why}")
     path = Path(os.environ.get("FSDP2X_OUT", ".")) / "probe.json"
-    path.write_text(json.dumps({what: not why for what, why in failures.items()}, indent=1) + "\n")
+    path.write_text(json.dumps(failures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

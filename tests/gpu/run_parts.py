@@ -79,11 +79,14 @@ def parts_of(which: str, num_ranks: int, dry_run: bool, folder: Path) -> list[Pa
     # One process does not keep the device or the cores busy. Memory measurements need the device alone.
     at_once = ["-n", "12"] if importlib.util.find_spec("xdist") and not dry_run else []
     measure_memory = ["test_overlap.py", "test_gpu_memory.py", "test_gpu_offload.py", "test_launch_counts.py"]
-    others = sorted(one.name for one in gpu.glob("test_*.py") if one.name not in measure_memory)
+    alone = [*measure_memory, "test_shared_device.py"]
+    others = sorted(one.name for one in gpu.glob("test_*.py") if one.name not in alone)
     if which == "second":
         shared = {"FSDP2X_RANKS_SHARE_GPU": "1", **TWO_RANKS}
         chosen = ("test_many_gpus.py", "-k", "stocks or captured")
+        late = tests("late collectives", 90, "test_shared_device.py", full=dry_run)
         return [
+            replace(late, needs="memory of another process"),
             tests("tests", 150, "kernels", *others, *at_once),
             tests("memory tests", 90, *measure_memory),
             replace(tests("two ranks", 80, *chosen, **shared), needs="two ranks on one device"),
@@ -111,13 +114,13 @@ def parts_of(which: str, num_ranks: int, dry_run: bool, folder: Path) -> list[Pa
     ]
 
 
-def run(part: Part, seconds: float, log: Path, probed: dict[str, bool]) -> tuple[str, float]:
+def run(part: Part, seconds: float, log: Path, probed: dict[str, str]) -> tuple[str, float]:
     """Runs a part and returns its result and seconds. A timeout ends all its processes."""
     start = time.monotonic()
     if seconds < 5:
         return "not run: the time is over", 0.0
-    if part.needs and not probed.get(part.needs):
-        return f"not run: probe.py found no {part.needs}", 0.0
+    if part.needs and (why := probed.get(part.needs, "probe.py has not run")):
+        return f"not run: no {part.needs}: {why}", 0.0
     environment = {**os.environ, "FSDP2X_OUT": str(log.parent), **part.environment}
     with log.open("w") as output:
         process = subprocess.Popen(

@@ -36,6 +36,7 @@ CLAIMS = {
     "timing": "slow devices and busy allocators change no result",
     "widths": "Llama and Qwen3 in the widths of 0.6B to 8B train as under stock",
     "second device": "a model on the second device leaves the first one alone",
+    "shared device": "two ranks on one device, whose collectives come late at random, train as under stock",
     "many GPUs": "ranks on GPUs of their own train as under stock, and fail together",
     "broadcasts": "an engine on the second device takes buckets by NCCL, from a group beside the trainers'",
     "sanitizer": "no error and no race in kernels and training steps",

@@ -76,6 +76,22 @@ class Alike:
 
 
 @contextlib.contextmanager
+def instead(collectives) -> Iterator[None]:
+    """Puts the methods of ``collectives``, named as ``Alike``'s, in the place of torch.distributed's functions."""
+    replaced = {dist: {"all_reduce": collectives.all_reduce, "all_to_all_single": collectives.all_to_all}}
+    replaced[dist] |= {name: collectives.gather for name in _GATHERS if hasattr(dist, name)}
+    replaced[dist] |= {name: collectives.reduce for name in _REDUCTIONS if hasattr(dist, name)}
+    replaced[torch_private] = {
+        "all_gather_group": collectives.gather_many,
+        "comm_allocator": collectives.allocator,
+    }
+    with contextlib.ExitStack() as stack:
+        for owner, functions in replaced.items():
+            stack.enter_context(mock.patch.multiple(owner, **functions))
+        yield
+
+
+@contextlib.contextmanager
 def world_of(
     device: str, backend: str | None, sizes: tuple[int, ...], pack_below_bytes: int | None = 0
 ) -> Iterator[tuple]:
@@ -94,14 +110,7 @@ def world_of(
         alone = backend and dist.new_group([0], backend=backend, use_local_synchronization=True)
         alike = Alike(alone)
         names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
-        with contextlib.ExitStack() as stack:
-            replaced = {dist: {"all_reduce": alike.all_reduce, "all_to_all_single": alike.all_to_all}}
-            replaced[dist] |= {name: alike.gather for name in _GATHERS if hasattr(dist, name)}
-            replaced[dist] |= {name: alike.reduce for name in _REDUCTIONS if hasattr(dist, name)}
-            replaced[torch_private] = {"all_gather_group": alike.gather_many, "comm_allocator": alike.allocator}
-            replaced[transport] = {"pack_below_bytes": lambda gathers, ranks: pack_below_bytes}
-            for owner, functions in replaced.items():
-                stack.enter_context(mock.patch.multiple(owner, **functions))
+        with instead(alike), mock.patch.object(transport, "pack_below_bytes", lambda gathers, ranks: pack_below_bytes):
             yield DeviceMesh(device, torch.arange(world).view(sizes), mesh_dim_names=names), alike
     finally:
         dist.destroy_process_group()
