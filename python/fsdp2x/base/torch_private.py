@@ -397,6 +397,23 @@ def without_splits() -> Iterator[torch.device | None]:
         world.bound_device_id = device
 
 
+def nccl_options_like(group: Any, device: torch.device) -> Any:
+    """Returns options for another group of NCCL: the stream priority and communicator configuration of ``group``.
+
+    None if another backend serves ``device``.
+    """
+    kind = getattr(getattr(dist, "ProcessGroupNCCL", None), "Options", None)
+    try:
+        given = getattr(group._get_backend(device), "options", None)
+    except RuntimeError:  # there is none for this device
+        return None
+    if kind is None or not isinstance(given, kind):
+        return None
+    options = kind(given.is_high_priority_stream)
+    options.config, options._timeout = given.config, given._timeout
+    return options
+
+
 def store_of(group: dist.ProcessGroup) -> dist.Store | None:
     """Returns the store through which the ranks of ``group`` connected. None without other ranks or torch's store."""
     _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))

@@ -140,7 +140,10 @@ def covering_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 def _group_of_members(
     caller: str, axes: list[dist.ProcessGroup], device: torch.device, description: str
 ) -> dist.ProcessGroup:
-    """Makes a process group of all ranks that ``axes`` reach one after the other. Only those ranks take part."""
+    """Makes a process group of all ranks that ``axes`` reach one after the other. Only those ranks take part.
+
+    It has the timeout and the NCCL options of the first of ``axes``.
+    """
 
     def told_along_axes(own: str) -> dict[int, str]:
         told = {dist.get_rank(): own}
@@ -163,6 +166,7 @@ def _group_of_members(
             members,
             timeout=torch_private.group_timeout(axes[0], device),
             use_local_synchronization=True,
+            pg_options=torch_private.nccl_options_like(axes[0], device),
             group_desc=description,
             device_id=bound,
         )

@@ -1,9 +1,11 @@
 """Every private name of torch that the package leans on exists in the installed torch and means what we think."""
 
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fsdp2x.base import torch_private
 
@@ -31,6 +33,21 @@ def test_how_a_backend_gathers_is_told_by_its_class(name, gathers):
             return type(name, (), {})()
 
     assert torch_private.gathers_of(Group(), torch.device("cuda", 0)) == gathers
+
+
+@pytest.mark.skipif(not hasattr(dist, "ProcessGroupNCCL"), reason="torch was built without NCCL")
+def test_options_of_nccl_are_taken_over():
+    def options_like(options):
+        group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=options))
+        return torch_private.nccl_options_like(group, torch.device("cuda", 0))
+
+    given = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    given.config.max_ctas = 8
+    given._timeout = timedelta(seconds=7)
+    found = options_like(given)
+    assert found is not given and found.is_high_priority_stream and found.config.max_ctas == 8
+    assert found._timeout == given._timeout
+    assert options_like(None) is None  # as gloo's
 
 
 def test_how_nccl_gathers_is_known_without_a_group(monkeypatch):
