@@ -36,7 +36,7 @@ from fsdp2x.rl.sync.receiver.engine import (
     receive_frame,
     send_frame,
 )
-from fsdp2x.rl.sync.receiver.engine_group import own_host, split_address
+from fsdp2x.rl.sync.receiver.engine_group import _without_watchdog, own_host, split_address
 from fsdp2x.rl.sync.targets.base import TargetError, WireLayout
 from fsdp2x.rl.sync.targets.transports import HandedMemory
 from fsdp2x.sync import GroupPeer, Peer, Vllm
@@ -462,3 +462,23 @@ def test_what_targets_refuse():
             make()
     with pytest.raises(ValueError, match="got no address"):
         Peer([])
+
+
+def test_groups_of_two_threads_restore_the_environment(monkeypatch):
+    """They are made one after the other. If not, the second one would restore the value of the first."""
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def second() -> None:
+        with _without_watchdog():
+            has_begun.set()
+            may_end.wait(10)
+
+    thread = threading.Thread(target=second)
+    with _without_watchdog():
+        thread.start()
+        assert not has_begun.wait(0.2)
+    assert has_begun.wait(10)
+    may_end.set()
+    thread.join(10)
+    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ

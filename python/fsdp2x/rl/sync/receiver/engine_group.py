@@ -252,19 +252,26 @@ def _reason(error: Exception) -> str:
     return "not in time: a member hangs or is busy" if "imed out waiting" in text else text
 
 
+_environment = threading.Lock()
+
+
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Turns off NCCL's watchdog, which would end this process if a member is lost. Groups that block have none."""
+    """Turns off NCCL's watchdog, which would end this process if a member is lost. Groups that block have none.
+
+    No option of a group can do this. Its constructor reads the environment, which one thread changes at a time.
+    """
     name = "TORCH_NCCL_BLOCKING_WAIT"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+    with _environment:
+        before = os.environ.get(name)
+        os.environ[name] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
 
 
 def _until(deadline: float) -> datetime.timedelta:
