@@ -121,8 +121,9 @@ void DeviceGathers::enqueue(ParamGroup& group, bool pools_stand_still) {
     context_.follow_compute(Lane::copy_in);
   }
   context_.layer().wait(Lane::copy_in, *state.pool_event);
-  context_.layer().wait(Lane::copy_in, *slot.free);
-  if (staging != nullptr) context_.layer().wait(Lane::copy_in, *staging->free);
+  // New memory is ordered by the compute lane.
+  if (!is_new) context_.layer().wait(Lane::copy_in, *slot.free);
+  if (staging != nullptr && !staging_is_new) context_.layer().wait(Lane::copy_in, *staging->free);
   if (uploaded.buffer != nullptr) host_shards_.upload(group, uploaded, Lane::copy_in);
   {
     const LaneScope scope(context_.layer(), Lane::copy_in);
