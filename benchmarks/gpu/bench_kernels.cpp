@@ -154,27 +154,34 @@ void bench_reduce(const Kernels& kernels, Report& report, DType wire, TableMode 
                  [&](Stream stream) { kernels.reduce(plan.list(), source.data(), targets, args, stream); });
 }
 
+// The parameters of a block at their offsets in pools. The pools follow one another, so that they are aligned as those
+// of a training step are, and not all alike.
 void bench_adamw(const Kernels& kernels, Report& report, DType param, DType moment, bool stochastic) {
-  constexpr int64_t kNumel = 200'000'000;
-  const auto bytes_of = [](DType type) { return static_cast<size_t>(kNumel) * dtype_bytes(type); };
-  const Memory params(bytes_of(param)), grads(bytes_of(param)), m(bytes_of(moment)), v(bytes_of(moment));
-  AdamWSegment segment;
-  segment.param = params.data();
-  segment.exp_avg = m.data();
-  segment.exp_avg_sq = v.data();
-  segment.numel = kNumel;
-  segment.type = param;
-  segment.moment_type = moment;
+  const Layout layout(block(param, param, param), 1, 0);
+  const size_t pool = layout.shard_pool_bytes(), moments = pool / dtype_bytes(param) * dtype_bytes(moment);
+  const Memory memory(2 * pool + 2 * moments);
+  std::vector<AdamWSegment> segments;
   AdamWArgs args;
   args.steps[0] = {0.999f, 0.1f, 0.95f, 0.05f, 0.5f, 1e-8f, -1e-3f, 1.0f};
-  args.grads[0] = grads.data();
+  for (const ParamPlace& place : layout.params()) {
+    const size_t moment_offset = place.shard_offset / dtype_bytes(param) * dtype_bytes(moment);
+    AdamWSegment& segment = segments.emplace_back();
+    segment.param = memory.at(place.shard_offset);
+    segment.exp_avg = memory.at(2 * pool + moment_offset);
+    segment.exp_avg_sq = memory.at(2 * pool + moments + moment_offset);
+    segment.numel = place.shard_numel;
+    segment.source = static_cast<int32_t>(segments.size()) - 1;
+    segment.type = param;
+    segment.moment_type = moment;
+    args.grads[segment.source] = memory.at(pool + place.shard_offset);
+  }
   args.stochastic = stochastic;
   args.rounding = {1, 1};
-  const Uploaded plan(make_plan(std::vector{segment}));
-  const size_t bytes = 3 * bytes_of(param) + 4 * bytes_of(moment);
+  const Uploaded plan(make_plan(segments));
+  const auto bytes = static_cast<int64_t>(3 * dtype_bytes(param) + 4 * dtype_bytes(moment)) * shard_numel_of(layout);
   const std::string name = std::string("adamw: ") + dtype_name(param) + ", moments " + dtype_name(moment) +
                            (stochastic ? ", stochastic rounding" : "");
-  report.measure(name, static_cast<int64_t>(bytes), [&](Stream stream) { kernels.adamw(plan.list(), args, stream); });
+  report.measure(name, bytes, [&](Stream stream) { kernels.adamw(plan.list(), args, stream); });
 }
 
 // Compares equal f32 arrays, because a delta reads all elements and lists few.
