@@ -73,10 +73,10 @@ def attempt(*command: str, **environment: str) -> str:
 def main() -> None:
     launch = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29524", __file__, "rank"]
     mps = shutil.which("nvidia-cuda-mps-control")
-    failures = {
+    failures = {  # the page quotes the last line
+        "MPS": "" if mps else "nvidia-cuda-mps-control is not installed",
         "memory of another process": attempt(__file__, "ipc"),
         "two ranks on one device": attempt(*launch, **TWO_RANKS),
-        "MPS": "" if mps else "nvidia-cuda-mps-control is not installed",
     }
     for what, why in failures.items():
         print(f"{DEVICE} can run {what}: {'yes' if not why else 'no, ' + why}")

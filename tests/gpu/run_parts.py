@@ -84,7 +84,7 @@ def parts_of(which: str, num_ranks: int, dry_run: bool, folder: Path) -> list[Pa
     if which == "second":
         shared = {"FSDP2X_RANKS_SHARE_GPU": "1", **TWO_RANKS}
         chosen = ("test_many_gpus.py", "-k", "stocks or captured")
-        late = tests("late collectives", 90, "test_shared_device.py", full=dry_run)
+        late = tests("late collectives", 120, "test_shared_device.py", full=dry_run)
         return [
             replace(late, needs="memory of another process"),
             tests("tests", 150, "kernels", *others, *at_once),
