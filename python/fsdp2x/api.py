@@ -48,6 +48,7 @@ from fsdp2x.models.sequence.loss import RowGradients, RowSums, check_labels, che
 from fsdp2x.models.sequence.packing import IGNORE
 from fsdp2x.models.tiled_mlp import apply_tiled_mlp
 from fsdp2x.optim.local import local_tensor
+from fsdp2x.plan.activations import Activations, estimate_activations
 from fsdp2x.plan.describe import describe
 from fsdp2x.plan.optimizers import PLANNED, may_be_on_host
 from fsdp2x.plan.plan import planned_facts, planned_report

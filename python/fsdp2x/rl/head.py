@@ -127,7 +127,7 @@ def _add_product(
 
 
 # Tokens and vocabulary rows of a tile. Products of this size are as fast as the full one.
-_CPU_TILE, _DEVICE_TILE = (1024, 4096), (2048, 8192)
+CPU_TILE, DEVICE_TILE = (1024, 4096), (2048, 8192)
 
 
 class HeadScores(NamedTuple):
@@ -178,7 +178,7 @@ def head_scores(
     labels = next_labels.reshape(-1)
     kept = _labelled(labels, weight.shape[0])
     if tile is None:
-        tile = _CPU_TILE if hidden.device.type == "cpu" else _DEVICE_TILE
+        tile = CPU_TILE if hidden.device.type == "cpu" else DEVICE_TILE
     settings = _Settings(transform, temperature, entropy, tile)
     log_probs, entropies = _HeadScores.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels, kept, settings)
     return HeadScores(log_probs.view(next_labels.shape), entropies.view(next_labels.shape) if entropy else None)

@@ -1,6 +1,7 @@
 """`fsdp2x plan`: reads configs of both kinds, plans without a process group, and names mistakes in one sentence."""
 
 import json
+import re
 
 import pytest
 import torch.distributed as dist
@@ -100,13 +101,56 @@ def test_parameters_that_are_counted_as_a_config_says(config, tmp_path, capsys):
 
 def test_whether_it_fits(config, capsys):
     _, plan = plan_json(capsys, config, "--world-size", 4)
-    peak = plan["report"]["peak_bytes"] + plan["runtime_bytes"]
-    assert plan_json(capsys, config, "--world-size", 4, "--memory", f"{peak}B")[0] == 0
-    status, plan = plan_json(capsys, config, "--world-size", 4, "--memory", f"{peak - 1}B")
+    total = plan["report"]["peak_bytes"] + plan["runtime_bytes"] + plan["activation_bytes"]
+    assert plan["total_bytes"] == total and plan["activation_bytes"] > 0
+    assert plan_json(capsys, config, "--world-size", 4, "--memory", f"{total}B")[0] == 0
+    status, plan = plan_json(capsys, config, "--world-size", 4, "--memory", f"{total - 1}B")
     assert status == 1 and plan["fits"] is False
-    assert main(["plan", str(config), "--world-size", "4", "--memory", "1KiB"]) == 1
+    assert main(["plan", str(config), "--world-size", "4", "--memory", "1KiB", "--explain"]) == 1
     text = capsys.readouterr().out
-    assert "1.00 KiB a rank: too big by" in text and "peak, without activations" in text
+    assert "of 1.00 KiB on each rank: does not fit" in text and "No two of the settings" in text
+    assert "peak, without activations" in text
+
+
+def total_of(line: str) -> int:
+    return parse_bytes(line.split()[-2] + line.split()[-1])
+
+
+@pytest.mark.parametrize("kind", ["config.json", "run.yaml"])
+@pytest.mark.parametrize("share", [0.95, 0.5])
+def test_what_would_make_it_fit_does(config, tmp_path, capsys, kind, share):
+    """The printed settings, given to the command, make the run fit at the printed total."""
+    model = {**MODEL, "hidden_size": 64, "num_hidden_layers": 8, "vocab_size": 300}
+    config.write_text(json.dumps({**model, "architectures": ["Qwen3ForCausalLM"], "dtype": "float32"}))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"model": {"config": model}, "train": {"tiled_loss": False}}))
+    command = [str(tmp_path / kind), "--world-size", "4", "--device", "cpu"]
+    _, plan = plan_json(capsys, *command)
+    memory = ("--memory", f"{int(share * plan['total_bytes'])}B")
+    assert main(["plan", *command, *memory]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert 1 <= len(lines) <= 2
+    for line in lines:
+        words = re.sub(r"\(.*\)", "", line).split()[:-2]
+        assert bool(kind == "run.yaml") == any(word.startswith("train.") for word in words) or "--world-size" in words
+        status, changed = plan_json(capsys, *command, *words, *memory)
+        assert status == 0 and changed["fits"] is True
+        assert changed["total_bytes"] == pytest.approx(total_of(line), rel=1e-2)
+
+
+def test_the_sum_adds_up(config, tmp_path, capsys):
+    """The rows of the summary give the total, with experts whose activations are not estimated, too."""
+    moe = {**MODEL, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 12, "num_experts_per_tok": 2}
+    (tmp_path / "moe.yaml").write_text(yaml.safe_dump({"model": {"config": moe}}))
+    for path, more in ((config, "--offload=all"), (config, "--device=cpu"), (tmp_path / "moe.yaml", "--tokens=64")):
+        assert main(["plan", str(path), "--world-size", "2", more]) == 0
+        text = capsys.readouterr().out
+        rows = dict(re.findall(r"^([a-zA-Z ]+?)  +([\d.]+ \w+)", text, flags=re.MULTILINE))
+        total = parse_bytes(rows.pop("total"))
+        summed = sum(
+            parse_bytes(size) for name, size in rows.items() if name not in ("in CPU memory", "sent in a step")
+        )
+        assert summed == pytest.approx(total, rel=0.02), text
+        assert ("not estimated" in text) == (path != config)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ def add(commands: argparse._SubParsersAction) -> None:
         "plan",
         help="predict the memory of a run",
         description=(
-            "Predict units, padding, bytes between steps and at the peak of a step on rank 0, and bytes sent per step, "
-            "for a model that is built without weights. Activations are not included. Exit status 1: it does not fit "
-            "--memory."
+            "Predict the memory of a rank at the peak of a training step: model state, buffers of the step, and "
+            "activations, for a model that is built without weights. If it does not fit --memory, name settings that "
+            "would make it fit. Exit status 1: it does not fit."
         ),
     )
     command.add_argument("config", metavar="CONFIG", help="config.json of a HuggingFace model, or a training YAML.")
@@ -77,9 +77,29 @@ def add(commands: argparse._SubParsersAction) -> None:
         "--micro-batches", type=positive, metavar="M", help="Backwards per step, whose gradients add up."
     )
     command.add_argument(
+        "--tokens",
+        type=positive,
+        metavar="N",
+        help="Tokens of a rank's micro-batch, for the activations. Default: from the YAML, else 4096.",
+    )
+    command.add_argument(
+        "--activation-checkpointing",
+        action="store_const",
+        const=True,
+        help="Blocks are computed again in backward. Default: from the YAML, else no.",
+    )
+    command.add_argument(
+        "--tiled-loss",
+        action="store_const",
+        const=True,
+        help="The loss is computed from tiles of logits. Default: from the YAML, else no.",
+    )
+    command.add_argument(
         "--memory", metavar="SIZE", help="Memory of one rank's device, such as 80GiB, to check whether the run fits."
     )
-    command.add_argument("--explain", action="store_true", help="Explain each row and column as well.")
+    command.add_argument(
+        "--explain", action="store_true", help="List the units and all parts of the sum, and explain them."
+    )
     command.add_argument("--json", action="store_true", help="Print everything as one JSON object.")
     command.set_defaults(run=_plan)
 
@@ -93,12 +113,17 @@ def _auto_wrap(text: str) -> bool | list[str]:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from fsdp2x.train.commands.plan_fit import find_fits
     from fsdp2x.train.commands.plan_request import make_plan, parse_bytes
 
     others = ("run", "command", "memory", "explain", "json")
     memory_bytes = parse_bytes(args.memory) if args.memory is not None else None
-    plan = make_plan(**{name: value for name, value in vars(args).items() if name not in others})
-    show(
-        json.dumps(plan.to_dict(memory_bytes), indent=1) if args.json else plan.text(memory_bytes, explain=args.explain)
-    )
+    asked = {name: value for name, value in vars(args).items() if name not in others}
+    plan = make_plan(**asked)
+    if args.json:
+        show(json.dumps(plan.to_dict(memory_bytes), indent=1))
+    else:
+        show(plan.text(memory_bytes, explain=args.explain))
+        if memory_bytes is not None and not plan.fits(memory_bytes):
+            show("\n".join(find_fits(plan, asked, memory_bytes)))
     return 1 if plan.fits(memory_bytes) is False else 0

@@ -17,12 +17,14 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp2x.api import (
+    Activations,
     ExchangedBytes,
     Peers,
     RankPart,
     TransportKind,
     columns,
     cpu_offload_by_budget,
+    estimate_activations,
     find_decoder,
     head_counts,
     head_dims,
@@ -34,9 +36,11 @@ from fsdp2x.api import (
 from fsdp2x.base.arguments import dtype_of
 from fsdp2x.base.failures import CheckpointError, reworded
 from fsdp2x.memory import MemoryReport, PlanRequest
+from fsdp2x.rl.head import CPU_TILE, DEVICE_TILE
 from fsdp2x.train import ConfigError, TrainConfig
 from fsdp2x.train.config import SequenceRanks
 from fsdp2x.train.config_file import ConfigFile, parse_config
+from fsdp2x.train.feeds import resolve_tiled_loss
 from fsdp2x.train.model import build_on_meta, offload_mode, prepare, unit_policy, with_defaults
 from fsdp2x.train.strategy import plan_mesh, resolve_batching, usual_node
 from fsdp2x.train.tokenizer import choose_tokenizer, make_tokenizer
@@ -71,6 +75,15 @@ class SequencePlan:
 
 
 @dataclass(frozen=True)
+class MicroBatch:
+    """What decides the activations of a rank's micro-batch: its positions, and how they are computed."""
+
+    tokens: int = 4096
+    activation_checkpointing: bool = False
+    tiled_loss: bool = False
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """The report and what it describes."""
 
@@ -82,6 +95,19 @@ class MemoryPlan:
     sequences: SequencePlan | None = None  # for a YAML whose ranks share sequences
     staging_bytes: int = 0  # most CPU memory for saves in the background
     dtype_is_the_models: bool = False  # nobody named one, so it comes from config.json
+    batch: MicroBatch | None = None  # None: nothing is trained
+    activations: Activations | None = None  # None: unknown
+    has_frozen: bool = False
+
+    @property
+    def total_bytes(self) -> int:
+        """The most bytes that a rank's device holds, with activations as far as they are known."""
+        return self.peak_bytes + self.activation_bytes
+
+    @property
+    def activation_bytes(self) -> int:
+        kept = 0 if self.sequences is None else self.sequences.kept_bytes
+        return kept + (0 if self.activations is None else self.activations.peak_bytes)
 
     @property
     def peak_bytes(self) -> int:
@@ -96,7 +122,7 @@ class MemoryPlan:
 
     def fits(self, memory_bytes: int | None) -> bool | None:
         """Returns whether that fits into the memory. None if no memory was given."""
-        return None if memory_bytes is None else self.peak_bytes <= memory_bytes
+        return None if memory_bytes is None else self.total_bytes <= memory_bytes
 
     def to_dict(self, memory_bytes: int | None = None) -> dict[str, Any]:
         names = (
@@ -112,6 +138,9 @@ class MemoryPlan:
             "fits": self.fits(memory_bytes),
             "staging_bytes": self.staging_bytes,
             "runtime_bytes": self.runtime_bytes,
+            "activations": None if self.activations is None else dataclasses.asdict(self.activations),
+            "activation_bytes": self.activation_bytes,
+            "total_bytes": self.total_bytes,
             "sequences": None if self.sequences is None else dataclasses.asdict(self.sequences),
             "report": self.report.to_dict(),
         }
@@ -138,23 +167,57 @@ class MemoryPlan:
         return head
 
     def text(self, memory_bytes: int | None = None, *, explain: bool = False) -> str:
+        """Returns the sum that decides whether the run fits, and with `explain` each unit and row."""
         lines = [self.headline]
         if self.dtype_is_the_models and self.request.optimizer != "none":
             lines += remark_on_dtype(str(self.dtypes["dtype"]), self.dtypes["param_dtype"])
-        lines += ["", str(self.report)]
+        lines += ["", *columns(self.sums(memory_bytes), {0, 2})]
         if self.sequences is not None:
-            lines.append(f"{self.sequences}; activations, not in the peak")
-        if self.staging_bytes:
-            lines.append(f"saves in the background: up to {readable(self.staging_bytes)} of CPU memory in addition")
-        if self.runtime_bytes:
-            lines.append(f"CUDA context, cuBLAS, and NCCL: about {readable(self.runtime_bytes)} in addition")
-        if memory_bytes is not None:
-            room = memory_bytes - self.peak_bytes
-            verdict = f"fits, {readable(room)} left for activations" if room >= 0 else f"too big by {readable(-room)}"
-            lines.append(f"{readable(memory_bytes)} a rank: {verdict}")
+            lines.append(str(self.sequences))
         if explain:
-            lines += ["", explanation(self.report)]
+            lines += ["", str(self.report), "", explanation(self.report)]
         return "\n".join(lines)
+
+    def sums(self, memory_bytes: int | None) -> list[tuple[str, str, str]]:
+        """Returns the rows of the summary: a label, bytes, and what they are."""
+        report, on_cpu = self.report, not self.request.on_cuda
+        state, peak = report.device_resting_bytes, report.device_peak_bytes
+        parts = {"parameters": report.shard_bytes, "gradients": report.gradient_bytes}
+        parts["optimizer"] = report.optimizer_bytes or 0
+        shown = ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size)
+        rows: list[tuple[str, int | None, str]] = [
+            ("model state", state, shown if not report.host_bytes else "after offload"),
+            ("step buffers", peak - state, "gathered parameters, and gradients on their way"),
+        ]
+        if self.batch is not None:
+            known = None if self.activations is None else self.activation_bytes
+            rows.append(("activations", known, self._activations()))
+        if self.runtime_bytes:
+            rows.append(("CUDA and NCCL", self.runtime_bytes, "estimated: CUDA context, cuBLAS, and NCCL"))
+        if self.staging_bytes and on_cpu:
+            rows.append(("saves", self.staging_bytes, "copies for saves in the background"))
+        in_cpu_memory = report.host_bytes + (0 if on_cpu else self.staging_bytes)
+        rows.append(("total", self.total_bytes, self._verdict(memory_bytes)))
+        if in_cpu_memory:
+            rows.append(("in CPU memory", in_cpu_memory, "of each rank, not in the total"))
+        rows.append(("sent in a step", report.traffic.total_bytes, "by each rank"))
+        return [(name, "unknown" if size is None else readable(size), note) for name, size, note in rows]
+
+    def _activations(self) -> str:
+        batch, found = self.batch, self.activations
+        assert batch is not None
+        if found is None:
+            return f"not estimated for {self.model}, and not in the total"
+        how = " with activation checkpointing" if batch.activation_checkpointing else ""
+        loss = "loss in tiles" if batch.tiled_loss else "logits and loss"
+        return f"estimated: {found.tokens:,} tokens{how}; {loss} {readable(found.loss_bytes)}"
+
+    def _verdict(self, memory_bytes: int | None) -> str:
+        if memory_bytes is None:
+            return "on each rank at the peak; --memory SIZE checks whether it fits"
+        room = memory_bytes - self.total_bytes
+        verdict = f"fits, {readable(room)} left" if room >= 0 else f"does not fit, {readable(-room)} too big"
+        return f"of {readable(memory_bytes)} on each rank: {verdict}"
 
 
 def make_plan(config: str, world_size: int | None = None, overrides: Sequence[str] = (), **given: Any) -> MemoryPlan:
@@ -164,8 +227,9 @@ def make_plan(config: str, world_size: int | None = None, overrides: Sequence[st
         config: config.json of a HuggingFace model or its folder, or a training YAML.
         world_size: number of all ranks. None: one for each GPU of this host, or one.
         overrides: settings that replace the YAML's.
-        given: arguments of `PlanRequest`; `dtype`, `param_dtype`, and `reduce_dtype` by name; and `offload_budget`, a
-            size for `cpu_offload_by_budget`. They replace what the config says, if they are not None.
+        given: arguments of `PlanRequest`; `dtype`, `param_dtype`, and `reduce_dtype` by name; `offload_budget`, a
+            size for `cpu_offload_by_budget`; and fields of `MicroBatch`. They replace what the config says, if they are
+            not None.
 
     Raises:
         ConfigError: the config cannot be read, or does not fit the request.
@@ -173,8 +237,9 @@ def make_plan(config: str, world_size: int | None = None, overrides: Sequence[st
     given = {name: value for name, value in given.items() if value is not None}
     world_size = world_size or torch.cuda.device_count() or 1
     given.setdefault("local_world_size", usual_node(world_size))
+    told = {field.name: given.pop(field.name) for field in dataclasses.fields(MicroBatch) if field.name in given}
     path = Path(config).expanduser()
-    stages_saves, sequences = False, None
+    stages_saves, sequences, batch = False, None, MicroBatch()
     is_model = path.is_dir() or path.suffix == ".json"
     if is_model:
         if overrides:
@@ -182,7 +247,7 @@ def make_plan(config: str, world_size: int | None = None, overrides: Sequence[st
         model = _build(path, given.get("dtype"))
         asked = {"dtype": str(model.config.dtype).removeprefix("torch.")}
     else:
-        model, asked, stages_saves, sequences = _read_training(path, overrides, world_size, given)
+        model, asked, stages_saves, sequences, batch = _read_training(path, overrides, world_size, given)
     if getattr(model.config, "quantization_config", None) is not None:  # type: ignore[union-attr]
         raise ConfigError(
             f"{config}: the model has a quantization_config, and plans do not count quantized weights. Remove it from "
@@ -208,7 +273,35 @@ def make_plan(config: str, world_size: int | None = None, overrides: Sequence[st
     saved = report.shard_bytes - report.pad_bytes + (report.optimizer_bytes or 0) + report.unsharded_bytes
     numel = sum(param.numel() for param in model.parameters())
     staging, says_no_dtype = saved if stages_saves else 0, is_model and "dtype" not in given
-    return MemoryPlan(type(model).__name__, numel, request, dtypes, report, sequences, staging, says_no_dtype)
+    batch = None if batch is None or request.optimizer == "none" else dataclasses.replace(batch, **told)
+    activations = None if batch is None else _activations(model, request, dtypes, batch)
+    return MemoryPlan(
+        type(model).__name__,
+        numel,
+        request,
+        dtypes,
+        report,
+        sequences,
+        staging,
+        says_no_dtype,
+        batch,
+        activations,
+        has_frozen=not all(param.requires_grad for param in model.parameters()),
+    )
+
+
+def _activations(
+    model: nn.Module, request: PlanRequest, dtypes: Mapping[str, str | None], batch: MicroBatch
+) -> Activations | None:
+    itemsize = getattr(torch, dtypes["param_dtype"] or dtypes["dtype"] or "float32").itemsize
+    tile = DEVICE_TILE if request.on_cuda else CPU_TILE
+    return estimate_activations(
+        model,
+        batch.tokens,
+        itemsize,
+        recomputes=batch.activation_checkpointing,
+        tile=tile if batch.tiled_loss else None,
+    )
 
 
 def parse_bytes(text: str, option: str = "--memory") -> int:
@@ -242,14 +335,14 @@ def _build(path: Path, dtype: str | None) -> nn.Module:
 
 def _read_training(
     path: Path, overrides: Sequence[str], world_size: int, given: dict[str, Any]
-) -> tuple[nn.Module, dict[str, Any], bool, SequencePlan | None]:
+) -> tuple[nn.Module, dict[str, Any], bool, SequencePlan | None, MicroBatch | None]:
     """Reads the settings of a planned run.
 
     `given`: values that the caller has decided, such as the device, on which other settings depend.
 
     Returns:
         The model; arguments of `PlanRequest`, with `dtype` and dtypes of the policy by name; whether CPU memory keeps a
-        copy of what is saved; and the exchanges of ranks that share sequences.
+        copy of what is saved; the exchanges of ranks that share sequences; and a rank's micro-batch.
 
     Raises:
         ConfigError: a run would reject the settings, or their bytes cannot be predicted.
@@ -264,7 +357,7 @@ def _read_training(
 
 def _asked_by(
     config: TrainConfig, world_size: int, given: dict[str, Any]
-) -> tuple[nn.Module, dict[str, Any], bool, SequencePlan | None]:
+) -> tuple[nn.Module, dict[str, Any], bool, SequencePlan | None, MicroBatch | None]:
     parallel, optimizer = config.parallel, config.optimizer
     local_world_size = given["local_world_size"]
     mesh = plan_mesh(parallel, world_size, local_world_size)
@@ -302,7 +395,21 @@ def _asked_by(
     computed = given.get("param_dtype") or asked["param_dtype"]
     itemsize = (getattr(torch, computed) if computed else dtype).itemsize
     sequences = _plan_sequences(model, config, world_size, itemsize)
-    return model, asked, trains and config.checkpoint.async_save, sequences
+    if not trains:
+        return model, asked, False, sequences, None
+    tiles = resolve_tiled_loss(config.train.tiled_loss, model, torch.device(device))
+    positions = -(-_positions(config, world_size) // parallel.sequence_ranks.total)
+    batch = MicroBatch(positions, config.train.activation_checkpointing, tiles)
+    return model, asked, config.checkpoint.async_save, sequences, batch
+
+
+def _positions(config: TrainConfig, world_size: int, multiple: int = 1) -> int:
+    """Returns the positions of the longest micro-batch, over all ranks that share it."""
+    num_readers = world_size // config.parallel.sequence_ranks.total
+    rows, length = resolve_batching(config.train, num_readers).batch_size, config.data.block_size
+    if config.data.packing:
+        rows, length = 1, config.data.max_tokens or length
+    return rows * (length + -length % multiple)
 
 
 def _plan_sequences(model: nn.Module, config: TrainConfig, world_size: int, itemsize: int) -> SequencePlan | None:
@@ -312,10 +419,7 @@ def _plan_sequences(model: nn.Module, config: TrainConfig, world_size: int, item
         return None
     part = RankPart(Peers(size=ranks.total), ulysses=Peers(size=ranks.ulysses), context=Peers(size=ranks.context))
     num_readers = world_size // ranks.total
-    rows, length = resolve_batching(config.train, num_readers).batch_size, config.data.block_size
-    if config.data.packing:
-        rows, length = 1, config.data.max_tokens or length
-    positions = rows * (length + -length % part.multiple)
+    positions = _positions(config, world_size, part.multiple)
     with reworded(ConfigError, "parallel.sequence_parallel"):
         shape = find_decoder(model).config
         layer = ExchangedBytes.of(positions, head_counts(shape), head_dims(shape), ranks, itemsize)
