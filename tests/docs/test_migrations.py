@@ -67,7 +67,9 @@ def test_strategies_of_fsdp1_train_the_same(ctx):
 
 SETTINGS = {"model": {"config": {"model_type": "qwen3"}}, "data": {"files": ["text"]}}
 KEY = re.compile(r"((?:train|parallel|scaler|optimizer|schedule|logging)\.\w+): (\S+)")
-SHOWN = {code for page in FOLDER.glob("*.md") for code in CODE.findall(page.read_text()) if KEY.fullmatch(code)}
+SHOWN = {
+    code for page in (ROOT / "docs").rglob("*.md") for code in CODE.findall(page.read_text()) if KEY.fullmatch(code)
+}
 
 
 @pytest.mark.parametrize("code", sorted(SHOWN))
@@ -75,6 +77,6 @@ def test_settings_of_the_pages_are_accepted(code):
     """With their values; the names of keys are checked on all pages (test_texts.py)."""
     key, value = KEY.fullmatch(code).groups()
     section, name = key.split(".")
-    value = {"true": True}.get(value, value)
+    value = {"true": True}.get(value, int(value) if value.isdigit() else value)
     config = parse_config({**SETTINGS, section: {name: value}})
     assert str(getattr(getattr(config, section), name)).removeprefix("torch.") == str(value).removeprefix("torch.")

@@ -232,7 +232,7 @@ def test_messages_of_the_troubleshooting_page_are_in_the_source():
 # ---- docs/engine
 
 ENGINE_PAGES = sorted((ROOT / "docs/engine").glob("*.md"))
-PATHS = re.compile(r"`((?:csrc|python|tests|docs|benchmarks|cmake)/[\w/.*{},]+)`")
+PATHS = re.compile(r"`((?:csrc|python|tests|docs|benchmarks|cmake|examples)/[\w/.*{},-]+)`")
 
 
 def missing_files(text: str) -> list[str]:
@@ -249,6 +249,6 @@ def test_examples_hold(page):
     assert doctest.testfile(str(page), module_relative=False).failed == 0
 
 
-@pytest.mark.parametrize("page", [*ENGINE_PAGES, ROOT / "csrc/README.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*pages(), ROOT / "csrc/README.md"], ids=name_of)
 def test_pages_name_files_that_are_there(page):
     assert missing_files(page.read_text()) == []
