@@ -154,6 +154,14 @@ def test_commands_that_are_shown_could_be_run(name):
         check_command(command)
 
 
+def test_the_recorded_terminal_shows_commands_that_could_be_run():
+    picture = (ROOT / "docs/assets/train.svg").read_text()
+    shown = re.findall(r">\$ (.+?)</text>", picture)
+    assert len(shown) >= 2 and all(f'"{command}"' in (ROOT / "docs/record.py").read_text() for command in shown)
+    for command in shown:
+        check_command(command)
+
+
 # ---- the API
 
 
