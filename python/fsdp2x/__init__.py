@@ -7,12 +7,14 @@
 from fsdp2x.base import native  # noqa: F401
 
 # isort: split
+from importlib import import_module as _import_module
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 import torch.distributed.fsdp as _torch_fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp2x import checkpoint, export, moe, optim, rl, rollout, sequence, sync
+from fsdp2x import checkpoint, export, moe, optim, sequence
 from fsdp2x.base import gloo_threads  # noqa: F401, at the end of the process it waits for gloo
 from fsdp2x.install import install, uninstall
 from fsdp2x.io.export.stream import full_tensors
@@ -90,6 +92,17 @@ __all__ = [
 ]
 
 __version__ = _version("fsdp2x")
+
+if _TYPE_CHECKING:
+    from fsdp2x import rl, rollout, sync
+
+
+def __getattr__(name: str):
+    """Imports rooms that a training loop may never use at their first use."""
+    if name in ("rl", "rollout", "sync"):
+        return _import_module(f"fsdp2x.{name}")
+    raise AttributeError(f"module 'fsdp2x' has no attribute {name!r}")
+
 
 if hasattr(_torch_fsdp, "DataParallelMeshDims"):  # since torch 2.12
     DataParallelMeshDims = _torch_fsdp.DataParallelMeshDims
