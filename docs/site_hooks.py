@@ -11,7 +11,7 @@ from mkdocs.structure.files import File, Files
 
 import reference
 from fsdp2x.train.cli import make_parser
-from fsdp2x.train.config_file import list_keys
+from fsdp2x.train.config import list_keys
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = {

@@ -105,7 +105,7 @@ def _say(text: str) -> None:
 
 def _install_aloud(auto_wrap: bool) -> None:
     """Installs fsdp2x and reports it on standard error, because logging is not set up yet."""
-    from fsdp2x.install import install
+    from fsdp2x import install
 
     logger = logging.getLogger("fsdp2x")
     handler, level = logging.StreamHandler(), logger.level

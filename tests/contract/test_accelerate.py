@@ -223,7 +223,9 @@ def test_what_shards_nothing_is_told(ctx):
     for kind, users in ((kind, kind != DistributedType.NO) for kind in DistributedType):
         state = mock.Mock(distributed_type=kind, use_distributed=users)
         with mock.patch.object(logger, "warning") as warning, mock.patch.dict(os.environ, WORLD_SIZE="1"):
-            sys.modules["fsdp2x.install"]._take_fsdp(sys.modules["accelerate.state"], state, mock.Mock(fsdp_version=1))
+            sys.modules["fsdp2x.installer"]._take_fsdp(
+                sys.modules["accelerate.state"], state, mock.Mock(fsdp_version=1)
+            )
             assert warning.call_count == 1
     if not torch.accelerator.is_available():
         with launched(ctx), pytest.raises(RuntimeError, match="every rank would train alone"):

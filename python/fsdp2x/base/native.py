@@ -1,33 +1,8 @@
 """Imports `fsdp2x._C`, after checking that the extension fits the installed torch. No other module imports it."""
 
-import re
-
 import torch
 
-
-def check_torch(built_for: str, installed: str) -> None:
-    """Raises ImportError unless major and minor agree, because torch's C++ interface changes between minor versions.
-
-    Without this check the dynamic loader would fail with the mangled name of a missing symbol.
-    """
-    built, found = (re.match(r"(\d+)\.(\d+)", version) for version in (built_for, installed))
-    if built is not None and found is not None and built.groups() == found.groups():
-        return
-    wanted = ".".join(built.groups()) if built is not None else built_for
-    raise ImportError(
-        f"fsdp2x was built for torch {built_for}, but torch {installed} is installed. Rebuild it with `pip install "
-        "--no-build-isolation --no-cache-dir --no-deps --force-reinstall fsdp2x` (in a checkout: `.` instead of "
-        f"`fsdp2x`), or install torch {wanted}."
-    )
-
-
-try:
-    import fsdp2x._build_info as build_info
-except ImportError as error:
-    raise ImportError(
-        "fsdp2x has not been built: the compiled part is missing. Run `make build` in a checkout, or "
-        "`pip install .`, and import it from outside the source folder."
-    ) from error
+from fsdp2x.base.built import build_info, check_torch
 
 check_torch(build_info.TORCH_VERSION, torch.__version__)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from fsdp2x.base.failures import CheckpointError, ConfigError
+from fsdp2x.base.errors import CheckpointError, ConfigError
 from fsdp2x.train.commands import compare, config, convert, doctor, plan, selftest, train, trl
 from fsdp2x.train.commands.shared import mistake, unexpected
 

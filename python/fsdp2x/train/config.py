@@ -13,9 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from fsdp2x.api import may_be_on_host
-from fsdp2x.base.arguments import dtype_name
-from fsdp2x.base.failures import ConfigError as ConfigError
+from fsdp2x.base.errors import ConfigError as ConfigError
 
 
 class TrainingError(RuntimeError):
@@ -23,7 +21,7 @@ class TrainingError(RuntimeError):
 
 
 # Names of dtypes: `bf16` and `torch.bfloat16` are bfloat16 as well.
-DTYPE = BeforeValidator(lambda value: dtype_name(value) if isinstance(value, str) else value)
+DTYPE = BeforeValidator(lambda value: _dtype_name(value) if isinstance(value, str) else value)
 DType = Annotated[Literal["float32", "bfloat16", "float16"], DTYPE]
 Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 # One text is a list of one. An empty path would mean the folder that the command runs in.
@@ -411,8 +409,7 @@ class TrainConfig(BaseModel):
         optimizer, parallel = self.optimizer, self.parallel
         parallel.require(
             "offload",
-            parallel.offload != "optimizer"
-            or (may_be_on_host(optimizer.planned_name) and optimizer.implementation == "fsdp2x"),
+            parallel.offload != "optimizer" or _keeps_state_on_host(optimizer),
             "gradients, all or none with this optimizer: AdamW of implementation fsdp2x alone keeps its state there",
         )
         parallel.require(
@@ -425,6 +422,18 @@ class TrainConfig(BaseModel):
     @property
     def missing(self) -> list[str]:
         return self.model.missing if self.data.files else [*self.model.missing, "data.files=FILES: the text"]
+
+
+def _dtype_name(text: str) -> str:
+    from fsdp2x.base.arguments import dtype_name  # it imports torch, which listing the keys does not need
+
+    return dtype_name(text)
+
+
+def _keeps_state_on_host(optimizer: OptimizerConfig) -> bool:
+    from fsdp2x.api import may_be_on_host
+
+    return may_be_on_host(optimizer.planned_name) and optimizer.implementation == "fsdp2x"
 
 
 # ---- all keys
@@ -450,6 +459,11 @@ def known_keys() -> dict[str, KnownKey]:
         for section, cls in SECTIONS.items()
         for name, field in cls.model_fields.items()
     }
+
+
+def list_keys() -> dict[str, dict[str, Any]]:
+    """Returns the ``type``, ``default`` and ``help`` of all keys, by name."""
+    return {key: known._asdict() for key, known in known_keys().items()}
 
 
 def type_name(kind: Any, limits: Sequence[Any] = ()) -> str:

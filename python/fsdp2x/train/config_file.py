@@ -148,11 +148,6 @@ class ConfigFile:
         return config
 
 
-def list_keys() -> dict[str, dict[str, Any]]:
-    """Returns the ``type``, ``default`` and ``help`` of all keys, by name."""
-    return {key: known._asdict() for key, known in known_keys().items()}
-
-
 # ---- settings that have no effect together with others: keys, or whole sections -> (when, why)
 
 IDLE: dict[tuple[str, ...], tuple[Callable[[TrainConfig], bool], str]] = {

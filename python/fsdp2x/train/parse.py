@@ -11,8 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fsdp2x.api import read_text
-from fsdp2x.base.failures import CheckpointError, ConfigError, reworded
+from fsdp2x.base.errors import CheckpointError, ConfigError, reworded
 
 # ---- plain mappings
 
@@ -24,6 +23,8 @@ def read_yaml(path: str | Path) -> dict:
 
 def read_lines(path: str | Path) -> tuple[dict, dict[str, int]]:
     """Returns the mapping of a file, and the line of each of its dotted keys. Raises `ConfigError`."""
+    from fsdp2x.api import read_text
+
     with reworded(ConfigError, lambda error: f"config file {error}", CheckpointError):
         text = read_text(Path(path), MOST_BYTES, may_be_pipe=True)
     settings, lines = _load(text, f"config file {path}")

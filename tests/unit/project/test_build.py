@@ -128,8 +128,8 @@ def test_the_check_comes_before_the_extension(tmp_path):
     (package / "base").mkdir(parents=True)
     (package / "__init__.py").write_text("from fsdp2x.base import native\n")
     (package / "base" / "__init__.py").write_text("")
-    source = ROOT / "python" / "fsdp2x" / "base" / "native.py"
-    (package / "base" / "native.py").write_text(source.read_text())
+    for name in ("built.py", "native.py"):
+        (package / "base" / name).write_text((ROOT / "python/fsdp2x/base" / name).read_text())
     (package / "_C.py").write_text("raise ImportError('undefined symbol')\n")
     (package / "_build_info.py").write_text("TORCH_VERSION = '2.1.0'\n")
     # A stand-in for torch makes this a test of the order of imports alone.

@@ -42,7 +42,7 @@ def test_only_one_file_imports_private_names_of_torch():
 def test_only_one_file_imports_the_engine_and_rooms_never_import_the_package():
     names = {"fsdp2x", "fsdp2x._C", "fsdp2x._build_info"}
     found = places(lambda path: names.intersection(imports_of(path)))
-    assert [path for path in found if not path.startswith("compare/")] == ["base/native.py"]
+    assert [path for path in found if not path.startswith("compare/")] == ["base/built.py", "base/native.py"]
 
 
 def test_compare_needs_public_names_alone():
@@ -68,6 +68,37 @@ def test_import_needs_torch_alone():
     modules = ["fsdp2x.train.commands.trl_rank", "fsdp2x.train.selftest", "fsdp2x.train.cli", "fsdp2x.convert"]
     program = f"import sys, {', '.join(modules)}; fsdp2x.train.cli.main(['doctor'])"
     subprocess.run([sys.executable, "-c", f"{program}; assert 'pydantic' not in sys.modules"], check=True)
+
+
+def test_answers_about_commands_need_no_torch():
+    """Help of commands and of the settings, and typos: a user waits for no import."""
+    asked = [
+        "--help",
+        "--version",
+        "train --help",
+        "trl --help",
+        "config list",
+        "config explain --help",
+        "doctor --hel",
+    ]
+    asked += [f"{name} --help" for name in ("config translate", "export", "convert", "compare")] + [
+        "",
+        "trian",
+        "train",
+    ]
+    program = f"""
+import contextlib, sys
+from fsdp2x.train.cli import main
+for words in {asked!r}:
+    with contextlib.suppress(SystemExit):
+        main(words.split())
+    assert "torch" not in sys.modules, words
+import fsdp2x.installer
+assert callable(fsdp2x.install) and fsdp2x.train.cli.main is main and "fully_shard" in dir(fsdp2x)
+assert not hasattr(fsdp2x, "nothing") and "torch" in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 # ---- includes of csrc

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 
-from fsdp2x.base.failures import ConfigError
+from fsdp2x.base.errors import ConfigError
 from fsdp2x.train.commands.shared import positive
 
 _ENGINES = ("script", "unsharded", "fsdp2", "fsdp2x", "ddp")

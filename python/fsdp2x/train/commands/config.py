@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 
-from fsdp2x.base.failures import ConfigError, reworded
+from fsdp2x.base.errors import ConfigError, reworded
 from fsdp2x.train.commands.shared import positive, show
 
 
@@ -76,7 +76,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from fsdp2x.train.config_file import list_keys
+    from fsdp2x.train.config import list_keys
     from fsdp2x.train.parse import show as shown
 
     rows = list_keys()

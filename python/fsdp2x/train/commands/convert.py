@@ -6,7 +6,7 @@ import argparse
 import logging
 from typing import Any
 
-from fsdp2x.base.failures import ConfigError
+from fsdp2x.base.errors import ConfigError
 from fsdp2x.train.commands.shared import DTYPE
 
 _EPILOG = """\

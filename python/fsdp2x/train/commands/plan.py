@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from fsdp2x.api import OFFLOAD_MODES, PLANNED
-from fsdp2x.train.commands.shared import DTYPE, positive, show
+from fsdp2x.train.commands.shared import DTYPE, NamesOf, positive, show
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -56,8 +55,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument(
         "--offload",
-        choices=OFFLOAD_MODES,
-        help="What CPU memory holds: nothing, optimizer state, gradients as well, or shards as well.",
+        choices=NamesOf("OFFLOAD_MODES"),
+        metavar="MODE",
+        help="What CPU memory holds: nothing, optimizer state, gradients as well, or shards as well (%(choices)s).",
     )
     command.add_argument(
         "--offload-budget",
@@ -66,9 +66,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument(
         "--optimizer",
-        choices=PLANNED,
+        choices=NamesOf("PLANNED"),
         metavar="NAME",
-        help=f"Optimizer: {', '.join(PLANNED)}. A suffix sets its moments_dtype, such as int8.",
+        help="Optimizer: %(choices)s. A suffix sets its moments_dtype, such as int8.",
     )
     command.add_argument(
         "--expert-parallel", type=positive, metavar="E", help="Ranks that share the experts of a block."

@@ -8,8 +8,8 @@ import os
 import subprocess
 import sys
 
-from fsdp2x.api import TRANSPORTS
-from fsdp2x.base.failures import ConfigError
+from fsdp2x.base.errors import ConfigError
+from fsdp2x.train.commands.shared import NamesOf
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -23,7 +23,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("--world", type=int, metavar="N", help="Number of ranks. Default: one per GPU, else 2.")
     command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    command.add_argument("--transport", choices=TRANSPORTS, default="auto")
+    command.add_argument(
+        "--transport", choices=NamesOf("TRANSPORTS"), default="auto", metavar="NAME", help="%(choices)s."
+    )
     command.add_argument("--steps", type=int, default=20, metavar="N", help="Timed steps of the speed check.")
     command.add_argument("--timeout", type=float, default=110.0, metavar="S", help="Seconds for all checks together.")
     command.set_defaults(run=_run)

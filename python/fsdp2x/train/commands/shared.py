@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import logging
 import os
 import sys
 import time
 import traceback
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 # Frames of a traceback that ranks other than the first show.
@@ -58,12 +60,12 @@ def unexpected(error: Exception) -> int:
     return 1
 
 
-def write_error_file(text: str) -> None:
+def write_error_file(text: str, is_mistake: bool = False) -> None:
     """Writes the reason of a failure where the launcher reads it."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         now, part = time.time(), Path(path).with_suffix(".part")  # the launcher may end this process at any time
         with contextlib.suppress(OSError):
-            part.write_text(json.dumps({"message": text, "timestamp": int(now), "time": now}))
+            part.write_text(json.dumps({"message": text, "timestamp": int(now), "time": now, "is_mistake": is_mistake}))
             part.rename(path)
 
 
@@ -75,6 +77,25 @@ def _dtype(text: str) -> str:
 
 # Declaration of every option that is a dtype: torch's names, or short ones such as bf16.
 DTYPE = {"type": _dtype, "choices": ("float32", "bfloat16", "float16")}
+
+
+class NamesOf(Collection[str]):
+    """Choices of an option that `api.py` defines. It imports torch, so they are read when they are needed."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _read(self) -> Collection[str]:
+        return getattr(importlib.import_module("fsdp2x.api"), self._name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __contains__(self, value: object) -> bool:
+        return value in self._read()
+
+    def __len__(self) -> int:
+        return len(self._read())
 
 
 def positive(text: str) -> int:

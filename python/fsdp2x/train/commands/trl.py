@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp2x.base.failures import ConfigError
+from fsdp2x.base.errors import ConfigError
 from fsdp2x.train.commands.shared import positive
 
 # Seconds after Ctrl-C. Ranks end at once, unless TRL's enable_jit_checkpoint saves a checkpoint first.

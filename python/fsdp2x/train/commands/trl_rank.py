@@ -47,7 +47,7 @@ def _train(method: str, config: str | None, words: list[str]) -> None:
     import transformers.trainer
     import trl
 
-    from fsdp2x.install import install
+    from fsdp2x import install
 
     install()
     script = importlib.import_module(f"trl.scripts.{method}")
