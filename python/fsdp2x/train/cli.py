@@ -18,7 +18,7 @@ from fsdp2x.train.commands.shared import mistake, unexpected
 COMMANDS = (train, trl, config, plan, convert, compare, selftest, doctor)
 EXAMPLES = """\
 examples:
-  torchrun --nproc_per_node=2 -m fsdp2x.train run.yaml    train on two processes (`fsdp2x train run.yaml`: on one)
+  fsdp2x train run.yaml --nproc auto                      train on all GPUs of this host, or on two CPU ranks
   fsdp2x train run.yaml optimizer.lr=1e-4 --resume_from out/run
   fsdp2x trl sft --config sft.yaml                        train on conversations with TRL, on all devices
   fsdp2x config explain run.yaml --world-size 8           show what it means, without running anything

@@ -95,8 +95,8 @@ def idle_gpus(world: World) -> str:
     if world.local_size >= num_gpus:
         return ""
     return (
-        f"{world.local_size} of this host's {num_gpus} GPUs are in use; for all of them run "
-        f"torchrun --nproc_per_node={num_gpus} -m fsdp2x.train"
+        f"{world.local_size} of this host's {num_gpus} GPUs are in use; for all of them run fsdp2x train with "
+        "--nproc auto"
     )
 
 

@@ -159,6 +159,62 @@ def test_the_second_ctrl_c_ends_at_once(request):
         os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_in_the_terminal_of_ranks_that_the_command_started(config, tmp_path, times):
+    """The terminal signals the process group of the command. Its ranks have sessions of their own."""
+    more = ("train.steps=100000", "schedule.kind=constant", "train.accumulation=1")
+    more += ("train.batch_size=1", "checkpoint.save_every=1000") * (times == 2)
+    words = ("train", config, "--nproc", 2, *more)
+    with open(tmp_path / "log", "w") as log:
+        program = subprocess.Popen(
+            [sys.executable, "-m", "fsdp2x", *map(str, words)], env=programs.environment(), start_new_session=True,
+            stdout=log, stderr=log,
+        )  # fmt: skip
+    program.log = tmp_path / "log"
+    pids = []
+    try:
+        pids = wait_for_step(tmp_path / "run/metrics.jsonl", 3, program)
+        if times == 2:  # a rank that cannot end by itself
+            os.kill(pids[1], signal.SIGSTOP)
+        os.killpg(program.pid, signal.SIGINT)
+        if times == 2:
+            time.sleep(1)
+            os.killpg(program.pid, signal.SIGINT)
+        program.wait(TIMEOUT_S)
+    finally:
+        program.kill()
+    output = program.log.read_text()
+    assert program.returncode == 130 and "Traceback" not in output, output
+    assert not any(alive(pid) for pid in pids)
+    said = [line for line in output.splitlines() if line.startswith("fsdp2x: ")]
+    assert said[0].startswith("fsdp2x: Ctrl-C received: stopping after what runs now."), output
+    if times == 2:
+        assert said[1:] == ["fsdp2x: interrupted twice: this run ended without saving"], output
+        return
+    step = int((tmp_path / "run/checkpoints/latest").read_text().strip().removeprefix("step-"))
+    assert step == max(losses(tmp_path / "run"))
+    (last,) = said[1:]
+    assert last.startswith(f"fsdp2x: interrupted after step {step}; saved step {step}; resume with --resume_from ")
+    status, output = command("-m", "fsdp2x", "train", config, f"train.steps={step}", "--resume_from", tmp_path / "run")
+    assert status == 0 and f"nothing to do: the run ended after step {step}" in output, output
+
+
+@pytest.mark.parametrize(
+    ("more", "status", "said"),
+    [
+        (("--nproc=auto", "train.steps=1"), 0, "fsdp2x: 2 CPU ranks with "),
+        (("--nproc=2", "train.stepz=1"), 2, "fsdp2x: error: unknown key train.stepz. Did you mean train.steps?\n"),
+        (("--nproc=2", "data.files=gone"), 2, "fsdp2x: error: data.files: gone: no such file\n"),
+        (("--nproc=2", "optimizer.lr=1e30"), 1, "fsdp2x: error: step "),
+    ],
+)
+def test_ranks_that_the_command_started_report_once(config, more, status, said):
+    done, output = command("-m", "fsdp2x", "train", config, *more)
+    assert done == status and output.count(said) == 1 and "Traceback" not in output, output
+    assert output.count("fsdp2x: error: ") == (status > 0), output
+    assert (" 2 ranks on " in output) == (status < 2), output
+
+
 def test_a_scheduler_that_asks_again_does_not_lose_the_checkpoint():
     with Interrupt(says=False) as interrupt:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -8,13 +8,12 @@ import difflib
 import importlib.util
 import logging
 import os
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fsdp2x.base.failures import ConfigError, reworded
-from fsdp2x.train.commands.shared import mistake, unexpected, write_error_file
+from fsdp2x.train.commands import launch
 from fsdp2x.train.parse import read_yaml
 
 # Formats of data files, by the names of the datasets library.
@@ -25,22 +24,9 @@ _NO_SPLIT = "Set test_split_size, dataset_test_split, or data_files: {train: FIL
 
 def run_rank(method: str, config: str | None, words: list[str], supervisor: int | None) -> int:
     """Trains and returns the exit status. Errors go to the supervisor, or else to standard error."""
-    from fsdp2x.compare.ranks import follow
-
-    if supervisor is not None and not follow(supervisor):
-        return 1
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     logging.getLogger().setLevel(logging.WARNING)
-    try:
-        _train(method, config, words)
-        return 0
-    except Exception as error:
-        is_mistake = isinstance(error, ConfigError)
-        if supervisor is not None:
-            write_error_file(str(error) if is_mistake else traceback.format_exc())
-        else:
-            (mistake if is_mistake else unexpected)(error)
-        return 2 if is_mistake else 1
+    return launch.run_rank(lambda: _train(method, config, words), supervisor, {ConfigError: 2})
 
 
 def _train(method: str, config: str | None, words: list[str]) -> None:
