@@ -149,8 +149,9 @@ def read_blocks(config: DataConfig, tokenizer: Tokenizer, seed: int) -> Blocks:
             )
     if rank_and_size()[0] == 0:  # all ranks read the same
         logger.info(
-            "%d files, %d bytes of text, %d tokens: %d blocks of %d for training, %d held out",
-            read.num_files, read.num_text_bytes, read.num_tokens, split, config.block_size, len(held_out),
+            "%d file%s, %d bytes of text, %d tokens: %d blocks of %d for training, %d held out",
+            read.num_files, "s" * (read.num_files != 1), read.num_text_bytes, read.num_tokens, split,
+            config.block_size, len(held_out),
         )  # fmt: skip
     return Blocks(blocks[:split], held_out, read.num_files, read.num_text_bytes, digest.hexdigest())
 

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import resource
 import sys
 import time
@@ -26,6 +27,7 @@ from fsdp2x.api import (
     start_memory_history,
     stop_memory_history,
 )
+from fsdp2x.base.errors import CheckpointError, first_line
 from fsdp2x.base.failures import exchange
 from fsdp2x.memory import memory_report
 from fsdp2x.train.config import ConfigError, LoggingConfig, ParallelConfig
@@ -33,7 +35,9 @@ from fsdp2x.train.strategy import Batching
 
 logger = logging.getLogger(__name__)
 
-METRICS = "metrics.jsonl"
+METRICS, PICTURE = "metrics.jsonl", "loss.png"
+# Fewer points make no curve.
+_FEWEST_POINTS = 10
 
 
 # A function like `wandb.log`, called on rank 0 with numbers by name (`train/loss`) and `step=`.
@@ -63,6 +67,7 @@ class Metrics:
         self.main, self._num_steps = main, num_steps
         self._first: tuple[int, float] | None = None  # step and time of the first reported step
         self._file = self._board = self._bar = None
+        self._redirect = contextlib.ExitStack()
         self._loggers: Sequence[Logger] = ()
         if not main:
             return
@@ -78,7 +83,9 @@ class Metrics:
             self._board = SummaryWriter(str(folder), purge_step=first_step + 1)
         if progress == "on" or (progress == "auto" and sys.stderr.isatty()):
             from tqdm import tqdm
+            from tqdm.contrib.logging import logging_redirect_tqdm
 
+            self._redirect.enter_context(logging_redirect_tqdm())  # log lines do not break the bar
             self._bar = tqdm(total=num_steps, initial=first_step, unit="step", dynamic_ncols=True)
 
     def write(self, event: str, step: int, **values: Any) -> None:
@@ -117,9 +124,10 @@ class Metrics:
             "lr": f"{values['lr']:.2e}",
             "epoch": f"{values['epochs']:.2f}",
             **({} if self._bar is not None or left is None else {"left": tqdm.format_interval(left)}),
-            "tok/s": f"{values['tokens_per_s']:.0f}",
+            "tok/s": f"{values['tokens_per_s']:,.{0 if values['tokens_per_s'] >= 10 else 1}f}",
             "grad": f"{values['grad_norm']:.3f}" if values["grad_norm"] is not None else "-",
-            "mem": readable(values["used_bytes"]) + (f" (plan {readable(planned)})" if planned else ""),
+            "mem": readable(values["used_bytes"])
+            + (f" ({readable(planned)} planned + activations)" if planned else ""),
         }
         if self._bar is not None:
             self._bar.set_postfix(shown, refresh=False)
@@ -128,15 +136,24 @@ class Metrics:
             logger.info("step %d  %s", step, "  ".join(f"{name} {text}" for name, text in shown.items()))
 
     def say(self, message: str, *args: Any) -> None:
-        """Writes a log line on rank 0 without breaking the bar."""
-        if not self.main:
-            return
-        if self._bar is not None:
-            self._bar.write(message % args, file=sys.stderr)
-        else:
+        """Writes a log line on rank 0."""
+        if self.main:
             logger.info(message, *args)
 
+    def draw(self) -> None:
+        """Draws the losses of the run's folder on rank 0, if matplotlib is installed and there are enough of them."""
+        if self._file is None:
+            return
+        try:
+            picture = draw_losses(Path(self._file.name).parent)
+        except (OSError, CheckpointError, LookupError, TypeError) as error:  # a full disk, or lines of another program
+            logger.warning("%s: not drawn: %s", PICTURE, first_line(error))
+            return
+        if picture is not None:
+            self.say("loss curve: %s", picture)
+
     def close(self) -> None:
+        self._redirect.close()
         if self._bar is not None:
             self._bar.close()
         if self._board is not None:
@@ -178,6 +195,29 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     lines = read_text(Path(path)).splitlines(keepends=True)
     numbered = enumerate(lines, 1)
     return [parse_json(line, f"{path}, line {n}") for n, line in numbered if line.endswith("\n") and line.strip()]
+
+
+def draw_losses(folder: Path) -> Path | None:
+    """Draws training and held-out losses of metrics.jsonl. Returns None without matplotlib, or with too few points."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    curves: dict[str, dict[int, float]] = {"train": {}, "eval": {}}
+    for line in read_metrics(folder / METRICS):
+        if line["event"] in curves and math.isfinite(line["loss"]):
+            curves[line["event"]][line["step"]] = line["loss"]  # a resumed run replaces later steps
+    if len(curves["train"]) < _FEWEST_POINTS:
+        return None
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for event, label in (("train", "training"), ("eval", "held-out")):
+        if curves[event]:
+            axes.plot(*zip(*sorted(curves[event].items()), strict=True), label=label)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend()
+    figure.savefig(folder / PICTURE, dpi=120)
+    return folder / PICTURE
 
 
 def _end_last_line(path: Path) -> None:

@@ -210,6 +210,7 @@ class Trainer:
             path = save_adapter(self.model, self.inputs.folder.output / "adapter", force=True)
             self.output.metrics.say("adapter: %s", path)
         self.output.metrics.write("end", self.step)
+        self.output.metrics.draw()
         if self.step == start:
             self.output.metrics.say("nothing to do: the run ended after step %d", self.num_steps)
             return
@@ -256,6 +257,7 @@ class Trainer:
             last_saved = self.step
         checkpoint.wait(self.model)
         self.output.metrics.write("interrupt", self.step)
+        self.output.metrics.draw()
         how = "nothing was saved: checkpoint.save_last=false and checkpoint.save_every=0"
         if last_saved is not None:
             how = f"saved step {last_saved}; resume with --resume_from {self.inputs.folder.checkpoints}"

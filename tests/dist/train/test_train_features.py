@@ -225,7 +225,9 @@ def test_validation_files_and_what_a_line_says(ctx):
         assert all(line["planned_bytes"] > 0 and "used_bytes" in line for line in lines)
         if ctx.rank == 0:
             (last,) = [sentence for sentence in said if sentence.startswith(f"step {trainer.num_steps}  loss")]
-            assert all(word in last for word in ("  lr ", "  epoch ", "  left 00:00", "  mem ", "(plan "))
+            assert all(
+                word in last for word in ("  lr ", "  epoch ", "  left 00:00", "  mem ", " planned + activations)")
+            )
 
 
 @distributed

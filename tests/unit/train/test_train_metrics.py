@@ -2,6 +2,8 @@
 
 import json
 import logging
+import math
+import sys
 import time
 
 import pytest
@@ -49,13 +51,45 @@ def test_a_line_cut_by_a_kill_is_dropped(tmp_path):
 
 
 def test_bar_shows_loss_speed_norm_and_memory(tmp_path, capsys):
-    metrics = make(tmp_path, progress="on")
-    metrics.train(4, **{**STEP, "loss": 1.5, "grad_norm": 0.25, "tokens_per_s": 1234.0, "used_bytes": 2**30})
-    metrics.say("a %s", "note")
-    metrics.close()
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("12:34:56 [rank 0] %(message)s"))
+    logging.root.addHandler(handler)
+    logging.getLogger("fsdp2x").setLevel(logging.INFO)
+    try:
+        metrics = make(tmp_path, progress="on")
+        metrics.train(4, **{**STEP, "loss": 1.5, "grad_norm": 0.25, "tokens_per_s": 1234.0, "used_bytes": 2**30})
+        metrics.say("a %s", "note")
+        logging.getLogger("other").warning("another note")
+        metrics.close()
+        assert handler in logging.root.handlers
+    finally:
+        logging.root.removeHandler(handler)
     shown = capsys.readouterr().err
-    for part in ("4/10", "loss=1.5000", "tok/s=1234", "grad=0.250", "mem=1.00 GiB (plan 3.00 MiB)", "a note"):
+    memory = "mem=1.00 GiB (3.00 MiB planned + activations)"
+    said = [f"\r12:34:56 [rank 0] {note}\n" for note in ("a note", "another note")]
+    for part in ("4/10", "loss=1.5000", "tok/s=1,234", "grad=0.250", memory, *said):
         assert part in shown
+
+
+def test_a_run_draws_its_losses(tmp_path, monkeypatch):
+    metrics = make(tmp_path, num_steps=30)
+    for step in range(1, 10):
+        metrics.train(step, **STEP)
+    metrics.draw()
+    assert not (tmp_path / "loss.png").exists()
+    metrics.train(10, **STEP | {"loss": math.nan})
+    metrics.train(11, **STEP)
+    metrics.write("eval", 11, loss=2.0)
+    with Said() as said:
+        metrics.draw()
+    picture = tmp_path / "loss.png"
+    assert picture.read_bytes().startswith(b"\x89PNG") and said[-1] == f"loss curve: {picture}"
+    picture.unlink()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    metrics.draw()
+    metrics.close()
+    metrics.draw()
+    assert not picture.exists()
 
 
 @pytest.mark.parametrize(("speed", "left"), [(0.5, "left 00:02"), (30, "left 02:00"), (900, "left 1:00:00")])
