@@ -25,7 +25,7 @@ from fsdp2x.io.checkpoint.directory import find as find_checkpoint
 from fsdp2x.io.checkpoint.directory import repair as repair_checkpoints
 from fsdp2x.io.checkpoint.rng import seed_all
 from fsdp2x.io.convert.adapters import ADAPTER_FOLDER
-from fsdp2x.io.formats.safe_files import parse_json, read_text
+from fsdp2x.io.formats.safe_files import how_to_download, parse_json, read_text
 from fsdp2x.io.hf.empty import build_empty, plain_config, read_config, read_hf_config, told_of
 from fsdp2x.io.hf.files import Checkpoint
 from fsdp2x.io.hf.layout import bars_of_rank_0

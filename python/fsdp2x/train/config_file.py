@@ -31,7 +31,7 @@ from fsdp2x.train.parse import (
     say_unknown,
     set_path,
 )
-from fsdp2x.train.translate import find_format, own_sections
+from fsdp2x.train.translate import describe_format, find_format, own_sections
 
 logger = logging.getLogger(__name__)
 
@@ -100,13 +100,8 @@ class ConfigFile:
             raise ConfigError("expected the path of a config, got an empty one")
         file = cls.read_any(path, overrides)
         form = None if own_sections(file.settings) else find_format(file.settings)
-        if form is not None and "instead" in form:
-            raise ConfigError(f"{path}: the file has {form['title']}. {form['instead']}")
         if form is not None:
-            raise ConfigError(
-                f"{path}: the file has {form['title']}. Translate it with `fsdp2x config translate {path} > "
-                "mine.yaml`, and use mine.yaml."
-            )
+            raise ConfigError(describe_format(form, file.settings, str(path)))
         return file
 
     @classmethod

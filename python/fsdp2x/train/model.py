@@ -26,6 +26,7 @@ from fsdp2x.api import (
     freeze_module_prefix,
     from_pretrained,
     fully_shard,
+    how_to_download,
     plain_config,
     plan_units,
     read_config,
@@ -146,7 +147,8 @@ def find_folder(config: ModelConfig) -> Path:
     """Returns the folder of `model.path`. Raises `ConfigError`."""
     folder = Path(config.path or "").expanduser()
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path: got {config.path!r}, expected a local directory with a config.json")
+        hint = how_to_download(folder)
+        raise ConfigError(f"model.path: got {config.path!r}, expected a local directory with a config.json.{hint}")
     with reworded(ConfigError, "model.path", CheckpointError):
         read_config(folder / "config.json")
     return folder

@@ -23,9 +23,10 @@ def read_yaml(path: str | Path) -> dict:
 
 def read_lines(path: str | Path) -> tuple[dict, dict[str, int]]:
     """Returns the mapping of a file, and the line of each of its dotted keys. Raises `ConfigError`."""
-    from fsdp2x.api import read_text
+    from fsdp2x.api import how_to_download, read_text
 
-    with reworded(ConfigError, lambda error: f"config file {error}", CheckpointError):
+    hint = how_to_download(path)
+    with reworded(ConfigError, lambda error: f"config file {error}{'.' * bool(hint)}{hint}", CheckpointError):
         text = read_text(Path(path), MOST_BYTES, may_be_pipe=True)
     settings, lines = _load(text, f"config file {path}")
     settings = {} if settings is None else settings

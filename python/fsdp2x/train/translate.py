@@ -99,6 +99,26 @@ def find_format(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     return forms[num_known.index(max(num_known))] if any(num_known) else None
 
 
+def describe_format(table: dict[str, Any], settings: Mapping[str, Any], path: str) -> str:
+    """Returns what a file of another trainer is, how to use it, and the names of its keys for `fsdp2x train`."""
+    said = f"{path}: the file has {table['title']}. "
+    if "instead" in table:
+        return said + table["instead"].replace("FILE", path)
+    form = Format(table)
+    to = form.to
+    if "run" in table:
+        said += f"Run that trainer on fsdp2x: `{table['run'].replace('FILE', path)}`. Or translate "
+    else:
+        said += "Translate "
+    said += f"it with `fsdp2x config translate {path} > mine.yaml`, and use "
+    said += f"`fsdp2x trl {to} --config mine.yaml`." if "run" in table else "mine.yaml."
+    form.to = "train"
+    columns = ((key, next(iter(form._columns(key)), None)) for key in settings if "run" in table)
+    named = {key: column["to"] if isinstance(column, dict) else column for key, column in columns if column}
+    pairs = [f"{key} is {name}" for key, name in named.items() if isinstance(name, str) and " " not in name]
+    return said + (f" For `fsdp2x train`, {', '.join(pairs)}." if pairs else "")
+
+
 def _look_up(settings: Any, path: str) -> Any:
     for part in path.split("."):
         settings = settings.get(part) if isinstance(settings, Mapping) else None
@@ -112,6 +132,7 @@ class Format:
         self.rows, self.roles, self._prefixes = table["keys"], table.get("roles", []), table.get("prefixes", {})
         self.role: str | None = None
         self.to: To = table.get("to", "train")
+        self.rest: str | None = table.get("rest")
         known = [key.split(".") for key in (*self.rows, *(f"{role}." for role in self.roles))]
         self._blocks = {".".join(parts[:end]) for parts in known for end in range(1, len(parts))}
 
@@ -170,6 +191,8 @@ class Format:
 
     def refuse_unknown(self, settings: Mapping[str, Any]) -> None:
         """Raises `ConfigError` for unknown keys. A misspelled block reports one key."""
+        if self.rest is not None:
+            return
         unknown: dict[str, str] = {}
         for path in self.leaves(settings):
             parts = itertools.accumulate(path.split("."), lambda one, two: f"{one}.{two}")
@@ -179,6 +202,7 @@ class Format:
 
     def _columns(self, path: str) -> list:
         row = self.find(path)[1]
+        row = self.rest if row is _UNKNOWN else row
         return [row[name] for name in COLUMNS[self.to] if name in row] if isinstance(row, dict) else [row]
 
     def unused_role(self, path: str) -> str | None:

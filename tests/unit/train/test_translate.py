@@ -344,6 +344,84 @@ def test_a_command_names_the_format_and_how_to_translate_it(tmp_path, capsys, co
     assert f"the file has {title}" in line and f"`fsdp2x config translate {tmp_path}/old.yaml > mine.yaml`" in line
 
 
+AXOLOTL = """
+base_model: Qwen/Qwen3-0.6B
+adapter: qlora
+load_in_4bit: true
+datasets: [{path: rows.jsonl}]
+val_set_size: 0.05
+sequence_len: 2048
+sample_packing: true
+lora_r: 16
+lora_target_linear: true
+micro_batch_size: 2
+num_epochs: 3
+learning_rate: 2.0e-4
+train_on_inputs: false
+special_tokens: {pad_token: "<pad>"}
+fsdp_version: 2
+"""
+FACTORY = """
+model_name_or_path: Qwen/Qwen3-0.6B
+stage: sft
+finetuning_type: lora
+lora_target: all
+quantization_bit: 8
+dataset: identity
+cutoff_len: 2048
+learning_rate: 1.0e-4
+num_train_epochs: 3
+warmup_ratio: 0.1
+bf16: true
+"""
+AS_TRL = {
+    "axolotl.cli.train": (
+        AXOLOTL,
+        {"model_name_or_path": "Qwen/Qwen3-0.6B", "use_peft": True, "load_in_4bit": True, "packing": True,
+         "datasets": [{"path": "rows.jsonl"}], "test_split_size": 0.05, "max_length": 2048, "lora_r": 16,
+         "lora_target_modules": ["all-linear"], "per_device_train_batch_size": 2, "num_train_epochs": 3,
+         "learning_rate": 2e-4, "assistant_only_loss": True},
+        "dropped special_tokens.pad_token: it is not in fsdp2x's table.",
+        "base_model is model.path, val_set_size is data.held_out, sequence_len is data.block_size",
+    ),
+    "llamafactory.launcher": (
+        FACTORY,
+        {"model_name_or_path": "Qwen/Qwen3-0.6B", "use_peft": True, "lora_target_modules": ["all-linear"],
+         "load_in_8bit": True, "dataset_name": "identity", "max_length": 2048, "learning_rate": 1e-4,
+         "num_train_epochs": 3, "warmup_steps": 0.1, "bf16": True},
+        "note on dataset: set it to the folder or file of the rows",
+        "model_name_or_path is model.path, lora_target is lora.target_modules, cutoff_len is data.block_size",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("module", AS_TRL)
+def test_files_of_tools_over_trl(translated, capsys, module):
+    """A command says in one line how to run the tool, how to translate the file for TRL, and the names of the keys."""
+    text, settings, note, names = AS_TRL[module]
+    path, said = translated(text)
+    assert yaml.safe_load(path.read_text()) == settings
+    assert any(note in line for line in said)
+    file = path.with_name("old.yaml")
+    for command in (["train"], ["plan"], ["config", "explain"]):
+        assert main([*command, str(file)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"torchrun --nproc_per_node=N -m fsdp2x.run -m {module} {file}`. Or translate it" in line
+        assert "`fsdp2x trl sft --config mine.yaml`. For `fsdp2x train`, " + names in line
+
+
+def test_a_file_of_trl(tmp_path, capsys):
+    file = tmp_path / "sft.yaml"
+    for text in ("learning_rate: 1.0e-4\noutput_dir: out\n", "model_name_or_path: x\nmax_steps: 3\nbf16: true\n"):
+        file.write_text(text)
+        for command in (["train"], ["plan"], ["config", "explain"]):
+            assert main([*command, str(file)]) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert (
+                f"{file}: the file has TRL's arguments." in line and f"fsdp2x trl sft --config {file}, or grpo" in line
+            )
+
+
 def test_references_that_multiply_end():
     for value in ("${b}" * 50, ["${b}"] * 50):
         settings: dict = {"a": value}

@@ -21,6 +21,7 @@ from pathlib import Path
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.failures import CheckpointError
 from fsdp2x.io.formats.dcp import METADATA
+from fsdp2x.io.formats.safe_files import how_to_download
 from fsdp2x.io.hf.folder import remove, sync_folder
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,9 @@ def resolve(path: str | Path) -> Path:
         replaced = path.parent / f".old-{path.name}"
         if replaced.is_dir():
             return replaced
-        raise CheckpointError(f"{path}: no such checkpoint. Pass a checkpoint folder or its parent.")
+        raise CheckpointError(
+            f"{path}: no such checkpoint. Pass a checkpoint folder or its parent.{how_to_download(path)}"
+        )
     if not path.is_dir():
         raise CheckpointError(f"{path}: expected the folder of a checkpoint, got a file.")
     if (path / MANIFEST).is_file():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,6 +53,15 @@ def check_plain(tree: Any, where: str) -> None:
         return num, levels
 
     measure(tree, 0)
+
+
+def how_to_download(path: str | Path) -> str:
+    """Returns the command that downloads a model, if a missing path can be a name of the hub, else an empty text."""
+    name = str(path)
+    if os.path.exists(name) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
+        return ""
+    folder = name.partition("/")[2]
+    return f" fsdp2x downloads nothing. Run `hf download {name} --local-dir {folder}`, and pass the folder {folder}."
 
 
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO}

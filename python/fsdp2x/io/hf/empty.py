@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdp2x.base.failures import CheckpointError, first_line, reworded
-from fsdp2x.io.formats.safe_files import read_json
+from fsdp2x.io.formats.safe_files import how_to_download, read_json
 from fsdp2x.io.hf.files import Checkpoint
 from fsdp2x.io.names import ForeignModel
 from fsdp2x.sharding.wrap import kept_in_float32, unsharded_class
@@ -83,7 +83,9 @@ def read_hf_config(path: Path) -> Any:
 
     file = _file_of(path)
     if not file.is_file():
-        raise FileNotFoundError(2, "no such file; a local HuggingFace folder is needed", str(file))
+        hint = how_to_download(path)
+        said = f"no such file; a local HuggingFace folder is needed{'.' * bool(hint)}{hint}"
+        raise FileNotFoundError(2, said, str(file))
     read_config(file)
     return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
 

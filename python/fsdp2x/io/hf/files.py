@@ -18,7 +18,7 @@ import torch
 
 from fsdp2x.base.failures import CheckpointError, CorruptFile, first_line, reworded
 from fsdp2x.io.formats.records import read_records
-from fsdp2x.io.formats.safe_files import OpenFiles, parse_json, read_json
+from fsdp2x.io.formats.safe_files import OpenFiles, how_to_download, parse_json, read_json
 from fsdp2x.io.formats.tensors import FileTensor, LoadedTensor, Source, is_shape
 
 logger = logging.getLogger("fsdp2x")
@@ -46,10 +46,7 @@ def weight_files(path: str | Path) -> list[Path]:
             raise CheckpointError(f"{path}: names files that are missing: {', '.join(missing)}")
         return files
     if not path.is_dir():
-        raise CheckpointError(
-            f"{path}: no such folder or file. Download a model of the hub first, for example with "
-            "huggingface_hub.snapshot_download."
-        )
+        raise CheckpointError(f"{path}: no such folder or file.{how_to_download(path)}")
     for name in _WEIGHTS:
         if (path / name).is_file():
             return weight_files(path / name)
