@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NoReturn
 
 from fsdp2x.base.errors import CheckpointError, ConfigError
 from fsdp2x.train.commands import compare, config, convert, doctor, plan, selftest, train, trl
@@ -32,9 +34,33 @@ examples:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Accepts options with underscores in place of dashes, as torchrun does, also in subcommands."""
+    """Accepts options with underscores in place of dashes, as torchrun does, also in subcommands.
+
+    Its errors are one line, and name what is nearest to a misspelled word.
+    """
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
+        self.set_defaults(parser=self)  # the innermost one is in the arguments
+
+    def error(self, message: str) -> NoReturn:
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message)
+        word = re.match(r"unrecognized arguments: ([^\s=]+)", message)
+        known: list[str] = []
+        if choice:
+            known = [one.strip("'") for one in choice[2].split(", ")]
+        elif word and "." in word[1]:
+            message += f". Write settings without dashes: {word[1].lstrip('-')}=VALUE"
+        elif word:
+            known = [option.replace("_", "-") for option in re.findall(r"--\w[\w-]*", self.format_help())]
+        wrong = choice[1] if choice else word[1].replace("_", "-") if word else ""
+        near = difflib.get_close_matches(wrong, known, n=1)
+        hint = f". Did you mean {near[0]}?" if near else "."
+        self.exit(2, f"fsdp2x: error: {message}{hint} See {self.prog} --help.\n")
 
     def add_argument(self, *names: str, **more: Any) -> argparse.Action:
+        if more.get("nargs") == "*":
+            more.setdefault("default", [])  # without one, argparse calls it required
         both = [spelt for name in names for spelt in (name, "--" + name[2:].replace("-", "_")) if name[:2] == "--"]
         return super().add_argument(*(dict.fromkeys([*names, *both])), **more)
 
@@ -60,12 +86,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     As in a shell, it is 130 after Ctrl-C, 143 after SIGTERM, and 141 if the output is closed.
     """
     parser = make_parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help(sys.stderr)
+        return 2
     args, rest = parser.parse_known_args(argv)
     # argparse does not continue a list after an option: `train c.yaml a=1 --resume_from p b=2`.
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
-        args.overrides += rest
+        args.overrides = [*args.overrides, *rest]
     rank = os.environ.get("RANK")
     logging.basicConfig(
         level=logging.INFO,

@@ -10,14 +10,22 @@ from typing import Any
 
 import torch
 
-from fsdp2x.api import plan_units
+from fsdp2x.api import how_to_download, plan_units
 from fsdp2x.base.failures import reworded
-from fsdp2x.train.config import ConfigError, TrainConfig
+from fsdp2x.train.config import ConfigError, TrainConfig, known_keys
 from fsdp2x.train.config_file import ConfigFile, idle_settings, parse_config
 from fsdp2x.train.model import build_on_meta, idle_expert_units, prepare, unit_policy
 from fsdp2x.train.parse import show
 from fsdp2x.train.strategy import MeshPlan, describe_step, plan_mesh, resolve_batching, usual_node
 from fsdp2x.train.tokenizer import choose_tokenizer, make_tokenizer
+
+# Settings that decide a run the most. Those that the file does not set are shown with their defaults.
+_DECISIVE = (
+    "model.dtype", "data.block_size", "lora.rank", "optimizer.name", "optimizer.lr", "optimizer.weight_decay",
+    "schedule.kind", "schedule.warmup_steps", "parallel.param_dtype", "train.steps", "train.epochs",
+    "train.batch_size", "train.accumulation", "train.clip", "train.eval_every", "checkpoint.save_every",
+    "checkpoint.save_minutes", "checkpoint.keep", "logging.output",
+)  # fmt: skip
 
 
 @dataclass
@@ -27,6 +35,7 @@ class Explanation:
     plan: MeshPlan
     batching: str
     needs: list[str]
+    defaults: dict[str, Any]  # in effect, of decisive settings
     units: list[dict[str, Any]] = field(default_factory=list)  # of one kind: count, modules, reason, num_parameters
     idle: list[str] = field(default_factory=list)  # settings without effect for this model
     model: str = ""
@@ -35,6 +44,7 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         return {
             "settings": self.file.settings,
+            "defaults": self.defaults,
             "needs": self.needs,
             "world_size": self.world_size,
             "mesh": {"shape": self.plan.shape, "axes": self.plan.axes, "strategy": self.plan.name},
@@ -45,9 +55,13 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.file.path}:", ""]
-        for section, values in self.file.settings.items():
-            lines += [f"  {section}.{name} = {show(value)}" for name, value in (values or {}).items()]
+        given = {
+            f"{section}.{name}": value
+            for section, values in self.file.settings.items()
+            for name, value in (values or {}).items()
+        }
+        lines = [f"{self.file.path}:", "", *map(_line, given.items())]
+        lines += ["", "Defaults in effect:", "", *map(_line, self.defaults.items())]
         if self.needs:
             lines += ["", "To run it needs:", *(f"  {need}" for need in self.needs)]
         lines += ["", *self.idle] if self.idle else []
@@ -55,6 +69,11 @@ class Explanation:
         lines.append(f"{self.model} in units:" if self.units else f"units: {self.no_units}")
         line = "  {count} x {modules}: {num_parameters:,} parameters each ({reason})"
         return "\n".join(lines + [line.format(**unit) for unit in self.units])
+
+
+def _line(setting: tuple[str, Any]) -> str:
+    key, value = setting
+    return f"  {key} = {show(value)}\n      {known_keys()[key].help}"
 
 
 def explain(
@@ -87,7 +106,12 @@ def _explain(file: ConfigFile, world_size: int | None, local_world_size: int | N
     sentence = f"a step: {describe_step(batching.batch_size, batching.accumulation, readers)}"
     if train.mode == "evaluate":
         sentence = f"evaluation only: {batching.eval_batch_size} sequences per rank and forward"
-    found = Explanation(file, world_size, plan, sentence, config.missing)
+    defaults = {key: known_keys()[key].default for key in _DECISIVE if not _is_given(config, key)}
+    defaults |= {"train.batch_size": batching.batch_size, "train.accumulation": batching.accumulation}
+    if train.steps is None:
+        defaults["train.epochs"] = train.epochs or 1
+    defaults = {key: value for key, value in defaults.items() if value is not None and not _is_given(config, key)}
+    found = Explanation(file, world_size, plan, sentence, config.missing, defaults)
     if not config.model.missing:
         _find_units(found, config)
     else:
@@ -95,11 +119,16 @@ def _explain(file: ConfigFile, world_size: int | None, local_world_size: int | N
     return found
 
 
+def _is_given(config: TrainConfig, key: str) -> bool:
+    section, _, name = key.partition(".")
+    return name in getattr(config, section).model_fields_set
+
+
 def _find_units(found: Explanation, config: TrainConfig) -> None:
     found.idle += idle_settings(config)
     path, tokenizer = config.model.path, None
     if path is not None and not (Path(path).expanduser() / "config.json").is_file():
-        found.no_units = f"model.path={path} is not a local directory with a config.json"
+        found.no_units = f"model.path={path} is not a local directory with a config.json.{how_to_download(path)}"
         return
     if path is None:  # use the tokenizer's vocabulary if it is here
         name = choose_tokenizer(config.data.tokenizer, None)

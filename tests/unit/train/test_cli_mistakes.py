@@ -124,7 +124,7 @@ def cases(name, folder):
     """The right command with one argument replaced or added."""
     words = right(folder)[name]
     start = 2 if words[0] == "config" else 1
-    actions = [action for action in parser_of(words[:start])._actions if action.nargs != 0]
+    actions = [one for one in parser_of(words[:start])._actions if one.nargs != 0 and one.help != argparse.SUPPRESS]
     positionals = [action for action in actions if not action.option_strings and action.nargs != "*"]
     for action in actions:
         for value in wrong_values(action, folder):

@@ -1,9 +1,11 @@
 """Typical first mistakes: other trainers' key names, several typos, broken YAML. Each message has the line."""
 
 import json
+import re
 
 import pytest
 
+import fsdp2x
 from fsdp2x.train.cli import main
 from fsdp2x.train.config import known_keys
 from fsdp2x.train.parse import foreign_keys
@@ -130,6 +132,44 @@ def test_a_plan_is_for_the_device_of_the_run(capsys, tmp_path, monkeypatch, over
     lines = capsys.readouterr().out.splitlines()
     assert ("on cpu" if len(overrides) == 1 else "on cuda") in lines[0]
     assert lines[-1].startswith("CUDA context, ") == (len(overrides) != 1)
+
+
+HUB = {
+    "train": ["train", "run.yaml", "model.config=null", "model.path=Some/Model-0.6B"],
+    "plan": ["plan", "Some/Model-0.6B"],
+    "plan yaml": ["plan", "run.yaml", "model.config=null", "model.path=Some/Model-0.6B"],
+    "export": ["export", "Some/Model-0.6B", "out"],
+    "convert": ["convert", "--to", "dcp", "--input-dir", "Some/Model-0.6B", "--output-dir", "out"],
+    "from_pretrained": [],
+}
+
+
+@pytest.mark.parametrize("case", HUB)
+def test_a_name_of_the_hub_gets_the_command_that_downloads_it(capsys, tmp_path, monkeypatch, case):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(OWN)
+    (tmp_path / "text").write_text("some text " * 400)
+    download = "fsdp2x downloads nothing. Run `hf download Some/Model-0.6B --local-dir Model-0.6B`, and pass the folder"
+    if HUB[case]:
+        assert main(HUB[case]) == 2
+        assert download in capsys.readouterr().err
+        assert main([word.replace("Some/Model-0.6B", "/Some/Model-0.6B") for word in HUB[case]]) == 2
+        assert "hf download" not in capsys.readouterr().err
+    else:
+        with pytest.raises(fsdp2x.checkpoint.CheckpointError, match=re.escape(download)):
+            fsdp2x.from_pretrained("Some/Model-0.6B")
+
+
+def test_explain_shows_meanings_and_defaults_in_effect(capsys, tmp_path):
+    (tmp_path / "run.yaml").write_text(OWN + "train: {global_batch_size: 32}\noptimizer: {lr: 1.0e-2}\n")
+    assert main(["config", "explain", str(tmp_path / "run.yaml"), "--world-size", "2"]) == 0
+    own, _, defaults = capsys.readouterr().out.partition("Defaults in effect:")
+    for place, key, value in (
+        (own, "optimizer.lr", "0.01"), (own, "train.global_batch_size", "32"), (defaults, "train.epochs", "1"),
+        (defaults, "train.batch_size", "16"), (defaults, "checkpoint.save_minutes", "30"),
+    ):  # fmt: skip
+        assert f"  {key} = {value}\n      {known_keys()[key].help}\n" in place
+    assert "optimizer.lr =" not in defaults and "train.steps =" not in defaults
 
 
 def test_logs_have_no_loading_bars(tmp_path, capfd):

@@ -40,6 +40,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     explain.add_argument("--json", action="store_true", help="Print everything as one JSON object.")
     explain.set_defaults(run=_explain)
     listing = actions.add_parser("list", help="list all keys with type, default and meaning")
+    listing.add_argument("section", nargs="?", metavar="SECTION", help="A section, or a key. Default: all sections.")
     listing.add_argument("--json", action="store_true", help="Print one JSON object.")
     listing.set_defaults(run=_list)
     _add_translate(actions)
@@ -76,10 +77,16 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from fsdp2x.train.config import list_keys
+    from fsdp2x.train.config import SECTIONS, list_keys
+    from fsdp2x.train.parse import say_unknown
     from fsdp2x.train.parse import show as shown
 
-    rows = list_keys()
+    rows, wanted = list_keys(), args.section
+    if wanted is not None:
+        found = {key: row for key, row in rows.items() if wanted in (key, key.partition(".")[0])}
+        if not found:
+            raise ConfigError(say_unknown(wanted, wanted, [*rows, *SECTIONS]))
+        rows = found
     if args.json:
         show(json.dumps(rows, indent=1))
         return 0

@@ -116,7 +116,7 @@ def _plan(args: argparse.Namespace) -> int:
     from fsdp2x.train.commands.plan_fit import find_fits
     from fsdp2x.train.commands.plan_request import make_plan, parse_bytes
 
-    others = ("run", "command", "memory", "explain", "json")
+    others = ("run", "command", "parser", "memory", "explain", "json")
     memory_bytes = parse_bytes(args.memory) if args.memory is not None else None
     asked = {name: value for name, value in vars(args).items() if name not in others}
     plan = make_plan(**asked)
