@@ -101,22 +101,22 @@ def find_format(settings: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def describe_format(table: dict[str, Any], settings: Mapping[str, Any], path: str) -> str:
     """Returns what a file of another trainer is, how to use it, and the names of its keys for `fsdp2x train`."""
-    said = f"{path}: the file has {table['title']}. "
+    what = table["title"]
     if "instead" in table:
-        return said + table["instead"].replace("FILE", path)
+        return f"{path}: the file has {what}. {table['instead'].replace('FILE', path)}"
+    translating = f"`fsdp2x config translate {path} > mine.yaml`"
+    if "run" not in table:
+        return f"{path}: the file has {what}. Translate it with {translating}, and use mine.yaml."
     form = Format(table)
-    to = form.to
-    if "run" in table:
-        said += f"Run that trainer on fsdp2x: `{table['run'].replace('FILE', path)}`. Or translate "
-    else:
-        said += "Translate "
-    said += f"it with `fsdp2x config translate {path} > mine.yaml`, and use "
-    said += f"`fsdp2x trl {to} --config mine.yaml`." if "run" in table else "mine.yaml."
-    form.to = "train"
-    columns = ((key, next(iter(form._columns(key)), None)) for key in settings if "run" in table)
-    named = {key: column["to"] if isinstance(column, dict) else column for key, column in columns if column}
-    pairs = [f"{key} is {name}" for key, name in named.items() if isinstance(name, str) and " " not in name]
-    return said + (f" For `fsdp2x train`, {', '.join(pairs)}." if pairs else "")
+    to, form.to = form.to, "train"
+    columns = {key: next(iter(form.columns(key)), None) for key in settings}
+    named = {key: column["to"] if isinstance(column, dict) else column for key, column in columns.items()}
+    names = [f"{key} is {name}" for key, name in named.items() if isinstance(name, str) and " " not in name]
+    return (
+        f"{path}: the file has {what}. Run that trainer on fsdp2x: `{table['run'].replace('FILE', path)}`. Or "
+        f"translate it with {translating}, and use `fsdp2x trl {to} --config mine.yaml`. Names in `fsdp2x train`: "
+        f"{', '.join(names) or 'none'}."
+    )
 
 
 def _look_up(settings: Any, path: str) -> Any:
@@ -130,6 +130,7 @@ class Format:
 
     def __init__(self, table: dict[str, Any]) -> None:
         self.rows, self.roles, self._prefixes = table["keys"], table.get("roles", []), table.get("prefixes", {})
+        self.rows = {**self.rows, **{name: {"trl": name} for name in table.get("same", "").split()}}
         self.role: str | None = None
         self.to: To = table.get("to", "train")
         self.rest: str | None = table.get("rest")
@@ -200,7 +201,7 @@ class Format:
                 unknown[wrong] = self._split(wrong)[1]
         refuse_unknown(unknown, [*self.rows, *self._blocks])
 
-    def _columns(self, path: str) -> list:
+    def columns(self, path: str) -> list:
         row = self.find(path)[1]
         row = self.rest if row is _UNKNOWN else row
         return [row[name] for name in COLUMNS[self.to] if name in row] if isinstance(row, dict) else [row]
@@ -208,14 +209,14 @@ class Format:
     def unused_role(self, path: str) -> str | None:
         """Returns the role of a key without a column, if another one is translated."""
         role = self._split(path)[0]
-        return None if role == self.role or self._columns(path) else role
+        return None if role == self.role or self.columns(path) else role
 
     def column(self, path: str) -> Any:
         """Returns the column of a key for what is translated to, or the reason why there is none."""
         otherwise = "training on text has no such setting" if self.to == "train" else "TRL has no such setting"
         if self.unused_role(path):
             otherwise = f"this run is the role {self.role}"
-        return next(iter(self._columns(path)), otherwise)
+        return next(iter(self.columns(path)), otherwise)
 
 
 class Row:

@@ -407,7 +407,7 @@ def test_files_of_tools_over_trl(translated, capsys, module):
         assert main([*command, str(file)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert f"torchrun --nproc_per_node=N -m fsdp2x.run -m {module} {file}`. Or translate it" in line
-        assert "`fsdp2x trl sft --config mine.yaml`. For `fsdp2x train`, " + names in line
+        assert "`fsdp2x trl sft --config mine.yaml`. Names in `fsdp2x train`: " + names in line
 
 
 def test_a_file_of_trl(tmp_path, capsys):
