@@ -142,15 +142,16 @@ class Metrics:
 
     def draw(self) -> None:
         """Draws the losses of the run's folder on rank 0, if matplotlib is installed and there are enough of them."""
-        if self._file is None:
-            return
-        try:
-            picture = draw_losses(Path(self._file.name).parent)
-        except (OSError, CheckpointError, LookupError, TypeError) as error:  # a full disk, or lines of another program
-            logger.warning("%s: not drawn: %s", PICTURE, first_line(error))
-            return
-        if picture is not None:
-            self.say("loss curve: %s", picture)
+        if self._file is not None:
+            try:
+                draw_losses(Path(self._file.name).parent)
+            except (
+                OSError,
+                CheckpointError,
+                LookupError,
+                TypeError,
+            ) as error:  # a full disk, or another program's lines
+                logger.warning("%s: not drawn: %s", PICTURE, first_line(error))
 
     def close(self) -> None:
         self._redirect.close()
@@ -197,18 +198,18 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return [parse_json(line, f"{path}, line {n}") for n, line in numbered if line.endswith("\n") and line.strip()]
 
 
-def draw_losses(folder: Path) -> Path | None:
-    """Draws training and held-out losses of metrics.jsonl. Returns None without matplotlib, or with too few points."""
+def draw_losses(folder: Path) -> None:
+    """Draws training and held-out losses of metrics.jsonl, but nothing without matplotlib, or of too few points."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return None
+        return
     curves: dict[str, dict[int, float]] = {"train": {}, "eval": {}}
     for line in read_metrics(folder / METRICS):
         if line["event"] in curves and math.isfinite(line["loss"]):
             curves[line["event"]][line["step"]] = line["loss"]  # a resumed run replaces later steps
     if len(curves["train"]) < _FEWEST_POINTS:
-        return None
+        return
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for event, label in (("train", "training"), ("eval", "held-out")):
@@ -217,7 +218,7 @@ def draw_losses(folder: Path) -> Path | None:
     axes.set(xlabel="step", ylabel="loss")
     axes.legend()
     figure.savefig(folder / PICTURE, dpi=120)
-    return folder / PICTURE
+    logger.info("loss curve: %s", folder / PICTURE)
 
 
 def _end_last_line(path: Path) -> None:

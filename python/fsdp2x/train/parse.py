@@ -122,6 +122,11 @@ def _by_word() -> dict[str, str]:
     return {word: key for key, words in foreign_keys()["names"].items() for word in words.split()}
 
 
+def name_of(word: str) -> str:
+    """Returns the setting that another trainer's name means, or an empty string."""
+    return _by_word().get(_plain(word), "")
+
+
 def _plain(path: str) -> str:
     return re.sub("[-_]", "", path.rpartition(".")[2].lower())
 
@@ -140,7 +145,7 @@ def nearest_key(path: str, keys: Collection[str]) -> str:
     """
     section, _, last = path.rpartition(".")
     elsewhere = [key for key in keys if key.rpartition(".")[2] == last]
-    meant = _by_word().get(_plain(last), "")
+    meant = name_of(last)
     is_known = meant.partition("=")[0] in keys
     siblings = {key.rpartition(".")[2]: key for key in keys if section and key.rpartition(".")[0] == section}
     longer = [key for name, key in siblings.items() if name.endswith(f"_{last}")]

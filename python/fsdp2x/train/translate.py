@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from fsdp2x.base.failures import ConfigError
 from fsdp2x.train.config import SECTIONS
-from fsdp2x.train.parse import describe, foreign_keys, load_yaml, refuse_unknown, set_path, show
+from fsdp2x.train.parse import describe, foreign_keys, load_yaml, name_of, refuse_unknown, set_path, show
 
 To = Literal["train", "sft", "grpo"]
 COLUMNS = {"train": ("train",), "sft": ("sft", "trl"), "grpo": ("grpo", "trl")}
@@ -62,6 +62,8 @@ def translate(settings: Mapping[str, Any], *, to: To | None = None, role: str | 
         raise ConfigError(f"the file has {has}, so there is nothing to translate")
     if "instead" in table:
         raise ConfigError(f"the file has {table['title']}. {table['instead']}")
+    if "run" in table and to not in (None, table["to"]):
+        raise ConfigError(f"--to {to}: the file has {table['title']}, for fsdp2x trl {table['to']} alone. Omit --to.")
     form = Format(table)
     form.choose(settings, to, role)
     form.refuse_unknown(settings)  # misspelled keys come before the references that they break
@@ -107,15 +109,11 @@ def describe_format(table: dict[str, Any], settings: Mapping[str, Any], path: st
     translating = f"`fsdp2x config translate {path} > mine.yaml`"
     if "run" not in table:
         return f"{path}: the file has {what}. Translate it with {translating}, and use mine.yaml."
-    form = Format(table)
-    to, form.to = form.to, "train"
-    columns = {key: next(iter(form.columns(key)), None) for key in settings}
-    named = {key: column["to"] if isinstance(column, dict) else column for key, column in columns.items()}
-    names = [f"{key} is {name}" for key, name in named.items() if isinstance(name, str) and " " not in name]
+    names = [f"{key} is {name}" for key in settings if (name := name_of(str(key)))]
     return (
         f"{path}: the file has {what}. Run that trainer on fsdp2x: `{table['run'].replace('FILE', path)}`. Or "
-        f"translate it with {translating}, and use `fsdp2x trl {to} --config mine.yaml`. Names in `fsdp2x train`: "
-        f"{', '.join(names) or 'none'}."
+        f"translate it with {translating}, and use `fsdp2x trl {table['to']} --config mine.yaml`. Names in "
+        f"`fsdp2x train`: {', '.join(names) or 'none'}."
     )
 
 
@@ -201,7 +199,7 @@ class Format:
                 unknown[wrong] = self._split(wrong)[1]
         refuse_unknown(unknown, [*self.rows, *self._blocks])
 
-    def columns(self, path: str) -> list:
+    def _columns(self, path: str) -> list:
         row = self.find(path)[1]
         row = self.rest if row is _UNKNOWN else row
         return [row[name] for name in COLUMNS[self.to] if name in row] if isinstance(row, dict) else [row]
@@ -209,14 +207,14 @@ class Format:
     def unused_role(self, path: str) -> str | None:
         """Returns the role of a key without a column, if another one is translated."""
         role = self._split(path)[0]
-        return None if role == self.role or self.columns(path) else role
+        return None if role == self.role or self._columns(path) else role
 
     def column(self, path: str) -> Any:
         """Returns the column of a key for what is translated to, or the reason why there is none."""
         otherwise = "training on text has no such setting" if self.to == "train" else "TRL has no such setting"
         if self.unused_role(path):
             otherwise = f"this run is the role {self.role}"
-        return next(iter(self.columns(path)), otherwise)
+        return next(iter(self._columns(path)), otherwise)
 
 
 class Row:

@@ -120,7 +120,6 @@ def interrupted(config, tmp_path, launcher=(), more=(), number=signal.SIGINT):
     ("ranks", "number", "name"),
     [
         (1, signal.SIGINT, "Ctrl-C"),
-        pytest.param(2, signal.SIGINT, "Ctrl-C", marks=pytest.mark.full),
         (2, signal.SIGTERM, "SIGTERM"),
     ],
 )

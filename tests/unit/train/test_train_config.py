@@ -34,10 +34,8 @@ def with_settings(**sections):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"trian": {"steps": 3}}, "unknown key trian.steps. Did you mean train.steps?"),
         ({"steps": 3}, "unknown key steps. Did you mean train.steps?"),
         ({"checkpoint": {"lr": 3}}, "unknown key checkpoint.lr. Did you mean optimizer.lr?"),
-        ({"parallel": {"param_dtype": "bflaot16"}}, "or one of auto or null; did you mean bfloat16?"),
         ({"train": 3}, "train: got 3 (int), expected a mapping"),
         ({"train": {"steps": True}}, "train.steps: got True (bool), expected int above 0 or null"),
         ({"data": {"block_size": 1}}, "data.block_size: got 1 (int), expected int at least 2"),

@@ -56,6 +56,8 @@ def targets(form: dict, wanted: str):
             for column in columns_of(row.get(name)) if isinstance(row, dict) else ():
                 for path in column["to"] if isinstance(column["to"], list) else [column["to"]]:
                     yield key, column, path
+    for name in form.get("same", "").split() if wanted == "sft" else ():
+        yield name, {}, name
     for path, default in form.get("defaults", {}).get(wanted, {}).items():
         yield path, {"value": default["value"] if isinstance(default, dict) else default}, path
 
@@ -349,17 +351,12 @@ base_model: Qwen/Qwen3-0.6B
 adapter: qlora
 load_in_4bit: true
 datasets: [{path: rows.jsonl}]
-val_set_size: 0.05
 sequence_len: 2048
-sample_packing: true
-lora_r: 16
 lora_target_linear: true
 micro_batch_size: 2
-num_epochs: 3
 learning_rate: 2.0e-4
 train_on_inputs: false
 special_tokens: {pad_token: "<pad>"}
-fsdp_version: 2
 """
 FACTORY = """
 model_name_or_path: Qwen/Qwen3-0.6B
@@ -368,29 +365,24 @@ finetuning_type: lora
 lora_target: all
 quantization_bit: 8
 dataset: identity
-cutoff_len: 2048
-learning_rate: 1.0e-4
-num_train_epochs: 3
 warmup_ratio: 0.1
 bf16: true
 """
 AS_TRL = {
     "axolotl.cli.train": (
         AXOLOTL,
-        {"model_name_or_path": "Qwen/Qwen3-0.6B", "use_peft": True, "load_in_4bit": True, "packing": True,
-         "datasets": [{"path": "rows.jsonl"}], "test_split_size": 0.05, "max_length": 2048, "lora_r": 16,
-         "lora_target_modules": ["all-linear"], "per_device_train_batch_size": 2, "num_train_epochs": 3,
-         "learning_rate": 2e-4, "assistant_only_loss": True},
+        {"model_name_or_path": "Qwen/Qwen3-0.6B", "use_peft": True, "load_in_4bit": True, "max_length": 2048,
+         "datasets": [{"path": "rows.jsonl"}], "lora_target_modules": ["all-linear"], "learning_rate": 2e-4,
+         "per_device_train_batch_size": 2, "assistant_only_loss": True},
         "dropped special_tokens.pad_token: it is not in fsdp2x's table.",
-        "base_model is model.path, val_set_size is data.held_out, sequence_len is data.block_size",
+        "base_model is model.path, sequence_len is data.block_size",
     ),
     "llamafactory.launcher": (
         FACTORY,
         {"model_name_or_path": "Qwen/Qwen3-0.6B", "use_peft": True, "lora_target_modules": ["all-linear"],
-         "load_in_8bit": True, "dataset_name": "identity", "max_length": 2048, "learning_rate": 1e-4,
-         "num_train_epochs": 3, "warmup_steps": 0.1, "bf16": True},
+         "load_in_8bit": True, "dataset_name": "identity", "warmup_steps": 0.1, "bf16": True},
         "note on dataset: set it to the folder or file of the rows",
-        "model_name_or_path is model.path, lora_target is lora.target_modules, cutoff_len is data.block_size",
+        "model_name_or_path is model.path, lora_target is lora.target_modules, dataset is data.files",
     ),
 }  # fmt: skip
 
@@ -403,6 +395,8 @@ def test_files_of_tools_over_trl(translated, capsys, module):
     assert yaml.safe_load(path.read_text()) == settings
     assert any(note in line for line in said)
     file = path.with_name("old.yaml")
+    assert main(["config", "translate", str(file), "--to", "train"]) == 2
+    assert capsys.readouterr().err.endswith(" for fsdp2x trl sft alone. Omit --to.\n")
     for command in (["train"], ["plan"], ["config", "explain"]):
         assert main([*command, str(file)]) == 2
         (line,) = capsys.readouterr().err.splitlines()

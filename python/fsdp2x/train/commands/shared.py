@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 # Frames of a traceback that ranks other than the first show.
@@ -79,23 +79,14 @@ def _dtype(text: str) -> str:
 DTYPE = {"type": _dtype, "choices": ("float32", "bfloat16", "float16")}
 
 
-class NamesOf(Collection[str]):
+class NamesOf:
     """Choices of an option that `api.py` defines. It imports torch, so they are read when they are needed."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def _read(self) -> Collection[str]:
-        return getattr(importlib.import_module("fsdp2x.api"), self._name)
-
     def __iter__(self) -> Iterator[str]:
-        return iter(self._read())
-
-    def __contains__(self, value: object) -> bool:
-        return value in self._read()
-
-    def __len__(self) -> int:
-        return len(self._read())
+        return iter(getattr(importlib.import_module("fsdp2x.api"), self._name))
 
 
 def positive(text: str) -> int:
