@@ -1,10 +1,11 @@
 """Shards HuggingFace models over ranks: FSDP2's ``fully_shard`` on a C++ engine.
 
-``import fsdp2x`` starts nothing: no process group, no thread, no device context. It imports torch with the first name
-that is used, so that commands such as ``fsdp2x --help`` answer at once.
+``import fsdp2x`` starts nothing: no process group, no thread, no device context. Without torch in the process, it waits
+with the imports until a name is used, so that commands such as ``fsdp2x --help`` answer at once.
 """
 
 import importlib
+import sys
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
@@ -33,3 +34,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*globals(), *__getattr__("__all__")]
+
+
+if "torch" in sys.modules:
+    __getattr__("__all__")
