@@ -4,7 +4,7 @@ An engine replaces ``fully_shard`` and ``DistributedDataParallel`` before the sc
 
 - ``unsharded``: every rank has the full model, and gradients are averaged over ranks after each backward. The model is
   in torch's ``fully_shard`` on a mesh of one rank, so that mixed precision and FSDP2's methods act as in the script. So
-  both sides have the same ranks, and each rank the same rows, losses, and dropout masks. No batch needs joining.
+  both sides have the same ranks, and each rank the same rows, losses, and dropout masks.
 - ``ddp``: DDP around the module whose forward runs first.
 """
 

@@ -14,13 +14,13 @@ its phase and name, of all ranks and steps.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from fsdp2x.compare.sketch import combine, distance, norm
+from fsdp2x.compare.sketch import average, combine, distance, norm
 from fsdp2x.compare.trace import LOCAL_GRADIENT, PER_RANK, Event, Key, RankTrace
 
 NUM_NOISES = 8.0
@@ -48,24 +48,43 @@ class Difference:
 
 @dataclass
 class Run:
-    """The traces of all ranks of a side, by key."""
+    """The traces of all processes of a side, by key. ``num_parts``: how many ranks' rows each process has."""
 
-    ranks: list[RankTrace]
+    processes: list[RankTrace]
+    num_parts: int = 1
     order: dict[Key, int] = field(init=False, default_factory=dict)
     _parts: dict[Key, dict[int, tuple[Event, Tensor]]] = field(init=False)
 
     def __post_init__(self) -> None:
         self._parts = defaultdict(dict)
-        for rank, one in enumerate(self.ranks):
+        for process, one in enumerate(self.processes):
             for event, values in zip(one.events, one.values, strict=True):
-                self._parts[event.key][rank] = event, values
+                for part in range(self.num_parts) if event.part < 0 else [event.part]:
+                    self._parts[event.key][process * self.num_parts + part] = event, values
                 self.order.setdefault(event.key, len(self.order))
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.processes) * self.num_parts
 
     def event(self, key: Key) -> Event:
         return next(iter(self._parts[key].values()))[0]
 
     def ranks_of(self, key: Key) -> set[int]:
-        return set(self._parts[key]) if key.phase in PER_RANK else set(range(len(self.ranks)))
+        return set(self._parts[key]) if key.phase in PER_RANK else set(range(self.num_ranks))
+
+    def sharers(self, key: Key, rank: int) -> range:
+        """Returns the ranks of another run whose tensors have this rank's as their mean, such as their losses."""
+        if self.num_parts == 1 or key.phase not in PER_RANK or self._parts[key][rank][0].part >= 0:
+            return range(rank, rank + 1)
+        first = rank - rank % self.num_parts
+        return range(first, first + self.num_parts)
+
+    def mean(self, key: Key, ranks: range) -> Tensor:
+        """Returns the sketch of the mean of tensors. A rank without one counts as zeros."""
+        if len(ranks) == 1:
+            return self.values(key, ranks[0])
+        return average([self.values(key, rank) for rank in ranks if rank in self._parts[key]], len(ranks))
 
     def values(self, key: Key, rank: int) -> Tensor:
         """Returns the sketch of the full tensor that a rank has, or has a shard of."""
@@ -80,7 +99,7 @@ def judge(a: Run, b: Run, noisy: Run) -> list[Difference]:
     """Returns all differences in the order of execution. ``noisy``: the run of ``b`` with noise."""
     noises = _Noises(b, noisy)
     order = _merged(a, b)
-    found = []
+    found = _other_rows(b)
     for index, key in enumerate(order):
         before = tuple(order[max(0, index - 3) : index])
         if key not in a.order or key not in b.order:
@@ -89,7 +108,24 @@ def judge(a: Run, b: Run, noisy: Run) -> list[Difference]:
                 found.append(Difference(key, tuple(sorted(present.ranks_of(key))), "ab"[present is a], before=before))
         elif difference := _compare(key, a, b, noises, before):
             found.append(difference)
-    return found
+    return sorted(found, key=lambda one: one.key.step)
+
+
+def _other_rows(b: Run) -> list[Difference]:
+    """Returns the first batch whose rows the loaders of ``b`` do not give. ``b`` trained on the rows of run a."""
+    batches: dict[Key, tuple[Counter[int], Counter[int]]] = {}
+    for key, rows, own in (batch for one in b.processes for batch in one.rows):
+        trained, given = batches.setdefault(key, (Counter(), Counter()))
+        trained.update(rows)
+        given.update(own)
+    for key, (trained, given) in batches.items():
+        if lacking := (trained - given).total():
+            note = f"b's loader does not give {lacking} of the {trained.total()} rows that the ranks of a read."
+            if (num_repeated := trained.total() - len(trained)) > given.total() - len(given):
+                note += f" In a, {num_repeated} of these rows repeat others."
+            note += " b trained on the rows of a, so later differences have other causes."
+            return [Difference(key, tuple(range(b.num_ranks)), note=note)]
+    return []
 
 
 def _merged(a: Run, b: Run) -> list[Key]:
@@ -114,7 +150,7 @@ def _compare(key: Key, a: Run, b: Run, noises: _Noises, before: tuple[Key, ...])
         return Difference(key, tuple(sorted(lacking)), missing, before=before)
     wrong, worst, limit = [], 0.0, 0.0
     for rank in a.ranks_of(key) & b.ranks_of(key):
-        mine, reference = a.values(key, rank), b.values(key, rank)
+        mine, reference = a.mean(key, b.sharers(key, rank)), b.values(key, rank)
         allowed = NUM_NOISES * noises.relative(key, _epsilon(one, other))
         apart = _relative(mine, reference)
         if apart > allowed:

@@ -25,11 +25,12 @@ class SideFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Side:
-    """A command to run: an engine of ``engines.py``, and a script or `-m MODULE` with its arguments."""
+    """A command to run on ranks: an engine of ``engines.py``, and a script or `-m MODULE` with its arguments."""
 
     label: str
     engine: str
     words: tuple[str, ...]
+    num_ranks: int
 
     def __str__(self) -> str:
         how = "sharded as the script says" if self.engine == "script" else f"sharded by {self.engine}"
@@ -38,9 +39,12 @@ class Side:
 
 @dataclass(frozen=True)
 class Launcher:
-    """Runs sides on ``num_ranks`` processes of this host, each within ``timeout`` seconds, with files in ``folder``."""
+    """Runs sides on this host, each within ``timeout`` seconds, with files in ``folder``.
 
-    num_ranks: int
+    ``num_parts``: how many ranks of side a each rank of side b stands for.
+    """
+
+    num_parts: int
     num_steps: int
     timeout: float
     folder: Path
@@ -48,27 +52,39 @@ class Launcher:
     def record(self, side: Side, noise_seed: int | None = None) -> Run:
         """Runs a side and returns its traces."""
         folder = self.folder / (side.label if noise_seed is None else f"{side.label}-noise")
-        return Run(self._start(side, Request(side.engine, str(folder), self.num_steps, os.getpid(), noise_seed)))
+        traces = self._start(side, folder, self.num_steps, noise_seed=noise_seed)
+        return Run(traces, self._num_parts_of(side))
 
     def keep(self, side: Side, key: Key) -> dict[int, Tensor]:
         """Runs a side again up to a step, and returns the full tensor of each rank that has it."""
         folder = self.folder / f"{side.label}-full"
-        traces = self._start(side, Request(side.engine, str(folder), key.step + 1, os.getpid(), keep=(key,)))
-        return {rank: one.kept[key] for rank, one in enumerate(traces) if key in one.kept}
+        traces, num_parts = self._start(side, folder, key.step + 1, keep=(key,)), self._num_parts_of(side)
+        kept = {rank: one.kept[key] for rank, one in enumerate(traces) if key in one.kept}
+        return {
+            rank * num_parts + part: parts[part % len(parts)]
+            for rank, parts in kept.items()
+            for part in range(num_parts)
+        }
 
-    def _start(self, side: Side, request: Request) -> list[RankTrace]:
-        folder = Path(request.folder)
+    def _num_parts_of(self, side: Side) -> int:
+        return self.num_parts if side.label == "b" else 1
+
+    def _start(self, side: Side, folder: Path, num_steps: int, **more: Any) -> list[RankTrace]:
+        source = str(self.folder / "a") if side.label == "b" else ""
+        request = Request(
+            side.engine, str(folder), num_steps, os.getpid(), num_parts=self.num_parts, source=source, **more
+        )
         (folder / "logs").mkdir(parents=True)
         words = ("-m", "fsdp2x.compare.side", json.dumps(asdict(request)), *side.words)
         logs = DefaultLogsSpecs(str(folder / "logs"), redirects=Std.ALL)
         num_threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
-        with local_ranks(f"side {side.label}", words, self.num_ranks, num_threads, logs, _END_S) as started:
+        with local_ranks(f"side {side.label}", words, side.num_ranks, num_threads, logs, _END_S) as started:
             result = started.wait(timeout=self.timeout, period=0.1)
             why = f"took longer than {self.timeout:g} s. Raise --timeout, or lower --steps."
             if result is None or result.failures:
                 why = f"failed. {_describe(result.failures, started.stderrs)}" if result else why
                 raise SideFailedError(f"side {side.label} ({side}) {why}")
-        return [RankTrace.load(folder / f"trace-{rank}.pt") for rank in range(self.num_ranks)]
+        return [RankTrace.load(folder / f"trace-{rank}.pt") for rank in range(side.num_ranks)]
 
 
 def _describe(failures: dict[int, Any], logs: Any) -> str:

@@ -6,11 +6,10 @@ random state, made from its step, name, call, and rank. So dropout agrees, even 
 
 from __future__ import annotations
 
-import copy
 import functools
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +22,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 import fsdp2x
 from fsdp2x.compare import trace
+from fsdp2x.compare.containers import leaves, mapped
 from fsdp2x.compare.engines import AsScript, Patches
+from fsdp2x.compare.joining import Source
 from fsdp2x.compare.sketch import NUM_VALUES, sketch
 from fsdp2x.compare.trace import Event, Key, RankTrace
 
@@ -47,6 +48,7 @@ class Recorder:
         noise_seed: multiplies every module output and its gradient by ``1 + x``, where ``x`` is random and at most the
             dtype's epsilon. The run then shows how rounding errors grow. None: changes nothing.
         keep: keys of tensors to keep completely in the trace.
+        rows: whose rows this rank has, if the other side has another number of ranks.
     """
 
     def __init__(
@@ -56,10 +58,11 @@ class Recorder:
         num_steps: int | None = None,
         noise_seed: int | None = None,
         keep: Collection[Key] = (),
+        rows: Source | None = None,
     ) -> None:
         self._engine, self._num_steps, self._keep = engine or AsScript(), num_steps, frozenset(keep)
-        self._noise_seed = noise_seed
-        self._kept: dict[Key, Tensor] = {}
+        self._noise_seed, self._rows = noise_seed, rows
+        self._kept: dict[Key, list[Tensor]] = {}
         self._events: list[Event] = []
         self._values: list[Tensor] = []
         self._closing = Patches()
@@ -71,6 +74,9 @@ class Recorder:
     def __enter__(self) -> Recorder:
         closing = self._closing
         closing.enter_context(self._engine)
+        if self._rows is not None:
+            self._rows.step = lambda: self._run.step + self._run.has_stepped
+            closing.enter_context(self._rows)
         closing.callback(hooks.register_module_forward_pre_hook(self._before_forward).remove)
         closing.callback(hooks.register_module_forward_hook(self._after_forward).remove)
         closing.callback(optimizers.register_optimizer_step_pre_hook(self._before_step).remove)
@@ -87,7 +93,8 @@ class Recorder:
     def finish(self) -> RankTrace:
         """Returns the trace. Call it once, after the block."""
         values = [one.cpu() for one in self._values]
-        return RankTrace(self._events, torch.stack(values) if values else torch.empty(0, NUM_VALUES), self._kept)
+        stacked = torch.stack(values) if values else torch.empty(0, NUM_VALUES)
+        return RankTrace(self._events, stacked, self._kept, self._rows.rows if self._rows else [])
 
     # ---- recording
 
@@ -97,14 +104,17 @@ class Recorder:
         shape, offset = tuple(tensor.shape), 0
         if isinstance(tensor, DTensor):
             tensor, offset = _local_part(tensor) if key not in self._keep else (tensor.full_tensor(), 0)
+        parts = self._rows.cut(key, tensor) if self._rows and phase in trace.PER_RANK else []
         if key in self._keep:
-            self._kept[key] = tensor.detach().cpu().clone()
-        event = Event(key, shape, str(tensor.dtype).removeprefix("torch."), offset, tensor.numel())
-        self._events.append(event)
-        self._values.append(sketch(tensor, offset))
+            self._kept[key] = [one.detach().cpu().clone() for one in parts or [tensor]]
+        for index, one in enumerate(parts or [tensor]):
+            dtype = str(one.dtype).removeprefix("torch.")
+            numel, part = one.numel(), index if parts else -1
+            self._events.append(Event(key, tuple(one.shape) if parts else shape, dtype, offset, numel, part))
+            self._values.append(sketch(one, offset))
 
     def _record_all(self, phase: str, name: str, value: Any) -> None:
-        for path, leaf in _leaves(value):
+        for path, leaf in leaves(value):
             self._record(phase, name + path, leaf)
 
     # ---- forward
@@ -122,7 +132,7 @@ class Recorder:
             name = self._name_root(root)
             self._record_all(trace.INPUT, name, args)
             self._record_all(trace.INPUT, name, options)
-            seed = f"{run.step} {name} {run.count('call', name)} {_rank()}"
+            seed = f"{run.step} {name} {run.count('call', name)} {'' if self._rows else _rank()}"
             with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
                 torch.manual_seed(zlib.crc32(seed.encode()))
                 run.stack = [root]
@@ -147,9 +157,9 @@ class Recorder:
             pass
         name = self._name_of(module)
         if self._noise_seed is not None:
-            output = _mapped(output, lambda one: self._perturbed(one, f"output {name}"))
+            output = mapped(output, lambda one: self._perturbed(one, f"output {name}"))
         self._record_all(trace.RECOMPUTED if run.num_backwards else trace.FORWARD, name, output)
-        for path, leaf in _leaves(output):
+        for path, leaf in leaves(output):
             if leaf.requires_grad:
                 leaf.register_hook(functools.partial(self._on_gradient, trace.OUTPUT_GRADIENT, name + path))
         for key, param in module.named_parameters(recurse=False):
@@ -308,32 +318,6 @@ def _local_part(tensor: DTensor) -> tuple[Tensor, int]:
     if not is_contiguous:
         return tensor.full_tensor(), 0
     return tensor.to_local(), chunk.offsets[0] * tensor.shape[1:].numel() if tensor.dim() else 0
-
-
-def _leaves(value: Any, path: str = "") -> list[tuple[str, Tensor]]:
-    """Returns the tensors inside containers with their paths. A single tensor has an empty path."""
-    if isinstance(value, Tensor):
-        return [] if value.is_meta else [(path, value)]
-    if isinstance(value, list | tuple):
-        items = [(f"[{index}]", one) for index, one in enumerate(value)]
-    else:
-        items = [(f".{key}", one) for key, one in value.items()] if isinstance(value, Mapping) else []
-    return [leaf for key, one in items for leaf in _leaves(one, path + key)]
-
-
-def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Returns the value with all tensors inside replaced."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, list | tuple):
-        items = [_mapped(one, function) for one in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, MutableMapping):
-        copied: Any = copy.copy(value)
-        for key, one in value.items():
-            copied[key] = _mapped(one, function)
-        return copied
-    return value
 
 
 def _canonical(name: str) -> list[str]:

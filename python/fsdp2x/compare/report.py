@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsdp2x.compare.judge import Difference, Run, judge
 from fsdp2x.compare.launch import Launcher, Side
-from fsdp2x.compare.trace import INITIAL, INPUT, Key
+from fsdp2x.compare.trace import INITIAL, INPUT, LOADER, Key
 
 _NOISE_SEED = 1
 # What a difference before any computation means.
@@ -21,19 +21,23 @@ _HINTS = {
     INPUT: "The script gives the sides different data. Seed its loader, or read the same rows in both runs.",
     INITIAL: "The sides start from different weights. Load a checkpoint, or seed before the model is made.",
 }
+_HINT_OF_ROWS = (
+    "b must train on the rows of all ranks of a, in their order. compare joins the batches of torch's DataLoader. If "
+    "the script makes its own batches, give b the larger batch with --b."
+)
 # Integers of a float's bits, in which neighbours differ by one.
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def compare_sides(a: Side, b: Side, num_ranks: int, num_steps: int, timeout: float) -> bool:
-    """Runs both sides, prints the report, and returns whether they agree.
+def compare_sides(a: Side, b: Side, num_steps: int, timeout: float) -> bool:
+    """Runs both sides, prints the report, and returns whether they agree. The ranks of b divide those of a.
 
     Raises:
         SideFailedError: a side failed or took longer than ``timeout`` seconds.
     """
     folder = Path(tempfile.mkdtemp(prefix="fsdp2x-compare-"))
     try:
-        return _compare(a, b, Launcher(num_ranks, num_steps, timeout, folder))
+        return _compare(a, b, Launcher(a.num_ranks // b.num_ranks, num_steps, timeout, folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -44,14 +48,19 @@ def _compare(a: Side, b: Side, launcher: Launcher) -> bool:
     run_a, run_b = launcher.record(a), launcher.record(b)
     noisy = launcher.record(b, _NOISE_SEED)
     num_steps = 1 + max((key.step for key in run_b.order), default=-1)
-    sizes = f"{launcher.num_ranks} rank(s), {num_steps} step(s), {len(run_b.order)} tensors"
+    ranks = f"{a.num_ranks}" if a.num_ranks == b.num_ranks else f"{a.num_ranks} and {b.num_ranks}"
+    sizes = f"{ranks} rank(s), {num_steps} step(s), {len(run_b.order)} tensors"
     print(f"{sizes}, {time.monotonic() - start:.1f} s")
     found = judge(run_a, run_b, noisy)
     if not found:
         print(f"no difference: a and b agree in all {len(run_b.order)} tensors")
         return True
     key = found[0].key
-    kept = (launcher.keep(a, key), launcher.keep(b, key)) if found[0].is_measured else None
+    kept = None
+    if found[0].is_measured:
+        of_a = launcher.keep(a, key)
+        sharers = {rank: [of_a[one] for one in run_b.sharers(key, rank) if one in of_a] for rank in found[0].ranks}
+        kept = {rank: _mean(tensors) for rank, tensors in sharers.items() if tensors}, launcher.keep(b, key)
     print(describe(found, run_a, run_b, kept))
     return False
 
@@ -68,7 +77,8 @@ def describe(
         lines += _measured(first, kept)
     if first.note:
         lines.append(f"  {first.note}")
-    if hint := _HINTS.get(first.key.phase):
+    hints = _HINTS if b.num_parts == 1 else _HINTS | {INPUT: "" if first.key.name.startswith(LOADER) else _HINT_OF_ROWS}
+    if hint := hints.get(first.key.phase):
         lines.append(f"  {hint}")
     before = ", ".join(_name(key, with_step=key.step != first.key.step) for key in reversed(first.before))
     lines.append(f"  right before, and equal: {before or 'nothing'}")
@@ -86,7 +96,7 @@ def _name(key: Key, *, with_step: bool = True) -> str:
 
 
 def _ranks(first: Difference, a: Run) -> str:
-    return "all ranks" if len(first.ranks) == len(a.ranks) else f"rank {', '.join(map(str, first.ranks))}"
+    return "all ranks" if len(first.ranks) == a.num_ranks else f"rank {', '.join(map(str, first.ranks))}"
 
 
 def _measured(first: Difference, kept: tuple[dict[int, Tensor], dict[int, Tensor]] | None) -> list[str]:
@@ -111,6 +121,10 @@ def _measured(first: Difference, kept: tuple[dict[int, Tensor], dict[int, Tensor
         lines.append(f"  first at {list(place)}: {one[place].item():.8g} in a, {other[place].item():.8g} in b")
     factor = _factor(one, other)
     return lines if factor is None else [*lines, f"  a is {factor:.6g} times b"]
+
+
+def _mean(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.stack(tensors).double().mean(0).to(tensors[0].dtype)
 
 
 def _largest_ulps(one: Tensor, other: Tensor) -> str:

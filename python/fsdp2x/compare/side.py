@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fsdp2x.compare.engines import ENGINES
+from fsdp2x.compare.joining import Joined, Source
 from fsdp2x.compare.ranks import follow
 from fsdp2x.compare.recorder import Recorder, StepsDone
 from fsdp2x.compare.trace import Key
@@ -24,7 +25,11 @@ from fsdp2x.compare.trace import Key
 
 @dataclass(frozen=True)
 class Request:
-    """What the ranks of a run do, as JSON. They write to ``folder``. ``supervisor``: the process that started them."""
+    """What the ranks of a run do, as JSON. They write to ``folder``. ``supervisor``: the process that started them.
+
+    ``num_parts``: how many ranks of run a each process of run b stands for. If there are several, ``source`` is the
+    folder of run a for run b, and "" for run a.
+    """
 
     engine: str
     folder: str
@@ -32,6 +37,8 @@ class Request:
     supervisor: int
     noise_seed: int | None = None
     keep: tuple[Key, ...] = ()
+    num_parts: int = 1
+    source: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Request:
@@ -46,8 +53,12 @@ def main(argv: Sequence[str]) -> int:
         return 1
     random.seed(0)
     torch.manual_seed(0)
+    rank, rows = int(os.environ["RANK"]), None
+    if request.num_parts > 1:
+        rows = Joined(rank, request.num_parts, Path(request.source)) if request.source else Source(rank)
+    engine = ENGINES[request.engine]()
     recorder = Recorder(
-        ENGINES[request.engine](), num_steps=request.num_steps, noise_seed=request.noise_seed, keep=request.keep
+        engine, num_steps=request.num_steps, noise_seed=request.noise_seed, keep=request.keep, rows=rows
     )
     try:
         with recorder:
@@ -57,7 +68,9 @@ def main(argv: Sequence[str]) -> int:
             with contextlib.suppress(OSError):
                 get_error_handler().record_exception(error)
             raise
-    recorder.finish().save(Path(request.folder, f"trace-{os.environ['RANK']}.pt"))
+    if rows is not None:
+        rows.save(Path(request.folder))
+    recorder.finish().save(Path(request.folder, f"trace-{rank}.pt"))
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0

@@ -73,6 +73,14 @@ def combine(parts: list[Tensor]) -> Tensor:
     return torch.stack(parts).sum(0)
 
 
+def average(parts: list[Tensor], count: int) -> Tensor:
+    """Returns the sketch of the sum of tensors divided by ``count``. Its norm is estimated."""
+    total = combine(parts)
+    mean = total / count
+    mean[-2], mean[-1] = mean[:NUM_SIGNS].square().mean(), torch.stack(parts)[:, -1].max()
+    return mean
+
+
 def distance(a: Tensor, b: Tensor) -> float:
     """Estimates the Euclidean distance of two tensors from their sketches. Infinite if only one is finite."""
     if a[-1] != b[-1]:

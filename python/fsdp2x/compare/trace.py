@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,15 +27,24 @@ class Key(NamedTuple):
     call: int
 
 
+# The name of a batch begins with LOADER.
+LOADER = "batches of loader "
+Rows = tuple[Key, list[int], list[int]]
+
+
 @dataclass(frozen=True)
 class Event:
-    """A tensor of one rank: its full shape, and the flat range of its elements that the rank has."""
+    """A tensor of one rank: its full shape, and the flat range of its elements that the rank has.
+
+    ``part``: if the process has the rows of several ranks, the one whose rows these are, from 0. -1: of all.
+    """
 
     key: Key
     shape: tuple[int, ...]
     dtype: str
     offset: int
     numel: int
+    part: int = -1
 
     @property
     def is_full(self) -> bool:
@@ -44,19 +53,24 @@ class Event:
 
 @dataclass
 class RankTrace:
-    """The events of a rank, a row of sketch values for each, and the tensors that were kept completely."""
+    """The events of a rank, a row of sketch values for each, and the tensors that were kept completely, by part.
+
+    ``rows``: for each batch, hashes of the rows that the rank trained on, and of those that its loader gave.
+    """
 
     events: list[Event]
     values: Tensor
-    kept: dict[Key, Tensor]
+    kept: dict[Key, list[Tensor]]
+    rows: list[Rows] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        rows = [(tuple(one.key), one.shape, one.dtype, one.offset, one.numel) for one in self.events]
-        kept = [(tuple(key), tensor) for key, tensor in self.kept.items()]
-        torch.save({"events": rows, "values": self.values, "kept": kept}, path)
+        events = [(tuple(one.key), one.shape, one.dtype, one.offset, one.numel, one.part) for one in self.events]
+        kept, rows = ([(tuple(key), *more) for key, *more in said] for said in (self.kept.items(), self.rows))
+        torch.save({"events": events, "values": self.values, "kept": kept, "rows": rows}, path)
 
     @classmethod
     def load(cls, path: Path) -> RankTrace:
         saved: dict[str, Any] = torch.load(path, weights_only=True)
         events = [Event(Key(*key), *more) for key, *more in saved["events"]]
-        return cls(events, saved["values"], {Key(*key): tensor for key, tensor in saved["kept"]})
+        rows = [(Key(*key), *hashes) for key, *hashes in saved["rows"]]
+        return cls(events, saved["values"], {Key(*key): one for key, one in saved["kept"]}, rows)

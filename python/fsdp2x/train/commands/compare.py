@@ -6,6 +6,7 @@ import argparse
 import os
 import shlex
 import sys
+from dataclasses import replace
 
 from fsdp2x.base.errors import ConfigError
 from fsdp2x.train.commands.shared import positive
@@ -14,11 +15,13 @@ _ENGINES = ("script", "unsharded", "fsdp2", "fsdp2x", "ddp")
 _DESCRIPTION = """\
 Run a training script in two ways, record the tensors of some steps, and name the first one that differs by more than
 rounding. The first run (a) shards as the script does. The second one (b) shards as --against says. Both have the same
-ranks, seeds, and data. The script needs no changes.
+ranks, seeds, and data. With --b-nproc, run b has fewer ranks, which train on the rows of all ranks of run a. The script
+needs no changes.
 
   fsdp2x compare --against unsharded train.py --lr 1e-3
   fsdp2x compare --engine fsdp2x --against fsdp2 -m package.train
   fsdp2x compare --a 'train.py --new' --b 'train.py --old'
+  fsdp2x compare --nproc 4 --b-nproc 1 train.py
 
 Exit status: 0 if all tensors agree, 1 if one differs, 2 if a run failed."""
 
@@ -36,6 +39,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--a", metavar="COMMAND", help="Script and arguments of run a, in quotes.")
     command.add_argument("--b", metavar="COMMAND", help="Script and arguments of run b, in quotes.")
     command.add_argument("--nproc", type=positive, metavar="N", help="Number of ranks. Default: one per GPU, else 2.")
+    command.add_argument("--b-nproc", type=positive, metavar="M", help="Number of ranks of run b. Default: the same.")
     command.add_argument(
         "--steps", type=positive, default=3, metavar="K", help="Optimizer steps to record. Default: 3."
     )
@@ -50,18 +54,20 @@ def add(commands: argparse._SubParsersAction) -> None:
 def _run(args: argparse.Namespace) -> int:
     words = ["-m", *args.module] if args.module else args.words
     a, b = (_words(one, words) for one in (args.a, args.b))
-    if (a, args.engine) == (b, args.against or "script"):
-        raise ConfigError("fsdp2x compare: both runs are the same. Choose --against unsharded, fsdp2, fsdp2x, or ddp.")
-
     import torch
 
     from fsdp2x.compare.launch import Side, SideFailedError
     from fsdp2x.compare.report import compare_sides
 
     num_ranks = args.nproc or torch.accelerator.device_count() or 2
-    sides = Side("a", args.engine, a), Side("b", args.against or "script", b)
+    num_ranks_of_b = args.b_nproc or num_ranks
+    if num_ranks % num_ranks_of_b:
+        raise ConfigError(f"fsdp2x compare: --b-nproc must divide {num_ranks}, the ranks of run a, got {args.b_nproc}.")
+    sides = Side("a", args.engine, a, num_ranks), Side("b", args.against or "script", b, num_ranks_of_b)
+    if replace(sides[0], label="b") == sides[1]:
+        raise ConfigError("fsdp2x compare: both runs are the same. Choose --against unsharded, fsdp2, fsdp2x, or ddp.")
     try:
-        agree = compare_sides(*sides, num_ranks, args.steps, args.timeout)
+        agree = compare_sides(*sides, args.steps, args.timeout)
     except SideFailedError as error:
         sys.stderr.write(f"fsdp2x: error: {error}\n")
         return 2
