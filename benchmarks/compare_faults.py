@@ -30,6 +30,8 @@ HEADER = """\
 
 `benchmarks/compare_faults.py` writes this page. It plants faults of `tests/support/planted_faults.py` in a small
 training program on two CPU ranks, for a script that uses FSDP2, DDP, or fsdp2x. The reference is the unsharded run.
+
+Faults that depend on the number of ranks are in `tests/dist/compare/test_ranks.py`. `--b-nproc 1` names all 13 of them.
 """
 
 

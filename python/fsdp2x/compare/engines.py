@@ -103,11 +103,13 @@ class Unsharded(FSDP2):
         self._mesh: DeviceMesh | None = None
 
     def shard(self, module: Any, **options: Any) -> Any:
-        mesh = options.get("mesh")
-        if mesh is not None and mesh.size() != dist.get_world_size():
+        mesh, has_dims = options.get("mesh"), options.get("dp_mesh_dims") is not None
+        num_ranks = mesh.size() if mesh is not None else dist.get_world_size()
+        if has_dims or num_ranks != dist.get_world_size():
+            how = "DTensors by dp_mesh_dims" if has_dims else f"over {num_ranks} of {dist.get_world_size()} ranks"
             raise NotImplementedError(
-                f"fsdp2x compare: the script shards over {mesh.size()} of {dist.get_world_size()} ranks, so other "
-                "parallelism takes part. An unsharded side cannot replace that. Use --against fsdp2 or fsdp2x."
+                f"fsdp2x compare: the script shards {how}, so other parallelism may take part. An unsharded side "
+                "cannot replace that. Use --against fsdp2 or fsdp2x."
             )
         self._modules += module if isinstance(module, list) else [module]
         options = _stock_options(options) | {"mesh": self._mesh_of_one(mesh), "reshard_after_forward": True}
