@@ -79,19 +79,20 @@ class Source(Patches):
 
     def _wrap_random(self, original: Callable) -> Callable:
         @functools.wraps(original)
-        def call(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
             if torch.compiler.is_compiling():
-                return original(tensor, *args, **options)
+                return original(*args, **options)
             base = int(torch.randint(1 << 31, (), device="cpu"))
-            num_rows = len(tensor) if tensor.dim() else 0
+            first = next(one for one in (*args, *options.values()) if isinstance(one, Tensor))
+            num_rows = len(first) if first.dim() else 0
             num_parts = self._num_parts if num_rows and num_rows % self._num_parts == 0 else 1
             outputs = []
             for part in range(num_parts):
                 rows = slice(part * num_rows // num_parts, (part + 1) * num_rows // num_parts)
-                cut = functools.partial(_rows_of, rows, num_rows if num_parts > 1 else -1)
+                cut = functools.partial(_rows_of, rows if num_parts > 1 else slice(None), first)
                 with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
                     torch.manual_seed(zlib.crc32(f"{base} {self._first + part}".encode()))
-                    outputs.append(original(cut(tensor), *map(cut, args), **{k: cut(v) for k, v in options.items()}))
+                    outputs.append(original(*map(cut, args), **{name: cut(one) for name, one in options.items()}))
             return outputs[0] if num_parts == 1 else torch.cat(outputs)
 
         return call
@@ -154,9 +155,10 @@ def _file(folder: Path, rank: int) -> Path:
     return folder / f"batches-{rank}.pt"
 
 
-def _rows_of(rows: slice, num_rows: int, value: Any) -> Any:
-    """Returns some rows of a tensor that has ``num_rows``, and other values as they are."""
-    return value[rows] if isinstance(value, Tensor) and value.dim() and len(value) == num_rows else value
+def _rows_of(rows: slice, first: Tensor, value: Any) -> Any:
+    """Returns some rows of a tensor that has as many dims and rows as ``first``, and other values as they are."""
+    has_rows = isinstance(value, Tensor) and value.dim() == first.dim() > 0 and len(value) == len(first)
+    return value[rows] if has_rows and rows != slice(None) else value
 
 
 def _num_rows(batch: Batch) -> int:

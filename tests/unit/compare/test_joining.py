@@ -90,13 +90,16 @@ def test_tensors_are_cut_where_ranks_join(tmp_path_factory, shape, dim, sizes):
     assert joined.cut(key(), torch.randn(*shape, 7)) == []
 
 
-@pytest.mark.parametrize("function", [F.dropout, F.alpha_dropout, F.dropout1d])
-def test_masks_of_joined_rows_are_those_of_the_ranks(tmp_path, function):
-    x = torch.ones(4, 5)
+@pytest.mark.parametrize("name", ["dropout", "alpha_dropout", "scaled_dot_product_attention"])
+def test_masks_of_joined_rows_are_those_of_the_ranks(tmp_path, name):
+    x = torch.ones(4, 4, 5)
 
     def draw(part):
         torch.manual_seed(3)
-        return [getattr(F, function.__name__)(part, 0.5, training=True) for _ in range(2)]
+        options = {"input": part, "p": 0.5, "training": True}
+        if name == "scaled_dot_product_attention":  # its mask has four rows that are not those of the batch
+            options = {"query": part, "key": part, "value": part, "attn_mask": torch.eye(4), "dropout_p": 0.5}
+        return [getattr(F, name)(**options) for _ in range(2)]
 
     masks = run_a(tmp_path, lambda rank: draw(x.chunk(2)[rank]))
     with Joined(0, 2, tmp_path):
