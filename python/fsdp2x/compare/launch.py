@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from fsdp2x.compare.judge import Run
-from fsdp2x.compare.ranks import first_failure, how_it_ended, last_lines, local_ranks
 from fsdp2x.compare.side import Request
 from fsdp2x.compare.trace import Key, RankTrace
+from fsdp2x.ranks import first_failure, how_it_ended, last_lines, local_ranks
 
 _END_S = 10
 

@@ -18,9 +18,9 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fsdp2x.compare.engines import ENGINES
 from fsdp2x.compare.joining import Joined, Source
-from fsdp2x.compare.ranks import follow
 from fsdp2x.compare.recorder import Recorder, StepsDone
 from fsdp2x.compare.trace import Key
+from fsdp2x.ranks import follow
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def run_ranks(words: Sequence[str], world: int, num_threads: int, *, finish: boo
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 
-    from fsdp2x.compare.ranks import local_ranks
+    from fsdp2x.ranks import local_ranks
 
     name, *more = words
     command = ["-m", "fsdp2x", name, "--supervisor", str(os.getpid()), *more]
@@ -103,7 +103,7 @@ def _judge(result: Any, logs: Mapping[int, str]) -> int:
     """Reports the first failure once and returns the exit status."""
     if not result.failures:
         return 0
-    from fsdp2x.compare.ranks import first_failure, how_it_ended, last_lines
+    from fsdp2x.ranks import first_failure, how_it_ended, last_lines
 
     first = first_failure(result.failures)
     if first.exitcode in (128 + signal.SIGINT, 128 + signal.SIGTERM):
@@ -124,7 +124,7 @@ def run_rank(work: Callable[[], object], supervisor: int | None, statuses: Mappi
     Errors go to the supervisor, or else to standard error. Those of ``statuses`` need no traceback.
     """
     if supervisor is not None:
-        from fsdp2x.compare.ranks import follow
+        from fsdp2x.ranks import follow
 
         if not follow(supervisor):
             return 1
