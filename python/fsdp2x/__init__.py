@@ -21,19 +21,21 @@ __version__ = _version("fsdp2x")
 
 
 def __getattr__(name: str) -> Any:
-    """Defines all public names when the first one is used."""
+    """Defines all public names when the first one is used. ``rl``, ``rollout``, and ``sync`` come one by one."""
     if name.startswith("_") and name != "__all__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     public = importlib.import_module("fsdp2x._public")
-    for one in ("__all__", *public.__all__):
+    for one in ["__all__", *(one for one in public.__all__ if one in vars(public))]:
         globals().setdefault(one, getattr(public, one))
+    if name in public.__all__ and name not in globals():
+        return importlib.import_module(f"fsdp2x.{name}")
     if name not in globals():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return globals()[name]
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__getattr__("__all__")]
+    return ["__version__", *__getattr__("__all__")]
 
 
 if "torch" in sys.modules:

@@ -1,9 +1,14 @@
-"""The names of `fsdp2x` itself, which imports this file when one of them is used first."""
+"""The names of `fsdp2x` itself, which imports this file when one of them is used first.
+
+It imports the folders that a training loop may never need only with their own names.
+"""
+
+from typing import TYPE_CHECKING
 
 import torch.distributed.fsdp as _torch_fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp2x import checkpoint, export, moe, optim, rl, rollout, sequence, sync
+from fsdp2x import checkpoint, export, moe, optim, sequence
 from fsdp2x.installer import install, uninstall
 from fsdp2x.io.export.stream import full_tensors
 from fsdp2x.io.hf.load import LoadReport, from_pretrained, load_hf
@@ -30,6 +35,9 @@ from fsdp2x.optim.rebind import rebind_optimizer
 from fsdp2x.plan.describe import describe
 from fsdp2x.plan.profile import profile
 from fsdp2x.sharding.offload import HostOffloadPolicy, cpu_offload_by_budget
+
+if TYPE_CHECKING:
+    from fsdp2x import rl, rollout, sync
 
 __all__ = [
     "CPUOffloadPolicy",
