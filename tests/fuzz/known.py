@@ -236,11 +236,13 @@ RULES = (
     ),
     Rule(UNSHARDED, ALL, True, "gives gradients through what upstream casts without", _cast_without_gradients),
     Rule(
-        STOCK,
+        (),
         frozenset({"log"}),
         False,
-        "accumulates a unit's gradients later, so that a hook of one that raises comes after hooks of other modules",
-        lambda case: "accumulated" in (case.program.ops[case.index - 1].arguments.get("fault") or ()),
+        "accumulates gradients in another order, so that a hook that raises comes before or after those of others",
+        lambda case: bool(
+            {"accumulated", "gradient"} & {*(case.program.ops[case.index - 1].arguments.get("fault") or ())}
+        ),
     ),
     Rule((), GRADS, False, "may add gradients before finalize_backward", lambda case: "unfinished" in case.got.taint),
     Rule(
