@@ -177,7 +177,9 @@ def test_ctrl_c_in_the_terminal_of_ranks_that_the_command_started(config, tmp_pa
             os.kill(pids[1], signal.SIGSTOP)
         os.killpg(program.pid, signal.SIGINT)
         if times == 2:
-            time.sleep(1)
+            end = time.monotonic() + TIMEOUT_S
+            while "Ctrl-C received" not in program.log.read_text() and time.monotonic() < end:
+                time.sleep(0.1)
             os.killpg(program.pid, signal.SIGINT)
         program.wait(TIMEOUT_S)
     finally:

@@ -129,9 +129,9 @@ def test_a_plan_is_for_the_device_of_the_run(capsys, tmp_path, monkeypatch, over
     (tmp_path / "run.yaml").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "run.yaml", *overrides, "--world-size", "2"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert ("on cpu" if len(overrides) == 1 else "on cuda") in lines[0]
-    assert lines[-1].startswith("CUDA context, ") == (len(overrides) != 1)
+    output = capsys.readouterr().out
+    assert ("on cpu" if len(overrides) == 1 else "on cuda") in output.splitlines()[0]
+    assert ("CUDA and NCCL" in output) == (len(overrides) != 1), output
 
 
 HUB = {
