@@ -1,6 +1,7 @@
 """Checks that fsdp2x is built, and for the installed torch. Imports no torch itself."""
 
 import contextlib
+import importlib
 import re
 from importlib.metadata import PackageNotFoundError, version
 
@@ -22,7 +23,7 @@ def check_torch(built_for: str, installed: str) -> None:
 
 
 try:
-    import fsdp2x._build_info as build_info
+    build_info = importlib.import_module("fsdp2x._build_info")  # which is there after a build only
 except ImportError as error:
     raise ImportError(
         "fsdp2x has not been built: the compiled part is missing. Run `make build` in a checkout, or "
