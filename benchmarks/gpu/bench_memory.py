@@ -10,7 +10,8 @@ NCCL's own buffers are not included. The first losses of both sides must agree, 
 
 ``backward`` is the peak of allocated memory in forward and backward of the third step. ``step`` is the peak until the
 optimizer has stepped. ``resting`` is the memory after it and ``zero_grad``. ``reserved`` is the most that the allocator
-held in the third step, and ``retries`` how often it freed its cache in all steps. ``model`` is the memory of any
+held in the third step, and ``inactive`` the most of it that was free in blocks with memory in use. In all steps, it
+freed its cache ``retries`` times, and could not satisfy ``ooms`` requests. ``model`` is the memory of any
 implementation: weights, buffers, and moments of this rank. ``plan`` is memory_report's estimate for fsdp2x between
 steps and at the peak, without activations.
 """
@@ -79,7 +80,7 @@ def measure(side: str, case: bench_step.Case, device: gpu_device.Device) -> dict
     inputs = hf_shapes.batch(case.shape, case.tokens, device.type)
     device.clear()
     device.make_workspaces()
-    base, retries = device.allocated_bytes(), device.num_retries()
+    base, retries, ooms = device.allocated_bytes(), device.num_retries(), device.num_ooms()
     shard = bench_step.shard_stock if side == "stock" else bench_step.shard_ours
     keeps = side == "kept"
     with gpu_device.alone_in(device, case.world) as mesh, as_nccl(), keeping() if keeps else nullcontext():
@@ -108,7 +109,9 @@ def measure(side: str, case: bench_step.Case, device: gpu_device.Device) -> dict
             "step": step,
             "resting": device.allocated_bytes() - base,
             "reserved": device.reserved_bytes(),
+            "inactive": device.inactive_bytes(),
             "retries": device.num_retries() - retries,
+            "ooms": device.num_ooms() - ooms,
             "model": bytes_of([*model.parameters(), *model.buffers(), *moments]),
             "first_loss": first_loss,
         }
@@ -154,17 +157,17 @@ def rows_of(results: list[dict]) -> list[list[str]]:
     for result in results:
         case, stock, ours, kept = result["case"], result["stock"], result["fsdp2x"], result.get("kept")
         head = [case["name"].partition(":")[0], str(case["shape"]["layers"]), str(case["world"]), case["policy"]]
-        for what in ("backward", "step", "resting", "reserved"):
+        for what in ("backward", "step", "resting", "reserved", "inactive"):
             if what not in stock:  # an older result
                 continue
             less = (stock[what] - ours[what]) / ours["largest_unit"]
             allowed = ours["model"] + RESTING_BYTES if what == "resting" else stock[what]
-            mark = " (missed)" if what != "step" and ours[what] > allowed else ""
+            mark = " (missed)" if what not in ("step", "inactive") and ours[what] > allowed else ""
             shown = [f"{side[what] / 2**20:.0f}" if side else "" for side in (stock, ours, kept)]
             rows.append([*head, what, *shown, f"{less:.2f}{mark}"])
         rows.append([*head, "model", f"{stock['model'] / 2**20:.0f}", f"{ours['model'] / 2**20:.0f}", "", ""])
-        if "retries" in stock:
-            rows.append([*head, "retries, times", str(stock["retries"]), str(ours["retries"]), "", ""])
+        for what in filter(stock.__contains__, ("retries", "ooms")):
+            rows.append([*head, f"{what}, times", str(stock[what]), str(ours[what]), "", ""])
         for what in ("plan_resting", "plan_peak"):
             rows.append([*head, what.replace("_", ", "), "", f"{ours[what] / 2**20:.0f}", "", ""])
     return rows

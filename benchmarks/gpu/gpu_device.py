@@ -58,9 +58,17 @@ class Cuda:
         """The most that the allocator has held since `restart_peak`."""
         return torch.cuda.memory_stats()["reserved_bytes.all.peak"]
 
+    def inactive_bytes(self) -> int:
+        """The most that was free in blocks with memory in use since `restart_peak`: fragmentation."""
+        return torch.cuda.memory_stats()["inactive_split_bytes.all.peak"]
+
     def num_retries(self) -> int:
         """How often the allocator has freed its cache to satisfy a request."""
         return torch.cuda.memory_stats()["num_alloc_retries"]
+
+    def num_ooms(self) -> int:
+        """How often the allocator could not satisfy a request."""
+        return torch.cuda.memory_stats()["num_ooms"]
 
     def restart_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats()
@@ -104,7 +112,13 @@ class Cpu:
     def reserved_bytes(self) -> int:
         return 0
 
+    def inactive_bytes(self) -> int:
+        return 0
+
     def num_retries(self) -> int:
+        return 0
+
+    def num_ooms(self) -> int:
         return 0
 
     def restart_peak(self) -> None:
