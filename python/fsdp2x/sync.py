@@ -4,6 +4,7 @@ import sys
 
 from fsdp2x.rl.sync.receiver import engine, engine_adapter, engine_group, vllm_worker
 from fsdp2x.rl.sync.session import Session, connect
+from fsdp2x.rl.sync.source import WeightSource
 from fsdp2x.rl.sync.targets.base import PushReport, SyncError
 from fsdp2x.rl.sync.targets.group_peer import GroupPeer
 from fsdp2x.rl.sync.targets.in_process import InProcess
@@ -20,6 +21,7 @@ __all__ = [
     "Sglang",
     "SyncError",
     "Vllm",
+    "WeightSource",
     "connect",
 ]
 

@@ -13,7 +13,10 @@ import pytest
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-from vllm_server import INSTALL_S, TORCH, VLLM, serving
+from vllm_server import INSTALL_S, TORCH, VLLM, python_of_vllm, serving
+
+from fsdp2x.sync import WeightSource
+from models import build, tiny_vlm
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(INSTALL_S + 2400)]
 SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -141,3 +144,21 @@ def show(title: str, ready_s: float, rows: list[dict]) -> None:
         else:
             said = row["reason"].split(" says: ")[-1][:32]
             print(f"{row['step']:28} refused in phase {row['phase']}, bucket {row['bucket']}: {said}")
+
+
+_GROUPS = """
+import json, sys
+from vllm.distributed.weight_transfer.base import layerwise_groups
+print(json.dumps([layerwise_groups(names) for names in json.load(sys.stdin)]))
+"""
+
+
+def test_a_sources_groups_are_vllms():
+    """From ``WeightSource``'s names, in its order, vLLM makes the same groups as ``WeightSource``."""
+    sources = [WeightSource(model) for model in (build("qwen3"), build("qwen3_moe"), build("mixtral"), tiny_vlm())]
+    names = [[param.name for param in source.metadata()] for source in sources]
+    command = [python_of_vllm(), "-c", _GROUPS]
+    done = subprocess.run(command, input=json.dumps(names), capture_output=True, text=True, timeout=600, check=True)
+    groups = json.loads(done.stdout.splitlines()[-1])
+    assert groups == [source.groups() for source in sources]
+    assert [[name for group in of_model for name in group] for of_model in groups] == names

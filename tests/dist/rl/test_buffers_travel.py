@@ -10,7 +10,7 @@ from torch import nn
 import fsdp2x
 from checkpoints import shared_folder
 from engines import OVER, Layerwise, Store, peer
-from fsdp2x.sync import InProcess
+from fsdp2x.sync import InProcess, WeightSource
 from harness import distributed
 from reference import same, shard
 from sequences import build
@@ -122,6 +122,7 @@ def test_a_push_has_what_the_files_have(ctx, name):
         expected = load(folder / "stock" / "model.safetensors")
         same(load(folder / "saved" / "model.safetensors"), expected)
     same(dict(sorted(engine.weights.items())), expected)
+    same(dict(sorted(WeightSource(model))), expected)
 
 
 @distributed(world_sizes=(2,))

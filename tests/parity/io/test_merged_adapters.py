@@ -215,6 +215,8 @@ def check(ctx, number, case):
     transport = ("shm", "process_group")[number % 2]
     try:
         same(dict(sorted(pushed(model, transport).items())), expected)
+        source = fsdp2x.sync.WeightSource(model, merge_adapters=True, transport=transport)
+        same({name: tensor.clone() for name, tensor in sorted(source)}, expected)
     except NotImplementedError as error:
         assert expected is None or "layer_replication" in str(error), error
     if {"two adapters", "copy around adapters", "disabled", "merged"} & set(case.options):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -23,11 +23,12 @@ def plan_wire(
     keep: Mapping[str, torch.dtype],
     names: str,
     bucket_bytes: int,
+    arrange: Callable[[list[Family]], list[Family]] = list,
     merged: MergedModel | None = None,
 ) -> list[BucketPlan]:
     """Returns the buckets of a push. Patterns of ``keep`` match FQNs and names in the files.
 
-    ``merged`` is the model whose weights are sent.
+    ``arrange`` makes another order of the families. ``merged`` is the model whose weights are sent.
 
     Raises:
         ValueError: a pattern matches nothing, or two of them give one parameter different dtypes.
@@ -42,7 +43,7 @@ def plan_wire(
         return plan_buckets(model, chosen, gathered, names, bucket_bytes, arranged, unnamed)
 
     def arranged(families: list[Family]) -> list[Family]:
-        return families if merged is None else merged.families(chosen, dtypes)
+        return arrange(families if merged is None else merged.families(chosen, dtypes))
 
     if keep:
         spellings = {name: {name, clean_name(name)} for name in chosen}
@@ -52,6 +53,26 @@ def plan_wire(
                     spellings[name] |= {spec.name for spec in family.outputs}
         dtypes.update(_kept(caller, keep, spellings))
     return plan()
+
+
+def layer_of(name: str) -> tuple[str, int] | None:
+    """Returns the text before the first number in ``name``, and the number. None if there is no number."""
+    parts = name.split(".")
+    return next(((".".join(parts[:i]), int(part)) for i, part in enumerate(parts) if part.isdigit()), None)
+
+
+def by_layers(families: list[Family]) -> list[Family]:
+    """Sorts families: those before the first layer, layers in ascending order, stack by stack, and the others."""
+    stacks: dict[str, int] = {}
+
+    def place(family: Family) -> tuple[int, int, int]:
+        layer = layer_of(family.outputs[0].name)
+        if layer is None:
+            return (2 if stacks else 0), 0, 0
+        return 1, stacks.setdefault(layer[0], len(stacks)), layer[1]
+
+    places = [place(family) for family in families]
+    return [families[index] for index in sorted(range(len(families)), key=places.__getitem__)]
 
 
 def _kept(caller: str, keep: Mapping[str, torch.dtype], spellings: Mapping[str, set[str]]) -> dict[str, torch.dtype]:
