@@ -3,6 +3,7 @@
 - *Stale parameters* are originals that sharding replaced, and gathered parameters. An optimizer that was built before
   ``fully_shard``, or while parameters were gathered, would silently train nothing. Each optimizer is checked at its
   first step, and again after it got parameters or a model was sharded.
+- *Swapped values* are temporary values of parameters. Calls that keep, move, or change them raise.
 - *Shards in gather buffers*: other ranks may read a shard there during forward and backward. A step comes after all
   ranks have read, so it writes in place, without a copy.
 - *Waiting gradients* are not in ``.grad`` yet. ``zero_grad`` of a module clears those of its parameters. That of an
@@ -11,9 +12,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -126,6 +128,42 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             raise RuntimeError(name + _describe(stale))
         warnings.warn(name + _describe(stale), stacklevel=3)
     optimizer.__dict__[_CHECKED] = now
+
+
+# --- swapped values ---
+
+_swapped: list[set[int]] = []
+
+
+@contextlib.contextmanager
+def swapped_values(params: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Lists ``params`` during the block, in which the caller stores other values in them."""
+    ids = {id(param) for param in params}
+    _swapped.append(ids)
+    hook = register_optimizer_step_pre_hook(_before_step)
+    try:
+        yield
+    finally:
+        hook.remove()
+        _swapped.remove(ids)
+
+
+def why_swapped(params: Iterable[torch.Tensor]) -> str:
+    """Returns the problem if one of ``params`` holds other values, else an empty string."""
+    if not _swapped or not any(id(param) in ids for param in params for ids in _swapped):
+        return ""
+    return "the parameters hold averages inside of EMA.swapped(), whose end gives them their own values. Leave it first"
+
+
+def refuse_swapped(caller: str, params: Iterable[torch.Tensor]) -> None:
+    """Raises RuntimeError if one of ``params`` holds other values. ``caller`` begins the message."""
+    if why := why_swapped(params):
+        raise RuntimeError(f"{caller}: {why}.")
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    refuse_swapped(f"{type(optimizer).__name__}.step", params)
 
 
 # --- shards in gather buffers ---

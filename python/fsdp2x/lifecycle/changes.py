@@ -163,6 +163,7 @@ def watch_loading(state: ShardedUnit, modules: Iterable[nn.Module]) -> None:
     weak: Any = weakref.ref(state)  # the modules keep the unit alive while hooks run
 
     def before_load(*args: Any) -> None:
+        optimizer_hooks.refuse_swapped("load_state_dict", (param.param for param in weak().params))
         for group in weak().groups:
             group.take_grad_dtypes()
         weak().reshard()

@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdp2x.base import torch_private
 from fsdp2x.base.arguments import checked
+from fsdp2x.base.optimizer_hooks import refuse_swapped
 from fsdp2x.lifecycle import pending_gradients
 from fsdp2x.lifecycle.changes import moving
 from fsdp2x.lifecycle.comms import own_collective, set_wire_formats, wire_formats_of
@@ -486,6 +487,7 @@ class FSDPModule(_TorchFSDPModule):
         """Has no effect: gathers never allocate, which this option of FSDP2 is about."""
 
     def _apply(self, fn, recurse: bool = True):
+        refuse_swapped("FSDPModule.to", self.parameters())
         with moving(self._get_fsdp_state(), fn):
             return cast("Any", super(_TorchFSDPModule, self))._apply(fn, recurse=recurse)
 

@@ -19,6 +19,7 @@ from fsdp2x.base import torch_private
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.memory_file import collect_handed
 from fsdp2x.base.native import _C
+from fsdp2x.base.optimizer_hooks import refuse_swapped
 from fsdp2x.lifecycle.tree import roots_of, unit_states, units_of
 from fsdp2x.lifecycle.unit import ShardedUnit
 from fsdp2x.sharding.offload import host_state
@@ -112,10 +113,11 @@ def sleep(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> i
 
     Raises:
         ValueError: ``model`` is not sharded, has gradients, or is asleep.
-        RuntimeError: a forward or backward is running.
+        RuntimeError: a forward or backward is running, or the averages of an ``EMA`` are swapped in.
         NotImplementedError: a parameter is a tensor subclass with its own memory.
     """
     states = units_of(model, "sleep")
+    refuse_swapped("fsdp2x.sleep", model.parameters())
     _check(model, states)
     sleeper = _sleepers.setdefault(model, _Sleeper())
     if sleeper.is_asleep:

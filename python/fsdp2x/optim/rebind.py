@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2x.base.arguments import checked
-from fsdp2x.base.optimizer_hooks import original_number
+from fsdp2x.base.optimizer_hooks import original_number, refuse_swapped
 from fsdp2x.lifecycle.tree import named_params, units_of
 from fsdp2x.optim.moments import narrowed, widened
 
@@ -33,8 +33,10 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
     Raises:
         ValueError: nothing in ``model`` is sharded, the optimizer has no parameter of ``model``, old or new, or a state
             has neither one element nor the parameter's shape. The optimizer does not change.
+        RuntimeError: the averages of an ``EMA`` are swapped in.
     """
     units_of(model, "rebind_optimizer")
+    refuse_swapped("fsdp2x.rebind_optimizer", model.parameters())
     current = {id(param) for _, param, _ in named_params(model)}
     records = {record.original: (name, record) for name, _, record in named_params(model) if record is not None}
     replaced: dict[nn.Parameter, nn.Parameter] = {}

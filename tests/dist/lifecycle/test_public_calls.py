@@ -206,6 +206,7 @@ NEEDS = {
     "fsdp2x.moe.shard_experts": lambda w: {"model": models.build("qwen3_moe")},
     "fsdp2x.moe.use_grouped_gemm": lambda w: {"model": models.build("qwen3_moe")},
     "fsdp2x.optim.AdamW": _params,
+    "fsdp2x.optim.EMA": lambda w: {"optimizer": w.trained()[1]},
     "fsdp2x.optim.Muon": lambda w: {"params": [p for p in w.sharded().parameters() if p.ndim == 2]},
     "fsdp2x.optim.muon_param_groups": lambda w: {"model": w.hf()},
     "fsdp2x.train.selftest.run_suite": lambda w: {"device": torch.device("cpu"), "num_steps": 2},

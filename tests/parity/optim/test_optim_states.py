@@ -5,11 +5,16 @@ import torch
 
 import fsdp2x
 from checkpoints import HANDED_OVER_BY, hand_over
-from fsdp2x.optim import AdamW, Muon
+from fsdp2x.optim import EMA, AdamW, Muon
 from harness import distributed
 from models import STACK_UNITS, Stack, train
 from reference import full, params, same, shard
 from training import shared_folder
+
+
+def with_ema(optimizer, *arguments, **options):
+    EMA(optimizer, *arguments, **options)
+    return optimizer
 
 
 def muon(model, **options):
@@ -24,11 +29,15 @@ KINDS = {
         lambda model: AdamW(model.parameters(), lr=1e-2, moments_dtype=torch.bfloat16, stochastic_rounding=True),
     ),
     "int8 moments": (torch.bfloat16, lambda model: AdamW(model.parameters(), lr=1e-2, moments_dtype="int8")),
+    "averages": (
+        torch.bfloat16,
+        lambda model: with_ema(AdamW(model.parameters(), lr=1e-2), 0.75, dtype=torch.float32),
+    ),
     "muon": (torch.float32, muon),
     "muon, int8 moments": (torch.bfloat16, lambda model: muon(model, moments_dtype="int8")),
 }
 # State entries that a state dict has in float32, whatever dtype stores them.
-WIDE = {"int8 moments": {"step", "exp_avg", "exp_avg_sq"}}
+WIDE = {"int8 moments": {"step", "exp_avg", "exp_avg_sq"}, "averages": {"step", "ema"}}
 WIDE["muon, int8 moments"] = WIDE["int8 moments"]
 # All forms of moments in codes, one of the others.
 CASES = [

@@ -22,6 +22,7 @@ from fsdp2x.base.failures import (
     rank_and_size,
     run_on_all_ranks,
 )
+from fsdp2x.base.optimizer_hooks import why_swapped
 from fsdp2x.io.checkpoint.background import Saver
 from fsdp2x.io.checkpoint.directory import MANIFEST, PARTS_FILE, find
 from fsdp2x.io.checkpoint.manifest import FormName, model_layout, read_manifest
@@ -278,6 +279,8 @@ def _match(
 ) -> Match:
     """Opens the checkpoint and compares it with its manifest and with this model."""
     rank, world_size = rank_and_size()
+    if why := why_swapped(model.parameters()):
+        raise CheckpointError(why)
     saved_by = (choice.manifest or {}).get("world_size")
     if choice.form == "per_rank" and saved_by != world_size:
         raise CheckpointError(

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.tensor import DTensor
 
 from fsdp2x.base.failures import CheckpointError, gather_on_rank_0, on_rank_0, rank_and_size, reworded
+from fsdp2x.base.optimizer_hooks import why_swapped
 from fsdp2x.io.checkpoint.manifest import model_layout
 from fsdp2x.io.checkpoint.optimizer import Optimizers, layout_of, named_state
 from fsdp2x.io.checkpoint.rng import device_of, rng_state
@@ -56,6 +57,8 @@ def collect(
 
     With `keeps_own`, everything but shards gets a name of this rank.
     """
+    if why := why_swapped(model.parameters()):
+        raise CheckpointError(why)
     tensors, aliases = model_layout(model)
     tree: dict[str, Any] = {"model": tensors}
     plain: dict[KeyPath, str] = {}

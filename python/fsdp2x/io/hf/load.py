@@ -35,6 +35,7 @@ from fsdp2x.base.failures import (
     run_on_all_ranks,
 )
 from fsdp2x.base.memory_file import aligned_starts, tensor_at
+from fsdp2x.base.optimizer_hooks import why_swapped
 from fsdp2x.io.conversions import is_transformers, kind_of, original_classes
 from fsdp2x.io.formats.safe_files import read_json
 from fsdp2x.io.formats.tensors import RemoteTensor, Source, differ
@@ -261,6 +262,8 @@ class _Plan:
 
 
 def _plan(model: nn.Module, base: nn.Module, targets: list[Target], tensors: Mapping[str, Source]) -> _Plan:
+    if why := why_swapped(model.parameters()):
+        raise CheckpointError(why)
     shapes = {name: target.shape for target in targets for name in target.names}
     plan = _Plan(make_recipes(base, tensors, shapes))
     # An adapter without a base goes into a model whose base already has its weights, and the other way round.
