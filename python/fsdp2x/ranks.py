@@ -1,4 +1,4 @@
-"""Runs a command as the ranks of this host, for `fsdp2x trl` and `fsdp2x compare`."""
+"""Runs a command as the ranks of this host, for `fsdp2x train`, `fsdp2x trl`, and `fsdp2x compare`."""
 
 from __future__ import annotations
 

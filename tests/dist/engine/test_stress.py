@@ -1,4 +1,4 @@
-"""Thousands of steps with ranks that sleep and units in random order, and what saves, pushes, and models leave behind.
+"""Runs thousands of steps with ranks that sleep and units in random order, and looks for what they leave behind.
 
 `make test` runs a short version, and `make test-full` 10,000 steps over shared memory and 3,000 over the process group,
 and 300 steps with all that a long run does between them.

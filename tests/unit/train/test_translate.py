@@ -94,7 +94,7 @@ WORDS = {*"to if unless neutral why map value times over plus count note".split(
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_row_is_a_reason_or_has_columns(form):
-    """What a row refers to are other rows, and a mapping says all that it needs."""
+    """A row refers to other rows only, and a mapping has all of its parts."""
     rows = FORMATS[form]["keys"]
     for key, row in rows.items():
         if isinstance(row, str):

@@ -92,11 +92,11 @@ class MemoryPlan:
     request: PlanRequest
     dtypes: Mapping[str, str | None]  # of parameters, compute, and reduction, by name
     report: MemoryReport
-    sequences: SequencePlan | None = None  # for a YAML whose ranks share sequences
-    staging_bytes: int = 0  # most CPU memory for saves in the background
-    dtype_is_the_models: bool = False  # nobody named one, so it comes from config.json
-    batch: MicroBatch | None = None  # None: nothing is trained
-    activations: Activations | None = None  # None: unknown
+    sequences: SequencePlan | None = None  # if the ranks of a YAML share sequences
+    staging_bytes: int = 0  # the most CPU memory that background saves take
+    dtype_is_the_models: bool = False  # whether config.json names it, for lack of a setting
+    batch: MicroBatch | None = None  # None without training
+    activations: Activations | None = None  # None if unknown
     has_frozen: bool = False
 
     @property
