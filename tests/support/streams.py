@@ -66,6 +66,7 @@ def install(
     users = Users(recorder)
     mock.patch.dict(torch_module._global_forward_pre_hooks, {"users": users.before_forward}).start()
     _after(torch.autograd, "backward", users.after_backward)
+    _after(_C.Root, "finalize_backward", users.after_finalization)
     return recorder
 
 
@@ -191,11 +192,15 @@ def _note_moments(recorder) -> None:
 
 
 class Users:
-    """Notes that users read and write shards and gradients before a root's forward, and gradients after a backward."""
+    """Notes that users read and write shards and gradients before a root's forward, and gradients after a backward.
+
+    With manual finalization, users must not touch gradients from a backward on until it is finalized.
+    """
 
     def __init__(self, recorder) -> None:
         self._recorder = recorder
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._unfinished: set = set()  # roots of the engine
 
     def before_forward(self, module: nn.Module, args: tuple) -> None:
         root = module._get_fsdp_state().root if isinstance(module, FSDPModule) else None
@@ -205,8 +210,16 @@ class Users:
         self._note([module], with_shards=True)
 
     def after_backward(self, *args, **keywords) -> None:
-        if torch._C._current_graph_task_id() == -1:  # not in a backward around it
-            self._note(self._roots, with_shards=False)
+        if torch._C._current_graph_task_id() != -1:
+            return  # in a backward around it
+        for state in (module._get_fsdp_state() for module in self._roots):
+            update = self._unfinished.add if state.shared.settings.manual_finalization else self._unfinished.discard
+            update(state.root)
+        self._note(self._roots, with_shards=False)
+
+    def after_finalization(self, root) -> None:
+        self._unfinished.discard(root)
+        self._note([one for one in self._roots if one._get_fsdp_state().root is root], with_shards=False)
 
     def _note(self, modules, with_shards: bool) -> None:
         states = {each._get_fsdp_state() for one in modules for each in one.modules() if isinstance(each, FSDPModule)}
@@ -217,8 +230,7 @@ class Users:
                 # A user who starts a gather ahead of forward must not write to its shards before it has ended.
                 if with_shards and state.unit.param_state != "GATHERING":
                     touched.append(group.engine.pool)
-                # With manual finalization, users must not touch gradients until their reduction ends.
-                if not state.shared.settings.manual_finalization or state.unit.phase == "IDLE":
+                if state.root not in self._unfinished:
                     grads = [param.param.grad for param in group.params]
                     touched += [local_tensor(grad) for grad in grads if grad is not None]
         for on_host, touched in memory.items():

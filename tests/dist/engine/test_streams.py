@@ -384,6 +384,26 @@ def test_memory_of_the_process_group(ctx):
                 assert any(start <= address and address + num_bytes <= start + size for start, size in starts.items())
 
 
+@distributed(world_sizes=(1, 2))
+@pytest.mark.each_world
+@pytest.mark.parametrize("policy", POLICIES)
+def test_reductions_wait_for_a_manual_finalization(ctx, policy):
+    """The sum of three backwards, with a forward between, has the bits of backwards that finalize themselves."""
+    found = []
+    for is_manual in (False, True):
+        recorder = streams.install()
+        model = sharded(ctx, mp_policy=POLICIES[policy])
+        model.set_manual_backward_finalization(is_manual)
+        for number in range(3):
+            loss_of(model, ctx.rank, number).backward()
+        if is_manual:
+            model.finalize_backward()
+        found.append(grads(model))
+        assert races(recorder.entries) == []
+        mock.patch.stopall()
+    same(*found, "finalized")
+
+
 # ---- streams, hooks, and captures of the user
 
 

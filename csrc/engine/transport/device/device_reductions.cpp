@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -379,6 +380,8 @@ void DeviceReductions::drop_partial(const ParamGroup& group) {
 }
 
 void DeviceReductions::end() {
+  // With manual finalization, the rows of a single rank wait in its buffers across forwards.
+  if (std::ranges::any_of(groups_, [](const PerGroup& state) { return state.running.buffer.has_value(); })) return;
   memory_.end();
   foreign_sums_.clear();
 }

@@ -33,7 +33,7 @@ class DeviceReductions {
   bool has_partial(const ParamGroup& group) const { return groups_[group.index()].partial.has_value(); }
   std::unique_ptr<SegmentRows> partial(const ParamGroup& group);
   void drop_partial(const ParamGroup& group);
-  // Orders the compute lane after all reductions.
+  // Orders the compute lane after all reductions, and gives their memory back if all rows are written.
   void end();
   // Frees what wire formats keep between steps.
   void release_idle();
