@@ -6,7 +6,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fuzz.observe import Observation
+import torch
+
+from fuzz.observe import SKIPPED, Observation
 from fuzz.program import Part, Program
 
 Traces = dict[str, list[Observation]]
@@ -20,7 +22,10 @@ STOCK_RAISES = (
     ("Inplace update to inference tensor|Inference tensors cannot be saved", "inference_mode gathered a unit first"),
     ("no attribute 'reduce_scatter_states'", "reset_iter_state before the first forward"),
     ("has changed the type of value", "a returned parameter that the policy casts, behind a hook of its gradient"),
-    ("are out of bounds for storage of size 0", "the last module of a group returns no tensor: nothing is gathered"),
+    (
+        "are out of bounds for storage of size 0|its data is not allocated yet",
+        "the last module of a group returns no tensor: nothing is gathered",
+    ),
     ("Cannot use ReduceOp.PREMUL_SUM with Gloo", "a gradient divide factor on the CPU"),
 )
 
@@ -110,7 +115,8 @@ def _zeros_of_a_checkpoint(case: Case) -> bool:
 
 
 def _inference_gathers_first(case: Case) -> bool:
-    modes = [one.arguments.get("mode_name") for one in case.program.ops[: case.index] if one.kind == "forward"]
+    pairs = zip(case.program.ops, case.traces["unsharded"][1 : case.index + 1], strict=False)
+    modes = [op.arguments.get("mode_name") for op, seen in pairs if op.kind == "forward" and seen.result != SKIPPED]
     return "inference" in modes and not {None, "grad", "autocast"} & set(modes[: modes.index("inference")])
 
 
@@ -134,6 +140,22 @@ def _stock_stays_gathered(case: Case) -> bool:
 
 def _ran_without_grad(case: Case) -> bool:
     return any(one.arguments.get("mode_name") in ("no_grad", "inference") for one in case.program.ops[: case.index])
+
+
+def _kept_from_before(case: Case) -> bool:
+    """What ours has gathered and upstream has not was gathered before the last `generate`."""
+    kinds = [one.kind for one in case.program.ops[: case.index]]
+    if "generate" not in kinds:
+        return False
+    before = case.traces[case.side][len(kinds) - 1 - kinds[::-1].index("generate")].state["sharded"]
+    pairs = ((name, theirs) for name, theirs in case.expected.state["sharded"].items())
+    return not any(theirs and not case.got.state["sharded"][name] and before[name] for name, theirs in pairs)
+
+
+def _refuses_what_stock_left(case: Case) -> bool:
+    """Upstream, which ends at an injected fault, did not come to an operation that the policy's dtypes do not allow."""
+    mixes_dtypes = case.program.policy != "full" and "must have the same dtype" in case.raised(case.side)
+    return mixes_dtypes and case.at("stock") is None
 
 
 def _load_unties(case: Case) -> bool:
@@ -219,6 +241,15 @@ RULES = (
     Rule(UNSHARDED, ALL, True, "has two of a shared parameter after a load that assigns", _load_unties),
     Rule(UNSHARDED, ALL, True, "a backward behind one that failed", _graph_after_failure),
     Rule(UNSHARDED, ALL, True, "what upstream refuses, too, a plain model may do", _refused_alike),
+    Rule(UNSHARDED, ALL, True, "what upstream would refuse, too, a plain model may do", _refuses_what_stock_left),
+    Rule(STOCK, frozenset({"sharded"}), False, "reshards what unsharded() leaves gathered", _kept_from_before),
+    Rule(
+        (*STOCK, *UNSHARDED),
+        frozenset({"result"}),
+        False,
+        "returns a norm of bf16 gradients in bf16, ours in fp32",
+        lambda case: case.kind == "clip" and getattr(case.expected.result, "dtype", None) == torch.bfloat16,
+    ),
     Rule((*STOCK, *UNSHARDED), ALL, True, "uses parameters outside of their units", _reads_left_parameter),
     Rule(
         UNSHARDED,

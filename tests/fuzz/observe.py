@@ -80,6 +80,7 @@ def differences(got: Any, expected: Any, tolerance: float, where: str = "") -> l
             return [f"{where}: {got.dtype} {tuple(got.shape)}, expected {expected.dtype} {tuple(expected.shape)}"]
         if isinstance(got, DTensor) != isinstance(expected, DTensor):
             return [f"{where}: a {type(got).__name__}, expected a {type(expected).__name__}"]
+        got, expected = local(got), local(expected)  # comparing DTensors would be collective
         if torch.equal(got, expected):  # quick, and the usual case
             return []
         if torch.allclose(got.double(), expected.double(), rtol=tolerance, atol=tolerance, equal_nan=True):
