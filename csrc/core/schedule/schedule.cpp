@@ -355,7 +355,11 @@ void Schedule::end_backward() {
     if (!unit.options_.requires_gradient_sync || settings_->manual_finalization) reductions_.pack_pending(unit);
     if (unit.options_.reshard_after_backward && !runs(unit)) reshard(unit);
   }
-  if (!settings_->manual_finalization) flush(alive);
+  if (!settings_->manual_finalization) {
+    flush(alive);
+  } else if (!is_inside) {
+    effects_.end_forward();  // the gathers of this backward have read the shards, too
+  }
   for (const auto& unit : alive) {
     if (unit->param_state_ == ParamState::gathering) gathers_.cancel(*unit);
     unit->set_phase(Phase::idle);

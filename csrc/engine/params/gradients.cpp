@@ -140,6 +140,7 @@ void Gradients::open_block(std::shared_ptr<const Layout> places) {
 }
 
 std::optional<at::Tensor> Gradients::take_pool(const Gil& gil, const std::shared_ptr<const Layout>& reduced) {
+  if (is_taken_) return std::nullopt;
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Entry& entry = entries_[i];
     const bool is_reduced = reduced->params()[i].shape.trainable;
@@ -150,6 +151,7 @@ std::optional<at::Tensor> Gradients::take_pool(const Gil& gil, const std::shared
     if (!entry.in_block || held_elsewhere(gil, entry)) return std::nullopt;
   }
   if (!block_.defined()) open_block(reduced);
+  is_taken_ = true;
   return block_;
 }
 
@@ -205,7 +207,7 @@ void Gradients::attach(const Gil& gil, size_t param, const GradientTarget& targe
 }
 
 bool Gradients::release_if_unused(const Gil& gil) {
-  if (!block_.defined()) return false;
+  if (!block_.defined() || is_taken_) return false;
   for (size_t i = 0; i < entries_.size(); ++i) {
     if (!entries_[i].tensor.defined() || !entries_[i].in_block) continue;
     if (has_own_gradient(i) || held_elsewhere(gil, entries_[i])) return false;
@@ -226,6 +228,7 @@ bool Gradients::release_if_unused(const Gil& gil) {
 
 void Gradients::forget() {
   entries_.assign(params_.size(), Entry());
+  is_taken_ = false;
   block_ = at::Tensor();
 }
 

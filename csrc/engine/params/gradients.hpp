@@ -99,13 +99,17 @@ class Gradients {
   // Sets whether reductions end in the pool. The pool then has room for their flags if the dtypes permit it.
   void set_reduces_in_place(bool in_place) { reduces_in_place_ = in_place; }
   // Returns the whole pool, laid out for `reduced`, to write this step's gradients into. Returns none if one of these
-  // parameters has a gradient, if the last one is still referenced, or if the layout differs.
+  // parameters has a gradient, if the last one is still referenced, if the layout differs, or until end_reduction() if
+  // it was taken: with manual finalization, a reduction is written some forwards later.
   std::optional<at::Tensor> take_pool(const Gil& gil, const std::shared_ptr<const Layout>& reduced);
+  // Notes that what was written into the taken pool is about to be attached, or was dropped.
+  void end_reduction() { is_taken_ = false; }
   // Decides how the gradient of `param` is written. Takes memory if there is none.
   GradientTarget prepare(const Gil& gil, size_t param);
   // Makes the written gradient visible as `.grad`.
   void attach(const Gil& gil, size_t param, const GradientTarget& target);
-  // Gives the block back if every `.grad` is None and no gradient of ours is referenced elsewhere.
+  // Gives the block back if every `.grad` is None, no reduction writes into it, and no gradient of ours is referenced
+  // elsewhere.
   // Returns whether it was given back now.
   bool release_if_unused(const Gil& gil);
   // Forgets every gradient tensor, after parameters moved or changed their dtype.
@@ -151,7 +155,8 @@ class Gradients {
   std::shared_ptr<const Layout> places_;  // layout of the last block, null before the first
   bool reduces_in_place_ = false;
   bool blocks_stay_ = true;
-  bool is_lent_ = false;  // a gradient in the block was still referenced when a new one was written
+  bool is_taken_ = false;  // a reduction writes into the pool
+  bool is_lent_ = false;   // a gradient in the block was still referenced when a new one was written
   std::shared_ptr<Commons> commons_;
   Calls calls_;
   uint64_t num_python_calls_ = 0;

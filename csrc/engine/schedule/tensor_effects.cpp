@@ -374,6 +374,7 @@ void TensorEffects::begin_download(ScheduledGroup& group) {
 
 void TensorEffects::write(const Gil& gil, ParamGroup& group, std::unique_ptr<ReducedRows> rows) {
   Gradients& gradients = group.gradients();
+  gradients.end_reduction();
   const std::vector<uint8_t> has_gradient = rows->has_gradient();
   GradientTargets targets(has_gradient.size());
   for (size_t i = 0; i < targets.size(); ++i) {
@@ -414,6 +415,7 @@ bool TensorEffects::drop(ScheduledGroup& scheduled, Dropped what) {
   switch (what) {
     case Dropped::packed: {
       const bool was_shown = !std::exchange(group.waiting().shown, {}).empty();
+      if (!group.offloads()) group.gradients().end_reduction();  // else a download of an earlier backward may run
       group.set_shown(false);
       return group.transport().abandon_reduce(group) || was_shown;
     }
@@ -423,9 +425,11 @@ bool TensorEffects::drop(ScheduledGroup& scheduled, Dropped what) {
       break;
     case Dropped::reduced:
       group.waiting().reduced = nullptr;
+      if (!group.offloads()) group.gradients().end_reduction();
       break;
     case Dropped::downloads:
       group.waiting().downloads = nullptr;
+      group.gradients().end_reduction();
       break;
     case Dropped::accumulated:
       group.drop_unpacked();

@@ -45,7 +45,7 @@ class Transport {
   // Begins a forward of the root. Parameters may have changed since the last one, up to the event `after` (a
   // torch.Event; null: up to now).
   virtual void begin_forward(const PyRef& /*after*/) {}
-  // Ends it: shards in CPU memory may be written again.
+  // Ends it, or a backward that another call will finalize: shards in CPU memory may be written again.
   virtual void end_forward() {}
 
   // Returns the memory by which ranks report which forward or backward they have left. Null if there is none.
