@@ -262,6 +262,8 @@ void bind_root(py::module_& m) {
       .def("finish_held_backwards", &Root::finish_held_backwards)
       .def("synchronize_gradients", &Root::synchronize_gradients, py::arg("units"))
       .def_property_readonly("in_forward", [](const Root& self) { return self.schedule().in_forward(); })
+      .def_property_readonly("awaits_finalization",
+                             [](const Root& self) { return self.schedule().awaits_finalization(); })
       .def_property_readonly("in_backward", [](const Root& self) { return self.schedule().in_backward(); })
       .def("set_max_reduce_buffers",
            [](Root& self, size_t num) {

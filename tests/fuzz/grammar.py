@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -122,6 +123,7 @@ class Grammar:
             (self.failure, 2),
             (self.evaluation, 1),
             (self.twice_backward, 1),
+            (self.pipeline, 1),
             (lambda: [self.single()], 8),
         )
         return self.pick([phrase for phrase, weight in phrases for _ in range(weight)])()
@@ -162,6 +164,15 @@ class Grammar:
 
     def twice_backward(self) -> list[Op]:
         return [self.forward(), op("backward", retain=True), op("backward")]
+
+    def pipeline(self) -> list[Op]:
+        """Backwards of micro-batches that are finalized together, as by schedules of pipelines."""
+        manual = partial(op, "set", name="set_manual_backward_finalization", unit=-1)
+        ops = [manual(value=True)]
+        for _ in range(self.pick([2, 3, 4])):
+            ops += [self.forward(), op("backward")]
+        ops.append(op("finalize", asynchronous=self.chance(2)))
+        return [*ops, manual(value=False)] if self.chance(2) else ops
 
     def evaluation(self) -> list[Op]:
         forward = op("forward", batch=self.number(5), mode_name=self.pick(["no_grad", "inference"]))

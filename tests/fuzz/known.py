@@ -27,6 +27,7 @@ STOCK_RAISES = (
         "the last module of a group returns no tensor: nothing is gathered",
     ),
     ("Cannot use ReduceOp.PREMUL_SUM with Gloo", "a gradient divide factor on the CPU"),
+    ("cannot change mode after backward starts", "after backwards that it does not take for the last"),
 )
 
 
@@ -142,6 +143,31 @@ def _ran_without_grad(case: Case) -> bool:
     return any(one.arguments.get("mode_name") in ("no_grad", "inference") for one in case.program.ops[: case.index])
 
 
+def _halves_twice(case: Case) -> bool:
+    """With fp16 gradients of one rank, upstream divides by both parts of a factor before and after it does nothing."""
+    names = [one.arguments.get("name") for one in case.program.ops[: case.index] if one.kind == "set"]
+    return case.program.policy == "fp16_reduce" and "set_gradient_divide_factor" in names
+
+
+def _part_of_a_group(case: Case) -> bool:
+    """Upstream leaves a group gathered if only some of its modules ran."""
+    grouped = any(part.together for part in case.program.tree.walk())
+    alone = any("part" in one.arguments for one in case.program.ops[: case.index] if one.kind == "forward")
+    return grouped and alone and _stock_stays_gathered(case)
+
+
+def _failed_between_recomputations(case: Case) -> bool:
+    """A backward failed where one side had recomputed more than the other, and so updated more buffers."""
+    faults = ["fault" in one.arguments for one in case.program.ops[: case.index] if one.kind == "backward"]
+    return any(faults) and _has_checkpoint(case)
+
+
+def _finalizes_unused(case: Case) -> bool:
+    """Upstream has no zeros for unused parameters unless a backward came to their unit."""
+    names = [one.arguments.get("name") for one in case.program.ops[: case.index] if one.kind == "set"]
+    return case.kind == "finalize" and "set_reduce_scatter_unused_params" in names
+
+
 def _kept_from_before(case: Case) -> bool:
     """What ours has gathered and upstream has not was gathered before the last `generate`."""
     kinds = [one.kind for one in case.program.ops[: case.index]]
@@ -243,6 +269,10 @@ RULES = (
     Rule(UNSHARDED, ALL, True, "what upstream refuses, too, a plain model may do", _refused_alike),
     Rule(UNSHARDED, ALL, True, "what upstream would refuse, too, a plain model may do", _refuses_what_stock_left),
     Rule(STOCK, frozenset({"sharded"}), False, "reshards what unsharded() leaves gathered", _kept_from_before),
+    Rule(STOCK, frozenset({"sharded"}), False, "leaves a part of a group gathered", _part_of_a_group),
+    Rule(STOCK, ALL, True, "divides fp16 gradients of one rank twice", _halves_twice),
+    Rule(STOCK, ALL, True, "recomputes in another order", _failed_between_recomputations),
+    Rule((*STOCK, *UNSHARDED), ALL, True, "has zeros of unused parameters at other times", _finalizes_unused),
     Rule(
         (*STOCK, *UNSHARDED),
         frozenset({"result"}),

@@ -190,6 +190,12 @@ class Machine(Extras):
     def backward(self, loss: torch.Tensor, retain: bool) -> None:
         loss.backward(retain_graph=retain)
 
+    def forget_taint(self) -> None:
+        """Begins anew. Gradients that the user holds may have any value if those of the model had."""
+        if self.taint & {"grads", "unfinished"}:
+            self.held = {}
+        self.taint.clear()
+
     def do_drop(self, slot=0):
         self.graphs.pop(slot, None)
 

@@ -100,7 +100,7 @@ class Sharded(Machine):
     def do_reset(self):
         self.graphs.clear()
         self.model.reset_iter_state()
-        self.taint.clear()
+        self.forget_taint()
 
     def do_unshard(self, unit=0, asynchronous=False):
         if not self.initialized:

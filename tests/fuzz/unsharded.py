@@ -123,7 +123,7 @@ class Unsharded(Machine):
     def do_reset(self):
         self.graphs.clear()
         self.pending.clear()
-        self.taint.clear()
+        self.forget_taint()
         if self.has_begun:  # before, there is no iteration to drop
             for param in self.owner:
                 param.grad = None
@@ -165,6 +165,9 @@ class Unsharded(Machine):
         return changed()
 
     def set(self, module, name, value, keywords):
+        is_manual = name == "set_manual_backward_finalization" and module is self.model
+        if is_manual and not value and "unfinished" in self.taint:
+            raise RuntimeError("set_manual_backward_finalization cannot change mode after backward starts")
         keys = {
             "set_requires_gradient_sync": ("sync", "all_reduce"),
             "set_requires_all_reduce": ("all_reduce",),

@@ -200,25 +200,22 @@ class Users:
     def __init__(self, recorder) -> None:
         self._recorder = recorder
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._unfinished: set = set()  # roots of the engine
 
     def before_forward(self, module: nn.Module, args: tuple) -> None:
-        root = module._get_fsdp_state().root if isinstance(module, FSDPModule) else None
-        if root is None or root.in_forward or root.in_backward:
+        if not isinstance(module, FSDPModule):
             return
-        self._roots.add(module)
-        self._note([module], with_shards=True)
+        root = module._get_fsdp_state().root
+        if root is None:  # it becomes one
+            self._roots.add(module)
+        elif not (root.in_forward or root.in_backward):
+            self._roots.add(module)
+            self._note([module], with_shards=True)
 
     def after_backward(self, *args, **keywords) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            return  # in a backward around it
-        for state in (module._get_fsdp_state() for module in self._roots):
-            update = self._unfinished.add if state.shared.settings.manual_finalization else self._unfinished.discard
-            update(state.root)
-        self._note(self._roots, with_shards=False)
+        if torch._C._current_graph_task_id() == -1:  # not in a backward around it
+            self._note(self._roots, with_shards=False)
 
     def after_finalization(self, root) -> None:
-        self._unfinished.discard(root)
         self._note([one for one in self._roots if one._get_fsdp_state().root is root], with_shards=False)
 
     def _note(self, modules, with_shards: bool) -> None:
@@ -230,7 +227,7 @@ class Users:
                 # A user who starts a gather ahead of forward must not write to its shards before it has ended.
                 if with_shards and state.unit.param_state != "GATHERING":
                     touched.append(group.engine.pool)
-                if state.root not in self._unfinished:
+                if not state.root.awaits_finalization:
                     grads = [param.param.grad for param in group.params]
                     touched += [local_tensor(grad) for grad in grads if grad is not None]
         for on_host, touched in memory.items():

@@ -56,6 +56,7 @@ void Schedule::finalize_backward() {
   flush(alive);
   if (settings_->is_last_backward) order_.clear(alive);
   backward_.finalized = reductions_.backward_number();
+  backward_.awaits_finalization = false;
 }
 
 void Schedule::finish_held_backwards() {
@@ -89,6 +90,7 @@ void Schedule::reset() {
   order_.forget();
   forward_.root = nullptr;
   backward_.has_begun = false;
+  backward_.awaits_finalization = false;
   reductions_.end_backward();
   effects_.end_pass(/*notifies_peers=*/true);
 }
@@ -272,6 +274,7 @@ void Schedule::begin_backward() {
   reductions_.refuse_after_loss();
   effects_.warn_of_zeroed(units());
   backward_.has_begun = true;
+  if (settings_->manual_finalization) backward_.awaits_finalization = true;
   effects_.begin_pass(PassKind::backward);
   reductions_.begin_backward(effects_.begin_backward(reductions_.backward_number(), forward_.is_alone));
 }

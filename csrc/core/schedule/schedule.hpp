@@ -90,6 +90,8 @@ class Schedule {
   void leave_recomputation() { forward_.root = nullptr; }
 
   // --- backward ---
+  // Returns whether a backward with manual finalization has begun since the last call of finalize_backward().
+  bool awaits_finalization() const { return backward_.awaits_finalization; }
   bool in_backward() const { return backward_.has_begun && effects_.backward_is_alive(); }
   // Returns whether the backward's graph is gone without a run of its callback.
   bool backward_has_raised() const { return backward_.has_begun && !effects_.backward_is_alive(); }
@@ -121,6 +123,7 @@ class Schedule {
   };
   struct BackwardPass {
     bool has_begun = false;
+    bool awaits_finalization = false;
     uint64_t num_calls = 0;  // forward calls under grad since the order was cleared
     uint64_t progress = 0;   // the largest position published
     uint64_t finalized = 0;  // number of the next backward when reductions were last finalized

@@ -387,12 +387,13 @@ def offloads_to_cpu(t: Context, *dtype: torch.dtype) -> None:
 
 @behavior(torch=(2, 15))
 def finalizes_backward_by_hand(t: Context) -> None:
-    """With set_manual_backward_finalization(True), gradients are complete after finalize_backward()."""
+    """With set_manual_backward_finalization(True), gradients are complete after finalize_backward(), and not before."""
     model = t.shard(Net(), UNITS)
     model.set_manual_backward_finalization(True)
     for step in range(2):
         model.zero_grad()
         mean_square(model, t.rank).backward()
+        raises(RuntimeError, lambda: model.set_manual_backward_finalization(False))
         handle = model.finalize_backward(async_op=step == 1)
         if handle is not None:
             handle.wait()

@@ -214,13 +214,18 @@ class FSDPModule(_TorchFSDPModule):
         """Makes :meth:`finalize_backward`, not backward, end reductions, for schedules of several backwards. Root only.
 
         Raises:
-            RuntimeError: not the root, or during backward.
+            RuntimeError: not the root, during backward, or while backwards wait for :meth:`finalize_backward`.
         """
         state = self._get_fsdp_state()
         if state.is_root is False:
             raise RuntimeError("set_manual_backward_finalization must be called on the root FSDP module")
         if state.root is not None and state.root.in_backward:
             raise RuntimeError("set_manual_backward_finalization cannot change mode during backward")
+        if not enabled and state.awaits_finalization:
+            raise RuntimeError(
+                "set_manual_backward_finalization cannot change mode after backward starts. Call finalize_backward(), "
+                "or reset_iter_state() to drop the gradients"
+            )
         state.shared.settings.manual_finalization = enabled
 
     @checked

@@ -247,6 +247,11 @@ class ShardedUnit(StateNames, torch_private.State):
         if self.root is not None and wanted:
             self.root.set_max_reduce_buffers(max(wanted))
 
+    @property
+    def awaits_finalization(self) -> bool:
+        """Whether backwards of the root wait for ``finalize_backward``, and no handle of it waits for them."""
+        return self.root is not None and self.root.awaits_finalization and not self.shared.reduction_pending
+
     def check_finalization(self) -> None:
         """Checks the conditions of ``finalize_backward``, with FSDP2's messages."""
         if self.shared.reduction_pending:
