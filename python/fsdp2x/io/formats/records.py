@@ -28,7 +28,7 @@ import torch
 
 from fsdp2x.base.failures import CheckpointError, CorruptFile, first_line
 from fsdp2x.io.formats.safe_files import OpenFiles, check_plain
-from fsdp2x.io.formats.tensors import FileTensor, LoadedTensor, Source, is_shape
+from fsdp2x.io.formats.tensors import Computed, FileTensor, Source, is_shape
 
 STORAGES = {  # by name of torch's class
     "DoubleStorage": torch.float64,
@@ -210,20 +210,6 @@ class _Run(io.RawIOBase):
         return len(data)
 
 
-class _Strided(Source):
-    """A tensor whose elements are not in row-major order. Its storage is read completely."""
-
-    is_whole = False
-
-    def __init__(self, storage: Source, shape: tuple[int, ...], stride: tuple[int, ...], first: int) -> None:
-        self.shape, self.dtype = shape, storage.dtype
-        self._storage, self._stride, self._first = storage, stride, first
-
-    def read(self, start, out: torch.Tensor) -> None:
-        whole = self._storage.whole().as_strided(self.shape, self._stride, self._first)
-        LoadedTensor(whole).read(start, out)
-
-
 class _Records(pickle.Unpickler):
     def __init__(
         self, file: io.BytesIO, files: OpenFiles, path: Path, places: dict[str, tuple[int, int]], opaque: bool
@@ -286,10 +272,9 @@ class _Records(pickle.Unpickler):
             raise CorruptFile(f"a tensor of shape {list(shape)} exceeds its storage of {num_bytes} bytes")
         if is_row_major(shape, stride):
             begin = offset + first * dtype.itemsize
-            is_whole = math.prod(shape) * dtype.itemsize == num_bytes
-            return FileTensor(self._files, self._path, begin, shape, dtype, is_whole=is_whole)
+            return FileTensor(self._files, self._path, begin, shape, dtype)
         flat = FileTensor(self._files, self._path, offset, (num_bytes // dtype.itemsize,), dtype)
-        return _Strided(flat, shape, stride, first)
+        return Computed(shape, dtype, lambda: flat.whole().as_strided(shape, stride, first))
 
     def _wrapper(self, cls: type, dtype: torch.dtype, shape: tuple, *rest) -> OpaqueObject:
         made = cls()

@@ -33,13 +33,13 @@ def is_shape(sizes: object) -> bool:
 
 
 class Source:
-    """Base class: ``shape``, ``dtype``, ``read``."""
+    """Base class: ``shape``, ``dtype``, ``read``. By itself it is a tensor that only another rank can read."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = tuple(shape), dtype
 
     def read(self, start: Sequence[int], out: torch.Tensor) -> None:
-        raise NotImplementedError
+        raise AssertionError("this rank was asked for bytes that only the reading rank has")
 
     def __setstate__(self, state: object) -> None:
         """Raises, because a pickle could make the source of a tensor read from another place."""
@@ -69,27 +69,15 @@ def runs_of_box(
 
 
 class FileTensor(Source):
-    """A row-major tensor at a byte offset of a file. Its maker has checked that the file is long enough.
+    """A row-major tensor at a byte offset of a file. Its maker has checked that the file is long enough."""
 
-    ``is_whole`` says that it is everything saved in its place, not a part of something larger.
-    """
-
-    def __init__(
-        self,
-        files: OpenFiles,
-        path: Path,
-        offset: int,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        *,
-        is_whole: bool = True,
-    ):
-        self.shape, self.dtype, self.is_whole, self.offset = shape, dtype, is_whole, offset
-        self._files, self._path = files, path
+    def __init__(self, files: OpenFiles, path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__(shape, dtype)
+        self._files, self._path, self._offset = files, path, offset
 
     def read(self, start: Sequence[int], out: torch.Tensor) -> None:
         for index, first in runs_of_box(self.shape, start, out.shape):
-            self._read_run(self.offset + first * self.dtype.itemsize, out[index])
+            self._read_run(self._offset + first * self.dtype.itemsize, out[index])
 
     def _read_run(self, offset: int, out: torch.Tensor) -> None:
         if out.dtype == self.dtype and out.is_contiguous() and out.device.type == "cpu":
@@ -113,7 +101,8 @@ class LoadedTensor(Source):
     """A tensor that is in memory or mapped from a file."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype, self._tensor = tuple(tensor.shape), tensor.dtype, tensor
+        super().__init__(tensor.shape, tensor.dtype)
+        self._tensor = tensor
 
     def read(self, start: Sequence[int], out: torch.Tensor) -> None:
         box = self._tensor
@@ -134,7 +123,8 @@ class Tiled(Source):
     """A tensor of ``shape`` whose ``tiles`` hold what is read. Its maker has checked that they do."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, tiles: Sequence[Tile]) -> None:
-        self.shape, self.dtype, self._tiles = tuple(shape), dtype, tiles
+        super().__init__(shape, dtype)
+        self._tiles = tiles
 
     def read(self, start: Sequence[int], out: torch.Tensor) -> None:
         for tile in self._tiles:
@@ -187,24 +177,13 @@ def _overlap(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence
     return False
 
 
-class RemoteTensor(Source):
-    """A tensor that another rank reads."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype
-
-    def read(self, start: Sequence[int], out: torch.Tensor) -> None:
-        raise AssertionError("this rank was asked for bytes that only the reading rank has")
-
-
 class Stacked(Source):
     """``torch.stack(sources, dim)``."""
 
     def __init__(self, sources: list[Source], dim: int) -> None:
         shape = sources[0].shape
-        dim += len(shape) + 1 if dim < 0 else 0
-        self.shape, self.dtype = (*shape[:dim], len(sources), *shape[dim:]), sources[0].dtype
-        self._sources, self._dim = sources, dim
+        self._sources, self._dim = sources, dim % (len(shape) + 1)
+        super().__init__((*shape[: self._dim], len(sources), *shape[self._dim :]), sources[0].dtype)
 
     def read(self, start: Sequence[int], out: torch.Tensor) -> None:
         inner = [*start[: self._dim], *start[self._dim + 1 :]]
@@ -212,27 +191,16 @@ class Stacked(Source):
             self._sources[start[self._dim] + index].read(inner, out.select(self._dim, index))
 
 
-class Joined(Source):
+class Joined(Tiled):
     """``torch.cat(sources, dim)``."""
 
     def __init__(self, sources: list[Source], dim: int) -> None:
         shape = list(sources[0].shape)
-        dim += len(shape) if dim < 0 else 0
-        shape[dim] = sum(source.shape[dim] for source in sources)
-        self.shape, self.dtype = tuple(shape), sources[0].dtype
-        self._sources, self._dim = sources, dim
-
-    def read(self, start: Sequence[int], out: torch.Tensor) -> None:
-        begin, end = start[self._dim], start[self._dim] + out.shape[self._dim]
-        offset = 0
-        for source in self._sources:
-            size = source.shape[self._dim]
-            first, last = max(begin, offset), min(end, offset + size)
-            if first < last:
-                inner = list(start)
-                inner[self._dim] = first - offset
-                source.read(inner, out.narrow(self._dim, first - begin, last - first))
-            offset += size
+        *firsts, shape[dim] = itertools.accumulate((source.shape[dim] for source in sources), initial=0)
+        dim %= len(shape)
+        starts = [(0,) * dim + (first,) + (0,) * (len(shape) - dim - 1) for first in firsts]
+        tiles = [Tile(start, source) for start, source in zip(starts, sources, strict=True)]
+        super().__init__(shape, sources[0].dtype, tiles)
 
 
 class Piece(Source):
@@ -240,9 +208,8 @@ class Piece(Source):
 
     def __init__(self, source: Source, dim: int, first: int, size: int) -> None:
         shape = list(source.shape)
-        dim += len(shape) if dim < 0 else 0
         shape[dim] = size
-        self.shape, self.dtype = tuple(shape), source.dtype
+        super().__init__(shape, source.dtype)
         self._source, self._dim, self._first = source, dim, first
 
     def read(self, start: Sequence[int], out: torch.Tensor) -> None:
@@ -256,7 +223,7 @@ class Turned(Source):
 
     def __init__(self, source: Source, dim0: int, dim1: int) -> None:
         self._source, self._dims = source, (dim0, dim1)
-        self.shape, self.dtype = tuple(self._swap(source.shape)), source.dtype
+        super().__init__(self._swap(source.shape), source.dtype)
 
     def _swap(self, sizes: Sequence[int]) -> list[int]:
         swapped = list(sizes)
@@ -269,10 +236,11 @@ class Turned(Source):
 
 
 class Computed(Source):
-    """One result of a conversion that needs full tensors. Results are kept until each has been read once."""
+    """A tensor that ``take`` makes in full at each read, because a box of it needs more than boxes of files."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, take: Callable[[], torch.Tensor]) -> None:
-        self.shape, self.dtype, self._take = shape, dtype, take
+        super().__init__(shape, dtype)
+        self._take = take
 
     def read(self, start: Sequence[int], out: torch.Tensor) -> None:
         LoadedTensor(self._take()).read(start, out)

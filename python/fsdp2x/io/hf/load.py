@@ -38,7 +38,7 @@ from fsdp2x.base.memory_file import aligned_starts, tensor_at
 from fsdp2x.base.optimizer_hooks import why_swapped
 from fsdp2x.io.conversions import is_transformers, kind_of, original_classes
 from fsdp2x.io.formats.safe_files import read_json
-from fsdp2x.io.formats.tensors import RemoteTensor, Source, differ
+from fsdp2x.io.formats.tensors import Source, differ
 from fsdp2x.io.hf.empty import build_empty, dtype_of_files, read_hf_config, told_of
 from fsdp2x.io.hf.files import Checkpoint
 from fsdp2x.io.hf.layout import ProgressBar, in_runs
@@ -241,7 +241,7 @@ def _open(
     run_on_all_ranks(on_each, what=what)
     if opened:
         return opened[0], opened[0].tensors, chosen, seed, classes
-    return None, {name: RemoteTensor(*one) for name, one in of_first.items()}, chosen, seed, classes
+    return None, {name: Source(*one) for name, one in of_first.items()}, chosen, seed, classes
 
 
 def _classes(folders: list[Path]) -> set[str]:
