@@ -247,7 +247,13 @@ def make_plan(config: str, world_size: int | None = None, overrides: Sequence[st
         model = _build(path, given.get("dtype"))
         asked = {"dtype": str(model.config.dtype).removeprefix("torch.")}
     else:
-        model, asked, stages_saves, sequences, batch = _read_training(path, overrides, world_size, given)
+        file = ConfigFile.read(path, overrides)
+        with file.located():
+            training = parse_config(file.settings)
+            if training.model.missing:
+                raise ConfigError(f"{path} has no model. To plan it set {training.model.missing[0]}.")
+            model, asked, sequences, batch = _asked_by(training, world_size, given)
+        stages_saves = training.checkpoint.async_save and batch is not None
     if getattr(model.config, "quantization_config", None) is not None:  # type: ignore[union-attr]
         raise ConfigError(
             f"{config}: the model has a quantization_config, and plans do not count quantized weights. Remove it from "
@@ -333,35 +339,25 @@ def _build(path: Path, dtype: str | None) -> nn.Module:
 # ---- conversion of a training YAML to a plan
 
 
-def _read_training(
-    path: Path, overrides: Sequence[str], world_size: int, given: dict[str, Any]
-) -> tuple[nn.Module, dict[str, Any], bool, SequencePlan | None, MicroBatch | None]:
-    """Reads the settings of a planned run.
+def _asked_by(
+    config: TrainConfig, world_size: int, given: dict[str, Any]
+) -> tuple[nn.Module, dict[str, Any], SequencePlan | None, MicroBatch | None]:
+    """Returns what the settings of a run ask for.
 
     `given`: values that the caller has decided, such as the device, on which other settings depend.
 
     Returns:
-        The model; arguments of `PlanRequest`, with `dtype` and dtypes of the policy by name; whether CPU memory keeps a
-        copy of what is saved; the exchanges of ranks that share sequences; and a rank's micro-batch.
+        The model; arguments of `PlanRequest`, with `dtype` and dtypes of the policy by name; the exchanges of ranks
+        that share sequences; and a rank's micro-batch if the run trains.
 
     Raises:
         ConfigError: a run would reject the settings, or their bytes cannot be predicted.
     """
-    file = ConfigFile.read(path, overrides)
-    with file.located():
-        config = parse_config(file.settings)
-        if config.model.missing:
-            raise ConfigError(f"{path} has no model. To plan it set {config.model.missing[0]}.")
-        return _asked_by(config, world_size, given)
-
-
-def _asked_by(
-    config: TrainConfig, world_size: int, given: dict[str, Any]
-) -> tuple[nn.Module, dict[str, Any], bool, SequencePlan | None, MicroBatch | None]:
-    parallel, optimizer = config.parallel, config.optimizer
+    parallel, num_sequence_ranks = config.parallel, config.parallel.sequence_ranks.total
     local_world_size = given["local_world_size"]
     mesh = plan_mesh(parallel, world_size, local_world_size)
     trains = config.train.mode == "train"
+    rows, length, num_micro_batches = _micro_batches(config, world_size // num_sequence_ranks)
     shares_memory = TransportKind.SHM in (given.get("transport"), parallel.transport)
     device = given.get("device") or ("cpu" if shares_memory or parallel.device == "cpu" else "cuda")
     config = with_defaults(config, device)
@@ -380,52 +376,41 @@ def _asked_by(
         "wire_gradients": parallel.wire_gradients,
         "device": device,
         "offload": offload_mode(parallel.offload),
-        "optimizer": optimizer.planned_name,
+        "optimizer": config.optimizer.planned_name if trains else "none",
         "expert_parallel": parallel.expert_parallel,
         "expert_fsdp_size": parallel.expert_fsdp_size,
-        "micro_batches": _micro_batches(config, world_size // parallel.sequence_ranks.total) if trains else 1,
+        "micro_batches": num_micro_batches if trains else 1,
         "before_last": parallel.accumulate,
     }
-    if not trains:
-        asked["optimizer"] = "none"
     dtype = getattr(torch, given.get("dtype") or config.model.dtype)
     tokenizer = None if config.model.path else make_tokenizer(choose_tokenizer(config.data.tokenizer, None))
     model = prepare(build_on_meta(config.model, dtype, tokenizer), config)
     asked["auto_wrap"] = unit_policy(model, parallel)
     computed = given.get("param_dtype") or asked["param_dtype"]
     itemsize = (getattr(torch, computed) if computed else dtype).itemsize
-    sequences = _plan_sequences(model, config, world_size, itemsize)
+    sequences = _plan_sequences(model, config, rows, length, asked["micro_batches"], itemsize)
     if not trains:
-        return model, asked, False, sequences, None
+        return model, asked, sequences, None
     tiles = resolve_tiled_loss(config.train.tiled_loss, model, torch.device(device))
-    positions = -(-_positions(config, world_size) // parallel.sequence_ranks.total)
-    batch = MicroBatch(positions, config.train.activation_checkpointing, tiles)
-    return model, asked, config.checkpoint.async_save, sequences, batch
+    positions = -(-rows * length // num_sequence_ranks)
+    return model, asked, sequences, MicroBatch(positions, config.train.activation_checkpointing, tiles)
 
 
-def _positions(config: TrainConfig, world_size: int, multiple: int = 1) -> int:
-    """Returns the positions of the longest micro-batch, over all ranks that share it."""
-    num_readers = world_size // config.parallel.sequence_ranks.total
-    rows, length = resolve_batching(config.train, num_readers).batch_size, config.data.block_size
-    if config.data.packing:
-        rows, length = 1, config.data.max_tokens or length
-    return rows * (length + -length % multiple)
-
-
-def _plan_sequences(model: nn.Module, config: TrainConfig, world_size: int, itemsize: int) -> SequencePlan | None:
+def _plan_sequences(
+    model: nn.Module, config: TrainConfig, rows: int, length: int, num_micro_batches: int, itemsize: int
+) -> SequencePlan | None:
     """Counts full, padded rows. A run with short samples sends and keeps less."""
     ranks = config.parallel.sequence_ranks
     if ranks.total == 1:
         return None
     part = RankPart(Peers(size=ranks.total), ulysses=Peers(size=ranks.ulysses), context=Peers(size=ranks.context))
-    num_readers = world_size // ranks.total
-    positions = _positions(config, world_size, part.multiple)
+    positions = rows * (length + -length % part.multiple)
     with reworded(ConfigError, "parallel.sequence_parallel"):
         shape = find_decoder(model).config
         layer = ExchangedBytes.of(positions, head_counts(shape), head_dims(shape), ranks, itemsize)
     layers, trains = shape.num_hidden_layers, config.train.mode == "train"
     recomputes = trains and config.train.activation_checkpointing
-    passes = (2 + recomputes) * _micro_batches(config, num_readers) if trains else 1
+    passes = (2 + recomputes) * num_micro_batches if trains else 1
     num_kept = layers if trains and not recomputes else 1
     return SequencePlan(*ranks, positions, layer.kept * num_kept, layer.sent * layers * passes)
 
@@ -439,13 +424,16 @@ def _param_dtype(config: TrainConfig, device: str) -> str | None:
     return "bfloat16" if computes_in_half else None
 
 
-def _micro_batches(config: TrainConfig, num_readers: int) -> int:
-    """Returns the number of micro-batches. Packed samples take at most as many as the fullest rank needs."""
-    batching = resolve_batching(config.train, num_readers)
+def _micro_batches(config: TrainConfig, num_readers: int) -> tuple[int, int, int]:
+    """Returns rows and length of the longest micro-batch, and the micro-batches of a step.
+
+    Packed samples take at most as many as the fullest rank needs.
+    """
+    batching, length = resolve_batching(config.train, num_readers), config.data.block_size
     if not config.data.packing:
-        return batching.accumulation
-    samples_per_row = (config.data.max_tokens or config.data.block_size) // config.data.block_size
-    return -(-batching.batch_size * batching.accumulation // samples_per_row)
+        return batching.batch_size, length, batching.accumulation
+    longest = config.data.max_tokens or length
+    return 1, longest, -(-batching.batch_size * batching.accumulation // (longest // length))
 
 
 # ---- explanations: rows and columns (`--explain`), float32 parameters
