@@ -42,45 +42,25 @@ class PlannedMesh:
         return self.transport is TransportKind.DEVICE
 
 
-@dataclass(frozen=True, eq=False)
-class GroupFacts:
-    """One group of a unit on one rank, in bytes. Compared by identity."""
+class GroupFacts(_C.GroupBytes):
+    """One group of a unit on one rank: what the engine's memory rules read, and the following. Sizes are in bytes."""
 
     ranks: PlannedMesh
-    shard_pool_bytes: int
     shard_pad_bytes: int  # bytes of the pool that are not this rank's rows
-    slot_bytes: int
-    scratch_bytes: int
-    gather_segment_bytes: int  # a rank's part of what a process group gathers
-    reduce_segment_bytes: int  # a rank's part of what a process group reduces, flags included
-    reduce_buffer_bytes: int  # of all ranks, for what a device reduces at once: all of it, or a piece
     replica_segment_bytes: int  # bytes that wait for the all-reduce over the replicas
     row_bytes: int  # this rank's rows in the compute dtype, which it writes at a gather
     packed_bytes: int  # full gradients as they are packed for other ranks
-    gradient_bytes: int  # unsharded gradients that autograd holds at once: the largest, on a device all of them
-    wide_scratch_bytes: int  # a buffer that accumulates gradients without gradient sync
-    num_trained: int  # parameters
-    trained: tuple[tuple[int, torch.dtype], ...]  # elements of this rank's rows of each, and its dtype
-    gradient_pool_bytes: int = 0
-    received_bytes: int = 0  # that a reduction over a CPU process group receives
-    staging_bytes: int = 0  # of all ranks, for packed gathers
-    reduces_in_place: bool = False  # whether the reduced rows are the gradients, on a device
-    offloads: bool = False  # whether shards and gradients are in CPU memory
-    keeps_shards: bool = False  # whether the device then has a copy of the shards
-    reduced_bytes: int = 0  # the reduced rows of this rank
-    landing_bytes: int = 0  # CPU memory for reduced rows until they are cast; 0: they are the gradients
-    rests: bool = False  # whether its shards are in the gather buffer, or are it: gathers take no more memory
-    keeps_host_state: bool = False  # whether only the optimizer's state is in CPU memory, not the gradients
-    reduces_unused: bool = False
-    small: GroupFacts | None = None  # the smaller world that keeps the rows after forward
-    params: tuple[ParamFacts, ...] = ()
-    trains: tuple[bool, ...] = ()
-    coded_reduce_bytes: int = 0  # a rank's part of an all-to-all in a wire format; 0: no wire format
-    wire_bytes: int = 0  # kept between steps: this rank's encoded rows and rounding errors of gradients
+    trained: tuple[tuple[int, torch.dtype], ...]  # elements of this rank's rows of each parameter, and its dtype
+    keeps_host_state: bool  # whether only the optimizer's state is in CPU memory, not the gradients
+    small: GroupFacts | None  # the smaller world that keeps the rows after forward
+    params: tuple[ParamFacts, ...]
+    trains: tuple[bool, ...]
+    wire_bytes: int  # kept between steps: this rank's encoded rows and rounding errors of gradients
 
-    @property
-    def is_trainable(self) -> bool:
-        return self.num_trained > 0
+    def __init__(self, **facts: Any) -> None:
+        super().__init__()
+        for name, fact in facts.items():
+            setattr(self, name, fact)
 
 
 @dataclass(frozen=True)
@@ -184,7 +164,7 @@ def _count(
         packed_bytes=sum(shape.packed_bytes for shape in trained),
         gradient_bytes=(sum if ranks.has_streams else max)([0, *gradients]),
         wide_scratch_bytes=layout.wide_scratch_bytes,
-        num_trained=len(trained),
+        is_trainable=bool(trained),
         trained=tuple(
             (numel, shape.original)
             for numel, shape, is_trained in zip(layout.shard_numels, shapes, trains, strict=True)

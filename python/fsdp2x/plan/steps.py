@@ -23,14 +23,6 @@ HELD = (
     "landing_bytes",
 )  # fmt: skip
 
-# Facts of a group that the engine's memory rules read.
-_READ = (
-    "shard_pool_bytes", "slot_bytes", "scratch_bytes", "wide_scratch_bytes", "gather_segment_bytes",
-    "reduce_segment_bytes", "reduce_buffer_bytes", "coded_reduce_bytes", "received_bytes", "staging_bytes",
-    "gradient_bytes", "gradient_pool_bytes", "reduced_bytes", "landing_bytes", "is_trainable", "reduces_in_place",
-    "offloads", "keeps_shards", "rests", "reduces_unused",
-)  # fmt: skip
-
 _KINDS = {
     TransportKind.LOCAL: _C.PlannedTransport.shared_memory,
     TransportKind.SHM: _C.PlannedTransport.shared_memory,
@@ -100,11 +92,8 @@ class PlannedTree:
         self._events = list(self._walk(root))
 
     def _add_group(self, unit: int | None, group: GroupFacts, small: int | None) -> int:
-        sizes = _C.GroupBytes()
-        for name in _READ:
-            setattr(sizes, name, getattr(group, name))
         self._groups.append(group)
-        return self._steps.add_group(unit, self._transport(group.ranks), sizes, small)
+        return self._steps.add_group(unit, self._transport(group.ranks), group, small)
 
     def _transport(self, ranks: PlannedMesh) -> int:
         if ranks.key not in self._transports:
