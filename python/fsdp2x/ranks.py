@@ -1,4 +1,4 @@
-"""Runs a command as the ranks of this host, for `fsdp2x train`, `fsdp2x trl`, and `fsdp2x compare`."""
+"""Runs commands as the ranks of this host, for `fsdp2x train`, `fsdp2x trl`, and `fsdp2x compare`, and scripts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import runpy
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,6 +45,18 @@ def follow(supervisor: int) -> bool:
     """Lets the kernel kill this process if the supervisor ends in any way. Returns False if it has ended."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     return os.getppid() == supervisor
+
+
+def run_script(words: Sequence[str]) -> None:
+    """Runs `SCRIPT ARGS` or `-m MODULE ARGS` in this process, with the `sys.argv` and `sys.path[0]` of `python`."""
+    as_module = words[0] == "-m"
+    sys.argv[:] = words[1:] if as_module else words
+    if as_module:
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        if not sys.flags.safe_path and not os.path.isdir(words[0]):  # a folder or archive adds itself
+            sys.path[0] = os.path.dirname(os.path.realpath(words[0]))
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def first_failure(failures: Mapping[int, Any]) -> Any:

@@ -19,13 +19,13 @@ import contextlib
 import logging
 import mmap
 import os
-import runpy
 import sys
 from collections.abc import Sequence
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fsdp2x.base.failures import has_sharded
+from fsdp2x.ranks import run_script
 
 USAGE = "usage: python -m fsdp2x.run [-h] [--auto-wrap] (SCRIPT | -m MODULE) [ARGS ...]"
 
@@ -39,9 +39,8 @@ def main(argv: Sequence[str]) -> int:
     auto_wrap = words[:1] == ["--auto-wrap"]
     words = words[1:] if auto_wrap else words
     as_module = words[:1] == ["-m"]
-    words = words[1:] if as_module else words
-    if not words or (words[0].startswith("-") and not as_module):
-        got = f"got the option {words[0]}" if words else "got nothing"
+    if not words[as_module:] or (words[0].startswith("-") and not as_module):
+        got = f"got the option {words[0]}" if words[as_module:] else "got nothing"
         sys.stderr.write(f"{USAGE}\nfsdp2x.run: a script or -m MODULE must come first, {got}.\n")
         return 2
     if not as_module and not os.path.exists(words[0]):
@@ -49,14 +48,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     _install_aloud(auto_wrap)
     report = _Report()
-    sys.argv[:] = words
     try:
-        if as_module:
-            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
-        else:
-            if not sys.flags.safe_path and not os.path.isdir(words[0]):  # a folder or archive adds itself
-                sys.path[0] = os.path.dirname(os.path.realpath(words[0]))
-            runpy.run_path(words[0], run_name="__main__")
+        run_script(words)
     except SystemExit as stop:
         if stop.code in (None, 0):
             report.end()

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import random
-import runpy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from fsdp2x.compare.engines import ENGINES
 from fsdp2x.compare.joining import Joined, Source
 from fsdp2x.compare.recorder import Recorder, StepsDone
 from fsdp2x.compare.trace import Key
-from fsdp2x.ranks import follow
+from fsdp2x.ranks import follow, run_script
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,8 @@ def main(argv: Sequence[str]) -> int:
         engine, num_steps=request.num_steps, noise_seed=request.noise_seed, keep=request.keep, rows=rows
     )
     try:
-        with recorder:
-            _run_script(words)
+        with recorder, contextlib.suppress(StepsDone):
+            run_script(words)
     except (Exception, SystemExit) as error:
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
             with contextlib.suppress(OSError):
@@ -74,17 +73,6 @@ def main(argv: Sequence[str]) -> int:
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
-
-
-def _run_script(words: list[str]) -> None:
-    as_module = words[0] == "-m"
-    sys.argv[:] = words[1:] if as_module else words
-    with contextlib.suppress(StepsDone):
-        if as_module:
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.path[0] = os.path.dirname(os.path.realpath(words[0]))
-            runpy.run_path(words[0], run_name="__main__")
 
 
 if __name__ == "__main__":
