@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -288,6 +289,22 @@ def strided_axes(param: DTensor) -> tuple[list[int], list[int]]:
             cuts = [mesh.size(i) for i in later if getattr(param.placements[i], "dim", None) == placement.dim]
             (late if math.prod(cuts) == placement.split_factor else packed).append(axis)
     return packed, late
+
+
+def lines_of(param: DTensor) -> list[torch.Tensor]:
+    """Returns this rank's lines along each dim of the full tensor, in the order of its local tensor."""
+    packed, late = strided_axes(param)
+    lines = [torch.arange(size, device="cpu") for size in param.shape]
+    for axis in [*(axis for axis in range(len(param.placements)) if axis not in late), *reversed(late)]:
+        placement: Any = param.placements[axis]
+        if not hasattr(placement, "dim"):
+            continue
+        world, rank = param.device_mesh.size(axis), param.device_mesh.get_local_rank(axis)
+        blocks = lines[placement.dim].chunk(placement.split_factor if axis in packed else 1)
+        sizes = [-(-len(block) // world) for block in blocks]
+        parts = [block[size * rank : size * (rank + 1)] for block, size in zip(blocks, sizes, strict=True)]
+        lines[placement.dim] = torch.cat(parts)
+    return lines
 
 
 def _num_shards(spec: torch_private.DTensorSpec, dim: int) -> int:

@@ -27,7 +27,7 @@ from fsdp2x.io.checkpoint.optimizer import Optimizers, layout_of, named_state
 from fsdp2x.io.checkpoint.rng import device_of, rng_state
 from fsdp2x.io.checkpoint.trees import check_loadable, flatten
 from fsdp2x.io.formats.dcp import KeyPath
-from fsdp2x.sharding.spec import strided_axes
+from fsdp2x.sharding.spec import lines_of, strided_axes
 
 PARTS = ("scheduler", "scaler", "data", "extra")
 OWN = "ranks"  # in a per-rank checkpoint, entries of one rank have the path (OWN, rank, ...)
@@ -131,7 +131,7 @@ class Plan:
 def local_plan(flat: Mapping[str, Any]) -> SavePlan:
     """Returns the plan of this rank. Raises `CheckpointError` for a tensor of which it holds more than one block."""
     for name, tensor in flat.items():
-        if isinstance(tensor, DTensor) and not _holds_one_block(tensor):
+        if isinstance(tensor, DTensor) and strided_axes(tensor)[0] and not _is_block(lines_of(tensor)):
             raise CheckpointError(
                 f"{name} has placements {tensor.placements}, which give a rank lines of several blocks of a fused "
                 "matrix. A checkpoint cannot describe them. Save full tensors, for example with fsdp2x.save_hf."
@@ -141,27 +141,8 @@ def local_plan(flat: Mapping[str, Any]) -> SavePlan:
     return planner.create_local_plan()
 
 
-def _holds_one_block(tensor: DTensor) -> bool:
-    """Returns whether this rank's part is one block of the full tensor, also where TP cut a fused matrix."""
-    dims = {getattr(tensor.placements[axis], "dim", 0) for axis in strided_axes(tensor)[0]}
-    return all(_is_range(tensor, dim) for dim in dims)
-
-
-def _is_range(tensor: DTensor, dim: int) -> bool:
-    """Returns whether this rank's lines along ``dim`` follow each other, by the placements from left to right."""
-    lines = torch.arange(tensor.shape[dim], device="cpu")
-    for axis, placement in enumerate(tensor.placements):
-        if getattr(placement, "dim", None) != dim:
-            continue
-        world, rank = tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis)
-        groups = lines.chunk(getattr(placement, "split_factor", 1))
-        lines = torch.cat([_chunk_of(group, world, rank) for group in groups])
-    return bool((lines.diff() == 1).all())
-
-
-def _chunk_of(lines: torch.Tensor, world: int, rank: int) -> torch.Tensor:
-    size = -(-len(lines) // world)
-    return lines[size * rank : size * (rank + 1)]
+def _is_block(lines: list[torch.Tensor]) -> bool:
+    return all(bool((one.diff() == 1).all()) for one in lines)
 
 
 def chunks_of(flat: Mapping[str, Any]) -> list[Chunk]:

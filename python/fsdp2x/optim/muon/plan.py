@@ -31,7 +31,7 @@ from fsdp2x.base.memory_file import aligned_starts, tensor_at
 from fsdp2x.optim.muon.newton_schulz import flops
 from fsdp2x.optim.muon.split import Split
 from fsdp2x.sharding.mesh import covering_group
-from fsdp2x.sharding.spec import strided_axes
+from fsdp2x.sharding.spec import lines_of, strided_axes
 
 Extent = tuple[int, int, int]
 
@@ -352,27 +352,19 @@ def _pieces(matrices: Matrices) -> list[Piece]:
     param = matrices.param
     if not isinstance(param, DTensor):
         return [Piece((0, 0, 0), _extent(param.shape))]
-    packed, late = strided_axes(param)
+    packed, _ = strided_axes(param)
     if not packed:
         shape, start = torch_private.local_shape_and_offset(param.shape, param.device_mesh, param.placements)
         return [Piece(_extent(start, 0), _extent(shape))]
-    lines = [torch.arange(size, device="cpu") for size in matrices.shape]
-    for axis in [*(axis for axis in range(param.device_mesh.ndim) if axis not in late), *reversed(late)]:
+    for axis in packed:
         placement: Any = param.placements[axis]
-        world, rank = param.device_mesh.size(axis), param.device_mesh.get_local_rank(axis)
-        if world == 1 or placement.is_replicate():
-            continue
-        dim = placement.dim - param.ndim
-        if axis not in packed:
-            size = -(-len(lines[dim]) // world)
-            lines[dim] = lines[dim][size * rank : size * (rank + 1)]
-        elif len(lines[dim]) % (placement.split_factor * world):
+        size = param.shape[placement.dim]
+        if size % (placement.split_factor * param.device_mesh.size(axis)):
             raise ValueError(
                 f"fsdp2x.optim.Muon: {matrices.name} of shape {tuple(param.shape)} has placements {param.placements}, "
-                f"which do not cut {len(lines[dim])} lines evenly. Use a tensor-parallel size that divides each block."
+                f"which do not cut {size} lines evenly. Use a tensor-parallel size that divides each block."
             )
-        else:
-            lines[dim] = lines[dim].view(placement.split_factor, world, -1)[:, rank].flatten()
+    lines = [torch.arange(1, device="cpu")] * (3 - param.ndim) + lines_of(param)
     runs = itertools.product(*(list(_runs(line.tolist())) for line in lines))
     return [Piece(*zip(*ranges, strict=True)) for ranges in runs]
 
