@@ -109,17 +109,12 @@ def optimizer_bytes(
             state = optimizer.state.get(param)
             kept = 0
             if state:
-                kept = sum(_local_bytes(value) for value in state.values() if isinstance(value, torch.Tensor))
+                kept = sum(local_tensor(value).nbytes for value in state.values() if isinstance(value, torch.Tensor))
             elif param.requires_grad:
                 kept = _kept_by(optimizer, group).total(local_tensor(param).numel(), param.dtype)
             total += kept
             on_host += kept if is_on_host(param) else 0
     return StateBytes(total, on_host, getattr(optimizer, "host_step_bytes", 0))
-
-
-def _local_bytes(tensor: torch.Tensor) -> int:
-    local = local_tensor(tensor)
-    return local.numel() * local.itemsize
 
 
 def _kept_by(optimizer: torch.optim.Optimizer, group: dict) -> _Kept:

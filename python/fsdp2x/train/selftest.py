@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp2x.api import describe, fully_shard, readable
+from fsdp2x.api import describe, fully_shard, local_tensor, readable
 from fsdp2x.base.arguments import checked, with_memory
 from fsdp2x.base.failures import exchange
 from fsdp2x.memory import memory_report
@@ -191,7 +191,7 @@ def check_memory_usage(setting: Setting) -> str:
         tensors = [*each.parameters(), *(param.grad for param in each.parameters() if param.grad is not None)]
         optimizer.step()
         tensors += [value for state in optimizer.state.values() for value in state.values() if value.dim() > 0]
-        held.append(sum(_local_bytes(tensor) for tensor in tensors))
+        held.append(sum(local_tensor(tensor).nbytes for tensor in tensors))
     mine, whole = held
     rows = [-(-param.shape[0] // setting.world) * param[0].numel() for param in twin.parameters()]
     most = 4 * sum(rows) * 4  # weight, gradient and two moments in fp32, of the rank with the most rows
@@ -269,11 +269,6 @@ def _whole(tensor: torch.Tensor | None) -> torch.Tensor:
     """Returns the full tensor. Collective if it is sharded."""
     assert tensor is not None, "every parameter has a gradient"
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _local_bytes(tensor: torch.Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.numel() * local.itemsize
 
 
 _LINE = "=" * 60
