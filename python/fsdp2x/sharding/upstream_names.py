@@ -8,6 +8,7 @@ an attribute that changes nothing.
 from __future__ import annotations
 
 import inspect
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.distributed.fsdp import FSDPModule
@@ -96,25 +97,21 @@ class StateNames(PrivateNames):
 
     shared: Any
     finish_held_backwards: Any
-    is_root: Any
     groups: Any
     name: Any
     unit: Any
     auto_reshard: Any
-    settings: Any
-    root: Any
+
+    _is_root = property(attrgetter("is_root"))
+    _fsdp_param_groups = property(attrgetter("groups"))
+    _mp_policy = property(attrgetter("settings.mp_policy"))
+    # Callers compare contexts to see whether roots share one. fsdp2x's roots never do.
+    _comm_ctx = property(attrgetter("root"))
+    _state_ctx = property(_StateContext)
 
     def _root_post_backward_final_callback(self) -> None:
         """Reduces pending gradients. Pipeline frameworks call it after ``group.post_backward()`` of all units."""
         self.finish_held_backwards()
-
-    @property
-    def _is_root(self) -> bool | None:
-        return self.is_root
-
-    @property
-    def _fsdp_param_groups(self) -> list:
-        return self.groups
 
     @property
     def _fsdp_param_group(self):
@@ -143,19 +140,6 @@ class StateNames(PrivateNames):
     def _auto_reshard_after_forward(self, value: bool) -> None:
         self.auto_reshard = bool(value)
 
-    @property
-    def _mp_policy(self):
-        return self.settings.mp_policy
-
-    @property
-    def _comm_ctx(self):
-        # Callers compare contexts to see whether roots share one. fsdp2x's roots never do.
-        return self.root
-
-    @property
-    def _state_ctx(self) -> _StateContext:
-        return _StateContext(self)
-
 
 class GroupNames(PrivateNames):
     """Mixed into ``ShardedParamGroup``, which has these attributes."""
@@ -174,13 +158,10 @@ class GroupNames(PrivateNames):
         "_reduce_scatter_comm": "call module.set_custom_reduce_scatter()",
     }
 
-    params: Any
     ranks: Any
     unit_state: Any
 
-    @property
-    def fsdp_params(self) -> list:
-        return self.params
+    fsdp_params = property(attrgetter("params"))
 
     @property
     def mesh_info(self):
@@ -254,16 +235,8 @@ class ParamNames(PrivateNames):
         **dict.fromkeys(("mesh_info", "post_forward_mesh_info"), "it belongs to the parameter group"),
     }
 
-    param: Any
-    local_size: Any
-
-    @property
-    def sharded_param(self):
-        return self.param
-
-    @property
-    def _orig_size(self):
-        return self.local_size
+    sharded_param = property(attrgetter("param"))
+    _orig_size = property(attrgetter("local_size"))
 
 
 def mesh_info_of(ranks: ShardGroup):
