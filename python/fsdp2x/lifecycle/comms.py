@@ -75,10 +75,8 @@ class _ExtensionGathers:
         return [one.view(torch.uint8) for one in outputs], [one.view(torch.uint8) for one in sources]
 
     def _begin(self, gather: Gather, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        for _, param in self._extended():
-            frozen = not param.param.requires_grad
-            param.extension.prepare(param.local, param.owners[0][0], self._policy, is_frozen=frozen)
-            pairs += param.extension.pairs()
+        self.prepare()
+        pairs += [pair for _, param in self._extended() for pair in param.extension.pairs()]
         ranks = self._group().ranks
         self._work = gather_packed(gather, ranks.world, ranks.rank, pairs) if pairs else None
 

@@ -186,52 +186,35 @@ def _attributes(fqn: str) -> set[str]:
 
 def mark_inputs(call, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Returns ``tensors`` unchanged. Their backward ends ``call``, a ``_C.UnitCall``."""
-    return list(_EndOfBackward.apply(call, *tensors))
+    return list(_Mark.apply(call.end, False, *tensors))
 
 
 def mark_output(unit, tensor: torch.Tensor) -> torch.Tensor:
     """Returns ``tensor`` unchanged. Its backward begins that of ``unit``, a ``_C.Unit``."""
-    return _BeginOfBackward.apply(unit, tensor)
+    (marked,) = _Mark.apply(unit.pre_backward, True, tensor)
+    return marked
 
 
-class _EndOfBackward(torch.autograd.Function):
+class _Mark(torch.autograd.Function):
+    """Returns tensors unchanged. Their backward calls ``act``, and so does that of tangents if ``marks_tangents``."""
+
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(call, *tensors: torch.Tensor):
+    def forward(act: Callable[[], None], marks_tangents: bool, *tensors: torch.Tensor):
         return tensors
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        ctx.call = inputs[0]
+        ctx.act, ctx.marks_tangents, *_ = inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
-        ctx.call.end()
-        return None, *grads
+        ctx.act()
+        return None, None, *grads
 
     @staticmethod
-    def jvp(ctx: Any, _, *tangents: torch.Tensor):
-        return tangents
-
-
-class _BeginOfBackward(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(unit, tensor: torch.Tensor):
-        return tensor
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        ctx.unit = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
-        ctx.unit.pre_backward()
-        return None, grad
-
-    @staticmethod
-    def jvp(ctx: Any, _, tangent: torch.Tensor | None):
-        # The tangent may be differentiated as well.
-        return None if tangent is None else _BeginOfBackward.apply(ctx.unit, tangent)
+    def jvp(ctx: Any, act: None, marks_tangents: None, *tangents: torch.Tensor | None):
+        # The tangent of an output may be differentiated as well.
+        marks = ctx.marks_tangents and all(tangent is not None for tangent in tangents)
+        return _Mark.apply(ctx.act, True, *tangents) if marks else tangents
