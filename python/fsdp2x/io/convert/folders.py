@@ -403,9 +403,8 @@ def hf_to_dcp(
         FileExistsError: ``output_dir`` exists and ``force`` is False.
         CheckpointError: files are missing, damaged, or lack weights of the model.
     """
-    out, origin = Path(output_dir).expanduser(), Path(hf_dir).expanduser()
-    refuse_existing(out, force)
-    refuse_inside(out, origin)
+    origin = Path(hf_dir).expanduser()
+    out = _output(output_dir, [origin], force)
     with Checkpoint([origin]) as files:
         sources, aliases = _sources(origin, files)
         tensors = {f"model.{name}": source for name, source in sources.items()}

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp2x.base.arguments import checked
 from fsdp2x.base.failures import CheckpointError, exchange, named_call, on_rank_0, rank_and_size, run_on_all_ranks
 from fsdp2x.io.export.rings import Entry
-from fsdp2x.io.export.stream import BUCKET_BYTES, named_weights, stream_as
+from fsdp2x.io.export.stream import BUCKET_BYTES, chosen_params, stream_as
 from fsdp2x.io.hf.empty import plain_config
 from fsdp2x.io.hf.folder import make_temporary, publish, refuse_existing, temporary
 from fsdp2x.io.hf.layout import Layout, Writer, make_files, parse_size, plan_layout
@@ -157,16 +157,11 @@ class _Job:
             refuse_bias("fsdp2x.save_hf", model)
         if weights == "adapter" and not is_peft:
             raise ValueError(f'fsdp2x.save_hf: weights="adapter", but {type(model).__name__} is not a PEFT model')
-        meta = [name for name, param in named_weights(model) if param.is_meta]
-        if meta:
-            raise RuntimeError(
-                f"fsdp2x.save_hf: parameters on the meta device have no values yet: {meta}. Load the model first."
-            )
         ignored = set(getattr(self.base, "_keys_to_ignore_on_save", None) or ())
         source_dtypes = getattr(self.base, "_fsdp2x_source_dtypes", {})
         self.dtypes: dict[str, torch.dtype] = {}
         self.entries: dict[str, Entry] = {}
-        for fqn, param in named_weights(model):
+        for fqn, param in chosen_params("fsdp2x.save_hf", model, None).items():
             name = to_source(fqn)
             if is_adapter(name) != self.adapter or name in ignored:
                 continue
@@ -180,11 +175,8 @@ class _Job:
         specs = [spec for family in self.families for spec in family.outputs]
         parse_size(max_shard_size)
         # PEFT reads adapters from a single file.
-        self.layout: Layout = (
-            plan_layout(specs, sys.maxsize, "adapter_model")
-            if self.adapter
-            else plan_layout(specs, max_shard_size, "model")
-        )
+        file = (sys.maxsize, "adapter_model") if self.adapter else (max_shard_size, "model")
+        self.layout: Layout = plan_layout(specs, *file)
         self._written_dtype = next((spec.dtype for spec in specs if spec.dtype.is_floating_point), None)
 
     def write_assets(self, folder: Path, tokenizer: Any) -> None:
