@@ -154,7 +154,7 @@ class DDP(FSDP2):
     def __init__(self) -> None:
         super().__init__()
         self._modules: list[nn.Module] = []
-        self._replicas: list[DistributedDataParallel] = []
+        self.replicas: list[DistributedDataParallel] = []
 
     def _replace_ddp(self) -> None:
         """Leaves DDP in the script as it is."""
@@ -177,12 +177,8 @@ class DDP(FSDP2):
         inner: Any = nn.Module()  # what DDP calls, because the module's own forward calls DDP
         inner.module, inner.forward = module, module.forward
         replica = _DDP(inner, find_unused_parameters=True)
-        self._replicas.append(replica)
+        self.replicas.append(replica)
         vars(module)["forward"] = functools.wraps(module.forward)(lambda *args, **options: replica(*args, **options))
-
-    def set_sync(self, is_on: bool) -> None:
-        for replica in self._replicas:
-            replica.require_backward_grad_sync = is_on
 
 
 class _Replicated(FSDPModule):
@@ -191,7 +187,8 @@ class _Replicated(FSDPModule):
     _compare_engine: DDP
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        self._compare_engine.set_sync(requires_gradient_sync)
+        for replica in self._compare_engine.replicas:
+            replica.require_backward_grad_sync = requires_gradient_sync
 
     def _apply(self, *args: Any, **options: Any) -> Any:
         return nn.Module._apply(self, *args, **options)  # type: ignore[arg-type]

@@ -271,7 +271,8 @@ class Recorder:
         for index, root in enumerate(self._roots, 1):
             prefix = [f"model{index}"] if index > 1 else []
             for name, module in root.named_modules():
-                self._names.setdefault(id(module), ".".join([*prefix, *_canonical(name)]))
+                parts = (part for part in name.split(".") if part and part not in _WRAPPER_NAMES)
+                self._names.setdefault(id(module), ".".join([*prefix, *parts]))
 
     def _name_of(self, module: nn.Module) -> str:
         if id(module) not in self._names:  # added since, as adapters are
@@ -318,10 +319,6 @@ def _local_part(tensor: DTensor) -> tuple[Tensor, int]:
     if not is_contiguous:
         return tensor.full_tensor(), 0
     return tensor.to_local(), chunk.offsets[0] * tensor.shape[1:].numel() if tensor.dim() else 0
-
-
-def _canonical(name: str) -> list[str]:
-    return [part for part in name.split(".") if part and part not in _WRAPPER_NAMES]
 
 
 def _is_transparent(module: nn.Module) -> bool:

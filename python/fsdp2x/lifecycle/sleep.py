@@ -147,7 +147,9 @@ def sleep(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> i
             _C.detach_memory(user, _MESSAGE)
         _C.detach_memory(parked.tensor, _MESSAGE)
     sleeper.is_asleep = True
-    _give_to_driver(device)
+    collect_handed()  # buckets that were pushed to engines
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
     return freed
 
 
@@ -217,12 +219,6 @@ def _state_tensors(optimizer: torch.optim.Optimizer | None, device: torch.device
 
 def _park(sleeper: _Sleeper, tensor: torch.Tensor, memory: torch.Tensor, users: list) -> None:
     sleeper.parked.append(_Parked(tensor, sleeper.host.take(memory), memory.numel(), users))
-
-
-def _give_to_driver(device: torch.device) -> None:
-    collect_handed()  # buckets that were pushed to engines
-    if device.type != "cpu":
-        torch.get_device_module(device).empty_cache()
 
 
 def _synchronize(device: torch.device) -> None:

@@ -96,12 +96,8 @@ def _norm_dtype(tensors: list[Tensor]) -> torch.dtype:
     return torch.float64 if is_double else torch.float32
 
 
-def multiply_gradients(params: list[Tensor], factor: Tensor) -> None:
-    """Multiplies the local gradients by ``factor`` (f64, no dimensions), in place."""
-    _multiply(params, _C.LocalGradients(params, _kernels_for(params)), factor)
-
-
 def _multiply(params: list[Tensor], gradients: _C.LocalGradients, factor: Tensor) -> None:
+    """Multiplies the local gradients by ``factor`` (f64, no dimensions), in place."""
     for index in gradients.multiply(factor):
         local = local_tensor(dense_gradient("clip_grad_norm_", params[index]))
         local.mul_(factor.to(local.device))
@@ -343,7 +339,8 @@ def _clip_grads_with_norm(
     if not _is_mixed([*_gradients(params), *others]):
         return theirs(params, max_norm, total_norm, foreach)
     norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
-    multiply_gradients(params, torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0).double())
+    factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0).double()
+    _multiply(params, _C.LocalGradients(params, _kernels_for(params)), factor)
 
 
 @torch.no_grad()

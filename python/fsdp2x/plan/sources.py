@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import OffloadPolicy
 
 from fsdp2x.base import torch_private
 from fsdp2x.base.collectives import may_replace
@@ -181,7 +180,9 @@ def facts_of_plan(
     splits = should_auto_wrap(model, auto_wrap)
     taken = {param for module in spread for param in module.parameters()}
     asked = HostOffloadPolicy(request.offload) if isinstance(request.offload, str) else request.offload
-    usual, named = named_offloads(asked, [model], set(model.parameters()) - ignored - taken, _offload_of_plan)
+    managed = set(model.parameters()) - ignored - taken
+    # The machine that plans need not pin anything.
+    usual, named = named_offloads(asked, [model], managed, lambda policy: Offload(mode_of(policy)))
     inner = plan_units(model, auto_wrap, ignored_params=ignored | taken) if splits else []
     outside = [UnitPlan((module,), (names[module],), None, "") for module in (*spread, model)]
     kept = float32_ids(model, policy)
@@ -244,10 +245,6 @@ def facts_of_plan(
     position = {module: index for index, module in enumerate(model.modules())}
     found.sort(key=lambda unit: min(position[module] for module in unit.modules))
     return ModelFacts(model, tuple(found), _unsharded_bytes(model, sharded))
-
-
-def _offload_of_plan(policy: OffloadPolicy | None) -> Offload:
-    return Offload(mode_of(policy))  # the machine that plans need not pin anything
 
 
 @dataclass(frozen=True)
