@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp2x.base import torch_private
 from fsdp2x.base.arguments import checked, with_memory
 from fsdp2x.base.failures import (
     CheckpointError,
@@ -102,11 +103,8 @@ def _scatter(buffers: list[torch.Tensor]) -> torch.Tensor:
     rank, world = rank_and_size()
     if world == 1:
         return buffers[0]
-    if "cpu" not in dist.get_backend_config():  # through the accelerator
-        accelerator = torch.accelerator.current_accelerator()
-        assert accelerator is not None, "the process group communicates on an accelerator"
-        device = torch.device(accelerator.type, torch.accelerator.current_device_index())
-        buffers = [buffer.to(device) for buffer in buffers]
+    device = torch_private.object_device(None)
+    buffers = [buffer.to(device) for buffer in buffers]
     received = torch.empty_like(buffers[0])
     dist.scatter(received, buffers if rank == 0 else None, src=0)
     return received.cpu()
@@ -190,7 +188,9 @@ def load_hf(
             place_initial()
 
         place_initial = run_on_all_ranks(prepare, what=what)
-        with reworded(CheckpointError, _partly_filled, CheckpointError):
+        # Later errors, such as those of a disk, come after all checks.
+        partly = "A part of the weights is filled, so load again before you use the model."
+        with reworded(CheckpointError, lambda error: f"{error}. {partly}", CheckpointError):
             if mode == "broadcast":
                 _send_from_rank_0(plan.steps, bar, what)
             run_on_all_ranks(fill, what=what)
@@ -203,11 +203,6 @@ def load_hf(
     if any(not is_adapter(name) for name in loaded):
         remember_source(base, plan.recipes.conversions, loaded, paths[0])
     return report
-
-
-def _partly_filled(error: Exception) -> str:
-    """Adds to errors that come after all checks, such as those of a disk, that the model is partly filled."""
-    return f"{error}. A part of the weights is filled, so load again before you use the model."
 
 
 def _open(
