@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,10 +82,6 @@ class Delta:
     values: torch.Tensor
 
 
-def _nothing_pending() -> None:
-    """Returns at once, because no engine still reads the bucket."""
-
-
 @dataclass
 class PushBucket:
     """One bucket of a push. It is empty on a rank that does not receive.
@@ -100,7 +96,7 @@ class PushBucket:
     tensors: tuple[torch.Tensor, ...] = ()
     deltas: tuple[Delta, ...] = ()
     file: int | None = None
-    wait: Callable[[], None] = field(default=_nothing_pending)
+    wait: Callable[[], None] = lambda: None  # no engine still reads the bucket
 
     def failure(self, phase: str, reason: str) -> Failure:
         """Returns a failure at this bucket, with its first and last name."""

@@ -151,11 +151,10 @@ class Sglang(PipelinedTarget):
                     raise ControlError(MERGED_BASE)
                 if self._asleep:
                     raise ControlError("servers sleep and keep no weights. Push all weights before an adapter.")
-                for server in self._servers if self._pause == "abort" else ():
-                    server.ask("POST", "/pause_generation", body={"mode": "abort"})
+                if self._pause == "abort":
+                    self._post("/pause_generation", {"mode": "abort"})
                 return
-            for server in self._servers:
-                server.ask("POST", "/pause_generation", body={"mode": self._pause})
+            self._post("/pause_generation", {"mode": self._pause})
             self._wake("weights")
             for server in self._servers:
                 self._begin_session(server)
@@ -234,10 +233,9 @@ class Sglang(PipelinedTarget):
             _ask(server, "/load_lora_adapter_from_tensors", body)
         self._held = {server.name: body for server in self._servers}
         self._swapped, self._staged = [], {}
-        for server in self._servers:
-            _ask(server, "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-            if self._pause == "abort":
-                server.ask("POST", "/continue_generation", body={})
+        self._label(version)
+        if self._pause == "abort":
+            self._post("/continue_generation", {})
 
     def _restore(self, adapter: dict[str, Any]) -> None:
         """Gives servers the previous adapter and lets them continue."""
@@ -258,10 +256,8 @@ class Sglang(PipelinedTarget):
             self._wake("kv_cache")
             for server in self._servers:
                 self._flush(server)
-            for server in self._servers:
-                _ask(server, "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-            for server in self._servers:
-                server.ask("POST", "/continue_generation", body={})
+            self._label(version)
+            self._post("/continue_generation", {})
         self._drop_handed()
 
     def abort(self, reason: str) -> None:
@@ -297,10 +293,17 @@ class Sglang(PipelinedTarget):
         if group is not None:
             group.abandon()
 
+    def _post(self, path: str, body: dict[str, Any]) -> None:
+        for server in self._servers:
+            server.ask("POST", path, body=body)
+
+    def _label(self, version: int | str) -> None:
+        for server in self._servers:
+            _ask(server, "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
     def _wake(self, tag: str) -> None:
         if tag in self._asleep:
-            for server in self._servers:
-                server.ask("POST", "/resume_memory_occupation", body={"tags": [tag]})
+            self._post("/resume_memory_occupation", {"tags": [tag]})
             self._asleep.discard(tag)
 
     def _quietly(self, server: Routes, path: str, body: dict[str, Any]) -> None:
