@@ -3,8 +3,8 @@
 The model runs as usual, but its head (the output embedding) computes scores instead of logits. The model continues with
 a probe, a few fp32 numbers in place of logits:
 
-    decoder -> hidden -> head: head_scores(hidden, weight) --> log-probs, entropies ------------> Join -> results
-                               |-> Anchor -> probe -> the model's own scaling, soft cap -> output -^
+    decoder -> hidden -> head: head_scores(hidden, weight) --> log-probs, entropies ------------> Tie -> results
+                               |-> Tie -> probe -> the model's own scaling, soft cap -> output ----^
 
 The probe's path carries the graph instead of values. Hooks of every unit around the head, including the root's, see an
 output whose backward comes before the head's. The probe's values show how the model changes logits, whatever its config
@@ -208,7 +208,7 @@ class _Call:
             entropy=self._entropy,
         )
         self._probe = torch.tensor(_PROBE, dtype=found.log_probs.dtype, device=hidden.device).view(1, 1, -1)
-        probe, *anchored = _Anchor.apply(self._probe, *found)
+        probe, *anchored = _Tie.apply(self._probe, *found)
         self._scores = HeadScores(*anchored)
         return probe
 
@@ -253,7 +253,7 @@ class _Call:
         if log_probs.requires_grad:
             if logits is None or not logits.requires_grad:
                 raise NotImplementedError(f"{self._name} detaches its logits")
-            log_probs, entropy = _Join.apply(logits, log_probs, entropy)
+            _, log_probs, entropy = _Tie.apply(logits, log_probs, entropy)
         others = {} if isinstance(output, tuple) else {n: v for n, v in output.items() if n not in _NOT_RETURNED}
         return Scores(log_probs, entropy, others)
 
@@ -285,34 +285,24 @@ def _transformed(probe: torch.Tensor, transform: LogitTransform) -> torch.Tensor
     return made if cap is None else cap * torch.tanh(made / cap)
 
 
-class _Anchor(torch.autograd.Function):
-    """Passes everything on. The probe's gradient arrives before the scores go on to the head."""
+class _Tie(torch.autograd.Function):
+    """Returns everything unchanged. Backward waits for the gradients of all results, and sends zeros along ``path``.
+
+    So the gradient of the probe arrives before the scores go on to the head, and all hooks on the way of the model's
+    logits run.
+    """
 
     @staticmethod
-    def forward(ctx, probe: torch.Tensor, log_probs: torch.Tensor, entropy: torch.Tensor | None):
+    def forward(ctx, path: torch.Tensor, log_probs: torch.Tensor, entropy: torch.Tensor | None):
         ctx.set_materialize_grads(False)
-        return probe.clone(), log_probs.view_as(log_probs), None if entropy is None else entropy.view_as(entropy)
+        ctx.save_for_backward(path)
+        return path.clone(), log_probs.view_as(log_probs), None if entropy is None else entropy.view_as(entropy)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, _, grad_log_probs, grad_entropy):
-        return None, grad_log_probs, grad_entropy
-
-
-class _Join(torch.autograd.Function):
-    """Returns the scores. Backward sends zeros along the model's logits, so that all hooks on the path run."""
-
-    @staticmethod
-    def forward(ctx, logits: torch.Tensor, log_probs: torch.Tensor, entropy: torch.Tensor | None):
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits)
-        return log_probs.view_as(log_probs), None if entropy is None else entropy.view_as(entropy)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_log_probs, grad_entropy):
-        (logits,) = ctx.saved_tensors
-        return torch.zeros_like(logits), grad_log_probs, grad_entropy
+        (path,) = ctx.saved_tensors
+        return torch.zeros_like(path) if ctx.needs_input_grad[0] else None, grad_log_probs, grad_entropy
 
 
 # ---- a second model next to the policy
