@@ -65,7 +65,7 @@ void expect_reduction(const Case& c, std::mt19937_64& random) {
     piece.sources = &pointer;
     piece.num_sources = 1;
     piece.dst = expected.data();
-    piece.piece_numel = piece.src_stride = c.numel;
+    piece.numel = c.numel;
     piece.divisor = c.divisor;
     piece.round = c.round;
     piece.accumulate = c.mode == TableMode::add;

@@ -23,9 +23,7 @@ struct Case {
   DType src = DType::f32;
   DType dst = DType::f32;
   int num_sources = 2;
-  int64_t count = 1;
-  int64_t piece_numel = 100;
-  int64_t gap = 0;  // elements between the pieces of a source
+  int64_t numel = 100;
   double divisor = 2.0;
   bool accumulate = false;
 };
@@ -40,11 +38,10 @@ A value_at(const Buffer& buffer, int64_t index) {
 template <class A>
 void reduce_plainly(const Case& c, const std::vector<Buffer>& sources, Buffer& dst) {
   Buffer rounded(c.dst, 1);
-  for (int64_t i = 0; i < c.count * c.piece_numel; ++i) {
-    const int64_t at = i / c.piece_numel * (c.piece_numel + c.gap) + i % c.piece_numel;
+  for (int64_t i = 0; i < c.numel; ++i) {
     A sum = 0;
     for (size_t s = 0; s < sources.size(); ++s) {
-      const A value = value_at<A>(sources[s], at);
+      const A value = value_at<A>(sources[s], i);
       sum = s == 0 ? value : sum + value;
     }
     rounded.set(0, sum / static_cast<A>(c.divisor));
@@ -55,20 +52,19 @@ void reduce_plainly(const Case& c, const std::vector<Buffer>& sources, Buffer& d
 
 void check(const Case& c, uint64_t seed, bool finite = false) {
   std::mt19937_64 random(seed);
-  const int64_t src_numel = c.count * (c.piece_numel + c.gap);
   std::vector<Buffer> sources;
   std::vector<const void*> pointers;
   for (int s = 0; s < c.num_sources; ++s) {
-    sources.emplace_back(c.src, src_numel);
+    sources.emplace_back(c.src, c.numel);
     sources.back().fill_random(random);
-    for (int64_t i = 0; finite && i < src_numel; ++i) {
+    for (int64_t i = 0; finite && i < c.numel; ++i) {
       sources.back().set(i, static_cast<double>(static_cast<int64_t>(random())) * 0x1p-63);
     }
   }
   for (const Buffer& source : sources) pointers.push_back(source.data());
-  Buffer dst(c.dst, c.count * c.piece_numel);
+  Buffer dst(c.dst, c.numel);
   if (finite) {
-    for (int64_t i = 0; i < c.count * c.piece_numel; ++i) dst.set(i, static_cast<float>(i % 7));
+    for (int64_t i = 0; i < c.numel; ++i) dst.set(i, static_cast<float>(i % 7));
   } else {
     dst.fill_random(random);
   }
@@ -83,20 +79,16 @@ void check(const Case& c, uint64_t seed, bool finite = false) {
   piece.num_sources = c.num_sources;
   Buffer in_ranges = dst;
   piece.dst = dst.data();
-  piece.count = c.count;
-  piece.piece_numel = c.piece_numel;
-  piece.src_stride = c.piece_numel + c.gap;
+  piece.numel = c.numel;
   piece.divisor = c.divisor;
   piece.accumulate = c.accumulate;
   cpu::reduce(piece);
   const std::string what = std::string(dtype_name(c.src)) + " to " + dtype_name(c.dst) + ", " +
-                           std::to_string(c.num_sources) + " sources, " + std::to_string(c.count) + " x " +
-                           std::to_string(c.piece_numel) + ", / " + std::to_string(c.divisor);
+                           std::to_string(c.num_sources) + " sources, " + std::to_string(c.numel) + " elements, / " + std::to_string(c.divisor);
   ASSERT_TRUE(dst.equals(expected, false)) << what << (c.accumulate ? ", accumulated" : "");
   piece.dst = in_ranges.data();
-  const int64_t numel = c.count * c.piece_numel,
-                cut = static_cast<int64_t>(random() % static_cast<uint64_t>(numel + 1));
-  cpu::reduce(piece, cut, numel);
+  const auto cut = static_cast<int64_t>(random() % static_cast<uint64_t>(c.numel + 1));
+  cpu::reduce(piece, cut, c.numel);
   cpu::reduce(piece, 0, cut);
   ASSERT_TRUE(in_ranges.equals(expected, false)) << what << ", cut at " << cut;
 }
@@ -110,7 +102,7 @@ TEST_P(Reduce, EveryPairOfTypesAndNumberOfSources) {
       for (int num_sources = 0; num_sources <= 8; ++num_sources) {
         for (const bool accumulate : {false, true}) {
           for (const int64_t numel : {1, 17, 1025}) {
-            Case c{.src = src, .dst = dst, .num_sources = num_sources, .piece_numel = numel, .accumulate = accumulate};
+            Case c{.src = src, .dst = dst, .num_sources = num_sources, .numel = numel, .accumulate = accumulate};
             c.divisor = num_sources == 0 ? 2.0 : num_sources;
             check(c, ++seed);
           }
@@ -123,24 +115,9 @@ TEST_P(Reduce, EveryPairOfTypesAndNumberOfSources) {
 TEST_P(Reduce, SizesAroundTilesAndVectors) {
   for (const int64_t numel : {1, 2, 7, 8, 15, 16, 31, 32, 33, 1023, 1024, 1040, 2048, 5000}) {
     for (int num_sources = 1; num_sources <= 5; ++num_sources) {
-      check({.num_sources = num_sources, .piece_numel = numel, .divisor = 3.0}, static_cast<uint64_t>(numel), true);
-      check({.src = DType::bf16, .num_sources = num_sources, .piece_numel = numel, .divisor = 4.0, .accumulate = true},
+      check({.num_sources = num_sources, .numel = numel, .divisor = 3.0}, static_cast<uint64_t>(numel), true);
+      check({.src = DType::bf16, .num_sources = num_sources, .numel = numel, .divisor = 4.0, .accumulate = true},
             static_cast<uint64_t>(numel), true);
-    }
-  }
-}
-
-TEST_P(Reduce, StridedPieces) {
-  for (const int64_t piece : {1, 3, 16, 100, 1024, 1500}) {
-    for (const int64_t count : {1, 2, 7, 40}) {
-      for (const int64_t gap : {int64_t{0}, int64_t{5}, piece}) {
-        for (const DType src : {DType::f32, DType::bf16, DType::f64}) {
-          check({.src = src, .num_sources = 3, .count = count, .piece_numel = piece, .gap = gap, .divisor = 3.0}, 5,
-                true);
-          check({.src = src, .dst = DType::f16, .count = count, .piece_numel = piece, .gap = gap, .accumulate = true},
-                6, true);
-        }
-      }
     }
   }
 }
@@ -149,8 +126,7 @@ TEST_P(Reduce, LargePiecesGoPastTheCaches) {
   const auto numel = static_cast<int64_t>(cpu::kStreamSumBytes / sizeof(float)) + 77;
   for (int num_sources = 1; num_sources <= 4; ++num_sources) {
     for (const double divisor : {2.0, 3.0}) {
-      check({.num_sources = num_sources, .piece_numel = numel, .divisor = divisor}, 11);
-      check({.num_sources = num_sources, .count = 5, .piece_numel = numel / 3, .gap = 3, .divisor = divisor}, 12);
+      check({.num_sources = num_sources, .numel = numel, .divisor = divisor}, 11);
     }
   }
 }
@@ -182,7 +158,7 @@ TEST_P(Reduce, SourcesOfDifferentTypes) {
         ReducePiece piece;
         piece.dst_type = dst;
         piece.num_sources = static_cast<int>(types.size());
-        piece.piece_numel = piece.src_stride = numel;
+        piece.numel = numel;
         piece.divisor = 3.0;
         piece.round = true;
         piece.accumulate = accumulate;
@@ -215,7 +191,7 @@ TEST_P(Reduce, RefusesBytes) {
   piece.sources = sources;
   piece.num_sources = 1;
   piece.dst = out.data();
-  piece.piece_numel = 4;
+  piece.numel = 4;
   piece.src_type = DType::byte;
   EXPECT_THROW(cpu::reduce(piece), Error);
   piece.src_type = DType::f32;

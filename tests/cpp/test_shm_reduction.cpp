@@ -59,7 +59,7 @@ class Reducer {
     piece.sources = sources.data();
     piece.num_sources = group_.world();
     piece.dst = sum.data();
-    piece.piece_numel = kNumel;
+    piece.numel = kNumel;
     piece.divisor = group_.world();
     cpu::reduce(piece);
     expected /= static_cast<float>(group_.world());

@@ -91,9 +91,7 @@ void scale_into(at::Device device, DType dst_type, void* dst, DType src_type, co
     piece.sources = &src;
     piece.num_sources = 1;
     piece.dst = dst;
-    piece.count = 1;
-    piece.piece_numel = numel;
-    piece.src_stride = numel;
+    piece.numel = numel;
     piece.divisor = divisor;
     piece.round = true;
     piece.accumulate = accumulate;

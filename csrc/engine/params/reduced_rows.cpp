@@ -38,11 +38,11 @@ class SegmentRows::Sums {
       ++piece.num_sources;  // without any: zeros
     }
     piece.dst = target;
-    piece.piece_numel = piece.src_stride = rows_.layout_->params()[param].shard_numel;
+    piece.numel = rows_.layout_->params()[param].shard_numel;
     piece.divisor = divisor * (rows_.averages_ ? static_cast<double>(rows_.sources_.size()) : 1.0);
     piece.round = true;
     piece.accumulate = accumulate;
-    items_.add(piece.piece_numel);
+    items_.add(piece.numel);
     pieces_.push_back(piece);
   }
 

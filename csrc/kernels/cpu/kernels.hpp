@@ -42,9 +42,7 @@ struct ReducePiece {
   const void* const* sources = nullptr;  // one per contributing rank, in rank order
   int num_sources = 0;                   // 0: the sum is zero
   void* dst = nullptr;                   // contiguous, overlaps no source
-  int64_t count = 1;                     // number of pieces; sources advance by src_stride elements, dst by piece_numel
-  int64_t piece_numel = 0;
-  int64_t src_stride = 0;
+  int64_t numel = 0;
   double divisor = 1.0;     // true division, so that 2 ranks match sum / 2 bit for bit
   bool round = false;       // round the quotient to src_type first, as a collective in that type would return it
   bool accumulate = false;  // dst += cast(sum / divisor) instead of dst = ...
@@ -52,6 +50,6 @@ struct ReducePiece {
 
 // Sets elements [begin, end) of dst to cast(sum of the sources in rank order / divisor), optionally added to dst.
 void reduce(const ReducePiece& piece, int64_t begin, int64_t end);
-inline void reduce(const ReducePiece& piece) { reduce(piece, 0, piece.count * piece.piece_numel); }
+inline void reduce(const ReducePiece& piece) { reduce(piece, 0, piece.numel); }
 
 }  // namespace fsdp2x::cpu

@@ -11,28 +11,6 @@
 namespace fsdp2x::cpu {
 namespace {
 
-// Maps a position of the (dense) destination to the sources.
-class Cursor {
- public:
-  Cursor(const ReducePiece& piece, int64_t begin)
-      : piece_(piece), index_(begin / piece.piece_numel), within_(begin % piece.piece_numel) {}
-  // Returns the elements left in this piece, at most `wanted`.
-  int64_t run(int64_t wanted) const { return std::min(wanted, piece_.piece_numel - within_); }
-  int64_t source_index() const { return index_ * piece_.src_stride + within_; }
-  void advance(int64_t numel) {
-    within_ += numel;
-    if (within_ == piece_.piece_numel) {
-      within_ = 0;
-      ++index_;
-    }
-  }
-
- private:
-  const ReducePiece& piece_;
-  int64_t index_;
-  int64_t within_;
-};
-
 DType source_type(const ReducePiece& piece, int source) {
   return piece.source_types == nullptr ? piece.src_type : piece.source_types[source];
 }
@@ -54,38 +32,23 @@ void reduce_fused(const KernelTable& table, const ReducePiece& piece, int64_t be
   const int index = piece.num_sources - 1;
   const auto loop =
       streams ? table.stream_sum_f32[!multiply][index] : table.sum_f32[piece.accumulate][!multiply][index];
-  float* dst = static_cast<float*>(piece.dst);
-  Cursor cursor(piece, begin);
-  while (begin < end) {
-    const int64_t run = cursor.run(end - begin);
-    const float* sources[kMaxFusedSources];
-    for (int s = 0; s < piece.num_sources; ++s) {
-      sources[s] = static_cast<const float*>(piece.sources[s]) + cursor.source_index();
-    }
-    loop(dst + begin, sources, run, factor);
-    cursor.advance(run);
-    begin += run;
-  }
+  const float* sources[kMaxFusedSources];
+  for (int s = 0; s < piece.num_sources; ++s) sources[s] = static_cast<const float*>(piece.sources[s]) + begin;
+  loop(static_cast<float*>(piece.dst) + begin, sources, end - begin, factor);
 }
 
-// Sums `numel` elements at `cursor` and divides.
+// Sums `numel` elements from `begin` on and divides.
 template <class A>
-void sum_into(A* acc, int64_t numel, const Arithmetic<A>& ops, const ReducePiece& piece, Cursor& cursor) {
+void sum_into(A* acc, int64_t numel, const Arithmetic<A>& ops, const ReducePiece& piece, int64_t begin) {
   const int src = static_cast<int>(piece.src_type);
   if (piece.num_sources == 0) {
     std::memset(acc, 0, static_cast<size_t>(numel) * sizeof(A));
     return;
   }
-  for (int64_t done = 0; done < numel;) {
-    const int64_t run = cursor.run(numel - done);
-    const auto first = static_cast<size_t>(cursor.source_index());
-    for (int s = 0; s < piece.num_sources; ++s) {
-      const DType type = source_type(piece, s);
-      const auto take = (s == 0 ? ops.load : ops.add)[static_cast<int>(type)];
-      take(acc + done, static_cast<const std::byte*>(piece.sources[s]) + first * dtype_bytes(type), run);
-    }
-    cursor.advance(run);
-    done += run;
+  for (int s = 0; s < piece.num_sources; ++s) {
+    const DType type = source_type(piece, s);
+    const auto take = (s == 0 ? ops.load : ops.add)[static_cast<int>(type)];
+    take(acc, static_cast<const std::byte*>(piece.sources[s]) + static_cast<size_t>(begin) * dtype_bytes(type), numel);
   }
   divide_all(ops, acc, numel, piece.divisor);
   if (piece.round && dtype_bytes(piece.src_type) < sizeof(A)) {
@@ -100,11 +63,10 @@ template <class A>
 void reduce_in_place(const Arithmetic<A>& ops, const ReducePiece& piece, int64_t begin, int64_t end) {
   constexpr int kOwn = static_cast<int>(std::is_same_v<A, double> ? DType::f64 : DType::f32);
   alignas(kTileAlignBytes) A tile[kTileNumel];
-  Cursor cursor(piece, begin);
   for (; begin < end; begin += kTileNumel) {
     const int64_t count = std::min(kTileNumel, end - begin);
     A* out = static_cast<A*>(piece.dst) + begin;
-    sum_into(piece.accumulate ? tile : out, count, ops, piece, cursor);
+    sum_into(piece.accumulate ? tile : out, count, ops, piece, begin);
     if (piece.accumulate) ops.add[kOwn](out, tile, count);
   }
 }
@@ -116,11 +78,10 @@ void reduce_rounded(const Arithmetic<A>& ops, const ReducePiece& piece, int64_t 
   const int dst = static_cast<int>(piece.dst_type);
   alignas(kTileAlignBytes) A tile[kTileNumel];
   alignas(kTileAlignBytes) A sum[kTileNumel];
-  Cursor cursor(piece, begin);
   for (; begin < end; begin += kTileNumel) {
     const int64_t count = std::min(kTileNumel, end - begin);
     std::byte* out = static_cast<std::byte*>(piece.dst) + static_cast<size_t>(begin) * dtype_bytes(piece.dst_type);
-    sum_into(tile, count, ops, piece, cursor);
+    sum_into(tile, count, ops, piece, begin);
     if (piece.accumulate) {
       // Add the cast sum, as if a gradient of dst's type had been made and then added.
       ops.load[dst](sum, out, count);

@@ -55,7 +55,7 @@ void HostAllReduce::run(const at::Tensor& values, bool average) {
   piece.sources = sources.data();
   piece.num_sources = static_cast<int>(sources.size());
   piece.dst = data;
-  piece.piece_numel = piece.src_stride = numel;
+  piece.numel = numel;
   if (average) piece.divisor = static_cast<double>(group_->world());
   run_parallel(numel, kGrainNumel, [&](int64_t begin, int64_t end) { cpu::reduce(piece, begin, end); });
   group_->consume_reduction(unit, turn.epoch);
