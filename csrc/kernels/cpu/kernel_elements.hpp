@@ -6,6 +6,8 @@
 #include <immintrin.h>
 #endif
 
+#include "kernels/rules/float_bits.hpp"
+
 namespace fsdp2x::cpu {
 namespace {
 
@@ -19,50 +21,12 @@ struct f16 {
 // --- one element -----------------------------------------------------------------------------------------------------
 
 inline float to_float(float x) { return x; }
-inline float to_float(bf16 x) { return __builtin_bit_cast(float, static_cast<uint32_t>(x.bits) << 16); }
-inline float to_float(f16 x) {
-  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
-  const uint32_t exponent = (x.bits >> 10) & 31u;
-  const uint32_t mantissa = x.bits & 0x3ffu;
-  if (exponent == 31) {
-    const uint32_t quiet = mantissa != 0 ? 0x400000u : 0u;
-    return __builtin_bit_cast(float, sign | 0x7f800000u | (mantissa << 13) | quiet);
-  }
-  if (exponent == 0) {
-    const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
-    return __builtin_bit_cast(float, sign | __builtin_bit_cast(uint32_t, magnitude));
-  }
-  return __builtin_bit_cast(float, sign | ((exponent + 112) << 23) | (mantissa << 13));
-}
+inline float to_float(bf16 x) { return bf16_to_float(x.bits); }
+inline float to_float(f16 x) { return f16_to_float(x.bits); }
 
 inline void from_float(float x, float& out) { out = x; }
-inline void from_float(float x, bf16& out) {
-  const uint32_t bits = __builtin_bit_cast(uint32_t, x);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const uint32_t quiet_nan = (bits >> 16) | 0x40u;
-  out.bits = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded);
-}
-inline void from_float(float x, f16& out) {
-  const uint32_t bits = __builtin_bit_cast(uint32_t, x);
-  const uint32_t sign = (bits >> 16) & 0x8000u;
-  const uint32_t magnitude = bits & 0x7fffffffu;
-  uint32_t half = 0;
-  if (magnitude > 0x7f800000u) {
-    half = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
-  } else if (magnitude >= 0x477ff000u) {  // from half-way between 65504 and 65536 on
-    half = 0x7c00u;
-  } else if (magnitude >= 0x38800000u) {  // normal: at least 2^-14
-    half = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
-  } else if (magnitude >= 0x33000000u) {  // subnormal: count in units of 2^-24
-    const uint32_t significand = (magnitude & 0x7fffffu) | 0x800000u;
-    const uint32_t shift = 126u - (magnitude >> 23);
-    const uint32_t rest = significand & ((1u << shift) - 1u);
-    const uint32_t tie = 1u << (shift - 1u);
-    half = significand >> shift;
-    half += (rest > tie || (rest == tie && (half & 1u) != 0)) ? 1u : 0u;
-  }
-  out.bits = static_cast<uint16_t>(sign | half);
-}
+inline void from_float(float x, bf16& out) { out.bits = float_to_bf16(x); }
+inline void from_float(float x, f16& out) { out.bits = float_to_f16(x); }
 
 inline void widen(double x, double& out) { out = x; }
 template <class T>
@@ -84,7 +48,7 @@ inline void narrow(double x, T& out) {
   from_float(static_cast<float>(x), out);
 }
 
-// --- f16 by hardware: compilers do not vectorise the code above for it -----------------------------------------------
+// --- f16 by hardware: compilers do not vectorize the other code ------------------------------------------------------
 
 #ifdef __F16C__
 inline __m256 load8(const f16* src) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(src))); }

@@ -7,8 +7,8 @@
 #include <cstdint>
 
 #include "core/dtype.hpp"
-#include "kernels/cuda/bodies/float_bits.hpp"
 #include "kernels/cuda/kernels.hpp"
+#include "kernels/rules/float_bits.hpp"
 #include "kernels/rules/philox.hpp"
 #ifndef __CUDA_ARCH__
 #include <string>

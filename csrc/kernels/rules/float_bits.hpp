@@ -11,7 +11,7 @@
 
 #include "core/host_device.hpp"
 
-namespace fsdp2x::cuda {
+namespace fsdp2x {
 
 FSDP2X_HOST_DEVICE uint32_t bits_of(float value) {
   uint32_t bits;
@@ -31,9 +31,11 @@ FSDP2X_HOST_DEVICE uint16_t float_to_bf16(float value) {
 #ifdef __CUDA_ARCH__
   return __bfloat16_as_ushort(__float2bfloat16_rn(value));
 #else
+  // A selection, because a branch would not vectorize.
   const uint32_t bits = bits_of(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
-  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const uint32_t quiet_nan = (bits >> 16) | 0x40u;
+  return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded);
 #endif
 }
 
@@ -44,11 +46,8 @@ FSDP2X_HOST_DEVICE float f16_to_float(uint16_t code) {
   const uint32_t sign = static_cast<uint32_t>(code & 0x8000u) << 16;
   const uint32_t exponent = (code >> 10) & 31u;
   const uint32_t mantissa = code & 0x3ffu;
-  if (exponent == 0) {
-    const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
-    return sign != 0 ? -magnitude : magnitude;
-  }
   if (exponent == 31) return float_of(sign | 0x7f800000u | (mantissa << 13) | (mantissa != 0 ? 0x400000u : 0u));
+  if (exponent == 0) return float_of(sign | bits_of(static_cast<float>(mantissa) * 0x1p-24f));
   return float_of(sign | ((exponent + 112) << 23) | (mantissa << 13));
 #endif
 }
@@ -75,4 +74,4 @@ FSDP2X_HOST_DEVICE uint16_t float_to_f16(float value) {
 #endif
 }
 
-}  // namespace fsdp2x::cuda
+}  // namespace fsdp2x
