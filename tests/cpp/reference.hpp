@@ -106,6 +106,8 @@ class Buffer {
         return decode(raw<uint16_t>(index), kBf16);
       case DType::f16:
         return decode(raw<uint16_t>(index), kF16);
+      case DType::byte:
+        return raw<uint8_t>(index);
       default:
         return static_cast<float>(raw<double>(index));
     }

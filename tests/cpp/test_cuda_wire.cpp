@@ -46,26 +46,6 @@ T* part(Bytes& bytes, int64_t offset) {
   return reinterpret_cast<T*>(bytes.data() + offset);
 }
 
-// Expects equal bits, or NaN on both sides for floats of `type`. Names the first difference.
-void expect_same(const Bytes& got, const Bytes& wanted, DType type, const char* what) {
-  ASSERT_EQ(got.size(), wanted.size());
-  if (got == wanted) return;
-  const size_t element = dtype_bytes(type);
-  for (size_t i = 0; i < got.size(); i += element) {
-    if (std::equal(got.begin() + static_cast<std::ptrdiff_t>(i), got.begin() + static_cast<std::ptrdiff_t>(i + element),
-                   wanted.begin() + static_cast<std::ptrdiff_t>(i))) {
-      continue;
-    }
-    float left = 0, right = 0;
-    if (type != DType::byte) {
-      cpu::cast_copy(DType::f32, &left, type, got.data() + i, 1);
-      cpu::cast_copy(DType::f32, &right, type, wanted.data() + i, 1);
-    }
-    ASSERT_TRUE(std::isnan(left) && std::isnan(right))
-        << what << ": element " << i / element << " is " << left << " instead of " << right;
-  }
-}
-
 size_t code_bytes(WireFormat format) {
   return format == WireFormat::plain ? sizeof(float) : format == WireFormat::bf16 ? sizeof(uint16_t) : 1;
 }
@@ -106,10 +86,10 @@ void expect_same_segments(const Sent& sent, const Bytes& got, const Bytes& wante
     const DType type = one.format == WireFormat::plain  ? DType::f32
                        : one.format == WireFormat::bf16 ? DType::bf16
                                                         : DType::byte;
-    expect_same(cut(got, one.codes_offset, codes), cut(wanted, one.codes_offset, codes), type, "codes");
+    EXPECT_TRUE(same(type, cut(got, one.codes_offset, codes), cut(wanted, one.codes_offset, codes)));
     if (!has_scales(one.format)) continue;
     const size_t scales = static_cast<size_t>(num_wire_blocks(one.numel)) * sizeof(float);
-    expect_same(cut(got, one.scales_offset, scales), cut(wanted, one.scales_offset, scales), DType::f32, "scales");
+    EXPECT_TRUE(same(DType::f32, cut(got, one.scales_offset, scales), cut(wanted, one.scales_offset, scales)));
   }
 }
 
@@ -138,7 +118,7 @@ TEST(CudaWire, WeightsAreCodedAndDecodedAsOnTheCpu) {
       kernels().encode_wire(plan.list(), args, nullptr);
       expect_same_segments(sent, segments.read(), wanted);
       kernels().decode_wire(plan.list(), segments.data(), back.data(), nullptr);
-      expect_same(back.read(), decoded, type, "values");
+      EXPECT_TRUE(same(type, back.read(), decoded));
     }
   }
 }
@@ -162,7 +142,7 @@ TEST(CudaWire, PiecesLieApart) {
     const Uploaded plan(make_plan(sent.segments));
     const Region segments(codes, 0), values(wanted.size()), again(codes.size());
     kernels().decode_wire(plan.list(), segments.data(), values.data(), nullptr);
-    expect_same(values.read(), wanted, type, "values");
+    EXPECT_TRUE(same(type, values.read(), wanted));
     // Encoding decoded values gives the same codes, if the scale is a number and the type holds the values.
     EncodeWireArgs args;
     args.values = values.data();
@@ -272,7 +252,7 @@ TEST(CudaWire, SumsAreThoseOfTheCpu) {
       kernels().sum_wire(plan.list(), args, nullptr);
       args.num_ranks = 0;
       EXPECT_THROW(kernels().sum_wire(plan.list(), args, nullptr), Error);
-      expect_same(sums.read(), divided, DType::f32, "sums");
+      EXPECT_TRUE(same(DType::f32, sums.read(), divided));
     }
   }
 }
