@@ -48,8 +48,7 @@ void bind_optim(py::module_& m) {
              return std::make_unique<WritableShards>(Gil::of_caller(), param_groups.ptr());
            }),
            py::arg("param_groups"))
-      .def("close", &WritableShards::close)
-      .def_property_readonly("num_opened", &WritableShards::num_opened);
+      .def("close", &WritableShards::close);
   py::class_<DeviceClip>(m, "DeviceClip")
       .def(py::init<const cuda::Kernels*>(), py::arg("on_host") = nullptr)
       .def("serves", [](const DeviceClip& self, at::Device device) { return self.kernels().serve(device); })

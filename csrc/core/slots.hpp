@@ -37,7 +37,6 @@ class SlotLedger {
   size_t num_slots() const { return slots_.size(); }
   size_t arena_bytes() const { return arena_bytes_; }            // of temporary slots
   size_t reserved_bytes() const { return end_ - arena_bytes_; }  // of permanent slots, with the gaps before them
-  size_t owned_bytes() const { return owned_bytes_; }
   size_t peak_owned_bytes() const { return peak_owned_bytes_; }
   const Slot& slot(int id) const { return slots_[index_of(id)].slot; }
   // Returns the owned slots in words, such as "slot 0 (4096 bytes): layers.0", for errors and tests.

@@ -112,10 +112,6 @@ void ShmGroup::publish(const ShardViews& views, const std::vector<PageRun>& runs
   drop(runs);
 }
 
-size_t ShmGroup::mapped_bytes() const {
-  return shared_.mapped_bytes() + own_scratch_.mapped_bytes() + peer_scratch_.mapped_bytes();
-}
-
 size_t ShmGroup::num_windows() const {
   return shared_.count() + isolated_.count() + own_scratch_.count() + peer_scratch_.count();
 }

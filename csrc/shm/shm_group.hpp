@@ -51,7 +51,6 @@ class ShmGroup final : public ShmProtocol {
   void give_back(const ShardViews& views) const { views.give_back(memory_.get()); }
   // Ends every wait of every rank with a message that this rank cannot do what its peers wait for. Throws it.
   [[noreturn]] void give_up(const std::string& why);
-  size_t mapped_bytes() const;
   size_t num_windows() const;  // mapped so far. A steady step maps none
 
  private:

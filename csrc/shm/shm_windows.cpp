@@ -82,7 +82,6 @@ std::byte* Windows::get(int fd, size_t offset, size_t bytes) {
   const auto found = mappings_.lower_bound({offset, rounded});
   if (found != mappings_.end() && found->first.first == offset) return found->second.data();
   const auto added = mappings_.emplace(std::pair(offset, rounded), Mapping(fd, offset, rounded, view_)).first;
-  mapped_bytes_ += rounded;
   // Make huge pages at the first writable mapping, before other views read.
   if (view_ == View::read_write) fill_with_huge_pages(added->second.data(), rounded);
   return added->second.data();

@@ -40,13 +40,11 @@ class Windows {
   // Returns the smallest window that begins at `offset` and holds `bytes`. A larger window is only reused if it existed
   // before a smaller one was made, so that equal arguments always give equal pointers.
   std::byte* get(int fd, size_t offset, size_t bytes);
-  size_t mapped_bytes() const { return mapped_bytes_; }
   size_t count() const { return mappings_.size(); }
 
  private:
   View view_;
   std::map<std::pair<size_t, size_t>, Mapping> mappings_;
-  size_t mapped_bytes_ = 0;
 };
 
 }  // namespace fsdp2x::cpu

@@ -23,7 +23,6 @@ class WritableShards {
 
   // Ends the step. Ranks compare it in their next pass.
   void close();
-  size_t num_opened() const { return opened_.size(); }
 
  private:
   void close_shards();

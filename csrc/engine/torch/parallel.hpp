@@ -19,7 +19,6 @@ void run_parallel(int64_t total, int64_t grain, const std::function<void(int64_t
 // Items of some elements each, whose elements are split over the threads together.
 class Items {
  public:
-  void clear() { ends_.clear(); }
   void add(int64_t numel) { ends_.push_back(first_of(ends_.size()) + numel); }
   // Calls run(item, begin, end) for ranges that together are every element of every item.
   template <class Run>
