@@ -66,13 +66,9 @@ void bind_planned_steps(py::module_& m) {
              return PlannedBackward{syncs, num, all_reduces};
            }),
            py::arg("syncs"), py::arg("num"), py::arg("all_reduces") = true);
-  py::enum_<PlannedSteps::TransportKind>(m, "PlannedTransport")
-      .value("shared_memory", PlannedSteps::TransportKind::shared_memory)
-      .value("process_group", PlannedSteps::TransportKind::process_group)
-      .value("device", PlannedSteps::TransportKind::device);
   py::class_<PlannedSteps>(m, "PlannedSteps")
       .def(py::init<size_t>(), py::arg("page_bytes"))
-      .def("add_transport", &PlannedSteps::add_transport, py::arg("kind"), py::arg("ranks"))
+      .def("add_transport", &PlannedSteps::add_transport, py::arg("transport"), py::arg("ranks"))
       .def("add_unit", &PlannedSteps::add_unit, py::arg("name"), py::arg("reshards_after_forward"),
            py::arg("reshards_after_backward"), py::arg("unshards_in_backward"))
       .def("add_group", &PlannedSteps::add_group, py::arg("unit"), py::arg("transport"), py::arg("sizes"),

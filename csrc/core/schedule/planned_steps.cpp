@@ -124,18 +124,8 @@ void MemoryEffects::drop_gradients() {
 
 // --- steps ---
 
-size_t PlannedSteps::add_transport(TransportKind kind, const PlannedRanks& ranks) {
-  switch (kind) {
-    case TransportKind::shared_memory:
-      transports_.push_back(std::make_unique<SharedTransportMemory>(ranks, page_bytes_));
-      break;
-    case TransportKind::process_group:
-      transports_.push_back(std::make_unique<GroupTransportMemory>(ranks));
-      break;
-    case TransportKind::device:
-      transports_.push_back(std::make_unique<DeviceTransportMemory>(ranks, effects_.whole()));
-      break;
-  }
+size_t PlannedSteps::add_transport(const std::string& transport, const PlannedRanks& ranks) {
+  transports_.push_back(make_transport_memory(transport, ranks, page_bytes_, effects_.whole()));
   if (!transports_.back()->overlaps()) schedule_.set_synchronous();
   return transports_.size() - 1;
 }

@@ -132,12 +132,10 @@ class MemoryEffects final : public Effects {
 // All units below one root.
 class PlannedSteps {
  public:
-  enum class TransportKind : uint8_t { shared_memory, process_group, device };
-
   explicit PlannedSteps(size_t page_bytes) : page_bytes_(page_bytes) {}
 
-  // Each returns the index of the new item.
-  size_t add_transport(TransportKind kind, const PlannedRanks& ranks);
+  // Each returns the index of the new item. `transport`: its name.
+  size_t add_transport(const std::string& transport, const PlannedRanks& ranks);
   size_t add_unit(const std::string& name, bool reshards_after_forward, bool reshards_after_backward,
                   bool unshards_in_backward);
   // Adds a group. Without a unit, it is the smaller world of another group, which keeps its rows after forward.

@@ -2,6 +2,7 @@
 #include "core/schedule/transport_memory.hpp"
 
 #include <algorithm>
+#include <stdexcept>
 #include <utility>
 
 #include "core/dtype.hpp"
@@ -243,6 +244,14 @@ void DeviceTransportMemory::begin_download(const PlannedGroup& group) {
 
 void DeviceTransportMemory::finish_download(const PlannedGroup& group) {
   if (const size_t landing = std::exchange(held_[group.number].landing, 0)) blocks_.push_back(landing);
+}
+
+std::unique_ptr<TransportMemory> make_transport_memory(const std::string& name, const PlannedRanks& ranks,
+                                                       size_t page_bytes, MemoryTally& whole) {
+  if (name == "local" || name == "shm") return std::make_unique<SharedTransportMemory>(ranks, page_bytes);
+  if (name == "process_group") return std::make_unique<GroupTransportMemory>(ranks);
+  if (name == "device") return std::make_unique<DeviceTransportMemory>(ranks, whole);
+  throw std::invalid_argument("no memory rules for transport " + name);
 }
 
 }  // namespace fsdp2x

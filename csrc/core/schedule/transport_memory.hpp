@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <set>
+#include <string>
 #include <vector>
 
 #include "core/buffers.hpp"
@@ -67,7 +68,6 @@ class TransportMemory {
  public:
   virtual ~TransportMemory() = default;
 
-  virtual bool has_streams() const { return false; }
   // Whether gathers run ahead in forward, and reductions overlap with the next unit.
   virtual bool overlaps() const { return true; }
   // Whether forward prefetches the group although the transport does not overlap.
@@ -184,7 +184,6 @@ class DeviceTransportMemory final : public TransportMemory {
   // object.
   DeviceTransportMemory(const PlannedRanks& ranks, MemoryTally& whole);
 
-  bool has_streams() const override { return true; }
   void begin_gather(const PlannedGroup& group) override;
   void finish_gather(const PlannedGroup& group) override;
   void release_gather(const PlannedGroup& group) override;
@@ -249,5 +248,9 @@ class DeviceTransportMemory final : public TransportMemory {
   std::vector<size_t> blocks_;            // free blocks of the host
   size_t landing_bytes_ = 0;
 };
+
+// Returns the memory of the transport whose Transport::name is `name`. `whole`: see DeviceTransportMemory.
+std::unique_ptr<TransportMemory> make_transport_memory(const std::string& name, const PlannedRanks& ranks,
+                                                       size_t page_bytes, MemoryTally& whole);
 
 }  // namespace fsdp2x

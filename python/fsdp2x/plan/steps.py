@@ -14,7 +14,6 @@ from torch import nn
 
 from fsdp2x.base.native import _C
 from fsdp2x.plan.facts import GroupFacts, PlannedMesh, PlannedUnit
-from fsdp2x.sharding.transport import TransportKind
 from fsdp2x.sharding.wrap import only_looks_up
 
 # Bytes of a model's transports. ``own_gather_slot_bytes`` is this rank's part of shared gather buffers.
@@ -22,13 +21,6 @@ HELD = (
     "gather_slot_bytes", "own_gather_slot_bytes", "peak_gather_bytes", "scratch_bytes", "resident_shard_bytes",
     "landing_bytes",
 )  # fmt: skip
-
-_KINDS = {
-    TransportKind.LOCAL: _C.PlannedTransport.shared_memory,
-    TransportKind.SHM: _C.PlannedTransport.shared_memory,
-    TransportKind.PROCESS_GROUP: _C.PlannedTransport.process_group,
-    TransportKind.DEVICE: _C.PlannedTransport.device,
-}
 
 
 @dataclass(frozen=True)
@@ -99,7 +91,7 @@ class PlannedTree:
         if ranks.key not in self._transports:
             self.is_on_device = self.is_on_device and ranks.has_streams
             planned = _C.PlannedRanks(ranks.world, ranks.replicas, ranks.registers_memory, ranks.max_reduce_buffers)
-            self._transports[ranks.key] = self._steps.add_transport(_KINDS[ranks.transport], planned)
+            self._transports[ranks.key] = self._steps.add_transport(ranks.transport, planned)
         return self._transports[ranks.key]
 
     def run(self) -> Traffic:
