@@ -84,7 +84,8 @@ void check(const Case& c, uint64_t seed, bool finite = false) {
   piece.accumulate = c.accumulate;
   cpu::reduce(piece);
   const std::string what = std::string(dtype_name(c.src)) + " to " + dtype_name(c.dst) + ", " +
-                           std::to_string(c.num_sources) + " sources, " + std::to_string(c.numel) + " elements, / " + std::to_string(c.divisor);
+                           std::to_string(c.num_sources) + " sources, " + std::to_string(c.numel) + " elements, / " +
+                           std::to_string(c.divisor);
   ASSERT_TRUE(dst.equals(expected, false)) << what << (c.accumulate ? ", accumulated" : "");
   piece.dst = in_ranges.data();
   const auto cut = static_cast<int64_t>(random() % static_cast<uint64_t>(c.numel + 1));
